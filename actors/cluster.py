@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import ObjectLostError, RayError
 
-from actors.colocation import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Colocation
+from actors.colocated_handles import colocated
+from actors.colocation import Colocation
 from actors.connection import (
     address_of,
     check_grows_no_more,
@@ -35,7 +36,7 @@ from actors.lifecycle.calls import LOST, reason
 from actors.lifecycle.supervisor import Team
 from actors.lifecycle.usage import ActorUsage
 from actors.lifecycle.watchdog import where_stuck
-from actors.placement.demands import Demand, colocated_ranks, describe, is_colocated, placement, share_out
+from actors.placement.demands import Demand, describe, is_colocated, placement, share_out
 from actors.placement.fitting import bundles, too_large
 from actors.placement.reservation import Reservation, expected
 from actors.reference_sync import ReferenceSync
@@ -151,31 +152,20 @@ class Cluster:
         policy = self._create_policy(model_dir)
         shared = await self._shared_devices(policy)
         samplers = self._create_samplers(model_dir, shared)
-        reference = self._factory.reference(model_dir)
+        reference = self._factory.reference(model_dir, shared)
         if reference is not None:
             self._handles.append(reference)
         parts = TrainingActors(policy, samplers, reference)
-        colocation = None
-        if shared:
-            limit_s = self._config.cluster.timeouts.sync_s
-            colocation = Colocation(
-                policy, samplers.rollouts, timeout_s=limit_s, where_stuck=self.where_stuck
-            )
-        await self._ready(colocation, policy, samplers.rollouts)
-        workers = await self._connected(parts, shared)
-        if colocation is None:
+        if not self._factory.demands["rollout"].shared:
+            await self._ready()
             self._parts = parts
-            return workers
-        await colocation.to_sampling()
-        colocated = ColocatedPolicy(policy, colocation)
-        return replace(
-            workers,
-            policy=colocated,
-            probe=EngineProbe(colocated, samplers.rollouts),
-            sync=ColocatedSync(workers.sync, colocation),
-            reference_sync=workers.reference_sync
-            and ColocatedReferenceSync(workers.reference_sync, colocation),
-        )
+            return await self._connected(parts, None)
+        models, limit_s = parts.frozen_models(), self._config.cluster.timeouts.sync_s
+        rollouts = samplers.rollouts
+        colocation = Colocation(policy, rollouts, models, timeout_s=limit_s, where_stuck=self.where_stuck)
+        await self._ready(colocation, [policy, rollouts, *models.values()])
+        workers = await self._connected(parts, shared)
+        return colocated(workers, colocation, has_reference=self._config.needs_reference)
 
     async def where_stuck(self) -> str:
         """Return where each actor is in its code."""
@@ -238,10 +228,10 @@ class Cluster:
                 policy,
                 rollouts,
                 self._config.weight_sync,
-                colocated_ranks=shared.colocated_ranks if shared else None,
+                colocated_ranks=shared.ranks_of_engines if shared else None,
                 timeout_s=timeout_s,
             )
-        reference_sync = await self._reference_sync(policy, reference)
+        reference_sync = await self._reference_sync(policy, reference, shared)
         usage = ActorUsage(parts.teams(), queueing=QUEUEING, timeout_s=timeout_s)
         probe = EngineProbe(policy, rollouts)
         return Workers(
@@ -249,30 +239,37 @@ class Cluster:
         )
 
     async def _shared_devices(self, policy: PolicyGroup) -> SharedDevices | None:
-        """Return the devices of engines that share the policy's GPUs; None: they have their own."""
-        if not self._factory.demands["rollout"].shared:
+        """Return the GPUs of policy ranks, which all others share; None: they have their own, or there are
+        none.
+        """
+        demand = self._factory.demands["rollout"]
+        if not (demand.shared and demand.gpus):
             return None
         async with deadline(self._config.cluster.timeouts.start_s, "start: policy ranks get their GPUs"):
             held = await policy.devices()
-        engines = share_out(held, self._config.rollout.tensor_parallel_size)
-        return SharedDevices(engines, colocated_ranks(held, engines))
+        return SharedDevices(held, share_out(held, demand.workers, demand.gpus))
 
     async def _reference_sync(
-        self, policy: PolicyGroup, reference: ReferencePool | None
+        self, policy: PolicyGroup, reference: ReferencePool | None, shared: SharedDevices | None
     ) -> ReferenceSync | None:
         config = self._config
         if reference is None or not config.reference.refresh_every:
             return None
         mix, timeout_s = config.reference.refresh_mix, config.cluster.timeouts.sync_s
         return await ReferenceSync.connect(
-            policy, reference, config.weight_sync, mix=mix, timeout_s=timeout_s
+            policy,
+            reference,
+            config.weight_sync,
+            mix=mix,
+            colocated_ranks=range(len(shared.ranks)) if shared else None,
+            timeout_s=timeout_s,
         )
 
     async def start_evaluation(self, model_dir: Path) -> SamplingActors:
         """Start rollout and reward workers alone, on the weights in ``model_dir``."""
         await self._reserve(training=False)
         samplers = self._create_samplers(model_dir, None)
-        await self._ready(None)
+        await self._ready()
         return samplers
 
     async def stop_workers(self) -> None:
@@ -289,12 +286,13 @@ class Cluster:
             with stage("workers", "all actors end"):
                 await gather(handle.shutdown() for handle in reversed(handles))
 
-    async def _ready(self, colocation: Colocation | None, *sharing: Any) -> None:
-        """Wait until all actors are loaded: colocated ones in sequence, all others at once.
+    async def _ready(self, colocation: Colocation | None = None, sharing: Sequence[Any] = ()) -> None:
+        """Wait until all actors are loaded: those of ``sharing`` in sequence, all others at once.
 
         Errors such as an unloadable model are reported as user errors.
         """
-        own = [handle for handle in self._handles if colocation is None or handle not in sharing]
+        models = [m for pool in self._handles if isinstance(pool, RewardPool) for m in pool.models]
+        own = [handle for handle in [*self._handles, *models] if handle not in sharing]
         together = [wait_until_ready_colocated(colocation, sharing)] if colocation else []
         with refusals():
             await gather([*(wait_until_ready(handle) for handle in own), *together])
@@ -307,7 +305,7 @@ class Cluster:
     def _create_samplers(self, model_dir: Path, shared: SharedDevices | None) -> SamplingActors:
         rollouts = self._factory.rollouts(model_dir, shared)
         self._handles.append(rollouts)
-        rewards = self._factory.rewards(model_dir)
+        rewards = self._factory.rewards(model_dir, shared)
         self._handles.append(rewards)
         return SamplingActors(rollouts, rewards)
 

@@ -1,145 +1,224 @@
-"""Rollout engines and policy ranks on the same GPUs: which of them holds the memory, and when.
+"""Engines, policy, reference and reward models on the same GPUs: which of them holds the memory, and when.
 
-    sample           update                     push
-    engines awake    engines asleep             weights awake, receive | cache awake
-    policy on host   policy on the GPU ......................... sends | to host
+    GPU      | engines       | reward model | reference | policy            | weights of both | engines
+    driver   | sample ...... | score ...... | log-probs | update ...........| push            | sample ...
+    leaving  | weights drop  | to host      | to host   | optimiser to host | weights to host |
 
-Engines drop their weights while the policy trains, because the next push sends all of them. For a checkpoint,
-which no push follows, they keep them in host memory.
+One role at a time holds the GPUs, all of them. A call to another role waits until the holder has none left.
+Then the holder leaves, and a role that waits takes over, for all calls that wait for it. So the groups of a
+batch are sampled, then scored, then given their reference log-probs, whatever the order of their calls.
+
+- Engines drop their weights when they leave. The policy sends them again before they sample: after an update
+  that is the push of the step, after a checkpoint the same version once more.
+- Ranks move the memory of their tensors (`grpo_dist.policy.rank_memory`), whatever the ZeRO stage. Before the
+  push all but the weights leaves, and the update's memory is given back: the engines' weights need it.
+- Reference and reward models have one copy on each GPU. With adapters the reference is the policy without
+  them, and takes no turn of its own.
+
+On CPUs the same happens on the same cores, only that engines free no memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
-from typing import Any
-
-import numpy as np
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from actors.workers.policy_group import PolicyGroup
 from actors.workers.rollout_pool import RolloutPool
-from grpo_dist.health.bounds import Bound
 from grpo_dist.runtime.concurrency import deadline
-from grpo_dist.types import TrainBatch
-from grpo_dist.workers import ReferenceSyncHandle, WeightSyncHandle
+from grpo_dist.workers import WeightSyncHandle
+
+T = TypeVar("T")
+
+ENGINES, POLICY, REFERENCE = "engines", "policy", "reference"
+# A holder without calls keeps the GPUs for so long: the next call may follow at once.
+_GRACE_S = 0.02
+
+
+class Resident(Protocol):
+    """Frozen models that take turns: `ReferencePool`, `RewardModelPool`. ``turn``: entered for each call."""
+
+    turn: Callable[[], AbstractAsyncContextManager[None]]
+
+    async def ready(self) -> None: ...
+    async def sleep(self) -> None: ...
+    async def wake_up(self) -> None: ...
 
 
 class Colocation:
-    """Moves the GPUs between engines and policy. The engines hold them first."""
+    """Moves the GPUs between roles. ``residents``: those besides engines and policy, by name."""
 
     def __init__(
         self,
         policy: PolicyGroup,
         rollouts: RolloutPool,
+        residents: Mapping[str, Resident],
         *,
         timeout_s: float,
         where_stuck: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
-        """``timeout_s``: deadline of one switch; ``where_stuck``: see `Workers`."""
-        self._policy, self._rollouts, self._timeout_s = policy, rollouts, timeout_s
-        self._where_stuck = where_stuck
-        self._training = False
+        """``timeout_s``: deadline of one change; ``where_stuck``: see `Workers`."""
+        self.policy, self.rollouts, self._residents = policy, rollouts, residents
+        self._timeout_s, self._where_stuck = timeout_s, where_stuck
+        self.sync: WeightSyncHandle | None = None  # set once policy and engines are connected
+        self._holder: str | None = None
+        self._users = 0  # calls of the holder
+        self._idle, self._idle_since = asyncio.Event(), 0.0
+        self._change: asyncio.Task[Any] | None = None  # of the holder; stays once one has failed
+        self._engines_kept = True  # they still have the weights that they were started with
+        self._version, self._is_sent = 0, True  # of the policy's weights; whether engines had them
+        self._seconds = defaultdict[str, float](float)  # of changes since the last push, by kind
+        rollouts.turn = partial(self.turn, ENGINES)
+        for name, resident in residents.items():
+            resident.turn = partial(self.turn, name)
 
     async def start(self) -> None:
-        """Load both, one after the other, so that each finds the memory free that it measures or takes."""
-        await self._rollouts.ready()
-        await self._rollouts.sleep(keep_weights=True)
-        await self._policy.ready()
-        self._training = True
-
-    async def to_training(self, *, keep_engine_weights: bool = False) -> None:
-        if self._training:
-            return
-        async with self._deadline("the engines leave their GPUs to the policy"):
-            await self._rollouts.sleep(keep_weights=keep_engine_weights)
-            await self._policy.reload_states()
-        self._training = True
-
-    async def to_sampling(self, *, weights_are_awake: bool = False) -> None:
-        async with self._deadline("the policy leaves its GPUs to the engines"):
-            await self._policy.offload_states()
-            await self._rollouts.wake_up(*(["kv_cache"] if weights_are_awake else []))
-        self._training = False
-
-    async def receive(self) -> None:
-        """Put the policy and the engines' memory for weights on the GPU."""
-        await self.to_training()
-        async with self._deadline("the engines take memory for new weights"):
-            await self._rollouts.wake_up("weights")
-
-    def _deadline(self, what: str) -> AbstractAsyncContextManager[None]:
-        return deadline(self._timeout_s, f"placement: {what}", explain=self._where_stuck)
+        """Load all, one after the other, so that each finds the memory free that it measures or takes."""
+        await self.rollouts.ready()
+        await self.rollouts.sleep(keep_weights=True)
+        await self.policy.ready()
+        await self.policy.hold("nothing")
+        for resident in self._residents.values():
+            await resident.ready()
+            await resident.sleep()
 
     @asynccontextmanager
-    async def training(self) -> AsyncIterator[None]:
-        """Give the policy the GPUs for the length of the block, then give them back to the engines."""
-        await self.to_training(keep_engine_weights=True)
-        yield
-        await self.to_sampling()
+    async def turn(self, role: str) -> AsyncIterator[None]:
+        """Wait until ``role`` holds the GPUs, and keep them for the length of the block."""
+        while self._holder != role or self._change is not None:
+            if await self._is_free():
+                self._begin(self._give(role))
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._idle_since = time.monotonic()
+                self._idle.set()
 
-
-class ColocatedPolicy:
-    """The policy, which takes the GPUs for each call that needs them."""
-
-    def __init__(self, policy: PolicyGroup, colocation: Colocation) -> None:
-        self._policy, self._colocation = policy, colocation
-
-    def stage(self, batches: Sequence[TrainBatch], *, keep_logprobs: bool = False) -> Any:
-        return self._policy.stage(batches, keep_logprobs=keep_logprobs)
-
-    async def update(
-        self, staged: Any, *, kl_coef: float | None = None, bounds: Sequence[Bound] = ()
-    ) -> dict[str, float]:
-        await self._colocation.to_training()
-        return await self._policy.update(staged, kl_coef=kl_coef, bounds=bounds)
-
-    async def trace_next(self, run_dir: Path, step: int) -> None:
-        await self._policy.trace_next(run_dir, step)
-
-    async def token_logprobs(self) -> dict[int, np.ndarray]:
-        return await self._policy.token_logprobs()
-
-    async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
-        """Take the GPUs, which the update that follows needs, too."""
-        await self._colocation.to_training()
-        return await self._policy.logprobs(batch)
-
-    async def save(self, directory: Path, *, blocking: bool = True) -> None:
-        async with self._colocation.training():
-            await self._policy.save(directory, blocking=blocking)
-
-    async def saved(self) -> None:
-        await self._policy.saved()
-
-    async def load(self, directory: Path) -> None:
-        async with self._colocation.training():
-            await self._policy.load(directory)
-
-    async def export(self, directory: Path, *, tokenizer_dir: Path) -> None:
-        async with self._colocation.training():
-            await self._policy.export(directory, tokenizer_dir=tokenizer_dir)
-
-
-class ColocatedSync:
-    """The weight sync, which returns the GPUs to the engines."""
-
-    def __init__(self, sync: WeightSyncHandle, colocation: Colocation) -> None:
-        self._sync, self._colocation = sync, colocation
+    def moved(self) -> None:
+        """Note that the policy's weights change: engines must not get them as the old version."""
+        self._is_sent = False
 
     async def push(self, version: int) -> dict[str, float]:
-        await self._colocation.receive()
-        metrics = await self._sync.push(version)
-        await self._colocation.to_sampling(weights_are_awake=True)
+        """Send the policy's weights to the engines, which hold the GPUs afterwards. Returns metrics of the
+        sync, and the seconds of all changes since the last push.
+        """
+        self._version, self._is_sent = version, True
+        metrics = await self._alone(self._send)
+        spent, self._seconds = self._seconds, defaultdict(float)
+        return metrics | {f"time/turn_{change}_s": seconds for change, seconds in spent.items()}
+
+    async def refresh(self, refresh: Callable[[], Awaitable[None]]) -> None:
+        """Run ``refresh`` while both the policy's weights and the reference are on the GPUs."""
+        await self._alone(lambda: self._refresh(refresh))
+
+    async def _is_free(self) -> bool:
+        """Return whether the holder can change now; else wait until that may have become true.
+
+        Raises the error of a change that failed: the run restarts all roles.
+        """
+        if self._change is not None:
+            await asyncio.wait([self._change])  # bounded: by the deadlines of its parts
+            if self._change is not None:
+                self._change.result()  # bounded: it is done
+        elif self._users:
+            self._idle.clear()
+            await self._idle.wait()  # bounded: calls of a role have deadlines
+        elif (left := self._idle_since + _GRACE_S - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+        else:
+            return True
+        return False
+
+    async def _alone(self, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        while not await self._is_free():
+            pass
+        task = self._begin(change())
+        await asyncio.wait([task])  # bounded: by the deadlines of its parts
+        return task.result()  # bounded: it is done
+
+    def _begin(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run ``change`` as a task: a caller that is cancelled does not leave the GPUs half moved."""
+        task = asyncio.create_task(change, name="change of the GPUs' holder")
+        task.add_done_callback(self._changed)
+        self._change = task
+        return task
+
+    def _changed(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._change = None
+
+    async def _give(self, role: str) -> None:
+        if role == POLICY:
+            await self._leave()
+            await self._part("policy_reload", lambda: self.policy.hold("all"))
+        elif role != ENGINES:
+            await self._leave()
+            await self._part(f"{_kind(role)}_wake", self._residents[role].wake_up)
+        elif self._engines_kept:
+            await self._leave()
+            await self._part("engines_wake", self.rollouts.wake_up)
+            self._engines_kept = False
+        else:
+            await self._send()
+        self._holder = role
+
+    async def _leave(self) -> None:
+        """Take the GPUs from whoever holds them."""
+        holder, self._holder = self._holder, None
+        if holder == ENGINES:
+            await self._part("engines_sleep", lambda: self.rollouts.sleep(keep_weights=False))
+        elif holder == POLICY:
+            await self._part("policy_offload", lambda: self.policy.hold("nothing"))
+        elif holder is not None:
+            await self._part(f"{_kind(holder)}_sleep", self._residents[holder].sleep)
+
+    async def _only_weights(self) -> None:
+        """Put the policy's weights on the GPUs, and nothing else."""
+        if self._holder == POLICY:
+            self._holder = None
+            await self._part("policy_offload", lambda: self.policy.hold("weights"))
+        else:
+            await self._leave()
+            await self._part("policy_reload", lambda: self.policy.hold("weights"))
+
+    async def _send(self) -> dict[str, float]:
+        if self.sync is None or not self._is_sent:
+            raise RuntimeError(
+                f"placement: engines are asked for samples of version {self._version}, but the policy has "
+                "moved on and has not sent its weights; please report it"
+            )
+        await self._only_weights()
+        await self._part("engines_wake", lambda: self.rollouts.wake_up("weights"))
+        metrics = await self.sync.push(self._version)
+        await self._part("policy_offload", lambda: self.policy.hold("nothing"))
+        await self._part("engines_wake", lambda: self.rollouts.wake_up("kv_cache"))
+        self._holder, self._engines_kept = ENGINES, False
         return metrics
 
+    async def _refresh(self, refresh: Callable[[], Awaitable[None]]) -> None:
+        await self._only_weights()
+        await self._part("reference_wake", self._residents[REFERENCE].wake_up)
+        await refresh()
+        await self._part("policy_offload", lambda: self.policy.hold("nothing"))
+        self._holder = REFERENCE
 
-class ColocatedReferenceSync:
-    """The reference sync, during which the policy holds the GPUs."""
+    async def _part(self, name: str, move: Callable[[], Awaitable[None]]) -> None:
+        """Run a part of a change, timed, with a deadline."""
+        stage = f"placement: {name.replace('_', ' ')} on the shared GPUs"
+        begin = time.perf_counter()
+        async with deadline(self._timeout_s, stage, explain=self._where_stuck):
+            await move()
+        self._seconds[name] += time.perf_counter() - begin
 
-    def __init__(self, sync: ReferenceSyncHandle, colocation: Colocation) -> None:
-        self._sync, self._colocation = sync, colocation
 
-    async def refresh(self) -> None:
-        async with self._colocation.training():
-            await self._sync.refresh()
+def _kind(role: str) -> str:
+    """Return the part of a role's name that is not one's own: "reward_model" of "reward_model safety"."""
+    return role.partition(" ")[0]

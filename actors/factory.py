@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.supervisor import Team
-from actors.placement.demands import Demand, Devices
+from actors.placement.demands import Demand, Devices, colocated_ranks
 from actors.placement.reservation import Reservation
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.policy_group import PolicyGroup, PolicySpec
@@ -23,9 +23,9 @@ from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import Config
 from grpo_dist.runtime.hardware import thread_environment
 
-# An engine on the policy's GPUs has the memory for its start only while it samples, which may not come again
-# before its samples are there.
-_SHARES = "it shares GPUs with the policy, and all of them restart together"
+# An actor on the policy's GPUs has the memory for its start only in its own turn, which may not come again
+# before its answers are there.
+_SHARES = "it shares devices with the policy, and all of them restart together"
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ class TrainingActors:
     samplers: SamplingActors
     reference: ReferencePool | None
 
+    def frozen_models(self) -> dict[str, ReferencePool | RewardModelPool]:
+        """Return the roles that hold a model which is not trained, by name."""
+        reference = {"reference": self.reference} if self.reference else {}
+        return reference | {f"reward_model {m.name}": m for m in self.samplers.rewards.models}
+
     def teams(self) -> dict[str, list[Team]]:
         """Return the teams of each role by the role's name in metrics."""
         rewards = self.samplers.rewards
@@ -56,10 +61,15 @@ class TrainingActors:
 
 @dataclass(frozen=True)
 class SharedDevices:
-    """GPUs of each engine, and for each process of the engines the policy rank on its GPU."""
+    """GPUs of each policy rank and of each engine on them."""
 
+    ranks: list[Devices]
     engines: list[Devices]
-    colocated_ranks: list[int]
+
+    @property
+    def ranks_of_engines(self) -> list[int]:
+        """For each process of the engines the policy rank on its GPU."""
+        return colocated_ranks(self.ranks, self.engines)
 
 
 class Factory:
@@ -79,26 +89,24 @@ class Factory:
 
     def rollouts(self, model_dir: Path, shared: SharedDevices | None) -> RolloutPool:
         spec = EngineSpec.of(self._config, model_dir, colocated=shared is not None)
-        actors = self._actors("rollout")
-        if shared is not None:
-            own = [on_devices(actors.options, devices) for devices in shared.engines]
-            actors = replace(actors, actor_options=own, irreplaceable=_SHARES)
-        return RolloutPool(spec, actors)
+        return RolloutPool(spec, self._actors("rollout", shared.engines if shared else ()))
 
-    def rewards(self, model_dir: Path) -> RewardPool:
+    def rewards(self, model_dir: Path, shared: SharedDevices | None) -> RewardPool:
         config = self._config
         return RewardPool(
             config.rewards,
             self._actors("rewards"),
             max_new_tokens=config.sampling.max_new_tokens,
-            models=self._reward_models(model_dir),
+            models=self._reward_models(model_dir, shared),
         )
 
-    def _reward_models(self, model_dir: Path) -> list[RewardModelPool]:
+    def _reward_models(self, model_dir: Path, shared: SharedDevices | None) -> list[RewardModelPool]:
         models = self._config.rewards.models
         if not models:
             return []
-        every, pools = self._actors("reward_models"), []
+        if shared:  # one copy of each on every GPU
+            models = tuple(m.model_copy(update={"num_workers": len(shared.ranks)}) for m in models)
+        every, pools = self._actors("reward_models", shared.ranks * len(models) if shared else ()), []
         left = iter(every.actor_options or ())
         for model in models:
             own = None if every.actor_options is None else list(islice(left, model.num_workers))
@@ -106,22 +114,24 @@ class Factory:
             pools.append(RewardModelPool(model, actors, policy=self._config.model, policy_dir=str(model_dir)))
         return pools
 
-    def reference(self, model_dir: Path) -> ReferencePool | None:
-        """Create the reference workers; None where the loss needs none."""
+    def reference(self, model_dir: Path, shared: SharedDevices | None) -> ReferencePool | None:
+        """Create the reference workers; None where the run needs none."""
         config = self._config
-        if not config.needs_reference:
+        if "reference" not in self.demands:
             return None
+        workers = self.demands["reference"].workers
         return ReferencePool(
-            config.reference,
-            self._actors("reference"),
+            config.reference.model_copy(update={"num_workers": workers}),
+            self._actors("reference", shared.ranks if shared else ()),
             model=config.model,
             model_dir=str(model_dir),
             temperature=config.sampling.temperature,
             chunk_mib=config.policy.logprob_chunk_mib,
         )
 
-    def _actors(self, role: str) -> ActorSpec:
-        """Return options, placement and restarts of a role's actors.
+    def _actors(self, role: str, shared: Sequence[Devices] = ()) -> ActorSpec:
+        """Return options, placement and restarts of a role's actors; ``shared``: devices of each, if others
+        have them, too.
 
         CPUs are divided by thread counts, not by Ray: actors that never run at the same time share them.
         """
@@ -133,9 +143,10 @@ class Factory:
         }
         return ActorSpec(
             options,
-            self.reservation.options(role),
+            [on_devices(options, devices) for devices in shared] or self.reservation.options(role),
             cluster.restarts,
             cluster.timeouts.start_s,
+            irreplaceable=_SHARES if demand.shared else None,
             on_gpu=demand.gpus > 0,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ray.exceptions import RayError
 
 from actors.lifecycle.calls import result
@@ -27,11 +29,13 @@ class ReferenceSync:
         settings: WeightSyncConfig,
         *,
         mix: float,
+        colocated_ranks: Sequence[int] | None = None,
         timeout_s: float,
     ) -> ReferenceSync:
-        """Join rank 0 of the policy and all reference workers in a transfer group of their own."""
-        if settings.backend == "ipc":  # only engines share the policy's GPUs; a reference has its own
-            settings = settings.model_copy(update={"backend": "auto"})
+        """Join the policy and all reference workers in a transfer group of their own.
+
+        ``colocated_ranks``: see `TransferGroup.open`.
+        """
         both = policy.team.named() | reference.team.named()
         stage = "reference: policy and reference workers join the transfer group"
         async with deadline_of(both, timeout_s, stage):
@@ -40,6 +44,7 @@ class ReferenceSync:
                 policy,
                 reference.workers,
                 TransferSpec(settings, as_held=True),
+                colocated_ranks=colocated_ranks,
                 timeout_s=timeout_s,
             )
         return cls(group, reference, mix, timeout_s)

@@ -9,13 +9,15 @@ from actors.colocation import Colocation
 from actors.workers.policy_group import PolicyGroup
 from actors.workers.reference import ReferencePool
 from actors.workers.reward import RewardPool
+from actors.workers.reward_model import RewardModelPool
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.runtime.stage_log import names_of, stage
 
 # By class of a role's handle: the name of its stage of the start, and what the actors do in it.
 STAGES: dict[type, tuple[str, str]] = {
     RolloutPool: ("engines", "load the model, compile, and answer a first request"),
-    RewardPool: ("reward workers", "start grader processes and load reward models"),
+    RewardPool: ("reward workers", "start grader processes"),
+    RewardModelPool: ("reward models", "load"),
     ReferencePool: ("reference", "loads the model"),
     PolicyGroup: ("policy ranks", "join, load the model and set up DeepSpeed"),
 }
@@ -30,13 +32,11 @@ async def wait_until_ready(handle: Any) -> None:
 
 
 async def wait_until_ready_colocated(colocation: Colocation, handles: Sequence[Any]) -> None:
-    what = "they load one after the other, on the same GPUs"
-    with stage("engines and policy ranks", what, lambda: names_of(_starting(handles))):
+    what = "they load one after the other, on the same devices"
+    with stage("engines, policy ranks and models", what, lambda: names_of(_starting(handles))):
         await colocation.start()
 
 
 def _starting(handles: Sequence[Any]) -> list[str]:
     """Return the names of the actors that are not ready yet."""
-    teams = [handle.team for handle in handles]
-    teams += [model.team for handle in handles for model in getattr(handle, "models", ())]
-    return sorted(name for team in teams for name in team.starting)
+    return sorted(name for handle in handles for name in handle.team.starting)

@@ -42,7 +42,8 @@ class EngineProbe:
         The caller holds the deadline.
         """
         try:
-            return await results(engine.probe.remote(prompt, list(seeds), sampling) for prompt in prompts)
+            async with self._rollouts.turn():
+                return await results(engine.probe.remote(prompt, list(seeds), sampling) for prompt in prompts)
         except RayError:
             if not await self._rollouts.team.find_dead([engine]):
                 raise

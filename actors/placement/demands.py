@@ -1,8 +1,12 @@
 """What every role of a run takes of a cluster, and whether the cluster has it. Starts nothing.
 
 separate                               colocated
-GPU 0 1 2 3   policy ranks             GPU 0 1 2 3 4 5 6 7   policy ranks, while they train
-GPU 4 5 6 7   rollout engines          GPU 0 1 2 3 4 5 6 7   rollout engines, while they sample
+GPU 0 1 2     policy ranks             GPU 0 1 2 3 4 5 6 7   rollout engines, while they sample
+GPU 3 4 5     rollout engines          GPU 0 1 2 3 4 5 6 7   a copy of each reward model, while they score
+GPU 6         a reward model           GPU 0 1 2 3 4 5 6 7   a copy of the reference, while it is asked
+GPU 7         the reference            GPU 0 1 2 3 4 5 6 7   policy ranks, while they train
+
+`actors.colocation` says how they take turns.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ from typing import NamedTuple
 
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
-from grpo_dist.policy.offload import optimizer_device
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class Resources:
 class Demand:
     """Devices a role takes: ``workers`` actors with ``gpus`` each, or the CPU threads each may use.
 
-    ``shared``: the GPUs are those of the policy ranks, and counted there. ``cpus``: reserved for each actor;
-    0: none.
+    ``shared``: they take turns on the devices of the policy ranks, which are counted there. ``cpus``:
+    reserved for each actor; 0: none.
     """
 
     workers: int
@@ -66,14 +69,14 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
 
 
 def is_colocated(config: Config, has: Resources) -> bool:
-    """Return whether engines and policy ranks of a training run share the same devices, one at a time.
+    """Return whether the roles of a training run share the same devices, one at a time.
 
-    ``auto``: with GPUs, only where they do not suffice for both; without, when nothing is sampled ahead, so
+    ``auto``: with GPUs, only where they do not suffice for all; without, when nothing is sampled ahead, so
     that sampling and training alternate anyway. Raises UserError where `colocated` is set and impossible.
     """
     wanted = config.cluster.placement
     if wanted != "auto":
-        if wanted == "colocated" and has.gpus and (problem := _not_colocated(config)):
+        if wanted == "colocated" and (problem := _not_colocated(config)):
             raise UserError(f"`cluster.placement` = colocated: {problem}")
         return wanted == "colocated"
     if not has.gpus:
@@ -82,36 +85,30 @@ def is_colocated(config: Config, has: Resources) -> bool:
     return _gpus(apart) > has.gpus and _not_colocated(config) is None
 
 
+def has_reference(config: Config, *, colocated: bool) -> bool:
+    """Return whether a training run has reference workers.
+
+    Adapters that share GPUs with their reference need none: without them the policy is the base model. A
+    reference that is refreshed is another model.
+    """
+    if colocated and config.policy.lora is not None and not config.reference.refresh_every:
+        return False
+    return config.needs_reference
+
+
 def _not_colocated(config: Config) -> str | None:
-    """Return why engines and policy ranks cannot share GPUs, and the remedy; None: they can."""
-    rollout, ranks, stage = config.rollout, config.policy.num_workers, config.policy.zero_stage
+    """Return why engines and policy ranks cannot share devices, and the remedy; None: they can."""
+    rollout, ranks = config.rollout, config.policy.num_workers
     if config.max_staleness > 0:
         return (
             f"`max_staleness` = {config.max_staleness} has sampling and training at the same time, and on "
-            "shared GPUs they take turns; set max_staleness=0 or cluster.placement=separate"
+            "shared devices they take turns; set max_staleness=0 or cluster.placement=separate"
         )
-    if rollout.num_workers * rollout.tensor_parallel_size != ranks:
+    if rollout.num_workers * rollout.tensor_parallel_size > ranks:
         return (
             f"`rollout.num_workers` * `rollout.tensor_parallel_size` = {rollout.num_workers} * "
-            f"{rollout.tensor_parallel_size} must be `policy.num_workers` = {ranks}, the GPUs they share; "
-            "change one of them, or set cluster.placement=separate"
-        )
-    if stage == 0:
-        return (
-            "`policy.zero_stage` = 0 has states that DeepSpeed cannot move out of the engine's way; use "
-            "policy.zero_stage=1, which costs nothing more"
-        )
-    if stage == 3 and optimizer_device(config.policy) == "none":
-        return (
-            "`policy.zero_stage` = 3 has optimiser states that DeepSpeed moves only for an optimiser of its "
-            "own; use policy.zero_stage=2, or keep them in host memory with "
-            "policy.offload.optimizer=cpu"
-        )
-    offload = config.policy.deepspeed.get("zero_optimization", {}).get("offload_param", {})
-    if config.policy.offload.parameters != "none" or offload.get("device", "none") != "none":
-        return (
-            "`policy.offload.parameters` keeps parameters elsewhere already, and "
-            "DeepSpeed moves no states then; remove it or set cluster.placement=separate"
+            f"{rollout.tensor_parallel_size} must be at most `policy.num_workers` = {ranks}, the GPUs they "
+            "share; lower one of the former, raise the latter, or set cluster.placement=separate"
         )
     return None
 
@@ -125,24 +122,28 @@ def _demands(config: Config, has: Resources, *, training: bool, colocated: bool)
     share = free if config.is_supervised else has.cpus if alone else max(1, free // 2)
     most = has.node_cpus or has.cpus  # threads of one worker
     rollout, policy, reference = config.rollout, config.policy, config.reference
+    # `auto` means threads alone where there are no GPUs: on cores, roles need not wait for each other.
+    shared = colocated and (has.gpus > 0 or config.cluster.placement == "colocated")
+    on_each = policy.num_workers if shared and has.gpus else None  # copies of a frozen model
     demands = {
         "rollout": Demand(
             rollout.num_workers,
             on_gpu * rollout.tensor_parallel_size,
             rollout.threads or max(1, min(most, share // rollout.num_workers)),
-            shared=bool(on_gpu) and colocated,
+            shared=shared,
         ),
         "rewards": Demand(config.rewards.num_workers, 0, 1),
     }
     if config.rewards.models:
-        workers = sum(model.num_workers for model in config.rewards.models)
-        demands["reward_models"] = Demand(workers, on_gpu, 1)
+        workers = sum(on_each or model.num_workers for model in config.rewards.models)
+        demands["reward_models"] = Demand(workers, on_gpu, 1, shared=shared)
     if training:
         demands["policy"] = Demand(
             policy.num_workers, on_gpu, policy.threads or max(1, min(most, share // policy.num_workers))
         )
-    if training and config.needs_reference:
-        demands["reference"] = Demand(reference.num_workers, on_gpu, reference.threads or 1)
+    if training and has_reference(config, colocated=shared):
+        workers = on_each or reference.num_workers
+        demands["reference"] = Demand(workers, on_gpu, reference.threads or 1, shared=shared)
     if config.is_supervised:
         demands = {"policy": demands["policy"]}
     return _with_cpus(demands, has, colocated=colocated)
@@ -176,7 +177,7 @@ def _check_gpus(config: Config, demands: dict[str, Demand], gpus: int) -> None:
     keys = "`policy.num_workers`"
     if "rollout" in demands:
         if "policy" in demands and not demands["rollout"].shared and _not_colocated(config) is None:
-            colocate = "set cluster.placement=colocated, "
+            colocate = f"set cluster.placement=colocated ({demands['policy'].workers} GPUs), "
         keys += ", `rollout.num_workers`, `rollout.tensor_parallel_size` or the `num_workers` of "
         keys += "`rewards.models`"
     raise UserError(
@@ -202,25 +203,29 @@ def _check_cpus(demands: dict[str, Demand], cpus: int, tensor_parallel_size: int
         )
 
 
-def share_out(held: Sequence[Devices], tensor_parallel_size: int) -> list[Devices]:
-    """Return the devices of each engine, out of those the policy ranks hold; an engine's are on one node.
+def share_out(held: Sequence[Devices], engines: int, tensor_parallel_size: int) -> list[Devices]:
+    """Return the devices of each of ``engines``, out of those the policy ranks hold; an engine's are on one
+    node.
 
-    Two nodes of two GPUs each, engines of two: [a/0, b/0, a/1, b/1] -> [a/0,1  b/0,1].
+    Two nodes of two GPUs each, two engines of two: [a/0, b/0, a/1, b/1] -> [a/0,1  b/0,1].
     """
     by_node: dict[str, list[str]] = {}
     for node, gpus in held:
         by_node.setdefault(node, []).extend(gpus)
-    engines = []
-    for node, all_gpus in by_node.items():
-        if len(all_gpus) % tensor_parallel_size:
-            raise UserError(
-                f"`rollout.tensor_parallel_size` = {tensor_parallel_size}: node {node} has "
-                f"{len(all_gpus)} policy rank(s), and an engine cannot span nodes; use a divisor of it, or "
-                "set cluster.placement=separate"
-            )
-        for i in range(0, len(all_gpus), tensor_parallel_size):
-            engines.append(Devices(node, tuple(all_gpus[i : i + tensor_parallel_size])))
-    return engines
+    size = tensor_parallel_size
+    found = [
+        Devices(node, tuple(gpus[i : i + size]))
+        for node, gpus in by_node.items()
+        for i in range(0, len(gpus) - size + 1, size)
+    ]
+    if len(found) < engines:
+        ranks = ", ".join(f"{len(gpus)} on {node}" for node, gpus in by_node.items())
+        raise UserError(
+            f"`rollout.num_workers` = {engines} engines of `rollout.tensor_parallel_size` = {size} GPUs of "
+            f"one node each: the policy's GPUs ({ranks}) have room for {len(found)}; lower either, or set "
+            "cluster.placement=separate"
+        )
+    return found[:engines]
 
 
 def colocated_ranks(held: Sequence[Devices], engines: Sequence[Devices]) -> list[int]:

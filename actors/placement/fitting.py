@@ -54,20 +54,22 @@ def bundles(demands: dict[str, Demand]) -> list[Bundle]:
     """
     found = []
     for role in ["policy", *(role for role in demands if role != "policy")]:
-        if role not in demands:
+        demand = demands.get(role)
+        if demand is None or demand.shared or not (demand.cpus or demand.gpus):
             continue
-        demand, together = demands[role], _ranks_together(role, demands)
-        gpus = 0 if demand.shared else demand.gpus
-        if demand.cpus or gpus:
-            bundle = Bundle(role, together * gpus, together * demand.cpus, together)
-            found += [bundle] * (demand.workers // together)
+        for together in _sizes(role, demands):
+            found.append(Bundle(role, together * demand.gpus, together * demand.cpus, together))
     return found
 
 
-def _ranks_together(role: str, demands: dict[str, Demand]) -> int:
-    """Return the workers of a bundle: ranks whose GPUs one engine shares must be on one node."""
-    rollout = demands.get("rollout")
-    return rollout.gpus if role == "policy" and rollout is not None and rollout.shared else 1
+def _sizes(role: str, demands: dict[str, Demand]) -> list[int]:
+    """Return the workers of each bundle of ``role``: ranks whose GPUs one engine shares must be on one
+    node.
+    """
+    rollout, workers = demands.get("rollout"), demands[role].workers
+    if role != "policy" or rollout is None or not rollout.shared or not rollout.gpus:
+        return [1] * workers
+    return [rollout.gpus] * rollout.workers + [1] * (workers - rollout.gpus * rollout.workers)
 
 
 def grown(nodes: Sequence[Node], to: AutoscalingConfig | None) -> list[Node]:

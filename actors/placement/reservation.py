@@ -1,7 +1,8 @@
 """The reservation of a run: one placement group, acquired whole or not at all.
 
     policy ranks   one bundle each, next to each other; ranks that share GPUs with one engine, in one bundle
-    engines        one bundle each, so that a tensor-parallel engine has its GPUs on one node
+    engines        one bundle each, so that a tensor-parallel engine has its GPUs on one node; none where they
+                   share those of the policy, and so with the reference and reward models
     all others     one bundle each
 
 A replacement actor gets the bundle of the actor before. Ray moves the bundles of a lost node to another node

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import ray
@@ -34,7 +34,7 @@ from grpo_dist.policy.trainer import Trainer, TrainerSettings
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.hardware import DeviceType, one_thread
 from grpo_dist.runtime.metering import Metered, metered
-from grpo_dist.types import TrainBatch
+from grpo_dist.types import Prompt, Rollout, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,9 @@ class RankUpdates:
 
     batches: Sequence[TrainBatch]
     keep_logprobs: bool  # for `PolicyWorker.token_logprobs`
+
+
+Held = Literal["nothing", "weights", "all"]
 
 
 class PolicyWorker(Metered, Probeable):
@@ -59,11 +62,6 @@ class PolicyWorker(Metered, Probeable):
         """Return an address at which this rank can listen: that of its node, and a free port."""
         host = ray.util.get_node_ip_address()
         return host, free_port(host)
-
-    def devices(self) -> Devices:
-        """Return the GPUs that Ray gave this rank."""
-        context = ray.get_runtime_context()
-        return Devices(context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", [])))
 
     def start(
         self, rank: Rank, policy: PolicyConfig, model: ModelConfig, model_dir: str, settings: TrainerSettings
@@ -98,6 +96,14 @@ class PolicyWorker(Metered, Probeable):
         """Return the name of the policy's dtype and, by row id, log-probs of all rows, float32 [C]."""
         return self._trainer.dtype_name, self._trainer.row_logprobs(updates.batches)
 
+    @metered("logprobs")
+    def base_logprobs(
+        self, prompts: Sequence[Prompt], *rollouts: Sequence[Rollout]
+    ) -> list[list[np.ndarray]]:
+        """Return `Trainer.base_logprobs` of groups: the samples of each of ``prompts``."""
+        found: list[list[np.ndarray]] = self._trainer.base_logprobs(list(zip(prompts, rollouts, strict=True)))
+        return found
+
     def parameter_specs(self, adapters_only: bool = False, as_held: bool = False) -> list[ParameterSpec]:
         return self._trainer.weights.specs(adapters_only=adapters_only, as_held=as_held)
 
@@ -129,12 +135,13 @@ class PolicyWorker(Metered, Probeable):
             self.close_transfer(group)
             raise
 
-    def move_states(self, to_host: bool) -> None:
-        """Move all states from the GPU to host memory, or back."""
-        if to_host:
-            self._trainer.offload_states()
-        else:
-            self._trainer.state.reload()
+    def hold(self, what: Held) -> None:
+        """Keep on the device all, what `send_weights` needs, or nothing; the rest waits in host memory."""
+        memory = self._trainer.memory
+        if what != "all":
+            memory.offload(keep_weights=what == "weights")
+        if what != "nothing":
+            memory.reload(only_weights=what == "weights")
 
     def save(self, directory: str, blocking: bool) -> None:
         self._trainer.save(Path(directory), blocking=blocking)
@@ -148,6 +155,12 @@ class PolicyWorker(Metered, Probeable):
 
     def export(self, directory: str, tokenizer_dir: str) -> None:
         self._trainer.export(Path(directory), tokenizer_dir=tokenizer_dir)
+
+
+def devices_of(_: PolicyWorker) -> Devices:
+    """Return the GPUs that Ray gave this process."""
+    context = ray.get_runtime_context()
+    return Devices(context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", [])))
 
 
 def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:

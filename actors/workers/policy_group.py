@@ -23,7 +23,7 @@ from actors.lifecycle.supervisor import Team
 from actors.lifecycle.watchdog import deadline_of
 from actors.placement.demands import Devices
 from actors.transfer.handshake import new_secret
-from actors.workers.policy import PolicyWorker, RankUpdates, loss_settings
+from actors.workers.policy import Held, PolicyWorker, RankUpdates, devices_of, loss_settings
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
     Config,
@@ -38,7 +38,7 @@ from grpo_dist.policy.ranks import Rank
 from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.hardware import DeviceType
-from grpo_dist.types import TrainBatch
+from grpo_dist.types import Prompt, TrainBatch
 
 _SAVED_POLL_S = 0.2
 _SHARDED = "all ranks go back to a checkpoint together"
@@ -154,6 +154,19 @@ class PolicyGroup:
         rows = {row: values for _, own in answers for row, values in own.items()}
         return answers[0][0], rows
 
+    async def base_logprobs(self, groups: Sequence[tuple[Prompt, Any]]) -> list[list[np.ndarray]]:
+        """Return for each group the log-probs of its samples under the model without its adapters.
+
+        ``groups``: prompts, and their samples or object references to them. Ranks that share sequences get
+        the same groups.
+        """
+        replicas, together = self._settings.replicas, self._settings.sequence_parallel
+        dealt = [groups[i::replicas] for i in range(replicas) for _ in range(together)]
+        arguments = [([prompt for prompt, _ in own], *(samples for _, samples in own)) for own in dealt]
+        async with self._deadline(self.update_s, "log-probs without adapters"):
+            answers = (await self._each("base_logprobs", arguments))[::together]
+        return [answers[i % replicas][i // replicas] for i in range(len(groups))]
+
     @property
     def adapter_scale(self) -> float | None:
         """The factor by which engines multiply the adapters they receive; None: they receive whole
@@ -180,15 +193,14 @@ class PolicyGroup:
 
     async def devices(self) -> list[Devices]:
         """Return the GPUs of each rank; works before `ready`, too."""
-        return await results(rank.devices.remote() for rank in self.ranks)
+        return await results(rank.__ray_call__.remote(devices_of) for rank in self.ranks)
 
-    async def offload_states(self) -> None:
-        """Move everything on the ranks' GPUs to host memory; the caller holds the deadline."""
-        await self._all("move_states", True)
-
-    async def reload_states(self) -> None:
-        """Undo `offload_states`; required before any other call to the ranks."""
-        await self._all("move_states", False)
+    async def hold(self, what: Held) -> None:
+        """Keep on the ranks' devices all that they have, what `send_weights` needs, or nothing; the rest
+        waits in host memory. Other calls need all. The memory of the last update is given back, unless all
+        stays. The caller holds the deadline.
+        """
+        await self._all("hold", what)
 
     async def save(self, directory: Path, *, blocking: bool = True) -> None:
         """``blocking`` False: updates may follow before the files are written, for which `saved` waits."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,21 +20,16 @@ from actors.transfer.broadcasts import Transport
 from actors.transfer.connections import Seat
 from actors.transfer.stream import receive
 from actors.transfer.transport import open_transport
-from grpo_dist.batch.rows import pad_rows
-from grpo_dist.batch.sharding import micro_batches, packed_micro_batches
 from grpo_dist.config import ModelConfig, ReferenceConfig, TransferBackend
 from grpo_dist.policy.attention import choose_kernel
+from grpo_dist.policy.group_logprobs import group_logprobs
+from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs, load_causal_lm, reads_packed_rows
-from grpo_dist.policy.packing import Layout, packed, padded
 from grpo_dist.policy.weight_buckets import ParameterSpec
-from grpo_dist.runtime.hardware import (
-    device_type,
-    logprob_chunk_mib,
-    micro_batch_tokens,
-    resolve_dtype,
-)
+from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
+from grpo_dist.runtime.host_copies import HostCopies, release_cache
 from grpo_dist.runtime.metering import Metered, metered
-from grpo_dist.types import Prompt, Rollout, Rows
+from grpo_dist.types import Prompt, Rollout
 
 # A frozen reference can be loaded from the model directory. One that follows the policy exists only in the
 # actor and, in an earlier state, in a checkpoint.
@@ -55,27 +51,41 @@ class ReferenceWorker(Metered, Probeable):
         chunk_mib: int | None,
     ) -> None:
         super().__init__()
+        self._model, self._model_dir = model, model_dir
+        self._temperature, self._chunk_mib = temperature, chunk_mib
         device = device_type()
-        self._device = torch.device(device)
-        dtype = resolve_dtype(model.dtype, device)
         self._budget = micro_batch_tokens(settings.micro_batch_tokens, device)
-        causal_lm = load_causal_lm(
-            model_dir,
-            dtype=dtype,
-            attention=model.attention,
-            trust_remote_code=model.trust_remote_code,
-            packing=model.packing,
-        )
-        packs = reads_packed_rows(causal_lm)
-        self._kernel = choose_kernel(model.attention, self._device, dtype) if packs else None
-        chunk_mib = logprob_chunk_mib(chunk_mib, device)
-        module = TokenLogprobs(causal_lm, temperature=temperature, chunk_mib=chunk_mib)
-        self._module = module.to(self._device).eval().requires_grad_(False)
+        self._device, self._dtype = torch.device(device), resolve_dtype(model.dtype, device)
+        self._module: Any = None
+        self._micro: Any = None
         self._transport: Transport | None = None
         self._average: dict[str, torch.Tensor] = {}  # float32, of a moving average of half-precision weights
+        self._memory = HostCopies(self._device, constant=True)
 
     def ready(self) -> None:
-        """Return once the model is loaded."""
+        """Load the model."""
+        causal_lm = load_causal_lm(
+            self._model_dir,
+            dtype=self._dtype,
+            attention=self._model.attention,
+            trust_remote_code=self._model.trust_remote_code,
+            packing=self._model.packing,
+        )
+        packs = reads_packed_rows(causal_lm)
+        kernel = choose_kernel(self._model.attention, self._device, self._dtype) if packs else None
+        self._micro = MicroBatches(self._budget, kernel, 1, self._device)
+        chunk_mib = logprob_chunk_mib(self._chunk_mib, device_type())
+        module = TokenLogprobs(causal_lm, temperature=self._temperature, chunk_mib=chunk_mib)
+        self._module = module.to(self._device).eval().requires_grad_(False)
+
+    def sleep(self) -> None:
+        """Move the model to host memory."""
+        self._memory.offload([*self._module.parameters(), *self._average.values()])
+        release_cache()
+
+    def wake_up(self) -> None:
+        """Undo `sleep`."""
+        self._memory.reload()
 
     def open_transfer(self, backend: TransferBackend, seats: Sequence[Seat], timeout_s: float) -> None:
         (seat,) = seats
@@ -85,6 +95,7 @@ class ReferenceWorker(Metered, Probeable):
     def mix_in(self, specs: Sequence[ParameterSpec], bucket_bytes: int, mix: float) -> None:
         """Replace the weights by (1 - mix) of their own and mix of those received, computed in float32."""
         assert self._transport is not None, "open_transfer comes first"
+        self._memory.forget()
         parameters = dict(self._module.model.named_parameters())
         for bucket in receive(self._transport, specs, bucket_bytes):
             for name, new in bucket:
@@ -101,6 +112,7 @@ class ReferenceWorker(Metered, Probeable):
     @torch.no_grad()
     def load(self, path: str) -> None:
         """Load the weights that `save` wrote."""
+        self._memory.forget()
         saved = load_file(path, device=str(self._device))
         for name, parameter in self._module.model.named_parameters():
             if saved[name].dtype != parameter.dtype:
@@ -108,32 +120,10 @@ class ReferenceWorker(Metered, Probeable):
             parameter.copy_(saved[name])
 
     @metered("logprobs")
-    @torch.no_grad()
     def logprobs(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         """Return log-probs for each rollout, float32 [C], nats, at the sampling temperature."""
-        start = len(prompt.token_ids)
-        rows = [np.concatenate([prompt.token_ids, r.completion_ids]) for r in rollouts]
-        out: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
-        for chosen in self._plan([len(row) for row in rows], start):
-            layout = self._layout([rows[i] for i in chosen], start)
-            values = self._module(layout)[0].cpu().numpy()
-            for i, row in zip(chosen, values, strict=True):
-                out[i] = row[start : len(rows[i])].copy()
-        return out
-
-    def _plan(self, lengths: list[int], prompt: int) -> list[list[int]]:
-        if self._kernel is None:
-            return micro_batches(lengths, self._budget)
-        return packed_micro_batches(lengths, [0] * len(lengths), [prompt] * len(lengths), self._budget)
-
-    def _layout(self, rows: list[np.ndarray], prompt: int) -> Layout:
-        tokens, wanted = (t.to(self._device) for t in pad_rows(rows, [prompt] * len(rows)))
-        if self._kernel is None:
-            return padded(tokens, wanted)
-        count = len(rows)
-        lengths = torch.tensor([len(row) for row in rows])
-        group = torch.zeros(count, dtype=torch.long), torch.full((count,), prompt)
-        return packed(Rows(tokens, lengths, wanted, *group), self._kernel)
+        (found,) = group_logprobs(lambda layout: self._module(layout)[0], [(prompt, rollouts)], self._micro)
+        return found
 
 
 class ReferencePool:
@@ -158,22 +148,34 @@ class ReferencePool:
             temperature=temperature,
             chunk_mib=chunk_mib,
         )
-        irreplaceable = _RENEWED if settings.refresh_every else None
+        irreplaceable = _RENEWED if settings.refresh_every else actors.irreplaceable
         self.team = Team("reference", made, replace(actors, irreplaceable=irreplaceable))
         self.workers = self.team.workers
+        self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # see `Colocation`
 
     async def ready(self) -> None:
         await self.team.ready()
 
     async def logprobs(self, prompt: Prompt, rollouts: Any) -> list[np.ndarray]:
         """Return log-probs of the samples. ``rollouts``: the samples, or an object reference to them."""
-        return await self.team.call("logprobs", prompt, rollouts)
+        async with self.turn():
+            return await self.team.call("logprobs", prompt, rollouts)
+
+    async def sleep(self) -> None:
+        """Free the GPUs; the caller holds the deadline."""
+        await results(worker.sleep.remote() for worker in self.workers)
+
+    async def wake_up(self) -> None:
+        """Undo `sleep`."""
+        await results(worker.wake_up.remote() for worker in self.workers)
 
     async def save(self, path: Path) -> None:
-        await self.workers[0].save.remote(str(path.absolute()))
+        async with self.turn():
+            await self.workers[0].save.remote(str(path.absolute()))
 
     async def load(self, path: Path) -> None:
-        await results(worker.load.remote(str(path.absolute())) for worker in self.workers)
+        async with self.turn():
+            await results(worker.load.remote(str(path.absolute())) for worker in self.workers)
 
     async def shutdown(self) -> None:
         await self.team.shutdown()

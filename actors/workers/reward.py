@@ -82,7 +82,7 @@ class RewardWorker(Metered, Probeable):
 class RewardPool:
     """Driver-side handle: calls the reward models, then the reward worker with the fewest calls in flight.
 
-    ``models`` start and end with it.
+    ``models`` end with it; they are loaded by themselves.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RewardPool:
         self._logged: set[str] = set()
 
     async def ready(self) -> None:
-        await gather([self.team.ready(), *(m.ready() for m in self.models)])
+        await self.team.ready()
 
     async def score(self, prompt: Prompt, rollouts: Any) -> Group:
         """Score a group. ``rollouts``: the samples, or an object reference to them.

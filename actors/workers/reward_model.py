@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from actors.lifecycle.actor_spec import ActorSpec
-from actors.lifecycle.calls import kill, one_at_a_time
+from actors.lifecycle.calls import kill, one_at_a_time, results
 from actors.lifecycle.probe import Probeable
 from actors.lifecycle.supervisor import Team
 from grpo_dist.config import ModelConfig, RewardModelConfig
@@ -20,23 +21,35 @@ class RewardModelWorker(Metered, Probeable):
 
     def __init__(self, settings: RewardModelConfig, *, policy: ModelConfig, policy_dir: str) -> None:
         super().__init__()
+        self._settings, self._policy, self._policy_dir = settings, policy, policy_dir
+        self._classifier: Any = None
+        self._tokenizer: Any = None
+
+    def ready(self) -> None:
+        """Load the model."""
         from transformers import AutoTokenizer
 
         from grpo_dist.rewards.models import Classifier  # torch, which the driver's handle does without
 
-        self._classifier = Classifier(settings)
+        self._classifier = Classifier(self._settings)
         self._tokenizer = AutoTokenizer.from_pretrained(
-            policy_dir, trust_remote_code=policy.trust_remote_code
+            self._policy_dir, trust_remote_code=self._policy.trust_remote_code
         )
 
-    def ready(self) -> None:
-        """Return once the model is loaded."""
+    def sleep(self) -> None:
+        """Move the model to host memory."""
+        self._classifier.sleep()
+
+    def wake_up(self) -> None:
+        """Undo `sleep`."""
+        self._classifier.wake_up()
 
     @metered("score")
     def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> ModelScores:
-        return self._classifier.score(
+        scores: ModelScores = self._classifier.score(
             prompt.text, [r.text for r in rollouts], [r.completion_ids for r in rollouts], self._tokenizer
         )
+        return scores
 
 
 class RewardModelPool:
@@ -56,13 +69,23 @@ class RewardModelPool:
         made = actors.makers(actor, settings.num_workers, settings, policy=policy, policy_dir=policy_dir)
         self.team = Team(f"reward-model-{settings.name}", made, actors)
         self.workers = self.team.workers
+        self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # see `Colocation`
 
     async def ready(self) -> None:
         await self.team.ready()
 
+    async def sleep(self) -> None:
+        """Free the GPUs; the caller holds the deadline."""
+        await results(worker.sleep.remote() for worker in self.workers)
+
+    async def wake_up(self) -> None:
+        """Undo `sleep`."""
+        await results(worker.wake_up.remote() for worker in self.workers)
+
     async def score(self, prompt: Prompt, rollouts: Any) -> ModelScores:
         """Score the samples of a prompt. ``rollouts``: the samples, or an object reference to them."""
-        return await self.team.call("score", prompt, rollouts)
+        async with self.turn():
+            return await self.team.call("score", prompt, rollouts)
 
     async def shutdown(self) -> None:
         await self.team.shutdown()

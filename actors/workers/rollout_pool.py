@@ -12,7 +12,8 @@ the samples are the same under the same weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +54,7 @@ class RolloutPool:
         )
         self.team.on_lost = self._forget
         self.workers, self._load_balancer = self.team.workers, self.team.load_balancer
+        self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # see `Colocation`
         self._samplers = [self._two_returns(worker) for worker in self.workers]
         self._report_every = max(
             1, spec.max_num_seqs // 8
@@ -69,6 +71,10 @@ class RolloutPool:
         """Sample ``prompt``; return a reference to its finished ``tuple[Rollout, ...]``, which is not
         fetched.
         """
+        async with self.turn():
+            return await self._sample(prompt, seeds, sampling)
+
+    async def _sample(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> Any:
         load = outstanding(prompt, len(seeds), sampling)
         while True:
             index = await self._load_balancer.admit(load.sequences, load.tokens)

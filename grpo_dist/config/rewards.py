@@ -50,7 +50,9 @@ class RewardModelConfig(GatedConfig):
         description="process: text appended to each step; the score is read at its last token; null: "
         "step_separator",
     )
-    num_workers: PositiveInt = Field(1, description="actors that run the model, one GPU each")
+    num_workers: PositiveInt = Field(
+        1, description="actors that run the model, one GPU each; colocated: one on each of the policy's"
+    )
     micro_batch_tokens: PositiveInt = Field(16384, description="tokens in one forward pass, with padding")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the accelerator supports it, else float32"

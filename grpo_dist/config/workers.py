@@ -45,7 +45,9 @@ class RolloutConfig(Section):
 class ReferenceConfig(Section):
     """The frozen model of the KL term; not created if `algorithm.kl.coef` is 0."""
 
-    num_workers: PositiveInt = Field(1, description="actors, each with a full model")
+    num_workers: PositiveInt = Field(
+        1, description="actors, each with a full model; colocated on GPUs: one on each of the policy's"
+    )
     threads: Count = Field(0, description="CPU threads of a worker; 0: one")
     micro_batch_tokens: PositiveInt | None = Field(
         None, description="tokens in one forward pass; null: 16384 on a GPU, 4096 elsewhere"

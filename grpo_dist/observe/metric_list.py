@@ -194,6 +194,10 @@ METRICS = (
     Metric("time/sync_travel_s", "s", "of the driver", "part of the sync: weight transfer", ""),
     Metric("time/sync_take_s", "s", "of the driver", "part of the sync: engines load and check the weights",
            ""),
+    Metric("time/turn_<change>_s", "s", "of the driver",
+           "where roles take turns on the same GPUs: engines, reference and reward_model sleep and wake, "
+           "policy offload and reload; all of the step",
+           "a few percent of the step"),
     Metric("time/sync_wait_s", "s", "of the sending rank", "waiting for engines to accept a bucket",
            "most of the travel: the engines are slower than the sender"),
     Metric("time/sync_gather_s", "s", "of the sending rank", "gathering parameters (ZeRO-3, adapters)", ""),

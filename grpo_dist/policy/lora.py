@@ -13,6 +13,7 @@ and a step's gradient would depend on how it is split.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,22 @@ def adapters(named: Iterable[tuple[str, Tensor]]) -> dict[str, Adapter]:
         for name, a in tensors.items()
         if name.endswith(_A)
     }
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Compute with the weights of the checkpoint alone inside the block."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    # peft's own switch changes `requires_grad`, too, and DeepSpeed has hooks on what it trains.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def merged_weights(

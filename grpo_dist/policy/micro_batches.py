@@ -41,9 +41,13 @@ class MicroBatches:
             lengths, groups = rows.lengths.tolist(), rows.group_ids.tolist()
             prompts = rows.prompt_lengths.tolist()
             plan = packed_micro_batches(lengths, groups, prompts, self.token_budget)
-        count = torch.tensor(len(plan), device=self.device)
+        return plan + [[] for _ in range(self.most_of_all(len(plan)) - len(plan))]
+
+    def most_of_all(self, own: int) -> int:
+        """Return the greatest ``own`` of all ranks. Collective."""
+        count = torch.tensor(own, device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)  # bounded: the process group has a deadline
-        return plan + [[] for _ in range(int(count) - len(plan))]
+        return int(count)
 
     def part(self, batch: Batch, rows: list[int]) -> Batch:
         """Return these rows on the device. Without rows: one row that goes through the model and adds

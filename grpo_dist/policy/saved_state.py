@@ -1,4 +1,4 @@
-"""The sharded state of DeepSpeed's engine: saved, loaded, and moved to host memory and back."""
+"""The sharded state of DeepSpeed's engine, saved and loaded."""
 
 from __future__ import annotations
 
@@ -68,13 +68,3 @@ class SavedState:
             set_steps(self._engine.optimizer, counters["updates"])
         found: Mapping[str, Any] = counters
         return found
-
-    def offload(self, *, pin_memory: bool) -> None:
-        """Move parameters, gradients and optimiser states to host memory. ZeRO only; nothing but `reload` may
-        follow.
-        """
-        self._engine.offload_states(pin_memory=pin_memory)
-
-    def reload(self) -> None:
-        """Move what `offload` moved back to where it was, bit by bit."""
-        self._engine.reload_states()

@@ -25,7 +25,8 @@ from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.deepspeed_config import deepspeed_config
 from grpo_dist.policy.deepspeed_engine import NormGate, initialize, zero3_loading
 from grpo_dist.policy.full_weights import FullWeights
-from grpo_dist.policy.lora import add_adapters, empty_model
+from grpo_dist.policy.group_logprobs import SampledGroup, group_logprobs
+from grpo_dist.policy.lora import adapters_off, add_adapters, empty_model
 from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
 from grpo_dist.policy.micro_batches import MicroBatches, values_by_row
 from grpo_dist.policy.model import (
@@ -36,6 +37,7 @@ from grpo_dist.policy.model import (
     reads_packed_rows,
 )
 from grpo_dist.policy.offload import check_offload, size_buffers
+from grpo_dist.policy.rank_memory import RankMemory
 from grpo_dist.policy.ranks import Rank, join, least_of_top, over_ranks
 from grpo_dist.policy.saved_state import SavedState
 from grpo_dist.policy.sequence_parallel import SequenceGroup, check_heads
@@ -63,9 +65,9 @@ class TrainerSettings:
 class Trainer:
     """A rank. Collective: making one joins all ranks.
 
-    ``weights`` gives out full tensors, ``state`` saves and loads the sharded ones. ``token_logprobs`` is by
-    row id, float32 [C]: log-probs of what the last `update` trained, when it first came to the row; empty
-    where it was not asked to keep them.
+    ``weights`` gives out full tensors, ``state`` saves and loads the sharded ones, ``memory`` moves them off
+    the device and back. ``token_logprobs`` is by row id, float32 [C]: log-probs of what the last `update`
+    trained, when it first came to the row; empty where it was not asked to keep them.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Trainer:
         self.engine = initialize(module, policy, engine_settings)
         self._gate = NormGate(self.engine.optimizer) if policy.zero_stage > 0 else None
         self.state = SavedState(self.engine, policy, rank.world_size)
+        self.memory = RankMemory(self.engine, self.device)
         self.weights = FullWeights(causal_lm, policy)
 
     def update(
@@ -176,6 +179,11 @@ class Trainer:
             rows = zip(batch.row_ids.tolist(), values, mask, strict=True)
             found |= {row: own[wanted] for row, own, wanted in rows}
         return found
+
+    def base_logprobs(self, groups: Sequence[SampledGroup]) -> list[list[np.ndarray]]:
+        """Return `group_logprobs` of the model without its adapters. Collective."""
+        with adapters_off(self.engine.module):
+            return group_logprobs(lambda layout: self.engine(layout)[0], groups, self._micro, together=True)
 
     def _prepared(self, batch: TrainBatch, *, moves: bool) -> PreparedBatch:
         """Return ``batch`` with what must be computed before the weights move. ``moves``: they will have
@@ -294,10 +302,6 @@ class Trainer:
         counters = self.state.load(directory)
         self._updates = counters["updates"]
         torch.set_rng_state(counters["rng"])
-
-    def offload_states(self) -> None:
-        """Move the state to host memory, see `SavedState.offload`."""
-        self.state.offload(pin_memory=self.device.type == "cuda")
 
     def export(self, directory: Path, *, tokenizer_dir: str) -> None:
         """Write the model in Hugging Face format, see `FullWeights.export`. Collective."""

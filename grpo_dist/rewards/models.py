@@ -23,6 +23,7 @@ from grpo_dist.config import RewardModelConfig
 from grpo_dist.rewards.group import ModelScores
 from grpo_dist.rewards.steps import decoded_length, split_steps, token_ends
 from grpo_dist.runtime.hardware import device_type, quiet_libraries, resolve_dtype
+from grpo_dist.runtime.host_copies import HostCopies, release_cache
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,16 @@ class Classifier:
         model = _load_model(settings, resolve_dtype(settings.dtype, device))
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._longest = _longest(model.config, self._tokenizer)
-        self._warned = False
+        self._memory, self._warned = HostCopies(self._device, constant=True), False
+
+    def sleep(self) -> None:
+        """Move the model to host memory; nothing but `wake_up` may follow."""
+        self._memory.offload(self._model.parameters())
+        release_cache()
+
+    def wake_up(self) -> None:
+        """Undo `sleep`."""
+        self._memory.reload()
 
     def score(
         self, problem: str, completions: Sequence[str], token_ids: Sequence[np.ndarray], policy_tokenizer: Any

@@ -1,4 +1,4 @@
-"""Engines and policy on the same GPUs: the order in which they give and take memory."""
+"""Roles that take turns on the same GPUs: the order in which they give and take memory."""
 
 import asyncio
 import json
@@ -6,144 +6,312 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from actors.colocation import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Colocation
+from actors import colocation
+from actors.colocated_handles import colocated
+from actors.colocation import Colocation
+from grpo_dist.workers import Workers
 from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.machine
 
-TO_TRAINING = ["engines.sleep(keep_weights=False)", "policy.reload_states()"]
+TO_POLICY = ["engines.sleep(keep_weights=False)", "policy.hold(all)"]
+PUSH = [
+    "policy.hold(weights)",
+    "engines.wake_up(weights)",
+    "sync.push(1)",
+    "policy.hold(nothing)",
+    "engines.wake_up(kv_cache)",
+]
 
 
 class EventRecorder:
-    """Stands for the policy, the engines or a sync; every call is an event."""
+    """Stands for a role or a sync; every call is an event. ``takes_s``: how long calls take."""
 
-    def __init__(self, name, events):
-        self._name, self._events = name, events
+    def __init__(self, name, events, **takes_s):
+        self._name, self._events, self._takes_s = name, events, takes_s
 
     def __getattr__(self, method):
         async def call(*arguments, **options):
             said = [*map(str, arguments), *(f"{k}={v}" for k, v in options.items())]
             self._events.append(f"{self._name}.{method}({', '.join(said)})")
+            await asyncio.sleep(self._takes_s.get(method, 0))
             return {}
 
         return call
 
-
-def world(timeout_s=1.0):
-    events = []
-    policy, rollouts = EventRecorder("policy", events), EventRecorder("engines", events)
-    colocation = Colocation(policy, rollouts, timeout_s=timeout_s)
-    sync, reference = EventRecorder("sync", events), EventRecorder("reference", events)
-    return (
-        events,
-        colocation,
-        ColocatedPolicy(policy, colocation),
-        ColocatedSync(sync, colocation),
-        ColocatedReferenceSync(reference, colocation),
-    )
+    async def used(self, what, takes_s=0.0):
+        """A call in its own turn, as the pools make it."""
+        async with self.turn():
+            self._events.append(f"{self._name}: {what}")
+            await asyncio.sleep(takes_s)
 
 
-async def started(colocation, events):
-    await colocation.start()
-    await colocation.to_sampling()
-    events.clear()
+class World:
+    """A colocation of recorders, started, and the handles that the driver has."""
+
+    def __init__(self, timeout_s=HANG_S, has_reference=True):
+        self.events = events = []
+        self.policy, self.engines = EventRecorder("policy", events), EventRecorder("engines", events)
+        self.reference, self.rewards = EventRecorder("reference", events), EventRecorder("rewards", events)
+        others = {"reward_model a": self.rewards} | ({"reference": self.reference} if has_reference else {})
+        self.colocation = Colocation(self.policy, self.engines, others, timeout_s=timeout_s)
+        connected = Workers(
+            self.engines,
+            None,
+            self.reference if has_reference else None,
+            self.policy,
+            EventRecorder("sync", events),
+            EventRecorder("reference_sync", events),
+        )
+        self.workers = colocated(connected, self.colocation, has_reference=True)
 
 
-def test_engines_load_before_the_policy_and_have_the_first_turn():
-    events, colocation, *_ = world()
+def play(script, **how):
+    """Run ``script`` in a world in which the engines have sampled; return the world and its events since."""
 
-    async def start():
-        await colocation.start()
-        await colocation.to_sampling()
+    async def session():
+        world = World(**how)
+        await world.colocation.start()
+        await world.engines.used("sample")
+        world.events.clear()
+        await script(world)
+        return world
 
-    asyncio.run(start())
-    assert events == [
+    world = asyncio.run(session())
+    return world, world.events
+
+
+def test_roles_load_one_after_the_other_and_the_first_to_ask_gets_the_gpus():
+    async def session():
+        world = World()
+        await world.colocation.start()
+        await world.engines.used("sample")
+        return world.events
+
+    assert asyncio.run(session()) == [
         "engines.ready()",
         "engines.sleep(keep_weights=True)",
         "policy.ready()",
-        "policy.offload_states()",
+        "policy.hold(nothing)",
+        "rewards.ready()",
+        "rewards.sleep()",
+        "reference.ready()",
+        "reference.sleep()",
         "engines.wake_up()",
+        "engines: sample",
     ]
 
 
-def test_a_step_drops_the_engines_weights_and_pushes_new_ones():
-    events, colocation, policy, sync, _ = world()
+def test_the_policys_memory_is_given_back_before_the_engines_map_their_weights():
+    async def step(world):
+        await world.workers.policy.update([])
+        await world.workers.sync.push(1)
+        await world.engines.used("sample")
 
-    async def step():
-        await started(colocation, events)
-        await policy.update([])
-        await sync.push(1)
+    _, events = play(step)
+    assert events == [*TO_POLICY, "policy.update([], kl_coef=None, bounds=())", *PUSH, "engines: sample"]
 
-    asyncio.run(step())
+
+def test_a_batch_is_sampled_then_scored_then_referenced_whatever_the_order_of_its_calls():
+    async def step(world):
+        async def group(number):
+            await world.engines.used(f"sample {number}", takes_s=0.01 * number)
+            await asyncio.gather(
+                world.rewards.used(f"score {number}"), world.reference.used(f"log-probs {number}")
+            )
+
+        await asyncio.gather(*map(group, range(3)))
+        await world.workers.policy.update([])
+
+    _, events = play(step)
+    events[5:8], events[10:13] = sorted(events[5:8]), sorted(events[10:13])
     assert events == [
-        *TO_TRAINING,
+        *(f"engines: sample {i}" for i in range(3)),
+        "engines.sleep(keep_weights=False)",
+        "rewards.wake_up()",
+        *(f"rewards: score {i}" for i in range(3)),
+        "rewards.sleep()",
+        "reference.wake_up()",
+        *(f"reference: log-probs {i}" for i in range(3)),
+        "reference.sleep()",
+        "policy.hold(all)",
         "policy.update([], kl_coef=None, bounds=())",
-        "engines.wake_up(weights)",
-        "sync.push(1)",
-        "policy.offload_states()",
-        "engines.wake_up(kv_cache)",
     ]
+
+
+def test_a_call_that_follows_the_last_sample_at_once_needs_no_change(monkeypatch):
+    """As the greedy answer does, which ReMax samples next to the score of the group."""
+    monkeypatch.setattr(colocation, "_GRACE_S", 1.0)  # at once, on a machine that is busy, too
+
+    async def step(world):
+        async def group():
+            await world.engines.used("sample")
+            await asyncio.gather(world.rewards.used("score"), world.engines.used("greedy"))
+
+        await group()
+
+    _, events = play(step)
+    assert events[:3] == ["engines: sample", "engines: greedy", "engines.sleep(keep_weights=False)"]
+
+
+def test_engines_that_dropped_their_weights_get_the_same_version_again():
+    """After a checkpoint, or where reward models alternate with sampling."""
+
+    async def step(world):
+        await world.workers.policy.update([])
+        await world.workers.sync.push(1)
+        await world.workers.policy.save(Path("step"))
+        world.events.clear()
+        await world.engines.used("sample")
+        await world.rewards.used("score")
+        await world.engines.used("sample again")
+
+    _, events = play(step)
+    again = ["rewards.sleep()", "policy.hold(weights)", *PUSH[1:], "engines: sample again"]
+    turn = ["engines.sleep(keep_weights=False)", "rewards.wake_up()", "rewards: score"]
+    assert events == [*PUSH, "engines: sample", *turn, *again]
+
+
+def test_engines_never_sample_from_weights_that_were_not_sent():
+    async def step(world):
+        await world.workers.policy.update([])
+        await world.engines.used("sample")
+
+    with pytest.raises(RuntimeError, match="samples of version 0, but the policy has moved on"):
+        play(step)
 
 
 def test_a_sync_probe_is_compared_in_the_turn_of_the_update_that_follows():
-    events, colocation, policy, *_ = world()
+    async def step(world):
+        await world.workers.policy.logprobs("batch")
+        await world.workers.policy.update([])
 
-    async def step():
-        await started(colocation, events)
-        await policy.logprobs("batch")
-        await policy.update([])
-
-    asyncio.run(step())
-    assert events == [*TO_TRAINING, "policy.logprobs(batch)", "policy.update([], kl_coef=None, bounds=())"]
+    _, events = play(step)
+    assert events == [*TO_POLICY, "policy.logprobs(batch)", "policy.update([], kl_coef=None, bounds=())"]
 
 
-def test_a_checkpoint_or_a_new_reference_between_steps_keeps_the_engines_weights():
-    events, colocation, policy, _, reference = world()
+def test_a_refresh_has_the_policys_weights_and_the_reference_on_the_gpus_and_nothing_else():
+    async def step(world):
+        await world.workers.reference_sync.refresh()
+        await world.reference.used("log-probs")
 
-    async def between():
-        await started(colocation, events)
-        await policy.save(Path("step"))
-        await reference.refresh()
-
-    asyncio.run(between())
-    turn = ["engines.sleep(keep_weights=True)", "policy.reload_states()"]
-    back = ["policy.offload_states()", "engines.wake_up()"]
-    assert events == [*turn, "policy.save(step, blocking=True)", *back, *turn, "reference.refresh()", *back]
+    _, events = play(step)
+    assert events == [
+        "engines.sleep(keep_weights=False)",
+        "policy.hold(weights)",
+        "reference.wake_up()",
+        "reference_sync.refresh()",
+        "policy.hold(nothing)",
+        "reference: log-probs",
+    ]
 
 
 def test_a_resumed_run_loads_and_pushes():
-    events, colocation, policy, sync, _ = world()
+    async def resume(world):
+        await world.workers.policy.load(Path("step"))
+        world.events.clear()
+        await world.workers.sync.push(1)
+        await world.engines.used("sample")
 
-    async def resume():
-        await started(colocation, events)
-        await policy.load(Path("step"))
-        events.clear()
-        await sync.push(5)
-
-    asyncio.run(resume())
-    assert events[:2] == TO_TRAINING
-    assert events[3:] == ["sync.push(5)", "policy.offload_states()", "engines.wake_up(kv_cache)"]
+    _, events = play(resume)
+    assert events == [*PUSH, "engines: sample"]
 
 
-def test_a_change_of_turns_has_a_deadline():
-    events, colocation, policy, *_ = world(timeout_s=0.05)
+def test_a_cancelled_caller_does_not_leave_the_gpus_half_moved():
+    async def step(world):
+        world.engines._takes_s["sleep"] = 0.05
+        caller = asyncio.create_task(world.workers.policy.save(Path("step")))
+        while not world.events:
+            await asyncio.sleep(0)
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        await world.workers.policy.update([])
 
-    async def stuck():
-        await started(colocation, events)
-        colocation._rollouts.sleep = lambda **_: asyncio.sleep(60)
-        await policy.update([])
+    _, events = play(step)
+    assert events == [*TO_POLICY, "policy.update([], kl_coef=None, bounds=())"]
 
-    with pytest.raises(TimeoutError, match="the engines leave their GPUs to the policy: not finished within"):
-        asyncio.run(stuck())
+
+def test_the_seconds_of_all_changes_since_the_last_push_are_metrics_of_the_push():
+    async def step(world):
+        await world.rewards.used("score")
+        await world.workers.policy.update([])
+        return await world.workers.sync.push(1), await world.workers.sync.push(2)
+
+    async def kept(world):
+        world.metrics = await step(world)
+
+    world, _ = play(kept)
+    first, second = world.metrics
+    moves = [
+        "engines_sleep",
+        "engines_wake",
+        "policy_offload",
+        "policy_reload",
+        "reward_model_sleep",
+        "reward_model_wake",
+    ]
+    assert sorted(first) == [f"time/turn_{move}_s" for move in moves]
+    assert "time/turn_reward_model_wake_s" not in second
+
+
+def test_a_change_of_turns_has_a_deadline_and_all_who_wait_for_it_get_its_error():
+    async def stuck(world):
+        world.engines._takes_s["sleep"] = HANG_S
+        world.errors = await asyncio.gather(
+            world.workers.policy.update([]), world.rewards.used("score"), return_exceptions=True
+        )
+
+    world, _ = play(stuck, timeout_s=0.05)
+    assert [str(error) for error in world.errors] == [
+        "stage placement: engines sleep on the shared GPUs: not finished within 0.05 s"
+    ] * 2
+
+
+def test_the_base_of_adapters_answers_all_groups_in_one_call_in_the_policys_turn():
+    async def step(world):
+        async def base_logprobs(groups):
+            world.events.append(f"policy.base_logprobs of {[prompt for prompt, _ in groups]}")
+            return [[np.full(1, samples)] for _, samples in groups]
+
+        world.policy.base_logprobs = base_logprobs
+
+        async def group(number):
+            await world.engines.used(f"sample {number}", takes_s=0.01 * number)
+            return await world.workers.reference.logprobs(f"prompt {number}", number)
+
+        world.answers = await asyncio.gather(*map(group, range(3)))
+        await world.workers.policy.update([])
+
+    world, events = play(step, has_reference=False)
+    assert [answer[0].item() for answer in world.answers] == [0, 1, 2]
+    assert events[3:] == [
+        *TO_POLICY,
+        "policy.base_logprobs of ['prompt 0', 'prompt 1', 'prompt 2']",
+        "policy.update([], kl_coef=None, bounds=())",
+    ]
+
+
+def test_an_error_of_the_base_reaches_every_group():
+    async def step(world):
+        async def base_logprobs(groups):
+            raise ValueError("out of memory")
+
+        world.policy.base_logprobs = base_logprobs
+        calls = (world.workers.reference.logprobs("prompt", number) for number in range(2))
+        world.errors = await asyncio.gather(*calls, return_exceptions=True)
+
+    world, _ = play(step, has_reference=False)
+    assert list(map(str, world.errors)) == ["out of memory"] * 2
 
 
 _ON_TWO_GPUS = """
 import json, os, ray
 from actors.factory import on_devices
 from actors.placement.demands import share_out
-from actors.workers.policy import PolicyWorker
+from actors.workers.policy import PolicyWorker, devices_of
 
 class Engine:
     def sees(self):
@@ -152,10 +320,10 @@ class Engine:
 ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
 options = {"num_cpus": 0, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}}}
 ranks = [ray.remote(PolicyWorker).options(num_gpus=1, **options).remote() for _ in range(2)]
-held = ray.get([rank.devices.remote() for rank in ranks])
+held = ray.get([rank.__ray_call__.remote(devices_of) for rank in ranks])
 seen = []
 for size in (1, 2):
-    for devices in share_out(held, size):
+    for devices in share_out(held, 2 // size, size):
         own = options | {"num_gpus": 0} | on_devices(options, devices)
         engine = ray.remote(Engine).options(**own).remote()
         seen.append(ray.get(engine.sees.remote()))

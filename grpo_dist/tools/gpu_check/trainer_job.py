@@ -129,9 +129,9 @@ def _moved(trainer: Trainer) -> dict[str, Any]:
     found: dict[str, Any] = {"offload_s": [], "reload_s": []}
     for _ in range(_TIMES):  # the first makes the buffers in host memory
         held = torch.cuda.memory_allocated() if on_gpu else 0
-        found["offload_s"].append(seconds_of(trainer.offload_states))
+        found["offload_s"].append(seconds_of(trainer.memory.offload))
         found["moved_bytes"] = held - torch.cuda.memory_allocated() if on_gpu else 0
-        found["reload_s"].append(seconds_of(trainer.state.reload))
+        found["reload_s"].append(seconds_of(trainer.memory.reload))
     synchronize()
     return found | {"same": _digest(trainer) == before, "tensors": len(before)}
 

@@ -15,7 +15,7 @@ from actors.placement.demands import (
     placement,
     share_out,
 )
-from actors.placement.fitting import Node
+from actors.placement.fitting import Node, bundles
 from grpo_dist.errors import UserError
 from tests.support.made_placements import config, shape
 
@@ -51,11 +51,51 @@ def test_colocated_can_be_asked_for_where_the_gpus_would_suffice():
     assert not placement(shape(4, 4, where="colocated"), NODE, training=False)["rollout"].shared
 
 
-def test_a_reference_takes_gpus_of_its_own_in_either_placement():
-    kl = {"algorithm": {"kl": {"coef": 0.1}}}
-    assert placement(shape(4, 4, where="colocated", **kl), NODE, training=True)["reference"].gpus == 1
-    with pytest.raises(UserError, match=r"9 GPUs are needed \(policy 8 x 1 \+ reference 1 x 1\)"):
-        placement(shape(8, 8, where="colocated", **kl), NODE, training=True)
+KL = {"algorithm": {"kl": {"coef": 0.1}}}
+MODELS = {"rewards": {"models": [{"name": "a", "path": "x", "num_workers": 2}, {"name": "b", "path": "y"}]}}
+
+
+@pytest.mark.parametrize("where", ["auto", "colocated"])
+def test_eight_gpus_hold_eight_ranks_engines_a_reference_and_reward_models(where):
+    """The reference and each reward model have a copy on every GPU, whatever their `num_workers`."""
+    demands = placement(shape(8, 8, where=where, **KL, **MODELS), NODE, training=True)
+    assert {role: (d.workers, d.shared) for role, d in demands.items() if d.gpus} == {
+        "rollout": (8, True),
+        "reward_models": (16, True),
+        "policy": (8, False),
+        "reference": (8, True),
+    }
+    assert [(b.role, b.gpus, b.workers) for b in bundles(demands) if b.gpus] == [("policy", 1, 1)] * 8
+
+
+def test_apart_they_take_gpus_of_their_own():
+    demands = placement(shape(2, 2, where="separate", **KL, **MODELS), NODE, training=True)
+    taken = {role: (d.workers, d.shared) for role, d in demands.items() if d.gpus}
+    assert taken["reference"] == (1, False) and taken["reward_models"] == (3, False)
+    with pytest.raises(UserError, match=r"9 GPUs are needed \(.*\+ reference 1 x 1\).*colocated \(4 GPUs\)"):
+        placement(shape(4, 4, where="separate", **KL), NODE, training=True)
+
+
+@pytest.mark.parametrize(("refresh_every", "has"), [(0, False), (5, True)])
+def test_adapters_on_shared_gpus_are_their_own_reference_unless_it_is_refreshed(refresh_every, has):
+    adapters = {
+        "policy": {"num_workers": 2, "lora": {"rank": 4}},
+        "reference": {"refresh_every": refresh_every},
+    }
+    shared = config(**adapters, **KL, cluster={"placement": "colocated"})
+    assert ("reference" in placement(shared, NODE, training=True)) is has
+    apart = config(**adapters, **KL, cluster={"placement": "separate"})
+    assert "reference" in placement(apart, NODE, training=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "tensor_parallel", "sizes"),
+    [(4, 2, 1, [1, 1, 1, 1]), (8, 2, 4, [4, 4]), (8, 1, 4, [4, 1, 1, 1, 1]), (8, 3, 2, [2, 2, 2, 1, 1])],
+)
+def test_engines_may_cover_some_of_the_policys_gpus(ranks, engines, tensor_parallel, sizes):
+    """The ranks below one engine are on one node, all others anywhere."""
+    demands = placement(shape(ranks, engines, tensor_parallel, where="colocated"), NODE, training=True)
+    assert [b.workers for b in bundles(demands) if b.role == "policy"] == sizes
 
 
 @pytest.mark.parametrize(
@@ -65,25 +105,17 @@ def test_a_reference_takes_gpus_of_its_own_in_either_placement():
             shape(8, 8, where="colocated", max_staleness=1),
             ["`max_staleness` = 1", "cluster.placement=separate"],
         ),
-        (shape(8, 4, where="colocated"), ["= 4 * 1 must be `policy.num_workers` = 8"]),
-        (shape(8, 8, where="separate"), ["16 GPUs are needed", "set cluster.placement=colocated"]),
-        (shape(8, 4), ["12 GPUs are needed", "policy 8 x 1"]),
+        (
+            shape(2, 4, where="colocated"),
+            ["= 4 * 1 must be at most `policy.num_workers` = 2", "cluster.placement=separate"],
+        ),
+        (
+            shape(4, 1, 8, where="colocated"),
+            ["`rollout.tensor_parallel_size` = 1 * 8 must be at most `policy.num_workers` = 4"],
+        ),
+        (shape(8, 8, where="separate"), ["16 GPUs are needed", "set cluster.placement=colocated (8 GPUs)"]),
+        (shape(4, 8), ["12 GPUs are needed", "policy 4 x 1"]),
         (shape(8, 8, max_staleness=1), ["16 GPUs are needed"]),
-        (
-            config(policy={"zero_stage": 0}, cluster={"placement": "colocated"}),
-            ["`policy.zero_stage` = 0", "policy.zero_stage=1"],
-        ),
-        (
-            config(policy={"zero_stage": 3}, cluster={"placement": "colocated"}),
-            ["`policy.zero_stage` = 3", "policy.zero_stage=2", "policy.offload.optimizer=cpu"],
-        ),
-        (
-            config(
-                policy={"deepspeed": {"zero_optimization": {"offload_param": {"device": "cpu"}}}},
-                cluster={"placement": "colocated"},
-            ),
-            ["policy.offload.parameters", "cluster.placement=separate"],
-        ),
     ],
 )
 def test_more_gpus_than_there_are_is_refused(wanted, words):
@@ -92,15 +124,22 @@ def test_more_gpus_than_there_are_is_refused(wanted, words):
     assert all(word in str(refusal.value) for word in words), refusal.value
 
 
-def test_a_partitioned_model_is_colocated_with_its_optimiser_in_host_memory():
-    zero = {"offload_optimizer": {"device": "cpu"}}
-    policy = {"zero_stage": 3, "deepspeed": {"zero_optimization": zero}}
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("offloaded", ["none", "optimizer", "parameters"])
+def test_every_kind_of_policy_state_can_take_turns(stage, offloaded):
+    offload = {} if offloaded == "none" else {offloaded: "cpu"}
+    if (offloaded == "parameters" and stage != 3) or (offloaded == "optimizer" and stage == 0):
+        return
+    policy = {
+        "zero_stage": stage,
+        "offload": offload | ({"optimizer": "cpu"} if "parameters" in offload else {}),
+    }
     assert placement(config(policy=policy), Resources(8, 1), training=True)["rollout"].shared
 
 
 def test_colocation_is_proposed_only_where_it_would_work():
     with pytest.raises(UserError) as refusal:
-        placement(shape(8, 4), NODE, training=True)
+        placement(shape(4, 8), NODE, training=True)
     assert "colocated" not in str(refusal.value)
 
 
@@ -113,35 +152,52 @@ def test_nccl_is_refused_between_two_processes_on_one_gpu():
 
 @pytest.mark.parametrize(
     ("where", "staleness", "threads"),
-    [("auto", 0, 4), ("auto", 1, 2), ("colocated", 1, 4), ("separate", 0, 2), ("colocated", 0, 4)],
+    [("auto", 0, 4), ("auto", 1, 2), ("separate", 0, 2), ("colocated", 0, 4)],
 )
 def test_without_gpus_the_placement_decides_shares_of_threads(where, staleness, threads):
     demands = placement(shape(1, 1, where=where, max_staleness=staleness), LAPTOP, training=True)
-    assert demands["rollout"] == demands["policy"] == Demand(1, 0, threads)
+    assert demands["policy"] == Demand(1, 0, threads)
+    assert demands["rollout"] == Demand(1, 0, threads, shared=where == "colocated")
     alone = placement(shape(1, 1, where=where, max_staleness=staleness), LAPTOP, training=False)
     assert alone["rollout"].threads == 4
 
 
+def test_without_gpus_roles_that_take_turns_are_as_many_as_configured():
+    demands = placement(shape(2, 1, where="colocated", **KL, **MODELS), LAPTOP, training=True)
+    assert {role: d.workers for role, d in demands.items() if d.shared} == {
+        "rollout": 1,
+        "reward_models": 3,
+        "reference": 1,
+    }
+    with pytest.raises(UserError, match="`max_staleness` = 1 has sampling and training at the same time"):
+        placement(shape(1, 1, where="colocated", max_staleness=1), LAPTOP, training=True)
+
+
 def test_engines_get_neighbouring_gpus_of_one_node():
     held = [Devices("a", ("0",)), Devices("b", ("4",)), Devices("a", ("1",)), Devices("b", ("5",))]
-    assert share_out(held, 2) == [Devices("a", ("0", "1")), Devices("b", ("4", "5"))]
-    assert share_out(held, 1) == [
+    assert share_out(held, 2, 2) == [Devices("a", ("0", "1")), Devices("b", ("4", "5"))]
+    assert share_out(held, 1, 2) == [Devices("a", ("0", "1"))]
+    assert share_out(held, 4, 1) == [
         Devices(n, (g,)) for n, g in (("a", "0"), ("a", "1"), ("b", "4"), ("b", "5"))
     ]
 
 
 def test_each_engine_process_is_paired_with_the_rank_on_its_gpu():
     held = [Devices("b", ("4",)), Devices("a", ("0",)), Devices("b", ("5",)), Devices("a", ("1",))]
-    engines = share_out(held, 2)
+    engines = share_out(held, 2, 2)
     assert engines == [Devices("b", ("4", "5")), Devices("a", ("0", "1"))]
     assert colocated_ranks(held, engines) == [0, 2, 1, 3]
-    assert colocated_ranks(held, share_out(held, 1)) == [0, 2, 1, 3]
+    assert colocated_ranks(held, share_out(held, 4, 1)) == [0, 2, 1, 3]
+    assert colocated_ranks(held, share_out(held, 1, 2)) == [0, 2]
 
 
 def test_an_engine_that_would_span_nodes_is_refused():
     held = [Devices("a", ("0",)), Devices("a", ("1",)), Devices("a", ("2",)), Devices("b", ("0",))]
-    with pytest.raises(UserError, match=r"node a has 3 policy rank\(s\), and an engine cannot span nodes"):
-        share_out(held, 2)
+    assert share_out(held, 1, 2) == [Devices("a", ("0", "1"))]
+    with pytest.raises(
+        UserError, match=r"GPUs of one node each: .* \(3 on a, 1 on b\) have room for 1; lower"
+    ):
+        share_out(held, 2, 2)
 
 
 @pytest.mark.parametrize(

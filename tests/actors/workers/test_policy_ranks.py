@@ -366,28 +366,3 @@ def test_a_rank_without_rows_takes_part_in_every_collective(forked_ranks, tiny_m
 
     one, two = asyncio.run(step(ranks=1, stage=0)), asyncio.run(step(ranks=2, stage=3))
     assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("stage", "optimizer_on"),
-    # On the CPU the optimiser is compiled first.
-    [(2, "none"), *(pytest.param(*how, marks=pytest.mark.evidence) for how in ((1, "none"), (3, "cpu")))],
-)
-def test_offloaded_states_return_bit_for_bit(forked_ranks, tiny_model, batch, stage, optimizer_on):
-    """Two steps with all states moved to host memory in between are two steps."""
-
-    async def two_steps(*, away):
-        zero = {"zero_optimization": {"offload_optimizer": {"device": optimizer_on}}}
-        group = start(tiny_model, ranks=2, stage=stage, deepspeed=zero)
-        await group.ready()
-        await group.update(group.stage([batch]))
-        if away:
-            await group.offload_states()
-            await group.reload_states()
-        await group.update(group.stage([batch]))
-        weights = (await on_all(group, "weights"))[0]
-        await group.shutdown()
-        return weights
-
-    expected, got = (asyncio.run(two_steps(away=away)) for away in (False, True))
-    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())

@@ -76,7 +76,7 @@ def groups(ray_cluster, tiny_model, tmp_path_factory):
             for m in settings.models
         ]
         pool = RewardPool(settings, ACTORS, max_new_tokens=24, models=models)
-        await pool.ready()
+        await asyncio.gather(pool.ready(), *(model.ready() for model in models))
         try:
             return await asyncio.gather(*(pool.score(PROMPT, rollouts(TEXTS[:n])) for n in (3, 1)))
         finally:

@@ -1,0 +1,138 @@
+"""Handles of roles that take turns: each call waits for its turn, see `Colocation`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.colocation import POLICY, Colocation
+from actors.sync_probe import EngineProbe
+from actors.workers.policy_group import PolicyGroup
+from grpo_dist.health.bounds import Bound
+from grpo_dist.types import Prompt, TrainBatch
+from grpo_dist.workers import ReferenceSyncHandle, Workers
+
+
+def colocated(workers: Workers, colocation: Colocation, *, has_reference: bool) -> Workers:
+    """Return ``workers``, connected, as handles that take turns. ``has_reference``: the loss needs one, which
+    the policy is itself where ``workers`` have none.
+    """
+    colocation.sync, policy = workers.sync, colocation.policy
+    own, reference, sync = ColocatedPolicy(policy, colocation), workers.reference, workers.reference_sync
+    return replace(
+        workers,
+        policy=own,
+        probe=EngineProbe(own, colocation.rollouts),
+        sync=ColocatedSync(colocation),
+        reference=BaseReference(policy, colocation) if has_reference and reference is None else reference,
+        reference_sync=ColocatedReferenceSync(sync, colocation) if sync else None,
+    )
+
+
+class ColocatedPolicy:
+    """The policy, which takes the GPUs for each call that needs them."""
+
+    def __init__(self, policy: PolicyGroup, colocation: Colocation) -> None:
+        self._policy, self._colocation = policy, colocation
+        self._turn = partial(colocation.turn, POLICY)
+
+    def stage(self, batches: Sequence[TrainBatch], *, keep_logprobs: bool = False) -> Any:
+        return self._policy.stage(batches, keep_logprobs=keep_logprobs)
+
+    async def update(
+        self, staged: Any, *, kl_coef: float | None = None, bounds: Sequence[Bound] = ()
+    ) -> dict[str, float]:
+        async with self._turn():
+            self._colocation.moved()
+            return await self._policy.update(staged, kl_coef=kl_coef, bounds=bounds)
+
+    async def trace_next(self, run_dir: Path, step: int) -> None:
+        await self._policy.trace_next(run_dir, step)
+
+    async def token_logprobs(self) -> dict[int, np.ndarray]:
+        return await self._policy.token_logprobs()
+
+    async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
+        async with self._turn():
+            return await self._policy.logprobs(batch)
+
+    async def save(self, directory: Path, *, blocking: bool = True) -> None:
+        async with self._turn():
+            await self._policy.save(directory, blocking=blocking)
+
+    async def saved(self) -> None:
+        await self._policy.saved()
+
+    async def load(self, directory: Path) -> None:
+        async with self._turn():
+            self._colocation.moved()
+            await self._policy.load(directory)
+
+    async def export(self, directory: Path, *, tokenizer_dir: Path) -> None:
+        async with self._turn():
+            await self._policy.export(directory, tokenizer_dir=tokenizer_dir)
+
+
+class ColocatedSync:
+    """The weight sync, which returns the GPUs to the engines."""
+
+    def __init__(self, colocation: Colocation) -> None:
+        self._colocation = colocation
+
+    async def push(self, version: int) -> dict[str, float]:
+        return await self._colocation.push(version)
+
+
+class ColocatedReferenceSync:
+    """The reference sync, for which policy and reference hold the GPUs together."""
+
+    def __init__(self, sync: ReferenceSyncHandle, colocation: Colocation) -> None:
+        self._sync, self._colocation = sync, colocation
+
+    async def refresh(self) -> None:
+        await self._colocation.refresh(self._sync.refresh)
+
+
+class BaseReference:
+    """The reference of a policy of adapters: the policy without them.
+
+    The calls for all groups of a batch wait for the policy's turn, and are answered together.
+    """
+
+    def __init__(self, policy: PolicyGroup, colocation: Colocation) -> None:
+        self._policy, self._turn = policy, partial(colocation.turn, POLICY)
+        self._waiting: list[tuple[Prompt, Any, asyncio.Future[list[np.ndarray]]]] = []
+
+    async def logprobs(self, prompt: Prompt, rollouts: Any) -> list[np.ndarray]:
+        """Return log-probs of the samples. ``rollouts``: the samples, or an object reference to them."""
+        answer: asyncio.Future[list[np.ndarray]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((prompt, rollouts, answer))
+        async with self._turn():
+            if not answer.done() and self._waiting:
+                await self._answer()
+            return await answer  # bounded: the call that took it has a deadline
+
+    async def _answer(self) -> None:
+        taken, self._waiting = self._waiting, []
+        try:
+            found = await self._policy.base_logprobs([(prompt, samples) for prompt, samples, _ in taken])
+        except BaseException as error:
+            for *_, answer in taken:
+                if not answer.done():
+                    answer.set_exception(error)
+            raise
+        for (*_, answer), values in zip(taken, found, strict=True):
+            if not answer.done():  # its caller may have been cancelled
+                answer.set_result(values)
+
+    async def save(self, path: Path) -> None:
+        """Nothing: it never changes, and is in the model's directory."""
+
+    async def load(self, path: Path) -> None:
+        """Nothing, see `save`."""

@@ -1,0 +1,93 @@
+"""Whole runs in which all roles take turns on the same devices: the same numbers, to the last digit, as where
+each has its own. On CPUs the turns are the same calls in the same order as on GPUs.
+"""
+
+import json
+
+import pytest
+
+from tests.support import made_classifiers
+from tests.support.real_runs import metrics, run, without_clock
+
+pytestmark = pytest.mark.machine
+
+# One thread each, so that no sum depends on how many cores a role may use. After the checkpoint of each step
+# engines get their weights again.
+COMMON = (
+    "steps=3",
+    "checkpoint.every=1",
+    "rollout.threads=1",
+    "policy.threads=1",
+    "reference.threads=1",
+    "weight_sync.probe_every=1",
+    "tracking.samples=true",
+)
+RUNS = {
+    "reference, reward model, ZeRO-3": ("policy.zero_stage=3", "MODEL"),
+    "adapters": ("policy.zero_stage=1", "policy.lora={rank: 4}", "policy.optimizer.lr=1.0e-2"),
+}
+FURTHER = {
+    "a reference that follows, ReMax": (
+        "reference.refresh_every=1",
+        "reference.refresh_mix=0.5",
+        "algorithm.advantage=remax",
+    ),
+    "a reward model between rounds of sampling": (
+        "policy.zero_stage=0",
+        "algorithm.kl.coef=0",
+        "dynamic_sampling={enabled: true}",
+        "MODEL",
+    ),
+    "adapters, ZeRO-3, merged and refreshed": (
+        "policy.zero_stage=3",
+        "policy.lora={rank: 4}",
+        "reference.refresh_every=2",
+    ),
+}
+
+
+def finished(directory, placement, overrides, classifier):
+    model = f"rewards.models=[{{name: judge, path: {classifier}, weight: 0.5}}]"
+    own = [model if override == "MODEL" else override for override in overrides]
+    directory.mkdir()
+    run(directory, *COMMON, *own, f"cluster.placement={placement}")
+    return directory
+
+
+def samples(directory):
+    """Everything recorded of the samples, by file."""
+    import pyarrow.parquet as pq
+
+    found = sorted((directory / "runs/run").rglob("*.parquet"))
+    return {
+        path.name: json.dumps(pq.read_table(path).to_pylist(), sort_keys=True, default=str) for path in found
+    }
+
+
+def check(tmp_path, overrides):
+    classifier = made_classifiers.random(tmp_path / "classifier", "outcome")
+    apart, turns = (
+        finished(tmp_path / placement, placement, overrides, classifier)
+        for placement in ("separate", "colocated")
+    )
+    assert without_clock(metrics(turns)) == without_clock(metrics(apart))
+    assert samples(turns) == samples(apart) and samples(turns)
+    last = metrics(turns)[-1]
+    assert (
+        last["step"] == 3 and last["time/turn_engines_sleep_s"] > 0 and last["time/turn_policy_reload_s"] > 0
+    )
+    assert not any(key.startswith("time/turn_") for line in metrics(apart) for key in line)
+    return turns
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_taking_turns_changes_no_digit(tmp_path, name):
+    last = metrics(check(tmp_path, RUNS[name]))[-1]
+    assert ("time/turn_reference_wake_s" in last) is ("adapters" not in name)
+    assert last["ref/kl"] > 0
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_runs_that_take_turns_change_no_digit(tmp_path, name):
+    check(tmp_path, FURTHER[name])

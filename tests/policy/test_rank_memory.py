@@ -1,0 +1,58 @@
+"""What a rank holds on its device: found wherever it is, and moved in two steps."""
+
+import torch
+
+from grpo_dist.policy import rank_memory
+from grpo_dist.policy.rank_memory import RankMemory, tensors_in
+
+CPU = torch.device("cpu")
+
+
+def bytes_held(*tensors):
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+def test_tensors_are_found_in_nested_containers_once():
+    a, b, c = (torch.zeros(1) for _ in range(3))
+    b.grad = c
+    held = {"list": [a, {"inner": (b,)}], "number": 1, "again": a}
+    held["itself"] = held
+    assert [id(t) for t in tensors_in(held)] == [id(a), id(b), id(c)]
+
+
+def test_the_weights_can_stay_while_all_else_leaves():
+    """Without DeepSpeed: a torch optimizer, and frozen weights next to trained ones."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    module[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(module[1].parameters())
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    engine = type("Engine", (), {"module": module, "optimizer": optimizer})()
+    memory, weights = RankMemory(engine, CPU), list(module.parameters())
+    state = [t for s in optimizer.state.values() for t in s.values()] + [
+        p.grad for p in module[1].parameters()
+    ]
+    before = [t.detach().clone() for t in weights + state]
+    memory.offload(keep_weights=True)
+    assert bytes_held(*state) == 0 and all(bytes_held(p) for p in weights)
+    memory.offload()
+    assert bytes_held(*weights, *state) == 0
+    memory.reload()
+    assert all(torch.equal(a, b) for a, b in zip(before, weights + state, strict=True))
+
+
+def test_the_cache_is_emptied_after_the_memory_is_free_and_while_the_weights_stay(monkeypatch):
+    module = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    engine = type("Engine", (), {"module": module, "optimizer": optimizer})()
+    seen = []
+    moments = [s["exp_avg"] for s in optimizer.state.values()]
+    monkeypatch.setattr(
+        rank_memory, "release_cache", lambda: seen.append((bytes_held(*moments), bytes_held(module.weight)))
+    )
+    memory = RankMemory(engine, CPU)
+    memory.offload(keep_weights=True)
+    memory.offload()
+    assert seen == [(0, 16), (0, 0)]

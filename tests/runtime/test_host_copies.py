@@ -1,0 +1,98 @@
+"""Memory that leaves the device and returns: what is copied, and what becomes of its views."""
+
+import gc
+
+import pytest
+import torch
+
+from grpo_dist.runtime import host_copies
+from grpo_dist.runtime.host_copies import HostCopies, release_cache
+
+CPU = torch.device("cpu")
+
+
+def bytes_held(*tensors):
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+def test_views_of_a_storage_lose_their_memory_together_and_get_it_back_bit_by_bit(monkeypatch):
+    monkeypatch.setattr(host_copies, "_CHUNK", 24)  # tensors lie across chunks
+    flat, other = torch.arange(10.0), torch.tensor([1, -2, 3], dtype=torch.bfloat16)
+    flat[3] = torch.nan
+    view, expected = flat[4:].view(2, 3), flat.clone()
+    copies = HostCopies(CPU)
+    for _ in range(2):
+        copies.offload([view, other])
+        assert bytes_held(flat, view, other) == 0
+        copies.reload()
+        assert torch.equal(flat.view(torch.int32), expected.view(torch.int32))
+        assert torch.equal(view, flat[4:].view(2, 3)) and view.data_ptr() == flat.data_ptr() + 16
+        assert other.tolist() == [1, -2, 3]
+        view += 1
+        expected[4:] += 1
+
+
+def test_zeros_take_no_memory_of_the_host(monkeypatch):
+    monkeypatch.setattr(host_copies, "_CHUNK", 64)
+    zeros, ones = torch.zeros(1000), torch.ones(8)
+    copies = HostCopies(CPU)
+    copies.offload([zeros, ones])
+    assert sum(map(len, copies._chunks)) == 64
+    copies.reload()
+    assert zeros.shape == (1000,) and not zeros.any() and ones.sum() == 8
+
+
+def test_host_memory_is_kept_for_the_next_time(monkeypatch):
+    monkeypatch.setattr(host_copies, "_CHUNK", 64)
+    copies, value = HostCopies(CPU), torch.ones(40)
+    copies.offload([value])
+    chunks = list(copies._chunks)
+    copies.reload()
+    copies.offload([value])
+    assert [c.data_ptr() for c in copies._chunks] == [c.data_ptr() for c in chunks] and len(chunks) == 3
+
+
+def test_what_never_changes_is_copied_once_and_anew_when_told_that_it_changed():
+    frozen = torch.arange(5.0)
+    copies = HostCopies(CPU, constant=True)
+    copies.offload([frozen])
+    copies.reload()
+    frozen += 1
+    copies.offload([frozen])
+    copies.reload()
+    assert frozen.tolist() == [0, 1, 2, 3, 4]
+    frozen += 1
+    copies.forget()
+    copies.offload([frozen])
+    copies.reload()
+    assert frozen.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_offloading_twice_changes_nothing():
+    value = torch.ones(4)
+    copies = HostCopies(CPU)
+    copies.offload([value])
+    copies.offload([value])
+    copies.reload()
+    assert value.tolist() == [1, 1, 1, 1]
+
+
+def test_the_allocators_cache_is_emptied_after_garbage_is_collected(monkeypatch):
+    """The engine maps its weights next: what torch keeps for itself is memory it cannot have."""
+    calls = []
+    monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append("empty_cache"))
+    release_cache()
+    assert calls == ["collect", "empty_cache"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_every_bit_pattern_survives(dtype):
+    bits = torch.randint(0, 256, (256,), dtype=torch.uint8)
+    value = (bits > 127) if dtype is torch.bool else bits.view(dtype)
+    expected = value.view(torch.uint8).clone()
+    copies = HostCopies(CPU)
+    copies.offload([value])
+    copies.reload()
+    assert torch.equal(value.view(torch.uint8), expected)
