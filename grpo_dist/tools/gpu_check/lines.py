@@ -61,12 +61,10 @@ _ENGINE = ("deepspeed", "ray", "vllm")
 
 def _zero(stage: int) -> CheckJob:
     dtype = "bfloat16" if stage else "float32"
-    about = (
-        f"an update of a 0.5B model at ZeRO-{stage} in {dtype}: packed against padded, memory against plan"
-    )
     line = CheckLine(
         f"zero{stage}",
-        about + (", states off and on bit by bit" if stage else ""),
+        f"an update of a 0.5B model at ZeRO-{stage} in {dtype}: packed against padded, memory against plan, "
+        "states off and on bit by bit",
         "the same with a tiny model in float32; memory and moving states have no meaning there",
     )
     return CheckJob(

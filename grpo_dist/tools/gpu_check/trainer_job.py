@@ -50,10 +50,8 @@ def measure(
     found["gradients"] = {name: _some(gradient) for name, gradient in trainer.gradients().items()}
     found["norm"] = trainer.step()["policy/grad_norm"]
     if timed:
-        found |= _timed(trainer, batch)
-        if config.policy.zero_stage:
-            found |= _moved(trainer)
-            found["after"] = trainer.update([batch])["policy/grad_norm"]
+        found |= _timed(trainer, batch) | _moved(trainer)
+        found["after"] = trainer.update([batch])["policy/grad_norm"]
     barrier.wait()  # bounded: it ends with its parent
     trainer.close()
     return found

@@ -44,8 +44,7 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
         found.notes.append(written(size.rows * size.row / packed["update_s"], "tokens/s"))
         expected = planned(task, config, size)
         _memory(found, name, packed["peak_bytes"], expected.total - expected.parts["runtime"])
-    if stage:
-        _states(task, found, name, packed)
+    _states(task, found, name, packed)
     yield name, found
 
 
