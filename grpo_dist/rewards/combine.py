@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Float32, Float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +20,15 @@ class Term:
     gate_above: float = 0.0
 
 
-def as_part(values: Any) -> np.ndarray:
-    """Convert to float32 [G]; a value that is not finite as float32 (infinity, 1e39) becomes NaN."""
+def as_part(values: Any) -> Float32[np.ndarray, " G"]:
+    """Convert to float32; a value that is not finite as float32 (infinity, 1e39) becomes NaN."""
     numbers = np.asarray(values, dtype=np.float64)
     within = np.abs(numbers) <= np.finfo(np.float32).max
     return np.where(within, numbers, np.nan).astype(np.float32)
 
 
-def combine(parts: Mapping[str, np.ndarray], terms: Sequence[Term]) -> np.ndarray:
-    """Sum weight * part over ``terms``, each part after its gate. Returns float32 [G].
+def combine(parts: Mapping[str, Float[np.ndarray, " G"]], terms: Sequence[Term]) -> Float32[np.ndarray, " G"]:
+    """Sum weight * part over ``terms``, each part after its gate.
 
     A gated part keeps its value where its gate is above the threshold, is 0 where it is not, and NaN where
     the gate is NaN. The gate of a gate is applied first. The sum is NaN where a term of non-zero weight is
@@ -44,7 +45,9 @@ def combine(parts: Mapping[str, np.ndarray], terms: Sequence[Term]) -> np.ndarra
     return as_part(total)
 
 
-def _gated(term: Term, parts: Mapping[str, np.ndarray], terms: Mapping[str, Term]) -> np.ndarray:
+def _gated(
+    term: Term, parts: Mapping[str, Float[np.ndarray, " G"]], terms: Mapping[str, Term]
+) -> Float64[np.ndarray, " G"]:
     own = as_part(parts[term.name]).astype(np.float64)
     if term.gate is None:
         return own
