@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.config import Config
+from grpo_dist.config import ClusterConfig, Config, SamplingConfig
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.tools.gpu_check.trainers import model_dir_of
 from grpo_dist.types import Prompt, Rollout, Sampling
@@ -24,13 +24,15 @@ async def sampling_engines(config: Config) -> AsyncIterator[Any]:
 
     async with Cluster(config) as cluster:
         async with deadline(config.cluster.timeouts.up_s, "start: engines up and models loaded"):
-            samplers = await cluster.start_evaluation(Path(model_dir_of(config)))
+            samplers = await cluster.start_evaluation(Path(model_dir_of(config.model, config.seed)))
         yield samplers.rollouts
 
 
-async def sampled(rollouts: Any, config: Config, seeds: Sequence[int]) -> list[Rollout]:
+async def sampled(
+    rollouts: Any, cluster: ClusterConfig, settings: SamplingConfig, seeds: Sequence[int]
+) -> list[Rollout]:
     """Return a sample of `PROMPT` for each of ``seeds``, of `sampling.max_new_tokens` tokens."""
-    tokens, limit_s = config.sampling.max_new_tokens, config.cluster.timeouts.sample_s
+    tokens, limit_s = settings.max_new_tokens, cluster.timeouts.sample_s
     sampling = Sampling(max_new_tokens=tokens, lengths=(tokens,) * len(seeds))
     async with deadline(limit_s, "samples of the check"):
         return list(await (await rollouts.sample(PROMPT, seeds=list(seeds), sampling=sampling)))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from actors.transfer.transport import free_port
-from grpo_dist.config import Config
+from grpo_dist.config import Config, ModelConfig
 from grpo_dist.demo.model import random_model
 from grpo_dist.runtime.hardware import available_cpus
 from grpo_dist.tools.bench.limits import run_jobs
@@ -18,9 +18,9 @@ from grpo_dist.tools.gpu_check.trainer_job import Ranks
 from grpo_dist.types import TrainBatch
 
 
-def model_dir_of(config: Config) -> str:
+def model_dir_of(model: ModelConfig, seed: int) -> str:
     """Return the directory of the measured model, which is made if it is not there."""
-    return str(random_model(Path(config.model.path.removeprefix("random:")), seed=config.seed))
+    return str(random_model(Path(model.path.removeprefix("random:")), seed=seed))
 
 
 def run_trainers(
@@ -28,7 +28,12 @@ def run_trainers(
 ) -> list[dict[str, Any]]:
     """Run `trainer_job.measure` on all ranks of ``config``; return what each found."""
     count, port = config.policy.num_workers, free_port("127.0.0.1")
-    common = {"config": config, "model_dir": model_dir_of(config), "size": size, "timed": timed}
+    common = {
+        "config": config,
+        "model_dir": model_dir_of(config.model, config.seed),
+        "size": size,
+        "timed": timed,
+    }
     jobs = [{"ranks": Ranks(index, count, port), **common} for index in range(count)]
     threads = max(1, available_cpus() // count)
     return run_jobs("grpo_dist.tools.gpu_check.trainer_job", jobs, threads=threads, gpus=1)
@@ -38,7 +43,7 @@ def trainer_logprobs(config: Config, batch: TrainBatch) -> np.ndarray:
     """Return the trainer's log-probs of the tokens in the loss mask of ``batch``, float32 [B, T]."""
     job = {
         "config": config,
-        "model_dir": model_dir_of(config),
+        "model_dir": model_dir_of(config.model, config.seed),
         "port": free_port("127.0.0.1"),
         "batch": batch,
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, SamplingConfig
 from grpo_dist.runtime.hardware import device_type
 from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.gpu_check.findings import Findings
@@ -53,11 +53,11 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
 async def _eager(config: Config) -> Findings:
     found = Findings()
     engine = await _started(config, found, "engine-eager")
-    alone = await _sample(engine, config, [1])
+    alone = await _sample(engine, config.sampling, [1])
     found.equal("tokens of a request", len(alone[0].completion_ids), config.sampling.max_new_tokens, "asked")
     if device_type() == "cuda":
         await _sleep(engine, config, found, "engine-eager", keep_weights=True)
-        again = await _sample(engine, config, [1])
+        again = await _sample(engine, config.sampling, [1])
         found.true("the same tokens after sleep and wake", same(alone, again), "the weights were kept")
     await engine.close()
     return found
@@ -66,18 +66,18 @@ async def _eager(config: Config) -> Findings:
 async def _graphs(config: Config) -> dict[str, Findings]:
     started, seeds = Findings(), Findings()
     engine = await _started(config, started, "engine-graphs")
-    first = await _sample(engine, config, [1])
+    first = await _sample(engine, config.sampling, [1])
     started.equal(
         "tokens of a request", len(first[0].completion_ids), config.sampling.max_new_tokens, "asked"
     )
-    again, other = await _sample(engine, config, [1]), await _sample(engine, config, [2])
+    again, other = await _sample(engine, config.sampling, [1]), await _sample(engine, config.sampling, [2])
     seeds.true("the same seed, the same tokens", same(first, again), _ALONE)
     seeds.true("another seed, other tokens", not same(first, other), "each sample has its own generator")
     many = range(100, 100 + _AT_ONCE)
     begin = time.perf_counter()
-    batch = await _sample(engine, config, many)
+    batch = await _sample(engine, config.sampling, many)
     seconds = time.perf_counter() - begin
-    repeated = await _sample(engine, config, many)
+    repeated = await _sample(engine, config.sampling, many)
     tokens = sum(len(r.completion_ids) for r in batch)
     equal = sum(same([a], [b]) for a, b in zip(batch, repeated, strict=True)) / _AT_ONCE
     seeds.figures |= {
@@ -101,7 +101,9 @@ async def _started(config: Config, found: Findings, name: str) -> Any:
     from actors.workers.engine_settings import EngineSpec  # needs an engine, which other lines do not
     from actors.workers.rollout import RolloutWorker
 
-    spec = EngineSpec.of(config, Path(model_dir_of(config)), colocated=device_type() == "cuda")
+    spec = EngineSpec.of(
+        config, Path(model_dir_of(config.model, config.seed)), colocated=device_type() == "cuda"
+    )
     engine = RolloutWorker(spec)
     begin = time.perf_counter()
     await engine.start()
@@ -110,8 +112,8 @@ async def _started(config: Config, found: Findings, name: str) -> Any:
     return engine
 
 
-async def _sample(engine: Any, config: Config, seeds: Sequence[int]) -> list[Rollout]:
-    tokens = config.sampling.max_new_tokens
+async def _sample(engine: Any, settings: SamplingConfig, seeds: Sequence[int]) -> list[Rollout]:
+    tokens = settings.max_new_tokens
     sampling = Sampling(max_new_tokens=tokens, lengths=(tokens,) * len(seeds))
     _, rollouts = await engine.sample(PROMPT, list(seeds), sampling)
     return list(rollouts)

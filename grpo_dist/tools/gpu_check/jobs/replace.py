@@ -26,8 +26,10 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
 async def _replaced(task: CheckTask) -> Findings:
     found, config = Findings(), engine_config(task, eager=True)
     async with sampling_engines(config) as rollouts:
-        before = await sampled(rollouts, config, [1])
-        pending = asyncio.create_task(sampled(rollouts, config, [1]), name="samples of a killed engine")
+        before = await sampled(rollouts, config.cluster, config.sampling, [1])
+        pending = asyncio.create_task(
+            sampled(rollouts, config.cluster, config.sampling, [1]), name="samples of a killed engine"
+        )
         await asyncio.sleep(_INTO_S)
         begin = time.perf_counter()
         engines = _engine_processes()

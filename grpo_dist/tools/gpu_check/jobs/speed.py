@@ -26,7 +26,7 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     config = update_config(task, size, dtype=dtype, zero_stage=1)
     (own,) = run_trainers(task, config, size, timed=True)
     job = {
-        "model_dir": model_dir_of(config),
+        "model_dir": model_dir_of(config.model, config.seed),
         "dtype": resolve_dtype(config.model.dtype),
         "rows": size.rows,
         "row_tokens": size.row,

@@ -37,8 +37,11 @@ async def _samples(config: Config, found: Findings) -> list[Rollout]:
     begin = time.perf_counter()
     async with sampling_engines(config) as rollouts:
         found.figures["tensor-parallel/start_s"] = time.perf_counter() - begin
-        samples = await sampled(rollouts, config, _SEEDS)
-        one, again = await sampled(rollouts, config, [1]), await sampled(rollouts, config, [1])
+        samples = await sampled(rollouts, config.cluster, config.sampling, _SEEDS)
+        one, again = (
+            await sampled(rollouts, config.cluster, config.sampling, [1]),
+            await sampled(rollouts, config.cluster, config.sampling, [1]),
+        )
         found.true("the same seed, the same tokens", same(one, again), "one request at a time")
     return samples
 
