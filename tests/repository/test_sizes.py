@@ -68,3 +68,39 @@ def test_every_folder_and_root_file_is_in_the_import_contract():
     rooms = {path.parent if path.name == "__init__.py" else path for path in FILES}
     own = {f"grpo_dist.{path.stem}" for path in rooms if path.parent == ROOT / "grpo_dist"}
     assert own - listed == set() and listed - own == {"actors"}
+
+
+# Fields of the configuration that are numbers or names, and what dumps or copies the whole tree.
+_PLAIN = {"name", "output_dir", "seed", "steps", "max_staleness"}
+_WHOLE = {"model_dump", "model_copy"}
+
+
+def takes_the_whole_configuration() -> dict[str, tuple[set[str], bool]]:
+    """Return, for each function with a `Config`, the fields that it reads, and whether it uses the rest."""
+    found = {}
+    for path, node in nodes(ast.FunctionDef | ast.AsyncFunctionDef):
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        own = {
+            a.arg
+            for a in arguments
+            if a.annotation and ast.unparse(a.annotation) in ("Config", "Config | None")
+        }
+        if own:
+            uses = [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in own]
+            fields = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.value in uses]
+            found[name(path, node)] = {n.attr for n in fields}, len(fields) < len(uses)
+    return found
+
+
+def test_no_more_functions_than_now_take_the_whole_configuration_for_one_or_two_sections():
+    found = takes_the_whole_configuration()
+    few = [
+        function
+        for function, (fields, whole) in found.items()
+        if fields and not whole and not fields & _WHOLE and len(fields - _PLAIN) <= 2
+    ]
+    assert len(few) <= 28, few
+
+
+def test_no_more_functions_than_now_take_the_whole_configuration():
+    assert len(takes_the_whole_configuration()) <= 164

@@ -47,7 +47,7 @@ def check_model(context: Context) -> str:
 def check_cold_start(context: Context) -> str:
     """Read and tokenise the demonstrations, as `sft` does."""
     config, sft = context.config, context.config.sft
-    if sft is None or not is_trained_first(config):
+    if sft is None or not is_trained_first(config.model, config.sft):
         raise NotApplicable
     if context.model_dir is None:
         raise CheckSkipped("the model cannot be read")

@@ -54,7 +54,7 @@ def check_memory(context: Context) -> str:
     lines = [_of_role(role, need) for role, need in found.items()]
     wrong = memory_problems(config, found, cluster, roles)
     first = None
-    if is_trained_first(config):
+    if is_trained_first(config.model, config.sft):
         first = cold_start(config, model, gpu=card is not None, longest=context.longest_demonstration)
         lines.append(f"cold start, before all others: {first.total / GIB:.1f} GiB ({_parts(first)})")
         wrong += [why] if (why := cold_start_problem(config, first, cluster)) else []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, ModelConfig, SFTConfig
 from grpo_dist.runs.cold_start import LOGIT_TOKENS
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.accelerators import ClusterShape
@@ -18,8 +18,8 @@ ROLE = "cold start"
 _FLOAT32 = 4
 
 
-def is_trained_first(config: Config) -> bool:
-    return config.model.path == "sft" and config.sft is not None
+def is_trained_first(model: ModelConfig, sft: SFTConfig | None) -> bool:
+    return model.path == "sft" and sft is not None
 
 
 def cold_start(config: Config, model: ModelShape, *, gpu: bool, longest: int | None = None) -> Footprint:

@@ -251,7 +251,7 @@ def _cost_with(found: RankFailures, price: float) -> str:
 
 def _cold_start(setting: Setting, config: Config) -> list[str]:
     """Describe the memory of supervised training, which ends before the workers start."""
-    if not is_trained_first(config):
+    if not is_trained_first(config.model, config.sft):
         return []
     need = cold_start(config, setting.model, gpu=setting.cluster.card is not None)
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in need.parts.items())

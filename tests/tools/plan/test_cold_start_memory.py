@@ -41,7 +41,9 @@ def test_what_does_not_fit_names_the_keys_to_lower():
 
 
 def test_a_plan_counts_the_cold_start():
-    assert is_trained_first(config()) and not is_trained_first(fakes.config())
+    assert is_trained_first(config().model, config().sft) and not is_trained_first(
+        fakes.config().model, fakes.config().sft
+    )
     made = make_plan(config(), "1x8xH100", prompt_tokens=50, splits="none")
     console = Console(record=True, width=200, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
     print_plan(made, console)
