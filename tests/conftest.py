@@ -15,7 +15,7 @@ os.environ.setdefault("GRPO_DIST_TEST_SEED", str(random.SystemRandom().randrange
 
 import tests.support.shapes  # noqa: F401  the hook below names its checker
 
-_CHECKED = ["grpo_dist.algorithms", "grpo_dist.batch", "grpo_dist.policy", "grpo_dist.rewards"]
+_CHECKED = ["grpo_dist.algorithms", "grpo_dist.batch", "grpo_dist.policy", "grpo_dist.rewards.combine"]
 install_import_hook(_CHECKED, "tests.support.shapes.checked")
 
 import pytest  # noqa: E402
