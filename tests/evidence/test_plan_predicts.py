@@ -71,7 +71,7 @@ def test_ranks_hold_and_write_the_planned_bytes():
         policy = {"num_workers": RANKS, "zero_stage": case["stage"]}
         settings = config(model={"path": "made", "dtype": case["dtype"]}, policy=policy)
         sizes = Sizes.of(settings, gpu=False)
-        parts = states(settings, model, sizes)
+        parts = states(settings.policy, model, sizes)
         if case["dtype"] == "float32" and case["stage"] == 1:
             # Whole gradients are freed after their reduction; the plan counts the moment before.
             parts["gradients"] -= 4 * model.parameters
@@ -79,6 +79,6 @@ def test_ranks_hold_and_write_the_planned_bytes():
         planned = sum(parts.values()) + kept
         print(f"{case['dtype']} stage {case['stage']}: planned {planned:,}, held {case['bytes']:,} bytes")
         assert case["bytes"] == pytest.approx(planned, rel=0.02)
-        written = rank_bytes(settings, model, sizes)
+        written = rank_bytes(settings.policy, model, sizes)
         print(f"{case['dtype']} stage {case['stage']}: planned {written}, written {case['files']} bytes")
         assert case["files"] == pytest.approx(written, rel=0.01, abs=100_000)  # beside names and settings

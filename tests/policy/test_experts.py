@@ -195,7 +195,7 @@ def test_a_plan_counts_the_weights_of_the_real_model(tmp_path, kind, adapted):
     counted = known.parameters
     if adapted:
         add_adapters(model, LoRAConfig(rank=4), seed=0)
-        counted = lora_parameters(config(policy={"lora": {"rank": 4}}), known)
+        counted = lora_parameters(config(policy={"lora": {"rank": 4}}).policy, known)
     assert counted == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 

@@ -49,7 +49,7 @@ def check_memory(context: Context) -> str:
         workload_of(config, prompt_tokens=None),
         roles,
         memory=memory,
-        reward_models=reward_models_of(config)[0],
+        reward_models=reward_models_of(config.rewards)[0],
     )
     lines = [_of_role(role, need) for role, need in found.items()]
     wrong = memory_problems(config, found, cluster, roles)

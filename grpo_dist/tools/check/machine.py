@@ -22,7 +22,7 @@ _LOG_BYTES = GIB  # metrics, samples and logs of a long run: a guess
 def check_disk(context: Context) -> str:
     """Compare the free space with the kept checkpoints, one being written, the exported model and logs."""
     config, model = context.config, context.shape()
-    trained = lora_parameters(config, model)
+    trained = lora_parameters(config.policy, model)
     # Adam keeps two float32 numbers per weight; bfloat16 weights have a float32 copy as well.
     checkpoint = trained * (4 + 4 + 4 + 2)
     needed = checkpoint * (config.checkpoint.keep + 1) + model.parameters * 4 + _LOG_BYTES

@@ -45,7 +45,10 @@ def reason(planned: Planned) -> str:
         return held
     if idle["policy"] >= _FULL and (slow := _waits_for_slow(planned)):
         return slow
-    if waits_for_longest(scenario.config) and alone > _TAIL * run.step_s:
+    if (
+        waits_for_longest(scenario.config.weight_sync, scenario.config.max_staleness)
+        and alone > _TAIL * run.step_s
+    ):
         return (
             f"the longest completions bound the step: one alone takes {written(alone, 's')}; a larger "
             "`rollout.tensor_parallel_size` shortens that, and `weight_sync.mode`=keep with more staleness "
@@ -111,7 +114,7 @@ def _waits_for_slow(planned: Planned) -> str:
         return ""
     remedy = (
         "; `weight_sync.mode`=keep with more staleness does not wait for them"
-        if waits_for_longest(scenario.config)
+        if waits_for_longest(scenario.config.weight_sync, scenario.config.max_staleness)
         else ""
     )
     return (

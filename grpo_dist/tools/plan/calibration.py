@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_dist.config import Config
+from grpo_dist.config import BatchConfig, Config, PolicyConfig
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan.accelerators import ClusterShape, card_called
@@ -72,7 +72,7 @@ def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
     model, gpu = model_of(config), cluster.card is not None
     cpus = None if gpu else int(result.machine["cores"])
     roles = roles_of(config, model, _own_cluster(result, cluster), cpus=cpus)
-    peaks = Peaks.of(cluster) if gpu else _cpu_peaks(result, config, roles)
+    peaks = Peaks.of(cluster) if gpu else _cpu_peaks(result, config.policy, roles)
     rates = Rates(config, model, Sizes.of(config, gpu=gpu), peaks, Reached())
     steps = _steps(result)
     reached = _generation(rates, steps, result)
@@ -137,8 +137,8 @@ def _own_cluster(result: BenchResult, cluster: ClusterShape) -> ClusterShape:
     return replace(cluster, nodes=1, gpus_per_node=int(result.machine.get("gpus", 0)))
 
 
-def _cpu_peaks(result: BenchResult, config: Config, roles: Roles) -> Peaks:
-    measured = result.figures.get("training/peak_flops", 0.0) / config.policy.num_workers
+def _cpu_peaks(result: BenchResult, policy: PolicyConfig, roles: Roles) -> Peaks:
+    measured = result.figures.get("training/peak_flops", 0.0) / policy.num_workers
     rank = measured or roles.policy_threads * _CPU_FLOPS
     engine = rank * roles.engine_threads / roles.policy_threads
     return Peaks(rank, engine, _CPU_MEMORY, _CPU_MEMORY, _CPU_MEMORY, 10**6, host=_CPU_MEMORY)
@@ -186,13 +186,13 @@ def _training(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], resu
         p * len(n) + sum(n) for s in steps for p, n in s
     )
     at_peak = replace(rates, reached=replace(rates.reached, training=1.0))
-    work = [_updates(rates.config, step) for step in steps]
+    work = [_updates(rates.config.batch, step) for step in steps]
     compute = sum(at_peak.compute_s(own) for own in work) / len(steps)
     others = sum(at_peak.update_s(own) for own in work) / len(steps) - compute
     share = compute * trained / max(result.figures["training/step_s"] - others, 1e-9)
     return replace(rates.reached, training=share)
 
 
-def _updates(config: Config, groups: Sequence[tuple[int, tuple[int, ...]]]) -> list[UpdateWork]:
-    size = len(groups) // config.batch.updates_per_step
+def _updates(batch: BatchConfig, groups: Sequence[tuple[int, tuple[int, ...]]]) -> list[UpdateWork]:
+    size = len(groups) // batch.updates_per_step
     return [UpdateWork(tuple(groups[i : i + size])) for i in range(0, len(groups), size)]

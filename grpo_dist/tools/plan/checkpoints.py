@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grpo_dist.config import Config
+from grpo_dist.config import ReferenceConfig
 from grpo_dist.tools.plan.memory import rank_bytes
 from grpo_dist.tools.plan.options import Planned
 from grpo_dist.tools.plan.rates import Rates
@@ -42,8 +42,15 @@ class PlannedCheckpoints:
 def planned_checkpoints(planned: Planned) -> PlannedCheckpoints:
     """Plan the checkpoints, without groups sampled ahead: their tokens are few bytes next to the weights."""
     config, scenario = planned.option.config, planned.option.scenario
-    settings, rates, count = config.checkpoint, scenario.rates, checkpoints(config)
-    ranks, reference = rank_bytes(config, rates.model, rates.sizes), reference_bytes(config, rates)
+    settings, rates, count = (
+        config.checkpoint,
+        scenario.rates,
+        checkpoints(config.checkpoint.every, config.steps),
+    )
+    ranks, reference = (
+        rank_bytes(config.policy, rates.model, rates.sizes),
+        reference_bytes(config.reference, config.needs_reference, rates),
+    )
     write_s = sum(ranks) / DISK
     held_s = reference / DISK  # its worker writes them while the loop waits
     if scenario.sharing:  # the policy returns to its GPUs, sends the engines their weights, and leaves
@@ -59,13 +66,12 @@ def planned_checkpoints(planned: Planned) -> PlannedCheckpoints:
     return PlannedCheckpoints(count, size, settings.background, held_s, late_s, last_s)
 
 
-def checkpoints(config: Config) -> int:
+def checkpoints(every: int, steps: int) -> int:
     """Return how many a run writes: those that are due, and one at its end."""
-    every, steps = config.checkpoint.every, config.steps
     return math.ceil(steps / every) if every else 1
 
 
-def reference_bytes(config: Config, rates: Rates) -> int:
+def reference_bytes(reference: ReferenceConfig, needs_reference: bool, rates: Rates) -> int:
     """Return the bytes of a reference that is renewed during the run."""
-    renewed = config.needs_reference and config.reference.refresh_every
+    renewed = needs_reference and reference.refresh_every
     return rates.model.parameters * rates.sizes.itemsize if renewed else 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from grpo_dist.config import Config
+from grpo_dist.config import BatchConfig, Config, RolloutConfig
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan import timeline as timeline_file
@@ -67,10 +67,10 @@ def make_plan(
         for cell in cells(config, wide=splits == "sweep"):
             result = search(config, setting, cell)
             found += [result.best] if result.best else []
-            tried = result.tried if cell == own_cell(config) else tried
+            tried = result.tried if cell == own_cell(config.batch, config.max_staleness) else tried
     if simulated is None and not found:
         raise UserError(f"{config.name} on {setting.cluster}: {refused}")
-    found = _own_first(config, found)
+    found = _own_first(config.batch, config.max_staleness, found)
     whole = whole_run(simulated or found[0])
     return Plan(setting, option, simulated, refused, found, whole, tried)
 
@@ -100,7 +100,7 @@ def plan(config: Config, arguments: PlanArguments) -> None:
         price=arguments.price,
         prompt_tokens=arguments.prompt_tokens,
         failure_hours=arguments.failure_hours,
-        stragglers=_stragglers(config, shape, arguments.slow_engines, arguments.slow_rank),
+        stragglers=_stragglers(config.rollout, shape, arguments.slow_engines, arguments.slow_rank),
         splits="sweep" if arguments.sweep else "own",
     )
     print_plan(made)
@@ -137,7 +137,7 @@ def made_setting(
     if prompt_tokens is None and calibration:
         prompt_tokens = calibration.prompt_tokens
     workload = workload_of(config, prompt_tokens=prompt_tokens, measured=lengths)
-    known, unplanned = reward_models_of(config)
+    known, unplanned = reward_models_of(config.rewards)
     return Setting(
         cluster,
         model or model_of(config),
@@ -150,9 +150,11 @@ def made_setting(
     )
 
 
-def _stragglers(config: Config, cluster: ClusterShape, engines: str | None, rank: float) -> Stragglers:
+def _stragglers(
+    rollout: RolloutConfig, cluster: ClusterShape, engines: str | None, rank: float
+) -> Stragglers:
     """Parse ``engines`` (COUNTxFACTOR) and ``rank``. Raises UserError."""
-    most = cluster.gpus or config.rollout.num_workers
+    most = cluster.gpus or rollout.num_workers
     of = f"of {cluster}" if cluster.gpus else "of `rollout.num_workers`"
     count, sign, factor = (engines or "0x1").partition("x")
     try:
@@ -169,12 +171,12 @@ def _stragglers(config: Config, cluster: ClusterShape, engines: str | None, rank
     return slow
 
 
-def _own_first(config: Config, found: list[Planned]) -> list[Planned]:
+def _own_first(batch: BatchConfig, max_staleness: int, found: list[Planned]) -> list[Planned]:
     def is_other(p: Planned) -> bool:
         c = p.option.config
         return (c.batch.prompts_per_step, c.max_staleness) != (
-            config.batch.prompts_per_step,
-            config.max_staleness,
+            batch.prompts_per_step,
+            max_staleness,
         )
 
     return sorted(found, key=is_other)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, RolloutConfig
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.memory import CPU_RUNTIME, GPU_RUNTIME, Footprint, Sizes
 from grpo_dist.tools.plan.models import ModelShape
@@ -39,8 +39,8 @@ class EngineFootprint(Footprint):
         return min(self.most, int(max(0, self.cache) // self.token_bytes // max(1.0, tokens)))
 
 
-def is_quantised(config: Config) -> bool:
-    return config.rollout.quantization == "fp8"
+def is_quantised(rollout: RolloutConfig) -> bool:
+    return rollout.quantization == "fp8"
 
 
 def rollout_engine(
@@ -58,7 +58,7 @@ def rollout_engine(
     token_bytes = 2 * s.layers * heads * s.head_dim * b
     batched = max(_BATCHED_TOKENS, config.max_length if not sizes.gpu else 0)
     parts = {
-        "weights": model.weight_bytes(b, fp8=is_quantised(config)) // tensor_parallel,
+        "weights": model.weight_bytes(b, fp8=is_quantised(config.rollout)) // tensor_parallel,
         "activations": batched * (3 * s.intermediate // tensor_parallel + 4 * s.hidden) * b,
         "logits": _SAMPLER_BLOCKS * sequences * s.vocabulary * 4,
         "runtime": round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["rollout"]),

@@ -78,7 +78,11 @@ class Head:
 
     def _best_row(self, cluster: str) -> str:
         """Return the line of the most promising split; where none can run, of one without staleness."""
-        setting, cell, ahead = self._setting(cluster), own_cell(self.config), ""
+        setting, cell, ahead = (
+            self._setting(cluster),
+            own_cell(self.config.batch, self.config.max_staleness),
+            "",
+        )
         best = likeliest(self.config, setting, cell)
         if isinstance(best, str) and cell.staleness:
             best, ahead = likeliest(self.config, setting, replace(cell, staleness=0)), _IN_TURNS

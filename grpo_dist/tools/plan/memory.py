@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_dist.batch.sharding import ATTENDED
-from grpo_dist.config import Config
+from grpo_dist.config import BatchConfig, Config, ModelConfig, PolicyConfig
 from grpo_dist.policy.offload import optimizer_device
 from grpo_dist.runtime.hardware import GIB, logprob_chunk_mib, micro_batch_tokens
 from grpo_dist.tools.plan.models import ModelShape
@@ -70,11 +70,11 @@ def itemsize_of(dtype: str, *, gpu: bool) -> int:
     return 2 if dtype == "bfloat16" or (dtype == "auto" and gpu) else 4
 
 
-def lora_parameters(config: Config, model: ModelShape) -> int:
+def lora_parameters(policy: PolicyConfig, model: ModelShape) -> int:
     """Return the parameters of the adapters; all weights where there are none. An adapter of a matrix
     [out, in] has rank * (in + out).
     """
-    lora, s = config.policy.lora, model.shape
+    lora, s = policy.lora, model.shape
     if lora is None:
         return model.parameters
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
@@ -95,30 +95,30 @@ def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workl
     is written in the background is a copy in host memory.
     """
     policy, b = config.policy, sizes.itemsize
-    trained = lora_parameters(config, model)
+    trained = lora_parameters(config.policy, model)
     held = model.parameters + (trained if policy.lora else 0)
-    parts, host = _states(config, trained=trained, held=held, itemsize=b)
+    parts, host = _states(config.policy, trained=trained, held=held, itemsize=b)
     if sizes.gpu and config.checkpoint.background:
-        host["checkpoint"] = max(rank_bytes(config, model, sizes))
-    tokens = _stream(config, sizes.micro_batch)
+        host["checkpoint"] = max(rank_bytes(config.policy, model, sizes))
+    tokens = _stream(config.policy, config.max_length, sizes.micro_batch)
     parts["activations"] = activation_bytes(
         model,
         sizes,
         tokens=tokens,
-        attended=attended(config, workload, tokens),
+        attended=attended(config.batch, config.model, workload, tokens),
         checkpointing=config.model.gradient_checkpointing,
     )
     blocks = 3 if config.algorithm.entropy_coef else 2
     head = 0 if policy.lora else model.embedding * (4 + b if sizes.gpu and b == 2 else 4)
     parts["logits"] = blocks * sizes.chunk + head
-    parts["buckets"] = _buckets(config, held, sizes)
+    parts["buckets"] = _buckets(config.policy, held, sizes)
     parts["runtime"] = round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["policy"])
     return Footprint(parts, host)
 
 
-def reference_worker(config: Config, model: ModelShape, sizes: Sizes, workload: Workload) -> Footprint:
+def reference_worker(max_length: int, model: ModelShape, sizes: Sizes, workload: Workload) -> Footprint:
     """Return the memory of a reference worker: whole weights, and forward passes that keep nothing."""
-    tokens = max(sizes.reference_micro_batch, config.max_length)
+    tokens = max(sizes.reference_micro_batch, max_length)
     s = model.shape
     widest = max(3 * s.intermediate, (2 * s.heads + 2 * s.kv_heads) * s.head_dim) + 3 * s.hidden
     runtime = round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["reference"])
@@ -157,22 +157,22 @@ def activation_bytes(
     return round(s.layers * layer + last)
 
 
-def attended(config: Config, workload: Workload, tokens: float) -> float:
+def attended(batch: BatchConfig, settings: ModelConfig, workload: Workload, tokens: float) -> float:
     """Return the tokens of the rows in a packed stream of ``tokens``; each row repeats the prompt."""
-    if not config.model.packing:
+    if not settings.packing:
         return tokens
-    each = workload.prompt_tokens / config.batch.samples_per_prompt + workload.mean
+    each = workload.prompt_tokens / batch.samples_per_prompt + workload.mean
     return tokens * min(ATTENDED, (workload.prompt_tokens + workload.mean) / each)
 
 
-def states(config: Config, model: ModelShape, sizes: Sizes) -> dict[str, int]:
+def states(policy: PolicyConfig, model: ModelShape, sizes: Sizes) -> dict[str, int]:
     """Return the weights, gradients and optimiser states that a rank has on its GPU."""
-    trained = lora_parameters(config, model)
-    held = model.parameters + (trained if config.policy.lora else 0)
-    return _states(config, trained=trained, held=held, itemsize=sizes.itemsize)[0]
+    trained = lora_parameters(policy, model)
+    held = model.parameters + (trained if policy.lora else 0)
+    return _states(policy, trained=trained, held=held, itemsize=sizes.itemsize)[0]
 
 
-def rank_bytes(config: Config, model: ModelShape, sizes: Sizes) -> list[int]:
+def rank_bytes(policy: PolicyConfig, model: ModelShape, sizes: Sizes) -> list[int]:
     """Return the bytes that each policy rank writes with DeepSpeed 0.19: trained weights in their own type
     and two moments, from ZeRO 1 on with a float32 copy. ZeRO 3 writes no other weights.
 
@@ -181,21 +181,21 @@ def rank_bytes(config: Config, model: ModelShape, sizes: Sizes) -> list[int]:
     ZeRO 1, 2                                       b T + 12 T / W        12 T / W
     ZeRO 3                                          12 T / W              12 T / W
     """
-    ranks, stage = config.policy.num_workers, config.policy.zero_stage
-    trained = lora_parameters(config, model)
+    ranks, stage = policy.num_workers, policy.zero_stage
+    trained = lora_parameters(policy, model)
     own = [12 * trained // ranks] * ranks if stage else [8 * trained] + [0] * (ranks - 1)
     if stage < 3:
         own[0] += sizes.itemsize * trained
     return own
 
 
-def _stream(config: Config, budget: int) -> float:
+def _stream(policy: PolicyConfig, max_length: int, budget: int) -> float:
     """Return the tokens of a rank's largest micro-batch: a row above the budget is one on its own."""
-    return max(budget, config.max_length) / config.policy.sequence_parallel
+    return max(budget, max_length) / policy.sequence_parallel
 
 
 def _states(
-    config: Config, *, trained: int, held: int, itemsize: int
+    policy: PolicyConfig, *, trained: int, held: int, itemsize: int
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the weights, gradients and optimiser states of a rank, and their part in host memory.
 
@@ -203,8 +203,7 @@ def _states(
     gradients until the last micro-batch, and adds them up in float32: in bfloat16 in a second, whole copy
     (DeepSpeed's BF16_Optimizer). Stages 2 and 3 keep a rank's share, in float32.
     """
-    policy, offload = config.policy, config.policy.offload
-    stage, ranks, b = policy.zero_stage, policy.num_workers, itemsize
+    offload, stage, ranks, b = policy.offload, policy.zero_stage, policy.num_workers, itemsize
     weights = held * b // (ranks if stage == 3 else 1)
     whole, own = 4 * trained, 4 * trained // ranks
     gradients = (whole, whole + (2 * trained if b == 2 else own), own, own)[stage]
@@ -224,15 +223,15 @@ def _states(
     return parts, host
 
 
-def _buckets(config: Config, held: int, sizes: Sizes) -> int:
+def _buckets(policy: PolicyConfig, held: int, sizes: Sizes) -> int:
     """Return the bytes of DeepSpeed's reduction buffers and, under ZeRO-3, of weights gathered at once. They
     are free again before the weight sync takes its own.
     """
-    settings = config.policy.deepspeed.get("zero_optimization", {})
-    stage, b = config.policy.zero_stage, sizes.itemsize
+    settings = policy.deepspeed.get("zero_optimization", {})
+    stage, b = policy.zero_stage, sizes.itemsize
     bucket = int(float(settings.get("reduce_bucket_size", 5e8)))
     if stage == 0:  # flattened to be sent
-        return min(bucket, held) * b if config.policy.num_workers > 1 else 0
+        return min(bucket, held) * b if policy.num_workers > 1 else 0
     if stage == 1 and b == 2:
         return 0
     # Without GPUs the system allocates pages as they are written.

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_dist.config import Config, RewardModelConfig
+from grpo_dist.config import CheckpointConfig, Config, ModelConfig, PolicyConfig, RewardModelConfig
 from grpo_dist.config.files import changed
 from grpo_dist.policy.deepspeed_config import deepspeed_config
 from grpo_dist.runtime.hardware import GIB, resolve_dtype
@@ -102,15 +102,18 @@ def option_of(config: Config, setting: Setting) -> Option:
         stragglers=setting.stragglers,
         reward_models=setting.reward_models,
     )
-    problems = [*_refusals(config, cluster), *memory_problems(config, memory, cluster, roles)]
+    problems = [
+        *_refusals(config.model, config.policy, cluster),
+        *memory_problems(config, memory, cluster, roles),
+    ]
     return Option(config, roles, memory, problems, scenario)
 
 
-def _refusals(config: Config, cluster: ClusterShape) -> list[str]:
+def _refusals(settings: ModelConfig, policy: PolicyConfig, cluster: ClusterShape) -> list[str]:
     """Return what every policy rank would refuse when it starts."""
-    dtype = resolve_dtype(config.model.dtype, "cuda" if cluster.card else "cpu")
+    dtype = resolve_dtype(settings.dtype, "cuda" if cluster.card else "cpu")
     try:
-        deepspeed_config(config.policy, dtype=dtype)
+        deepspeed_config(policy, dtype=dtype)
     except ValueError as error:
         return [str(error)]
     return []
@@ -141,9 +144,9 @@ def footprints(
         "rollout": rollout_engine(config, model, sizes, workload, memory=memory, asleep=others),
     }
     if "reference" in roles.workers:
-        found["reference"] = reference_worker(config, model, sizes, workload)
+        found["reference"] = reference_worker(config.max_length, model, sizes, workload)
     for judge in reward_models:
-        found[role_of(judge.settings)] = reward_model_worker(config, judge, sizes)
+        found[role_of(judge.settings)] = reward_model_worker(config.max_length, judge, sizes)
     return shared(config, model, sizes, found, sharing) if sharing else found
 
 
@@ -175,7 +178,7 @@ def memory_problems(
     if needed > has:
         problems.append(
             f"host memory: the workers of one node keep {needed / GIB:,.0f} GiB there, and a node of "
-            f"{cluster} is assumed to have {has / GIB:,.0f} GiB; {_host_remedy(config, roles)}"
+            f"{cluster} is assumed to have {has / GIB:,.0f} GiB; {_host_remedy(config.checkpoint, roles)}"
         )
     return problems
 
@@ -191,7 +194,7 @@ def _needs(role: str) -> str:
 
 def _remedy(role: str, config: Config) -> str:
     if role == "policy":
-        return _policy_remedy(config)
+        return _policy_remedy(config.model, config.policy)
     if role == "reference":
         return "its weights are a whole copy on one GPU; lower `reference.micro_batch_tokens`, or use LoRA"
     if role in (SYNC, REFRESH):
@@ -202,18 +205,18 @@ def _remedy(role: str, config: Config) -> str:
     return _reward_model_remedy(model)
 
 
-def _host_remedy(config: Config, roles: Roles) -> str:
+def _host_remedy(checkpoint: CheckpointConfig, roles: Roles) -> str:
     first = "set cluster.placement=separate" if roles.sharing else "take back some of `policy.offload`"
-    background = ", set checkpoint.background=false" if config.checkpoint.background else ""
+    background = ", set checkpoint.background=false" if checkpoint.background else ""
     return f"{first}{background}, or add nodes"
 
 
-def _policy_remedy(config: Config) -> str:
+def _policy_remedy(settings: ModelConfig, policy: PolicyConfig) -> str:
     steps = []
-    if not config.model.gradient_checkpointing:
+    if not settings.gradient_checkpointing:
         steps.append("set `model.gradient_checkpointing`=true")
     steps.append("lower `batch.micro_batch_tokens`")
-    if config.policy.zero_stage < 3:
+    if policy.zero_stage < 3:
         steps.append("raise `policy.zero_stage`")
     return f"{', '.join(steps)}, or add policy ranks or `policy.sequence_parallel`"
 

@@ -122,7 +122,7 @@ class Rates:
             self.config.rollout.tensor_parallel_size,
             self.sizes.itemsize,
         )
-        fp8 = is_quantised(self.config)
+        fp8 = is_quantised(self.config.rollout)
         read = (m.read_bytes(sequences, b, fp8=fp8) + b * m.kv_values() * context) / t
         others = 2 * m.embedding * sequences + 4 * s.layers * s.heads * s.head_dim * context
         operations = self._linear_flops(sequences) + others
@@ -144,7 +144,7 @@ class Rates:
         """Return the operations of an engine's linear layers; in fp8 in those of half precision that take as
         long.
         """
-        faster = self.peaks.fp8 if is_quantised(self.config) else 1.0
+        faster = self.peaks.fp8 if is_quantised(self.config.rollout) else 1.0
         return 2 * self.model.shape.layers * self.model.shape.layer_weights * tokens / faster
 
     def forward_flops(self, work: UpdateWork) -> float:
@@ -201,7 +201,7 @@ class Rates:
     def sync_s(self) -> float:
         """Return the seconds of sending weights or adapters to the engines. ZeRO-3 gathers them first."""
         adapters = self.config.policy.lora is not None and self.config.policy.lora.sync == "adapter"
-        sent = (lora_parameters(self.config, self.model) if adapters else self.model.parameters) * (
+        sent = (lora_parameters(self.config.policy, self.model) if adapters else self.model.parameters) * (
             self.sizes.itemsize
         )
         passes = 2 if self.config.policy.zero_stage == 3 else 1
@@ -209,7 +209,7 @@ class Rates:
 
     def turn_s(self) -> float:
         """Return the seconds of a change of turns that moves a rank's states to host memory or back."""
-        return self._copy_s(sum(states(self.config, self.model, self.sizes).values()))
+        return self._copy_s(sum(states(self.config.policy, self.model, self.sizes).values()))
 
     def reference_turn_s(self) -> float:
         """Return the seconds until a colocated reference has its GPU and its weights on it."""
@@ -223,7 +223,7 @@ class Rates:
         """Return the seconds until engines, whose weights are dropped, have them again out of turn: the
         policy's weights come from host memory, are sent, and leave.
         """
-        weights = states(self.config, self.model, self.sizes)["weights"]
+        weights = states(self.config.policy, self.model, self.sizes)["weights"]
         return 2 * self._copy_s(weights) + self.sync_s()
 
     def _copy_s(self, size: int) -> float:
@@ -259,7 +259,7 @@ class Rates:
         ranks, stage, b = self.config.policy.num_workers, self.config.policy.zero_stage, self.sizes.itemsize
         if ranks == 1:
             return 0.0, 0.0
-        trained = lora_parameters(self.config, self.model)
+        trained = lora_parameters(self.config.policy, self.model)
         one_way = (ranks - 1) / ranks / (self._between_ranks(ranks) * self.reached.network)
         if stage == 0:
             return 0.0, 2 * 4 * trained * one_way
@@ -280,7 +280,7 @@ class Rates:
     def _optimizer_s(self) -> float:
         from grpo_dist.policy.offload import optimizer_device
 
-        own = lora_parameters(self.config, self.model) / max(1, self.config.policy.num_workers)
+        own = lora_parameters(self.config.policy, self.model) / max(1, self.config.policy.num_workers)
         if optimizer_device(self.config.policy) == "none":
             return 7 * 4 * own / (self.peaks.memory * self.reached.decode)
         inside = min(self.config.policy.num_workers, self.peaks.node)

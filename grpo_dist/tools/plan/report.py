@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from grpo_dist.config import Config
+from grpo_dist.config import CheckpointConfig, ClusterConfig, Config, RewardsConfig
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.runtime.tables import print_lines
 from grpo_dist.tools.bench.table import written
@@ -64,12 +64,12 @@ def warnings(planned: Planned, setting: Setting) -> list[str]:
             lines.append(
                 f"warning: {seconds:,.0f} s exceeds `cluster.timeouts.{key}` = {allowed:g}; raise it"
             )
-    return lines + _about_reward_models(config, setting)
+    return lines + _about_reward_models(config.rewards, setting)
 
 
-def _about_reward_models(config: Config, setting: Setting) -> list[str]:
+def _about_reward_models(rewards: RewardsConfig, setting: Setting) -> list[str]:
     lines = []
-    for model in config.rewards.models:
+    for model in rewards.models:
         if why := setting.unplanned.get(model.name):
             lines.append(
                 f"warning: reward model {model.name}: {why}; its {model.num_workers} worker(s) are "
@@ -192,7 +192,12 @@ def _summary(planned: Planned, setting: Setting) -> list[str]:
         + (f"; {run.failed_engines} engines failed and were replaced" if run.failed_engines else ""),
     ]
     if failures:
-        lines += _failures(planned.option.config, failures)
+        lines += _failures(
+            planned.option.config.checkpoint,
+            planned.option.config.cluster,
+            planned.option.config.steps,
+            failures,
+        )
     if cluster.card and cluster.price:
         price, unused = cluster.price, cluster.gpus - planned.option.roles.gpus
         lines.append(
@@ -219,8 +224,10 @@ def rank_failures_of(planned: Planned, setting: Setting) -> RankFailures | None:
     )
 
 
-def _failures(config: Config, found: RankFailures) -> list[str]:
-    every = config.checkpoint.every
+def _failures(
+    checkpoint: CheckpointConfig, cluster: ClusterConfig, steps: int, found: RankFailures
+) -> list[str]:
+    every = checkpoint.every
     since = f"since the last checkpoint (`checkpoint.every` = {every})" if every else "since the first step"
     line = (
         f"failures of policy ranks: one every {found.every_s / 3600:,.1f} h; restarts (assumed: "
@@ -232,11 +239,10 @@ def _failures(config: Config, found: RankFailures) -> list[str]:
         return [f"{line}: the run hardly advances{remedy and f'; {remedy}'}"]
     hours = found.expected_s / 3600
     lines = [
-        f"{line}: {config.steps} steps take {hours:,.1f} h with them (without the back-off of "
-        "`cluster.restarts`)"
+        f"{line}: {steps} steps take {hours:,.1f} h with them (without the back-off of `cluster.restarts`)"
     ]
     if found.ends > _LIKELY:
-        most, window = config.cluster.restarts.max_per_worker, config.cluster.restarts.window_s
+        most, window = cluster.restarts.max_per_worker, cluster.restarts.window_s
         lines.append(
             f"warning: with a chance of about {written(found.ends, '%')} more than "
             f"`cluster.restarts.max_per_worker` = {most} of them come within `window_s` = {window:g} s, "

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_dist.batch.sharding import micro_batches
-from grpo_dist.config import Config, RewardModelConfig
+from grpo_dist.config import RewardModelConfig, RewardsConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.memory import GPU_RUNTIME, Footprint, Sizes, itemsize_of
@@ -43,10 +43,10 @@ class KnownRewardModel:
         return total
 
 
-def reward_models_of(config: Config) -> tuple[tuple[KnownRewardModel, ...], dict[str, str]]:
+def reward_models_of(rewards: RewardsConfig) -> tuple[tuple[KnownRewardModel, ...], dict[str, str]]:
     """Return the reward models with known sizes, and by name why the others' are unknown."""
     known, unknown = [], {}
-    for settings in config.rewards.models:
+    for settings in rewards.models:
         try:
             known.append(KnownRewardModel(settings, classifier_of(settings)))
         except UserError as error:
@@ -59,20 +59,20 @@ def role_of(settings: RewardModelConfig) -> str:
     return f"reward model {settings.name}"
 
 
-def reward_model_worker(config: Config, model: KnownRewardModel, sizes: Sizes) -> Footprint:
+def reward_model_worker(max_length: int, model: KnownRewardModel, sizes: Sizes) -> Footprint:
     """Return the largest memory of a worker: with a full batch of the longest rows.
 
     No layer keeps activations. The mask of padded rows is [rows, 1, T, T], once of a byte and once
     of the weights' type; with a mask the heads of keys and values are repeated to those of the queries.
     """
     s, b = model.shape.shape, itemsize_of(model.settings.dtype, gpu=sizes.gpu)
-    tokens = max(model.settings.micro_batch_tokens, config.max_length)
+    tokens = max(model.settings.micro_batch_tokens, max_length)
     widest = max(3 * s.intermediate, 4 * s.heads * s.head_dim) + 3 * s.hidden
     return Footprint(
         {
             "weights": model.weight_bytes(gpu=sizes.gpu),
             "activations": tokens * widest * b,
-            "attention mask": tokens * config.max_length * (1 + b),
+            "attention mask": tokens * max_length * (1 + b),
             "runtime": GPU_RUNTIME if sizes.gpu else _CPU_RUNTIME,
         }
     )

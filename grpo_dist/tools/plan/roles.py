@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, PolicyConfig, RolloutConfig
 from grpo_dist.errors import UserError
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.models import ModelShape
@@ -72,7 +72,7 @@ def roles_of(config: Config, model: ModelShape, cluster: ClusterShape, *, cpus: 
     has = Resources(cpus or max(1, cluster.gpus * _CPUS_PER_GPU), cluster.gpus)
     roles = made_roles(config, has)
     if cluster.gpus:
-        _check_shapes(config, model, cluster)
+        _check_shapes(config.policy, config.rollout, model, cluster)
         gpus, cores = cluster.gpus_per_node, _CPUS_PER_GPU * cluster.gpus_per_node
         nodes = [Node(f"node {i + 1}", cores, gpus, cores, gpus) for i in range(cluster.nodes)]
         if problem := too_large(bundles(placement(config, has, training=True)), nodes):
@@ -80,8 +80,10 @@ def roles_of(config: Config, model: ModelShape, cluster: ClusterShape, *, cpus: 
     return roles
 
 
-def _check_shapes(config: Config, model: ModelShape, cluster: ClusterShape) -> None:
-    tensor_parallel, shared = config.rollout.tensor_parallel_size, config.policy.sequence_parallel
+def _check_shapes(
+    policy: PolicyConfig, rollout: RolloutConfig, model: ModelShape, cluster: ClusterShape
+) -> None:
+    tensor_parallel, shared = rollout.tensor_parallel_size, policy.sequence_parallel
     if tensor_parallel > cluster.gpus_per_node:
         raise UserError(
             f"`rollout.tensor_parallel_size` = {tensor_parallel}: an engine lies on one node, and a node of "

@@ -47,7 +47,7 @@ def shared(
     turns, and the moments in which two roles have weights there.
     """
     made = {role: _in_turns(role, own, sharing) for role, own in found.items()}
-    weights = states(config, model, sizes)["weights"]
+    weights = states(config.policy, model, sizes)["weights"]
     contexts = {"runtime": GPU_RUNTIME, "asleep": asleep("policy", sharing)}
     bucket = (config.weight_sync.bucket_mb or 0) * 1_000_000 or _BUCKET
     whole = model.embedding * sizes.itemsize if config.policy.zero_stage == 3 else 0  # the largest parameter

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_dist.config import Config
+from grpo_dist.config import BatchConfig, Config, PolicyConfig, WeightSyncConfig
 from grpo_dist.tools.plan.options import Option, Planned, Setting, option_or_reason, planned
 from grpo_dist.tools.plan.rates import UpdateWork
 from grpo_dist.tools.plan.reward_models import role_of
@@ -39,13 +39,13 @@ class Cell:
     staleness: int
 
 
-def own_cell(config: Config) -> Cell:
-    return Cell(config.batch.prompts_per_step, config.max_staleness)
+def own_cell(batch: BatchConfig, max_staleness: int) -> Cell:
+    return Cell(batch.prompts_per_step, max_staleness)
 
 
 def cells(config: Config, *, wide: bool) -> list[Cell]:
     """Return the configuration's own cell; with ``wide`` also those of other batches and staleness."""
-    own = own_cell(config)
+    own = own_cell(config.batch, config.max_staleness)
     if not wide:
         return [own]
     batches = {round(own.prompts_per_step * factor) for factor in _BATCHES} - {0}
@@ -131,13 +131,13 @@ def _kind(changes: Changes) -> tuple[str, int]:
 def changes_of(config: Config, setting: Setting, cell: Cell) -> Iterator[Changes]:
     own = {"batch.prompts_per_step": cell.prompts_per_step, "max_staleness": cell.staleness}
     for changes in _splits(config, setting):
-        for stage in stages(config):
+        for stage in stages(config.policy):
             yield own | changes | {"policy.zero_stage": stage}
 
 
-def stages(config: Config) -> list[int]:
+def stages(policy: PolicyConfig) -> list[int]:
     """Return the ZeRO stages to try: the configuration's, 2, and 3. All stages compute the same gradient."""
-    return list(dict.fromkeys((config.policy.zero_stage, 2, 3)))
+    return list(dict.fromkeys((policy.zero_stage, 2, 3)))
 
 
 def _splits(config: Config, setting: Setting) -> Iterator[Changes]:
@@ -183,9 +183,9 @@ def _ranks(free: int, node: int) -> list[int]:
     return sorted(powers | set(spread))
 
 
-def waits_for_longest(config: Config) -> bool:
+def waits_for_longest(weight_sync: WeightSyncConfig, max_staleness: int) -> bool:
     """Return True where every step waits for all running samples."""
-    return config.max_staleness == 0 or config.weight_sync.mode == "drain"
+    return max_staleness == 0 or weight_sync.mode == "drain"
 
 
 def longest_s(scenario: Scenario) -> float:
@@ -217,12 +217,12 @@ def bound(option: Option) -> float:
     work = [UpdateWork(((prompt, each),) * size)] * batch.updates_per_step
     training = rates.update_s(work) + rates.sync_s() + (2 * rates.turn_s() if scenario.sharing else 0.0)
     # Mean lengths give a bound: longer rows only add to attention.
-    if waits_for_longest(config):
+    if waits_for_longest(config.weight_sync, config.max_staleness):
         sampling = max(sampling, longest_s(scenario))
     between = _between_s(scenario, prompt, each)
     training += sum(seconds for role, seconds in between.items() if role in scenario.sharing)
     stages = [sampling, training, *between.values()]
-    if waits_for_longest(config):
+    if waits_for_longest(config.weight_sync, config.max_staleness):
         stages.append(sampling + rates.sync_s())
     seconds = max(stages) if config.max_staleness else max(sampling + training, *stages)
     return samples * (prompt + mean) / seconds

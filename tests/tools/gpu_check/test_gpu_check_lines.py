@@ -92,7 +92,9 @@ def test_micro_batches_of_an_update_are_as_full_as_plan_takes_them_to_be(tmp_pat
     )
     assert [len(part) for part in plan] == [size.groups * size.samples] * 2
     config = update_config(on_gpu(tmp_path), size, dtype="bfloat16", zero_stage=1)
-    own = attended(config, workload_of(config, prompt_tokens=size.prompt), size.micro_batch)
+    own = attended(
+        config.batch, config.model, workload_of(config, prompt_tokens=size.prompt), size.micro_batch
+    )
     assert own == pytest.approx(size.groups * size.samples * size.row)
 
 

@@ -590,13 +590,13 @@ def test_the_plan_reports_waiting_for_a_slow_rank():
 
 def test_the_number_of_slow_engines_is_bounded_by_the_cluster():
     c, eight = config(rollout={"num_workers": 2}), parse_cluster("1x8xH100")
-    assert _stragglers(c, eight, "8x2", 1.0) == Stragglers(8, 2.0, 1.0)
+    assert _stragglers(c.rollout, eight, "8x2", 1.0) == Stragglers(8, 2.0, 1.0)
     for cluster, count, words in (
         (eight, 9, "up to 8 .of 1x8xH100"),
         (parse_cluster("1x0xCPU"), 3, "up to 2"),
     ):
         with pytest.raises(UserError, match=words):
-            _stragglers(c, cluster, f"{count}x2", 1.0)
+            _stragglers(c.rollout, cluster, f"{count}x2", 1.0)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_adapters_are_counted_as_peft_makes_them(tiny_model):
         add_adapters(real, LoRAConfig.model_validate(settings), seed=0)
         planned = config(model={"path": str(tiny_model)}, policy={"lora": settings})
         expected = sum(p.numel() for _, p in adapter_parameters(real))
-        assert lora_parameters(planned, model_of(planned)) == expected
+        assert lora_parameters(planned.policy, model_of(planned)) == expected
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_adapters_are_counted_as_peft_makes_them(tiny_model):
 )
 def test_states_of_a_rank_by_zero_stage(policy, dtype, bytes_each):
     planned = gpu(policy={"num_workers": 4} | policy, model={"dtype": dtype})
-    found = states(planned, model_of(planned), Sizes.of(planned, gpu=True))
+    found = states(planned.policy, model_of(planned), Sizes.of(planned, gpu=True))
     assert [v / 7_615_616_512 for v in found.values()] == pytest.approx(list(bytes_each))
 
 
@@ -118,7 +118,7 @@ def test_offloaded_states_are_in_host_memory():
 
 def test_low_rank_training_keeps_gradients_and_moments_of_the_adapters_alone():
     planned = gpu(policy={"num_workers": 4, "zero_stage": 2, "lora": {"rank": 8}})
-    found = states(planned, model_of(planned), Sizes.of(planned, gpu=True))
+    found = states(planned.policy, model_of(planned), Sizes.of(planned, gpu=True))
     adapters = 28 * 8 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
     assert found == {
         "weights": 2 * (7_615_616_512 + adapters), "gradients": adapters, "optimiser": 3 * adapters
@@ -234,15 +234,20 @@ def test_a_sequence_above_the_budget_is_what_a_rank_must_hold():
 
 def test_rows_of_a_packed_stream_have_their_own_prompts():
     c = config(batch={"samples_per_prompt": 4, "prompts_per_step": 4})
-    assert attended(c, LENGTHS, 1000) == pytest.approx(1000 * (100 + 300) / (100 / 4 + 300))
+    assert attended(c.batch, c.model, LENGTHS, 1000) == pytest.approx(1000 * (100 + 300) / (100 / 4 + 300))
     long_prompts = Workload(10_000, c.bench.lengths, 1000, measured=(1,))
-    assert attended(c, long_prompts, 1000) == pytest.approx(4 * 1000, rel=0.01)
-    assert attended(config(model={"path": "x", "packing": False}), LENGTHS, 1000) == 1000
+    assert attended(c.batch, c.model, long_prompts, 1000) == pytest.approx(4 * 1000, rel=0.01)
+    padded = config(model={"path": "x", "packing": False})
+    assert attended(padded.batch, padded.model, LENGTHS, 1000) == 1000
 
 
 def test_the_cache_of_an_engine_gets_the_memory_left_by_weights_and_overhead():
     c = gpu(rollout={"tensor_parallel_size": 2, "max_num_seqs": 256, "gpu_memory_utilization": 0.9})
-    model, sizes, card = model_of(c), Sizes.of(c, gpu=True), parse_cluster("1x8xH100").card
+    model, sizes, card = (
+        model_of(c),
+        Sizes.of(c, gpu=True),
+        parse_cluster("1x8xH100").card,
+    )
     engine = rollout_engine(c, model, sizes, LENGTHS, memory=card.memory)
     token = 2 * 28 * 2 * 128 * 2  # keys and values, layers, half of 4 heads of size 128, bfloat16
     others = 7_615_616_512 + 8192 * (3 * 18944 // 2 + 4 * 3584) * 2 + 3 * 256 * 152064 * 4 + 2 * GIB
@@ -258,7 +263,7 @@ def test_the_cache_of_an_engine_gets_the_memory_left_by_weights_and_overhead():
 
 def test_a_reference_keeps_nothing_for_a_backward_pass():
     c = gpu(algorithm={"kl": {"coef": 0.1}})
-    found = reference_worker(c, model_of(c), Sizes.of(c, gpu=True), LENGTHS).parts
+    found = reference_worker(c.max_length, model_of(c), Sizes.of(c, gpu=True), LENGTHS).parts
     assert found["weights"] == 2 * 7_615_616_512 and "gradients" not in found
     assert found["activations"] == 16384 * (3 * 18944 + 3 * 3584) * 2
 

@@ -38,7 +38,7 @@ def judged(*models, **changes):
 
 def one(**changes):
     """Return the only model of a configuration."""
-    (known,), unknown = reward_models_of(judged(changes))
+    (known,), unknown = reward_models_of(judged(changes).rewards)
     assert not unknown
     return known
 
@@ -71,7 +71,7 @@ def test_a_model_whose_sizes_are_unknown_says_why():
     settings = judged({"path": "some/model"}).rewards.models[0]
     with pytest.raises(UserError, match=r"path = some/model: neither a directory here.*`path`$"):
         classifier_of(settings)
-    known, unknown = reward_models_of(judged({"path": "some/model"}, {"name": "other"}))
+    known, unknown = reward_models_of(judged({"path": "some/model"}, {"name": "other"}).rewards)
     assert [m.settings.name for m in known] == ["other"] and list(unknown) == ["judge"]
 
 
@@ -81,9 +81,9 @@ def test_a_model_whose_sizes_are_unknown_says_why():
 @pytest.mark.parametrize("dtype, b", [("auto", 2), ("bfloat16", 2), ("float32", 4)])
 def test_a_worker_holds_the_weights_and_one_batch(dtype, b):
     c = judged({"dtype": dtype})
-    known = reward_models_of(c)[0][0]
+    known = reward_models_of(c.rewards)[0][0]
     tokens, longest = 16384, 512 + 256
-    assert reward_model_worker(c, known, Sizes.of(c, gpu=True)).parts == {
+    assert reward_model_worker(c.max_length, known, Sizes.of(c, gpu=True)).parts == {
         "weights": b * (7_615_616_512 - 152064 * 3584),
         "activations": tokens * (3 * 18944 + 3 * 3584) * b,
         "attention mask": tokens * longest * (1 + b),
@@ -93,13 +93,13 @@ def test_a_worker_holds_the_weights_and_one_batch(dtype, b):
 
 def test_a_row_above_the_budget_is_a_batch_of_its_own():
     c = judged({"micro_batch_tokens": 100})
-    found = reward_model_worker(c, reward_models_of(c)[0][0], Sizes.of(c, gpu=True))
+    found = reward_model_worker(c.max_length, reward_models_of(c.rewards)[0][0], Sizes.of(c, gpu=True))
     assert found.parts["attention mask"] == 768 * 768 * 3
 
 
 def test_what_does_not_fit_is_reported_with_a_remedy():
     c = judged({"path": "Qwen/Qwen2.5-72B", "dtype": "float32"}, cluster={"placement": "separate"})
-    known, _ = reward_models_of(c)
+    known, _ = reward_models_of(c.rewards)
     setting = Setting(
         parse_cluster("1x8xH100"), published("Qwen/Qwen2.5-1.5B"), workload_of(c, prompt_tokens=100), None,
         reward_models=known,
@@ -140,7 +140,7 @@ def test_a_reward_model_that_is_the_bottleneck_scores_groups_one_after_the_other
     """Completions of 256 tokens, prompts of 100: 16 groups of 4 rows of 356 on one worker of 72 billion."""
     lengths = {"bench": {"lengths": {"kind": "fixed", "tokens": 256}}}
     c = judged({"path": "Qwen/Qwen2.5-72B"}, max_staleness=1, **lengths)
-    known, _ = reward_models_of(c)
+    known, _ = reward_models_of(c.rewards)
     setting = Setting(
         parse_cluster("1x3xB200"), published("Qwen/Qwen2.5-1.5B"), workload_of(c, prompt_tokens=100), None,
         reward_models=known,
@@ -199,5 +199,5 @@ def test_without_reward_models_the_plan_does_not_mention_them():
 
 def test_a_reward_model_of_another_architecture_is_not_planned(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "deberta-v2"}')
-    known, unknown = reward_models_of(judged({"path": str(tmp_path)}))
+    known, unknown = reward_models_of(judged({"path": str(tmp_path)}).rewards)
     assert not known and f"model {tmp_path}: `model_type` = deberta-v2" in unknown["judge"]
