@@ -1,0 +1,150 @@
+"""Supervised training on real DeepSpeed ranks: the loss and gradient of a step are those of the whole batch
+in float64, however it is split, and so is the validation loss.
+"""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.lifecycle.actor_spec import ActorSpec
+from actors.workers.policy_group import PolicyGroup, PolicySpec
+from grpo_dist.batch.sharding import shard
+from grpo_dist.config import SupervisedConfig, TimeoutsConfig
+from grpo_dist.data.demonstrations import Demonstration
+from grpo_dist.loop.supervised import batch_of, validation_loss
+from grpo_dist.runtime.hardware import thread_environment
+from tests.support import fakes
+from tests.support.drawn import drawn
+from tests.support.real_ranks import AdaptedWorker, flat, relative
+
+pytestmark = pytest.mark.machine
+
+
+@pytest.fixture(scope="module")
+def demonstrations():
+    rng = np.random.default_rng(0)
+    return [
+        Demonstration(
+            f"d{i}",
+            rng.integers(11, 108, int(rng.integers(3, 9))).astype(np.int32),
+            "",
+            "made",
+            completion_ids=rng.integers(11, 108, int(rng.integers(1, 12))).astype(np.int32),
+        )
+        for i in range(11)
+    ]
+
+
+def whole(demonstrations):
+    return batch_of([row.as_group() for row in demonstrations], 32)
+
+
+def nats(model, demonstrations):
+    """-log p of every completion token, from the whole logits of one row at a time."""
+    for row in demonstrations:
+        tokens = torch.from_numpy(np.concatenate([row.token_ids, row.completion_ids]).astype(np.int64))[None]
+        logprobs = torch.log_softmax(model(tokens).logits[0, :-1], -1)
+        own = logprobs.gather(1, tokens[0, 1:, None])[:, 0]
+        yield -own[len(row.token_ids) - 1 :]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model, demonstrations):
+    """Loss and gradient of the whole batch in float64, without any code of the trainer."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    loss = torch.cat(list(nats(model, demonstrations))).mean()
+    loss.backward()
+    return float(loss.detach()), flat({name: p.grad for name, p in model.named_parameters()})
+
+
+def config(*, ranks, stage, tokens=10_000, shared=1, packing=True, dtype="float32", **policy):
+    return SupervisedConfig.of(
+        fakes.config(
+            model={"path": "sft", "dtype": dtype, "packing": packing},
+            policy={"num_workers": ranks, "zero_stage": stage, "sequence_parallel": shared, **policy},
+            batch={"prompts_per_step": 4, "samples_per_prompt": 4, "micro_batch_tokens": tokens},
+            sft={"model": "demo:tiny", "data": "demo:add3", "max_length": 32, "batch_size": 4},
+        )
+    )
+
+
+def group_of(settings, model_dir):
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
+    spec = PolicySpec.of(settings, model_dir)
+    return PolicyGroup(spec, ActorSpec(options), timeouts=TimeoutsConfig(), worker=AdaptedWorker)
+
+
+async def gradients_of(settings, model_dir, batch):
+    group = group_of(settings, model_dir)
+    await group.ready()
+    shared = settings.policy.sequence_parallel
+    own = [s for s in shard(batch, settings.policy.replicas) for _ in range(shared)]
+    found = await asyncio.gather(*(r.gradients.remote(s) for r, s in zip(group.ranks, own, strict=True)))
+    await group.shutdown()
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "how"),
+    [
+        *drawn("one", [(1, 0, {}), (1, 2, {"tokens": 40, "packing": False})], 1),
+        *drawn("two", [(2, 1, {}), (2, 2, {"tokens": 40})], 1),
+        (2, 3, {"tokens": 40}),
+        (2, 2, {"shared": 2, "tokens": 40}),
+    ],
+)
+def test_loss_and_gradient_are_the_token_mean_over_the_whole_batch(
+    forked_ranks, tiny_model, demonstrations, reference, ranks, stage, how
+):
+    """Over ranks, ZeRO stages, micro-batches, padded and packed rows, and ranks that share sequences."""
+    settings = config(ranks=ranks, stage=stage, **how)
+    gradients, metrics = asyncio.run(gradients_of(settings, tiny_model, whole(demonstrations)))
+    loss, expected = reference
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-6)
+    assert relative(flat(gradients), expected) < 1e-5
+    assert metrics["policy/grad_norm"] == pytest.approx(float(expected.norm()), rel=1e-3)
+
+
+def test_bfloat16_ranks_approximate_that_gradient(forked_ranks, tiny_model, demonstrations, reference):
+    settings = config(ranks=2, stage=2, tokens=40, dtype="bfloat16")
+    gradients, metrics = asyncio.run(gradients_of(settings, tiny_model, whole(demonstrations)))
+    loss, expected = reference
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-2)
+    assert relative(flat(gradients), expected) < 0.05
+
+
+def test_adapters_alone_are_trained_with_the_same_gradient_on_one_rank_and_on_two(
+    forked_ranks, tiny_model, demonstrations
+):
+    lora = {"lora": {"rank": 4, "alpha": 8.0}}
+    batch = whole(demonstrations)
+    one, _ = asyncio.run(gradients_of(config(ranks=1, stage=0, **lora), tiny_model, batch))
+    two, _ = asyncio.run(gradients_of(config(ranks=2, stage=2, tokens=40, **lora), tiny_model, batch))
+    assert all("lora" in name for name in one) and one.keys() == two.keys()
+    assert relative(flat(two), flat(one)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "how", [{"ranks": 2, "stage": 2, "tokens": 40}, {"ranks": 2, "stage": 3, "shared": 2}]
+)
+def test_validation_loss_is_that_of_float64_and_leaves_weights_and_gradients_alone(
+    forked_ranks, tiny_model, demonstrations, how
+):
+    settings = config(**how)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    with torch.no_grad():
+        expected = float(torch.cat(list(nats(model, demonstrations))).mean())
+
+    async def measure():
+        group = group_of(settings, tiny_model)
+        await group.ready()
+        found = await validation_loss(group, demonstrations, settings.sft)
+        again = await validation_loss(group, demonstrations, settings.sft)
+        await group.shutdown()
+        return found, again
+
+    found, again = asyncio.run(measure())
+    assert found == pytest.approx(expected, rel=1e-6) and again == found
