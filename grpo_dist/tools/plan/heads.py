@@ -41,6 +41,7 @@ _STAND_INS = {"word_problems": ["sft.model=demo:tiny"]}
 _SPLIT = (
     "policy.num_workers", "policy.zero_stage", "rollout.num_workers", "rollout.tensor_parallel_size"
 )  # fmt: skip
+_AS_IT_IS = "as it is"
 _IN_TURNS = "with max_staleness=0: "
 _ROW = re.compile(
     rf"(\S+): ({_IN_TURNS})?(\d+) rank\(s\) of ZeRO-(\d), (\d+) engine\(s\) x TP (\d+), (\w+); "
@@ -96,7 +97,7 @@ class Head:
             setting = self._setting("1x0xCPU", CPU_RECORD)
         else:
             setting = self._setting(cluster_of(_gpus_of(self.config)))
-        return f"as it is, {_row(planned(option_of(self.config, setting), steps=_STEPS), setting)}"
+        return f"{_AS_IT_IS}, {_row(planned(option_of(self.config, setting), steps=_STEPS), setting)}"
 
     def digests(self, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield the digest that a line of ``lines`` states, and that of its split now, without simulating."""
@@ -105,7 +106,8 @@ class Head:
             if found := _ROW.search(line):
                 numbers = dict(zip(_SPLIT, (int(found[i]) for i in range(3, 7)), strict=True))
                 ahead = {"max_staleness": 0} if found[2] else {}
-                own = changed(self.config, numbers | ahead | {"cluster.placement": found[7]})
+                changes = numbers | ahead | {"cluster.placement": found[7]}
+                own = self.config if line.startswith(_AS_IT_IS) else changed(self.config, changes)
                 yield found[8], _digest(option_of(own, self._setting(found[1], record)))
 
     def _framed(self, rows: Sequence[str], source: str) -> list[str]:

@@ -92,7 +92,7 @@ def option_of(config: Config, setting: Setting) -> Option:
         Rates(config, model, sizes, peaks, reached),
         setting.workload,
         capacity=max(1, engine.mean),
-        sharing=roles.sharing,
+        sharing=roles.sharing if cluster.gpus else frozenset(),  # on processors turns move nothing
         reference_is_base=config.needs_reference and roles.reference_is_base,
         signal_share=_SIGNAL_SHARE if config.dynamic_sampling.enabled else 1.0,
         # Engines that share GPUs with policy ranks fail with them: `rank_failures` counts those.
