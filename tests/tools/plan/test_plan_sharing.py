@@ -129,7 +129,9 @@ def test_separate_roles_have_their_gpus_alone():
     )  # fmt: skip
     made = option(c)
     assert made.roles.sharing == frozenset() and SYNC not in made.memory
-    assert sum(states(c, model_of(c), Sizes.of(c, gpu=True)).values()) == pytest.approx(18 * N / 4, rel=1e-6)
+    assert sum(states(c.policy, model_of(c), Sizes.of(c, gpu=True)).values()) == pytest.approx(
+        18 * N / 4, rel=1e-6
+    )
     assert "asleep" not in made.memory["policy"].parts
     assert made.memory["reference"].host == {} and made.roles.workers["reference"] == 1
 
@@ -162,10 +164,10 @@ def test_states_are_those_that_deepspeed_estimates(nodes, gpus):
     sizes = Sizes.of(three, gpu=True)
     largest = model.embedding
     _, gpu, gathered = estimate_zero3_model_states_mem_needs(N, largest, gpus, nodes, cpu_offload=False)
-    assert sum(states(three, model, sizes).values()) == pytest.approx(gpu - gathered, rel=1e-8)
+    assert sum(states(three.policy, model, sizes).values()) == pytest.approx(gpu - gathered, rel=1e-8)
     _, gpu = estimate_zero2_model_states_mem_needs(N, gpus, nodes, cpu_offload=False)
     # DeepSpeed's estimate has the gradients in bfloat16, too; they are in the bucket, which a plan has apart.
-    assert sum(states(two, model, sizes).values()) == pytest.approx(gpu - 2 * N / ranks, rel=1e-8)
+    assert sum(states(two.policy, model, sizes).values()) == pytest.approx(gpu - 2 * N / ranks, rel=1e-8)
 
 
 @pytest.mark.parametrize("parameters", ["none", "cpu"])
@@ -180,7 +182,7 @@ def test_offloaded_states_are_those_that_deepspeed_estimates(parameters):
     host, gpu, gathered = estimate_zero3_model_states_mem_needs(
         N, model.embedding, 8, 1, cpu_offload_params=parameters == "cpu", additional_buffer_factor=1.0
     )
-    assert sum(states(c, model, sizes).values()) == pytest.approx(gpu - gathered, abs=8)
+    assert sum(states(c.policy, model, sizes).values()) == pytest.approx(gpu - gathered, abs=8)
     rank = policy_rank(c, model, sizes, LENGTHS)
     assert host_bytes({"policy": rank}, {"policy": 8}, per_node=8) == pytest.approx(host, rel=1e-8)
 
