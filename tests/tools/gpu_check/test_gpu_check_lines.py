@@ -175,7 +175,7 @@ def test_without_zero_an_update_is_in_float32(tmp_path, monkeypatch):
 
 def test_the_speed_is_a_share_of_the_bare_loop_on_the_same_rows(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(speed, "model_dir_of", lambda config: "made")
+    monkeypatch.setattr(speed, "model_dir_of", lambda *_: "made")
     monkeypatch.setattr(speed, "run_trainers", lambda *_, timed: [moved(1.0, update_s=0.8)])
     monkeypatch.setattr(
         speed,
