@@ -24,12 +24,12 @@ from grpo_dist.types import PreparedBatch
 from tests.support import fakes
 
 ROOT = Path(__file__).resolve().parents[2]
-# Records of a benchmark, a plan, a submission or a pipeline are no metrics of a run.
-ELSEWHERE = ("bench", "plan", "recipe", "submit")
+# Records of a benchmark, a check of GPUs, a plan, a submission or a pipeline are no metrics of a run.
+ELSEWHERE = ("bench", "gpu_check", "plan", "recipe", "submit")
 FAMILIES = {m.name.partition("/")[0] for m in METRICS}
 NAME = re.compile(r"[a-z_]+(/[a-z0-9_@<>{}]+)+")
 # Parts of names; the rest of a name is a phase of a stopwatch, an outcome, or depends on the run.
-PARTS = {"time/<>_s", "outcome/<>", "eval/<>/<>", "health/refused_"}
+PARTS = {"time/<>_s", "time/turn_", "outcome/<>", "eval/<>/<>", "health/refused_"}
 
 
 def sources() -> Iterator[tuple[str, ast.AST]]:
