@@ -29,7 +29,7 @@ ELSEWHERE = ("bench", "gpu_check", "plan", "recipe", "submit")
 FAMILIES = {m.name.partition("/")[0] for m in METRICS}
 NAME = re.compile(r"[a-z_]+(/[a-z0-9_@<>{}]+)+")
 # Parts of names; the rest of a name is a phase of a stopwatch, an outcome, or depends on the run.
-PARTS = {"time/<>_s", "time/turn_", "outcome/<>", "eval/<>/<>", "health/refused_"}
+PARTS = {"time/<>_s", "outcome/<>", "eval/<>/<>", "health/refused_"}
 
 
 def sources() -> Iterator[tuple[str, ast.AST]]:
@@ -81,7 +81,10 @@ def written() -> dict[str, str]:
 
 def metrics_read(tree: ast.AST) -> set[str]:
     """Return names of existing families in any other place."""
-    return {n for n in named(ast.walk(tree)) if n.partition("/")[0] in FAMILIES}
+    nodes = list(ast.walk(tree))
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    whole = named(node for node in nodes if id(node) not in parts)
+    return {n for n in whole if n.partition("/")[0] in FAMILIES}
 
 
 class Everything(fakes.World):
