@@ -22,8 +22,8 @@ _CHUNK = 64 * 2**20
 class HostCopies:
     """Copies in host memory of what `offload` took from ``device``; their memory is kept for the next time.
 
-    ``constant``: the tensors never change, so that their bytes are copied once. ``scratch``: their values are
-    not needed, and are zeros afterwards.
+    ``constant``: the tensors never change, so that their bytes are copied once, and they live as long as their
+    copies. ``scratch``: their values are not needed, and are zeros afterwards.
     """
 
     def __init__(self, device: torch.device, *, constant: bool = False, scratch: bool = False) -> None:
@@ -31,6 +31,7 @@ class HostCopies:
         self._chunks: list[Tensor] = []
         self._end = 0  # bytes in use
         self._begins: dict[int, int | None] = {}  # by storage: its first byte; None: it holds zeros
+        self._known: list[torch.UntypedStorage] = []  # those of `_begins`: no other may get the address of one
         self._away: list[tuple[torch.UntypedStorage, int]] = []
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
@@ -40,7 +41,7 @@ class HostCopies:
         if self._away:
             return
         if not self._constant:
-            self._end, self._begins = 0, {}
+            self.forget()
         for storage in storages(tensors, self._device):
             self._copy(storage)
             self._away.append((storage, storage.nbytes()))
@@ -63,11 +64,13 @@ class HostCopies:
 
     def forget(self) -> None:
         """Copy constant tensors again the next time: they have changed."""
-        self._end, self._begins = 0, {}
+        self._end, self._begins, self._known = 0, {}, []
 
     def _copy(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._begins:
             return
+        if self._constant:
+            self._known.append(storage)
         memory = _bytes_of(storage)
         if self._scratch or not memory.any():  # gradients hold zeros once an update is made
             self._begins[storage._cdata] = None

@@ -56,3 +56,23 @@ def test_the_cache_is_emptied_after_the_memory_is_free_and_while_the_weights_sta
     memory.offload(keep_weights=True)
     memory.offload()
     assert seen == [(0, 16), (0, 0)]
+
+
+def test_a_frozen_weight_that_zero3_gathers_anew_comes_back_as_it_is():
+    """ZeRO-3 keeps small parameters whole. After a push or a checkpoint it gathers them anew, one perhaps
+    where another was.
+    """
+    norms = torch.nn.ParameterList(torch.full((4,), float(i)) for i in range(8)).requires_grad_(False)
+    for norm in norms:
+        norm.ds_tensor = norm.detach().clone()
+    engine = type("Engine", (), {"module": norms, "optimizer": None})()
+    memory = RankMemory(engine, CPU)
+    for first in (0, 10, 20):
+        for i, norm in enumerate(norms):
+            norm.data = torch.empty(0)
+            norm.data = torch.full((4,), float(first + i))
+        memory.offload()
+        assert bytes_held(*norms, *(norm.ds_tensor for norm in norms)) == 0
+        memory.reload()
+        assert [norm[0].item() for norm in norms] == [first + i for i in range(8)]
+        assert [norm.ds_tensor[0].item() for norm in norms] == list(range(8))

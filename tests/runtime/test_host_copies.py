@@ -68,6 +68,15 @@ def test_what_never_changes_is_copied_once_and_anew_when_told_that_it_changed():
     assert frozen.tolist() == [1, 2, 3, 4, 5]
 
 
+def test_no_other_tensor_is_taken_for_one_that_was_copied():
+    copies = HostCopies(CPU, constant=True)
+    for value in range(20):
+        made = torch.full((5,), float(value))  # where the one before was, unless that lives
+        copies.offload([made])
+        copies.reload()
+        assert made.tolist() == [value] * 5
+
+
 def test_offloading_twice_changes_nothing():
     value = torch.ones(4)
     copies = HostCopies(CPU)
