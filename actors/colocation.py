@@ -124,10 +124,10 @@ class Colocation:
 
         Raises the error of a change that failed: the run restarts all roles.
         """
-        if self._change is not None:
-            await asyncio.wait([self._change])  # bounded: by the deadlines of its parts
-            if self._change is not None:
-                self._change.result()  # bounded: it is done
+        if (change := self._change) is not None:
+            await asyncio.wait([change])  # bounded: by the deadlines of its parts
+            if self._change is change:  # it failed; another may have begun since
+                change.result()  # bounded: it is done
         elif self._users:
             self._idle.clear()
             await self._idle.wait()  # bounded: calls of a role have deadlines
@@ -174,11 +174,15 @@ class Colocation:
         """Take the GPUs from whoever holds them."""
         holder, self._holder = self._holder, None
         if holder == ENGINES:
-            await self._part("engines_sleep", lambda: self.rollouts.sleep(keep_weights=False))
+            await self._part("engines_sleep", self._engines_sleep)
         elif holder == POLICY:
             await self._part("policy_offload", lambda: self.policy.hold("nothing"))
         elif holder is not None:
             await self._part(f"{_kind(holder)}_sleep", self._residents[holder].sleep)
+
+    async def _engines_sleep(self) -> None:
+        await self.rollouts.abandon()  # requests of cancelled calls, which sleep would wait for
+        await self.rollouts.sleep(keep_weights=False)
 
     async def _only_weights(self) -> None:
         """Put the policy's weights on the GPUs, and nothing else."""

@@ -129,7 +129,10 @@ class Chores:
             await self._end(step)
 
     async def preempt(self, step: int) -> NoReturn:
-        """Save the state after ``step`` and raise Preempted."""
+        """Save the state after ``step`` and raise Preempted. Samples in flight are given up first: on shared
+        GPUs the policy would wait for them.
+        """
+        await self._parts.pipeline.cancel()
         await self._save(step)
         await self._end(step)
 

@@ -124,14 +124,18 @@ class Pipeline:
         }
         return PipelineState(ahead, partial, dict(self._order_indices), self._order.state)
 
-    async def __aenter__(self) -> Pipeline:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
+    async def cancel(self) -> None:
+        """Cancel launched batches; `state` keeps their finished groups."""
         tasks = [task for _, task in self._launched]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def __aenter__(self) -> Pipeline:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.cancel()
 
     async def _wait(self, batch: int, task: asyncio.Task[ScoredBatch]) -> ScoredBatch:
         async with self._deadline(batch):

@@ -17,7 +17,8 @@ from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.machine
 
-TO_POLICY = ["engines.sleep(keep_weights=False)", "policy.hold(all)"]
+ENGINES_LEAVE = ["engines.abandon()", "engines.sleep(keep_weights=False)"]
+TO_POLICY = [*ENGINES_LEAVE, "policy.hold(all)"]
 PUSH = [
     "policy.hold(weights)",
     "engines.wake_up(weights)",
@@ -127,10 +128,10 @@ def test_a_batch_is_sampled_then_scored_then_referenced_whatever_the_order_of_it
         await world.workers.policy.update([])
 
     _, events = play(step)
-    events[5:8], events[10:13] = sorted(events[5:8]), sorted(events[10:13])
+    events[6:9], events[11:14] = sorted(events[6:9]), sorted(events[11:14])
     assert events == [
         *(f"engines: sample {i}" for i in range(3)),
-        "engines.sleep(keep_weights=False)",
+        *ENGINES_LEAVE,
         "rewards.wake_up()",
         *(f"rewards: score {i}" for i in range(3)),
         "rewards.sleep()",
@@ -154,7 +155,7 @@ def test_a_call_that_follows_the_last_sample_at_once_needs_no_change(monkeypatch
         await group()
 
     _, events = play(step)
-    assert events[:3] == ["engines: sample", "engines: greedy", "engines.sleep(keep_weights=False)"]
+    assert events[:4] == ["engines: sample", "engines: greedy", *ENGINES_LEAVE]
 
 
 def test_engines_that_dropped_their_weights_get_the_same_version_again():
@@ -171,7 +172,7 @@ def test_engines_that_dropped_their_weights_get_the_same_version_again():
 
     _, events = play(step)
     again = ["rewards.sleep()", "policy.hold(weights)", *PUSH[1:], "engines: sample again"]
-    turn = ["engines.sleep(keep_weights=False)", "rewards.wake_up()", "rewards: score"]
+    turn = [*ENGINES_LEAVE, "rewards.wake_up()", "rewards: score"]
     assert events == [*PUSH, "engines: sample", *turn, *again]
 
 
@@ -200,7 +201,7 @@ def test_a_refresh_has_the_policys_weights_and_the_reference_on_the_gpus_and_not
 
     _, events = play(step)
     assert events == [
-        "engines.sleep(keep_weights=False)",
+        *ENGINES_LEAVE,
         "policy.hold(weights)",
         "reference.wake_up()",
         "reference_sync.refresh()",
@@ -224,7 +225,7 @@ def test_a_cancelled_caller_does_not_leave_the_gpus_half_moved():
     async def step(world):
         world.engines._takes_s["sleep"] = 0.05
         caller = asyncio.create_task(world.workers.policy.save(Path("step")))
-        while not world.events:
+        while "engines.sleep(keep_weights=False)" not in world.events:
             await asyncio.sleep(0)
         caller.cancel()
         await asyncio.gather(caller, return_exceptions=True)
@@ -232,6 +233,45 @@ def test_a_cancelled_caller_does_not_leave_the_gpus_half_moved():
 
     _, events = play(step)
     assert events == [*TO_POLICY, "policy.update([], kl_coef=None, bounds=())"]
+
+
+def test_engines_do_not_go_on_with_what_a_cancelled_caller_asked_for():
+    """A preempted evaluation: its samples may take longer than the grace."""
+
+    async def step(world):
+        caller = asyncio.create_task(world.engines.used("long sample", takes_s=HANG_S))
+        while not world.events:
+            await asyncio.sleep(0)
+        caller.cancel()
+        await world.workers.policy.save(Path("step"))
+
+    _, events = play(step)
+    assert events == ["engines: long sample", *TO_POLICY, "policy.save(step, blocking=True)"]
+
+
+def test_a_cancelled_change_is_no_error_for_those_who_waited_for_it():
+    """Two roles wait for a change to a third, whose caller is cancelled. They take their turns after it."""
+
+    async def step(world):
+        world.engines._takes_s["sleep"] = 0.05
+        caller = asyncio.create_task(world.workers.policy.save(Path("step")))
+        while "engines.sleep(keep_weights=False)" not in world.events:
+            await asyncio.sleep(0)
+        others = asyncio.gather(world.rewards.used("score"), world.reference.used("log-probs"))
+        await asyncio.sleep(0)
+        caller.cancel()
+        await others
+
+    _, events = play(step)
+    assert events == [
+        *TO_POLICY,
+        "policy.hold(nothing)",
+        "rewards.wake_up()",
+        "rewards: score",
+        "rewards.sleep()",
+        "reference.wake_up()",
+        "reference: log-probs",
+    ]
 
 
 def test_the_seconds_of_all_changes_since_the_last_push_are_metrics_of_the_push():

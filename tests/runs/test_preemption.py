@@ -121,6 +121,31 @@ def test_a_stop_during_sampling_keeps_finished_groups_and_waits_for_no_others(st
         assert torch.equal(a[0].tokens, b[0].tokens)
 
 
+def test_a_stop_during_sampling_gives_up_what_is_in_flight_before_it_saves():
+    """On shared GPUs the policy has its turn once no sample is in flight."""
+    config, said, in_flight = fakes.config(steps=4), [], set()
+
+    class Slow(fakes.World):
+        async def sample(self, prompt, **request):
+            if len(self.updates) < 2:
+                return await super().sample(prompt, **request)
+            in_flight.add(prompt.uid)
+            try:
+                os.kill(os.getpid(), signal.SIGTERM) if len(in_flight) == 4 else None
+                await asyncio.sleep(HANG_S)
+            finally:
+                in_flight.remove(prompt.uid)
+
+        async def save(self, step, workers, progress):
+            assert not in_flight
+            await super().save(step, workers, progress)
+
+    world = Slow(jitter=False)
+    with pytest.raises(Preempted, match="ended as asked after step 2, saved"):
+        session(world, config, said)
+    assert list(world.saved) == [2]
+
+
 def test_a_stop_during_an_evaluation_saves_the_step_and_evaluates_on_resume():
     """The evaluation takes longer than the grace period."""
     evaluation = {"before": True, "after": False, "every": 2, "samples_per_prompt": 1, "k": [1]}
