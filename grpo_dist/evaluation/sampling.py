@@ -70,7 +70,7 @@ async def evaluate(
     A sample is right if the math grader says so. Without a math grader among the rewards, a sample is right
     if its total reward is above 0.5. Samples that could not be scored are left out of the estimate and
     counted in ``eval/<set>/unscored``. Raises TimeoutError, with the answer of ``explain``, when no prompt is
-    done for `timeouts.sample_s`.
+    sampled or done for `timeouts.sample_s`.
     """
     settings, draw = config.evaluation, Draw.of(config, config.evaluation)
     metrics: dict[str, float] = {}
@@ -121,13 +121,14 @@ async def sample_chunks(
         finished: called with each chunk once all its prompts are done.
         stage: negative, so that seeds differ from those of every training step. The same stage draws with the
             same seeds, which takes sampling noise out of the difference between two evaluations.
-        what: names the stage in the TimeoutError raised when no prompt is done for ``draw.sample_s``.
+        what: names the stage in the TimeoutError raised when no prompt is sampled or done for
+            ``draw.sample_s``. On shared GPUs reward models score once all prompts are sampled.
         explain: asked then for a text to add to the error.
     """
     total, done = sum(map(len, chunks.values())), count(1)
 
     async def one(prompt: Prompt) -> Group:
-        group = await _sample_group(draw, workers, prompt, stage=stage)
+        group = await _sample_group(draw, workers, prompt, stage=stage, sampled=still_going)
         still_going()
         note(f"{next(done)} of {total} prompts are done")
         return group
@@ -140,11 +141,14 @@ async def sample_chunks(
         await gather(chunk(number, prompts) for number, prompts in chunks.items())
 
 
-async def _sample_group(draw: Draw, workers: EvaluationHandles, prompt: Prompt, *, stage: int) -> Group:
+async def _sample_group(
+    draw: Draw, workers: EvaluationHandles, prompt: Prompt, *, stage: int, sampled: Callable[[], None]
+) -> Group:
     seeds = [request_seed(draw.seed, stage, prompt.uid, i) for i in range(draw.samples)]
 
     async def scored() -> Group:
         rollouts = await workers.rollouts.sample(prompt, seeds=seeds, sampling=draw.sampling)
+        sampled()
         return await workers.rewards.score(prompt, rollouts)
 
     return await sampled_again(scored)

@@ -22,7 +22,7 @@ _CHUNK = 64 * 2**20
 class HostCopies:
     """Copies in host memory of what `offload` took from ``device``; their memory is kept for the next time.
 
-    ``constant``: the tensors never change, so that their bytes are copied once, and they live as long as their
+    ``constant``: the tensors never change, so that their bytes are copied once; they live as long as their
     copies. ``scratch``: their values are not needed, and are zeros afterwards.
     """
 
@@ -31,7 +31,9 @@ class HostCopies:
         self._chunks: list[Tensor] = []
         self._end = 0  # bytes in use
         self._begins: dict[int, int | None] = {}  # by storage: its first byte; None: it holds zeros
-        self._known: list[torch.UntypedStorage] = []  # those of `_begins`: no other may get the address of one
+        self._known: list[
+            torch.UntypedStorage
+        ] = []  # those of `_begins`: no other may get the address of one
         self._away: list[tuple[torch.UntypedStorage, int]] = []
 
     def offload(self, tensors: Iterable[Tensor]) -> None:

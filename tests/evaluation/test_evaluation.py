@@ -1,6 +1,7 @@
 """Estimates from samples, against numbers worked by hand and enumeration of every subset."""
 
 import asyncio
+import dataclasses
 import math
 from collections import Counter
 from fractions import Fraction
@@ -161,6 +162,27 @@ def test_the_deadline_of_an_evaluation_is_for_the_next_prompt_and_not_for_the_wh
     assert "eval/held/pass@1" in evaluated(1.2)
     with pytest.raises(TimeoutError, match=r"evaluate: held \(4 prompts\)(.|\n)*rollout-0 is in sample"):
         evaluated(0.2)
+
+
+def test_an_evaluation_whose_prompts_are_scored_after_the_last_sample_meets_its_deadline():
+    """As with reward models on the engines' GPUs. Four prompts of 40 s each exceed the 100 s together."""
+
+    class InTurns(fakes.World):
+        async def sample(self, prompt, **request):
+            await asyncio.sleep(40.0 * len(prompt.uid))
+            return await super().sample(prompt, **request)
+
+        async def score(self, prompt, rollouts):
+            while self.in_flight or len(self.sampled) < 4:
+                await asyncio.sleep(1.0)
+            return await super().score(prompt, rollouts)
+
+    prompts = [dataclasses.replace(p, uid="x" * i) for i, p in enumerate(fakes.prompts(4), start=1)]
+    timeouts = {"timeouts": {"sample_s": 100.0}}
+    settings = fakes.config(cluster=timeouts, evaluation={"samples_per_prompt": 1, "k": [1]})
+    world, sets = InTurns(jitter=False), [EvalSet("held", prompts)]
+    found = run_virtually(lambda: evaluate(settings, world.workers(), sets, world, step=0))
+    assert found["eval/held/unscored"] == 0
 
 
 def test_mathematically_equal_answers_share_a_number():
