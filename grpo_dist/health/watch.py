@@ -46,6 +46,7 @@ class HealthWatch:
         self._keeps_samples = config.tracking.samples  # then no batch needs quarantine to be kept
         self._needed = 0 if learns_from_equal_rewards(config) else config.health.min_signal_groups
         self._skips = config.health.action == "skip"
+        self._tracks = not config.is_supervised  # learning demonstrations by heart costs nearly all entropy
         self.state = state
 
     def judge_batch(
@@ -120,7 +121,7 @@ class HealthWatch:
         }
         bounds = [*of_batch(settings, state), *of_update(settings, state), *of_run(settings)]
         alarms = passed(bounds, {**metrics, **counts})
-        tracked = track(state.tracked, step, metrics)
+        tracked = track(state.tracked, step, metrics) if self._tracks else state.tracked
         counts |= {"health/alarms": float(len(alarms)), DRIFTING: float(count_drifting(tracked))}
         norm, reward = metrics.get(GRAD_NORM, math.nan), metrics.get("reward/mean", math.nan)
         rewards = [r for r in (reward, state.best_reward) if r is not None and not math.isnan(r)]
