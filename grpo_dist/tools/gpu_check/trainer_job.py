@@ -138,11 +138,9 @@ def _digest(trainer: Trainer) -> list[int]:
     """Return checksums of all weights, and of the optimiser's weights and states."""
     found = [_checksum(t) for bucket in trainer.weights.buckets(1 << 28) for _, t in bucket]
     optimizer = getattr(trainer.engine.optimizer, "optimizer", trainer.engine.optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            own = optimizer.state.get(parameter, {})
-            tensors = [parameter.data, *(value for value in own.values() if isinstance(value, Tensor))]
-            found += [_checksum(t) for t in tensors if t.numel()]
+    for parameter, own in optimizer.state.items():  # ZeRO-3 empties `param_groups` after each step
+        tensors = [parameter.data, *(value for value in own.values() if isinstance(value, Tensor))]
+        found += [_checksum(t) for t in tensors if t.numel()]
     return found
 
 

@@ -38,7 +38,7 @@ from grpo_dist.tools.gpu_check.sizes import (
     update_config,
     update_size,
 )
-from grpo_dist.tools.gpu_check.trainer_job import made_batch
+from grpo_dist.tools.gpu_check.trainer_job import _digest, made_batch
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.calibration import calibrate
 from grpo_dist.tools.plan.memory import attended
@@ -81,6 +81,23 @@ def test_bounds_on_gradients_by_hand():
 def test_tokens_of_an_update_by_hand():
     size = UpdateSize(prompt=8, completion=12, samples=4, groups=2)
     assert (size.row, size.micro_batch, size.prompts, size.rows) == (20, 2 * (8 + 48), 4, 16)
+
+
+def test_states_that_an_optimiser_keeps_outside_its_groups_are_compared_too():
+    """Between two steps of ZeRO-3, DeepSpeed's inner optimiser has no parameters in its groups."""
+    flat = torch.nn.Parameter(torch.ones(8))
+    inner = torch.optim.AdamW([flat])
+    flat.grad = torch.ones(8)
+    inner.step()
+    inner.param_groups[0]["params"] = []
+    trainer = SimpleNamespace(
+        weights=SimpleNamespace(buckets=lambda size: []),
+        engine=SimpleNamespace(optimizer=SimpleNamespace(optimizer=inner)),
+    )
+    before = _digest(trainer)
+    assert len(before) == 4  # the weight, a step count and two moments
+    inner.state[flat]["exp_avg"][3] += 1
+    assert _digest(trainer) != before
 
 
 @pytest.mark.parametrize("size", _REAL_UPDATES, ids=str)
