@@ -18,9 +18,9 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_dist.config import DataSourceConfig, SupervisedConfig
-from grpo_dist.data.demonstrations import source_pairs
+from grpo_dist.data.demonstrations import EXAMPLES, source_pairs
 from grpo_dist.data.readers import read
-from grpo_dist.errors import UserError
+from grpo_dist.errors import UserError, refusals
 from grpo_dist.runs.cold_start import base_model
 from grpo_dist.runs.prepare import load_tokenizer
 from grpo_dist.runtime.hardware import GIB
@@ -104,13 +104,14 @@ class PipelineArguments:
 
 
 def plan_file(path: str, overrides: Sequence[str], arguments: PipelineArguments) -> None:
-    """Plan a pipeline file, and print the plan."""
-    made = plan_pipeline(
-        load_pipeline(path, overrides),
-        parse_cluster(arguments.cluster, price=arguments.price),
-        bench=Path(arguments.bench) if arguments.bench else None,
-        prompt_tokens=arguments.prompt_tokens,
-    )
+    """Plan a pipeline file, and print the plan. Raises UserError for data that cannot be used, too."""
+    with refusals():
+        made = plan_pipeline(
+            load_pipeline(path, overrides),
+            parse_cluster(arguments.cluster, price=arguments.price),
+            bench=Path(arguments.bench) if arguments.bench else None,
+            prompt_tokens=arguments.prompt_tokens,
+        )
     print_pipeline(made)
 
 
@@ -257,6 +258,8 @@ def _demonstrations(stage: ResolvedStage, pipeline: ResolvedPipeline) -> tuple[i
             prompts, more = _prompts(maker, pipeline)
             assumed += (*more, f"stage `{maker.name}` keeps all that it may")
             rows: int | None = prompts * maker.config.rejection.keep_per_prompt
+        elif source.path.startswith("demo:"):
+            rows = most or EXAMPLES
         else:
             rows = _rows(source.path, None)
         known.append((source.path, min(rows, most) if rows and most else rows or most))

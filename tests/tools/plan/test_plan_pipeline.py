@@ -93,6 +93,15 @@ def test_what_is_not_at_hand_is_assumed_and_printed(file):
     assert "assumed: 10,000 demonstrations in elsewhere.jsonl" in said
 
 
+def test_generated_demonstrations_are_as_many_as_training_makes(file):
+    made = planned(file, "first.sft.data=demo:add3", "first.sft.epochs=1").stages[0]
+    assert "313 steps of " in made.words  # 20,000, 64 at once
+    made = planned(file, "first.sft.data=demo:add3", "first.sft.epochs=1", "first.sft.examples=9600").stages[
+        0
+    ]
+    assert "150 steps of " in made.words
+
+
 def test_all_stages_that_do_not_fit_are_named_with_the_remedy(file):
     wrong = ["first.policy.zero_stage=1", "small.sft.model=Qwen/Qwen2.5-72B"]
     with pytest.raises(UserError) as refused:
@@ -107,3 +116,11 @@ def test_the_command_plans_a_pipeline_and_refuses_options_of_a_run(file, capsys)
     assert "learning" in capsys.readouterr().out
     assert main(["plan", str(file), "--cluster", "1x8xH100", "--sweep"]) == 2
     assert "--sweep: " in capsys.readouterr().err
+
+
+def test_the_command_names_a_row_that_cannot_be_read_in_one_message(file, tmp_path, capsys):
+    (tmp_path / "shown.jsonl").write_text('{"prompt": "1+1="}\n')
+    overrides = ["first.sft.model=demo:tiny", "small.sft.model=demo:tiny"]
+    assert main(["plan", str(file), "--cluster", "1x8xH100", *overrides]) == 2
+    said = capsys.readouterr().err
+    assert "shown.jsonl:1: `completion` is missing" in said and "Traceback" not in said
