@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -19,6 +19,14 @@ def changes(old: Any, new: Any) -> list[str]:
 def flat(value: Any) -> dict[str, Any]:
     """Flatten ``{"a": {"b": 1}, "c": [{"d": 2}]}`` to ``{"a.b": 1, "c.0.d": 2}``; keep empty containers."""
     return dict(_entries(value))
+
+
+def has_place(key: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether flat ``settings`` have ``key``, or a value such as null in the place of one of its
+    parents. Otherwise a later version added the key.
+    """
+    parts = key.split(".")
+    return any(".".join(parts[:end]) in settings for end in range(1, len(parts) + 1))
 
 
 def listed(items: Sequence[str]) -> str:

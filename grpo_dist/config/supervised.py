@@ -5,7 +5,8 @@ from __future__ import annotations
 from grpo_dist.config.files import checked
 from grpo_dist.config.root import Config
 
-_OPTIMIZER = {"lr", "betas", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "min_lr_ratio"}
+# Keys of `policy.optimizer` that `sft` has, too.
+OPTIMIZER = {"lr", "betas", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "min_lr_ratio"}
 
 
 class SupervisedConfig(Config):
@@ -26,7 +27,7 @@ class SupervisedConfig(Config):
             "batch": plain["batch"] | {"updates_per_step": 1, "epochs_per_batch": 1},
             "sampling": plain["sampling"] | {"temperature": 1.0},
             "policy": plain["policy"]
-            | {"optimizer": plain["policy"]["optimizer"] | sft.model_dump(include=_OPTIMIZER)},
+            | {"optimizer": plain["policy"]["optimizer"] | sft.model_dump(include=OPTIMIZER)},
             "health": plain["health"] | {"min_signal_groups": 0},
         }
         unused = {"algorithm", "dynamic_sampling", "reference", "weight_sync", "bench"}

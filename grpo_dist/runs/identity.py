@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from grpo_dist.config import AlgorithmConfig, Config
-from grpo_dist.config.differences import flat
+from grpo_dist.config.differences import flat, has_place
 from grpo_dist.config.files import dump_config
 from grpo_dist.types import Prompt
 
@@ -137,7 +137,7 @@ def changes(was: str, config: Config) -> list[Change]:
     """
     old, new = _as_meant(flat(yaml.safe_load(was))), _as_meant(flat(yaml.safe_load(dump_config(config))))
     set_now = flat(config.model_dump(mode="json", exclude_defaults=True))
-    keys = sorted(old.keys() | (new.keys() & set_now.keys()))
+    keys = sorted(old.keys() | {key for key in new if key in set_now or has_place(key, old)})
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
 

@@ -50,6 +50,7 @@ def test_the_keys_that_may_change_exist():
         ({"rewards": {"models": [MODEL], "timeout_s": 9}}, "rewards.timeout_s", True),
         ({"bench": {"steps": 9}}, "bench.steps", False),
         ({"sft": {"model": "demo:tiny", "data": "demo:add3"}}, "sft", False),
+        ({"policy": {"lora": {}}}, "policy.lora", True),
         ({"health": {"min_signal_groups": 3}}, "health.min_signal_groups", True),
         ({"health": {"min_signal_groups": 0, "kl_above": 3.0}}, "health.kl_above", False),
     ],

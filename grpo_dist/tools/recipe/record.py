@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_dist.config.differences import changes
+from grpo_dist.config import Config
+from grpo_dist.config.differences import changes, flat, has_place
+from grpo_dist.config.supervised import OPTIMIZER
 from grpo_dist.rewards.registry import own_code
 from grpo_dist.runs.identity import FREE_SFT, without_layout
 from grpo_dist.runtime.cache import fingerprint
@@ -90,7 +92,9 @@ def _settings(stage: ResolvedStage) -> dict[str, Any]:
         config.pop("sft")
     if stage.kind == "sft":
         config["data"].pop("train")
-        config["policy"].pop("optimizer")  # `sft` has its own
+        config["model"].pop("path")  # always sft
+        for key in OPTIMIZER:  # `sft` has its own
+            config["policy"]["optimizer"].pop(key)
         for key in FREE_SFT:
             config["sft"].pop(key)
     return config
@@ -128,9 +132,15 @@ def sampled_with(record: StageRecord) -> StageRecord:
     return replace(record, settings=record.settings | {"rejection": rejection})
 
 
-def differences(old: StageRecord, new: StageRecord) -> list[str]:
-    """Describe every changed setting and input: "`steps` was 40 and is 60"."""
-    found = changes(without_layout(old.settings), new.settings)
+def differences(old: StageRecord, new: StageRecord, config: Config) -> list[str]:
+    """Describe every changed setting and input: "`steps` was 40 and is 60". ``config``: of the stage now.
+
+    A key that a later version added is no change where it has its default.
+    """
+    before, now = flat(without_layout(old.settings)), flat(new.settings)
+    chosen = flat(config.model_dump(mode="json", exclude_defaults=True))
+    added = {key for key in now if key not in chosen and not has_place(key, before)}
+    found = changes(before, {key: value for key, value in now.items() if key not in added})
     for name in dict.fromkeys([*old.inputs, *new.inputs]):
         if old.inputs.get(name) != new.inputs.get(name):
             stage = name.removeprefix("stage:")

@@ -153,7 +153,7 @@ def _check_same(stage: ResolvedStage, record: StageRecord, now: StageRecord) -> 
         if not _has_work(stage.directory):
             return
         record, now = sampled_with(record), sampled_with(now)
-    changed = differences(record, now)
+    changed = differences(record, now, stage.symbolic)
     if changed:
         state = "complete" if record.state == "complete" else "started"
         raise ValueError(

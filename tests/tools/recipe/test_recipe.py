@@ -172,12 +172,29 @@ def test_a_supervised_stage_is_determined_by_what_its_ranks_train_and_not_by_the
     run()
     for change, words in (
         ({"policy.lora": {"rank": 4}}, "`policy.lora"),
+        ({"policy.lora": {}}, "`policy.lora"),
+        ({"policy.optimizer.eps": 1e-6}, "`policy.optimizer.eps` was 1e-08 and is 1e-06"),
         ({"model.dtype": "bfloat16"}, "`model.dtype` was auto and is bfloat16"),
         ({"sft.validation_share": 0.5}, "`sft.validation_share` was 0.0 and is 0.5"),
     ):
         write(stages=[STAGES[0] | {"overrides": change}])
         assert words in refused()
     assert world.ran == ["cold"]
+
+
+def test_a_complete_stage_of_an_earlier_version_stays_complete_where_new_settings_have_their_defaults(world):
+    run()
+    for name, added in (("01_cold", ("policy", "model")), ("02_reason", ("rollout.quantization",))):
+        path = Path("runs/p", name, "stage.json")
+        record = json.loads(path.read_text())
+        for key in added:
+            section, _, inner = key.partition(".")
+            (record["settings"][section] if inner else record["settings"]).pop(inner or section)
+        path.write_text(json.dumps(record))
+    run()
+    assert world.ran == NAMES
+    write(stages=with_overrides(1, **{"rollout.quantization": "fp8"}))
+    assert "`rollout.quantization` was None and is fp8" in refused()
 
 
 def test_changed_settings_of_a_started_stage_are_refused_unless_it_has_written_nothing(world):
