@@ -108,25 +108,30 @@ class BaseReference:
     def __init__(self, policy: PolicyGroup, colocation: Colocation) -> None:
         self._policy, self._turn = policy, partial(colocation.turn, POLICY)
         self._waiting: list[tuple[Prompt, Any, asyncio.Future[list[np.ndarray]]]] = []
+        self._answering: asyncio.Task[None] | None = None
 
     async def logprobs(self, prompt: Prompt, rollouts: Any) -> list[np.ndarray]:
         """Return log-probs of the samples. ``rollouts``: the samples, or an object reference to them."""
         answer: asyncio.Future[list[np.ndarray]] = asyncio.get_running_loop().create_future()
         self._waiting.append((prompt, rollouts, answer))
-        async with self._turn():
-            if not answer.done() and self._waiting:
-                await self._answer()
-            return await answer  # bounded: the call that took it has a deadline
+        try:
+            async with self._turn():
+                taken = [waiting for waiting in self._waiting if not waiting[-1].done()]
+                self._waiting = []
+                if taken:  # as a task: it is for the others, too, should this caller be cancelled
+                    self._answering = asyncio.create_task(self._answer(taken), name="log-probs of the base")
+                return await answer  # bounded: the call of the ranks has a deadline
+        finally:
+            answer.cancel()  # of a caller that was cancelled: it is not asked for any more
 
-    async def _answer(self) -> None:
-        taken, self._waiting = self._waiting, []
+    async def _answer(self, taken: list[tuple[Prompt, Any, asyncio.Future[list[np.ndarray]]]]) -> None:
         try:
             found = await self._policy.base_logprobs([(prompt, samples) for prompt, samples, _ in taken])
-        except BaseException as error:
+        except Exception as error:
             for *_, answer in taken:
                 if not answer.done():
                     answer.set_exception(error)
-            raise
+            return
         for (*_, answer), values in zip(taken, found, strict=True):
             if not answer.done():  # its caller may have been cancelled
                 answer.set_result(values)

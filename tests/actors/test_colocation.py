@@ -334,6 +334,32 @@ def test_the_base_of_adapters_answers_all_groups_in_one_call_in_the_policys_turn
     ]
 
 
+def test_a_cancelled_group_leaves_the_base_to_the_others_and_is_asked_no_more():
+    """Its score failed, say. One is cancelled before the policy's turn, one while the ranks compute."""
+
+    async def step(world):
+        computing = asyncio.Event()
+
+        async def base_logprobs(groups):
+            world.events.append([prompt for prompt, _ in groups])
+            computing.set()
+            await asyncio.sleep(0.05)
+            return [[np.full(1, samples)] for _, samples in groups]
+
+        world.policy.base_logprobs = base_logprobs
+        calls = [asyncio.create_task(world.workers.reference.logprobs(f"prompt {i}", i)) for i in range(4)]
+        await asyncio.sleep(0)
+        calls[0].cancel()
+        await computing.wait()
+        calls[1].cancel()
+        world.answers = await asyncio.gather(*calls, return_exceptions=True)
+
+    world, events = play(step, has_reference=False)
+    assert events == [*TO_POLICY, ["prompt 1", "prompt 2", "prompt 3"]]
+    assert [type(answer) for answer in world.answers[:2]] == [asyncio.CancelledError] * 2
+    assert [answer[0].item() for answer in world.answers[2:]] == [2, 3]
+
+
 def test_an_error_of_the_base_reaches_every_group():
     async def step(world):
         async def base_logprobs(groups):
