@@ -46,10 +46,12 @@ def run_job(job: CheckJob, task: CheckTask, *, limit_s: float) -> JobEnd:
             hung = _wait(process, begin + limit_s)
         finally:
             kill_marked(f"{_MARK}={mark}")
-            process.wait(timeout=_END_S)
+            ended = _ends(process)
     error = ""
     if hung is not None:
         error = f"not finished within {limit_s:.0f} s; its process is {hung}"
+        if not ended:
+            error += "; the kernel does not end it: restart the machine before other GPU work"
     elif process.returncode:
         error = _failure(process.returncode, directory / f"{job.name}.log")
     return JobEnd(_read(directory / f"{job.name}.found"), error, time.monotonic() - begin)
@@ -62,6 +64,15 @@ def _wait(process: subprocess.Popen[bytes], end: float) -> str | None:
             return asyncio.run(look([process.pid]))[process.pid]
         time.sleep(_POLL_S)
     return None
+
+
+def _ends(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether the killed ``process`` ends; one that waits in the GPU's driver may not."""
+    try:
+        process.wait(timeout=_END_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _failure(code: int, log: Path) -> str:

@@ -27,15 +27,16 @@ _SHARE = 0.3  # of the GPU's memory that the engine takes
 _ALONE = "one request at a time: the same kernels on the same shapes"
 
 
-def engine_config(task: CheckTask, *, eager: bool, **rollout: Any) -> Config:
-    """Return a configuration for the sampling of one engine."""
+def engine_config(task: CheckTask, *, eager: bool, tokens: int | None = None, **rollout: Any) -> Config:
+    """Return a configuration for the sampling of one engine. ``tokens``: of a sample; None: a few."""
+    tokens = tokens or (_TOKENS_REHEARSED if task.rehearsal else _TOKENS)
     memory = {"kv_cache_gib": 0.25} if task.rehearsal else {"gpu_memory_utilization": _SHARE}
     return Config.model_validate(
         {
             "name": "gpu-check",
             "model": {"path": random_path(task), "dtype": dtype_of(task)},
             "data": {"train": [{"path": "demo:add3"}], "max_prompt_tokens": 64},
-            "sampling": {"max_new_tokens": _TOKENS_REHEARSED if task.rehearsal else _TOKENS},
+            "sampling": {"max_new_tokens": tokens},
             "rollout": {"enforce_eager": eager or task.rehearsal, "max_num_seqs": 64, **memory, **rollout},
         }
     )

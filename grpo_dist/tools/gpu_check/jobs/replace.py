@@ -17,6 +17,7 @@ from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.gpu_check.sampling import same, sampled, sampling_engines
 
 _INTO_S = 0.05  # of the second sampling, when the engine is killed
+_TOKENS = 512  # of the sample: no engine makes so many in that time
 
 
 def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
@@ -24,7 +25,7 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
 
 
 async def _replaced(task: CheckTask) -> Findings:
-    found, config = Findings(), engine_config(task, eager=True)
+    found, config = Findings(), engine_config(task, eager=True, tokens=_TOKENS)
     async with sampling_engines(config) as rollouts:
         before = await sampled(rollouts, config.cluster, config.sampling, [1])
         pending = asyncio.create_task(
