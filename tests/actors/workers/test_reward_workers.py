@@ -188,9 +188,10 @@ def _gone(actor):
     return False
 
 
-def config():
+def config(**settings):
     return Config.model_validate(
-        {
+        settings
+        | {
             "model": {"path": "demo:tiny"},
             "data": {"train": [{"path": "demo:add3"}]},
             "rewards": {"models": [{"name": "a", "path": "x", "num_workers": 2}, {"name": "b", "path": "y"}]},
@@ -200,12 +201,14 @@ def config():
 
 def test_placement_counts_reward_models():
     demands = placement(config(), Resources(8, 5), training=True)
-    assert placement(config(), Resources(8, 4), training=True)["rollout"].shared  # with one less, in turns
     assert (demands["reward_models"].workers, demands["reward_models"].gpus) == (3, 1)
     assert placement(config(), Resources(8, 0), training=False)["reward_models"].gpus == 0
+    in_turns = placement(config(), Resources(8, 4), training=True)  # one GPU too few for all at once
+    assert in_turns["rollout"].shared and in_turns["reward_models"].shared
+    assert in_turns["reward_models"].workers == 2  # a copy of each model on the GPU of the only rank
     with pytest.raises(UserError, match="reward_models 3 x 1") as refusal:
-        placement(config(), Resources(8, 3), training=True)
-    assert "4 GPUs are needed" in str(refusal.value) and "`rewards.models`" in str(refusal.value)
+        placement(config(max_staleness=1), Resources(8, 4), training=True)
+    assert "5 GPUs are needed" in str(refusal.value) and "`rewards.models`" in str(refusal.value)
     with pytest.raises(
         UserError, match=r"rewards\.models\[\*\]\.num_workers` = 3 but the cluster has 2 CPUs"
     ):
