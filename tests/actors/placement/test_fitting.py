@@ -182,9 +182,9 @@ def test_a_cluster_of_the_runs_own_does_not_grow(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
     asked = _growing(config(), AutoscalingConfig(nodes=2, gpus=8, cpus=64))
-    for starts in (cluster.check_fits, connection.connect):
+    for starts, settings in ((cluster.check_fits, asked), (connection.connect, asked.cluster)):
         with pytest.raises(UserError, match=r"`cluster\.grows_to` is set, and the run has a cluster"):
-            starts(asked)
+            starts(settings)
 
 
 def test_an_evaluation_needs_only_engines():
