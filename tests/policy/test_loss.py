@@ -408,7 +408,7 @@ def test_cross_entropy_is_the_mean_of_minus_log_p_and_ignores_all_that_sampling_
 
 
 def test_cross_entropy_of_parts_adds_up_to_that_of_the_whole_and_is_0_without_tokens():
-    batch = made_groups.batch(reference=False)
+    batch = PreparedBatch.of(made_groups.batch(reference=False))
     logprobs = -torch.rand(batch.tokens.shape, dtype=torch.float64)
     whole, _, metrics = loss_and_gradient(batch, CROSS_ENTROPY, logprobs)
     total, stats = 0.0, None

@@ -300,6 +300,6 @@ def test_a_stage_record_has_no_secret_and_still_detects_a_changed_one(tmp_path):
         for c in (config("s3cret"), config("another"))
     )
     assert "s3cret" not in str(old) and old.settings == new.settings
-    assert differences(old, new) == ["what *** stands for has changed"]
+    assert differences(old, new, config("another")) == ["what *** stands for has changed"]
     plain = fakes.config()
     assert begin(ResolvedStage("s", "grpo", tmp_path, plain, plain, ()), {}).inputs == {}

@@ -61,7 +61,7 @@ def test_a_full_disk_ends_the_run_with_one_message(tmp_path, monkeypatch):
         }
     )
     with (
-        pytest.raises(DiskFull, match=r"No space left on device \(OSError\); make room there") as ended,
+        pytest.raises(DiskFull, match=r"No space left on device \(OSError\); free some there") as ended,
         Tracker(config, tmp_path),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")
