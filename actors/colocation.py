@@ -6,7 +6,7 @@
 
 One role at a time holds the GPUs, all of them. A call to another role waits until the holder has none left.
 Then the holder leaves, and a role that waits takes over, for all calls that wait for it. So the groups of a
-batch are sampled, then scored, then given their reference log-probs, whatever the order of their calls.
+batch are sampled, then scored and given their reference log-probs, a turn each, whatever the order of calls.
 
 - Engines drop their weights when they leave. The policy sends them again before they sample: after an update
   that is the push of the step, after a checkpoint the same version once more.
