@@ -43,12 +43,12 @@ $(2) || second=$$?; \
 case $$first,$$second in 0,0 | 0,5 | 5,0) ;; *) echo "failed: exit codes $$first and $$second"; exit 1 ;; esac
 endef
 
-# The second half has the tests that start engines, ranks or clusters. With three processes, two cores are busy while
-# one waits. Python keeps what it compiled: the suite starts a thousand processes.
+# The second half has the tests that start engines, ranks or clusters, which have processes of their own: two at once
+# fill two cores. Python keeps what it compiled: the suite starts a thousand processes.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(READY)
 	$(call both,$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not evidence and not machine" $(ARGS),\
-	    $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "machine and not evidence" $(ARGS))
+	    $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "machine and not evidence" $(ARGS))
 
 # A real job whose parts are killed, stopped, cut off and starved, 20 events of each kind: hours on two cores. Shorter:
 # make chaos ARGS="--each 2 --only 'SIGKILL rollout' --only 'disk full'"

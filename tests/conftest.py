@@ -10,6 +10,9 @@ from jaxtyping import install_import_hook
 # these, two threads on a busy machine take ten times as long as one. Engines and ranks set their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Ray starts its workers at the lowest priority: next to several processes of tests they would get no core.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 # Before test files are imported, and for the processes that share them out.
 os.environ.setdefault("GRPO_DIST_TEST_SEED", str(random.SystemRandom().randrange(10**6)))
 
