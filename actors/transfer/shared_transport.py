@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from actors.transfer.connections import Connections, Seat
+from grpo_dist.errors import TransferLost
 
 _FILLED, _DONE = b"f", b"d"
 _LENGTH = struct.Struct("<I")
@@ -111,6 +112,11 @@ class SharedMemoryTransport(_Shared):
         path = f"/proc/{process}/fd/{descriptor}"
         try:
             own = os.open(path, os.O_RDWR)
+        except FileNotFoundError as error:  # its process or its transfer has just ended
+            raise TransferLost(
+                "weight sync: a process of the transfer group is gone: its shared memory cannot be opened "
+                f"({error}); if it happens again, set weight_sync.backend=gloo"
+            ) from error
         except OSError as error:
             raise RuntimeError(
                 f"weight sync: shared memory of another process cannot be opened ({error}); set "

@@ -22,7 +22,7 @@ from actors.transfer import shared_transport
 from actors.transfer.connections import Connections, Seat
 from actors.transfer.group_store import GroupStore, with_store
 from actors.transfer.handshake import Unauthenticated
-from actors.transfer.shared_transport import IpcTransport
+from actors.transfer.shared_transport import IpcTransport, SharedMemoryTransport
 from actors.transfer.stream import receive, send
 from actors.transfer.transport import NcclTransport, _nccl_group, free_port, open_transport
 from grpo_dist.errors import TransferLost, UserError
@@ -620,3 +620,12 @@ def test_a_bucket_of_the_wrong_size_is_refused():
         pack([torch.zeros(3)], torch.empty(16, dtype=torch.uint8))
     with pytest.raises(ValueError, match="more than the 8 bytes"):
         pack([torch.zeros(3)], torch.empty(8, dtype=torch.uint8))
+
+
+def test_shared_memory_that_its_owner_has_closed_counts_as_a_lost_process():
+    owner, reader = (SharedMemoryTransport.__new__(SharedMemoryTransport) for _ in range(2))
+    offer = owner._make(64)
+    assert len(reader._map(offer)) == 2
+    os.close(owner._descriptor)
+    with pytest.raises(TransferLost, match="is gone: its shared memory cannot be opened"):
+        reader._map(offer)
