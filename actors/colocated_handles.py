@@ -29,7 +29,7 @@ def colocated(workers: Workers, colocation: Colocation, *, has_reference: bool) 
         workers,
         policy=own,
         probe=EngineProbe(own, colocation.rollouts),
-        sync=ColocatedSync(colocation),
+        sync=colocation,  # its push returns the GPUs to the engines
         reference=BaseReference(policy, colocation) if has_reference and reference is None else reference,
         reference_sync=ColocatedReferenceSync(sync, colocation) if sync else None,
     )
@@ -77,16 +77,6 @@ class ColocatedPolicy:
     async def export(self, directory: Path, *, tokenizer_dir: Path) -> None:
         async with self._turn():
             await self._policy.export(directory, tokenizer_dir=tokenizer_dir)
-
-
-class ColocatedSync:
-    """The weight sync, which returns the GPUs to the engines."""
-
-    def __init__(self, colocation: Colocation) -> None:
-        self._colocation = colocation
-
-    async def push(self, version: int) -> dict[str, float]:
-        return await self._colocation.push(version)
 
 
 class ColocatedReferenceSync:

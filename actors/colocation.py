@@ -171,7 +171,7 @@ class Colocation:
         self._holder = role
 
     async def _leave(self) -> None:
-        """Take the GPUs from whoever holds them."""
+        """Have the role that holds the GPUs leave them."""
         holder, self._holder = self._holder, None
         if holder == ENGINES:
             await self._part("engines_sleep", self._engines_sleep)

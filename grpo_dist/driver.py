@@ -15,7 +15,7 @@ The workers are an argument, so unit tests run this very loop on fakes. Nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from grpo_dist.config import Config
@@ -38,7 +38,7 @@ from grpo_dist.workers import Workers
 async def run(
     config: Config,
     workers: Workers,
-    prompts: list[Prompt],
+    prompts: Sequence[Prompt],
     eval_sets: list[EvalSet],
     recorder: Recorder,
     checkpoints: Checkpointer,

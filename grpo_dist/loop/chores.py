@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.batch.token_values import ValuesOfSamples
-from grpo_dist.config import CheckpointConfig, Config, EvaluationConfig
+from grpo_dist.config import CheckpointConfig, Config, EvaluationConfig, ProfileConfig
 from grpo_dist.errors import RERUN, Preempted
 from grpo_dist.health.bounds import SKIPPED
-from grpo_dist.health.watch import HealthWatch
+from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.ledger import ledger_entry
 from grpo_dist.loop.metrics import throughput_metrics
@@ -21,6 +22,7 @@ from grpo_dist.loop.staging import Staged, Staging
 from grpo_dist.runtime.concurrency import unless_stopped
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.recorder import Recorder
+from grpo_dist.types import Group
 from grpo_dist.workers import Workers
 
 
@@ -52,7 +54,99 @@ class StatefulParts:
         )
 
 
-class Chores:
+class StagedCounts(Protocol):
+    """How much a step trains on: rows, their tokens, and of these the ones in the loss."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def loss_tokens(self) -> int: ...
+
+
+class Stateful(Protocol):
+    """What a checkpoint asks for the state of a loop: `StatefulParts` of the driver's."""
+
+    def progress(self, step: int, *, evaluation_pending: bool) -> Progress: ...
+
+
+class StepChores:
+    """Does what the loops of GRPO and of supervised training share: traces, measurements, checkpoints, and
+    the end of a run that is asked to end.
+
+    Args:
+        last_step: of the run.
+        state: asked for the state of the loop by a checkpoint.
+        stop_requested: true once the run is to save and end.
+    """
+
+    def __init__(
+        self,
+        profile: ProfileConfig,
+        checkpoint: CheckpointConfig,
+        last_step: int,
+        workers: Workers,
+        recorder: Recorder,
+        checkpoints: Checkpointer,
+        state: Stateful,
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self._traced, self._save_every, self._last_step = profile.steps, checkpoint.every, last_step
+        self._workers, self._recorder, self._checkpoints, self._state = workers, recorder, checkpoints, state
+        self._stop_requested, self._evaluation_pending = stop_requested, False
+
+    async def before_update(self, step: int) -> None:
+        """Have the policy trace the update of ``step`` if the profile asks for it."""
+        if step in self._traced:
+            await self._workers.policy.trace_next(self._recorder.directory, step)
+
+    async def _final_metrics(
+        self, staged: StagedCounts, groups: Sequence[Group], timer: Stopwatch, *, trained: bool
+    ) -> dict[str, float]:
+        """Return what is known once the step is made; stop its clock. ``groups``: for the throughput."""
+        usage = self._workers.usage
+        metrics = await usage.read() if usage else {}
+        metrics |= throughput_metrics(groups, timer.stop())
+        if trained:
+            metrics |= {"train/rows": float(staged.rows), "train/tokens": float(staged.tokens)}
+        metrics[TRAINED_TOKENS] = float(staged.loss_tokens if trained else 0)
+        return metrics
+
+    async def _measure(
+        self, step: int, phase: str, measurement: Callable[[], Coroutine[Any, Any, dict[str, float]]]
+    ) -> None:
+        """Record a measurement of ``step``, but not in a run that is asked to end: it has no time, and
+        measures after its resume.
+        """
+        self._evaluation_pending = True
+        if self._stop_requested():
+            return
+        self._recorder.phase(phase)
+        found = await unless_stopped(measurement(), self._stop_requested)
+        if found is not None:
+            self._recorder.log(step, found)
+            self._evaluation_pending = False
+
+    async def _save_where_due(self, step: int) -> None:
+        """Save after ``step`` where that is due. Raises Preempted in a run that is asked to end."""
+        if is_due(step, self._save_every) or step == self._last_step or self._stop_requested():
+            await self._save(step)
+        if self._stop_requested():  # asked again: it may have come while saving
+            await self._end(step)
+
+    async def _save(self, step: int) -> None:
+        self._recorder.phase("save")
+        self._recorder.flush()
+        progress = self._state.progress(step, evaluation_pending=self._evaluation_pending)
+        await self._checkpoints.save(step, self._workers, progress)
+
+    async def _end(self, step: int) -> NoReturn:
+        await self._checkpoints.settle()
+        raise Preempted(f"ended as asked after step {step}, saved; {RERUN}")
+
+
+class Chores(StepChores):
     """Does after each update what the algorithm itself does not need.
 
     Args:
@@ -71,20 +165,23 @@ class Chores:
         evaluation: Callable[..., Coroutine[Any, Any, dict[str, float]]],
         stop_requested: Callable[[], bool],
     ) -> None:
-        self._config, self._workers, self._recorder = config, workers, recorder
-        self._checkpoints, self._parts, self._evaluation = checkpoints, parts, evaluation
-        self._stop_requested, self._evaluation_pending = stop_requested, False
+        super().__init__(
+            config.profile,
+            config.checkpoint,
+            config.steps,
+            workers,
+            recorder,
+            checkpoints,
+            parts,
+            stop_requested,
+        )
+        self._config, self._parts, self._evaluation = config, parts, evaluation
 
     async def before_first_step(self, progress: Progress) -> None:
         """Evaluate if a resumed run did not finish its last evaluation, or a new run begins with one."""
         self._evaluation_pending = progress.evaluation_pending
         if progress.evaluation_pending or (progress.step == 0 and self._config.evaluation.before):
             await self._evaluate(progress.step)
-
-    async def before_update(self, step: int) -> None:
-        """Have the policy trace the update of ``step`` if the profile asks for it."""
-        if step in self._config.profile.steps:
-            await self._workers.policy.trace_next(self._recorder.directory, step)
 
     async def after_step(
         self,
@@ -105,7 +202,8 @@ class Chores:
             trained: updates were attempted.
         """
         config, health, batch = self._config, self._parts.health, staged.source
-        metrics = metrics | await self._final_metrics(staged, timer, trained=trained)
+        metrics = metrics | await self._final_metrics(staged, batch.sampled, timer, trained=trained)
+        metrics["group/extra_prompts"] = float(len(batch.discarded))
         alarms, counts = health.examine(step, metrics)
         metrics |= counts
         usage = self._workers.usage
@@ -123,10 +221,7 @@ class Chores:
         exported = step == config.steps and evaluates_export(config.evaluation, config.checkpoint)
         if is_due(step, config.evaluation.every) and not exported:
             await self._evaluate(step)
-        if is_due(step, config.checkpoint.every) or step == config.steps or self._stop_requested():
-            await self._save(step)
-        if self._stop_requested():  # asked again: it may have come while saving
-            await self._end(step)
+        await self._save_where_due(step)
 
     async def preempt(self, step: int) -> NoReturn:
         """Save the state after ``step`` and raise Preempted. Samples in flight are given up first: on shared
@@ -136,37 +231,8 @@ class Chores:
         await self._save(step)
         await self._end(step)
 
-    async def _final_metrics(self, staged: Staged, timer: Stopwatch, *, trained: bool) -> dict[str, float]:
-        """Return what is known once the weights are published; stops the clock of the step."""
-        usage, batch = self._workers.usage, staged.source
-        metrics = await usage.read() if usage else {}
-        metrics |= throughput_metrics(batch.sampled, timer.stop())
-        metrics["group/extra_prompts"] = float(len(batch.discarded))
-        if trained:
-            metrics |= {"train/rows": float(staged.rows), "train/tokens": float(staged.tokens)}
-        metrics["train/loss_tokens"] = float(staged.loss_tokens if trained else 0)
-        return metrics
-
     async def _evaluate(self, step: int) -> None:
-        """Evaluate, but not in a run that is asked to end: it has no time, and evaluates after its resume."""
-        self._evaluation_pending = True
-        if self._stop_requested():
-            return
-        self._recorder.phase("evaluate")
-        found = await unless_stopped(self._evaluation(step=step), self._stop_requested)
-        if found is not None:
-            self._recorder.log(step, found)
-            self._evaluation_pending = False
-
-    async def _save(self, step: int) -> None:
-        self._recorder.phase("save")
-        self._recorder.flush()
-        progress = self._parts.progress(step, evaluation_pending=self._evaluation_pending)
-        await self._checkpoints.save(step, self._workers, progress)
-
-    async def _end(self, step: int) -> NoReturn:
-        await self._checkpoints.settle()
-        raise Preempted(f"ended as asked after step {step}, saved; {RERUN}")
+        await self._measure(step, "evaluate", partial(self._evaluation, step=step))
 
 
 def evaluates_export(evaluation: EvaluationConfig, checkpoint: CheckpointConfig) -> bool:

@@ -7,6 +7,7 @@ that two runs can be compared without them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -51,7 +52,7 @@ def rollout_metrics(groups: list[Group], *, version: int) -> dict[str, float]:
     return metrics
 
 
-def throughput_metrics(groups: list[Group], times: dict[str, float]) -> dict[str, float]:
+def throughput_metrics(groups: Sequence[Group], times: dict[str, float]) -> dict[str, float]:
     """Return ``times``, seconds of one step by `Stopwatch`, and tokens and samples per second."""
     completion = sum(len(r.completion_ids) for g in groups for r in g.rollouts)
     prompts = sum(len(g.prompt.token_ids) * len(g.rollouts) for g in groups)

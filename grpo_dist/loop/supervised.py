@@ -20,12 +20,9 @@ from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import Config, SFTConfig
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.order import shuffled
-from grpo_dist.errors import RERUN, Preempted
-from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
-from grpo_dist.loop.chores import Checkpointer
-from grpo_dist.loop.metrics import throughput_metrics
+from grpo_dist.health.watch import HealthWatch
+from grpo_dist.loop.chores import Checkpointer, StepChores
 from grpo_dist.loop.progress import Progress
-from grpo_dist.runtime.concurrency import unless_stopped
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.types import Group, TrainBatch
@@ -53,7 +50,7 @@ async def run(
     progress = progress or Progress()
     health = HealthWatch(config, recorder, progress.health)
     batches = _Batches(config.sft, workers.policy, demonstrations)
-    chores = _Chores(config, workers, held_out, recorder, checkpoints, stop_requested)
+    chores = _Chores(config, workers, held_out, recorder, checkpoints, health, stop_requested)
     if progress.step == 0 or progress.evaluation_pending:
         await chores.validate(progress.step)
     ahead = batches.begin(progress.step)
@@ -67,12 +64,11 @@ async def run(
             trained, metrics = health.judge_batch(step + 1, staged.groups, {})
             with timer("update"):
                 if trained:
-                    if step + 1 in config.profile.steps:
-                        await workers.policy.trace_next(recorder.directory, step + 1)
+                    await chores.before_update(step + 1)
                     bounds = health.update_bounds()
                     metrics |= await workers.policy.update(staged.update, kl_coef=0.0, bounds=bounds)
                     health.after_update(step + 1, metrics, staged.groups)
-            await chores.after_step(step + 1, staged, metrics, timer, health, trained=trained)
+            await chores.after_step(step + 1, staged, metrics, timer, trained=trained)
     finally:
         ahead.cancel()
     await checkpoints.settle()
@@ -85,6 +81,10 @@ class _Staged:
     tokens: int  # of all rows
     loss_tokens: int  # of these tokens, those in the loss
     epoch: float  # passes over the demonstrations, with this step
+
+    @property
+    def rows(self) -> int:
+        return len(self.groups)
 
 
 class _Batches:
@@ -125,7 +125,17 @@ def batch_of(groups: Sequence[Group], max_length: int) -> TrainBatch:
     return make_batch(groups, ones, ref_logprobs=None, max_new_tokens=max_length)
 
 
-class _Chores:
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The only part of the loop with a state of its own."""
+
+    health: HealthWatch
+
+    def progress(self, step: int, *, evaluation_pending: bool) -> Progress:
+        return Progress(step, health=self.health.state, evaluation_pending=evaluation_pending)
+
+
+class _Chores(StepChores):
     """Does after each update what training itself does not need."""
 
     def __init__(
@@ -135,63 +145,47 @@ class _Chores:
         held_out: Sequence[Demonstration],
         recorder: Recorder,
         checkpoints: Checkpointer,
+        health: HealthWatch,
         stop_requested: Callable[[], bool],
     ) -> None:
+        state = _State(health)
+        super().__init__(
+            config.profile,
+            config.checkpoint,
+            config.steps,
+            workers,
+            recorder,
+            checkpoints,
+            state,
+            stop_requested,
+        )
         assert config.sft is not None
-        self._config, self._settings, self._workers = config, config.sft, workers
-        self._held_out, self._recorder, self._checkpoints = held_out, recorder, checkpoints
-        self._stop_requested, self._pending = stop_requested, False
+        self._settings, self._held_out, self._health = config.sft, held_out, health
 
     async def after_step(
-        self,
-        step: int,
-        staged: _Staged,
-        metrics: dict[str, float],
-        timer: Stopwatch,
-        health: HealthWatch,
-        *,
-        trained: bool,
+        self, step: int, staged: _Staged, metrics: dict[str, float], timer: Stopwatch, *, trained: bool
     ) -> None:
         """Record ``step``, then validate and save where due. Raises Unhealthy, Rollback or Preempted."""
-        config, usage = self._config, self._workers.usage
-        metrics = metrics | (await usage.read() if usage else {})
-        metrics |= throughput_metrics(staged.groups, timer.stop())
+        usage, health = self._workers.usage, self._health
+        metrics = metrics | await self._final_metrics(staged, staged.groups, timer, trained=trained)
         metrics["train/epoch"] = staged.epoch
-        if trained:
-            metrics |= {"train/rows": float(len(staged.groups)), "train/tokens": float(staged.tokens)}
-        metrics[TRAINED_TOKENS] = float(staged.loss_tokens if trained else 0)
         alarms, counts = health.examine(step, metrics)
         metrics |= counts
         self._recorder.spans(step, timer.spans, usage.latest if usage else {})
         self._recorder.log(step, metrics)
         health.act(step, alarms, metrics, staged.groups)
-        last = step == config.steps
-        if last or is_due(step, self._settings.validate_every):
+        if step == self._last_step or is_due(step, self._settings.validate_every):
             await self.validate(step)
-        if last or is_due(step, config.checkpoint.every) or self._stop_requested():
-            self._recorder.phase("save")
-            self._recorder.flush()
-            progress = Progress(step, health=health.state, evaluation_pending=self._pending)
-            await self._checkpoints.save(step, self._workers, progress)
-        if self._stop_requested():
-            await self._checkpoints.settle()
-            raise Preempted(f"ended as asked after step {step}, saved; {RERUN}")
+        await self._save_where_due(step)
 
     async def validate(self, step: int) -> None:
-        """Record the loss of the held-out demonstrations, if there are any. In a run that is asked to end it
-        waits for the resume.
-        """
-        if not self._held_out:
-            return
-        self._pending = True
-        if self._stop_requested():
-            return
-        self._recorder.phase("validate")
-        policy, settings = self._workers.policy, self._settings
-        found = await unless_stopped(validation_loss(policy, self._held_out, settings), self._stop_requested)
-        if found is not None:
-            self._recorder.log(step, {"validation/loss": found})
-            self._pending = False
+        """Record the loss of the held-out demonstrations, if there are any."""
+        if self._held_out:
+            await self._measure(step, "validate", self._validation)
+
+    async def _validation(self) -> dict[str, float]:
+        loss = await validation_loss(self._workers.policy, self._held_out, self._settings)
+        return {"validation/loss": loss}
 
 
 async def validation_loss(

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from grpo_dist.batch.rows import pad_rows
-from grpo_dist.batch.sharding import micro_batches, packed_micro_batches
 from grpo_dist.policy.micro_batches import MicroBatches
-from grpo_dist.policy.packing import Layout, packed, padded
+from grpo_dist.policy.packing import Layout
 from grpo_dist.types import Prompt, Rollout, Rows
 
 SampledGroup = tuple[Prompt, Sequence[Rollout]]
@@ -53,15 +52,11 @@ def group_logprobs(
 def _plan(prompt: Prompt, samples: Sequence[Rollout], micro: MicroBatches) -> list[list[int]]:
     start = len(prompt.token_ids)
     lengths = [start + len(sample.completion_ids) for sample in samples]
-    if micro.kernel is None:
-        return micro_batches(lengths, micro.token_budget)
-    return packed_micro_batches(lengths, [0] * len(lengths), [start] * len(lengths), micro.token_budget)
+    return micro.split(lengths, [0] * len(lengths), [start] * len(lengths))
 
 
 def _layout(rows: Sequence[np.ndarray], prompt: int, micro: MicroBatches) -> Layout:
     tokens, wanted = (t.to(micro.device) for t in pad_rows(rows, [prompt] * len(rows)))
-    if micro.kernel is None:
-        return padded(tokens, wanted)
     lengths = torch.tensor([len(row) for row in rows])
     group = torch.zeros(len(rows), dtype=torch.long), torch.full((len(rows),), prompt)
-    return packed(Rows(tokens, lengths, wanted, *group), micro.kernel, multiple=micro.multiple)
+    return micro.layout(Rows(tokens, lengths, wanted, *group))

@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_dist.batch.sharding import micro_batches, packed_micro_batches
 from grpo_dist.policy.attention import Kernel
 from grpo_dist.policy.packing import Layout, packed, padded
-from grpo_dist.types import TrainBatch
+from grpo_dist.types import Rows, TrainBatch
 
 Batch = TypeVar("Batch", bound=TrainBatch)
 
@@ -34,14 +34,15 @@ class MicroBatches:
         """Return the rows of each micro-batch, as many of these on every rank: under ZeRO-2 and 3 each one is
         a collective. Collective.
         """
-        if self.kernel is None:
-            plan = micro_batches(batch.lengths.tolist(), self.token_budget)
-        else:
-            rows = batch.rows
-            lengths, groups = rows.lengths.tolist(), rows.group_ids.tolist()
-            prompts = rows.prompt_lengths.tolist()
-            plan = packed_micro_batches(lengths, groups, prompts, self.token_budget)
+        rows = batch.rows
+        plan = self.split(rows.lengths.tolist(), rows.group_ids.tolist(), rows.prompt_lengths.tolist())
         return plan + [[] for _ in range(self.most_of_all(len(plan)) - len(plan))]
+
+    def split(self, lengths: list[int], groups: list[int], prompts: list[int]) -> list[list[int]]:
+        """Return the rows of each micro-batch, for rows of these lengths, groups and prompt lengths."""
+        if self.kernel is None:
+            return micro_batches(lengths, self.token_budget)
+        return packed_micro_batches(lengths, groups, prompts, self.token_budget)
 
     def most_of_all(self, own: int) -> int:
         """Return the greatest ``own`` of all ranks. Collective."""
@@ -57,10 +58,10 @@ class MicroBatches:
         names = [f.name for f in fields(part) if isinstance(getattr(part, f.name), Tensor)]
         return replace(part, **{name: getattr(part, name).to(self.device) for name in names})
 
-    def layout(self, part: TrainBatch) -> Layout:
+    def layout(self, rows: Rows) -> Layout:
         if self.kernel is None:
-            return padded(part.tokens, part.loss_mask)
-        return packed(part.rows, self.kernel, multiple=self.multiple)
+            return padded(rows.tokens, rows.wanted)
+        return packed(rows, self.kernel, multiple=self.multiple)
 
 
 def values_by_row(
@@ -75,9 +76,8 @@ def values_by_row(
     flat = torch.cat([own.flatten().float() for own in values]).cpu()
     found: dict[int, np.ndarray] = {}
     for rows, own, part in zip(plan, values, flat.split([own.numel() for own in values]), strict=True):
-        for row, value in zip(
-            rows, part.view(own.shape), strict=False
-        ):  # without rows: one that is no sample
+        # A micro-batch without rows has one that is no sample.
+        for row, value in zip(rows, part.view(own.shape), strict=False):
             found[int(batch.row_ids[row])] = value[batch.loss_mask[row, : len(value)]].numpy()
     return found
 

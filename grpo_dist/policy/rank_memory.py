@@ -32,7 +32,7 @@ class RankMemory:
         self._scratch.offload(self._buckets())
         self._rest.offload(t for t in self._held(parameters) if t.untyped_storage()._cdata not in kept)
         if not keep_weights:
-            # Under ZeRO-3 this rank's part alone: the whole of a small parameter is gathered anew, elsewhere.
+            # Under ZeRO-3 this rank's part alone: each gathering puts a small whole parameter elsewhere.
             self._frozen.offload(_parts(p)[-1] for p in parameters if not p.requires_grad)
             self._weights.offload(weights)
         release_cache()

@@ -163,7 +163,7 @@ class Trainer:
         logprobs, entropies = (torch.zeros_like(batch.rollout_logprobs) for _ in range(2))
         for rows in self._micro.plan(batch):
             part = self._micro.part(batch, rows)
-            values, entropy = self.engine(self._micro.layout(part), with_entropy=True)
+            values, entropy = self.engine(self._micro.layout(part.rows), with_entropy=True)
             if rows:
                 logprobs[rows, : values.shape[1]] = values.cpu()
                 entropies[rows, : values.shape[1]] = entropy.cpu()
@@ -212,7 +212,7 @@ class Trainer:
         for i, rows in enumerate(plan):
             part = self._micro.part(batch, rows)
             self.engine.set_gradient_accumulation_boundary(i == len(plan) - 1)
-            logprobs, entropy = self.engine(self._micro.layout(part), with_entropy=True)
+            logprobs, entropy = self.engine(self._micro.layout(part.rows), with_entropy=True)
             if keep_logprobs:
                 values.append(logprobs.detach())
             loss, part_stats = batch_loss(logprobs, part, self._loss, entropy=entropy, kl_coef=kl_coef)

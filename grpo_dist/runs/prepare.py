@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from grpo_dist.types import Prompt
 @dataclass(frozen=True)
 class Prepared:
     model_dir: Path
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     eval_sets: list[EvalSet]
     dropped: list[Dropped] = field(default_factory=list)  # training rows that became no prompts
     warnings: list[str] = field(default_factory=list)  # about the data; they have been printed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from grpo_dist.runtime.stage_log import stage
 class PreparedDemonstrations(Prepared):
     """``prompts``: the demonstrations. ``held_out``: those of the validation loss."""
 
-    demonstrations: list[Demonstration] = field(default_factory=list)
+    prompts: Sequence[Demonstration]
     held_out: list[Demonstration] = field(default_factory=list)
 
 
@@ -63,7 +63,7 @@ def prepare_supervised(
         f"{len(trained)} demonstrations, {config.steps} steps of {sft.batch_size}"
         + (f"; {len(held_out)} more for the validation loss" if held_out else "")
     )
-    return PreparedDemonstrations(model_dir, list(trained), [], demonstrations=trained, held_out=held_out)
+    return PreparedDemonstrations(model_dir, trained, [], held_out=held_out)
 
 
 def starting_model(sft: SFTConfig) -> Path:

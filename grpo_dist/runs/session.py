@@ -154,7 +154,7 @@ def _loop(run: Run, workers: Workers) -> Callable[..., Awaitable[None]]:
     """Return the loop of the run on ``workers``: that of the driver, or of supervised training."""
     config, prepared = run.config, run.prepared
     if isinstance(prepared, PreparedDemonstrations):
-        return partial(supervised.run, config, workers, prepared.demonstrations, prepared.held_out)
+        return partial(supervised.run, config, workers, prepared.prompts, prepared.held_out)
     return partial(driver.run, config, workers, prepared.prompts, prepared.eval_sets)
 
 

@@ -4,7 +4,7 @@
     offload   bytes -> host, storage resized to 0     the views stay, without memory
     reload    storage resized to its length <- bytes  the views are as they were, bit by bit
 
-No view is made anew, so it does not matter which of DeepSpeed's optimizers holds them, or how.
+Every view stays the same, so it does not matter which of DeepSpeed's optimizers holds them, or how.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ class HostCopies:
         self._chunks: list[Tensor] = []
         self._end = 0  # bytes in use
         self._begins: dict[int, int | None] = {}  # by storage: its first byte; None: it holds zeros
-        self._known: list[
-            torch.UntypedStorage
-        ] = []  # those of `_begins`: no other may get the address of one
+        # Those of `_begins`, kept so that no other gets the address of one.
+        self._known: list[torch.UntypedStorage] = []
         self._away: list[tuple[torch.UntypedStorage, int]] = []
 
     def offload(self, tensors: Iterable[Tensor]) -> None:

@@ -38,7 +38,12 @@ def test_log_probs_of_all_micro_batches_come_to_the_host_in_one_transfer(monkeyp
 def rank_of(plan, batch, made):
     """A rank without a model, whose rows have the log-probs ``made`` [B, T]."""
     micro = MicroBatches(1000, None, 1, torch.device("cpu"))
+    parts = []
     index = {row_id: row for row, row_id in enumerate(batch.row_ids.tolist())}
+
+    def part_of(batch, rows):
+        parts.append(micro.part(batch, rows))
+        return parts[-1]
 
     def engine(part, with_entropy):
         values = torch.zeros(part.tokens.shape)
@@ -49,7 +54,7 @@ def rank_of(plan, batch, made):
 
     engine.set_gradient_accumulation_boundary = engine.backward = lambda _: None
     return SimpleNamespace(
-        _micro=SimpleNamespace(plan=lambda _: plan, part=micro.part, layout=lambda part: part),
+        _micro=SimpleNamespace(plan=lambda _: plan, part=part_of, layout=lambda _: parts[-1]),
         engine=engine,
         rank=SimpleNamespace(world_size=1),
         _loss=LossSettings(),

@@ -19,9 +19,9 @@ def main() -> None:
     faulthandler.enable()  # a crash in C leaves a stack, too
     listen()
     directory, name = Path(sys.argv[1]), sys.argv[2]
-    told = json.loads((directory / f"{name}.task").read_text())
-    job = importlib.import_module(told["module"])
-    task = CheckTask(told["argument"], told["rehearsal"], directory, told["known"])
+    asked = json.loads((directory / f"{name}.task").read_text())
+    job = importlib.import_module(asked["module"])
+    task = CheckTask(asked["argument"], asked["rehearsal"], directory, asked["known"])
     with (directory / f"{name}.found").open("w") as file:
         for line, found in job.measure(task):
             file.write(json.dumps({"line": line, **found.plain()}) + "\n")

@@ -55,7 +55,7 @@ def run(
     with refusals():
         record = run_check(options, print_line)
     print_record(record)
-    print_line(f"written: {directory}/gpu-check.json; the output of each line is beside it")
+    print_line(f"written: {directory}/gpu-check.json; the output of each line is in the same directory")
     failed, skipped = (record.of_state(state) for state in ("fails", "skipped"))
     if failed:
         names = ", ".join(line.name for line in failed)

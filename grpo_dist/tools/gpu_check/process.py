@@ -35,8 +35,11 @@ def run_job(job: CheckJob, task: CheckTask, *, limit_s: float) -> JobEnd:
     """Run ``job`` for at most ``limit_s``. Its output is in NAME.log of the task's directory."""
     begin, directory = time.monotonic(), task.directory
     (directory / f"{job.name}.found").unlink(missing_ok=True)
-    told = {"module": job.module, "argument": task.argument, "rehearsal": task.rehearsal, "known": task.known}
-    (directory / f"{job.name}.task").write_text(json.dumps(told))
+    asked = {"module": job.module, "argument": task.argument} | {
+        "rehearsal": task.rehearsal,
+        "known": task.known,
+    }
+    (directory / f"{job.name}.task").write_text(json.dumps(asked))
     mark = uuid.uuid4().hex
     environment = os.environ | {_MARK: mark} | ({"CUDA_VISIBLE_DEVICES": ""} if task.rehearsal else {})
     command = [sys.executable, "-m", "grpo_dist.tools.gpu_check.child", str(directory), job.name]
