@@ -219,12 +219,18 @@ def test_a_resumed_run_loads_and_pushes():
     assert events == [*PUSH, "engines: sample"]
 
 
+async def caller_of_a_change(world):
+    """Save, and return the call once the engines, which take a while, are going to sleep."""
+    world.engines._takes_s["sleep"] = 0.05
+    caller = asyncio.create_task(world.workers.policy.save(Path("step")))
+    while "engines.sleep(keep_weights=False)" not in world.events:
+        await asyncio.sleep(0)
+    return caller
+
+
 def test_a_cancelled_caller_does_not_leave_the_gpus_half_moved():
     async def step(world):
-        world.engines._takes_s["sleep"] = 0.05
-        caller = asyncio.create_task(world.workers.policy.save(Path("step")))
-        while "engines.sleep(keep_weights=False)" not in world.events:
-            await asyncio.sleep(0)
+        caller = await caller_of_a_change(world)
         caller.cancel()
         await asyncio.gather(caller, return_exceptions=True)
         await world.workers.policy.update([])
@@ -251,10 +257,7 @@ def test_a_cancelled_change_is_no_error_for_those_who_waited_for_it():
     """Two roles wait for a change to a third, whose caller is cancelled. They take their turns after it."""
 
     async def step(world):
-        world.engines._takes_s["sleep"] = 0.05
-        caller = asyncio.create_task(world.workers.policy.save(Path("step")))
-        while "engines.sleep(keep_weights=False)" not in world.events:
-            await asyncio.sleep(0)
+        caller = await caller_of_a_change(world)
         others = asyncio.gather(world.rewards.used("score"), world.reference.used("log-probs"))
         await asyncio.sleep(0)
         caller.cancel()
