@@ -34,6 +34,21 @@ NO_THOUGHT = Thought()  # the usual tags, none of them in the prompt
 
 
 @dataclass(frozen=True, slots=True)
+class Task:
+    """What an episode needs besides the tokens of its prompt.
+
+    Attributes:
+        environment: as in `data.environment`, e.g. "python" or "my_module:Guess".
+        kwargs: arguments of the environment's class.
+        messages: the prompt as chat messages, which later turns are rendered after; () for plain text.
+    """
+
+    environment: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem, tokenised with its chat template."""
 
@@ -44,6 +59,7 @@ class Prompt:
     text: str = ""  # the problem as the reader found it, for samples and rewards
     columns: Mapping[str, Any] = field(default_factory=dict)  # extra columns a reward may ask for
     thought: Thought = NO_THOUGHT  # as it stands in the prompt's text
+    task: Task | None = None  # None: one completion and no environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +77,57 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One tool call of a turn and what came of it."""
+
+    name: str
+    arguments: str  # as the policy wrote them
+    result: str  # as the policy reads it, cut to `environments.max_tool_tokens`
+    outcome: str  # ok | error | malformed | unknown | timeout | memory | died
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One action of the policy, and what the environment answered.
+
+    Attributes:
+        row: training row of the episode that holds the action: 0 for the first.
+        end: index in that row's ``completion_ids`` behind the last token of the action.
+        text: the action, decoded without special tokens.
+        observation: the text that the environment put in behind it; "" after the last turn.
+        reward: of this turn, by the environment; None: it gave none.
+    """
+
+    row: int
+    end: int
+    text: str
+    observation: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherRow:
+    """A further training row of an episode, begun where the chat template rewrote what came before.
+
+    No token of ``context_ids`` is trained; the actions in it are trained in earlier rows.
+    """
+
+    context_ids: np.ndarray  # int32 [P]
+    completion_ids: np.ndarray  # int32 [C]
+    logprobs: np.ndarray  # float32 [C], as in `Rollout`
+    policy_versions: np.ndarray  # int32 [C], as in `Rollout`
+    sampled: np.ndarray | None = None  # bool [C], as in `Rollout`
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
-    """One finished sample of a prompt."""
+    """One finished sample of a prompt: a completion, or an episode with the turns of an environment.
+
+    The tokens of an episode are one growing row: what the policy sampled, what the environment put in, and so
+    on. ``text`` is then the last action, which holds the answer.
+    """
 
     prompt_uid: str
     sample: int  # index within its group, 0..G-1
@@ -70,9 +135,14 @@ class Rollout:
     logprobs: (
         np.ndarray
     )  # float32 [C], nats, under the distribution actually sampled from (temperature applied)
-    finish_reason: str  # "stop" (EOS) or "length"
+    # "stop" (EOS, or the environment was done) or "length"; of an episode also "turns" or "tool_limit"
+    finish_reason: str
     text: str  # completion decoded without special tokens
-    policy_versions: np.ndarray  # int32 [C], version of the weights that produced each token
+    policy_versions: np.ndarray  # int32 [C], version of the weights that produced each token; -1: given
+    # bool [C]: which tokens the policy sampled; the others were given, with log-prob 0. None: all of them.
+    sampled: np.ndarray | None = None
+    turns: tuple[Turn, ...] = ()  # () without an environment
+    further_rows: tuple[FurtherRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

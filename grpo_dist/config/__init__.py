@@ -18,6 +18,7 @@ from grpo_dist.config.data import (
     ModelConfig,
     SamplingConfig,
 )
+from grpo_dist.config.environments import EnvironmentsConfig, SandboxConfig
 from grpo_dist.config.monitoring import (
     CheckpointConfig,
     EvaluationConfig,
@@ -56,6 +57,7 @@ __all__ = [
     "DataSourceConfig",
     "DemonstrationsConfig",
     "DynamicSamplingConfig",
+    "EnvironmentsConfig",
     "EvaluationConfig",
     "Fraction",
     "GatedConfig",
@@ -79,6 +81,7 @@ __all__ = [
     "RolloutConfig",
     "SFTConfig",
     "SamplingConfig",
+    "SandboxConfig",
     "Section",
     "SupervisedConfig",
     "TimeoutsConfig",

@@ -54,6 +54,12 @@ class DataSourceConfig(Section):
     answer_pattern: str | None = Field(None, description="regular expression; its group 1 is the answer")
     columns: tuple[str, ...] = Field((), description="further columns passed to rewards")
     max_rows: PositiveInt | None = Field(None, description="rows to use, from the start; null: all")
+    environment: str | None = Field(
+        None,
+        description="`none`, `python`, `calculator`, `my_module:Class`, `verifiers:<environment>`, "
+        "`reasoning_gym:<task>` or `openenv:<url>`; null: `data.environment`",
+    )
+    environment_kwargs: dict[str, Any] = Field({}, description="arguments of the environment")
 
     @model_validator(mode="after")
     def _pattern_has_a_group(self) -> DataSourceConfig:
@@ -77,6 +83,9 @@ class DataConfig(Section):
         min_length=1, description="sources of training prompts, concatenated"
     )
     eval: tuple[DataSourceConfig, ...] = Field((), description="evaluation sets, each with separate metrics")
+    environment: str = Field(
+        "none", description="environment of every source without its own; `none`: one completion per sample"
+    )
     system_prompt: str | None = Field(
         None, description="text before every problem: the chat template's system message, or a first line"
     )
@@ -91,6 +100,11 @@ class DataConfig(Section):
     overlap: Literal["refuse", "warn"] = Field(
         "warn", description="what to do with evaluation problems found in the training set"
     )
+
+    def environment_of(self, source: DataSourceConfig) -> str | None:
+        """Return the environment of a source; None: it has none."""
+        name = source.environment or self.environment
+        return None if name == "none" else name
 
 
 class BatchConfig(Section):

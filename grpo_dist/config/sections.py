@@ -11,6 +11,7 @@ from grpo_dist.config.base import Count, DirectoryName, Section, Seed
 from grpo_dist.config.bench import BenchConfig
 from grpo_dist.config.cluster import ClusterConfig
 from grpo_dist.config.data import BatchConfig, DataConfig, DynamicSamplingConfig, ModelConfig, SamplingConfig
+from grpo_dist.config.environments import EnvironmentsConfig
 from grpo_dist.config.monitoring import (
     CheckpointConfig,
     EvaluationConfig,
@@ -40,6 +41,7 @@ class Sections(Section):
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rewards: RewardsConfig = RewardsConfig()
+    environments: EnvironmentsConfig = EnvironmentsConfig()
     rollout: RolloutConfig = RolloutConfig()
     reference: ReferenceConfig = ReferenceConfig()
     policy: PolicyConfig = PolicyConfig()
@@ -61,6 +63,12 @@ class Sections(Section):
     @property
     def needs_reference(self) -> bool:
         return self.algorithm.kl.coef > 0
+
+    @property
+    def has_environments(self) -> bool:
+        """Whether any source of problems has an environment."""
+        sources = (*self.data.train, *self.data.eval)
+        return any(self.data.environment_of(source) is not None for source in sources)
 
     @property
     def is_supervised(self) -> bool:

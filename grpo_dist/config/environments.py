@@ -1,0 +1,63 @@
+"""Environments: their workers, the budgets of an episode, and the sandbox for code that the policy writes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from grpo_dist.config.base import Section
+
+# Ends of an episode that are not its own: a budget ran out.
+BudgetOutcome = Literal["length", "turns", "tool_limit"]
+
+
+class SandboxConfig(Section):
+    """Limits of code that the policy writes, and where it runs."""
+
+    backend: Literal["process", "http"] = Field(
+        "process", description="process: on the environment worker's machine; http: a SandboxFusion service"
+    )
+    url: str | None = Field(None, description="http: address of the service, e.g. http://sandbox:8080")
+    call_s: PositiveFloat = Field(10.0, description="wall clock of one tool call")
+    episode_s: PositiveFloat = Field(60.0, description="wall clock of all tool calls of an episode")
+    cpu_s: PositiveFloat = Field(20.0, description="CPU time of an episode's code")
+    memory_mb: PositiveInt = Field(512, description="memory of an episode's code, MiB")
+    output_kb: PositiveInt = Field(64, description="output of one call that is kept, KiB")
+    processes: PositiveInt = Field(16, description="processes and threads of an episode's code")
+    files_mb: PositiveInt = Field(64, description="size of the largest file that code may write, MiB")
+
+
+class EnvironmentsConfig(Section):
+    """The workers of environments, and the budgets of an episode. `sampling.max_new_tokens` limits the tokens
+    of an episode behind its prompt, sampled and given.
+    """
+
+    num_workers: PositiveInt = Field(1, description="actors that run environments and tools")
+    code_paths: tuple[str, ...] = Field(
+        (), description="directories of your environments; searched before installed packages"
+    )
+    timeout_s: PositiveFloat = Field(60.0, description="deadline of a step of the environment itself")
+    memory_mb: PositiveInt = Field(
+        2048, description="memory that the process of an environment may add to its size at start, MiB"
+    )
+    max_turns: PositiveInt = Field(8, description="actions of the policy; then the episode ends: `turns`")
+    max_tool_calls: PositiveInt | None = Field(
+        None, description="tool calls of an episode; one more ends it: `tool_limit`; null: no limit"
+    )
+    max_turn_tokens: PositiveInt | None = Field(
+        None, description="longest action, tokens; a longer one is cut, and read as it is; null: no limit"
+    )
+    max_tool_tokens: PositiveInt = Field(256, description="longest tool result, tokens; longer ones are cut")
+    call_format: str = Field(
+        "auto",
+        description="how tool calls are written. code: a fenced code block, answered in place; or a tool "
+        "parser of vLLM, e.g. hermes, qwen3_xml, llama3_json; auto: by the chat template",
+    )
+    mask_outcomes: tuple[BudgetOutcome, ...] = Field(
+        (), description="do not train on episodes that ended so; their rewards still count in their group"
+    )
+    outcome_rewards: dict[BudgetOutcome, float] = Field(
+        {}, description="added to the reward of episodes that ended so, e.g. {turns: -0.5}"
+    )
+    sandbox: SandboxConfig = SandboxConfig()

@@ -1,0 +1,68 @@
+"""The interface of an environment. One instance serves one episode, in a process of its own.
+
+start(problem) -> what is asked
+step(action)   -> observation, reward, done        once per turn of the policy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+# A chat message with "role" and "content".
+Message = Mapping[str, Any]
+Messages = Sequence[Message]
+Tool = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What an episode is about: a row of the data source."""
+
+    text: str
+    answer: str
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the environment answers to an action.
+
+    Attributes:
+        observation: text, or chat messages; None with ``done``.
+        reward: of this turn; None: the turn has none. NaN: it could not be scored.
+        done: the episode is over.
+    """
+
+    observation: str | Messages | None = None
+    reward: float | None = None
+    done: bool = False
+
+
+class Environment:
+    """Base class of environments. Methods may be asynchronous.
+
+    ``tools``: functions with typed parameters and a docstring, which the policy may call; their schema goes
+    into the chat template. An action with calls is answered with their results, and `step` is not called.
+    """
+
+    tools: ClassVar[Sequence[Tool]] = ()
+
+    def start(self, problem: Problem) -> str | Messages | Awaitable[str | Messages]:
+        """Return what is asked: the user's message, or all messages. A function of ``problem`` alone, because
+        the samples of a group share their prompt.
+        """
+        return problem.text
+
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """Answer an action without tool calls. An environment of tools alone is then done."""
+        return Step(done=True)
+
+    def close(self) -> None:
+        """Release what the episode held. Not called when its process is killed."""
+
+    @classmethod
+    def problems(cls, split: str, count: int | None) -> Iterable[Mapping[str, Any]]:
+        """Yield rows with `problem`, `answer` and further columns, for a data source without a `path`."""
+        raise NotImplementedError
