@@ -47,7 +47,7 @@ class DemonstrationsConfig(Section):
 
     path: str = Field(description="JSONL file with `prompt` and `completion`, or `demo:<name>`")
     examples: PositiveInt | None = Field(None, description="examples used, from the start; null: as in `sft`")
-    noise: Fraction | None = Field(None, description="share of generated demonstrations with one wrong step")
+    noise: Fraction | None = Field(None, description="as `sft.noise`")
 
     @model_validator(mode="after")
     def _noise_needs_generated_data(self) -> DemonstrationsConfig:
@@ -82,7 +82,11 @@ class SFTConfig(Section):
     examples: PositiveInt | None = Field(
         None, description="examples of each source, from the start; null: all"
     )
-    noise: Fraction = Field(0.0, description="share of generated demonstrations with one wrong step")
+    noise: Fraction = Field(
+        0.0,
+        description="share of generated demonstrations with one wrong step (demo:add3), or that guess and do "
+        "not call the calculator (demo:products)",
+    )
     steps: PositiveInt = Field(500, description="optimiser steps; not read with `epochs`")
     epochs: PositiveFloat | None = Field(
         None, description="passes over the demonstrations, in place of `steps`, e.g. 2; null: `steps`"

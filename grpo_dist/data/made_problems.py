@@ -1,4 +1,6 @@
-"""Generates three-digit addition with worked carries from a seed.
+"""Generates arithmetic problems and their demonstrations from a seed.
+
+`demo:add3`, three-digit addition with worked carries:
 
     problem        964+494=
     demonstration  <think>4+4+0=8,6+9+0=15,9+4+1=14</think>\\boxed{1458}
@@ -8,6 +10,22 @@ A demonstration may contain one slip, a sum that is off by one, whose error prop
 trained on them knows the algorithm but answers correctly only about as often as the demonstrations do.
 Reinforcement learning can close that gap.
 
+`demo:products`, products of a three-digit and a two-digit number, which a small model cannot do in its head:
+
+    problem        347*58=
+    demonstration  \\boxed{29406}, a guess; or a call of the calculator, whose result is given:
+
+                   ```calculator
+                   347*58
+                   ```
+                   ```output
+                   20126
+                   ```
+                   \\boxed{20126}
+
+A model trained on them guesses about as often as the demonstrations do. Reinforcement learning can teach it
+to call.
+
 A problem belongs to the test split if md5(problem) % 20 == 0, so no test problem is ever trained on.
 """
 
@@ -15,11 +33,13 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 Split = Literal["train", "test"]
 _SIZES: dict[str, int] = {"train": 8000, "test": 1000}
+_OPERATORS = {"add3": "+", "products": "*"}
 
 
 def problems(name: str, split: str) -> list[dict[str, str]]:
@@ -27,23 +47,26 @@ def problems(name: str, split: str) -> list[dict[str, str]]:
 
     Raises ValueError for an unknown name or split.
     """
-    if name != "add3":
-        raise ValueError(f"demo:{name}: no such data set; expected demo:add3")
+    _check(name, "data set")
     if split not in _SIZES:
         raise ValueError(f"demo:{name}: no split `{split}`; expected train or test")
-    return [{"problem": f"{a}+{b}=", "answer": str(a + b)} for a, b in _pairs(split, _SIZES[split])]
+    pairs = _pairs(name, split, _SIZES[split])
+    return [{"problem": problem_of(name, a, b), "answer": str(_answer(name, a, b))} for a, b in pairs]
 
 
-def demonstrations(name: str, count: int, *, noise: float, seed: int) -> list[dict[str, str]]:
-    """Generate ``count`` pairs of ``prompt`` and ``completion`` on training problems from ``seed``."""
-    if name != "add3":
-        raise ValueError(f"demo:{name}: no such demonstrations; expected demo:add3")
+def demonstrations(name: str, count: int, *, noise: float, seed: int) -> list[dict[str, Any]]:
+    """Generate ``count`` rows of ``prompt`` and ``completion`` on training problems from ``seed``.
+
+    ``noise``: of add3, the share with a slip; of products, the share of guesses.
+    """
+    _check(name, "demonstrations")
     rng = random.Random(f"demonstrations {seed}")
-    out: list[dict[str, str]] = []
+    out: list[dict[str, Any]] = []
     while len(out) < count:
-        a, b = rng.randint(100, 999), rng.randint(100, 999)
-        if split_of(a, b) == "train":
-            out.append({"prompt": f"{a}+{b}=", "completion": demonstration(a, b, rng, noise=noise)})
+        a, b = _draw(name, rng)
+        problem = problem_of(name, a, b)
+        if split_of(problem) == "train":
+            out.append({"prompt": problem, "completion": _DEMONSTRATIONS[name](a, b, rng, noise=noise)})
     return out
 
 
@@ -63,18 +86,59 @@ def demonstration(a: int, b: int, rng: random.Random, *, noise: float) -> str:
     return f"<think>{','.join(steps)}</think>\\boxed{{{answer}}}"
 
 
-def split_of(a: int, b: int) -> Split:
-    """Return the split of the problem a + b."""
-    digest = hashlib.md5(f"{a}+{b}=".encode()).digest()
+def product_demonstration(
+    a: int, b: int, rng: random.Random, *, noise: float
+) -> str | list[dict[str, str | bool]]:
+    """Write an answer to a * b: with probability ``noise`` a guess, else a call of the calculator as
+    segments, of which the result is given. A guess has the first and the last digit of the product.
+    """
+    product = str(a * b)
+    if rng.random() < noise:
+        middle = "".join(rng.choice("0123456789") for _ in product[1:-1])
+        return f"\\boxed{{{product[0]}{middle}{product[-1]}}}"
+    return [
+        {"text": f"```calculator\n{a}*{b}\n```\n"},
+        {"text": f"```output\n{product}\n```\n", "given": True},
+        {"text": f"\\boxed{{{product}}}"},
+    ]
+
+
+_DEMONSTRATIONS: Mapping[str, Callable[..., Any]] = {
+    "add3": demonstration,
+    "products": product_demonstration,
+}
+
+
+def problem_of(name: str, a: int, b: int) -> str:
+    return f"{a}{_OPERATORS[name]}{b}="
+
+
+def split_of(problem: str) -> Split:
+    """Return the split of a problem."""
+    digest = hashlib.md5(problem.encode()).digest()
     return "test" if int.from_bytes(digest, "big") % 20 == 0 else "train"
 
 
+def _check(name: str, what: str) -> None:
+    if name not in _OPERATORS:
+        known = " or ".join(f"demo:{n}" for n in _OPERATORS)
+        raise ValueError(f"demo:{name}: no such {what}; expected {known}")
+
+
+def _answer(name: str, a: int, b: int) -> int:
+    return a + b if name == "add3" else a * b
+
+
+def _draw(name: str, rng: random.Random) -> tuple[int, int]:
+    return rng.randint(100, 999), rng.randint(100, 999) if name == "add3" else rng.randint(10, 99)
+
+
 @lru_cache
-def _pairs(split: str, size: int) -> tuple[tuple[int, int], ...]:
-    rng = random.Random(f"add3 {split}")
+def _pairs(name: str, split: str, size: int) -> tuple[tuple[int, int], ...]:
+    rng = random.Random(f"{name} {split}")
     found: dict[tuple[int, int], None] = {}
     while len(found) < size:
-        pair = rng.randint(100, 999), rng.randint(100, 999)
-        if split_of(*pair) == split:
+        pair = _draw(name, rng)
+        if split_of(problem_of(name, *pair)) == split:
             found[pair] = None
     return tuple(found)

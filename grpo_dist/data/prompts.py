@@ -45,7 +45,7 @@ class PromptFormat:
             return f"{self.system_prompt}\n{content}" if self.system_prompt else content
         messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         messages.append({"role": "user", "content": content})
-        return _rendered(messages, tokenizer, self.template_kwargs)
+        return render_messages(messages, tokenizer, self.template_kwargs)
 
     def token_ids(self, problem: str, tokenizer: Any) -> list[int]:
         """Tokenise the prompt of ``problem``, up to where the model's answer begins."""
@@ -162,18 +162,26 @@ def user_content(problem: str, instruction: str | None) -> str:
 
 
 def tokenise_messages(
-    messages: Sequence[Mapping[str, str]], tokenizer: Any, template_kwargs: Mapping[str, Any]
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, template_kwargs: Mapping[str, Any]
 ) -> list[int]:
     """Tokenise a conversation, up to where the model's answer begins."""
-    return _ids(_rendered(messages, tokenizer, template_kwargs), tokenizer, True)
+    return _ids(render_messages(messages, tokenizer, template_kwargs), tokenizer, True)
 
 
-def _rendered(
-    messages: Sequence[Mapping[str, str]], tokenizer: Any, template_kwargs: Mapping[str, Any]
+def render_messages(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    template_kwargs: Mapping[str, Any],
+    *,
+    open_turn: bool = True,
 ) -> str:
+    """Render a conversation; with ``open_turn`` up to where the model's answer begins.
+
+    Raises ValueError for messages that the chat template rejects.
+    """
     try:
         return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **template_kwargs
+            list(messages), tokenize=False, add_generation_prompt=open_turn, **template_kwargs
         )
     except TemplateError as error:
         raise ValueError(

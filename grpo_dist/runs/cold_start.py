@@ -1,4 +1,5 @@
-"""Supervised training: next-token loss on the response of (prompt, completion) pairs, in one process.
+"""Supervised training: next-token loss on the response of (prompt, completion) pairs, in one process. Given
+tokens of a response, such as the output of a tool, are read and never trained.
 
 It serves three purposes: the cold start of the R1 recipe, its second round on completions that the trained
 policy got right, and distillation into a smaller model. Before reinforcement a model must answer in the right
@@ -7,7 +8,7 @@ format, and often enough correctly that some samples of a group are correct.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 
 from grpo_dist.algorithms.schedules import learning_rate
-from grpo_dist.batch.rows import pad_rows
 from grpo_dist.config import SFTConfig
-from grpo_dist.data.demonstrations import Pair, contents, load_pairs
+from grpo_dist.data.demonstrations import contents, load_pairs
+from grpo_dist.data.segments import Pair
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.runtime.cache import cached, fingerprint
@@ -139,11 +140,21 @@ def _batches(pairs: list[Pair], settings: SFTConfig) -> Iterator[tuple[Tensor, T
         count = min(_POOL, settings.steps - first)
         while len(order) < count * size:
             order += torch.randperm(len(pairs), generator=generator).tolist()
-        pool = sorted(order[: count * size], key=lambda i: (len(pairs[i][0]) + len(pairs[i][1])) // 16)
+        pool = sorted(order[: count * size], key=lambda i: len(pairs[i]) // 16)
         order = order[count * size :]
         for batch in torch.randperm(count, generator=generator).tolist():
             chosen = [pairs[i] for i in pool[batch * size : (batch + 1) * size]]
-            yield pad_rows([p + c for p, c in chosen], [len(p) for p, _ in chosen])
+            yield padded(chosen)
+
+
+def padded(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
+    """Pad ``pairs`` with 0 on the right: int64 [B, T]; and bool [B, T], true on learned tokens."""
+    tokens = torch.zeros(len(pairs), max(map(len, pairs)), dtype=torch.long)
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    for i, pair in enumerate(pairs):
+        tokens[i, : len(pair)] = torch.as_tensor([*pair.prompt, *pair.completion])
+        mask[i, len(pair.prompt) : len(pair)] = torch.as_tensor(pair.sampled)
+    return tokens, mask
 
 
 def base_model(settings: SFTConfig) -> Path:

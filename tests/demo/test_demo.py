@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs import word_problems as words
-from grpo_dist.data.made_problems import demonstration, demonstrations, problems, split_of
+from grpo_dist.data.made_problems import demonstration, demonstrations, problem_of, problems, split_of
 from grpo_dist.demo.model import cached_model
 
 STEP = re.compile(r"(\d)\+(\d)\+(\d)=(\d+)")
@@ -51,35 +51,65 @@ def test_noise_is_the_share_of_demonstrations_with_one_wrong_step_that_propagate
     assert spoiled / 2000 == pytest.approx(0.5, abs=0.04)  # 3.6 standard errors
 
 
-def test_no_problem_of_the_test_split_is_ever_trained_or_demonstrated():
-    test = {p["problem"] for p in problems("add3", "test")}
-    train = {p["problem"] for p in problems("add3", "train")}
-    shown = {d["prompt"] for d in demonstrations("add3", 20_000, noise=0.5, seed=3)}
+@pytest.mark.parametrize(
+    ("name", "pattern"), [("add3", r"(\d{3})\+(\d{3})="), ("products", r"(\d{3})\*(\d\d)=")]
+)
+def test_no_problem_of_the_test_split_is_ever_trained_or_demonstrated(name, pattern):
+    test = {p["problem"] for p in problems(name, "test")}
+    train = {p["problem"] for p in problems(name, "train")}
+    shown = {d["prompt"] for d in demonstrations(name, 20_000, noise=0.5, seed=3)}
     assert (len(test), len(train)) == (1000, 8000)
     assert not test & train and not test & shown
-    assert all(
-        int(p["answer"]) == sum(map(int, p["problem"][:-1].split("+"))) for p in problems("add3", "test")
-    )
+    for problem in problems(name, "test"):
+        a, b = map(int, re.fullmatch(pattern, problem["problem"]).groups())
+        assert int(problem["answer"]) == (a + b if name == "add3" else a * b)
 
 
-def test_one_problem_in_twenty_is_a_test_problem():
+@pytest.mark.parametrize("name", ["add3", "products"])
+def test_one_problem_in_twenty_is_a_test_problem(name):
     rng = random.Random(0)
-    share = (
-        sum(split_of(rng.randint(100, 999), rng.randint(100, 999)) == "test" for _ in range(20_000)) / 20_000
-    )
-    assert share == pytest.approx(0.05, abs=0.006)
+    drawn = (problem_of(name, rng.randint(100, 999), rng.randint(10, 999)) for _ in range(20_000))
+    assert sum(split_of(p) == "test" for p in drawn) / 20_000 == pytest.approx(0.05, abs=0.006)
 
 
-def test_demonstrations_are_a_function_of_the_seed():
-    first = demonstrations("add3", 50, noise=0.5, seed=0)
-    assert first == demonstrations("add3", 50, noise=0.5, seed=0)
-    assert first != demonstrations("add3", 50, noise=0.5, seed=1)
-    assert demonstrations("add3", 20, noise=0.5, seed=0) == first[:20]
+@pytest.mark.parametrize("name", ["add3", "products"])
+def test_demonstrations_are_a_function_of_the_seed(name):
+    first = demonstrations(name, 50, noise=0.5, seed=0)
+    assert first == demonstrations(name, 50, noise=0.5, seed=0)
+    assert first != demonstrations(name, 50, noise=0.5, seed=1)
+    assert demonstrations(name, 20, noise=0.5, seed=0) == first[:20]
+
+
+# Products
+
+
+def test_a_product_is_a_call_whose_result_is_given_or_a_guess_in_the_share_of_noise():
+    rows = demonstrations("products", 4000, noise=0.7, seed=1)
+    guesses = [row for row in rows if isinstance(row["completion"], str)]
+    assert len(guesses) / 4000 == pytest.approx(0.7, abs=0.026)  # 3.6 standard errors
+    right = 0
+    for row in rows:
+        question = row["prompt"].removesuffix("=")
+        a, b = map(int, question.split("*"))
+        if isinstance(row["completion"], str):
+            guess = re.fullmatch(r"\\boxed\{(\d+)\}", row["completion"])[1]
+            assert (len(guess), guess[0], guess[-1]) == (len(str(a * b)), str(a * b)[0], str(a * b)[-1])
+            right += int(guess) == a * b
+        else:
+            assert row["completion"] == [
+                {"text": f"```calculator\n{question}\n```\n"},
+                {"text": f"```output\n{a * b}\n```\n", "given": True},
+                {"text": f"\\boxed{{{a * b}}}"},
+            ]
+    assert right / len(guesses) < 0.01
 
 
 def test_unknown_names_and_splits_are_refused_with_the_known_ones():
     for call, message in (
-        (lambda: problems("sub3", "train"), "demo:sub3: no such data set; expected demo:add3"),
+        (
+            lambda: problems("sub3", "train"),
+            "demo:sub3: no such data set; expected demo:add3 or demo:prod",
+        ),
         (lambda: problems("add3", "dev"), "no split `dev`; expected train or test"),
         (lambda: cached_model("huge", seed=0), "demo:huge: no such model; expected one of demo:tiny"),
     ):

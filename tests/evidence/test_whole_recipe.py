@@ -140,7 +140,8 @@ def test_kept_samples_become_demonstrations_with_the_same_tokens(done):
     tokenizer = AutoTokenizer.from_pretrained(model)
     sft = SFTConfig.model_validate({"model": str(model), "data": str(stage / "sft.jsonl")})
     respelled = 0  # a random model spells "<think>" with single characters, too
-    for row, (asked, answered) in zip(kept, load_pairs(sft, tokenizer), strict=True):
+    for row, pair in zip(kept, load_pairs(sft, tokenizer), strict=True):
+        asked, answered = pair.prompt, pair.completion
         source = ids[row["uid"], row["sample"]]
         respelled += answered != source["completion_ids"]
         assert tokenizer.decode(answered) == tokenizer.decode(source["completion_ids"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import groupby
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.demo.model import cached_model
 from grpo_dist.policy.model import load_causal_lm
-from grpo_dist.runs.cold_start import response_loss, run_sft
+from grpo_dist.runs.cold_start import padded, response_loss, run_sft
 
 
 def settings(**changes) -> SFTConfig:
@@ -56,6 +57,37 @@ def test_loss_is_the_mean_cross_entropy_of_the_response_and_blind_to_the_rest():
     padded_otherwise[1, 4:] = 8
     wider = torch.cat([mask, torch.zeros(2, 3, dtype=torch.bool)], dim=1)
     assert response_loss(model, padded_otherwise, wider).item() == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_given_tokens_are_read_and_not_in_the_loss_which_float64_repeats(tmp_path):
+    """The loss and its gradient are those of the learned tokens alone, token by token, in float64."""
+    path = pairs_file(
+        tmp_path / "sft.jsonl",
+        {"prompt": "1", "completion": [{"text": "ab"}, {"text": "cde", "given": True}, {"text": "f"}]},
+        {"prompt": "23", "completion": "gh"},
+    )
+    directory = cached_model("tiny", seed=0)
+    rows = load_pairs(settings(data=path), AutoTokenizer.from_pretrained(directory))
+    assert rows[0].sampled == [True, True, False, False, False, True, True] and all(rows[1].sampled)
+    exact = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    learned = []
+    for row in rows:
+        ids = [*row.prompt, *row.completion]
+        logprobs = torch.log_softmax(exact(torch.tensor([ids])).logits[0], -1)
+        for at, (token, sampled) in enumerate(zip(row.completion, row.sampled, strict=True), len(row.prompt)):
+            learned += [logprobs[at - 1, token]] if sampled else []
+    assert len(learned) == 4 + 3
+    expected = -torch.stack(learned).mean()
+    expected.backward()
+    model = load_causal_lm(str(directory), dtype=torch.float32, attention="auto", trust_remote_code=False)
+    loss = response_loss(model, *padded(rows))
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    flat, right = (
+        torch.cat([p.grad.double().flatten() for _, p in sorted(m.named_parameters())])
+        for m in (model, exact)
+    )
+    assert (flat - right).norm() / right.norm() < 1e-5
 
 
 def test_the_same_settings_give_the_same_weights_and_another_seed_gives_others(tmp_path, monkeypatch):
@@ -147,6 +179,16 @@ def test_the_callers_thread_settings_are_restored(tmp_path, monkeypatch):
             {"messages": [{"role": "user", "content": "a"}], "prompt": "a", "completion": "b"},
             ["`messages` and `prompt` exclude each other"],
         ),
+        ({"prompt": "a", "completion": []}, ["`completion` is missing or neither text nor a list"]),
+        ({"prompt": "a", "completion": ["b"]}, ["segment 0", '"given": true']),
+        ({"prompt": "a", "completion": [{"text": ""}]}, ["segment 0", "`text` is not empty"]),
+        ({"prompt": "a", "completion": [{"text": "b", "given": 1}]}, ["segment 0"]),
+        ({"prompt": "a", "completion": [{"text": "b", "given": True}]}, ["the last segment is given"]),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]},
+            ["`messages` without `completion` must end with the assistant's message", "role 'tool'"],
+        ),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, ["after others"]),
     ],
 )
 def test_a_bad_row_is_refused_with_file_and_line(tmp_path, line, words):
@@ -179,7 +221,7 @@ def pairs(path, **changes):
     """Return the text of the rows with roles and end tokens."""
     tokenizer = AutoTokenizer.from_pretrained(cached_model("tiny", seed=0))
     found = load_pairs(settings(data=path, **changes), tokenizer)
-    return [(tokenizer.decode(p), tokenizer.decode(c)) for p, c in found]
+    return [(tokenizer.decode(pair.prompt), tokenizer.decode(pair.completion)) for pair in found]
 
 
 def test_a_row_may_hold_a_system_prompt_a_conversation_or_plain_text(tmp_path):
@@ -201,6 +243,60 @@ def test_a_row_may_hold_a_system_prompt_a_conversation_or_plain_text(tmp_path):
         ("p", "c<|end|>"),
         ("<|user|>1<|assistant|>2<|end|><|user|>3<|assistant|>", "4<|end|>"),
     ]
+
+
+def learned(path):
+    """Return the text of each row with the learned parts in brackets."""
+    tokenizer = AutoTokenizer.from_pretrained(cached_model("tiny", seed=0))
+    shown = []
+    for pair in load_pairs(settings(data=path), tokenizer):
+        text = tokenizer.decode(pair.prompt)
+        for sampled, run in groupby(zip(pair.sampled, pair.completion, strict=True), lambda t: t[0]):
+            part = tokenizer.decode([token for _, token in run])
+            text += f"[{part}]" if sampled else part
+        shown.append(text)
+    return shown
+
+
+def test_of_a_conversation_the_assistants_messages_are_learned_and_the_tools_given(tmp_path):
+    path = pairs_file(
+        tmp_path / "sft.jsonl",
+        {
+            "messages": [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": "1"},
+                {"role": "assistant", "content": "2"},
+                {"role": "tool", "content": "3"},
+                {"role": "assistant", "content": "4"},
+            ]
+        },
+        {"prompt": "1", "completion": [{"text": "2"}, {"text": "3", "given": True}, {"text": "4"}]},
+        {"messages": [{"role": "user", "content": "1"}, {"role": "tool", "content": "2"}], "completion": "3"},
+    )
+    assert learned(path) == [
+        "<|system|>s<|user|>1<|assistant|>[2<|end|>]<|tool|>3<|assistant|>[4<|end|>]",
+        "<|user|>1<|assistant|>[2]3[4<|end|>]",
+        "<|user|>1<|tool|>2<|assistant|>[3<|end|>]",
+    ]
+
+
+def test_a_template_that_rewrites_earlier_messages_is_refused_with_file_and_line(tmp_path):
+    """Such as one that drops the thoughts of all turns but the last."""
+    tokenizer = AutoTokenizer.from_pretrained(cached_model("tiny", seed=0))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+        "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    turns = [("user", "1"), ("assistant", "<think>x</think>2"), ("user", "3"), ("assistant", "4")]
+    path = pairs_file(tmp_path / "a.jsonl", {"messages": [{"role": r, "content": c} for r, c in turns]})
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: the chat template renders .* message 3 otherwise"):
+        load_pairs(settings(data=path), tokenizer)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "")
+    path = pairs_file(tmp_path / "b.jsonl", {"messages": [{"role": r, "content": "c"} for r, _ in turns[:2]]})
+    with pytest.raises(ValueError, match=r"b\.jsonl:1: .* does not end .* message 1 with the EOS token"):
+        load_pairs(settings(data=path), tokenizer)
 
 
 def test_sources_are_mixed_with_their_own_counts_and_noise(tmp_path):

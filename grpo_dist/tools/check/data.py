@@ -59,7 +59,7 @@ def check_cold_start(context: Context) -> str:
         except (ValueError, OSError) as error:
             wrong.append(str(error))
     fail(wrong)
-    context.longest_demonstration = max(len(prompt) + len(completion) for prompt, completion in pairs)
+    context.longest_demonstration = max(map(len, pairs))
     return (
         f"{len(pairs)} demonstrations of up to {context.longest_demonstration} tokens; "
         f"{sft.steps_for(len(pairs))} steps of {sft.batch_size}"

@@ -283,7 +283,7 @@ def _rows_at_hand(stage: ResolvedStage) -> list[tuple[int, int]]:
     except (ValueError, OSError):  # the model is not on this machine
         return []
     pairs = [pair for source in sources for pair in source_pairs(source, sft, tokenizer)]
-    return [(len(prompt), len(completion)) for prompt, completion in pairs]
+    return [(len(pair.prompt), len(pair.completion)) for pair in pairs]
 
 
 def _rows_to_come(stage: ResolvedStage, settings: Settings) -> list[tuple[int, int]]:

@@ -25,17 +25,16 @@ pytestmark = pytest.mark.machine
 
 @pytest.fixture(scope="module")
 def demonstrations():
+    """Every third has given tokens within its completion, such as the output of a tool."""
     rng = np.random.default_rng(0)
-    return [
-        Demonstration(
-            f"d{i}",
-            rng.integers(11, 108, int(rng.integers(3, 9))).astype(np.int32),
-            "",
-            "made",
-            completion_ids=rng.integers(11, 108, int(rng.integers(1, 12))).astype(np.int32),
-        )
-        for i in range(11)
-    ]
+    made = []
+    for i in range(11):
+        prompt, completion = (rng.integers(11, 108, int(rng.integers(*r))) for r in ((3, 9), (1, 12)))
+        sampled = np.arange(len(completion)) % 4 != 1 if i % 3 == 0 else None
+        ids = {"token_ids": prompt.astype(np.int32), "completion_ids": completion.astype(np.int32)}
+        made.append(Demonstration(f"d{i}", answer="", source="made", sampled=sampled, **ids))
+    assert sum(int((~row.sampled).sum()) for row in made if row.sampled is not None) > 4
+    return made
 
 
 def whole(demonstrations):
@@ -43,12 +42,13 @@ def whole(demonstrations):
 
 
 def nats(model, demonstrations):
-    """-log p of every completion token, from the whole logits of one row at a time."""
+    """-log p of every learned completion token, from the whole logits of one row at a time."""
     for row in demonstrations:
         tokens = torch.from_numpy(np.concatenate([row.token_ids, row.completion_ids]).astype(np.int64))[None]
         logprobs = torch.log_softmax(model(tokens).logits[0, :-1], -1)
         own = logprobs.gather(1, tokens[0, 1:, None])[:, 0]
-        yield -own[len(row.token_ids) - 1 :]
+        learned = slice(None) if row.sampled is None else torch.from_numpy(row.sampled)
+        yield -own[len(row.token_ids) - 1 :][learned]
 
 
 @pytest.fixture(scope="module")

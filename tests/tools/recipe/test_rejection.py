@@ -157,9 +157,9 @@ def test_supervised_training_gets_the_policys_own_prompt_and_completion_tokens(t
     path = tmp_path / "sft.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in selection.take([sampled])))
     sft = SFTConfig.model_validate({"model": "demo:tiny", "data": str(path)})
-    [(asked, answered)] = load_pairs(sft, tokenizer)
-    assert asked == prompt.token_ids.tolist()
-    assert answered == sampled.rollouts[0].completion_ids.tolist()
+    [pair] = load_pairs(sft, tokenizer)
+    assert pair.prompt == prompt.token_ids.tolist() and all(pair.sampled)
+    assert pair.completion == sampled.rollouts[0].completion_ids.tolist()
 
 
 def test_a_reward_equal_to_the_requested_minimum_is_kept(tokenizer):

@@ -1,0 +1,127 @@
+"""The tokens of a demonstration's completion, of which some are given: results of tools, other speakers.
+
+A given token is read and never trained. Every segment is tokenised by itself, as in an episode: the boundary
+between what the policy samples and what an environment puts in is a boundary of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_dist.data.prompts import render_messages
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Tokens of a prompt and of the completion to learn.
+
+    ``sampled``: for each token of the completion, whether it is learned; the others are given.
+    """
+
+    prompt: list[int]
+    completion: list[int]
+    sampled: list[bool]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.completion)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a completion: text that is learned, or ``given``."""
+
+    text: str
+    given: bool = False
+
+
+def pair_of(prompt: list[int], segments: Sequence[Segment], tokenizer: Any) -> Pair:
+    """Tokenise ``segments``, without an EOS token behind them."""
+    ids = [tokenizer(s.text, add_special_tokens=False)["input_ids"] for s in segments]
+    sampled = [not s.given for s, own in zip(segments, ids, strict=True) for _ in own]
+    return Pair(prompt, [token for own in ids for token in own], sampled)
+
+
+def read_completion(completion: Any) -> list[Segment]:
+    """Read the key `completion`: text, or a list of {"text", "given"}. Raises ValueError for others."""
+    if isinstance(completion, str) and completion:
+        return [Segment(completion)]
+    if not isinstance(completion, list) or not completion:
+        raise ValueError(
+            "`completion` is missing or neither text nor a list of segments; expected an object with "
+            "`prompt` and `completion`"
+        )
+    for number, part in enumerate(completion):
+        text, given = (part.get("text"), part.get("given", False)) if isinstance(part, dict) else ("", False)
+        if not isinstance(text, str) or not text or not isinstance(given, bool):
+            raise ValueError(
+                f'`completion`: segment {number} must be an object like {{"text": "...", "given": true}}, '
+                "where `text` is not empty; `given` marks what a tool or an environment put in"
+            )
+    segments = [Segment(part["text"], part.get("given", False)) for part in completion]
+    if segments[-1].given:
+        raise ValueError(
+            "`completion`: the last segment is given; expected the answer, which the model learns, at the end"
+        )
+    return segments
+
+
+def check_messages(messages: Any, *, answered: bool) -> None:
+    """Raise ValueError for a conversation that cannot be rendered.
+
+    ``answered``: it has the answers to learn, those of the assistant, and ends with one.
+    """
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise ValueError(
+            "`messages` must be a list of objects with `role` and `content`, both text (an assistant's "
+            "message with `tool_calls` may have no `content`)"
+        )
+    if answered and (len(messages) < 2 or messages[-1]["role"] != "assistant"):
+        raise ValueError(
+            "`messages` without `completion` must end with the assistant's message after others; the "
+            f"assistant's messages are learned, and the last message has the role {messages[-1]['role']!r}"
+        )
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    calls = message["role"] == "assistant" and message.get("tool_calls")
+    return isinstance(message.get("content"), str) or bool(message.get("content") is None and calls)
+
+
+def conversation(
+    messages: Sequence[Mapping[str, Any]], tokenizer: Any, template_kwargs: Mapping[str, Any]
+) -> tuple[str, list[Segment]]:
+    """Return the text before the assistant's first message, and the segments from there on: those of the
+    assistant, each with the EOS token, and what the chat template puts between them, given.
+
+    Raises ValueError for a template that rewrites earlier messages, or ends a message otherwise.
+    """
+
+    def rendered(count: int, *, open_turn: bool) -> str:
+        return render_messages(messages[:count], tokenizer, template_kwargs, open_turn=open_turn)
+
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    prompt = done = rendered(answers[0], open_turn=True)
+    segments: list[Segment] = []
+    for index in answers:
+        before, after = rendered(index, open_turn=True), rendered(index + 1, open_turn=False)
+        if not before.startswith(done) or not after.startswith(before):
+            raise ValueError(
+                f"the chat template renders what comes before message {index} otherwise once that message "
+                "follows; write a row for each answer, with the earlier messages in `messages` and the "
+                "answer in `completion`"
+            )
+        text, end, _ = after[len(before) :].partition(tokenizer.eos_token)
+        if not end:
+            raise ValueError(
+                f"the chat template does not end the assistant's message {index} with the EOS token "
+                f"{tokenizer.eos_token!r}; give the answer in `completion`"
+            )
+        if before != done:
+            segments.append(Segment(before[len(done) :], given=True))
+        segments.append(Segment(text + end))
+        done = before + text + end
+    return prompt, segments
