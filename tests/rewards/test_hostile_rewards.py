@@ -220,6 +220,8 @@ def test_processes_that_left_the_session_end_with_a_killed_parent(
         f"pool = GraderPool(1, timeout_s=600, code_paths=[{code!r}])\n"
         f"pool.call('hostile:leaves_a_double_fork', [{{'completion': {str(note)!r}}}])\n"
         f"pool.call('hostile:leaves_a_session', [{{'completion': {str(note)!r}}}])\n"
+        # A guardian that is stopped while it still imports does not wake up: all have started here.
+        "pool.grade([('1', '1')])\n"
         "print('ready', flush=True)\n"
         "time.sleep(600)\n"
     )
