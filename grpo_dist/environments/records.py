@@ -24,11 +24,13 @@ class Action:
         text: decoded without special tokens.
         calls: the tool calls in it, in order.
         malformed: why a call in it cannot be read; "": none is malformed.
+        unfinished: a stop string ended it before it was over; the policy goes on at once.
     """
 
     text: str
     calls: tuple[Call, ...] = ()
     malformed: str = ""
+    unfinished: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,18 @@ def request_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
+def turn_seed(seed: int, number: int) -> int:
+    """Return the seed of request ``number`` of the episode with request seed ``seed``, 0 <= seed < 2^63.
+
+    Request 0 has the episode's own seed, so that a first turn is the completion that the same seed gives
+    without an environment.
+    """
+    if number == 0:
+        return seed
+    key = f"\x1eturn {seed}\x1f{number}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
 def derived_seed(run_seed: int, purpose: str) -> int:
     """Return a seed for another generator of the same run, 0 <= seed < 2^63."""
     return request_seed(run_seed, 0, f"\x1epurpose {purpose}", 0)

@@ -1,0 +1,137 @@
+"""One episode: the policy acts and the environment answers, until one of them ends it or a budget runs out.
+
+    engine        action 0          action 1          action 2
+    environment            answer            answer            done
+    row     prompt a a a a  o o o o  a a a a  o o o o  a a a        a: sampled, o: given
+
+| finish reason | the episode ended because |
+|---|---|
+| "stop" | the environment was done |
+| "length" | no token was left for an action, or for the rest of one |
+| "turns" | the last action that `environments.max_turns` allows did not end it |
+| "tool_limit" | an action had more tool calls than were left; none of them was run |
+| "error" | the environment failed; the sample cannot be scored |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+
+from grpo_dist.config import EnvironmentsConfig
+from grpo_dist.environments.records import Action, Observed
+from grpo_dist.runtime.seeds import turn_seed
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What an engine sampled for one request.
+
+    Attributes:
+        logprobs: float32 [C], nats, under the distribution sampled from.
+        versions: int32 [C], of the weights that produced each token.
+        finish_reason: "stop" (EOS or a stop string) or "length".
+        cached: tokens of its prompt that were found in the engine's cache.
+    """
+
+    token_ids: list[int]
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: str
+    cached: int = 0
+
+
+class EpisodeEngine(Protocol):
+    async def generate(self, token_ids: list[int], seed: int, max_tokens: int) -> Generation: ...
+
+
+class EpisodeEnvironment(Protocol):
+    async def act(self, action: Action, turn: int) -> Observed: ...
+
+
+class EpisodeRows(Protocol):
+    """See `grpo_dist.environments.dialogue.Dialogue`."""
+
+    @property
+    def context(self) -> Sequence[int]:
+        """Token ids that the next action is sampled behind."""
+        ...
+
+    @property
+    def used(self) -> int:
+        """Tokens of the episode behind its prompt, sampled and given."""
+        ...
+
+    def add_action(self, ids: Sequence[int], logprobs: np.ndarray, versions: np.ndarray) -> Action: ...
+    def observe(self, observed: Observed) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What an episode may use. ``tokens``: behind its prompt, sampled and given. None: no limit."""
+
+    tokens: int
+    turns: int
+    turn_tokens: int | None = None
+    tool_calls: int | None = None
+
+    @classmethod
+    def of(cls, settings: EnvironmentsConfig, *, tokens: int) -> Budgets:
+        return cls(tokens, settings.max_turns, settings.max_turn_tokens, settings.max_tool_calls)
+
+
+async def play(
+    rows: EpisodeRows,
+    engine: EpisodeEngine,
+    environment: EpisodeEnvironment,
+    budgets: Budgets,
+    *,
+    seed: int,
+) -> str:
+    """Play an episode that has just begun, and return its finish reason. ``rows`` hold it afterwards.
+
+    The action of the last turn is answered like any other: it may be the one that ends the episode well. The
+    answer is then cut off, because no action follows it.
+    """
+    numbers, calls = count(), 0
+    for turn in range(budgets.turns):
+        action = await _sampled(rows, engine, budgets, seed, numbers)
+        if action is None:
+            return "length"
+        calls += len(action.calls)
+        if budgets.tool_calls is not None and calls > budgets.tool_calls:
+            return "tool_limit"
+        observed = await environment.act(action, turn)
+        rows.observe(observed)
+        if observed.failed:
+            return "error"
+        if observed.done:
+            return "stop"
+        if rows.used >= budgets.tokens and turn + 1 < budgets.turns:
+            return "length"
+    return "turns"
+
+
+async def _sampled(
+    rows: EpisodeRows, engine: EpisodeEngine, budgets: Budgets, seed: int, numbers: count[int]
+) -> Action | None:
+    """Sample an action, with further requests while a stop string ends one before the action is over.
+
+    Returns None when the tokens of the episode end before the action does. One cut at
+    ``budgets.turn_tokens`` is an action.
+    """
+    left = budgets.tokens if budgets.turn_tokens is None else budgets.turn_tokens
+    while True:
+        room = min(left, budgets.tokens - rows.used)
+        own_seed = turn_seed(seed, next(numbers))
+        output = await engine.generate(list(rows.context), own_seed, room)
+        action = rows.add_action(output.token_ids, output.logprobs, output.versions)
+        left -= len(output.token_ids)
+        if rows.used >= budgets.tokens and (output.finish_reason == "length" or action.unfinished):
+            return None
+        if not action.unfinished or left <= 0:
+            return action
