@@ -144,6 +144,26 @@ class Rollout:
     turns: tuple[Turn, ...] = ()  # () without an environment
     further_rows: tuple[FurtherRow, ...] = ()
 
+    @property
+    def rows(self) -> tuple[Rollout | FurtherRow, ...]:
+        """Return the training rows of the sample in order, the first one being itself."""
+        return (self, *self.further_rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Count the tokens behind the prompt, sampled and given."""
+        return sum(len(row.completion_ids) for row in self.rows)
+
+    @property
+    def num_sampled(self) -> int:
+        """Count the tokens that the policy sampled."""
+        return sum(len(of_sampled(row, row.completion_ids)) for row in self.rows)
+
+
+def of_sampled(row: Rollout | FurtherRow, values: np.ndarray) -> np.ndarray:
+    """Return those of ``values`` [C] that belong to sampled tokens of ``row``."""
+    return values if row.sampled is None else values[row.sampled]
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -171,26 +191,35 @@ class Group:
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[Any, ...]:
-    """Pack ``rollouts`` for `unpack_rollouts`: all numbers of all samples in one int32 array, for each sample
-    its token ids, its versions and the bits of its log-probs.
+    """Pack ``rollouts`` for `unpack_rollouts`: the numbers of all samples in one int32 array, for each sample
+    its token ids, its versions and the bits of its log-probs. What only an episode has is packed beside it.
     """
     lengths = [len(r.completion_ids) for r in rollouts]
     parts = [(r.completion_ids, r.policy_versions, r.logprobs.view(np.int32)) for r in rollouts]
     flat = np.concatenate([part for own in parts for part in own]) if parts else np.empty(0, np.int32)
     assert len(flat) == 3 * sum(lengths), "ids, versions and log-probs of a sample differ in length"
-    rest = [(r.prompt_uid, r.sample, r.finish_reason, r.text) for r in rollouts]
+    rest = [(r.prompt_uid, r.sample, r.finish_reason, r.text, _episode(r)) for r in rollouts]
     return flat, lengths, rest
+
+
+def _episode(rollout: Rollout) -> tuple[Any, ...] | None:
+    """Return what only an episode has, with its mask as bytes; None where nothing is."""
+    mask, turns, further = rollout.sampled, rollout.turns, rollout.further_rows
+    if mask is None and not turns and not further:
+        return None
+    return None if mask is None else mask.tobytes(), turns, further
 
 
 def unpack_rollouts(flat: np.ndarray, lengths: list[int], rest: list[tuple[Any, ...]]) -> tuple[Rollout, ...]:
     """Return rollouts whose arrays are views of ``flat``."""
     logprobs = flat.view(np.float32)
     rollouts, start = [], 0
-    for length, (uid, sample, reason, text) in zip(lengths, rest, strict=True):
+    for length, (uid, sample, reason, text, episode) in zip(lengths, rest, strict=True):
         ids, versions, end = start + length, start + 2 * length, start + 3 * length
-        rollouts.append(
-            Rollout(uid, sample, flat[start:ids], logprobs[versions:end], reason, text, flat[ids:versions])
-        )
+        mask, turns, further = episode or (None, (), ())
+        sampled = None if mask is None else np.frombuffer(mask, dtype=bool)
+        tokens, known, own = flat[start:ids], logprobs[versions:end], flat[ids:versions]
+        rollouts.append(Rollout(uid, sample, tokens, known, reason, text, own, sampled, turns, further))
         start = end
     return tuple(rollouts)
 
@@ -201,8 +230,8 @@ def _group(prompt: Prompt, packed: tuple[Any, ...], others: tuple[Any, ...]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Token rows, right-padded, with the tokens whose log-probs are ``wanted``. Rows of one group begin with
-    the same ``prompt_lengths`` tokens.
+    """Token rows, right-padded, with the tokens whose log-probs are ``wanted``. Rows of one group with the
+    same ``prompt_lengths`` begin with the same so many tokens.
     """
 
     tokens: Int[Tensor, "B T"]  # int64
@@ -223,17 +252,20 @@ class TrainBatch:
 
     tokens: Int[Tensor, "B T"]  # int64
     lengths: Int[Tensor, " B"]  # prompt + completion tokens of each row
-    loss_mask: Bool[Tensor, "B T"]  # True on completion tokens
+    loss_mask: Bool[Tensor, "B T"]  # True on completion tokens that the policy sampled
     advantages: Float[Tensor, "B T"]
     rollout_logprobs: Float[Tensor, "B T"]  # 0 outside loss_mask
     ref_logprobs: Float[Tensor, "B T"] | None
-    row_ids: Int[Tensor, " B"]  # int64, which sample of the step a row is
+    row_ids: Int[Tensor, " B"]  # int64, which row of the step a row is
     num_tokens: float
-    num_sequences: float
+    num_sequences: float  # samples; an episode counts once, whatever its rows
     max_tokens: int  # longest completion allowed: the constant of seq-mean-token-sum-norm
-    # Rows of one group begin with the same ``prompt_lengths`` tokens; None: no tokens are known to be shared.
+    # Rows of one group with the same ``prompt_lengths`` begin with the same so many tokens; None: no tokens
+    # are known to be shared.
     group_ids: Int[Tensor, " B"] | None = None  # int64
-    prompt_lengths: Int[Tensor, " B"] | None = None  # int64
+    prompt_lengths: Int[Tensor, " B"] | None = None  # int64; 0: the row shares no tokens with others
+    # Trained tokens of all rows of a row's sample; None: each row is a sample.
+    sample_tokens: Int[Tensor, " B"] | None = None  # int64
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

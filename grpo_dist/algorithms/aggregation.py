@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
@@ -17,6 +17,7 @@ def aggregate(
     num_tokens: float | int,
     num_sequences: float | int,
     max_tokens: int,
+    sequence_tokens: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, ""]:
     """Sum of token losses over a denominator of the whole optimisation step.
 
@@ -30,6 +31,9 @@ def aggregate(
         seq-mean-token-sum        sum of its losses     num_sequences
         seq-mean-token-sum-norm   sum / max_tokens      num_sequences   Dr. GRPO, arXiv:2503.20783
 
+    ``sequence_tokens``: unmasked tokens of the sequence that each row belongs to, where rows are parts of
+    sequences; None: each row is one.
+
     With nothing unmasked the result is 0 with gradient 0, whatever stands in ``token_losses``. Raises
     ValueError for an unknown mode.
     """
@@ -41,7 +45,8 @@ def aggregate(
         return sums.sum() / max(num_tokens, 1.0)
     sequences = max(num_sequences, 1.0)
     if mode == "seq-mean-token-mean":
-        return (sums / mask.sum(dim=1).clamp(min=1)).sum() / sequences
+        tokens = mask.sum(dim=1) if sequence_tokens is None else sequence_tokens
+        return (sums / tokens.clamp(min=1)).sum() / sequences
     if mode == "seq-mean-token-sum":
         return sums.sum() / sequences
     if mode == "seq-mean-token-sum-norm":

@@ -22,6 +22,7 @@ def process(
     group_ids: Int[Tensor, " B"],
     mask: Bool[Tensor, "B T"],
     *,
+    sequence_ids: Int[Tensor, " B"] | None = None,
     std: str = "group",
     eps: float | int = 1e-6,
 ) -> Float[Tensor, "B T"]:
@@ -34,6 +35,7 @@ def process(
         step_ends: index in [0, T) of each step's last token.
         group_ids: rows of one prompt share an id. Steps are normalised over all steps of their group.
         mask: tokens that are trained.
+        sequence_ids: as for `sum_to_go`.
         std, eps: as for `advantages.grpo`.
 
     Returns:
@@ -42,9 +44,19 @@ def process(
     normalised = grpo(step_rewards.double(), group_ids[step_rows], std=std, eps=eps)
     at_ends = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
     at_ends.index_put_((step_rows, step_ends), normalised, accumulate=True)
-    return typed_like(torch.where(mask, sum_to_go(at_ends), 0.0), step_rewards)
+    return typed_like(torch.where(mask, sum_to_go(at_ends, sequence_ids), 0.0), step_rewards)
 
 
-def sum_to_go(values: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Sum each token's value and all later ones: [1, 2, 4] -> [7, 6, 4]."""
-    return values.flip(1).cumsum(1).flip(1)
+def sum_to_go(
+    values: Float[Tensor, "B T"], sequence_ids: Int[Tensor, " B"] | None = None
+) -> Float[Tensor, "B T"]:
+    """Sum each token's value and all later ones: [1, 2, 4] -> [7, 6, 4].
+
+    ``sequence_ids``: neighbouring rows with one id are parts of one sequence, in order; None: each row is a
+    sequence.
+    """
+    out = values.flip(1).cumsum(1).flip(1)
+    if sequence_ids is not None:
+        for row in (sequence_ids[1:] == sequence_ids[:-1]).nonzero()[:, 0].flip(0).tolist():
+            out[row] += out[row + 1, 0]
+    return out

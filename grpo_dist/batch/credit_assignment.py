@@ -3,14 +3,14 @@
 rewards [G] of each group     clipped, normalised                  reward_clip, reward_norm
                               (what is not finite: not scored)
   -> advantages [G]           the estimator                        advantage, std
-  -> advantages [B, T]        spread over tokens, or step rewards  process
+  -> advantages [B, T]        spread over tokens, or of steps      process, turn
                               less the KL still to come            kl_coef
                               whitened over tokens, clipped        whiten, clip
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,9 +25,12 @@ from grpo_dist.algorithms.lookup import named
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.normalise import normalise_rewards, whiten
 from grpo_dist.algorithms.process import process, sum_to_go
-from grpo_dist.types import Group, TrainBatch
+from grpo_dist.algorithms.turn_level import turn_level
+from grpo_dist.batch.rows import context_ids
+from grpo_dist.types import Group, TrainBatch, Turn
 
-PROCESS = "process"  # the estimator that takes step rewards; its advantages belong to tokens from the start
+# The estimators whose advantages belong to tokens from the start: of the steps of a solution, and of turns.
+PROCESS, TURN = "process", "turn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class AdvantageSettings:
     std: str = "group"
     eps: float = 1e-6
     k: int = 4  # of pass_at_k
+    turn_discount: float = 1.0  # of turn
     weights: Mapping[str, float] = field(default_factory=dict)  # of each reward, for gdpo
     reward_clip: float | None = None  # rewards are clipped to +- this
     reward_norm: str = "none"
@@ -51,13 +55,13 @@ class AdvantageSettings:
 
 
 def sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[np.ndarray]:
-    """Return advantages [G] for each group; zeros with the estimator `process`.
+    """Return advantages [G] for each group; zeros with the estimators `process` and `turn`.
 
     float64 where whitening or a KL term still follows, which `token_advantages` ends in float32: whitening
     looks at differences, of which float32 keeps few digits where the mean is large. float32 otherwise.
     """
     sizes = [len(g.rewards) for g in groups]
-    if settings.estimator == PROCESS:
+    if settings.estimator in (PROCESS, TURN):
         return [np.zeros(size, np.float32) for size in sizes]
     rewards = clipped_rewards(groups, settings.reward_clip)
     ids = _group_ids(groups)
@@ -81,13 +85,16 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Advan
     """Return ``batch``, made of ``groups`` with `sample_advantages`, with its final token advantages.
 
     The KL in the reward is that of the policy that sampled: token t loses ``kl_coef`` times the KL of all
-    tokens from t to the end of its completion (OpenRLHF's and InstructGPT's reward, arXiv:2203.02155).
+    sampled tokens from t to the end of its sample (OpenRLHF's and InstructGPT's reward, arXiv:2203.02155).
     """
     advantages = batch.advantages
     if settings.estimator == PROCESS:
         advantages = _process(batch, groups, settings)
+    if settings.estimator == TURN:
+        advantages = _turn_level(batch, groups, settings)
     if settings.kl_coef:
-        advantages = advantages - settings.kl_coef * _kl_to_go(batch, settings.kl_estimator)
+        kl = _kl_to_go(batch, settings.kl_estimator, _samples_of_rows(groups))
+        advantages = advantages - settings.kl_coef * kl
     if settings.whiten:
         # A KL that is not finite must not become advantage 0: the loss is then NaN, and the update refused.
         broken = batch.loss_mask & ~torch.isfinite(advantages)
@@ -98,7 +105,7 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Advan
 
 
 def _lengths(groups: Sequence[Group], settings: AdvantageSettings) -> Int[Tensor, " B"]:
-    return torch.tensor([len(r.completion_ids) for g in groups for r in g.rollouts])
+    return torch.tensor([r.num_sampled for g in groups for r in g.rollouts])
 
 
 def _baselines(groups: Sequence[Group], settings: AdvantageSettings) -> Float[Tensor, " B"]:
@@ -147,32 +154,87 @@ def _group_ids(groups: Sequence[Group]) -> Tensor:
     return torch.from_numpy(np.repeat(np.arange(len(groups)), [len(g.rewards) for g in groups]))
 
 
+@dataclass(frozen=True, slots=True)
+class _TurnSpan:
+    """The tokens [begin, end) of row ``row`` of the batch from behind the turn before to the turn's end."""
+
+    turn: Turn
+    sample: int
+    row: int
+    begin: int
+    end: int
+
+
+def _turn_spans(groups: Sequence[Group]) -> Iterator[_TurnSpan]:
+    """Yield the turns of all samples in order. A turn of an episode without a reward has reward NaN."""
+    first = 0
+    samples = ((g, g.rollouts[i], np.isfinite(g.rewards[i])) for g in groups for i in range(len(g.rollouts)))
+    for sample, (group, rollout, is_scored) in enumerate(samples):
+        starts = [len(context_ids(group.prompt, row)) for row in rollout.rows]
+        ends = list(starts)
+        for turn in rollout.turns:
+            begin, ends[turn.row] = ends[turn.row], starts[turn.row] + turn.end
+            own = turn if is_scored else replace(turn, reward=np.nan)
+            yield _TurnSpan(own, sample, first + turn.row, begin, ends[turn.row])
+        first += len(starts)
+
+
+def _samples_of_rows(groups: Sequence[Group]) -> Int[Tensor, " B"] | None:
+    """Return the sample of each row; None where each row is one."""
+    counts = [len(r.rows) for g in groups for r in g.rollouts]
+    if max(counts, default=1) == 1:
+        return None
+    return torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
+
+
 def _process(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageSettings) -> Tensor:
-    rewards, rows, ends = [], [], []
+    """Take the steps of a process reward model, or the turns that have a reward."""
+    spans = [span for span in _turn_spans(groups) if span.turn.reward is not None]
+    rewards: list[float] = [span.turn.reward for span in spans if span.turn.reward is not None]
+    rows, ends = [span.row for span in spans], [span.end - 1 for span in spans]
     row = 0
     for group in groups:
-        if group.step_rewards is None or group.step_ends is None:
+        scored = zip(group.step_rewards or (), group.step_ends or (), strict=True)
+        for sample, (values, last) in enumerate(scored):
+            rewards += values.tolist()
+            ends += (last.astype(np.int64) + len(group.prompt.token_ids)).tolist()
+            rows += [row + sample] * len(values)
+        if group.step_rewards is None and not any(r.turns for r in group.rollouts):
             raise ValueError(
                 f"algorithm.advantage = process, but {group.prompt.uid} has no step rewards; add a process "
-                "reward model to rewards.models"
+                "reward model to rewards.models, or use an environment that rewards turns"
             )
-        for values, last in zip(group.step_rewards, group.step_ends, strict=True):
-            rewards.append(values)
-            ends.append(last.astype(np.int64) + len(group.prompt.token_ids))
-            rows.append(np.full(len(values), row))
-            row += 1
+        row += sum(len(r.rows) for r in group.rollouts)
     return process(
-        torch.from_numpy(np.concatenate(rewards)),
-        torch.from_numpy(np.concatenate(rows)),
-        torch.from_numpy(np.concatenate(ends)),
-        _group_ids(groups),
+        torch.tensor(rewards, dtype=torch.float32),
+        torch.tensor(rows, dtype=torch.long),
+        torch.tensor(ends, dtype=torch.long),
+        batch.rows.group_ids,
         batch.loss_mask,
+        sequence_ids=_samples_of_rows(groups),
         std=settings.std,
         eps=settings.eps,
     )
 
 
-def _kl_to_go(batch: TrainBatch, estimator: str) -> Tensor:
+def _turn_level(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageSettings) -> Tensor:
+    spans = list(_turn_spans(groups))
+    advantages = turn_level(
+        torch.tensor([span.turn.reward or 0.0 for span in spans], dtype=torch.float64),
+        torch.tensor([span.sample for span in spans], dtype=torch.long),
+        _finite(torch.from_numpy(np.concatenate([g.rewards for g in groups]))),
+        _group_ids(groups),
+        discount=settings.turn_discount,
+        std=settings.std,
+        eps=settings.eps,
+    )
+    out = torch.zeros(batch.loss_mask.shape, dtype=torch.float64)
+    for span, advantage in zip(spans, advantages.tolist(), strict=True):
+        out[span.row, span.begin : span.end] = advantage
+    return torch.where(batch.loss_mask, out, 0.0)
+
+
+def _kl_to_go(batch: TrainBatch, estimator: str, samples: Int[Tensor, " B"] | None) -> Tensor:
     assert batch.ref_logprobs is not None, "a KL term in the reward needs reference log-probs"
     mask = batch.loss_mask
     kl = named(KL_ESTIMATORS, estimator, "KL estimator")(
@@ -180,4 +242,4 @@ def _kl_to_go(batch: TrainBatch, estimator: str) -> Tensor:
         torch.where(mask, batch.ref_logprobs, 0.0).double(),
     )
     kl = torch.where(mask, kl, 0.0)
-    return torch.where(mask, sum_to_go(kl), 0.0)
+    return torch.where(mask, sum_to_go(kl, samples), 0.0)

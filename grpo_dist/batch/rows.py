@@ -2,22 +2,27 @@
 
     prompt [7 8 9], completion [4 5 2]   tokens     7 8 9 4 5 2
                                          loss_mask  . . . x x x     the EOS a model produced (2) is trained
+    an episode: sampled [4 5], given     tokens     7 8 9 4 5 6 6 2
+    [6 6], sampled [2]                   loss_mask  . . . x x . . x
 
-A sample that could not be scored (its reward is not finite) stays in the batch as a row with an empty mask:
-it adds to no loss, no KL term and no denominator. So does a sample with a token whose log-prob the engine
-gave as NaN or infinite: its sampling distribution is unknown. Its reward still counts in its group.
+A row for each sample, group after group. An episode whose history a chat template rewrote has further rows
+behind its first one, with the same advantage; each is trained on its own sampled tokens.
+
+A sample that could not be scored (its reward is not finite) stays in the batch with an empty mask: it adds to
+no loss, no KL term and no denominator. So does a sample with a token whose log-prob the engine gave as NaN or
+infinite: its sampling distribution is unknown. Its reward still counts in its group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from grpo_dist.types import Group, Rollout, TrainBatch
+from grpo_dist.types import FurtherRow, Group, Prompt, Rollout, TrainBatch, of_sampled
 
 
 def make_batch(
@@ -27,55 +32,130 @@ def make_batch(
     ref_logprobs: Sequence[np.ndarray] | None,
     max_new_tokens: int,
     mask_truncated: bool = False,
+    mask_outcomes: Collection[str] = (),
 ) -> TrainBatch:
-    """Make one right-padded row per sample, group after group.
+    """Make the right-padded rows of all samples.
 
     Args:
         advantages: [G] for each group; the batch's have their type.
-        ref_logprobs: float32 [C] for each sample in row order, or None when there is no KL term.
+        ref_logprobs: float32 [C] for each row in order, or None when there is no KL term.
         max_new_tokens: longest completion that could have been sampled.
         mask_truncated: train nothing of a completion that was cut at ``max_new_tokens``; its reward still
             counts in its group (DAPO's overlong filtering, arXiv:2503.14476, section 3.4).
+        mask_outcomes: the same for episodes that ended for one of these reasons. One whose environment
+            failed ("error") is never trained on.
     """
     samples = [r for g in groups for r in g.rollouts]
-    sizes = [len(g.rollouts) for g in groups]
-    starts = np.repeat([len(g.prompt.token_ids) for g in groups], sizes)
-    lengths = starts + np.fromiter((len(r.completion_ids) for r in samples), np.int64, len(samples))
-    # Allocated and filled by numpy: torch pays for every fresh page, and a call for each row.
-    tokens = np.zeros((len(samples), int(lengths.max())), np.int64)
-    for group, first in zip(groups, np.cumsum([0, *sizes]).tolist(), strict=False):
-        tokens[first : first + len(group.rollouts), : len(group.prompt.token_ids)] = group.prompt.token_ids
-    _fill(tokens, starts, lengths, [r.completion_ids for r in samples])
-    trained = np.isfinite(np.concatenate([g.rewards for g in groups]))
-    trained &= np.fromiter(map(has_logprobs, samples), bool, len(samples))
-    if mask_truncated:
-        trained &= np.array([r.finish_reason != "length" for r in samples])
-    column = np.arange(tokens.shape[1])
-    loss_mask = (column >= starts[:, None]) & (column < np.where(trained, lengths, 0)[:, None])
-    advantage = np.where(loss_mask, np.concatenate(list(advantages))[:, None], 0)
-    rollout = np.zeros(tokens.shape, np.float32)
-    _fill(rollout, starts, lengths, [r.logprobs for r in samples], trained)
-    reference = None if ref_logprobs is None else np.zeros(tokens.shape, np.float32)
-    if reference is not None and ref_logprobs is not None:
-        _fill(reference, starts, lengths, ref_logprobs, trained)
+    rows = [row for sample in samples for row in sample.rows]
+    owner = np.repeat(np.arange(len(samples)), [1 + len(r.further_rows) for r in samples])
+    sample_group = np.repeat(np.arange(len(groups)), [len(g.rollouts) for g in groups])
+    group_ids = sample_group[owner]
+    starts, shared = _starts(groups, rows, group_ids)
+    lengths = starts + np.fromiter((len(row.completion_ids) for row in rows), np.int64, len(rows))
+    tokens = _tokens(groups, rows, group_ids, starts, lengths)
+    trained = _trained(groups, mask_truncated=mask_truncated, mask_outcomes=mask_outcomes)[owner]
+    loss_mask = _loss_mask(rows, starts, lengths, trained, tokens.shape[1])
+    advantage = np.where(loss_mask, np.concatenate(list(advantages))[owner, None], 0)
+    given = any(row.sampled is not None for row in rows)
+
+    def of_tokens(values: Sequence[np.ndarray]) -> torch.Tensor:
+        out = np.zeros(tokens.shape, np.float32)
+        _fill(out, starts, lengths, values, trained)
+        return torch.from_numpy(np.where(loss_mask, out, 0) if given else out)
+
+    sample_tokens = None
+    if len(rows) > len(samples):
+        sample_tokens = np.bincount(owner, np.count_nonzero(loss_mask, axis=1))[owner].astype(np.int64)
     return TrainBatch(
         tokens=torch.from_numpy(tokens),
         lengths=torch.from_numpy(lengths),
         loss_mask=torch.from_numpy(loss_mask),
         advantages=torch.from_numpy(advantage),
-        rollout_logprobs=torch.from_numpy(rollout),
-        ref_logprobs=None if reference is None else torch.from_numpy(reference),
-        row_ids=torch.arange(len(samples)),
+        rollout_logprobs=of_tokens([row.logprobs for row in rows]),
+        ref_logprobs=None if ref_logprobs is None else of_tokens(ref_logprobs),
+        row_ids=torch.arange(len(rows)),
         max_tokens=max_new_tokens,
-        group_ids=torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)),
-        prompt_lengths=torch.from_numpy(starts),
-        **_denominators(torch.from_numpy(loss_mask)),
+        group_ids=torch.from_numpy(group_ids),
+        prompt_lengths=torch.from_numpy(shared),
+        sample_tokens=None if sample_tokens is None else torch.from_numpy(sample_tokens),
+        **_denominators(loss_mask, sample_tokens),
     )
 
 
 def has_logprobs(rollout: Rollout) -> bool:
-    """Return whether the engine gave a finite log-prob for every token of the sample."""
-    return bool(np.isfinite(rollout.logprobs).all())
+    """Return whether the engine gave a finite log-prob for every sampled token of the sample."""
+    return all(bool(np.isfinite(of_sampled(row, row.logprobs)).all()) for row in rollout.rows)
+
+
+def context_ids(prompt: Prompt, row: Rollout | FurtherRow) -> np.ndarray:
+    """Return the tokens in front of the row's completion, int32 [P]."""
+    return row.context_ids if isinstance(row, FurtherRow) else prompt.token_ids
+
+
+def shared_tokens(prompt: Prompt, row: Rollout | FurtherRow) -> int:
+    """Return how many tokens of ``prompt`` the row begins with: all, or 0 if it has rewritten them."""
+    size, context = len(prompt.token_ids), context_ids(prompt, row)
+    same = context is prompt.token_ids or np.array_equal(context[:size], prompt.token_ids)
+    return size if same else 0
+
+
+def _starts(
+    groups: Sequence[Group], rows: Sequence[Rollout | FurtherRow], group_ids: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each row the length of its context, and how many tokens of it are the group's prompt."""
+    starts = np.array([len(g.prompt.token_ids) for g in groups])[group_ids]
+    shared = starts.copy()
+    for i, row in enumerate(rows):
+        if isinstance(row, FurtherRow):
+            starts[i] = len(row.context_ids)
+            shared[i] = shared_tokens(groups[group_ids[i]].prompt, row)
+    return starts, shared
+
+
+def _tokens(
+    groups: Sequence[Group],
+    rows: Sequence[Rollout | FurtherRow],
+    group_ids: np.ndarray,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+) -> np.ndarray:
+    # Allocated and filled by numpy: torch pays for every fresh page, and a call for each row.
+    tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
+    ends = np.searchsorted(group_ids, np.arange(len(groups) + 1)).tolist()
+    for group, first, end in zip(groups, ends, ends[1:], strict=False):
+        tokens[first:end, : len(group.prompt.token_ids)] = group.prompt.token_ids
+    for i, row in enumerate(rows):
+        if isinstance(row, FurtherRow):
+            tokens[i] = 0
+            tokens[i, : starts[i]] = row.context_ids
+    _fill(tokens, starts, lengths, [row.completion_ids for row in rows])
+    return tokens
+
+
+def _trained(groups: Sequence[Group], *, mask_truncated: bool, mask_outcomes: Collection[str]) -> np.ndarray:
+    """Return which samples are trained on, bool [samples]."""
+    samples = [r for g in groups for r in g.rollouts]
+    trained = np.isfinite(np.concatenate([g.rewards for g in groups]))
+    trained &= np.fromiter(map(has_logprobs, samples), bool, len(samples))
+    left_out = {"error", *(["length"] if mask_truncated else [])}
+    of_episodes = left_out.union(mask_outcomes)
+    trained &= np.array([r.finish_reason not in (of_episodes if r.turns else left_out) for r in samples])
+    return trained
+
+
+def _loss_mask(
+    rows: Sequence[Rollout | FurtherRow],
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    trained: np.ndarray,
+    width: int,
+) -> np.ndarray:
+    column = np.arange(width)
+    mask: np.ndarray = (column >= starts[:, None]) & (column < np.where(trained, lengths, 0)[:, None])
+    for i, row in enumerate(rows):
+        if row.sampled is not None:
+            mask[i, starts[i] : lengths[i]] &= row.sampled
+    return mask
 
 
 def _fill(
@@ -110,16 +190,19 @@ def split_updates(batch: TrainBatch, *, num_groups: int, num_updates: int) -> li
     """Split whole groups in order, as many to each optimiser update, each with denominators of its own."""
     if num_updates == 1:
         return [batch]
-    assert num_groups % num_updates == 0 and len(batch) % num_groups == 0, (
-        len(batch),
-        num_groups,
-        num_updates,
-    )
-    size = len(batch) // num_updates
-    parts = [batch.select(list(range(i * size, (i + 1) * size))) for i in range(num_updates)]
-    return [replace(part, **_denominators(part.loss_mask)) for part in parts]
+    assert num_groups % num_updates == 0 and batch.group_ids is not None, (num_groups, num_updates)
+    update_of = batch.group_ids.numpy() // (num_groups // num_updates)
+    parts = [batch.select(np.flatnonzero(update_of == i).tolist()) for i in range(num_updates)]
+    return [replace(p, **_denominators(p.loss_mask.numpy(), _array(p.sample_tokens))) for p in parts]
 
 
-def _denominators(mask: torch.Tensor) -> dict[str, Any]:
-    trained = mask.numpy()  # counts booleans a hundred times faster
-    return {"num_tokens": float(trained.sum()), "num_sequences": float(trained.any(axis=1).sum())}
+def _array(tensor: torch.Tensor | None) -> np.ndarray | None:
+    return None if tensor is None else tensor.numpy()
+
+
+def _denominators(mask: np.ndarray, sample_tokens: np.ndarray | None) -> dict[str, Any]:
+    # numpy counts booleans a hundred times faster than torch
+    tokens = np.count_nonzero(mask, axis=1)
+    # The shares of the rows of a sample add up to 1.
+    shares = tokens > 0 if sample_tokens is None else tokens / np.maximum(sample_tokens, 1)
+    return {"num_tokens": float(tokens.sum()), "num_sequences": float(round(shares.sum()))}

@@ -32,11 +32,11 @@ def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBa
     rows = batch.rows
     lengths, groups, prompts = rows.lengths.tolist(), rows.group_ids.tolist(), rows.prompt_lengths.tolist()
     costs = [length + square * length**2 for length in lengths]
-    prompt_of = dict(zip(groups, prompts, strict=True))
+    prefixes = list(zip(groups, prompts, strict=True))
 
     def load(rows: list[int]) -> float:
-        members = Counter(groups[row] for row in rows)
-        return sum(costs[row] for row in rows) - sum(prompt_of[g] * (n - 1) for g, n in members.items())
+        members = Counter(prefixes[row] for row in rows)
+        return sum(costs[row] for row in rows) - sum(size * (n - 1) for (_, size), n in members.items())
 
     plans = [_one_by_one(costs, ranks), _in_runs(costs, ranks)]
     best = min(plans, key=lambda plan: max(map(load, plan)))
@@ -87,16 +87,17 @@ def _filled(
 ) -> list[list[int]]:
     parts: list[list[int]] = []
     tokens = attended = 0
-    inside: set[int] = set()
+    inside: set[tuple[int, int]] = set()
     for row in sorted(range(len(lengths)), key=groups.__getitem__):
-        added = lengths[row] - (prompts[row] if groups[row] in inside else 0)
+        prefix = groups[row], prompts[row]
+        added = lengths[row] - (prompts[row] if prefix in inside else 0)
         if not parts or tokens + added > budget or attended + lengths[row] > ATTENDED * budget:
             parts.append([])
             tokens, added, attended, inside = 0, lengths[row], 0, set()
         parts[-1].append(row)
         tokens += added
         attended += lengths[row]
-        inside.add(groups[row])
+        inside.add(prefix)
     return parts
 
 

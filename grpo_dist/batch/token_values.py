@@ -1,32 +1,32 @@
 """Per-token values of each trained sample, for the run's records: advantages, the policy's log-probs when it
 trained on the sample, and the reference's.
 
-Rows are dealt to ranks in another order than samples; `TrainBatch.row_ids` says which sample a row is.
+Rows are dealt to ranks in another order than samples; `TrainBatch.row_ids` says which row of the step each
+is. Ranks know values of trained tokens alone; in the records given tokens have 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 
-from grpo_dist.types import Group, TrainBatch
+from grpo_dist.types import FurtherRow, Group, Rollout, TrainBatch, of_sampled
 
 
 @dataclass(frozen=True, slots=True)
 class TokenValues:
-    """Values of one sample in a step's batch. Some steps record more than ``advantage``; ``trainer_logprobs``
-    None: the step was not trained on.
+    """Values of one sample in a step's batch, those of tokens for its first row. Some steps record more than
+    ``advantage``; ``trainer_logprobs`` None: the step was not trained on.
     """
 
-    advantage: float  # mean over its tokens
+    advantage: float  # mean over its trained tokens, of all rows
     advantages: np.ndarray | None = None  # float32 [C]
     ref_logprobs: np.ndarray | None = None  # float32 [C], nats; None: no KL term
     trainer_logprobs: np.ndarray | None = None  # float32 [C], nats, before its update
-
-    def trained(self, logprobs: np.ndarray | None) -> TokenValues:
-        return replace(self, trainer_logprobs=logprobs)
+    further_rows: tuple[TokenValues | None, ...] = ()  # of an episode with more rows; None: not trained
 
 
 # By prompt uid and the sample's index in its group.
@@ -51,10 +51,42 @@ def by_sample(
     """Return ``values`` with the ranks' ``logprobs``, both by row id, for the samples of ``groups``. A scored
     sample that no update has gets advantage 0.
     """
-    samples = [(group.prompt.uid, rollout.sample) for group in groups for rollout in group.rollouts]
+    samples = [(group.prompt.uid, rollout) for group in groups for rollout in group.rollouts]
     scored = np.isfinite(np.concatenate([group.rewards for group in groups])).tolist()
-    found = {sample: TokenValues(0.0) for sample, is_scored in zip(samples, scored, strict=True) if is_scored}
-    return found | {samples[row]: own.trained(logprobs.get(row)) for row, own in values.items()}
+    found: dict[tuple[str, int], TokenValues] = {}
+    row_ids = count()
+    for (uid, rollout), is_scored in zip(samples, scored, strict=True):
+        rows = [(row, next(row_ids)) for row in rollout.rows]
+        own = [_with_given(row, values[i], logprobs.get(i)) if i in values else None for row, i in rows]
+        if any(own):
+            found[uid, rollout.sample] = _of_sample(rollout, own)
+        elif is_scored:
+            found[uid, rollout.sample] = TokenValues(0.0)
+    return found
+
+
+def _with_given(row: Rollout | FurtherRow, values: TokenValues, logprobs: np.ndarray | None) -> TokenValues:
+    """Return ``values`` and ``logprobs`` of sampled tokens for all tokens of ``row``, 0 for given ones."""
+
+    def spread(own: np.ndarray | None) -> np.ndarray | None:
+        if own is None or row.sampled is None:
+            return own
+        out = np.zeros(len(row.sampled), own.dtype)
+        out[row.sampled] = own
+        return out
+
+    return TokenValues(
+        values.advantage, spread(values.advantages), spread(values.ref_logprobs), spread(logprobs)
+    )
+
+
+def _of_sample(rollout: Rollout, rows: Sequence[TokenValues | None]) -> TokenValues:
+    first = rows[0] or TokenValues(0.0)
+    if len(rows) == 1:
+        return first
+    sizes = [len(of_sampled(row, row.completion_ids)) for row in rollout.rows]
+    means = [0.0 if own is None else own.advantage for own in rows]
+    return replace(first, advantage=float(np.dot(means, sizes) / sum(sizes)), further_rows=tuple(rows[1:]))
 
 
 def _of_rows(update: TrainBatch, tokens: bool) -> Iterator[tuple[int, TokenValues]]:

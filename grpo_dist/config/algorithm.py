@@ -60,7 +60,7 @@ class AlgorithmConfig(Section):
     )
     advantage: Literal[
         "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "pass_at_k",
-        "gdpo", "process",
+        "gdpo", "process", "turn",
     ] = Field("grpo", description="estimator that turns the rewards of a group into advantages")  # fmt: skip
     std: Literal["group", "batch", "batch_raw", "none"] | None = Field(
         None,
@@ -70,6 +70,7 @@ class AlgorithmConfig(Section):
     )
     advantage_eps: PositiveFloat = Field(1e-6, description="added to the standard deviation that divides")
     pass_k: PositiveInt = Field(4, description="k of advantage pass_at_k; below batch.samples_per_prompt")
+    turn_discount: Fraction = Field(1.0, description="factor of later turns in the return of advantage turn")
     reward_clip: PositiveFloat | None = Field(None, description="clip rewards to +- this; null: off")
     reward_norm: RewardNorm = Field(
         "none",

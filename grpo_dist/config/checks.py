@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
+from grpo_dist.config.episode_checks import episode_contradictions
 from grpo_dist.config.sections import Sections
 
 # Settings that each choice of `algorithm` reads; a run would silently ignore any other.
-_USE_STD = ("grpo", "gdpo", "process")
+_USE_STD = ("grpo", "gdpo", "process", "turn")
 # Estimators that can learn from a group of equal rewards, which dynamic sampling would drop.
-_LEARN_FROM_EQUAL_REWARDS = ("remax", "gdpo", "process", "reinforce_pp")
+_LEARN_FROM_EQUAL_REWARDS = ("remax", "gdpo", "process", "turn", "reinforce_pp")
 # Estimators that read more than the total reward of each sample, and what they read.
 _OTHER_REWARDS = {
     "gdpo": "each reward separately",
-    "process": "the rewards of reasoning steps",
+    "process": "the rewards of reasoning steps or turns",
+    "turn": "the rewards of turns as well",
     "remax": "the reward of the greedy answer as well",
 }
 
@@ -36,6 +38,7 @@ def contradictions(config: Sections) -> Iterator[str]:
     yield from _lengths_fit(config)
     yield from _bench_lengths_fit(config)
     yield from _of_the_algorithm(config)
+    yield from episode_contradictions(config)
     yield from _of_the_updates(config)
     yield from _of_the_samples(config)
     yield from _of_the_ranks(config)
@@ -130,7 +133,7 @@ def _of_the_samples(config: Sections) -> Iterator[str]:
             f"`dynamic_sampling.enabled` drops groups of equal rewards, but `algorithm.advantage` = "
             f"{a.advantage} can learn from them; set `dynamic_sampling.enabled` to false"
         )
-    if a.advantage in ("gdpo", "process") and a.reward_clip is not None:
+    if a.advantage in ("gdpo", "process", "turn") and a.reward_clip is not None:
         yield (
             f"`algorithm.reward_clip` = {a.reward_clip} clips total rewards, but `algorithm.advantage` = "
             f"{a.advantage} uses {_OTHER_REWARDS[a.advantage]}; remove `algorithm.reward_clip`"
@@ -143,7 +146,9 @@ def _of_the_samples(config: Sections) -> Iterator[str]:
         )
     reads_unshuffled = {
         "`algorithm.advantage` = gdpo": a.advantage == "gdpo",
+        "`algorithm.advantage` = process": a.advantage == "process",
         "`algorithm.advantage` = remax": a.advantage == "remax",
+        "`algorithm.advantage` = turn": a.advantage == "turn",
         "`dynamic_sampling.enabled`": dynamic,
         "`data.order` = pass_rate": config.data.order == "pass_rate",
     }
@@ -186,6 +191,11 @@ def _without_effect(config: Sections) -> Iterator[str]:
             "algorithm.reward_norm",
         ),
         ("algorithm.pass_k", a.pass_k != 4 and a.advantage != "pass_at_k", "algorithm.advantage=pass_at_k"),
+        (
+            "algorithm.turn_discount",
+            a.turn_discount != 1.0 and a.advantage != "turn",
+            "algorithm.advantage=turn",
+        ),
         ("algorithm.kl.gain", a.kl.gain != 0.1 and a.kl.target is None, "algorithm.kl.target"),
         (
             "policy.offload.nvme_path",
@@ -250,11 +260,6 @@ def _of_the_algorithm(config: Sections) -> Iterator[str]:
             "configure; set it above 0"
         )
     rewards = config.rewards
-    if a.advantage == "process" and not any(m.kind == "process" for m in rewards.models):
-        yield (
-            "`algorithm.advantage` = process needs scores of reasoning steps, but `rewards.models` has "
-            "no model of `kind: process`; add one"
-        )
     gated = [r.gate for r in (*rewards.functions, *rewards.models) if r.gate is not None]
     if a.advantage == "gdpo" and gated:
         yield (

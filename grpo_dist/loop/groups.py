@@ -23,7 +23,9 @@ from grpo_dist.workers import RolloutsRef, Workers
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """A group ready to train on. ``ref_logprobs``: float32 [C] per sample; empty without a reference."""
+    """A group ready to train on. ``ref_logprobs``: float32 [C] for each row of each sample; empty
+    without a reference.
+    """
 
     group: Group
     ref_logprobs: list[np.ndarray]

@@ -60,6 +60,7 @@ def make_batches(
         ref_logprobs=[row for s in scored for row in s.ref_logprobs] if config.needs_reference else None,
         max_new_tokens=config.sampling.max_new_tokens,
         mask_truncated=config.algorithm.mask_truncated,
+        mask_outcomes=config.environments.mask_outcomes,
     )
     batch = token_advantages(batch, groups, settings)
     updates = split_updates(batch, num_groups=len(groups), num_updates=config.batch.updates_per_step)
@@ -88,6 +89,7 @@ def advantage_settings(
         std=algorithm.std or "group",
         eps=algorithm.advantage_eps,
         k=algorithm.pass_k,
+        turn_discount=algorithm.turn_discount,
         weights={r.name or r.function: r.weight for r in rewards.functions}
         | {m.name: m.weight for m in rewards.models},
         reward_clip=algorithm.reward_clip,

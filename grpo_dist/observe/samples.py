@@ -6,6 +6,7 @@ A table holds everything that a Group does: `read_groups` returns what `write_gr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,34 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_dist.batch.token_values import ValuesOfSamples, has_tokens
+from grpo_dist.batch.token_values import TokenValues, ValuesOfSamples, has_tokens
 from grpo_dist.runtime.files import clear, publish
-from grpo_dist.types import Group, Prompt, Rollout
+from grpo_dist.types import FurtherRow, Group, Prompt, Rollout, ToolCall, Turn
 
 _PART = "reward/"
 _REPEATED = ["uid", "source", "problem", "answer", "outcome", "finish_reason", "policy_versions.list.element"]
 _OF_TOKENS = ("advantages", "ref_logprobs", "trainer_logprobs")
-_FLOATS, _INTS = pa.list_(pa.float32()), pa.list_(pa.int32())
+_FLOATS, _INTS, _BOOLS = pa.list_(pa.float32()), pa.list_(pa.int32()), pa.list_(pa.bool_())
+_CALL = pa.struct(
+    [*((name, pa.string()) for name in ("name", "arguments", "result", "outcome")), ("seconds", pa.float64())]
+)
+_TURN = pa.struct(
+    {
+        "row": pa.int32(),
+        "end": pa.int32(),
+        "text": pa.string(),
+        "observation": pa.string(),
+        "calls": pa.list_(_CALL),
+        "reward": pa.float64(),
+    }.items()
+)
+_ROW = {
+    "context_ids": _INTS,
+    "completion_ids": _INTS,
+    "logprobs": _FLOATS,
+    "policy_versions": _INTS,
+    "sampled": _BOOLS,
+}
 
 
 def write_groups(path: Path, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
@@ -89,6 +110,7 @@ def _table(groups: list[Group], values: ValuesOfSamples) -> pa.Table:
         samples = [(g, i) for g in groups for i in range(len(g.rollouts))]
         columns["step_rewards"] = pa.array([_own(g.step_rewards, i) for g, i in samples], _FLOATS)
         columns["step_ends"] = pa.array([_own(g.step_ends, i) for g, i in samples], _INTS)
+    columns |= _of_episodes(rollouts, values)
     if values:
         own = [values.get((r.prompt_uid, r.sample)) for r in rollouts]
         columns["advantage"] = pa.array([None if v is None else v.advantage for v in own], pa.float32())
@@ -97,6 +119,28 @@ def _table(groups: list[Group], values: ValuesOfSamples) -> pa.Table:
     for name in groups[0].reward_parts if groups else ():
         columns[_PART + name] = _joined([g.reward_parts[name] for g in groups], pa.float32())
     return pa.table(columns)
+
+
+def _of_episodes(rollouts: list[Rollout], values: ValuesOfSamples) -> dict[str, pa.Array]:
+    """Make the columns that only episodes have; none without episodes."""
+    columns = {}
+    if any(r.sampled is not None for r in rollouts):
+        columns["sampled"] = pa.array([r.sampled for r in rollouts], _BOOLS)
+    if any(r.turns for r in rollouts):
+        columns["turns"] = pa.array([[asdict(t) for t in r.turns] for r in rollouts], pa.list_(_TURN))
+    if any(r.further_rows for r in rollouts):
+        kinds = _ROW | (dict.fromkeys(_OF_TOKENS, _FLOATS) if has_tokens(values) else {})
+        further = [_further(r, values.get((r.prompt_uid, r.sample)), kinds) for r in rollouts]
+        columns["further_rows"] = pa.array(further, pa.list_(pa.struct(kinds.items())))
+    return columns
+
+
+def _further(rollout: Rollout, values: TokenValues | None, names: Iterable[str]) -> list[dict[str, Any]]:
+    own = values.further_rows if values and values.further_rows else [None] * len(rollout.further_rows)
+    return [
+        {name: getattr(known if name in _OF_TOKENS else row, name, None) for name in names}
+        for row, known in zip(rollout.further_rows, own, strict=True)
+    ]
 
 
 def _joined(arrays: list[np.ndarray], kind: pa.DataType) -> pa.Array:
@@ -140,12 +184,28 @@ def _steps(rows: list[dict], column: str, dtype: type) -> tuple[np.ndarray, ...]
 
 
 def _rollout(row: dict) -> Rollout:
+    own = _arrays(row)
     return Rollout(
         prompt_uid=row["uid"],
         sample=row["sample"],
-        completion_ids=np.array(row["completion_ids"], dtype=np.int32),
-        logprobs=np.array(row["logprobs"], dtype=np.float32),
+        completion_ids=own["completion_ids"],
+        logprobs=own["logprobs"],
         finish_reason=row["finish_reason"],
         text=row["completion"],
-        policy_versions=np.array(row["policy_versions"], dtype=np.int32),
+        policy_versions=own["policy_versions"],
+        sampled=own["sampled"],
+        turns=tuple(
+            Turn(**turn | {"calls": tuple(ToolCall(**call) for call in turn["calls"])})
+            for turn in row.get("turns") or ()
+        ),
+        further_rows=tuple(FurtherRow(**_arrays(further)) for further in row.get("further_rows") or ()),
     )
+
+
+def _arrays(row: dict) -> dict[str, Any]:
+    """Read the arrays of a training row. A table without episodes, or an older one, has no ``sampled``."""
+    return {
+        name: None if row.get(name) is None else np.array(row[name], kind.value_type.to_pandas_dtype())
+        for name, kind in _ROW.items()
+        if name in row or name == "sampled"
+    }

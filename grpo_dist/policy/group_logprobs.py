@@ -6,12 +6,13 @@ Each group goes through the model alone: its numbers depend neither on other gro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_dist.batch.rows import pad_rows
+from grpo_dist.batch.rows import context_ids, pad_rows, shared_tokens
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.packing import Layout
 from grpo_dist.types import Prompt, Rollout, Rows
@@ -27,36 +28,51 @@ def group_logprobs(
     *,
     together: bool = False,
 ) -> list[list[np.ndarray]]:
-    """Return for each group the log-probs of its samples, float32 [C], nats.
+    """Return for each group the log-probs of the rows of its samples, float32 [C], nats; 0 for given tokens.
 
     Args:
         forward: float32 [B, T] of a layout, 0 where nothing is wanted.
         together: ``forward`` is a collective, which all ranks call equally often.
     """
-    plan = [
-        (own, rows) for own, (prompt, samples) in enumerate(groups) for rows in _plan(prompt, samples, micro)
-    ]
-    out = [[np.empty(0, np.float32)] * len(samples) for _, samples in groups]
+    rows = [_rows(prompt, samples) for prompt, samples in groups]
+    plan = [(own, chosen) for own, made in enumerate(rows) for chosen in _plan(made, micro)]
+    out = [[np.empty(0, np.float32)] * len(made) for made in rows]
     for own, chosen in plan:
-        prompt, samples = groups[own]
-        start = len(prompt.token_ids)
-        rows = [np.concatenate([prompt.token_ids, samples[i].completion_ids]) for i in chosen]
-        values = forward(_layout(rows, start, micro)).cpu().numpy()
-        for i, row, value in zip(chosen, rows, values, strict=True):
-            out[own][i] = value[start : len(row)].copy()
+        made = [rows[own][i] for i in chosen]
+        values = forward(_layout(made, micro)).cpu().numpy()
+        for i, row, value in zip(chosen, made, values, strict=True):
+            out[own][i] = value[row.start : len(row.tokens)].copy()
     for _ in range(micro.most_of_all(len(plan)) - len(plan) if together else 0):
-        forward(_layout([np.zeros(2, np.int32)], 1, micro))
+        forward(_layout([_SampleRow(np.zeros(2, np.int32), 1, 1, None)], micro))
     return out
 
 
-def _plan(prompt: Prompt, samples: Sequence[Rollout], micro: MicroBatches) -> list[list[int]]:
-    start = len(prompt.token_ids)
-    lengths = [start + len(sample.completion_ids) for sample in samples]
-    return micro.split(lengths, [0] * len(lengths), [start] * len(lengths))
+@dataclass(frozen=True, slots=True)
+class _SampleRow:
+    tokens: np.ndarray  # int32 [P + C]
+    start: int  # P
+    shared: int  # tokens that it shares with the other rows of its group
+    sampled: np.ndarray | None  # bool [C]
 
 
-def _layout(rows: Sequence[np.ndarray], prompt: int, micro: MicroBatches) -> Layout:
-    tokens, wanted = (t.to(micro.device) for t in pad_rows(rows, [prompt] * len(rows)))
-    lengths = torch.tensor([len(row) for row in rows])
-    group = torch.zeros(len(rows), dtype=torch.long), torch.full((len(rows),), prompt)
-    return micro.layout(Rows(tokens, lengths, wanted, *group))
+def _rows(prompt: Prompt, samples: Sequence[Rollout]) -> list[_SampleRow]:
+    made = []
+    for row in (row for sample in samples for row in sample.rows):
+        context = context_ids(prompt, row)
+        tokens = np.concatenate([context, row.completion_ids])
+        made.append(_SampleRow(tokens, len(context), shared_tokens(prompt, row), row.sampled))
+    return made
+
+
+def _plan(rows: Sequence[_SampleRow], micro: MicroBatches) -> list[list[int]]:
+    return micro.split([len(row.tokens) for row in rows], [0] * len(rows), [row.shared for row in rows])
+
+
+def _layout(rows: Sequence[_SampleRow], micro: MicroBatches) -> Layout:
+    tokens, wanted = pad_rows([row.tokens for row in rows], [row.start for row in rows])
+    for i, row in enumerate(rows):
+        if row.sampled is not None:
+            wanted[i, row.start : len(row.tokens)] = torch.from_numpy(row.sampled.copy())
+    lengths, shared = (torch.tensor(v) for v in ([len(r.tokens) for r in rows], [r.shared for r in rows]))
+    group_ids = torch.zeros(len(rows), dtype=torch.long)
+    return micro.layout(Rows(tokens.to(micro.device), lengths, wanted.to(micro.device), group_ids, shared))

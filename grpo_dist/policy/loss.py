@@ -230,6 +230,7 @@ def _aggregate(token_losses: Float[Tensor, "B T"], batch: TrainBatch, mode: str)
     return aggregate(
         token_losses, batch.loss_mask, mode,
         num_tokens=batch.num_tokens, num_sequences=batch.num_sequences, max_tokens=batch.max_tokens,
+        sequence_tokens=batch.sample_tokens,
     )  # fmt: skip
 
 

@@ -91,4 +91,4 @@ def _blank(batch: Batch) -> Batch:
         if isinstance(value, Tensor) and value.ndim == 2
     }
     rows |= {"lengths": torch.tensor([2]), "row_ids": torch.tensor([-1])}
-    return replace(batch, **rows, group_ids=None, prompt_lengths=None)
+    return replace(batch, **rows, group_ids=None, prompt_lengths=None, sample_tokens=None)

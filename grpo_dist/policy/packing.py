@@ -88,11 +88,11 @@ def _layout(
 def _stream_indices(lengths: list[int], groups: list[int], prompts: list[int]) -> np.ndarray:
     """Return int64 [B, T]: the stream index of each token of each row; 0 behind a row's end."""
     indices = np.zeros((len(lengths), max(lengths)), np.int64)
-    first: dict[int, int] = {}
+    first: dict[tuple[int, int], int] = {}
     end = 0
     for row, (length, group, prompt) in enumerate(zip(lengths, groups, prompts, strict=True)):
-        shared = prompt if group in first else 0
-        indices[row, :shared] = indices[first.setdefault(group, row), :shared]
+        shared = prompt if (group, prompt) in first else 0
+        indices[row, :shared] = indices[first.setdefault((group, prompt), row), :shared]
         indices[row, shared:length] = np.arange(end, end + length - shared)
         end += length - shared
     return indices

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.config.files import ConfigError, dump_config, load_config
+from tests.support.preset_needs import PRESET_NEEDS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 BASE = """
@@ -44,8 +45,7 @@ def test_resolved_configuration_loads_to_the_same_tree(base, tmp_path):
 
 @pytest.mark.parametrize("preset", sorted(p.stem for p in (CONFIGS / "algorithms").glob("*.yaml")))
 def test_every_preset_fits_the_demo_and_survives_being_written_and_read(tmp_path, preset):
-    models = "rewards.models=[{name: steps, path: /a/model, kind: process}]"
-    more = [models] if preset == "process" else []
+    more = PRESET_NEEDS.get(preset, [])
     config = load_config(CONFIGS / "demo.yaml", [*more, f"+algorithm={preset}", "rollout.threads=2"])
     again = tmp_path / "again.yaml"
     again.write_text(dump_config(config))
@@ -78,7 +78,11 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
         ("algorithm={advantage: pass_at_k, pass_k: 8}", ["`algorithm.pass_k` = 8", "below"]),
         ("algorithm={advantage: rloo, std: group}", ["`algorithm.std` = group contradicts"]),
         ("algorithm={old_logprobs: rollout, correction: {kind: tis}}", ["nothing to correct"]),
-        ("algorithm.advantage=process", ["`rewards.models` has no model", "add one"]),
+        ("algorithm.advantage=process", ["`rewards.models` has no model", "no environment", "add one"]),
+        ("algorithm.advantage=turn", ["turn compares turns of episodes", "set `data.environment`"]),
+        ("algorithm.turn_discount=0.5", ["has no effect without algorithm.advantage=turn"]),
+        ("environments.mask_outcomes=[turns]", ["has no effect without an environment"]),
+        ("environments.outcome_rewards={turns: -1}", ["has no effect without an environment"]),
         ("algorithm={advantage: remax, reward_norm: group}", ["`algorithm.reward_norm` = group", "greedy"]),
         (
             "algorithm={advantage: gdpo, reward_clip: 2}",
@@ -118,6 +122,32 @@ def test_bad_value_is_refused_with_key_value_and_remedy(base, override, words):
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["rewards.models=[{name: steps, path: m, kind: process}]"],
+            ["steps of a single completion", "remove the model"],
+        ),
+        (
+            ["algorithm.advantage=turn", "rewards.functions=[{function: environment, weight: 2}]"],
+            ["`environment` of weight 2 is their sum", "set its weight to 0"],
+        ),
+        (["algorithm={advantage: turn, reward_clip: 1}"], ["clips total rewards", "rewards of turns"]),
+        (["algorithm={advantage: turn, reward_norm: batch}"], ["normalises total rewards"]),
+        (["algorithm.advantage=turn", "rewards.shuffle=true"], ["the run is no control"]),
+        (["algorithm.advantage=process", "rewards.shuffle=true"], ["the run is no control"]),
+        (["algorithm.advantage=turn", "dynamic_sampling.enabled=true"], ["drops groups of equal rewards"]),
+    ],
+)
+def test_what_turns_of_an_environment_exclude_is_refused(base, overrides, words):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(base, ["data.environment=calculator", *overrides])
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+    assert load_config(base, ["data.environment=calculator", "algorithm.advantage=process"])
+    assert load_config(base, ["data.environment=calculator", "algorithm={advantage: turn, std: batch}"])
 
 
 def test_missing_and_malformed_files_are_named(tmp_path):

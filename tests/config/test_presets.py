@@ -10,6 +10,7 @@ from grpo_dist.config.files import dump_config, load_config
 from grpo_dist.runs.identity import fingerprint
 from grpo_dist.tools.report.run_dir import about
 from tests.support.good_inputs import CONFIG
+from tests.support.preset_needs import PRESET_NEEDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,8 +97,8 @@ def test_the_name_alone_is_reported_with_every_setting_that_differs(base):
 
 @pytest.mark.parametrize("name", presets.names())
 def test_a_configuration_with_a_preset_has_its_label_unchanged(base, name):
-    steps = "rewards.models=[{name: steps, path: m, kind: process}]" if name == "process" else "seed=1"
-    config = load_config(base, [f"+algorithm={name}", "batch.samples_per_prompt=8", steps])
+    own = [f"+algorithm={name}", "batch.samples_per_prompt=8", *PRESET_NEEDS.get(name, [])]
+    config = load_config(base, own)
     assert label_of(config) == name
     assert "changed" not in presets.described(config)
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from grpo_dist.batch.rows import make_batch
-from grpo_dist.types import Group, Prompt, Rollout
+from grpo_dist.types import FurtherRow, Group, Prompt, Rollout, ToolCall, Turn
 
 
 def group(
@@ -47,3 +47,66 @@ def group_of(rewards, lengths, *, prompt_tokens=2, parts=None, reasons=None, **f
     prompt = Prompt("p", np.full(prompt_tokens, 3, np.int32), "1", "made")
     values = np.array(rewards, np.float32)
     return Group(prompt, rollouts, values, parts or {"math": values}, ("",) * len(rewards), **fields)
+
+
+def episode_group(
+    index: int, rng: np.random.Generator, *, samples: int = 4, rewards=None, rewritten: float = 0.3
+) -> Group:
+    """Episodes of one to four turns. Given tokens have log-probs that no reader may look at. ``rewritten``:
+    how likely a turn begins a further row, half of them with another prompt in front.
+    """
+    prompt = Prompt(f"p{index}", _ids(rng, 6 + index), "1", "made", f"problem {index}")
+    rollouts = tuple(_episode(prompt, i, rng, rewritten) for i in range(samples))
+    rewards = rng.random(samples) if rewards is None else rewards
+    return Group(prompt, rollouts, np.asarray(rewards, np.float32), {}, ("",) * samples)
+
+
+def _episode(prompt: Prompt, sample: int, rng: np.random.Generator, rewritten: float) -> Rollout:
+    rows, turns, contexts = [[]], [], []  # of each row, (token, was sampled) pairs
+    for t in range(int(rng.integers(1, 5))):
+        if t and rng.random() < rewritten:
+            rows.append([])
+            kept = [*prompt.token_ids] if rng.random() < 0.5 else [99]
+            contexts.append(np.array([*kept, *_ids(rng, int(rng.integers(1, 6)))], np.int32))
+        elif t:
+            rows[-1] += [(token, False) for token in _ids(rng, int(rng.integers(1, 5)))]
+        rows[-1] += [(token, True) for token in _ids(rng, int(rng.integers(1, 6)))]
+        call = ToolCall("python", f"{t}", "1\n", "ok", 0.25 * (t + 1))
+        reward = [None, 0.5, float(t)][int(rng.integers(0, 3))]
+        turns.append(Turn(len(rows) - 1, len(rows[-1]), f"action {t}", f"seen {t}", (call,), reward))
+    first, *further = [_row_fields(row, rng) for row in rows]
+    return Rollout(
+        prompt_uid=prompt.uid, sample=sample, finish_reason="stop", text="", turns=tuple(turns), **first,
+        further_rows=tuple(
+            FurtherRow(context, **row) for context, row in zip(contexts, further, strict=True)
+        ),
+    )  # fmt: skip
+
+
+def _row_fields(row: list[tuple[int, bool]], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    sampled = np.array([own for _, own in row])
+    return {
+        "completion_ids": np.array([token for token, _ in row], np.int32),
+        "logprobs": np.where(sampled, -5 * rng.random(len(row)), np.nan).astype(np.float32),
+        "policy_versions": np.where(sampled, 3, -1).astype(np.int32),
+        "sampled": sampled,
+    }
+
+
+def _ids(rng: np.random.Generator, count: int) -> np.ndarray:
+    return rng.integers(11, 108, count).astype(np.int32)
+
+
+def episode_groups(*, groups: int = 3, samples: int = 4, seed: int = 0, rewritten: float = 0.3):
+    rng = np.random.default_rng(seed)
+    return [episode_group(i, rng, samples=samples, rewritten=rewritten) for i in range(groups)]
+
+
+def episode_batch(*, groups: int = 3, samples: int = 4, seed: int = 0, rewritten: float = 0.3):
+    """Like `batch`, of episodes."""
+    made = episode_groups(groups=groups, samples=samples, seed=seed, rewritten=rewritten)
+    rng = np.random.default_rng(seed + 1)
+    advantages = [rng.standard_normal(samples).astype(np.float32) for _ in made]
+    rows = [row for g in made for r in g.rollouts for row in r.rows]
+    reference = [-5 * rng.random(len(row.completion_ids), dtype=np.float32) for row in rows]
+    return make_batch(made, advantages, ref_logprobs=reference, max_new_tokens=40)

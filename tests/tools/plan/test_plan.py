@@ -26,6 +26,7 @@ from grpo_dist.tools.plan.stragglers import Stragglers
 from grpo_dist.tools.plan.sweep import Cell, bound, changes_of, longest_s, search
 from grpo_dist.tools.plan.workload import Workload, workload_of
 from tests.support.fakes import config
+from tests.support.preset_needs import PRESET_NEEDS
 
 ROOT = Path(__file__).resolve().parents[3]
 GPU = str(ROOT / "configs/gsm8k_qwen2.5_1.5b.yaml")
@@ -459,9 +460,7 @@ def test_the_command_prints_a_plan_and_writes_its_timeline(tmp_path, capsys):
 @pytest.mark.parametrize("preset", sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml")))
 def test_every_algorithm_can_be_planned(preset):
     small = ["batch.prompts_per_step=8", "bench.lengths.kind=fixed", "bench.lengths.tokens=20"]
-    own = [f"+algorithm={preset}", *small]
-    if preset == "process":
-        own.append("rewards.models=[{name: steps, path: some/model, kind: process}]")
+    own = [f"+algorithm={preset}", *small, *PRESET_NEEDS.get(preset, [])]
     made = make_plan(load_config(GPU, own), "1x9xH100", splits="none")
     samples = made.simulated.simulated.samples
     put_aside = made.configured.config.dynamic_sampling.enabled

@@ -1,0 +1,46 @@
+"""Checks of settings that only episodes of an environment have, or that they exclude."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_dist.config.sections import Sections
+
+
+def episode_contradictions(config: Sections) -> Iterator[str]:
+    """Yield a message for each contradiction between estimator, rewards and environments."""
+    data, advantage, rewards = config.data, config.algorithm.advantage, config.rewards
+    without = [source.path for source in data.train if data.environment_of(source) is None]
+    scores_steps = any(model.kind == "process" for model in rewards.models)
+    if advantage == "process" and not scores_steps and without:
+        yield (
+            "`algorithm.advantage` = process needs scores of reasoning steps or turns, but `rewards.models` "
+            f"has no model of `kind: process`, and source {without[0]} of `data.train` no environment; add "
+            "one of them"
+        )
+    if scores_steps and len(without) < len(data.train):
+        yield (
+            "`rewards.models` has a model of `kind: process`, which scores the steps of a single completion, "
+            "but `data.environment` makes episodes; remove the model (`algorithm.advantage` = process then "
+            "takes the rewards of turns), or the environment"
+        )
+    if advantage == "turn" and without:
+        yield (
+            f"`algorithm.advantage` = turn compares turns of episodes, but source {without[0]} of "
+            "`data.train` has no environment; set `data.environment`, or use another estimator"
+        )
+    sums = [r.weight for r in rewards.functions if r.function == "environment" and r.weight]
+    if advantage == "turn" and sums:
+        yield (
+            "`algorithm.advantage` = turn adds the rewards of turns to the reward of the episode, and reward "
+            f"`environment` of weight {sums[0]:g} is their sum, so each would count twice; set its weight to "
+            "0, which only reports it"
+        )
+    environments, everywhere = config.environments, (*data.train, *data.eval)
+    if not any(map(data.environment_of, everywhere)):
+        for name in ("mask_outcomes", "outcome_rewards"):
+            if getattr(environments, name):
+                yield (
+                    f"`environments.{name}` has no effect without an environment; set `data.environment`, or "
+                    f"remove `environments.{name}`"
+                )

@@ -1,0 +1,325 @@
+"""Episodes in a batch: only what the policy sampled is trained, every sampled token once, and an episode is
+one sample whatever its rows.
+"""
+
+import math
+import pickle
+from dataclasses import fields, replace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_dist.algorithms.aggregation import MODES
+from grpo_dist.algorithms.process import sum_to_go
+from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages, token_advantages
+from grpo_dist.batch.rows import make_batch, split_updates
+from grpo_dist.batch.sharding import packed_micro_batches, shard
+from grpo_dist.batch.token_values import by_sample, values_of_rows
+from grpo_dist.observe.samples import read_groups, write_groups
+from grpo_dist.policy.attention import BlockKernel
+from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.policy.packing import packed
+from grpo_dist.types import FurtherRow, PreparedBatch, Rollout
+from tests.support import made_groups
+
+
+def row_by_row(groups, advantages, reference, *, masked=()):
+    """Build what `make_batch` must, token by token."""
+    out, seen, sequences = [], 0, 0
+    for group, own in zip(groups, advantages, strict=True):
+        for i, rollout in enumerate(group.rollouts):
+            sampled = [t for row in rollout.rows for t in row.logprobs[row.sampled]]
+            trained = math.isfinite(group.rewards[i]) and all(map(math.isfinite, sampled))
+            trained = trained and rollout.finish_reason not in masked
+            sequences += trained and bool(sampled)
+            for row in rollout.rows:
+                context = group.prompt.token_ids if row is rollout else row.context_ids
+                line = [(int(t), False, 0.0, 0.0, 0.0) for t in context]
+                for c, token in enumerate(row.completion_ids.tolist()):
+                    if trained and row.sampled[c]:
+                        line.append((token, True, own[i], row.logprobs[c], reference[seen][c]))
+                    else:
+                        line.append((token, False, 0.0, 0.0, 0.0))
+                out.append(line)
+                seen += 1
+    return out, sequences
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), data=st.data())
+def test_a_batch_of_episodes_equals_one_built_token_by_token(seed, data):
+    rng = np.random.default_rng(seed)
+    groups = made_groups.episode_groups(groups=3, samples=3, seed=seed)
+    reason = data.draw(st.sampled_from(["stop", "length", "turns", "error"]))
+    first = groups[0].rollouts
+    rewards = groups[1].rewards.copy()
+    rewards[0] = np.nan
+    groups[0] = replace(groups[0], rollouts=(replace(first[0], finish_reason=reason), *first[1:]))
+    groups[1] = replace(groups[1], rewards=rewards)
+    advantages = [rng.standard_normal(3).astype(np.float32) for _ in groups]
+    rows = [row for g in groups for r in g.rollouts for row in r.rows]
+    reference = [rng.random(len(row.completion_ids), dtype=np.float32) for row in rows]
+    batch = make_batch(
+        groups, advantages, ref_logprobs=reference, max_new_tokens=9, mask_outcomes=("turns", "length")
+    )
+    expected, sequences = row_by_row(groups, advantages, reference, masked=("turns", "length", "error"))
+    assert batch.row_ids.tolist() == list(range(len(expected))) == list(range(len(rows)))
+    assert batch.lengths.tolist() == [len(line) for line in expected]
+    names = ("tokens", "loss_mask", "advantages", "rollout_logprobs", "ref_logprobs")
+    for i, line in enumerate(expected):
+        for name, values in zip(names, zip(*line, strict=True), strict=True):
+            own = getattr(batch, name)[i]
+            assert torch.equal(own[: len(line)], torch.tensor(np.array(values), dtype=own.dtype)), name
+            assert not own[len(line) :].any()
+    assert batch.num_tokens == sum(own for line in expected for _, own, *_ in line)
+    assert batch.num_sequences == sequences
+
+
+def test_a_sample_without_an_environment_makes_the_batch_it_always_made():
+    """Also where it stands beside episodes; an all-true mask changes nothing but a step's fast path."""
+    plain = made_groups.group(0, np.random.default_rng(0))
+    marked = replace(
+        plain,
+        rollouts=tuple(replace(r, sampled=np.ones(len(r.completion_ids), bool)) for r in plain.rollouts),
+    )
+    one, other = (
+        make_batch([g], [np.arange(4, dtype=np.float32)], ref_logprobs=None, max_new_tokens=9)
+        for g in (plain, marked)
+    )
+    for f in fields(one):
+        a, b = getattr(one, f.name), getattr(other, f.name)
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, f.name
+    assert one.sample_tokens is None
+
+
+def test_every_sampled_token_is_trained_once_and_an_episode_counts_once():
+    groups = made_groups.episode_groups(rewritten=0.9)
+    batch = made_groups.episode_batch(rewritten=0.9)
+    samples = [r for g in groups for r in g.rollouts]
+    assert len(batch) == sum(len(r.rows) for r in samples) > len(samples)
+    assert batch.num_tokens == sum(r.num_sampled for r in samples) == int(batch.loss_mask.sum())
+    assert batch.num_sequences == len(samples)
+    assert batch.sample_tokens.tolist() == [r.num_sampled for r in samples for _ in r.rows]
+    parts = split_updates(batch, num_groups=3, num_updates=3)
+    assert [p.num_sequences for p in parts] == [4.0] * 3
+    assert sum(p.num_tokens for p in parts) == batch.num_tokens
+    assert [set(p.group_ids.tolist()) for p in parts] == [{0}, {1}, {2}]
+
+
+def test_the_log_probs_of_a_given_token_leave_no_sample_out_and_those_of_a_sampled_one_its_whole_episode():
+    groups = made_groups.episode_groups(groups=1, rewritten=0.9, seed=3)
+    (group,) = groups
+    several = next(i for i, r in enumerate(group.rollouts) if r.further_rows)
+    lost = group.rollouts[several]
+    last = lost.further_rows[-1]
+    unknown = replace(last, logprobs=np.full_like(last.logprobs, np.nan))
+    rollouts = list(group.rollouts)
+    rollouts[several] = replace(lost, further_rows=(*lost.further_rows[:-1], unknown))
+    batch = make_batch(
+        [replace(group, rollouts=tuple(rollouts))], [np.ones(4, np.float32)],
+        ref_logprobs=None, max_new_tokens=9,
+    )  # fmt: skip
+    owner = [i for i, r in enumerate(rollouts) for _ in r.rows]
+    trained = {owner[row] for row in batch.loss_mask.any(dim=1).nonzero()[:, 0].tolist()}
+    assert trained == set(range(4)) - {several} and batch.num_sequences == 3
+
+
+@pytest.mark.parametrize("order", ["as made", "further rows first"])
+def test_packed_rows_share_the_prompt_only_with_rows_that_begin_with_it(order):
+    batch = made_groups.episode_batch(groups=2, rewritten=0.9, seed=1)
+    further = batch.prompt_lengths == 0
+    assert further.any() and len(set(batch.prompt_lengths[~further].tolist())) == 2
+    if order != "as made":
+        batch = batch.select(list(reversed(range(len(batch)))))
+    layout = packed(batch.rows, BlockKernel())
+    # What each wanted token is predicted from: the stream, read along the row's own positions.
+    stream, positions = layout.tokens[0], layout.positions[0]
+    shared = [(int(g), int(n)) for g, n in zip(batch.group_ids, batch.prompt_lengths, strict=True) if n]
+    saved = sum(n for _, n in shared) - sum(n for _, n in set(shared))
+    assert int(positions.numel()) == int(batch.lengths.sum()) - saved
+    rows, columns = batch.loss_mask.nonzero().T
+    assert torch.equal(stream[layout.sources], batch.tokens[rows, columns - 1])
+    assert torch.equal(positions[layout.sources], columns - 1)
+    assert torch.equal(layout.targets, batch.tokens[rows, columns])
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 99), ranks=st.integers(1, 5), budget=st.integers(10, 200))
+def test_sharding_and_micro_batches_hold_every_row_of_every_episode_once(seed, ranks, budget):
+    batch = made_groups.episode_batch(seed=seed, rewritten=0.6)
+    parts = shard(batch, ranks)
+    assert sorted(row for part in parts for row in part.row_ids.tolist()) == list(range(len(batch)))
+    for part in parts:
+        rows = part.rows
+        plan = packed_micro_batches(
+            rows.lengths.tolist(), rows.group_ids.tolist(), rows.prompt_lengths.tolist(), budget
+        )
+        assert sorted(row for own in plan for row in own) == list(range(len(part)))
+
+
+def credited(groups, settings, reference=None):
+    batch = make_batch(groups, sample_advantages(groups, settings), ref_logprobs=reference, max_new_tokens=8)
+    return batch, token_advantages(batch, groups, settings)
+
+
+def episode(rows, rewards=(), *, prompt=(7, 8)):
+    """An episode of rows such as "aaooa": a an action's token, o a given one; a turn for each run of a."""
+    turns, made = [], []
+    for number, row in enumerate(rows):
+        sampled = np.array([c == "a" for c in row])
+        ends = [i + 1 for i, c in enumerate(row) if c == "a" and row[i + 1 : i + 2] != "a"]
+        turns += [made_groups.Turn(number, end, "") for end in ends]
+        made.append((np.full(len(row), 5, np.int32), np.where(sampled, -1, 0).astype(np.float32),
+                     np.where(sampled, 0, -1).astype(np.int32), sampled))  # fmt: skip
+    turns = tuple(
+        replace(turn, reward=reward)
+        for turn, reward in zip(turns, rewards or [None] * len(turns), strict=True)
+    )
+    (ids, logprobs, versions, sampled), *further = made
+    context = np.array([*prompt, 9], np.int32)
+    return Rollout("p", 0, ids, logprobs, "stop", "", versions, sampled, turns,
+                   tuple(FurtherRow(context, *own) for own in further))  # fmt: skip
+
+
+def group_of(rewards, *episodes):
+    made = made_groups.group_of(rewards, [1] * len(episodes))
+    rollouts = tuple(replace(e, sample=i) for i, e in enumerate(episodes))
+    prompt = replace(made.prompt, token_ids=np.array([7, 8], np.int32))
+    return replace(made, prompt=prompt, rollouts=rollouts)
+
+
+def test_an_observation_does_not_cut_what_is_still_to_come():
+    """verl#6376: a given token between two actions took the reward from the first one. With a discount of 0.5
+    for a turn the returns are 0.5, (given) and 1.
+    """
+    assert sum_to_go(torch.tensor([[0.0, 0, 1]])).tolist() == [[1, 1, 1]]
+    group = group_of([1, 0], episode(["aoa"]), episode(["aoa"]))
+    how = AdvantageSettings(estimator="turn", std="none", turn_discount=0.5)
+    batch, got = credited([group], how)
+    assert got.advantages[0].tolist() == [0, 0, 0.25, 0, 0.5]  # less the means of the turns, 0.25 and 0.5
+    assert got.advantages[1].tolist() == [0, 0, -0.25, 0, -0.5]
+    assert batch.loss_mask[0].tolist() == [False, False, True, False, True]
+
+
+def test_kl_in_the_reward_counts_sampled_tokens_of_all_rows_alone():
+    """k1 of 0.5 a sampled token; what stands at given tokens counts for nothing."""
+    group = group_of([0, 0], episode(["aooa", "aoa"]), episode(["a"]))
+    reference = [np.array([-1.5, 9, np.nan, -1.5], np.float32), np.full(3, -1.5, np.float32),
+                 np.full(1, -1.0, np.float32)]  # fmt: skip
+    how = AdvantageSettings(std="none", kl_coef=1.0, kl_estimator="k1")
+    _, got = credited([group], how, reference)
+    assert got.advantages.tolist() == [
+        [0, 0, -2.0, 0, 0, -1.5],
+        [0, 0, 0, -1.0, 0, -0.5],
+        [0] * 6,
+    ]
+
+
+def test_process_takes_the_rewards_of_turns_where_no_model_scores_steps():
+    """Rewards 1, 0, 1 of three turns, one more turn without; deviation 1/sqrt(3), as for steps of a model."""
+    group = group_of([1, 0], episode(["aaoa", "a"], (1.0, None, 0.0)), episode(["a"], (1.0,)))
+    _, got = credited([group], AdvantageSettings(estimator="process", eps=0))
+    unit = math.sqrt(1 / 3)
+    a, b = (1 / 3) / unit, (-2 / 3) / unit
+    torch.testing.assert_close(got.advantages[0], torch.tensor([0, 0, a + b, a + b, 0, b]))
+    torch.testing.assert_close(got.advantages[1], torch.tensor([0, 0, 0, b, 0, 0]))
+    torch.testing.assert_close(got.advantages[2], torch.tensor([0, 0, a, 0, 0, 0]))
+
+
+def test_an_episode_without_a_reward_is_in_no_statistic_of_turns():
+    scored = group_of([1, 0], episode(["aoa"], (1.0, 0.0)), episode(["aoa"], (0.0, 0.0)))
+    lost = group_of([1, 0, math.nan], *scored.rollouts, episode(["aoa"], (9.0, 9.0)))
+    for estimator in ("turn", "process"):
+        how = AdvantageSettings(estimator=estimator)
+        _, two = credited([scored], how)
+        _, three = credited([lost], how)
+        torch.testing.assert_close(three.advantages[:2], two.advantages)
+        assert two.advantages.any() and not three.advantages[2].any() and not three.loss_mask[2].any()
+
+
+def test_opo_weighs_with_the_tokens_that_were_sampled():
+    group = group_of([1, 0], episode(["aaooooa"]), episode(["a"]))
+    got = sample_advantages([group], AdvantageSettings(estimator="opo"))
+    np.testing.assert_allclose(got[0], [0.25, -0.75])
+
+
+def test_token_values_return_to_the_rows_of_their_episodes(tmp_path):
+    groups = made_groups.episode_groups(rewritten=0.6, seed=4)
+    batch = made_groups.episode_batch(rewritten=0.6, seed=4)
+    rows = [row for g in groups for r in g.rollouts for row in r.rows]
+    parts = [p for update in split_updates(batch, num_groups=3, num_updates=3) for p in shard(update, 2)]
+    logprobs = {i: np.full(int(row.sampled.sum()), -i, np.float32) for i, row in enumerate(rows)}
+    found = by_sample(groups, values_of_rows(parts, tokens=True), logprobs)
+    number = 0
+    for group in groups:
+        for rollout in group.rollouts:
+            values = found[group.prompt.uid, rollout.sample]
+            own = [values, *values.further_rows]
+            assert len(own) == len(rollout.rows)
+            for row, known in zip(rollout.rows, own, strict=True):
+                at = batch.lengths[number] - len(row.completion_ids), batch.lengths[number]
+                for name, tensor in (("advantages", batch.advantages), ("ref_logprobs", batch.ref_logprobs)):
+                    np.testing.assert_array_equal(getattr(known, name), tensor[number, slice(*at)])
+                np.testing.assert_array_equal(known.trainer_logprobs, np.where(row.sampled, -number, 0))
+                number += 1
+            expected = batch.advantages[number - 1][batch.loss_mask[number - 1]][0]  # one for all its tokens
+            assert values.advantage == pytest.approx(float(expected), rel=1e-6)
+    write_groups(tmp_path / "t.parquet", groups, found)
+    table = pq.read_table(tmp_path / "t.parquet").to_pylist()
+    several = next(i for i, r in enumerate(r for g in groups for r in g.rollouts) if r.further_rows)
+    assert table[several]["further_rows"][0]["advantages"] is not None
+
+
+def same(a, b):
+    """Compare two records bit for bit."""
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if hasattr(a, "__dataclass_fields__"):
+        return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    return (a is b) or a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 999))
+def test_episodes_are_sent_and_kept_bit_for_bit(seed, tmp_path_factory):
+    path = tmp_path_factory.mktemp("kept") / "groups.parquet"
+    groups = made_groups.episode_groups(seed=seed)
+    turn = replace(groups[0].rollouts[0].turns[0], reward=math.nan, observation="\u2028é\n")
+    first = groups[0].rollouts[0]
+    odd = replace(first, turns=(turn, *first.turns[1:]))
+    groups[0] = replace(groups[0], rollouts=(odd, *groups[0].rollouts[1:]))
+    groups.append(made_groups.group(7, np.random.default_rng(seed)))  # of no environment
+    sent = pickle.loads(pickle.dumps(groups))
+    write_groups(path, groups)
+    kept = read_groups(path, {g.prompt.uid: g.prompt for g in groups})
+    for group, arrived, read in zip(groups, sent, kept, strict=True):
+        assert same(group.rollouts, arrived.rollouts) and same(group.rollouts, read.rollouts)
+
+
+def test_a_table_without_episodes_has_no_columns_for_them(tmp_path):
+    group = made_groups.group(0, np.random.default_rng(0))
+    write_groups(tmp_path / "t.parquet", [group])
+    assert not {"sampled", "turns", "further_rows"} & set(pq.read_schema(tmp_path / "t.parquet").names)
+    (read,) = read_groups(tmp_path / "t.parquet", {group.prompt.uid: group.prompt})
+    assert same(read.rollouts, group.rollouts) and read.rollouts[0].sampled is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_of_one_episode_weigh_as_if_they_were_one_row(mode):
+    """Two actions in one row, or in two: the same weight of every sampled token."""
+
+    def weights(first):
+        group = group_of([1, 0], first, episode(["aaaa"]))
+        batch = make_batch([group], [np.array([1, -1], np.float32)], ref_logprobs=None, max_new_tokens=8)
+        logprobs = torch.zeros(batch.tokens.shape, requires_grad=True)
+        loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), LossSettings(aggregation=mode))
+        loss.backward()
+        return logprobs.grad[batch.loss_mask]
+
+    torch.testing.assert_close(weights(episode(["aaa", "a"])), weights(episode(["aaaooa"])))
