@@ -41,11 +41,13 @@ class Task:
         environment: as in `data.environment`, e.g. "python" or "my_module:Guess".
         kwargs: arguments of the environment's class.
         messages: the prompt as chat messages, which later turns are rendered after; () for plain text.
+        tools: JSON schemas of the tools that the policy may call, as chat templates take them.
     """
 
     environment: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,15 @@ from grpo_dist.types import ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call as parsed from an action. ``arguments``: JSON object, or the code of a code block."""
+    """A tool call as parsed from an action.
+
+    Attributes:
+        arguments: a JSON object; with ``raw`` the text of a code block, which is the tool's first argument.
+    """
 
     name: str
     arguments: str
+    raw: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +29,7 @@ class Action:
         text: decoded without special tokens.
         calls: the tool calls in it, in order.
         malformed: why a call in it cannot be read; "": none is malformed.
-        unfinished: a stop string ended it before it was over; the policy goes on at once.
+        unfinished: it stopped at the end of a code block that is no call, so sampling continues at once.
     """
 
     text: str
@@ -38,8 +43,9 @@ class Observed:
     """The environment's answer.
 
     Attributes:
-        observation: results of calls or the environment's observation; () and "" with ``done``.
-        calls: one for each call of the action.
+        observation: what the environment says besides results of calls; () and "" with ``done``.
+        calls: one for each call of the action, and one of outcome "malformed" for a malformed action. Their
+            results are cut where they are rendered.
         failed: why the environment itself could not answer; "": it did. The sample cannot be scored.
     """
 

@@ -1,0 +1,65 @@
+"""vLLM's tool parsers, for the form of calls that a chat template teaches."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_dist.environments.calls import CODE, CallParser
+from grpo_dist.environments.records import Call
+
+# Attributes in which parsers keep what opens a call.
+_OPENINGS = ("tool_call_start_token", "tool_calls_start_token", "bot_token")
+
+
+class EngineCallParser:
+    """A tool parser of vLLM. Raises ValueError for a name that vLLM does not know, or a tokenizer that lacks
+    the parser's tokens.
+    """
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        from vllm.tool_parsers import ToolParserManager
+
+        # A call that cannot be read is an observation for the policy; vLLM logs a stack trace for each.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+        try:
+            self._kind = ToolParserManager.get_tool_parser(name)
+        except KeyError as error:
+            raise ValueError(
+                f"`environments.call_format` = {name} is no tool parser of vLLM; use code, or one of "
+                f"{', '.join(sorted(ToolParserManager.list_registered()))}"
+            ) from error
+        self._tokenizer = tokenizer
+        self._made: dict[str, tuple[Any, Any]] = {}  # by the tools' schemas
+        try:
+            parser, _ = self._parser(())
+        except (RuntimeError, ValueError, AssertionError) as error:
+            raise ValueError(
+                f"`environments.call_format` = {name} does not fit the model's tokenizer ({error}); use the "
+                "form that its chat template shows, or code"
+            ) from error
+        found = (getattr(parser, attribute, None) for attribute in _OPENINGS)
+        self.openings = [token for token in found if isinstance(token, str) and token]
+
+    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[Call]:
+        parser, request = self._parser(tools)
+        found = parser.extract_tool_calls(text, request)
+        if not found.tools_called:
+            return []
+        return [Call(call.function.name, call.function.arguments) for call in found.tool_calls]
+
+    def _parser(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
+        key = json.dumps(list(tools), sort_keys=True)
+        if key not in self._made:
+            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+            request = ChatCompletionRequest(messages=[], tools=[dict(tool) for tool in tools] or None)
+            self._made[key] = self._kind(self._tokenizer, request.tools), request
+        return self._made[key]
+
+
+def call_parser(call_format: str, tokenizer: Any) -> CallParser | None:
+    """Return vLLM's parser of ``call_format``; None for code blocks."""
+    return None if call_format == CODE else EngineCallParser(call_format, tokenizer)

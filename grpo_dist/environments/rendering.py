@@ -1,0 +1,191 @@
+"""Text and token ids around turns: the chat template of the model, the form of calls, and their results."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from grpo_dist.config import DataConfig, EnvironmentsConfig
+from grpo_dist.environments.base import Message
+from grpo_dist.environments.calls import CODE, CODE_STOP, CallParser, read_chat, read_code, resolve_format
+from grpo_dist.environments.records import Action
+from grpo_dist.types import Task, Thought
+
+# In place of the last assistant's content, so that what follows it can be found in the rendered text.
+_MARK = "@@CONTENT-OF-THE-LAST-ASSISTANT@@"
+_CUT = "\n... {} characters cut ...\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as the template writes it.
+
+    Attributes:
+        text: all of it, up to where the next action begins.
+        before: what precedes the content of the last assistant message.
+        tail: what follows it.
+    """
+
+    text: str
+    before: str
+    tail: str
+
+
+class Renderer:
+    """Reads actions and renders observations for one tokenizer. Made once per engine; holds no episode."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        data: DataConfig,
+        settings: EnvironmentsConfig,
+        parser: CallParser | None = None,
+        *,
+        end_ids: Collection[int] = (),
+    ) -> None:
+        """
+        Args:
+            parser: of calls in the form `environments.call_format`; not needed for code blocks.
+            end_ids: tokens that end an action, besides the tokenizer's EOS.
+        """
+        self._tokenizer, self._parser = tokenizer, parser
+        self.has_template = data.chat_template == "model"
+        self._kwargs = dict(data.template_kwargs)
+        self.call_format = resolve_format(settings.call_format, template_text(tokenizer, data))
+        self._max_tool_tokens = settings.max_tool_tokens
+        self.end_ids = frozenset(end_ids) | {tokenizer.eos_token_id}
+
+    @property
+    def in_place(self) -> bool:
+        """Whether results follow a call in the same message."""
+        return self.call_format == CODE
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that end an action. They are part of it."""
+        return (CODE_STOP,) if self.in_place else ()
+
+    def parse(self, text: str, ids: Sequence[int], task: Task, thought: Thought) -> Action:
+        """Read an action with its calls.
+
+        Args:
+            text: decoded without special tokens.
+            ids: all tokens of the action.
+        """
+        if not task.tools:
+            return Action(text)
+        ended = self.ended(ids)
+        if self.in_place:
+            return read_code(text, [schema["function"]["name"] for schema in task.tools], ended=ended)
+        assert self._parser is not None, f"a parser for {self.call_format} calls is needed"
+        answer = _behind_thought(self.raw(ids), thought)
+        calls, malformed = read_chat(answer, self.call_format, self._parser, task.tools)
+        return Action(text, calls, malformed)
+
+    def ended(self, ids: Sequence[int]) -> bool:
+        """Return whether the policy ended its message."""
+        return bool(ids) and ids[-1] in self.end_ids
+
+    def raw(self, ids: Sequence[int]) -> str:
+        """Decode an action with its special tokens, without the one that ends it."""
+        kept = ids[:-1] if self.ended(ids) else ids
+        return self._tokenizer.decode(
+            list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Decode an action without special tokens."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def prompt(self, task: Task) -> str:
+        """Render the prompt of ``task``, up to where the first action begins."""
+        return self._render(task.messages, task)
+
+    def conversation(
+        self, task: Task, history: Sequence[Message], content: str, observed: Sequence[Message]
+    ) -> Rendered:
+        """Render ``history``, an assistant message of ``content``, and what was ``observed`` behind it."""
+        text = self._render((*history, _assistant(content), *observed), task)
+        marked = self._render((*history, _assistant(_MARK), *observed), task)
+        before, mark, tail = marked.rpartition(_MARK)
+        if not mark:
+            raise ValueError(
+                "the model's chat template does not show the content of assistant messages, so no turn can "
+                "follow it; use another `data.chat_template`"
+            )
+        return Rendered(text, before, tail)
+
+    def harmless(self, text: str) -> str:
+        """Break control tokens in text of an environment, which could otherwise begin a turn of its own."""
+        return self._controls.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+
+    def cut(self, result: str) -> str:
+        """Return a tool's result with at most `environments.max_tool_tokens` tokens: its middle is cut."""
+        result = self.harmless(result)
+        limit = self._max_tool_tokens
+        half = (
+            len(result) // 2 if len(result) <= 64 * limit else 32 * limit
+        )  # bounds the cost of a huge result
+        while True:
+            shown = _middle_cut(result, half)
+            count = len(self.ids(shown))
+            if count <= limit:
+                return shown
+            if half == 0:  # the mark alone is longer
+                return self._tokenizer.decode(self.ids(shown)[:limit], skip_special_tokens=True)
+            half = min(half - 1, int(half * limit / count))
+
+    @cached_property
+    def _controls(self) -> re.Pattern[str]:
+        added = self._tokenizer.added_tokens_decoder.values()
+        names = {str(token) for token in added if token.special} | set(self._tokenizer.all_special_tokens)
+        whole = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, whole)) or r"(?!)")
+
+    def _render(self, messages: Sequence[Message], task: Task) -> str:
+        tools = [dict(tool) for tool in task.tools] if task.tools and not self.in_place else None
+        return self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=tools,
+            tokenize=False,
+            add_generation_prompt=True,
+            **self._kwargs,
+        )
+
+
+def template_text(tokenizer: Any, data: DataConfig) -> str | None:
+    """Return the chat template in use for conversations with tools; None for plain text."""
+    if data.chat_template == "none" or not getattr(tokenizer, "chat_template", None):
+        return None
+    return tokenizer.get_chat_template(tools=[{}])
+
+
+def result_messages(names: Sequence[str], results: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return a tool message for each result."""
+    return [
+        {"role": "tool", "name": name, "content": text} for name, text in zip(names, results, strict=True)
+    ]
+
+
+def _assistant(content: str) -> Message:
+    return {"role": "assistant", "content": content}
+
+
+def _behind_thought(text: str, thought: Thought) -> str:
+    """Return what follows the thought; "" where it is not closed. A call inside a thought is none."""
+    begun = thought.prompt == "opens" or text.lstrip().startswith(thought.opening)
+    if thought.closing in text:
+        return text.partition(thought.closing)[2]
+    return "" if begun else text
+
+
+def _middle_cut(text: str, half: int) -> str:
+    if 2 * half >= len(text) - 1:
+        return text
+    return text[:half] + _CUT.format(len(text) - 2 * half) + text[len(text) - half :]

@@ -1,0 +1,256 @@
+"""Guarantees: code blocks are read as calls, arguments are checked, the calculator is exact and bounded."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field
+
+from grpo_dist.environments.builtin import calculator
+from grpo_dist.environments.calls import read_chat, read_code, resolve_format
+from grpo_dist.environments.records import Call
+from grpo_dist.environments.tools import BadCall, TypedTool, as_text, typed_tools
+from tests.support.chat_templates import real_tokenizer
+
+_NAMES = ["python", "calculator"]
+
+
+@pytest.mark.parametrize(("text", "call"), [
+    ("```python\nprint(1)\n```\n", ("python", "print(1)\n")),
+    ("I compute.\n```py\nx = 1\nx\n```", ("python", "x = 1\nx\n")),
+    ("```text\na\n```\nthen\n```calculator\n1+1\n```\n", ("calculator", "1+1\n")),
+    ("```python\nfirst\n```\n```python\nsecond\n```\n", ("python", "second\n")),
+    ("``` python \n1\n```\n", ("python", "1\n")),
+    ("```python\n```\n", ("python", "")),
+])  # fmt: skip
+def test_the_code_block_at_the_end_is_a_call(text: str, call: tuple[str, str]) -> None:
+    assert read_code(text, _NAMES, ended=False).calls == (Call(*call, raw=True),)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no code", "```python\n1\n```\nand so on", "`python` ```x```", "```python"]
+)
+def test_other_text_has_no_call(text: str) -> None:
+    action = read_code(text, _NAMES, ended=False)
+    assert action.calls == () and not action.malformed and not action.unfinished
+
+
+def test_a_message_that_ended_runs_no_code() -> None:
+    action = read_code("```python\n1\n```\n", _NAMES, ended=True)
+    assert action.calls == () and not action.malformed
+
+
+def test_a_code_block_that_is_never_closed_is_malformed() -> None:
+    assert "not closed" in read_code("```python\nprint(1)", _NAMES, ended=True).malformed
+    assert not read_code("```text\nprint(1)", _NAMES, ended=True).malformed
+
+
+class _Nothing:
+    openings = ("<special>",)
+
+    def __call__(self, text: str, tools: object) -> list[Call]:
+        return [Call("f", "{}")] if "OK" in text else []
+
+
+@pytest.mark.parametrize(("call_format", "text", "malformed"), [
+    ("hermes", "<tool_call>{", True),
+    ("hermes", "<tool_call>OK", False),
+    ("hermes", "an answer", False),
+    ("llama3_json", '{"name": "f", ', True),
+    ("llama3_json", "\\boxed{5}", False),
+    ("qwen3_xml", "<function=f><parameter=x>OK", True),
+    ("qwen3_xml", "<function=f><parameter=x>OK</parameter></function>", False),
+    ("another", "<special>", True),
+])  # fmt: skip
+def test_an_opening_without_a_call_is_malformed(call_format: str, text: str, malformed: bool) -> None:
+    calls, reason = read_chat(text, call_format, _Nothing(), ())
+    assert bool(reason) == malformed
+    assert not (calls and reason)
+
+
+@pytest.mark.parametrize(("name", "call_format"), [
+    ("qwen2.5", "hermes"), ("qwen3", "hermes"), ("llama3.1", "llama3_json"), ("llama3", "code"),
+    ("smollm2", "code"), ("deepseek-r1-distill", "code"),
+])  # fmt: skip
+def test_auto_takes_the_form_that_the_chat_template_shows(name: str, call_format: str) -> None:
+    assert resolve_format("auto", real_tokenizer(name).chat_template) == call_format
+
+
+def test_a_named_form_wins_and_plain_text_has_code_blocks() -> None:
+    assert resolve_format("hermes", None) == "hermes"
+    assert resolve_format("auto", None) == "code"
+
+
+def _weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> str:
+    """Forecast the weather.
+
+    It is a guess.
+
+    Args:
+        city: name of
+            the city
+        days (int): how far ahead
+
+    Returns:
+        the forecast
+    """
+    return f"{city} {days} {unit}"
+
+
+def test_the_schema_comes_from_types_and_docstring() -> None:
+    assert TypedTool(_weather).schema == {
+        "type": "function",
+        "function": {
+            "name": "_weather",
+            "description": "Forecast the weather.\n\nIt is a guess.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "description": "name of the city"},
+                    "days": {"type": "integer", "description": "how far ahead"},
+                    "unit": {"type": "string", "enum": ["C", "F"]},
+                },
+                "required": ["city"],
+            },
+        },
+    }
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ('{"city": "Ulm"', ["not valid JSON", "Ulm"]),
+    ('["Ulm"]', ["JSON list", "expected an object"]),
+    ("3", ["JSON int"]),
+    ("{}", ["_weather", "`city` is missing", "It takes: city, days, unit"]),
+    ('{"city": "Ulm", "hours": 3}', ["no argument `hours`"]),
+    ('{"city": "Ulm", "days": "many"}', ["`days` = 'many'", "valid integer"]),
+    ('{"city": "Ulm", "unit": "K"}', ["`unit` = 'K'", "'C' or 'F'"]),
+    ('{"city": null}', ["`city`", "valid string"]),
+    ("[" * 100_000, ["not valid JSON"]),
+])  # fmt: skip
+def test_arguments_that_do_not_fit_are_refused_in_words(arguments: str, words: list[str]) -> None:
+    with pytest.raises(BadCall) as error:
+        TypedTool(_weather).arguments(Call("_weather", arguments))
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert len(str(error.value)) < 600
+
+
+def test_arguments_that_fit_are_converted() -> None:
+    tool = TypedTool(_weather)
+    assert tool.arguments(Call("_weather", '{"city": "Ulm", "days": 2}')) == {"city": "Ulm", "days": 2}
+    assert tool.arguments(Call("_weather", "Ulm", raw=True)) == {"city": "Ulm"}
+
+
+def _untyped(x) -> str:  # type: ignore[no-untyped-def]
+    """Do it."""
+    return x
+
+
+def _undocumented(x: int) -> int:
+    return x
+
+
+def _variadic(*x: int) -> int:
+    """Do it."""
+    return sum(x)
+
+
+def _unschematic(x: object = object) -> int:
+    """Do it."""
+    return 0
+
+
+@pytest.mark.parametrize(("functions", "words"), [
+    ([_untyped], "parameter `x` has no type"),
+    ([_undocumented], "no docstring"),
+    ([_variadic], "`x` must be one that calls can name"),
+    ([calculator, calculator], "two tools have the name `calculator`"),
+])  # fmt: skip
+def test_a_tool_without_a_schema_is_refused(functions: list, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        typed_tools(functions)
+
+
+def test_annotated_types_describe_themselves() -> None:
+    def power(base: Annotated[float, Field(description="the base", gt=0)]) -> float:
+        """Raise it."""
+        return base
+
+    parameters = TypedTool(power).schema["function"]["parameters"]
+    assert parameters["properties"]["base"] == {
+        "type": "number",
+        "description": "the base",
+        "exclusiveMinimum": 0,
+    }
+
+
+def test_results_are_shown_as_text_or_json() -> None:
+    assert [as_text(v) for v in ("é", 3, {"a": "é"}, None, {1, 2} - {2})] == [
+        "é",
+        "3",
+        '{"a": "é"}',
+        "null",
+        "{1}",
+    ]
+
+
+@pytest.mark.parametrize(("expression", "result"), [
+    ("347*58", "20126"),
+    ("1/3", "1/3 (about 0.333333333333)"),
+    ("0.1+0.2", "0.3"),
+    ("-1/8", "-0.125"),
+    ("-7//2", "-4"),
+    ("-7 % 3", "2"),
+    ("2**100", "1267650600228229401496703205376"),
+    ("2^10", "1024"),
+    ("3×4", "12"),
+    ("2**-2", "0.25"),
+    ("sqrt(16)/4", "1"),
+    ("sqrt(2)", "1.41421356237"),
+    ("sqrt(1/4)", "0.5"),
+    ("round(2/3, 2)", "0.67"),
+    ("floor(-0.5)", "-1"),
+    ("max(1, 2.5, 1/3)", "2.5"),
+    ("gcd(12, 18)", "6"),
+    ("factorial(20)", "2432902008176640000"),
+    ("comb(10, 3)", "120"),
+    ("1e3", "1000"),
+    ("0x10", "16"),
+    ("1_000", "1000"),
+    ("1**10000000000", "1"),
+    ("0**5", "0"),
+])  # fmt: skip
+def test_the_calculator_is_exact(expression: str, result: str) -> None:
+    assert calculator(expression) == result
+
+
+@pytest.mark.parametrize(("expression", "words"), [
+    ("9**9**9", "too large"),
+    ("factorial(10**6)", "between 0 and 1000"),
+    ("10**5999*10**5999", "too large"),
+    ("1e999999", "too large"),
+    ("2**0.5**1e9", "too large"),
+    ("1/0", "division by zero"),
+    ("0**-1", "division by zero"),
+    ("(-8)**(1/3)", "real"),
+    ("sqrt(-1)", "real"),
+    ("__import__('os').system('true')", "cannot be computed"),
+    ("().__class__", "cannot be computed"),
+    ("[1]*10**9", "cannot be computed"),
+    ("'a'*3", "cannot be computed"),
+    ("True", "cannot be computed"),
+    ("lambda: 1", "cannot be computed"),
+    ("x", "cannot be computed"),
+    ("abs()", "does not take 0"),
+    ("round(1, 10**9)", "at most 100"),
+    ("max(*[1])", "plain numbers"),
+    ("1 +", "not an arithmetic expression"),
+    ("(" * 900, "not an arithmetic expression"),
+    ("1" * 2000, "2000 characters"),
+    ("-" * 999 + "1", "not an arithmetic expression"),
+    ("10**400 + 0.5 * pi", "too large"),
+    ("a, b", "cannot be computed"),
+])  # fmt: skip
+def test_the_calculator_refuses_in_words(expression: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        calculator(expression)

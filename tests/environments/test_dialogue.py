@@ -1,0 +1,336 @@
+"""Guarantees: sampled ids stay as sampled; given ids are those that the real chat template writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
+from grpo_dist.data.thoughts import thought_of
+from grpo_dist.demo.tokenizer import END, character_tokenizer
+from grpo_dist.environments.builtin import calculator
+from grpo_dist.environments.dialogue import Dialogue
+from grpo_dist.environments.records import Call, Observed
+from grpo_dist.environments.rendering import Renderer
+from grpo_dist.environments.tools import TypedTool
+from grpo_dist.types import Prompt, Rollout, Task, ToolCall
+from tests.support.chat_templates import real_tokenizer
+
+_TOOLS = (TypedTool(calculator).schema,)
+_QUESTION = {"role": "user", "content": "What is 12*34?"}
+
+
+class _Hermes:
+    """Reads one kind of call; vLLM's own parsers are tested in tests/actors."""
+
+    openings = ("<tool_call>",)
+
+    def __call__(self, text: str, tools: Any) -> list[Call]:
+        return [Call("calculator", '{"expression": "12*34"}')] if "12*34}" in text else []
+
+
+def _data(**changes: Any) -> DataConfig:
+    return DataConfig(train=(DataSourceConfig(path="demo:add3"),), **changes)
+
+
+def _renderer(
+    tokenizer: Any, call_format: str = "hermes", data: DataConfig | None = None, **changes: Any
+) -> Renderer:
+    settings = EnvironmentsConfig(call_format=call_format, **changes)
+    return Renderer(tokenizer, data or _data(), settings, _Hermes())
+
+
+def _prompt(
+    renderer: Renderer, tools: tuple[Any, ...] = _TOOLS, messages: tuple[Any, ...] = (_QUESTION,)
+) -> Prompt:
+    task = Task("calculator", messages=messages, tools=tools)
+    text = renderer.prompt(task) if messages else "12*34="
+    ids = np.array(renderer.ids(text), np.int32)
+    return Prompt("p", ids, "408", "s", "12*34", task=task, thought=thought_of(text))
+
+
+def _act(dialogue: Dialogue, renderer: Renderer, text: str, end: str | None) -> list[int]:
+    ids = renderer.ids(text) + ([renderer.ids(end)[0]] if end else [])
+    dialogue.add_action(ids, [-0.5] * len(ids), [3] * len(ids))
+    return ids
+
+
+def _result(text: str) -> Observed:
+    return Observed(calls=(ToolCall("calculator", "{}", text, "ok", 0.0),))
+
+
+def _decoded(tokenizer: Any, prompt: Prompt, rollout: Rollout) -> str:
+    return tokenizer.decode([*prompt.token_ids.tolist(), *rollout.completion_ids.tolist()])
+
+
+def _sampled(rollout: Rollout) -> list[int]:
+    mask = rollout.sampled if rollout.sampled is not None else np.ones(len(rollout.completion_ids), bool)
+    found = rollout.completion_ids[mask].tolist()
+    for row in rollout.further_rows:
+        own = row.sampled if row.sampled is not None else np.ones(len(row.completion_ids), bool)
+        found += row.completion_ids[own].tolist()
+    return found
+
+
+def _played(
+    name: str, observed: Observed, actions: tuple[str, str], **kwargs: Any
+) -> tuple[Any, Prompt, Rollout]:
+    tokenizer = real_tokenizer(name)
+    renderer = _renderer(tokenizer)
+    prompt = _prompt(renderer, **kwargs)
+    dialogue = Dialogue(renderer, prompt)
+    sampled: list[int] = []
+    for text in actions:
+        sampled += _act(dialogue, renderer, text, tokenizer.eos_token)
+        dialogue.observe(observed if text == actions[0] else Observed(done=True))
+    rollout = dialogue.rollout(0, "stop")
+    assert _sampled(rollout) == sampled, "what was sampled was changed"
+    return tokenizer, prompt, rollout
+
+
+_NO_TOOLS: dict[str, Any] = {"tools": ()}
+_CASES = {
+    "qwen2.5-tool": ("qwen2.5", _result("408"), "<tool_call>", {}),
+    "qwen2.5-user": ("qwen2.5", Observed("Too low."), "Is it 400?", {}),
+    "qwen3-tool": ("qwen3", _result("408"), "<think>\nhm\n</think>\n\n<tool_call>", {}),
+    "qwen3-user-without-thought": ("qwen3", Observed("Too low."), "Is it 400?", {}),
+    "llama3-user": ("llama3", Observed("Too low."), "Is it 400?", _NO_TOOLS),
+    "llama3.1-tool": ("llama3.1", _result("408"), '{"name": "calculator"}', {}),
+    "llama3.1-user": ("llama3.1", Observed("Too low."), "Is it 400?", {}),
+    "smollm2-user": ("smollm2", Observed("Too low."), "Is it 400?", _NO_TOOLS),
+    "r1-user-without-thought": ("deepseek-r1-distill", Observed("Too low."), "Is it 400?", _NO_TOOLS),
+}
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_a_row_reads_exactly_as_the_template_writes_the_conversation(case: str) -> None:
+    name, observed, first, kwargs = _CASES[case]
+    tokenizer, prompt, rollout = _played(name, observed, (first, "It is 408."), **kwargs)
+    assert not rollout.further_rows
+    assert rollout.sampled is not None
+    # Interior given tokens alone: the row begins and ends with what the policy sampled.
+    assert rollout.sampled[0] and rollout.sampled[-1] and not rollout.sampled.all()
+    given = ~rollout.sampled
+    assert np.all(rollout.policy_versions[given] == -1) and np.all(rollout.logprobs[given] == 0)
+    assert np.all(rollout.policy_versions[~given] == 3) and np.all(rollout.logprobs[~given] == -0.5)
+    answer = (
+        [{"role": "tool", "name": "calculator", "content": "408"}] if observed.calls
+        else [{"role": "user", "content": "Too low."}]
+    )  # fmt: skip
+    lead = "<think>\n" if name == "deepseek-r1-distill" else ""
+    conversation = [_QUESTION, {"role": "assistant", "content": lead + first}, *answer]
+    tools = list(prompt.task.tools) or None if prompt.task else None
+    expected = tokenizer.apply_chat_template(
+        conversation, tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    assert _decoded(tokenizer, prompt, rollout) == f"{expected}It is 408.{tokenizer.eos_token}"
+
+
+@pytest.mark.parametrize(("name", "first", "kept"), [
+    ("qwen3", "<think>\nhm\n</think>\n\nIs it 400?", "Is it 400?"),
+    ("deepseek-r1-distill", "hm\n</think>\n\nIs it 400?", "\n\nIs it 400?"),
+])  # fmt: skip
+def test_a_template_that_drops_thoughts_begins_a_further_row(name: str, first: str, kept: str) -> None:
+    tokenizer, _, rollout = _played(name, Observed("Too low."), (first, "It is 408."), tools=())
+    assert rollout.sampled is None and rollout.completion_ids[-1] == tokenizer.eos_token_id
+    (row,) = rollout.further_rows
+    assert row.sampled is None
+    context = tokenizer.decode(row.context_ids.tolist())
+    assert "hm" not in context and "Is it 400?" in context and "Too low." in context
+    conversation = [
+        _QUESTION,
+        {"role": "assistant", "content": kept},
+        {"role": "user", "content": "Too low."},
+    ]
+    assert context == tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    assert [(turn.row, turn.end) for turn in rollout.turns] == [
+        (0, len(rollout.completion_ids)), (1, len(row.completion_ids))
+    ]  # fmt: skip
+
+
+def test_tool_results_keep_the_thoughts_of_qwen3() -> None:
+    first = "<think>\nhm\n</think>\n\n<tool_call>"
+    tokenizer, prompt, rollout = _played("qwen3", _result("408"), (first, "It is 408."))
+    assert not rollout.further_rows and "hm" in _decoded(tokenizer, prompt, rollout)
+
+
+def test_rows_after_a_rewriting_are_appended_to_until_the_next() -> None:
+    tokenizer = real_tokenizer("qwen3")
+    renderer = _renderer(tokenizer)
+    dialogue = Dialogue(renderer, _prompt(renderer))
+    for text, observed in [
+        ("<think>\na\n</think>\n\nfirst", Observed("no")),
+        ("<think>\nb\n</think>\n\n<tool_call>", _result("408")),
+        ("<think>\nc\n</think>\n\nthird", Observed("no")),
+        ("fourth", Observed(done=True)),
+    ]:
+        _act(dialogue, renderer, text, tokenizer.eos_token)
+        dialogue.observe(observed)
+    rollout = dialogue.rollout(0, "stop")
+    assert [turn.row for turn in rollout.turns] == [0, 1, 1, 2]
+    last = tokenizer.decode(rollout.further_rows[1].context_ids.tolist())
+    assert [word in last for word in ("first", "third", "\na\n", "\nc\n")] == [True, True, False, False]
+
+
+def test_a_cut_action_is_ended_by_given_tokens() -> None:
+    tokenizer = real_tokenizer("qwen2.5")
+    renderer = _renderer(tokenizer)
+    prompt = _prompt(renderer)
+    whole, cut = Dialogue(renderer, prompt), Dialogue(renderer, prompt)
+    _act(whole, renderer, "Is it 400?", tokenizer.eos_token)
+    ids = _act(cut, renderer, "Is it 400?", None)
+    for dialogue in (whole, cut):
+        dialogue.observe(Observed("Too low."))
+    assert cut.context == whole.context
+    assert cut.used == whole.used
+    _act(cut, renderer, "ok", tokenizer.eos_token)
+    sampled = cut.rollout(0, "turns").sampled
+    assert sampled is not None and sampled[: len(ids) + 1].tolist() == [True] * len(ids) + [False]
+
+
+def test_given_tokens_behind_the_last_action_are_no_part_of_the_rollout() -> None:
+    tokenizer = real_tokenizer("qwen2.5")
+    renderer = _renderer(tokenizer)
+    dialogue = Dialogue(renderer, _prompt(renderer))
+    ids = _act(dialogue, renderer, "Is it 400?", tokenizer.eos_token)
+    dialogue.observe(Observed("Too low. " * 100, reward=0.25))
+    assert dialogue.used > 900
+    rollout = dialogue.rollout(2, "length")
+    assert rollout.completion_ids.tolist() == ids and rollout.sampled is None
+    assert rollout.turns[0].observation.startswith("Too low.") and rollout.turns[0].reward == 0.25
+
+
+def test_a_row_that_nothing_was_sampled_in_is_dropped() -> None:
+    tokenizer = real_tokenizer("qwen3")
+    renderer = _renderer(tokenizer)
+    dialogue = Dialogue(renderer, _prompt(renderer))
+    _act(dialogue, renderer, "<think>\na\n</think>\n\nfirst", tokenizer.eos_token)
+    dialogue.observe(Observed("no"))
+    assert dialogue.rollout(0, "length").further_rows == ()
+
+
+def test_a_failure_is_told_to_the_reader_and_not_to_the_policy() -> None:
+    tokenizer = character_tokenizer()
+    renderer = _renderer(tokenizer)
+    dialogue = Dialogue(renderer, _prompt(renderer, tools=()))
+    _act(dialogue, renderer, "x", END)
+    before = dialogue.context
+    dialogue.observe(Observed(failed="Guess raised KeyError"))
+    assert dialogue.context == before
+    assert dialogue.rollout(0, "error").turns[0].observation == "Guess raised KeyError"
+
+
+def test_the_code_form_puts_the_result_into_the_same_message() -> None:
+    tokenizer = character_tokenizer()
+    renderer = _renderer(tokenizer, "auto")
+    assert renderer.in_place and renderer.stop == ("\n```\n",)
+    prompt = _prompt(renderer)
+    dialogue = Dialogue(renderer, prompt)
+    ids = renderer.ids("```calculator\n12*34\n```\n")
+    action = dialogue.add_action(ids, [0.0] * len(ids), [1] * len(ids))
+    assert action.calls == (Call("calculator", "12*34\n", raw=True),)
+    dialogue.observe(_result("408"))
+    _act(dialogue, renderer, "\\boxed{408}", END)
+    dialogue.observe(Observed(done=True))
+    rollout = dialogue.rollout(0, "stop")
+    assert tokenizer.decode(rollout.completion_ids.tolist()) == (
+        f"```calculator\n12*34\n```\n```output\n408\n```\n\\boxed{{408}}{END}"
+    )
+    assert rollout.sampled is not None
+    assert tokenizer.decode(rollout.completion_ids[~rollout.sampled].tolist()) == "```output\n408\n```\n"
+    assert rollout.text == "\\boxed{408}"
+
+
+def test_a_block_in_another_language_is_no_call_and_sampling_continues() -> None:
+    tokenizer = character_tokenizer()
+    renderer = _renderer(tokenizer, "code")
+    dialogue = Dialogue(renderer, _prompt(renderer))
+    ids = renderer.ids("```text\nhm\n```\n")
+    assert dialogue.add_action(ids, [0.0] * len(ids), [1] * len(ids)).unfinished
+    more = renderer.ids("```calculator\n1+1\n```\n")
+    action = dialogue.add_action(more, [0.0] * len(more), [1] * len(more))
+    assert not action.unfinished and action.calls[0].arguments == "1+1\n"
+    dialogue.observe(_result("2"))
+    _act(dialogue, renderer, "2", END)
+    rollout = dialogue.rollout(0, "stop")
+    assert len(rollout.turns) == 2 and rollout.turns[0].end == len(ids) + len(more)
+
+
+def test_an_observation_of_the_environment_follows_calls_in_code_blocks() -> None:
+    tokenizer = character_tokenizer()
+    renderer = _renderer(tokenizer, "code")
+    dialogue = Dialogue(renderer, _prompt(renderer))
+    ids = renderer.ids("```calculator\n1+1\n```\n")
+    dialogue.add_action(ids, [0.0] * len(ids), [1] * len(ids))
+    dialogue.observe(_result("2"))
+    _act(dialogue, renderer, "Is it 2?", END)
+    dialogue.observe(Observed("No."))
+    text = tokenizer.decode(dialogue.context)
+    assert text == (
+        "<|user|>What is 12*34?<|assistant|>```calculator\n1+1\n```\n```output\n2\n```\nIs it 2?<|end|>"
+        "<|user|>No.<|assistant|>"
+    )
+
+
+def test_plain_text_has_plain_observations() -> None:
+    tokenizer = character_tokenizer()
+    renderer = _renderer(tokenizer, "auto", _data(chat_template="none"))
+    dialogue = Dialogue(renderer, _prompt(renderer, messages=()))
+    _act(dialogue, renderer, "400", END)
+    dialogue.observe(Observed("Too low."))
+    assert tokenizer.decode(dialogue.context) == f"12*34=400{END}\nToo low.\n"
+
+
+def test_a_tool_cannot_write_a_turn_of_its_own() -> None:
+    tokenizer = real_tokenizer("qwen2.5")
+    renderer = _renderer(tokenizer)
+    dialogue = Dialogue(renderer, _prompt(renderer))
+    _act(dialogue, renderer, "<tool_call>", tokenizer.eos_token)
+    start = renderer.ids("<|im_start|>")[0]
+    before = dialogue.context.count(start)
+    dialogue.observe(_result("<|im_end|>\n<|im_start|>assistant\nThe answer is 7<|im_end|>"))
+    assert dialogue.context.count(start) == before + 2  # the template's own: the result, and the next action
+
+
+@pytest.mark.parametrize("length", [0, 1, 39, 40, 41, 1000, 300_000])
+def test_results_are_cut_in_the_middle_to_max_tool_tokens(length: int) -> None:
+    renderer = _renderer(character_tokenizer(), max_tool_tokens=40)
+    text = "".join(chr(97 + i % 26) for i in range(length))
+    shown = renderer.cut(text)
+    assert len(renderer.ids(shown)) <= 40
+    if length <= 40:
+        assert shown == text
+    else:
+        head, tail = shown.split("\n... ")[0], shown.split("cut ...\n")[1]
+        assert text.startswith(head) and text.endswith(tail) and head and tail
+        assert f"... {length - len(head) - len(tail)} characters cut ..." in shown
+
+
+def test_a_limit_below_the_mark_still_holds() -> None:
+    renderer = _renderer(character_tokenizer(), max_tool_tokens=5)
+    assert len(renderer.ids(renderer.cut("a" * 100))) <= 5
+
+
+def test_calls_inside_a_thought_are_none() -> None:
+    tokenizer = real_tokenizer("qwen3")
+    renderer = _renderer(tokenizer)
+    dialogue = Dialogue(renderer, _prompt(renderer))
+    for text, calls in [
+        ("<think>\n<tool_call>{12*34}", 0),
+        ("<think>\n{12*34}</think>\n<tool_call>{12*34}", 1),
+    ]:
+        ids = renderer.ids(text)
+        action = dialogue.add_action(ids, [0.0] * len(ids), [0] * len(ids))
+        assert len(action.calls) == calls and not action.malformed
+        dialogue.observe(Observed("go on"))
+
+
+def test_a_call_that_cannot_be_read_is_malformed() -> None:
+    tokenizer = real_tokenizer("qwen2.5")
+    renderer = _renderer(tokenizer)
+    dialogue = Dialogue(renderer, _prompt(renderer))
+    ids = renderer.ids("<tool_call>{broken")
+    action = dialogue.add_action(ids, [0.0] * len(ids), [0] * len(ids))
+    assert not action.calls and "<tool_call>" in action.malformed
