@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from grpo_dist.config import Config, EvaluationConfig, RejectionConfig
-from grpo_dist.evaluation.estimates import summarise
+from grpo_dist.evaluation.estimates import Estimate, estimate, summarise
 from grpo_dist.runtime.concurrency import gather, progressing, sampled_again
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.runtime.seeds import request_seed
@@ -65,7 +65,8 @@ async def evaluate(
     step: int,
     explain: Callable[[], Awaitable[str]] | None = None,
 ) -> dict[str, float]:
-    """Compute ``eval/<set>/pass@k`` and ``_stderr`` for every set.
+    """Compute ``eval/<set>/pass@k`` and ``_stderr`` for every set, and for sets with an environment
+    ``tool_call_share``.
 
     A sample is right if the math grader says so. Without a math grader among the rewards, a sample is right
     if its total reward is above 0.5. Samples that could not be scored are left out of the estimate and
@@ -83,7 +84,17 @@ async def evaluate(
         lengths = [len(r.completion_ids) for g in groups for r in g.rollouts]
         metrics[f"eval/{eval_set.name}/length_tokens"] = float(np.mean(lengths))
         metrics[f"eval/{eval_set.name}/unscored"] = float(sum(np.isnan(c).sum() for c in correct))
+        if any(rollout.turns for group in groups for rollout in group.rollouts):
+            share = _tool_call_share(groups)
+            metrics[f"eval/{eval_set.name}/tool_call_share"] = share.value
+            metrics[f"eval/{eval_set.name}/tool_call_share_stderr"] = share.stderr
     return metrics
+
+
+def _tool_call_share(groups: Sequence[Group]) -> Estimate:
+    """Estimate the share of episodes with a tool call, over problems."""
+    called = [[any(turn.calls for turn in rollout.turns) for rollout in group.rollouts] for group in groups]
+    return estimate([float(np.mean(own)) for own in called], samples=sum(map(len, called)))
 
 
 async def _sample_all(

@@ -1,4 +1,4 @@
-"""Tables of completions for trackers: the first whole groups of a step."""
+"""Tables of completions for trackers: the first whole groups of a step. Episodes are transcripts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.batch.token_values import ValuesOfSamples
-from grpo_dist.types import Group
+from grpo_dist.types import Group, Rollout
 
 COLUMNS = ("uid", "sample", "prompt", "completion", "answer", "outcome", "reward", "advantage")
 _ROWS = 64  # at most, unless one group is larger
@@ -32,6 +32,25 @@ def table_of(name: str, groups: Sequence[Group], values: ValuesOfSamples | None)
     return Table(f"completions/{evaluated}" if evaluated else "completions", rows)
 
 
+def transcript(rollout: Rollout) -> str:
+    """Return what was said in an episode, turn by turn with results of tools; else the completion.
+
+    ```calculator
+    347*58
+    ```
+    [calculator: ok, 0.012 s] 20126
+    \\boxed{20126}
+    """
+    if not rollout.turns:
+        return rollout.text
+    parts = []
+    for turn in rollout.turns:
+        parts.append(turn.text)
+        parts += [f"[{c.name}: {c.outcome}, {c.seconds:.3g} s] {c.result}" for c in turn.calls]
+        parts += [f"[environment] {turn.observation}"] if turn.observation else []
+    return "\n".join(parts)
+
+
 def step_of(name: str) -> int:
     """Return the step of a sample file: "eval_SET_step_000010" -> 10."""
     return int(name.rpartition("_")[2])
@@ -44,5 +63,12 @@ def _rows(group: Group, values: ValuesOfSamples) -> Iterator[tuple[Any, ...]]:
         advantage = None if known is None else known.advantage
         scored = None if np.isnan(reward) else float(reward)
         yield (
-            prompt.uid, rollout.sample, prompt.text, rollout.text, prompt.answer, outcome, scored, advantage,
-        )  # fmt: skip
+            prompt.uid,
+            rollout.sample,
+            prompt.text,
+            transcript(rollout),
+            prompt.answer,
+            outcome,
+            scored,
+            advantage,
+        )

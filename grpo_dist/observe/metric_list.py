@@ -169,6 +169,8 @@ METRICS = (
            "rises"),
     Metric("eval/<set>/<measure>_stderr", "share", "standard error over problems",
            "uncertainty of that measure", "a difference below two of them is noise"),
+    Metric("eval/<set>/tool_call_share", "share", "mean over problems",
+           "episodes with a tool call, in sets with an environment", "rises where the tool helps"),
     Metric("eval/<set>/length_tokens", "tokens", "mean over samples", "length of an evaluated completion",
            ""),
     Metric("eval/<set>/unscored", "samples", "count", "evaluated samples without a verdict, left out",

@@ -16,6 +16,7 @@ from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.evaluation.votes import final_answers, majority_at_k, numbered
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.tools.plan.virtual_clock import run_virtually
+from grpo_dist.types import ToolCall, Turn
 from tests.support import fakes
 from tests.support.patience import HANG_S
 
@@ -140,6 +141,29 @@ def test_the_measures_of_one_problem():
     assert found == pytest.approx(expected | {"cons@5": 1.0})
     assert set(of_problem(flags("10"), [1])) == {"pass@1", "avg@2"}  # answers that cannot be compared
     assert of_problem(flags("xx"), [1], [0, 1]) == {}
+
+
+def test_a_set_with_an_environment_has_the_share_of_episodes_that_call_a_tool():
+    """Of four problems two samples each: 2, 1, 0 and 0 of them call; 3 of 8, error by hand."""
+
+    class Calling(fakes.World):
+        async def sample(self, prompt, **request):
+            found = await super().sample(prompt, **request)
+            if prompt.source == "plain":
+                return found
+            call = ToolCall("calculator", "1", "1", "timeout", 0.1)
+            calls = [(call,) if i < 2 - int(prompt.answer) else () for i in range(len(found))]
+            return [dataclasses.replace(r, turns=(Turn(0, 1, "", calls=own), Turn(0, 1, "")))
+                    for r, own in zip(found, calls, strict=True)]  # fmt: skip
+
+    settings = fakes.config(evaluation={"samples_per_prompt": 2, "k": [1]})
+    plain = [dataclasses.replace(p, source="plain") for p in fakes.prompts(4)]
+    world, sets = Calling(), [EvalSet("held", fakes.prompts(4)), EvalSet("plain", plain)]
+    found = run_virtually(lambda: evaluate(settings, world.workers(), sets, world, step=0))
+    assert found["eval/held/tool_call_share"] == pytest.approx(3 / 8)
+    error = (((1 - 0.375) ** 2 + 0.125**2 + 2 * 0.375**2) / 3 / 4) ** 0.5
+    assert found["eval/held/tool_call_share_stderr"] == pytest.approx(error)
+    assert not any("plain/tool_call_share" in name for name in found)
 
 
 def test_the_deadline_of_an_evaluation_is_for_the_next_prompt_and_not_for_the_whole():

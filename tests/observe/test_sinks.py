@@ -15,11 +15,12 @@ import pytest
 from grpo_dist.batch.token_values import TokenValues
 from grpo_dist.errors import UserError
 from grpo_dist.observe import EVENTS, Tracker, sinks
-from grpo_dist.observe.completions import COLUMNS, step_of, table_of
+from grpo_dist.observe.completions import COLUMNS, step_of, table_of, transcript
 from grpo_dist.observe.settings import check_trackers, flat
 from grpo_dist.observe.sinks import AsyncSink, close_all
 from grpo_dist.observe.wandb_run import online_mode
 from tests.support import fakes, wandb_file
+from tests.support.made_episodes import episodes
 from tests.support.made_groups import group
 from tests.support.patience import HANG_S
 
@@ -330,3 +331,12 @@ def test_mlflow_has_metrics_tables_parameters_and_files_of_one_run(tmp_path, mon
     named = json.loads(run.data.tags["mlflow.loggedArtifacts"])
     assert [table["path"][-11:] for table in named] == ["000000.json", "000001.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # and no mlruns in the current directory
+
+
+def test_an_episode_is_a_transcript_of_turns_calls_and_observations():
+    first, guess, spoken, _ = episodes().rollouts
+    called = "```calculator\n347*58\n```\n[calculator: ok, 0.0123 s] 20126\n\\boxed{20126}"
+    assert transcript(first) == called and transcript(guess) == guess.text
+    assert transcript(spoken) == "higher or lower?\n[environment] lower\n\\boxed{7}"
+    rows = table_of("step_000001", [episodes()], None).rows
+    assert rows[0][COLUMNS.index("completion")] == called

@@ -36,6 +36,7 @@ SECTIONS = (
                 (r"eval/(?:[^/]+)/(?:pass|avg|maj|cons)@\d+",),
                 "accuracy",
             ),
+            Chart("episodes with a tool call in evaluation", (r"eval/[^/]+/tool_call_share",)),
             Chart("length in evaluation", (r"eval/[^/]+/length_tokens",)),
             Chart("unscored in evaluation", (r"eval/[^/]+/unscored",)),
         ),

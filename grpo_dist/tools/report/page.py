@@ -30,6 +30,7 @@ _SCRIPTS = (
     "index.js",
     "rollouts.js",
     "tokens.js",
+    "episode.js",
     "group.js",
     "about.js",
     "main.js",

@@ -7,7 +7,7 @@ A part has whole groups. The page holds the ``rows`` of all parts, for the table
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from grpo_dist.tools.report import episodes
 from grpo_dist.tools.report.answers import AnswerReader
 
 _ROWS = 2000  # of a part, plus the rest of its last group
 _LONGEST = 32_000  # characters of a completion to show
 _PREVIEW = 90  # characters of a problem, and of an answer, in the table
 _PART = "reward/"
-_OWN = ("uid", "source", "problem", "answer", "sample", "completion", "reward", "outcome", "finish_reason")
+COLUMNS = ("uid", "source", "problem", "answer", "sample", "completion", "reward", "outcome", "finish_reason")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,11 @@ def read_stretch(path: Path, stretch: Stretch, columns: Sequence[str] | None = N
     with pq.ParquetFile(path) as file:
         names = file.schema_arrow.names
         wanted = columns or [
-            *_OWN,
+            *COLUMNS,
             "completion_ids",
             "advantage",
             "advantages",
+            *episodes.COLUMNS,
             *(n for n in names if n.startswith(_PART)),
         ]
         present = [name for name in wanted if name in names]
@@ -92,11 +93,15 @@ def rows(table: pa.Table, answers: AnswerReader) -> dict[str, Any]:
     group[starts] = 1
     outcomes = [value or "" for value in texts_of(table, "outcome")]
     found = answers.found([text or "" for text in texts_of(table, "completion")], outcomes)
+    turns = episodes.turns_of(table)
     columns = {
         "group": (np.cumsum(group) - 1).tolist(),
         "sample": table["sample"].to_pylist(),
         "reward": numbers_of(table, "reward"),
-        "length": lengths_of(table),
+        "length": episodes.lengths_of(table),
+        "given": episodes.given_counts(table),
+        "turns": [None if own is None else len(own) for own in turns],
+        "calls": [episodes.call_count(own) for own in turns],
         "advantage": _advantages(table),
         "uid": _shared(texts_of(table, "uid")),
         "source": _shared(texts_of(table, "source")),
@@ -105,18 +110,22 @@ def rows(table: pa.Table, answers: AnswerReader) -> dict[str, Any]:
         "problem": _shared([_preview(text) for text in texts_of(table, "problem")]),
         "expected": _shared([_preview(text) for text in texts_of(table, "answer")]),
         "found": _shared([_preview(text) for text in found]),
+        "called": _shared([episodes.call_outcomes(own) for own in turns]),
     }
     parts = [name for name in table.schema.names if name.startswith(_PART)]
     return columns | {"parts": {name.removeprefix(_PART): numbers_of(table, name) for name in parts}}
 
 
 def texts(table: pa.Table) -> dict[str, Any]:
-    """Return {"problem": [...], "answer": [...]} per group and {"completion": [...]} per sample."""
+    """Return {"problem": [...], "answer": [...]} per group, and {"completion": [...], "turns": [...]} per
+    sample; turns are null for a sample that is no episode.
+    """
     first = table.take(group_starts(table))
     return {
         "problem": [_shortened(text) for text in texts_of(first, "problem")],
         "answer": [_shortened(text) for text in texts_of(first, "answer")],
         "completion": [_shortened(text) for text in texts_of(table, "completion")],
+        "turns": [own and [_shown_turn(turn) for turn in own] for own in episodes.turns_of(table)],
     }
 
 
@@ -134,23 +143,6 @@ def numbers_of(table: pa.Table, name: str) -> list[float | None]:
     return [_rounded(value) for value in table[name].to_pylist()]
 
 
-def lengths_of(table: pa.Table) -> list[int | None]:
-    """Return the number of tokens of each completion."""
-    if "completion_ids" not in table.schema.names:
-        return [None] * len(table)
-    return pc.list_value_length(table["completion_ids"]).to_pylist()
-
-
-def lists_of(table: pa.Table, name: str) -> list[np.ndarray | None]:
-    """Read a list column as one array per row."""
-    if name not in table.schema.names:
-        return [None] * len(table)
-    column = table[name].combine_chunks()
-    values, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
-    known = column.is_valid().to_pylist()
-    return [values[a:b] if ok else None for a, b, ok in zip(ends[:-1], ends[1:], known, strict=True)]
-
-
 def _advantages(table: pa.Table) -> list[float | None]:
     """Return the mean advantage of each sample's tokens, which most estimators make equal.
 
@@ -158,8 +150,17 @@ def _advantages(table: pa.Table) -> list[float | None]:
     """
     if "advantage" in table.schema.names:
         return [_rounded(value) for value in table["advantage"].to_pylist()]
-    found = lists_of(table, "advantages")
+    found = episodes.lists_of(table, "advantages")
     return [None if own is None or not len(own) else _rounded(float(np.mean(own))) for own in found]
+
+
+def _shown_turn(turn: Mapping[str, Any]) -> dict[str, Any]:
+    calls = [
+        {**call, "arguments": _shortened(call["arguments"]), "result": _shortened(call["result"])}
+        for call in turn["calls"] or ()
+    ]
+    texts = {name: _shortened(turn[name]) for name in ("text", "observation")}
+    return {**turn, **texts, "calls": calls, "reward": _rounded(turn["reward"])}
 
 
 def _rounded(value: float | None) -> float | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from grpo_dist.tools.report import rollouts, series, tokens
+from grpo_dist.tools.report import episodes, rollouts, series, tokens
 from grpo_dist.tools.report.answers import AnswerReader
 from grpo_dist.tools.report.line_files import LineFile, packed
 from grpo_dist.tools.report.rollouts import Cut, Stretch, cut, read_stretch
@@ -164,7 +164,7 @@ class Source:
         """
         assert self._texts is not None
         table = self._token_table(part)
-        lengths = rollouts.lengths_of(table)
+        lengths = episodes.lengths_of(table)
         starts = [*rollouts.group_starts(table), len(table)]
         sums = [sum(length or 0 for length in lengths[:start]) for start in starts]
         fitting = max(i for i, total in enumerate(sums) if total <= most)

@@ -5,13 +5,15 @@ Log-probs are rounded to 0.001 nats, log-ratios and KL to 0.0001, advantages to 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from grpo_dist.tools.report.rollouts import lists_of, texts_of
+from grpo_dist.tools.report import episodes
+from grpo_dist.tools.report.rollouts import texts_of
 
 COLUMNS = (
     "uid",
@@ -22,6 +24,7 @@ COLUMNS = (
     "advantages",
     "trainer_logprobs",
     "ref_logprobs",
+    *episodes.COLUMNS,
 )
 SCALES = {"logprob": 1e3, "log_ratio": 1e4, "advantage": 1e3, "kl": 1e4}
 _CHECKED = 20  # samples whose text a tokenizer must reproduce
@@ -109,45 +112,46 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 def fits(table: pa.Table, texts: TokenTexts) -> bool:
     """Return True when ``texts`` reproduces some sample: otherwise it is another tokenizer."""
     head = table.slice(0, _CHECKED)
-    pairs = zip(lists_of(head, "completion_ids"), texts_of(head, "completion"), strict=True)
-    return any(ids is not None and text is not None and texts.gives_back(ids, text) for ids, text in pairs)
+    pairs = zip(episodes.token_rows(head), texts_of(head, "completion"), strict=True)
+    return any(text is not None and texts.gives_back(episodes.last_action(own), text) for own, text in pairs)
 
 
 def values(table: pa.Table, texts: TokenTexts) -> dict[str, Any]:
     """Return {"vocabulary": [...], "tokens": [[index, ...]], "logprob": [[...]], ...}.
 
     Values are integers, multiplied by `SCALES`; null for a sample without any, and a single number for a
-    sample whose values are all equal.
+    sample whose values are all equal. The rows of an episode follow each other: "rows" has the first token of
+    each, "given" begin and end of each stretch that was put in, whose values are null.
     """
     indices: dict[str, int] = {}
+    samples = episodes.token_rows(table)
     tokens = [
-        [
-            indices.setdefault(text, len(indices))
-            for text in texts.of(ids if ids is not None else np.empty(0, int))
-        ]
-        for ids in lists_of(table, "completion_ids")
+        [indices.setdefault(text, len(indices)) for row in own for text in texts.of(row.ids)]
+        for own in samples
     ]
-    engine, trainer, reference, advantages = (
-        lists_of(table, name) for name in ("logprobs", "trainer_logprobs", "ref_logprobs", "advantages")
-    )
-    numbers = {
-        "logprob": engine,
-        "log_ratio": [_both(a, b, np.subtract) for a, b in zip(trainer, engine, strict=True)],
-        "advantage": advantages,
-        "kl": [_both(a, b, _k3) for a, b in zip(trainer, reference, strict=True)],
+    numbers: dict[str, Callable[[episodes.TokenRow], np.ndarray | None]] = {
+        "logprob": lambda row: row.logprobs,
+        "log_ratio": lambda row: _both(row.trainer_logprobs, row.logprobs, np.subtract),
+        "advantage": lambda row: row.advantages,
+        "kl": lambda row: _both(row.trainer_logprobs, row.ref_logprobs, _k3),
     }
-    coarse = {name: [_coarse(own, SCALES[name]) for own in arrays] for name, arrays in numbers.items()}
-    return {"vocabulary": list(indices), "tokens": tokens, "scales": SCALES, **coarse}
+    coarse = {
+        name: [_coarse([(row, of(row)) for row in own], SCALES[name]) for own in samples]
+        for name, of in numbers.items()
+    }
+    where = {
+        "given": [episodes.given_ranges(own) for own in samples],
+        "rows": [episodes.row_starts(own) for own in samples],
+    }
+    return {"vocabulary": list(indices), "tokens": tokens, "scales": SCALES, **where, **coarse}
 
 
 def count(table: pa.Table) -> int:
-    return sum(len(ids) for ids in lists_of(table, "completion_ids") if ids is not None)
+    return sum(length or 0 for length in episodes.lengths_of(table))
 
 
 def _both(a: np.ndarray | None, b: np.ndarray | None, function: Any) -> np.ndarray | None:
-    if a is None or b is None or len(a) != len(b):
-        return None
-    return function(a.astype(np.float64), b.astype(np.float64))
+    return None if a is None or b is None or len(a) != len(b) else function(a, b)
 
 
 def _k3(logprobs: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
@@ -155,11 +159,16 @@ def _k3(logprobs: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
     return np.expm1(difference) - difference
 
 
-def _coarse(own: np.ndarray | None, scale: float) -> list[int | None] | int | None:
-    if own is None:
+def _coarse(
+    rows: Sequence[tuple[episodes.TokenRow, np.ndarray | None]], scale: float
+) -> list[int | None] | int | None:
+    """Round the values of a sample's rows; one number where all sampled tokens have the same."""
+    if all(own is None for _, own in rows):
         return None
-    whole = np.round(np.asarray(own, dtype=np.float64) * scale)
-    finite = np.isfinite(whole)
-    if len(whole) and finite.all() and (whole == whole[0]).all():
-        return int(whole[0])
-    return [int(value) if ok else None for value, ok in zip(whole, finite, strict=True)]
+    sampled = np.concatenate([row.is_sampled for row, _ in rows])
+    known = [np.full(len(row.ids), np.nan) if own is None else own for row, own in rows]
+    whole = np.where(sampled, np.round(np.concatenate(known) * scale), np.nan)
+    trained = whole[sampled]
+    if len(trained) and np.isfinite(trained).all() and (trained == trained[0]).all():
+        return int(trained[0])
+    return [int(value) if ok else None for value, ok in zip(whole, np.isfinite(whole), strict=True)]

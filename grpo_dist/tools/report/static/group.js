@@ -101,8 +101,10 @@
       ["reward", report.number(known("reward"))],
       ...Object.entries(part.rewards).map(([name, values]) => [`· ${name}`, report.number(values[place])]),
       ["advantage", known("advantage") === null ? "not recorded" : report.number(known("advantage"))],
-      ["length", `${known("length") ?? "–"} tokens`],
+      ["length", `${known("length") ?? "–"} tokens${known("given") ? `, ${known("given")} of them given` : ""}`],
     ];
+    const turns = texts?.turns[place];
+    if (turns) facts.push(["turns", `${turns.length}, tool calls: ${known("calls")}`]);
     const list = make("dl");
     for (const [name, said] of facts) list.append(make("dt", { textContent: name }), make("dd", { textContent: report.visible(String(said)) }));
     const finish = word("finish", row);
@@ -111,7 +113,8 @@
       finish ? make("span", { classes: "hint", textContent: finish === "length" ? "truncated" : finish }) : null,
     );
     const text = make("div", { classes: "text" });
-    if (tokens) report.tokenText(text, tokens, place, open.look);
+    if (turns) report.episodeText(text, turns, tokens, place, open.look);
+    else if (tokens) report.tokenText(text, tokens, place, open.look);
     else text.textContent = texts ? report.visible(texts.completion[place]) : "";
     return make("div", { classes: row === open.row ? "card chosen" : "card" }, make("div", { classes: "top" }, top, list), text);
   }

@@ -2,8 +2,8 @@
 "use strict";
 
 (() => {
-  const WORDS = ["kind", "uid", "source", "outcome", "finish", "problem", "expected", "found"];
-  const NUMBERS = ["run", "part", "step", "group", "sample", "reward", "length", "advantage", "recorded"];
+  const WORDS = ["kind", "uid", "source", "outcome", "finish", "problem", "expected", "found", "called"];
+  const NUMBERS = ["run", "part", "step", "group", "sample", "reward", "length", "given", "turns", "calls", "advantage", "recorded"];
   const columns = {};
   const dictionaries = {}; // column of words -> {values, places}
   for (const name of [...WORDS, ...NUMBERS]) columns[name] = [];
@@ -32,7 +32,7 @@
       const own = data[name].values.map((value) => place(name, value));
       for (const index of data[name].index) columns[name].push(own[index]);
     }
-    for (const name of ["group", "sample", "length", "reward", "advantage"]) for (const value of data[name]) columns[name].push(value ?? NaN);
+    for (const name of ["group", "sample", "length", "given", "turns", "calls", "reward", "advantage"]) for (const value of data[name]) columns[name].push(value ?? NaN);
     for (let i = 0; i < rows; i++) {
       columns.run.push(run.number);
       columns.part.push(number);
@@ -78,6 +78,13 @@
     return changed || missing.length > 0;
   }
 
+  // Whether an episode whose calls had the outcomes ``value``, "ok, timeout" or "none", is ``wanted``: "any" is
+  // one with a call.
+  function calledAs(wanted, value) {
+    if (value === null) return false;
+    return wanted === "any" ? value !== "none" : value.split(", ").includes(wanted);
+  }
+
   // Returns the rows that pass, in file order. ``wanted``: {runs: Set, kind, ..., stepMin, ...}, null for any;
   // ``texts``: rows found by a text search, null without one.
   function filter(wanted, texts) {
@@ -88,9 +95,11 @@
     const bounds = [[step, wanted.stepMin, wanted.stepMax], [reward, wanted.rewardMin, wanted.rewardMax], [length, wanted.lengthMin, wanted.lengthMax]]
       .filter(([, low, high]) => low !== null || high !== null)
       .map(([column, low, high]) => [column, low ?? -Infinity, high ?? Infinity]);
+    const called = wanted.called === null ? null : new Set(dictionaries.called.values.flatMap((value, i) => (calledAs(wanted.called, value) ? [i] : [])));
     const found = [];
     rows: for (let i = 0; i < alive.length; i++) {
       if (!alive[i] || !wanted.runs.has(run[i]) || (texts && !texts[i]) || (wanted.recorded && !recorded[i])) continue;
+      if (called && !called.has(columns.called[i])) continue;
       for (const [column, value] of words) if (column[i] !== value) continue rows;
       for (const [column, low, high] of bounds) if (!(column[i] >= low && column[i] <= high)) continue rows;
       found.push(i);

@@ -20,6 +20,7 @@
     const one = byId("f-run").value;
     const found = { runs: new Set(one === "" ? shown : [Number(one)]) };
     found.recorded = byId("f-recorded").value !== "";
+    found.called = byId("f-called").value || null;
     for (const name of ["kind", "source", "outcome", "finish"]) found[name] = byId(`f-${name}`).value || null;
     for (const name of LIMITS) {
       found[`${name}Min`] = asNumber(`f-${name}-min`);
@@ -28,13 +29,16 @@
     return found;
   }
 
+  // All texts of an episode.
+  const saidIn = (turns) => (turns ?? []).flatMap((turn) => [turn.text, turn.observation, ...turn.calls.flatMap((call) => [call.arguments, call.result])]);
+
   // Loads the texts of a part; drops the least recently used ones over the limit.
   report.textsOf = async (part) => {
     const name = `${part.run.number}/${part.entry.key}/${part.entry.version}`;
     let found = texts.get(name);
     if (!found) {
       found = await report.piece(part.run.number, `texts/${part.entry.key}`, part.entry.version);
-      found.size = [...found.completion, ...found.problem].reduce((sum, text) => sum + text.length, 0) / 1e3;
+      found.size = [...found.completion, ...found.problem, ...found.turns.flatMap(saidIn)].reduce((sum, text) => sum + text.length, 0) / 1e3;
       kept += found.size;
     }
     texts.delete(name);
@@ -84,7 +88,7 @@
     const groups = own.problem.map((problem, i) => test.test(problem) || test.test(own.answer[i]));
     for (let i = 0; i < part.rows; i++) {
       const row = part.first + i;
-      if (groups[index.columns.group[row]] || test.test(own.completion[i]) || test.test(index.word("uid", row) || "")) found[row] = 1;
+      if (groups[index.columns.group[row]] || test.test(own.completion[i]) || test.test(index.word("uid", row) || "") || saidIn(own.turns[i]).some((text) => test.test(text))) found[row] = 1;
     }
   }
 
@@ -122,7 +126,7 @@
   function record(row) {
     const { columns, word } = index;
     const found = { id: row, run: report.runs[columns.run[row]].label };
-    for (const name of ["step", "sample", "reward", "length", "advantage"]) found[name] = Number.isNaN(columns[name][row]) ? null : columns[name][row];
+    for (const name of ["step", "sample", "reward", "length", "advantage", "turns", "calls"]) found[name] = Number.isNaN(columns[name][row]) ? null : columns[name][row];
     for (const name of ["kind", "source", "outcome", "finish", "problem", "expected", "found"]) found[name] = word(name, row);
     return found;
   }
@@ -143,6 +147,8 @@
       { title: "reward", field: "reward", ...right, width: 94 },
       { title: "advantage", field: "advantage", ...right, width: 116 },
       { title: "length", field: "length", ...right, width: 92 },
+      { title: "turns", field: "turns", ...right, width: 82, visible: hasEpisodes() },
+      { title: "calls", field: "calls", ...right, width: 80, visible: hasEpisodes() },
       { title: "finish", field: "finish", formatter: text, width: 84 },
       { title: "found", field: "found", formatter: text, widthGrow: 1, minWidth: 90 },
       { title: "expected", field: "expected", formatter: text, widthGrow: 1, minWidth: 108 },
@@ -161,12 +167,23 @@
     return new Promise((built) => table.on("tableBuilt", built));
   }
 
+  const hasEpisodes = () => index.dictionaries.called.values.some((value) => value !== null);
+
+  // The choices of tool calls: with any, without, and each outcome.
+  function offerCalls() {
+    const outcomes = new Set(index.dictionaries.called.values.flatMap((value) => (value === null || value === "none" ? [] : value.split(", "))));
+    report.choices(byId("f-called"), [["any", "with a call"], ["none", "without a call"], ...[...outcomes].sort().map((one) => [one, `a call: ${one}`])], "all");
+    byId("f-called").parentElement.hidden = !hasEpisodes();
+    if (table?.initialized && hasEpisodes()) for (const name of ["turns", "calls"]) table.showColumn(name);
+  }
+
   const named = (name) => index.dictionaries[name].values.filter((value) => value).map((value) => [value, value]);
 
   function offer() {
     report.choices(byId("f-run"), report.runs.map(({ number: of, label }) => [String(of), label]), "all shown");
     byId("f-run").parentElement.hidden = report.runs.length < 2;
     for (const name of ["kind", "source", "outcome", "finish"]) report.choices(byId(`f-${name}`), named(name), "all");
+    offerCalls();
   }
 
   // Loads new rollouts of every run; filters, page and order stay.

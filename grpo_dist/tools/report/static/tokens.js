@@ -17,8 +17,16 @@
     kl: { title: "KL to the reference", columns: ["kl"], high: PURPLE, least: 0.05, signed: false, text: (v) => `KL ${report.number(v)} nats` },
   };
 
+  // Whether a token was put in by an environment; "given" has begin and end of each such stretch.
+  function isGiven(data, sample, token) {
+    const ranges = data.given[sample];
+    for (let i = 0; i < ranges.length; i += 2) if (token >= ranges[i] && token < ranges[i + 1]) return true;
+    return false;
+  }
+
   // The value of a token; null without one.
   function value(data, measure, sample, token) {
+    if (isGiven(data, sample, token)) return null;
     const own = data[measure]?.[sample];
     const raw = Array.isArray(own) ? own[token] : own;
     return raw === null || raw === undefined ? null : raw / data.scales[measure];
@@ -68,18 +76,18 @@
     token.style.background = at === null ? "" : colour(measure, at, most);
   }
 
-  // Draws the visible tokens of a sample, and more on scrolling. ``look``: {measure, most}, "" for no colour;
-  // it is read when tokens are drawn.
-  report.tokenText = (box, data, sample, look) => {
+  // Draws the visible tokens of a sample from ``begin`` to ``last``, and more on scrolling. ``look``: {measure,
+  // most}, "" for no colour; it is read when tokens are drawn.
+  report.tokenText = (box, data, sample, look, begin = 0, last = data.tokens[sample].length) => {
     const tokens = data.tokens[sample];
     const more = make("button");
-    let drawn = 0;
+    let drawn = begin;
     const draw = () => {
       const piece = document.createDocumentFragment();
-      const end = Math.min(drawn + AT_ONCE, tokens.length);
+      const end = Math.min(drawn + AT_ONCE, last);
       for (; drawn < end; drawn++) {
         const text = report.visible(data.vocabulary[tokens[drawn]]).replaceAll("\n", "↵\n");
-        const token = make("span", { classes: "token", textContent: text });
+        const token = make("span", { classes: isGiven(data, sample, drawn) ? "token given" : "token", textContent: text });
         token.about = { data, sample, token: drawn };
         paint(token, look);
         piece.append(token);
@@ -87,8 +95,8 @@
       seen.unobserve(more);
       more.remove();
       box.append(piece);
-      if (drawn === tokens.length) return;
-      more.textContent = `${(tokens.length - drawn).toLocaleString("en")} more tokens`;
+      if (drawn >= last) return;
+      more.textContent = `${(last - drawn).toLocaleString("en")} more tokens`;
       box.append(more);
       seen.observe(more); // fires again even if already in view
     };
@@ -105,6 +113,7 @@
   report.explainToken = ({ data, sample, token }) => {
     const text = data.vocabulary[data.tokens[sample][token]];
     const lines = [`token ${token + 1} of ${data.tokens[sample].length}: ${text === "" ? "(part of the previous character)" : JSON.stringify(text)}`];
+    if (isGiven(data, sample, token)) lines.push("given: not sampled, and not trained");
     for (const [name, { text: said }] of Object.entries(MEASURES)) {
       const at = value(data, name, sample, token);
       if (at !== null) lines.push(said(at));

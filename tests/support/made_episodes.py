@@ -1,0 +1,69 @@
+"""Groups of episodes with tool calls, as the loop over turns makes them, and their tables."""
+
+import numpy as np
+
+from grpo_dist.demo.tokenizer import character_tokenizer
+from grpo_dist.types import FurtherRow, Group, Prompt, Rollout, ToolCall, Turn
+
+CALL, RESULT = "```calculator\n347*58\n```\n", "```output\n20126\n```\n"
+
+
+def ids_of(text):
+    return np.array(character_tokenizer()(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+def row_of(*parts):
+    """Return ids, log-probs, versions and mask of a row of (text, whether the policy sampled it)."""
+    ids = [ids_of(text) for text, _ in parts]
+    sampled = np.repeat([own for _, own in parts], [len(own) for own in ids])
+    logprobs = np.where(sampled, -0.01 * np.arange(1, len(sampled) + 1), 0).astype(np.float32)
+    return np.concatenate(ids), logprobs, np.where(sampled, 3, -1).astype(np.int32), sampled
+
+
+def end_of(*texts):
+    return sum(len(ids_of(text)) for text in texts)
+
+
+def called(answer, *, outcome="ok", result=RESULT, sample=0, finish="stop", reward=None):
+    """An episode of one call and the answer to its result."""
+    ids, logprobs, versions, sampled = row_of((CALL, True), (result, False), (answer, True))
+    tool = ToolCall("calculator", "347*58", result.split("\n")[1], outcome, 0.0123)
+    turns = (
+        Turn(0, end_of(CALL), CALL.rstrip(), "", (tool,)),
+        Turn(0, len(ids), answer, "", (), reward),
+    )
+    return Rollout("p", sample, ids, logprobs, finish, answer, versions, sampled, turns)
+
+
+def direct(answer, *, sample=1):
+    """An episode without a call."""
+    ids, logprobs, versions, _ = row_of((answer, True))
+    return Rollout("p", sample, ids, logprobs, "stop", answer, versions, None, (Turn(0, len(ids), answer),))
+
+
+def rewritten(answer, *, sample=2):
+    """An episode whose environment speaks, and whose second action is in a row of its own."""
+    first, second = row_of(("higher or lower?", True)), row_of((answer, True))
+    context = ids_of("<|user|>p<|assistant|>short<|user|>lower<|assistant|>")
+    further = FurtherRow(context, second[0], second[1], second[2], None)
+    turns = (
+        Turn(0, len(first[0]), "higher or lower?", "lower", (), 0.25),
+        Turn(1, len(second[0]), answer, "", (), 0.75),
+    )
+    return Rollout("p", sample, *first[:2], "stop", answer, first[2], None, turns, (further,))
+
+
+def episodes(uid="p", source="products"):
+    """One group: a call with its result, a guess, an episode of two rows, and a call that ran out of time."""
+    rollouts = (
+        called("\\boxed{20126}"),
+        direct("\\boxed{29406}"),
+        rewritten("\\boxed{7}"),
+        called(
+            "\\boxed{0}", outcome="timeout", result="```output\ntimed out\n```\n", sample=3, finish="turns"
+        ),
+    )
+    rewards = np.array([1, 0, 0, 0], np.float32)
+    outcomes = ("correct", "wrong", "wrong", "wrong")
+    prompt = Prompt(uid, ids_of("347*58="), "20126", source, "347*58=")
+    return Group(prompt, rollouts, rewards, {"math": rewards}, outcomes)
