@@ -47,8 +47,15 @@ def transcript(rollout: Rollout) -> str:
     for turn in rollout.turns:
         parts.append(turn.text)
         parts += [f"[{c.name}: {c.outcome}, {c.seconds:.3g} s] {c.result}" for c in turn.calls]
-        parts += [f"[environment] {turn.observation}"] if turn.observation else []
+        said = said_besides(turn.observation, [call.result for call in turn.calls])
+        parts += [f"[environment] {said}"] if said else []
     return "\n".join(parts)
+
+
+def said_besides(observation: str, results: Sequence[str]) -> str:
+    """Return what an environment said behind the results of tools, with which an observation begins."""
+    given = "\n".join(results)
+    return observation[len(given) :].lstrip("\n") if observation.startswith(given) else observation
 
 
 def step_of(name: str) -> int:

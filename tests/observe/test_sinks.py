@@ -15,7 +15,7 @@ import pytest
 from grpo_dist.batch.token_values import TokenValues
 from grpo_dist.errors import UserError
 from grpo_dist.observe import EVENTS, Tracker, sinks
-from grpo_dist.observe.completions import COLUMNS, step_of, table_of, transcript
+from grpo_dist.observe.completions import COLUMNS, said_besides, step_of, table_of, transcript
 from grpo_dist.observe.settings import check_trackers, flat
 from grpo_dist.observe.sinks import AsyncSink, close_all
 from grpo_dist.observe.wandb_run import online_mode
@@ -338,5 +338,6 @@ def test_an_episode_is_a_transcript_of_turns_calls_and_observations():
     called = "```calculator\n347*58\n```\n[calculator: ok, 0.0123 s] 20126\n\\boxed{20126}"
     assert transcript(first) == called and transcript(guess) == guess.text
     assert transcript(spoken) == "higher or lower?\n[environment] lower\n\\boxed{7}"
+    assert said_besides("1\n2\nlower", ["1", "2"]) == "lower" == said_besides("lower", ["9"])
     rows = table_of("step_000001", [episodes()], None).rows
     assert rows[0][COLUMNS.index("completion")] == called

@@ -25,11 +25,12 @@ def end_of(*texts):
 
 
 def called(answer, *, outcome="ok", result=RESULT, sample=0, finish="stop", reward=None):
-    """An episode of one call and the answer to its result."""
+    """An episode of one call and the answer to its result. Its observation is what the tool said."""
     ids, logprobs, versions, sampled = row_of((CALL, True), (result, False), (answer, True))
-    tool = ToolCall("calculator", "347*58", result.split("\n")[1], outcome, 0.0123)
+    said = result.split("\n")[1]
+    tool = ToolCall("calculator", "347*58", said, outcome, 0.0123)
     turns = (
-        Turn(0, end_of(CALL), CALL.rstrip(), "", (tool,)),
+        Turn(0, end_of(CALL), CALL.rstrip(), said, (tool,)),
         Turn(0, len(ids), answer, "", (), reward),
     )
     return Rollout("p", sample, ids, logprobs, finish, answer, versions, sampled, turns)

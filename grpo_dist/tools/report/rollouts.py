@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpo_dist.observe.completions import said_besides
 from grpo_dist.tools.report import episodes
 from grpo_dist.tools.report.answers import AnswerReader
 
@@ -159,7 +160,8 @@ def _shown_turn(turn: Mapping[str, Any]) -> dict[str, Any]:
         {**call, "arguments": _shortened(call["arguments"]), "result": _shortened(call["result"])}
         for call in turn["calls"] or ()
     ]
-    texts = {name: _shortened(turn[name]) for name in ("text", "observation")}
+    said = said_besides(turn["observation"], [call["result"] for call in turn["calls"] or ()])
+    texts = {"text": _shortened(turn["text"]), "observation": _shortened(said)}
     return {**turn, **texts, "calls": calls, "reward": _rounded(turn["reward"])}
 
 

@@ -64,6 +64,7 @@ def test_texts_have_every_turn_with_its_calls(table):
         "seconds": 0.0123,
     }
     assert first[0]["calls"] == [call] and first[1]["calls"] == []
+    assert first[0]["observation"] == ""  # the call has it
     assert [(turn["row"], turn["observation"], turn["reward"]) for turn in third] == [
         (0, "lower", 0.25),
         (1, "", 0.75),
@@ -188,5 +189,6 @@ def test_without_token_values_an_episode_shows_the_texts_of_its_turns(browser, r
     page.until("document.querySelectorAll('.card').length === 4")
     first = ".card:nth-child(1) "
     assert page.texts(first + ".who") == ["turn 1 · policy", "tools", "turn 2 · policy"]
+    assert page.texts(first + ".environment > *")[2:] == []  # the result stands once
     assert page.text(first + ".call .result") == "20126" and "347*58" in page.text(first + ".policy")
     assert page.console() == []
