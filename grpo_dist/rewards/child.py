@@ -17,7 +17,6 @@ import json
 import math
 import os
 import pickle
-import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -25,7 +24,8 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
-from grpo_dist.rewards.guardian import fork_guarded
+from grpo_dist.runtime.address_space import limit_address_space
+from grpo_dist.runtime.guardian import fork_guarded
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
         from grpo_dist.rewards.math import grade  # only here, so that processes of user code start fast
 
         grade("\\boxed{1}", "2")  # warm-up: imports the parser and builds its tables
-    _limit_memory(memory_mb)
+    limit_address_space(memory_mb)
     _reply(replies, "ready")
     while True:
         try:
@@ -72,11 +72,11 @@ def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
     try:
         if kind == "load":
             # The memory of an import, which may be large, is not charged to the answers.
-            _limit_memory(None)
+            limit_address_space(None)
             try:
                 load(*arguments)
             finally:
-                _limit_memory(memory_mb)
+                limit_address_space(memory_mb)
             return ["ok", None]
         return ["ok", _KINDS[kind](*arguments)]
     except MemoryError:
@@ -135,19 +135,6 @@ def load(path: str) -> tuple[Callable[..., Any], frozenset[str] | None]:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return function, None
     return function, frozenset(p.name for p in parameters)
-
-
-def _limit_memory(megabytes: int | None) -> None:
-    """Limit the address space to its present size plus ``megabytes``; None for the system's limit."""
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = hard
-    if megabytes is not None:
-        with open("/proc/self/statm") as file:
-            used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        limit = used + megabytes * 2**20
-        if hard != resource.RLIM_INFINITY:
-            limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def _die_with_parent(lifeline: int) -> None:

@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.rewards.guardian import kill_descendants, kill_marked
 from grpo_dist.rewards.math import Grade
+from grpo_dist.runtime.guardian import kill_descendants, kill_marked
 
 _START_S = 120.0  # limit for a new process to import the parsers, or a user module, on a busy machine
 _TASKS_PER_PROCESS = 2000  # then the process is replaced, because parsers keep caches

@@ -263,7 +263,7 @@ def _parent(stat: Path) -> int:
 # A pool's process that ends as soon as its guardian is stopped, right after the guardian forked the grader.
 STOPPED_AT_ONCE = """
 import os, signal, time
-from grpo_dist.rewards.guardian import fork_guarded
+from grpo_dist.runtime.guardian import fork_guarded
 lifeline, held = os.pipe()
 guardian = os.fork()
 if not guardian:

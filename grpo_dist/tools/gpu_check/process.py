@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_dist.rewards.guardian import kill_marked
+from grpo_dist.runtime.guardian import kill_marked
 from grpo_dist.runtime.stacks import look
 from grpo_dist.tools.gpu_check.findings import Findings
 from grpo_dist.tools.gpu_check.lines import CheckJob, CheckTask

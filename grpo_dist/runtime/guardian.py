@@ -1,4 +1,4 @@
-"""Parent of a grader process: ends it together with every process that its code has started.
+"""Ends a process together with every process that its code has started: of a grader, by its parent.
 
     pool --lifeline, SIGTERM--> guardian --> grader --> what user code starts
                                     ^                        |  setsid, double fork
@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
+SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 _KILL_S = 5.0  # limit for finding new descendants and for waiting for their end
 _WAKE_MS = 60_000
 
@@ -32,7 +32,7 @@ def fork_guarded(lifeline: int) -> None:
     Args:
         lifeline: read end of a pipe whose other end only the pool's process holds.
     """
-    _prctl(_SET_CHILD_SUBREAPER, 1)
+    become_subreaper()
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     asked: list[int] = []
@@ -41,7 +41,7 @@ def fork_guarded(lifeline: int) -> None:
     signal.set_wakeup_fd(woken)
     # A stopped guardian (SIGSTOP) continues when the pool's process ends, and kills all below it. This is set
     # before the fork, because the guardian may be stopped as soon as the grader answers.
-    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
+    process_option(SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
     guardian = os.getpid()
     grader = os.fork()
     if grader == 0:
@@ -51,7 +51,7 @@ def fork_guarded(lifeline: int) -> None:
         os.close(wake)
         os.close(woken)
         os.setpgid(0, 0)
-        _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        process_option(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != guardian:
             os._exit(1)
         return
@@ -61,11 +61,11 @@ def fork_guarded(lifeline: int) -> None:
     _exit_as(_wait(grader, lifeline, wake, asked))
 
 
-def kill_descendants(root: int) -> None:
+def kill_descendants(root: int, *, proc: str = "/proc") -> None:
     """Send SIGKILL to all descendants of ``root``. They are stopped first, so that none can fork."""
     stopped: set[int] = set()
     end = time.monotonic() + _KILL_S
-    while time.monotonic() < end and (new := _descendants(root) - stopped):
+    while time.monotonic() < end and (new := descendants(root, proc=proc) - stopped):
         _signal(new, signal.SIGSTOP)
         stopped |= new
     _signal(stopped, signal.SIGKILL)
@@ -93,16 +93,21 @@ def _wait(grader: int, lifeline: int, wake: int, asked: list[int]) -> int:
             break
         if ready:
             os.read(wake, 4096)
-        status = _reaped().get(grader)
+        status = reap().get(grader)
     kill_descendants(os.getpid())
     end = time.monotonic() + _KILL_S
-    while _descendants(os.getpid()) and time.monotonic() < end:
-        _reaped()
+    while descendants(os.getpid()) and time.monotonic() < end:
+        reap()
         time.sleep(0.002)
     return status or 0
 
 
-def _reaped() -> dict[int, int]:
+def become_subreaper() -> None:
+    """Adopt descendants whose parent ends, also those in their own session."""
+    process_option(_SET_CHILD_SUBREAPER, 1)
+
+
+def reap() -> dict[int, int]:
     """Reap children that have ended. Returns their wait statuses by process id."""
     found = {}
     with suppress(ChildProcessError):
@@ -121,9 +126,14 @@ def _exit_as(status: int) -> None:
     os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
 
 
-def _descendants(root: int) -> set[int]:
+def descendants(root: int, *, proc: str = "/proc") -> set[int]:
+    """Return the ids of all processes below ``root``, as the file system mounted at ``proc`` has them."""
+    try:
+        return _listed_descendants(root, proc)
+    except FileNotFoundError:  # a kernel without these lists, or ``root`` has ended
+        pass
     children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for stat in Path(proc).glob("[0-9]*/stat"):
         with suppress(OSError):
             parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(stat.parent.name))
@@ -136,13 +146,35 @@ def _descendants(root: int) -> set[int]:
     return found
 
 
+def _listed_descendants(root: int, proc: str) -> set[int]:
+    """Like `descendants`, by the kernel's lists of children; the cost does not grow with the machine."""
+    found: set[int] = set()
+    below = _children(root, proc)
+    while below:
+        pid = below.pop()
+        if pid not in found:
+            found.add(pid)
+            with suppress(FileNotFoundError, ProcessLookupError):
+                below += _children(pid, proc)
+    return found
+
+
+def _children(pid: int, proc: str) -> list[int]:
+    lists = []
+    for thread in os.listdir(f"{proc}/{pid}/task"):
+        with open(f"{proc}/{pid}/task/{thread}/children") as file:
+            lists.append(file.read())
+    return [int(child) for child in " ".join(lists).split()]
+
+
 def _signal(pids: set[int], number: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
-def _prctl(option: int, value: int) -> None:
+def process_option(option: int, value: int) -> None:
+    """Call prctl(2). Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

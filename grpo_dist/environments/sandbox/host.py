@@ -1,0 +1,358 @@
+"""Processes for a program, one per episode, for any number of coroutines.
+
+ask(episode, ...)     owner's event loop     zygote                  one keeper and one worker per episode
+    first of an episode ----- start ------>  fork a keeper ------->  fork a worker
+    each  ------------------- request ---------------------------->  program.handle(kind, payload)
+          <------------------ answer ------------------------------  reply, or why there is none
+end(episode)  --------------- end -------->  kill all its processes, delete its files
+
+All of it ends with the owner's process, however that ends: the zygote and each keeper hold a socket of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.environments.sandbox.frames import ANSWER, OUTCOMES, REQUEST, TOKEN_BYTES
+from grpo_dist.environments.sandbox.isolation import Isolation
+from grpo_dist.environments.sandbox.limits import Limits
+from grpo_dist.environments.sandbox.root import remove_tree
+from grpo_dist.runtime.guardian import kill_marked
+
+_START_S = 300.0  # limit for the zygote to import the program, and for a fork, on a busy machine
+_GRACE_S = 30.0  # behind a deadline that the keeper keeps itself; then the keeper is lost, too
+_END_S = 30.0  # limit for killed processes to end; one that the kernel holds is abandoned
+_MESSAGE = 1 << 16
+_MARK = "GRPO_DIST_SANDBOX"  # environment variable that all processes of a host inherit
+_ROOT = Path(__file__).resolve().parents[3]
+# As in `rewards.pool`: the grpo_dist of this process, and no module of the working directory.
+_CHILD = (
+    "import sys; sys.path.insert(0, sys.argv.pop()); import grpo_dist.environments.sandbox.zygote as zygote; "
+    "del sys.path[0]; zygote.main()"
+)
+# All that code of the policy finds in its environment, besides what Python needs.
+_HARMLESS = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
+
+
+class ProcessFailure(Exception):
+    """A request without a result.
+
+    Attributes:
+        outcome: timeout | memory | died | error.
+        lost: whether the process is gone, and with it what the episode had in it.
+        output: what was printed before, cut to ``Limits.output_kb``.
+    """
+
+    def __init__(self, outcome: str, detail: str, *, lost: bool = True, output: str = "") -> None:
+        super().__init__(outcome, detail)
+        self.outcome, self.detail, self.lost, self.output = outcome, detail, lost, output
+
+    def __str__(self) -> str:
+        return self.detail
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _failure, (self.outcome, self.detail, self.lost, self.output)
+
+
+def _failure(outcome: str, detail: str, lost: bool, output: str) -> ProcessFailure:
+    return ProcessFailure(outcome, detail, lost=lost, output=output)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The result of a request, and what was printed, cut to ``Limits.output_kb``."""
+
+    value: Any
+    output: str
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Live:
+    """An episode with a process. ``lock``: one request at a time; ``ended`` is set once nothing is left."""
+
+    number: int
+    channel: socket.socket
+    ended: asyncio.Future[None]
+    failed: str = ""  # why it could not be started
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class ProcessHost:
+    """A process per episode, forked on its first request from one that has imported the program.
+
+    Args:
+        program: "module:Class". In the process of an episode Class(**arguments) is made, then
+            ``.handle(kind, payload)`` is called per request; it may be asynchronous. Payloads and results are
+            JSON.
+        isolation: what the processes are confined by; None: code is trusted, and inherits the environment.
+        code_paths: directories searched before PYTHONPATH and installed packages.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        arguments: dict[str, Any],
+        *,
+        limits: Limits,
+        isolation: Isolation | None,
+        code_paths: Sequence[str] = (),
+    ) -> None:
+        self._settings = {
+            "program": program,
+            "arguments": arguments,
+            "limits": asdict(limits),
+            "isolation": asdict(isolation) if isolation else None,
+        }
+        self._program, self._longest = program, limits.reply_kb * 1024 + (limits.output_kb + 1) * 1024
+        self._environment = _environment(code_paths, trusted=isolation is None)
+        self._live: dict[str, _Live] = {}
+        self._by_number: dict[int, _Live] = {}
+        self._count = 0
+        self._child: subprocess.Popen[bytes] | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the zygote and import the program. Raises ProcessFailure "error" if that fails."""
+        async with self._starting:
+            if self._child is None:
+                await self._start_zygote()
+
+    async def ask(self, episode: str, kind: str, payload: Any, *, timeout_s: float) -> Any:
+        """Return ``handle(kind, payload)`` of the episode's process, which is forked for the first request.
+
+        Raises ProcessFailure. Where it is ``lost``, the next request begins with a new process.
+        """
+        return (await self.call(episode, kind, payload, timeout_s=timeout_s)).value
+
+    async def call(self, episode: str, kind: str, payload: Any, *, timeout_s: float) -> Reply:
+        """Like `ask`; returns also what was printed."""
+        request = json.dumps([kind, payload]).encode()
+        live = self._live.get(episode) or await self._begin(episode)
+        async with live.lock:
+            number = secrets.token_bytes(TOKEN_BYTES)
+            try:
+                async with asyncio.timeout(timeout_s + _GRACE_S):
+                    loop = asyncio.get_running_loop()
+                    header = REQUEST.pack(number, timeout_s, len(request))
+                    await loop.sock_sendall(live.channel, header + request)
+                    outcome, body, output, seconds = await self._answer(live.channel, number)
+            except TimeoutError:
+                await self._drop(episode, live)
+                raise ProcessFailure("timeout", f"no result within {timeout_s:g} s") from None
+            except (OSError, EOFError):
+                await self._drop(episode, live)
+                if live.failed:
+                    raise ProcessFailure("error", f"it could not be started: {live.failed}") from None
+                raise ProcessFailure("died", "the process had ended") from None
+            except BaseException:  # cancelled: the reply to this request must not meet the next one
+                self._forget(episode, live)
+                raise
+            finally:
+                if self._live.get(episode) is not live:
+                    live.channel.close()
+        if outcome != "ok":
+            await self._drop(episode, live)
+            raise ProcessFailure(outcome, body.decode(errors="replace"), output=output)
+        return Reply(self._value(body, output), output, seconds)
+
+    async def end(self, episode: str) -> None:
+        """End the episode's processes and delete its files. An unknown episode has none."""
+        if (live := self._live.get(episode)) is not None:
+            await self._drop(episode, live)
+
+    async def close(self) -> None:
+        """End all episodes and the zygote. Safe to call twice."""
+        async with self._starting:
+            if self._child is not None:
+                await self._lose_zygote()
+
+    @property
+    def num_live(self) -> int:
+        """Number of episodes with a process."""
+        return len(self._live)
+
+    @staticmethod
+    def _value(body: bytes, output: str) -> Any:
+        """Read a worker's reply, which may be anything."""
+        try:
+            status, value = json.loads(body)
+        except (ValueError, TypeError, RecursionError):
+            raise ProcessFailure("error", "a reply that is none", lost=False, output=output) from None
+        if status == "ok":
+            return value
+        outcome = "memory" if status == "memory" else "error"
+        raise ProcessFailure(outcome, str(value), lost=False, output=output)
+
+    async def _answer(self, channel: socket.socket, number: bytes) -> tuple[str, bytes, str, float]:
+        found, index, seconds, size, printed = ANSWER.unpack(await _receive(channel, ANSWER.size))
+        if found != number or size + printed > self._longest:
+            raise EOFError
+        body, output = await _receive(channel, size), await _receive(channel, printed)
+        return OUTCOMES[index], body, output.decode(errors="replace"), seconds
+
+    async def _begin(self, episode: str) -> _Live:
+        await self.start()
+        if (begun := self._live.get(episode)) is not None:  # by another request meanwhile
+            return begun
+        mine, given = socket.socketpair()
+        mine.setblocking(False)
+        self._count += 1
+        live = _Live(self._count, mine, asyncio.get_running_loop().create_future())
+        self._live[episode] = self._by_number[live.number] = live
+        try:
+            await self._tell({"do": "start", "episode": live.number}, given)
+        except OSError as error:
+            self._forget(episode, live)
+            raise ProcessFailure("died", f"the process that starts others has ended ({error})") from None
+        finally:
+            given.close()
+        return live
+
+    async def _tell(self, message: dict[str, Any], descriptor: socket.socket | None = None) -> None:
+        """Send a message to the zygote; wait while it is busy."""
+        packed, given = json.dumps(message).encode(), [descriptor.fileno()] if descriptor else []
+        while True:
+            try:
+                socket.send_fds(self._control, [packed], given)
+                return
+            except BlockingIOError:
+                await asyncio.sleep(0.002)
+
+    def _forget(self, episode: str, live: _Live) -> None:
+        """Begin the end of the episode's processes: its keeper ends with this end of its socket."""
+        with contextlib.suppress(OSError):
+            live.channel.shutdown(socket.SHUT_RDWR)
+        if not live.lock.locked():  # else a request is waiting for it, and closes it
+            live.channel.close()
+        if self._live.get(episode) is live:
+            del self._live[episode]
+
+    async def _drop(self, episode: str, live: _Live) -> None:
+        """End the episode's processes and wait until nothing is left of them."""
+        self._forget(episode, live)
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await self._tell({"do": "end", "episode": live.number})
+                await asyncio.shield(live.ended)
+
+    async def _start_zygote(self) -> None:
+        mine, given = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mine.setblocking(False)
+        self._control, self._mark = mine, secrets.token_hex(16)
+        self._directory = directory = tempfile.mkdtemp(prefix="grpo-dist-sandbox-")
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-P", "-c", _CHILD, str(given.fileno()), directory, str(_ROOT)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=self._environment | {_MARK: self._mark},
+                pass_fds=(given.fileno(),),
+                start_new_session=True,  # only the owner handles an interrupt at the terminal
+            )
+        finally:
+            given.close()
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_START_S):
+                await loop.sock_sendall(mine, json.dumps(self._settings).encode())
+                message = await loop.sock_recv(mine, _MESSAGE)
+        except (OSError, TimeoutError) as error:
+            message = json.dumps({"failed": f"not started ({type(error).__name__})", "trace": ""}).encode()
+        answer = json.loads(message or b'{"failed": "its process ended", "trace": ""}')
+        if not answer.get("ready"):
+            await self._lose_zygote()
+            failure = ProcessFailure("error", f"{self._program}: {answer['failed'].strip()}")
+            failure.add_note(answer["trace"])
+            raise failure
+        loop.add_reader(mine, self._hear)
+
+    def _hear(self) -> None:
+        """Read what the zygote tells."""
+        try:
+            message = self._control.recv(_MESSAGE)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if not message:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._lost = asyncio.ensure_future(self._replace_zygote(self._child))
+            return
+        told = json.loads(message)
+        live = self._by_number.pop(told.get("ended", told.get("failed")), None)
+        if live is not None:
+            if not live.ended.done():
+                live.ended.set_result(None)
+            live.failed = told.get("reason", "")
+
+    async def _replace_zygote(self, lost: subprocess.Popen[bytes] | None) -> None:
+        """Forget a zygote that has ended. Its episodes are lost; the next request starts another."""
+        async with self._starting:
+            if self._child is lost:
+                await self._lose_zygote()
+
+    async def _lose_zygote(self) -> None:
+        """End the zygote, which ends everything below it, and what it left if it was killed."""
+        child, self._child = self._child, None
+        assert child is not None
+        asyncio.get_running_loop().remove_reader(self._control)
+        self._control.close()
+        for episode, live in list(self._live.items()):
+            self._forget(episode, live)
+        try:
+            await asyncio.to_thread(child.wait, _END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            await asyncio.to_thread(child.wait, _END_S)
+        if child.returncode:
+            await asyncio.to_thread(kill_marked, f"{_MARK}={self._mark}")
+            await asyncio.to_thread(remove_tree, self._directory)
+        for live in self._by_number.values():
+            if not live.ended.done():
+                live.ended.set_result(None)
+        self._by_number.clear()
+
+
+async def _receive(channel: socket.socket, size: int) -> bytes:
+    """Receive exactly ``size`` bytes. Raises EOFError if the other end closes before."""
+    loop, buffer = asyncio.get_running_loop(), bytearray()
+    while len(buffer) < size:
+        piece = await loop.sock_recv(channel, min(size - len(buffer), 1 << 20))
+        if not piece:
+            raise EOFError
+        buffer += piece
+    return bytes(buffer)
+
+
+def _environment(code_paths: Sequence[str], *, trusted: bool) -> dict[str, str]:
+    """Return the environment of the processes. Raises ValueError for a directory that does not exist."""
+    directories = [Path(path).expanduser().resolve() for path in code_paths]
+    for given, directory in zip(code_paths, directories, strict=True):
+        if not directory.is_dir():
+            raise ValueError(
+                f"environments.code_paths: {given!r} is not a directory (resolved to {directory}); expected "
+                "directories with modules of environments"
+            )
+    paths = [str(directory) for directory in directories]
+    own = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if trusted:
+        # An empty entry, as in "a::b" or "a:", would mean the working directory.
+        paths += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        own = os.environ | own
+    else:
+        own |= {name: os.environ[name] for name in _HARMLESS if name in os.environ}
+        own |= {"PYTHONHASHSEED": "0"}  # same code, same output: also the order of a set
+    return own | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -1,0 +1,291 @@
+"""The parent of an episode's process: passes requests on, keeps deadlines and limits, and ends all of them.
+
+owner --socket--> keeper --pipes--> worker --> what its code starts
+  zygote --lifeline--^                             |  setsid, double fork
+                     ^-- becomes its child --------+
+
+No code of an environment or of the policy runs in here. With a PID namespace of its own the keeper is the
+first process in it: whatever ends the keeper ends all the others.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+from grpo_dist.environments.sandbox import worker
+from grpo_dist.environments.sandbox.frames import INNER, REQUEST, TOKEN_BYTES, Answer, KeptOutput, receive
+from grpo_dist.environments.sandbox.limits import Limits, TreeUsage
+from grpo_dist.runtime.guardian import become_subreaper, descendants, kill_descendants, reap
+
+_WATCH_S = 0.25  # between measurements of what a request uses; shorter requests are not measured
+_KILLED_S = 5.0  # limit for killed processes to end
+_DRAINED = (
+    1 << 20
+)  # bytes of output still read once a reply is there: a process left behind may go on printing
+_PIECE = 1 << 16
+
+
+def _pid_in_proc() -> int:
+    """Return the id of this process as its working directory, the host's /proc, has it."""
+    return int(os.readlink("self"))
+
+
+class Keeper:
+    """Keeps one worker.
+
+    Args:
+        start: called in the worker's process: confines it, and returns what makes the program's object.
+        channel: to the owner. Its end is the episode's end.
+        lifeline: read end of a pipe that only the zygote can write to.
+        contained: whether a PID namespace holds all processes of the episode.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], Callable[[], object]],
+        channel: socket.socket,
+        lifeline: int,
+        limits: Limits,
+        *,
+        contained: bool,
+    ) -> None:
+        self._start, self._channel, self._lifeline = start, channel, lifeline
+        self._limits, self._contained = limits, contained
+        self._status: int | None = None  # wait status of the worker
+
+    def run(self) -> NoReturn:
+        """Serve the owner until the episode is over or its worker is lost."""
+        become_subreaper()
+        wake, woken = os.pipe()
+        os.set_blocking(woken, False)
+        os.set_blocking(wake, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(woken)
+        self._wake = wake
+        self._memory_at_start = TreeUsage.of({_pid_in_proc()}, exact=False).memory
+        self._fork(woken)
+        with suppress(EOFError, OSError):  # the owner or the zygote is gone
+            while self._wait_for_request():
+                number, timeout_s, size = REQUEST.unpack(receive(self._channel, REQUEST.size))
+                payload = receive(self._channel, size)
+                begin = time.monotonic()
+                output = KeptOutput(self._limits.output_kb * 1024)
+                outcome, body = self._exchange(payload, begin + timeout_s, timeout_s, output)
+                if outcome in ("timeout", "died") or self._status is not None:
+                    self._kill()
+                seconds = time.monotonic() - begin
+                self._channel.sendall(Answer(outcome, body, output.bytes(), seconds).pack(number))
+                if self._status is not None:
+                    break
+        self._kill()
+        os._exit(0)
+
+    def _fork(self, woken: int) -> None:
+        asked, self._requests = os.pipe()
+        self._replies, replies = os.pipe()
+        self._output, output = os.pipe() if self._limits.output_kb else (-1, os.open(os.devnull, os.O_WRONLY))
+        self._worker = os.fork()
+        if not self._worker:
+            try:
+                os.setpgid(0, 0)
+                worker.redirect(output)
+                own = (self._requests, self._replies, self._output, self._lifeline, self._wake, woken)
+                for descriptor in (*own, self._channel.fileno()):
+                    if descriptor >= 0:
+                        os.close(descriptor)
+                worker.serve(self._start_worker(), asked, replies)
+            finally:
+                os._exit(1)
+        for descriptor in (asked, replies, output):
+            os.close(descriptor)
+        for descriptor in (self._requests, self._replies, self._output):
+            if descriptor >= 0:
+                os.set_blocking(descriptor, False)
+
+    def _start_worker(self) -> Callable[[], object]:
+        try:
+            return self._start()
+        except BaseException as failure:
+            error = failure
+
+        def fail() -> object:
+            raise error
+
+        return fail
+
+    def _wait_for_request(self) -> bool:
+        """Wait, at no cost, until the owner asks. Returns False when the episode is over."""
+        poller = select.poll()
+        poller.register(self._channel, select.POLLIN)
+        poller.register(self._lifeline, 0)  # only its hang-up
+        poller.register(self._wake, select.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            self._notice_ends(ready)
+            if self._lifeline in ready or self._status is not None:
+                return False
+            if self._channel.fileno() in ready:
+                return True
+
+    def _notice_ends(self, ready: dict[int, int]) -> None:
+        if self._wake in ready:
+            with suppress(BlockingIOError):
+                os.read(self._wake, 4096)
+            self._status = reap().get(self._worker, self._status)
+
+    def _exchange(
+        self, payload: bytes, deadline: float, timeout_s: float, output: KeptOutput
+    ) -> tuple[str, bytes]:
+        """Pass a request on and wait for its reply. Returns outcome and body."""
+        token = os.urandom(TOKEN_BYTES)
+        rest = memoryview(INNER.pack(token, len(payload)) + payload)
+        reply = bytearray()
+        poller = select.poll()
+        for descriptor, events in (
+            (self._channel.fileno(), 0),
+            (self._lifeline, 0),
+            (self._wake, select.POLLIN),
+            (self._requests, select.POLLOUT),
+            (self._replies, select.POLLIN),
+            (self._output, select.POLLIN),
+        ):
+            if descriptor >= 0:
+                poller.register(descriptor, events)
+        watched = time.monotonic() + _WATCH_S
+        while True:
+            now = time.monotonic()
+            if now >= deadline:
+                return "timeout", f"no result within {timeout_s:g} s".encode()
+            ready = dict(poller.poll(1000 * (min(deadline, watched) - now) + 1))
+            if self._lifeline in ready or self._channel.fileno() in ready:
+                raise EOFError
+            if self._output in ready and not self._take_output(output, _PIECE):
+                poller.unregister(self._output)
+            if self._requests in ready and rest:
+                rest = self._pass_on(rest)
+                if not rest:
+                    poller.unregister(self._requests)
+            if self._replies in ready:
+                found = self._take_reply(reply, token)
+                if found is not None:
+                    self._take_output(output, _DRAINED)
+                    return found
+            self._notice_ends(ready)
+            if self._status is not None and self._replies not in ready:
+                self._take_output(output, _DRAINED)
+                return self._how_it_ended()
+            if time.monotonic() >= watched:
+                watched = time.monotonic() + _WATCH_S
+                if (excess := self._excess()) is not None:
+                    self._kill()
+                    return excess
+
+    def _pass_on(self, rest: memoryview) -> memoryview:
+        with suppress(BlockingIOError):
+            try:
+                rest = rest[os.write(self._requests, rest[:_PIECE]) :]
+            except BrokenPipeError:  # seen again at the replies, or as its end
+                return rest[len(rest) :]
+        return rest
+
+    def _take_reply(self, reply: bytearray, token: bytes) -> tuple[str, bytes] | None:
+        """Read what is there of the reply. Returns outcome and body once it is complete."""
+        with suppress(BlockingIOError):
+            piece = os.read(self._replies, _PIECE)
+            if not piece:
+                return self._how_it_ended()
+            reply += piece
+        if len(reply) < INNER.size:
+            return None
+        found, size = INNER.unpack_from(reply)
+        if found != token:
+            return "died", b"its code wrote to the replies of the process"
+        if size > self._limits.reply_kb * 1024:
+            return "died", f"a reply of {size} bytes; the limit is {self._limits.reply_kb} KiB".encode()
+        if len(reply) < INNER.size + size:
+            return None
+        if len(reply) > INNER.size + size:
+            return "died", b"its code wrote to the replies of the process"
+        return "ok", bytes(reply[INNER.size :])
+
+    def _take_output(self, output: KeptOutput, most: int) -> bool:
+        """Read what was printed, up to ``most`` bytes. Returns whether more can come."""
+        if self._output < 0:
+            return False
+        with suppress(BlockingIOError):
+            while most > 0:
+                piece = os.read(self._output, _PIECE)
+                if not piece:
+                    return False
+                output.add(piece)
+                most -= len(piece)
+        return True
+
+    def _how_it_ended(self) -> tuple[str, bytes]:
+        """Return outcome and reason for a worker that has ended or closed its replies."""
+        end = time.monotonic() + 1.0
+        while self._status is None and time.monotonic() < end:
+            self._status = reap().get(self._worker)
+            time.sleep(0.001)
+        if self._status is None:
+            return "died", b"its code closed the replies of the process"
+        if not os.WIFSIGNALED(self._status):
+            return "died", f"the process ended with exit status {os.WEXITSTATUS(self._status)}".encode()
+        number = os.WTERMSIG(self._status)
+        cpu_s = self._limits.cpu_s
+        if cpu_s is not None and (
+            number == signal.SIGXCPU or (number == signal.SIGKILL and self._used_cpu() >= cpu_s)
+        ):
+            return "timeout", f"more than {cpu_s:g} s of CPU time".encode()
+        return "died", f"the process was ended by {signal.Signals(number).name}".encode()
+
+    def _used_cpu(self) -> float:
+        """Return CPU seconds of children that have ended."""
+        times = os.times()
+        return times.children_user + times.children_system
+
+    def _excess(self) -> tuple[str, bytes] | None:
+        """Return outcome and reason if the processes together are over a limit."""
+        pids = self._all()
+        used = TreeUsage.of(pids, exact=False)
+        limits, most = self._limits, self._limits.memory_mb * 2**20 + self._memory_at_start
+        if limits.cpu_s is not None and used.cpu_s + self._used_cpu() > limits.cpu_s:
+            return "timeout", f"more than {limits.cpu_s:g} s of CPU time".encode()
+        if used.memory > most and TreeUsage.of(pids, exact=True).memory > most:
+            return "memory", f"more than {limits.memory_mb} MiB of memory, all processes together".encode()
+        return None
+
+    def _all(self) -> set[int]:
+        return descendants(_pid_in_proc(), proc=".")
+
+    def _kill(self) -> None:
+        """Kill all processes of the episode and wait for their end."""
+        end = time.monotonic() + _KILLED_S
+        if self._contained:  # here process ids are not those of the host's /proc
+            with suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)  # all of this namespace but its first process
+        else:
+            kill_descendants(os.getpid(), proc=".")
+        while time.monotonic() < end:
+            ended = reap()
+            if self._worker in ended:
+                self._status = ended[self._worker]
+            if not ended and not self._has_children():
+                break
+            time.sleep(0.002)
+        if self._status is None:
+            self._status = -1
+
+    def _has_children(self) -> bool:
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return False
+        return True

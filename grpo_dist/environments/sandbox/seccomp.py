@@ -1,0 +1,240 @@
+"""A seccomp filter: system calls that a calculation never needs are refused, and what is left is smaller.
+
+It needs no privilege. It reads numbers only, never paths, so files are the business of other layers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import struct
+from dataclasses import dataclass
+
+from grpo_dist.environments.sandbox.linux import MACHINE, PR_SET_NO_NEW_PRIVS, process_option
+
+# name: number on x86_64, on aarch64; None: the call does not exist there.
+_NUMBERS: dict[str, tuple[int | None, int | None]] = {
+    # other processes
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "perf_event_open": (298, 241),
+    # the kernel's larger and younger parts
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "fanotify_init": (300, 262),
+    "lookup_dcookie": (212, 18),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    # namespaces, mounts, roots
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    # the machine
+    "reboot": (169, 142),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "syslog": (103, 116),
+    "vhangup": (153, 58),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "modify_ldt": (154, None),
+    "uselib": (134, None),
+    "personality": (135, 92),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    # memory that belongs to no process, and so to no limit
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    # other system calls by another way: a filter sees only this one
+    "seccomp": (317, 277),
+}
+_ATTRIBUTES: dict[str, tuple[int | None, int | None]] = {  # of files, which Landlock does not cover
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+}
+_SIGNALS: dict[str, tuple[int, int]] = {  # the first argument is a process
+    "kill": (62, 129),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+}
+_SETTINGS: dict[str, tuple[int, int]] = {  # the first argument is a process; 0: this one
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+}
+_OTHER_PROCESSES: dict[str, tuple[int | None, int | None]] = {
+    "tkill": (200, 130),
+    "pidfd_send_signal": (424, 424),
+    "pidfd_open": (434, 434),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+}
+_CLONE, _CLONE3 = (56, 220), (435, 435)
+_SOCKET, _SOCKETPAIR = (41, 198), (53, 199)
+_FCNTL, _IOCTL = (72, 25), (16, 29)
+_NEW_NAMESPACES = 0x7E020000
+_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
+_F_SETOWN, _F_SETOWN_EX = 8, 15
+_TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
+
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_X32 = 0x40000000  # calls of the x32 ABI, under other numbers
+_PR_SET_SECCOMP, _MODE_FILTER = 22, 2
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+_ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
+
+
+@dataclass(frozen=True, slots=True)
+class SyscallFilter:
+    """What a filter refuses besides calls that are always refused.
+
+    Attributes:
+        unix_sockets: whether sockets in the file system are allowed; those of other kinds never are.
+        attributes: whether modes, owners and times of files may change.
+        signals_to: the only process that may be signalled; None: any that the kernel allows.
+    """
+
+    unix_sockets: bool
+    attributes: bool
+    signals_to: int | None
+
+    def install(self) -> None:
+        """Filter the calls of this process and its children for good. Raises OSError."""
+        program = b"".join(struct.pack("=HBBI", *instruction) for instruction in self.instructions())
+        buffer = ctypes.create_string_buffer(program, len(program))
+        # struct sock_fprog: the number of instructions, then, aligned, their address
+        header = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer)))
+        process_option(PR_SET_NO_NEW_PRIVS, 1)
+        process_option(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.addressof(header))
+
+    def instructions(self) -> list[tuple[int, int, int, int]]:
+        """Return the filter as BPF instructions: code, jump if true, jump if false, constant."""
+        index = list(_AUDIT_ARCH).index(MACHINE)
+        refused = dict(_NUMBERS)
+        if not self.attributes:
+            refused |= _ATTRIBUTES
+        if self.signals_to is not None:
+            refused |= _OTHER_PROCESSES
+        program = [
+            _load(_ARCHITECTURE),
+            (_JUMP_EQUAL, 1, 0, _AUDIT_ARCH[MACHINE]),
+            (_RETURN, 0, 0, _KILL),
+            _load(_NUMBER),
+        ]
+        if MACHINE == "x86_64":
+            program += [(_JUMP_AT_LEAST, 0, 1, _X32), _error(errno.ENOSYS)]
+        for numbers in refused.values():
+            if (number := numbers[index]) is not None:
+                program += [(_JUMP_EQUAL, 0, 1, number), _error(errno.EPERM)]
+        program += [(_JUMP_EQUAL, 0, 1, _CLONE3[index]), _error(errno.ENOSYS)]  # its flags cannot be read
+        program += _case(_CLONE[index], 0, [(_JUMP_ANY_BIT, 0, 1, _NEW_NAMESPACES), _error(errno.EPERM)])
+        program += self._sockets(index)
+        program += _case(_IOCTL[index], 1, _none_of(_TIOCSTI, _TIOCLINUX))
+        if self.signals_to is not None:
+            own = [(_JUMP_EQUAL, 1, 0, self.signals_to), _error(errno.EPERM)]
+            for numbers in _SIGNALS.values():
+                program += _case(numbers[index], 0, own)
+            for numbers in _SETTINGS.values():
+                program += _case(numbers[index], 0, [(_JUMP_EQUAL, 2, 0, 0), *own])
+            program += _case(_FCNTL[index], 1, _none_of(_F_SETOWN, _F_SETOWN_EX))
+            program += _case(_IOCTL[index], 1, _none_of(_FIOSETOWN, _SIOCSPGRP))
+        return [*program, (_RETURN, 0, 0, _ALLOW)]
+
+    def _sockets(self, index: int) -> list[tuple[int, int, int, int]]:
+        family = [(_JUMP_EQUAL, 1, 0, _AF_UNIX), _error(errno.EACCES)]
+        if self.unix_sockets:
+            return _case(_SOCKET[index], 0, family) + _case(_SOCKETPAIR[index], 0, family)
+        # A connected stream stays connected to its other end; a datagram socket could be pointed elsewhere.
+        stream = [(_AND, 0, 0, _SOCK_TYPE), (_JUMP_EQUAL, 1, 0, _SOCK_STREAM), _error(errno.EACCES)]
+        return [
+            (_JUMP_EQUAL, 0, 1, _SOCKET[index]),
+            _error(errno.EACCES),
+            *_case(_SOCKETPAIR[index], 0, family),
+            *_case(_SOCKETPAIR[index], 1, stream),
+        ]
+
+
+def is_known() -> bool:
+    """Return whether this machine's system calls are known here."""
+    return MACHINE in _AUDIT_ARCH
+
+
+def _load(offset: int) -> tuple[int, int, int, int]:
+    return (_LOAD, 0, 0, offset)
+
+
+def _error(number: int) -> tuple[int, int, int, int]:
+    return (_RETURN, 0, 0, _ERROR | number)
+
+
+def _none_of(*values: int) -> list[tuple[int, int, int, int]]:
+    return [part for value in values for part in ((_JUMP_EQUAL, 0, 1, value), _error(errno.EPERM))]
+
+
+def _case(
+    number: int, argument: int, test: list[tuple[int, int, int, int]]
+) -> list[tuple[int, int, int, int]]:
+    """Return ``test`` of an argument's lower half, for this call alone. The accumulator holds the number, as
+    before.
+    """
+    inside = [_load(_ARGUMENTS + 8 * argument), *test, _load(_NUMBER)]
+    return [(_JUMP_EQUAL, 0, len(inside), number), *inside]

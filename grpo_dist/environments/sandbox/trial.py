@@ -1,0 +1,221 @@
+"""Finds which layers of isolation this machine allows, by using them and by trying to break out of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from grpo_dist.environments.sandbox import landlock, seccomp
+from grpo_dist.environments.sandbox.isolation import SPACES, Isolation, Place
+from grpo_dist.environments.sandbox.limits import Limits
+from grpo_dist.environments.sandbox.root import remove_tree
+from grpo_dist.runtime.address_space import used_address_space
+
+_TRIAL_S = 300.0
+_ROOT = Path(__file__).resolve().parents[3]
+_CHILD = (
+    "import sys; sys.path.insert(0, sys.argv.pop()); import grpo_dist.environments.sandbox.trial as trial; "
+    "del sys.path[0]; trial.main()"
+)
+_LIMITS = Limits(memory_mb=256, files_mb=4)
+# User ids for episodes: above those of people and containers; else those of systemd for transient users.
+_USERS, _USERS_IN_CONTAINERS = (0x70000000, 0x7F000000), (61184, 65520)
+_UNUSED_MODULE = "colorsys"  # of the standard library, and imported by nothing else
+
+
+async def find_isolation() -> tuple[Isolation, list[str]]:
+    """Return the strongest isolation that works here, and sentences that say what is protected by what.
+
+    Raises RuntimeError if the trial itself fails.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-c", _CHILD, str(_ROOT)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(_TRIAL_S):
+            output, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        raise RuntimeError(f"the trial of the sandbox failed: {errors.decode(errors='replace')[-2000:]}")
+    found = json.loads(output)
+    isolation = Isolation(**found["isolation"] | {"spaces": tuple(found["isolation"]["spaces"])})
+    return isolation, [
+        *isolation.describe(),
+        *(f"sandbox: not used: {reason}" for reason in found["reasons"]),
+    ]
+
+
+def main() -> None:
+    """Print the isolation found, and why layers are not used, as JSON."""
+    reasons: list[str] = []
+    isolation = choose(lambda candidate: try_out(candidate, reasons))
+    spaces = list(isolation.spaces)
+    left_out = reasons if not (spaces == list(SPACES) and isolation.landlock and isolation.seccomp) else []
+    print(json.dumps({"isolation": asdict(isolation), "reasons": list(dict.fromkeys(left_out))}))
+
+
+def choose(works: Callable[[Isolation], bool]) -> Isolation:
+    """Return the strongest isolation that ``works``."""
+    plain = Isolation(first_user=_first_user())
+    best = plain
+    for user_space in (False, True) if os.geteuid() == 0 else (True,):
+        for candidate in _with_spaces(replace(plain, user_space=user_space), works):
+            if len(candidate.spaces) > len(best.spaces):
+                best = candidate
+        if best.spaces == SPACES:
+            break
+    version = landlock.abi()
+    candidates = [replace(best, landlock=version)] if version else []
+    if version and best.first_user is not None:
+        candidates.append(replace(best, landlock=version, reads_all=True))
+    best = next(filter(works, candidates), best)
+    filtered = replace(best, seccomp=True)
+    if seccomp.is_known() and works(filtered):
+        best = filtered
+    return best
+
+
+def _with_spaces(plain: Isolation, works: Callable[[Isolation], bool]) -> Iterator[Isolation]:
+    """Yield what works: all namespaces, or those that work alone, together."""
+    for own_proc in (True, False):
+        candidate = replace(plain, spaces=SPACES, own_proc=own_proc)
+        if works(candidate):
+            yield candidate
+            return
+    single = tuple(name for name in SPACES if works(replace(plain, spaces=(name,))))
+    candidate = replace(plain, spaces=single)
+    if single and works(candidate):
+        yield candidate
+
+
+def _first_user() -> int | None:
+    """Return the first of the user ids for this process's episodes; None without the right to use others."""
+    if os.geteuid() != 0:
+        return None
+    for first, end in (_USERS, _USERS_IN_CONTAINERS):
+        user = first + secrets.randbelow((end - first) // 2)
+        pid = os.fork()
+        if not pid:
+            with contextlib.suppress(OSError):
+                os.setgroups([])
+                os.setresgid(user, user, user)
+                os.setresuid(user, user, user)
+                os._exit(0)
+            os._exit(1)
+        if os.waitpid(pid, 0)[1] == 0:
+            return user
+    return None
+
+
+def try_out(isolation: Isolation, reasons: list[str]) -> bool:
+    """Return whether a process can be confined so, works, and cannot do what it must not."""
+    directory = tempfile.mkdtemp(prefix="grpo-dist-trial-")
+    secret = Path(directory, "secret")
+    secret.write_text("secret")
+    secret.chmod(0o600)
+    if isolation.first_user is not None:
+        os.chmod(directory, 0o711)
+    place = Place(0, f"{directory}/0")
+    read, write = os.pipe()
+    outside = os.getpid()
+    try:
+        isolation.prepare(place)
+        first = os.fork()
+        if not first:
+            _in_child(write, lambda: _first(isolation, place, outside, secret, write))
+        os.close(write)
+        with os.fdopen(read, "rb") as report:
+            failure = report.read().decode(errors="replace")
+        status = os.waitpid(first, 0)[1]
+        if failure or status:
+            reasons.append(f"{_name(isolation)}: {failure or f'ended with status {status}'}")
+        return not (failure or status)
+    finally:
+        remove_tree(directory)
+
+
+def _first(isolation: Isolation, place: Place, outside: int, secret: Path, write: int) -> None:
+    isolation.enter(place)
+    _await_child(write, lambda: _keeper(isolation, place, outside, secret, write))
+
+
+def _keeper(isolation: Isolation, place: Place, outside: int, secret: Path, write: int) -> None:
+    used = used_address_space()
+    isolation.settle(place, _LIMITS)
+    _await_child(write, lambda: _worker(isolation, place, outside, secret, used))
+
+
+def _worker(isolation: Isolation, place: Place, outside: int, secret: Path, used: int) -> None:
+    isolation.confine(place, _LIMITS, used)
+    importlib.import_module(_UNUSED_MODULE)
+    Path("file").write_text("text")
+    Path("file").unlink()
+    hidden = "mount" in isolation.spaces or isolation.landlock
+    if hidden or isolation.first_user is not None:
+        _refused("reads files outside", lambda: secret.read_text())
+        _refused("writes files outside", lambda: secret.with_name("new").write_text(""))
+    if "pid" in isolation.spaces or isolation.landlock >= landlock.SIGNALS_FROM or isolation.seccomp:
+        _refused("signals processes outside", lambda: os.kill(outside, 0))
+    if isolation.seccomp:
+        _refused("opens sockets", lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+    if "net" in isolation.spaces:
+        _refused("has a network", _use_network)
+
+
+def _use_network() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
+        connection.connect(("192.0.2.1", 9))  # an address for documentation; nothing is sent
+
+
+def _refused(what: str, attempt: Callable[[], object]) -> None:
+    try:
+        attempt()
+    except OSError:
+        return
+    raise RuntimeError(f"code {what} all the same")
+
+
+def _in_child(write: int, action: Callable[[], None]) -> None:
+    """Do ``action`` and exit; write why it failed."""
+    code = 1
+    try:
+        action()
+        code = 0
+    except BaseException as error:
+        os.write(write, "".join(traceback.format_exception_only(error)).strip().encode()[:500])
+    finally:
+        os._exit(code)
+
+
+def _await_child(write: int, action: Callable[[], None]) -> None:
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _in_child(write, action)
+    status = os.waitpid(pid, 0)[1]
+    if status:
+        os._exit(1)
+
+
+def _name(isolation: Isolation) -> str:
+    kind = "user namespace with " if isolation.user_space else ""
+    layers = [kind + ", ".join(isolation.spaces) + " namespaces"] if isolation.spaces else []
+    layers += [f"Landlock {isolation.landlock}"] * bool(isolation.landlock) + ["seccomp"] * isolation.seccomp
+    return " + ".join(layers) or "a user id of its own"

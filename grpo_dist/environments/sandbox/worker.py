@@ -1,0 +1,91 @@
+"""The process that runs a program: makes its object and answers one request at a time.
+
+Code of the policy may run in here and may read and write everything in this process: its replies are what it
+wants them to be. It cannot reply for another request, or to anybody but its keeper.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, NoReturn
+
+from grpo_dist.environments.sandbox.frames import INNER, read, write
+
+_REASON = 2000  # characters of an error
+
+
+def serve(make: Callable[[], Any], requests: int, replies: int) -> NoReturn:
+    """Serve requests from one descriptor to the other until the keeper is gone. ``make`` returns the
+    program's object; it is called with the first request, and again after it failed.
+    """
+    os.register_at_fork(after_in_child=partial(_close, requests, replies))
+    program: Any = None
+    runner: asyncio.Runner | None = None
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            token, size = INNER.unpack(read(requests, INNER.size))
+            payload = read(requests, size)
+            body: list[Any]
+            try:
+                if program is None:
+                    program = make()
+                kind, value = json.loads(payload)
+                result = program.handle(kind, value)
+                if inspect.isawaitable(result):
+                    # One event loop: clients that an environment keeps belong to it.
+                    runner = runner or asyncio.Runner()
+                    result = runner.run(_result_of(result))
+                reply = json.dumps(["ok", result]).encode()
+            except BaseException as error:  # includes SystemExit: a program must not end its process
+                body = ["memory" if isinstance(error, MemoryError) else "error", _reason(error)]
+                reply = json.dumps(body).encode()
+            _flush()
+            write(replies, INNER.pack(token, len(reply)) + reply)
+    os._exit(0)
+
+
+def redirect(output: int) -> None:
+    """Let prints go to ``output``, reads find nothing, and signals do what they do in any program."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, number in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(descriptor, number)
+    for descriptor in {nothing, output} - {0, 1, 2}:
+        os.close(descriptor)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that is too large is an OSError
+
+
+def _flush() -> None:
+    """Let what was printed arrive before the reply."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # the program may have closed it, or put anything in its place
+            stream.flush()
+
+
+async def _result_of(result: Any) -> Any:
+    return await result
+
+
+def _reason(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except BaseException:  # a class of somebody's own
+        text = "its text cannot be read"
+    return f"{type(error).__name__}: {text}"[:_REASON]
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        with suppress(OSError):
+            os.close(descriptor)

@@ -1,0 +1,277 @@
+"""One process per episode: state, deadlines, limits and ends; nothing is left behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
+from grpo_dist.environments.sandbox.limits import Limits
+from grpo_dist.runtime.guardian import descendants
+from tests.support.patience import HANG_S, wait_until
+from tests.support.processes import alive, wait_until_gone
+
+LIMITS = Limits(memory_mb=256, output_kb=4)
+LONG = HANG_S
+
+
+@asynccontextmanager
+async def host(limits=LIMITS, program="programs:Counter", **arguments):
+    made = ProcessHost(
+        program, arguments, limits=limits, isolation=None, code_paths=[str(Path(__file__).parent)]
+    )
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def failure(asked) -> ProcessFailure:
+    with pytest.raises(ProcessFailure) as caught:
+        await asked
+    return caught.value
+
+
+def run(test):
+    """Run an asynchronous test; afterwards no process of it may be alive."""
+
+    def wrapped(*arguments, **keywords):
+        asyncio.run(test(*arguments, **keywords))
+        wait_until(lambda: not zygotes(), lambda: f"left: {zygotes()}")
+
+    wrapped.__name__, wrapped.__doc__ = test.__name__, test.__doc__
+    return wrapped
+
+
+def zygotes() -> set[int]:
+    return {pid for pid in descendants(os.getpid()) if "sandbox.zygote" in command(pid) and alive(pid)}
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+@run
+async def test_an_episode_keeps_its_state_and_episodes_share_none():
+    async with host(begin=10) as it:
+        assert await it.ask("a", "add", 1, timeout_s=LONG) == 11
+        assert await it.ask("b", "add", 5, timeout_s=LONG) == 15
+        assert await it.ask("a", "add_later", 1, timeout_s=LONG) == 12
+        await it.end("a")
+        await it.end("never seen")
+        assert await it.ask("a", "add", 1, timeout_s=LONG) == 11
+        assert it.num_live == 2
+
+
+@run
+async def test_requests_of_an_episode_run_one_after_the_other_and_of_several_at_once():
+    async with host() as it:
+        asked = [it.ask(str(i % 8), "add_later", 1, timeout_s=LONG) for i in range(64)]
+        assert sorted(await asyncio.gather(*asked)) == sorted(list(range(1, 9)) * 8)
+
+
+@run
+async def test_what_is_printed_is_returned_with_its_middle_cut():
+    async with host() as it:
+        reply = await it.call("a", "prints", "first", timeout_s=LONG)
+        assert sorted(reply.output.split()) == ["child", "error", "first"]
+        reply = await it.call("a", "prints", "x" * 10_000_000, timeout_s=LONG)
+        assert len(reply.output) < 5000 and "bytes of output cut" in reply.output
+
+
+@run
+async def test_errors_of_a_program_reach_the_caller_and_the_process_stays():
+    async with host() as it:
+        await it.ask("a", "add", 1, timeout_s=LONG)
+        for kind, said in (("fails", "KeyError: 3"), ("exits", "SystemExit: 3"), ("not_json", "TypeError")):
+            error = await failure(it.ask("a", kind, 3, timeout_s=LONG))
+            assert (error.outcome, error.lost) == ("error", False) and said in error.detail
+        assert await it.ask("a", "add", 1, timeout_s=LONG) == 2
+
+
+@run
+async def test_a_program_that_cannot_be_imported_or_made_is_an_error_that_says_why():
+    async with host(program="programs:Counter", begin=-1) as it:
+        error = await failure(it.ask("a", "add", 1, timeout_s=LONG))
+        assert error.outcome == "error" and "begin is negative" in error.detail
+    async with host(program="no_such_module:Counter") as it:
+        error = await failure(it.start())
+        assert error.outcome == "error" and "no_such_module" in error.detail
+
+
+@run
+async def test_a_request_over_its_deadline_ends_its_process_alone():
+    async with host() as it:
+        await it.ask("b", "add", 1, timeout_s=LONG)
+        for kind in ("sleeps", "burns"):
+            await it.ask("a", "add", 1, timeout_s=LONG)
+            error = await failure(it.ask("a", kind, 600, timeout_s=0.5))
+            assert (error.outcome, error.lost) == ("timeout", True)
+        assert await it.ask("a", "add", 1, timeout_s=LONG) == 1
+        assert await it.ask("b", "add", 1, timeout_s=LONG) == 2
+
+
+@run
+async def test_what_was_printed_before_the_end_is_kept():
+    async with host() as it:
+        assert (await failure(it.ask("a", "dies", 3, timeout_s=LONG))).output == "last words\n"
+        await it.ask("a", "add", 1, timeout_s=LONG)
+        assert (await failure(it.ask("a", "sleeps", 600, timeout_s=1.0))).output in ("before\n", "")
+
+
+@run
+async def test_a_process_that_dies_is_an_outcome_and_the_next_request_begins_anew():
+    async with host() as it:
+        await it.ask("a", "add", 1, timeout_s=LONG)
+        error = await failure(it.ask("a", "dies", 3, timeout_s=LONG))
+        assert (error.outcome, error.detail) == ("died", "the process ended with exit status 3")
+        assert await it.ask("a", "add", 1, timeout_s=LONG) == 1
+        os.kill(await it.ask("a", "pid", None, timeout_s=LONG), signal.SIGKILL)
+        assert (await failure(it.ask("a", "add", 1, timeout_s=LONG))).outcome == "died"
+        assert await it.ask("a", "add", 1, timeout_s=LONG) == 1
+
+
+@run
+async def test_a_process_that_died_between_requests_is_not_replaced_in_silence():
+    async with host() as it:
+        await it.ask("a", "dies_later", None, timeout_s=LONG)
+        while descendants(it._child.pid):
+            await asyncio.sleep(0.01)
+        assert (await failure(it.ask("a", "add", 1, timeout_s=LONG))).outcome == "died"
+        assert await it.ask("a", "add", 1, timeout_s=LONG) == 1
+
+
+@run
+async def test_memory_over_the_limit_is_an_outcome_for_one_process_and_for_several():
+    async with host(Limits(memory_mb=128)) as it:
+        assert (await failure(it.ask("a", "hoards", 200, timeout_s=LONG))).outcome == "memory"
+        assert await it.ask("a", "hoards", 50, timeout_s=LONG) == 50 * 2**20
+        error = await failure(it.ask("b", "forks_and_hoards", 60, timeout_s=LONG))
+        assert (error.outcome, error.lost) == ("memory", True)
+
+
+@run
+async def test_cpu_time_over_the_limit_is_a_timeout():
+    async with host(Limits(memory_mb=128, cpu_s=1.0)) as it:
+        error = await failure(it.ask("a", "burns", None, timeout_s=LONG))
+        assert error.outcome == "timeout" and "CPU time" in error.detail
+
+
+@run
+async def test_a_reply_that_is_too_large_is_refused():
+    async with host(Limits(memory_mb=128, reply_kb=16)) as it:
+        assert len(await it.ask("a", "repeat", 10_000, timeout_s=LONG)) == 10_000
+        error = await failure(it.ask("a", "repeat", 20_000, timeout_s=LONG))
+        assert error.outcome == "died" and "16 KiB" in error.detail
+    async with host() as it:
+        assert len(await it.ask("a", "repeat", 10_000_000, timeout_s=LONG)) == 10_000_000
+
+
+@run
+async def test_a_cancelled_request_ends_its_process_and_its_reply_meets_no_other_request():
+    async with host() as it:
+        await it.ask("a", "add", 1, timeout_s=LONG)
+        asked = asyncio.ensure_future(it.ask("a", "sleeps", 600, timeout_s=LONG))
+        await asyncio.sleep(0.1)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert await it.ask("a", "add", 1, timeout_s=LONG) == 1
+
+
+@run
+async def test_the_end_of_an_episode_is_the_end_of_all_it_started():
+    async with host() as it:
+        await it.ask("a", "leaves", None, timeout_s=LONG)
+        below = set(filter(alive, descendants(it._child.pid)))
+        assert len(below) == 4
+        await it.end("a")
+        assert wait_until_gone(sorted(below)) == []
+
+
+@run
+async def test_an_episode_that_is_ended_during_a_request_fails_that_request():
+    async with host() as it:
+        asked = asyncio.ensure_future(it.ask("a", "sleeps", 600, timeout_s=LONG))
+        while not it.num_live:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        await it.end("a")
+        assert (await failure(asked)).outcome == "died"
+
+
+@run
+async def test_a_killed_keeper_and_a_killed_zygote_leave_nothing_and_the_host_goes_on():
+    async with host() as it:
+        await it.ask("a", "leaves", None, timeout_s=LONG)
+        zygote = it._child.pid
+        below = descendants(zygote)
+        keeper = next(p for p in below if descendants(p))
+        os.kill(keeper, signal.SIGKILL)
+        assert (await failure(it.ask("a", "add", 1, timeout_s=LONG))).outcome == "died"
+        assert wait_until_gone(sorted(below)) == []
+        await it.ask("a", "leaves", None, timeout_s=LONG)
+        below = descendants(zygote)
+        os.kill(zygote, signal.SIGKILL)
+        assert (await failure(it.ask("a", "add", 1, timeout_s=LONG))).outcome == "died"
+        assert await it.ask("a", "add", 1, timeout_s=LONG) == 1
+        assert wait_until_gone(sorted(below)) == []
+
+
+OWNER = """
+import asyncio, os, sys
+from grpo_dist.environments.sandbox.host import ProcessHost
+from grpo_dist.environments.sandbox.limits import Limits
+
+async def main():
+    limits = Limits(memory_mb=128)
+    host = ProcessHost("programs:Counter", {}, limits=limits, isolation=None, code_paths=[sys.argv[1]])
+    await host.ask("a", "leaves", None, timeout_s=1000)
+    print(host._child.pid, flush=True)
+    await host.ask("b", "burns", None, timeout_s=1000)
+
+asyncio.run(main())
+"""
+
+
+def test_all_processes_end_with_the_owner_that_is_killed():
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+    )
+    zygote = int(owner.stdout.readline())
+    wait_until(lambda: len(list(filter(alive, descendants(zygote)))) == 6, "the second episode did not start")
+    below = sorted({zygote, *descendants(zygote)})
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    assert wait_until_gone(below) == []
+
+
+@run
+async def test_an_idle_host_uses_no_cpu_time():
+    async with host() as it:
+        for episode in "abcd":
+            await it.ask(episode, "add", 1, timeout_s=LONG)
+        pids = [it._child.pid, *descendants(it._child.pid)]
+        begin = [ticks(pid) for pid in pids]
+        time.sleep(1.0)
+        assert [ticks(pid) for pid in pids] == begin
+
+
+def ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def test_a_code_path_that_is_no_directory_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"environments\.code_paths: '/no/such' is not a directory"):
+        ProcessHost("a:B", {}, limits=LIMITS, isolation=None, code_paths=["/no/such"])
