@@ -17,6 +17,7 @@ import numpy as np
 from grpo_dist.config import DataConfig, RejectionConfig
 from grpo_dist.data.prompts import user_content
 from grpo_dist.runtime.seeds import derived_seed
+from grpo_dist.tools.recipe.episodes import cannot_be_shown, is_respelled, question_of, segments_of
 from grpo_dist.types import Group, Prompt, Rollout
 
 # Why a sample is dropped, in the order of the checks.
@@ -100,16 +101,21 @@ class Selection:
             return "unscored"
         if not passed:
             return "below_min_reward"
-        if rollout.finish_reason != "stop":
+        if rollout.finish_reason != "stop" or (rollout.turns and cannot_be_shown(rollout, self._tokenizer)):
             return "truncated"  # training would teach an end that the model did not produce
         if self._hides_tokens(rollout):
             return "hidden_tokens"
-        if not rollout.text or "\N{REPLACEMENT CHARACTER}" in rollout.text:
+        text = "".join(part["text"] for part in self._segments(rollout))
+        if not rollout.text or "\N{REPLACEMENT CHARACTER}" in text:
             return "no_text"  # empty, or incomplete characters
-        if (prompt.text, rollout.text) in self._seen:
+        if (prompt.text, text) in self._seen:
             return "duplicate"
-        self._seen.add((prompt.text, rollout.text))
+        self._seen.add((prompt.text, text))
         return ""
+
+    def _segments(self, rollout: Rollout) -> list[dict[str, Any]]:
+        """Return the text of a completion, or the actions of an episode and what was given between them."""
+        return segments_of(rollout, self._tokenizer) if rollout.turns else [{"text": rollout.text}]
 
     def _hides_tokens(self, rollout: Rollout) -> bool:
         """Return True when the text lacks tokens: special ones, or ids beyond the tokenizer.
@@ -117,11 +123,11 @@ class Selection:
         Vocabularies of models are often padded beyond that of the tokenizer.
         """
         ids = rollout.completion_ids[:-1].tolist()
-        return bool(self._special.intersection(ids)) or max(ids, default=0) >= len(self._tokenizer)
+        hidden = not rollout.turns and bool(self._special.intersection(ids))  # an episode shows them
+        return hidden or max(ids, default=0) >= len(self._tokenizer)
 
     def _is_respelled(self, rollout: Rollout) -> bool:
-        ids = self._tokenizer(rollout.text, add_special_tokens=False)["input_ids"]
-        return ids != rollout.completion_ids[:-1].tolist()
+        return is_respelled(rollout, self._segments(rollout), self._tokenizer)
 
     def _preferred(self, group: Group, indices: Sequence[int]) -> list[int]:
         if self._settings.prefer == "shortest":
@@ -133,16 +139,9 @@ class Selection:
 
     def _record(self, group: Group, index: int, pass_rate: float) -> dict[str, Any]:
         """Return a row for `data.demonstrations` with its origin."""
-        data, prompt, rollout = self._data, group.prompt, group.rollouts[index]
-        asked: dict[str, Any] = {"prompt": user_content(prompt.text, data.instruction)}
-        if data.system_prompt:
-            asked["system"] = data.system_prompt
-        if data.chat_template == "none":
-            asked["chat_template"] = "none"
-        if data.template_kwargs:
-            asked["template_kwargs"] = dict(data.template_kwargs)
-        return asked | {
-            "completion": rollout.text,
+        prompt, rollout = group.prompt, group.rollouts[index]
+        return self._question(prompt) | {
+            "completion": self._segments(rollout) if rollout.turns else rollout.text,
             "problem": prompt.text,
             "answer": prompt.answer,
             "source": prompt.source,
@@ -151,3 +150,16 @@ class Selection:
             "reward": float(group.rewards[index]),
             "pass_rate": pass_rate,
         }
+
+    def _question(self, prompt: Prompt) -> dict[str, Any]:
+        data = self._data
+        if prompt.task is not None:
+            return question_of(prompt, data, self._tokenizer)
+        asked: dict[str, Any] = {"prompt": user_content(prompt.text, data.instruction)}
+        if data.system_prompt:
+            asked["system"] = data.system_prompt
+        if data.chat_template == "none":
+            asked["chat_template"] = "none"
+        if data.template_kwargs:
+            asked["template_kwargs"] = dict(data.template_kwargs)
+        return asked
