@@ -41,7 +41,11 @@ class ModelConfig(Section):
 class DataSourceConfig(Section):
     """A source of problems and answers."""
 
-    path: str = Field(description="JSONL or Parquet file, local data set directory, hub id, or `demo:<name>`")
+    path: str | None = Field(
+        None,
+        description="JSONL or Parquet file, local data set directory, hub id, or `demo:<name>`; null: the "
+        "environment brings the problems",
+    )
     split: str = Field("train", description="split of the data set, if it has several")
     name: str | None = Field(
         None,

@@ -14,8 +14,10 @@ from jinja2 import TemplateError
 
 from grpo_dist.config import DataConfig
 from grpo_dist.data.readers import DataRow
+from grpo_dist.data.tasks import SourceTasks
 from grpo_dist.data.thoughts import is_kept, thought_of
-from grpo_dist.types import Prompt, Thought
+from grpo_dist.environments.base import Message
+from grpo_dist.types import Prompt, Task, Thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,18 @@ class PromptFormat:
 
     def text(self, problem: str, tokenizer: Any) -> str:
         """Render the prompt of ``problem``, up to where the model's answer begins."""
-        content = user_content(problem, self.instruction)
+        messages = self.messages(problem)
         if not self.use_chat_template:
-            return f"{self.system_prompt}\n{content}" if self.system_prompt else content
-        messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        messages.append({"role": "user", "content": content})
+            return _plain_text(messages)
         return render_messages(messages, tokenizer, self.template_kwargs)
+
+    def messages(self, asked: str | Sequence[Message]) -> list[Message]:
+        """Return the messages of a prompt: ``asked`` is the problem, or messages that get no instruction."""
+        if isinstance(asked, str):
+            asked = [{"role": "user", "content": user_content(asked, self.instruction)}]
+        if self.system_prompt and all(message["role"] != "system" for message in asked):
+            return [{"role": "system", "content": self.system_prompt}, *asked]
+        return list(asked)
 
     def token_ids(self, problem: str, tokenizer: Any) -> list[int]:
         """Tokenise the prompt of ``problem``, up to where the model's answer begins."""
@@ -77,12 +85,14 @@ def build_prompts(
     max_prompt_tokens: int,
     overlong: Literal["refuse", "drop"] = "refuse",
     uid_counts: Mapping[str, int] | None = None,
+    tasks: SourceTasks | None = None,
 ) -> BuiltPrompts:
     """Tokenise ``rows`` into prompts with distinct uids.
 
     Args:
         overlong: whether a prompt of more than ``max_prompt_tokens`` tokens is an error or is dropped.
         uid_counts: those of the previous call, where the prompts of several calls must differ in uid.
+        tasks: of the rows' environment; None: they have none.
 
     Raises:
         ValueError: the tokenizer lacks the chat template or the template rejects the messages; a prompt has
@@ -97,8 +107,8 @@ def build_prompts(
     dropped: list[Dropped] = []
     counts = Counter(uid_counts or {})
     thoughts = _Thoughts(tokenizer, prompt_format.use_chat_template)
-    for row in rows:
-        text = prompt_format.text(row.problem, tokenizer)
+    for index, row in enumerate(rows):
+        task, text = _task_and_text(row, index, prompt_format, tokenizer, tasks)
         token_ids = _ids(text, tokenizer, prompt_format.use_chat_template)
         if not len(token_ids):
             raise ValueError(
@@ -119,12 +129,35 @@ def build_prompts(
         # A row that occurs again gets a number as suffix.
         unique = uid if counts[uid] == 1 else f"{uid}-{counts[uid]}"
         ids, columns = np.asarray(token_ids, np.int32), dict(row.columns)
-        prompts.append(Prompt(unique, ids, row.answer, row.source, row.problem, columns, thoughts.of(text)))
+        thought = thoughts.of(text)
+        prompts.append(Prompt(unique, ids, row.answer, row.source, row.problem, columns, thought, task))
     if dropped and not prompts:
         raise ValueError(
             f"{dropped[0].reason}, and so has every one of the {len(dropped)} prompts; raise the limit"
         )
     return BuiltPrompts(prompts, dropped, counts)
+
+
+def _plain_text(messages: Sequence[Message]) -> str:
+    return "\n".join(str(message["content"]) for message in messages)
+
+
+def _task_and_text(
+    row: DataRow, index: int, prompt_format: PromptFormat, tokenizer: Any, tasks: SourceTasks | None
+) -> tuple[Task | None, str]:
+    if tasks is None:
+        return None, prompt_format.text(row.problem, tokenizer)
+    messages = prompt_format.messages(tasks.questions[index])
+    if not prompt_format.use_chat_template:
+        return tasks.task, _plain_text(messages)
+    task = tasks.task_of(messages)
+    try:
+        return task, tasks.renderer.prompt(task)
+    except TemplateError as error:
+        raise ValueError(
+            f"{row.location}: the model's chat template rejects the messages that environment "
+            f"{task.environment} asks with ({error}); change what `start` returns"
+        ) from error
 
 
 def _ids(text: str, tokenizer: Any, use_chat_template: bool) -> list[int]:

@@ -16,6 +16,9 @@ from grpo_dist.config.text import check_characters
 from grpo_dist.data.made_problems import problems
 from grpo_dist.data.patterns import PatternSearch, PatternTimeout
 
+# Yields location and record of every row of a source without a `path`.
+OwnProblems = Callable[[DataSourceConfig], Iterator[tuple[str, Mapping[str, Any]]]]
+
 PATTERN_S = 10.0  # deadline of answer_pattern on one row
 _FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
@@ -31,8 +34,11 @@ class DataRow:
     columns: Mapping[str, Any]
 
 
-def read(source: DataSourceConfig) -> list[DataRow]:
+def read(source: DataSourceConfig, own: OwnProblems | None = None) -> list[DataRow]:
     """Read the rows of ``source``, at most ``max_rows``.
+
+    Args:
+        own: reads a source without a `path`, whose environment brings the problems.
 
     Raises ValueError for a missing file or split, a malformed row, a missing column, a row without problem or
     answer, or an empty data set. The message names the file and the row.
@@ -40,13 +46,13 @@ def read(source: DataSourceConfig) -> list[DataRow]:
     label = source_name(source)
     rows: list[DataRow] = []
     with PatternSearch(source.answer_pattern or "()", timeout_s=PATTERN_S) as pattern:
-        for location, record in _records(source):
+        for location, record in _records(source, own):
             if source.max_rows is not None and len(rows) >= source.max_rows:
                 break
             rows.append(_row(record, location, source, label, pattern))
     if not rows:
         raise ValueError(
-            f"{source.path}: no rows; expected at least one with `{source.problem_column}` and "
+            f"{source.path or label}: no rows; expected at least one with `{source.problem_column}` and "
             f"`{source.answer_column}`"
         )
     return rows
@@ -64,13 +70,15 @@ class MissingColumn(ValueError):
 
 
 def read_all(
-    sources: Sequence[DataSourceConfig], key: str = ""
+    sources: Sequence[DataSourceConfig], key: str = "", own: OwnProblems | None = None
 ) -> list[tuple[DataSourceConfig, list[DataRow]]]:
-    """Read every source. ``key`` is the configuration key of the sources, for messages."""
+    """Read every source. ``key`` is the configuration key of the sources, for messages; ``own`` as in
+    `read`.
+    """
     found = []
     for number, source in enumerate(sources):
         try:
-            found.append((source, read(source)))
+            found.append((source, read(source, own)))
         except MissingColumn as error:
             if not key:
                 raise
@@ -83,9 +91,9 @@ def first_record(source: DataSourceConfig) -> Mapping[str, Any]:
     return next((record for _, record in _records(source)), {})
 
 
-def common_columns(source: DataSourceConfig) -> list[str]:
+def common_columns(source: DataSourceConfig, own: OwnProblems | None = None) -> list[str]:
     """Return the columns that all rows have; [] without rows. Raises ValueError like `read`."""
-    records = (record for _, record in islice(_records(source), source.max_rows))
+    records = (record for _, record in islice(_records(source, own), source.max_rows))
     names = dict.fromkeys(next(records, {}))
     for record in records:
         names = {name: None for name in names if name in record}
@@ -96,10 +104,21 @@ def source_name(source: DataSourceConfig) -> str:
     """Return the name of a source in metrics and samples."""
     if source.name:
         return source.name
+    if source.path is None:  # the problems are the environment's: its last part, without what a name excludes
+        return (source.environment or "environment").rpartition(":")[2].rstrip("/").rpartition("/")[2]
     return source.path.removeprefix("demo:") if source.path.startswith("demo:") else Path(source.path).stem
 
 
-def _records(source: DataSourceConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _records(
+    source: DataSourceConfig, own: OwnProblems | None = None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if source.path is None:
+        if own is None:
+            raise ValueError(
+                "a data source has no `path`, and nothing here runs environments; set its `path`"
+            )
+        yield from own(source)
+        return
     if source.path.startswith("demo:"):
         name = source.path.removeprefix("demo:")
         yield from ((f"{name}/{source.split}:{i}", r) for i, r in enumerate(problems(name, source.split), 1))
@@ -144,6 +163,7 @@ def _dataset(path: Path, source: DataSourceConfig) -> Iterable[Mapping[str, Any]
     """Load Parquet and JSON files, saved data sets and hub ids through the `datasets` library."""
     import datasets  # heavy: JSONL and generated problems do not need it
 
+    assert source.path is not None  # `_records` has seen to it
     datasets.disable_progress_bars()
     if path.is_file():
         kind = _FILE_TYPES.get(path.suffix)

@@ -60,7 +60,7 @@ class Environment:
         return Step(done=True)
 
     def close(self) -> None:
-        """Release what the episode held. Not called when its process is killed."""
+        """Release what the episode held, at its end. Not called where its process is killed or has failed."""
 
     @classmethod
     def problems(cls, split: str, count: int | None) -> Iterable[Mapping[str, Any]]:

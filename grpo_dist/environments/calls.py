@@ -45,6 +45,14 @@ _OPENINGS = {
     "llama4_json": ("<|python_tag|>", '{"name":', '{"type": "function"'),
 }
 
+# Tokens without which vLLM's parser does not start.
+_NEEDED = {
+    "llama3_json": ("<|python_tag|>",),
+    "llama4_json": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>",),
+    "deepseek_v31": ("<｜tool▁calls▁begin｜>",),
+}
 # Formats whose parsers return a call that was cut, without the argument in which it was.
 _CLOSED = {"qwen3_xml": ("<function=", "</function>"), "qwen3_coder": ("<function=", "</function>")}
 
@@ -70,6 +78,11 @@ def resolve_format(call_format: str, chat_template: str | None) -> str:
         return call_format
     template = chat_template or ""
     return next((name for mark, name in _MENTIONS if mark in template and "tools" in template), CODE)
+
+
+def missing_tokens(call_format: str, vocabulary: Mapping[str, int]) -> str:
+    """Return a token that the parser of ``call_format`` needs and the tokenizer lacks; "": there is none."""
+    return next((token for token in _NEEDED.get(call_format, ()) if token not in vocabulary), "")
 
 
 def read_chat(

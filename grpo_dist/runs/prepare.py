@@ -14,7 +14,6 @@ from typing import Any
 from grpo_dist.config import (
     CheckpointConfig,
     Config,
-    DataConfig,
     DataSourceConfig,
     ModelConfig,
     RewardsConfig,
@@ -23,6 +22,7 @@ from grpo_dist.config import (
 )
 from grpo_dist.data.prompts import BuiltPrompts, Dropped, PromptFormat, build_prompts, check_overlap
 from grpo_dist.data.readers import DataRow, read_all, source_name
+from grpo_dist.data.tasks import own_problems, source_tasks
 from grpo_dist.demo.model import cached_model, random_model
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.rewards.gold import count_unreadable
@@ -59,8 +59,9 @@ def prepare(
     refuse(setting_problems(config, device))
     # Rows first: a mistake in them should show before a cold start or a download.
     with stage("data", "problems are read"):
-        train_rows = read_all(config.data.train, "data.train")
-        eval_rows = read_all(config.data.eval, "data.eval")
+        own = own_problems(config.data, config.environments)
+        train_rows = read_all(config.data.train, "data.train", own)
+        eval_rows = read_all(config.data.eval, "data.eval", own)
     cold = config.model.path == "sft" and train_first
     with stage("cold start" if cold else "model", "supervised, unless cached" if cold else config.model.path):
         model_dir = resolve_model(config.model, config.sft, config.seed, say, train_first=train_first)
@@ -90,20 +91,19 @@ def prepared(
         warnings.append(message)
 
     with stage("prompts", "are tokenized"):
-        loaded = train_prompts(config.data, config.rewards, train_rows, tokenizer, warn)
+        loaded = train_prompts(config, train_rows, tokenizer, warn)
     prompts, needed = loaded.prompts, config.batch.prompts_per_step
     if len(prompts) < needed:
         raise ValueError(
             f"data.train: {len(prompts)} prompts, but `batch.prompts_per_step` = {needed} must be drawn "
             f"without repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
-    eval_sets = prepare_eval(config.data, config.rewards, eval_rows, tokenizer, prompts, warn)
+    eval_sets = prepare_eval(config, eval_rows, tokenizer, prompts, warn)
     return Prepared(model_dir, prompts, eval_sets, loaded.dropped, warnings)
 
 
 def train_prompts(
-    data: DataConfig,
-    rewards: RewardsConfig,
+    config: Config,
     sources: list[tuple[DataSourceConfig, list[DataRow]]],
     tokenizer: Any,
     say: Callable[[str], None],
@@ -113,7 +113,7 @@ def train_prompts(
     dropped: list[Dropped] = []
     uid_counts: Mapping[str, int] = {}
     for source, rows in sources:
-        built = load_prompts(data, rewards, source, rows, tokenizer, say, uid_counts)
+        built = load_prompts(config, source, rows, tokenizer, say, uid_counts)
         prompts += built.prompts
         dropped += built.dropped
         uid_counts = built.uid_counts
@@ -121,8 +121,7 @@ def train_prompts(
 
 
 def prepare_eval(
-    data: DataConfig,
-    rewards: RewardsConfig,
+    config: Config,
     sources: list[tuple[DataSourceConfig, list[DataRow]]],
     tokenizer: Any,
     prompts: list[Prompt],
@@ -133,11 +132,9 @@ def prepare_eval(
     """
     eval_sets = []
     for source, rows in sources:
-        eval_set = EvalSet(
-            source_name(source), load_prompts(data, rewards, source, rows, tokenizer, say).prompts
-        )
+        eval_set = EvalSet(source_name(source), load_prompts(config, source, rows, tokenizer, say).prompts)
         overlap = check_overlap(prompts, eval_set.prompts)
-        if overlap and data.overlap == "refuse":
+        if overlap and config.data.overlap == "refuse":
             raise ValueError(f"data.eval {eval_set.name}: {overlap}; remove them, or set data.overlap=warn")
         if overlap:
             say(f"warning: data.eval {eval_set.name}: {overlap}")
@@ -241,8 +238,7 @@ def load_tokenizer(model_dir: Path, trust_remote_code: bool) -> Any:
 
 
 def load_prompts(
-    data: DataConfig,
-    rewards: RewardsConfig,
+    config: Config,
     source: DataSourceConfig,
     rows: list[DataRow],
     tokenizer: Any,
@@ -252,6 +248,7 @@ def load_prompts(
     """Turn the ``rows`` of ``source`` into prompts. ``uid_counts`` are those of earlier sources: no uid may
     repeat.
     """
+    data = config.data
     built = build_prompts(
         rows,
         tokenizer,
@@ -259,11 +256,12 @@ def load_prompts(
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong,
         uid_counts=uid_counts,
+        tasks=source_tasks(data, config.environments, source, rows, tokenizer),
     )
     prompts, dropped = built.prompts, built.dropped
     if dropped:
         say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}")
-    unreadable, looked_at = count_unreadable([p.answer for p in prompts], rewards)
+    unreadable, looked_at = count_unreadable([p.answer for p in prompts], config.rewards)
     if unreadable:
         say(
             f"{source_name(source)}: {unreadable} of {looked_at} gold answers are not parsable mathematics "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from grpo_dist.data.demonstrations import source_pairs
 from grpo_dist.data.readers import read, source_name
+from grpo_dist.data.tasks import own_problems
 from grpo_dist.runs.prepare import load_tokenizer, prepared, resolve_model
 from grpo_dist.runs.start_checks import model_problems, position_limit
 from grpo_dist.tools.check.context import CheckSkipped, Context, NotApplicable, SourceRows, fail
@@ -15,13 +16,14 @@ _SHOWN = 300  # characters of the first prompt, from its end
 def check_data(context: Context) -> str:
     """Read every source of `data.train` and `data.eval`."""
     data, wrong = context.config.data, []
+    own = own_problems(data, context.config.environments)
     read_sets: list[list[SourceRows]] = []
     for sources in (data.train, data.eval):
         found: list[SourceRows] = []
         read_sets.append(found)
         for source in sources:
             try:
-                found.append((source, read(source)))
+                found.append((source, read(source, own)))
             except (ValueError, OSError) as error:
                 wrong.append(str(error))
     fail(wrong)

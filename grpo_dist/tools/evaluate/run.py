@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from grpo_dist.config import Config, DataSourceConfig, EvaluationConfig
-from grpo_dist.data.readers import common_columns, read_all
+from grpo_dist.data.readers import OwnProblems, common_columns, read_all
+from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import STAGE, Draw, EvalSet, sample_chunks
 from grpo_dist.runs.prepare import (
@@ -96,24 +97,25 @@ def _asked(config: Config, model_dir: Path, by: Sequence[str], say: Callable[[st
 
     Columns that only the breakdown needs are hidden from the rewards, which see the same as in training.
     """
-    columns = [_columns(source, by) for source in config.data.eval]
+    own = own_problems(config.data, config.environments)
+    columns = [_columns(source, by, own) for source in config.data.eval]
     for name in by:
-        if not any(name in own for own in columns):
+        if not any(name in found for found in columns):
             raise ValueError(f"--by {name}: no data set has such a column")
     sources = [
-        s.model_copy(update={"columns": tuple(dict.fromkeys([*s.columns, *own]))})
-        for s, own in zip(config.data.eval, columns, strict=True)
+        s.model_copy(update={"columns": tuple(dict.fromkeys([*s.columns, *found]))})
+        for s, found in zip(config.data.eval, columns, strict=True)
     ]
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-    sets = prepare_eval(config.data, config.rewards, read_all(sources, "data.eval"), tokenizer, [], say)
+    sets = prepare_eval(config, read_all(sources, "data.eval", own), tokenizer, [], say)
     own_columns = [source.columns for source in config.data.eval]
     return [_split(*found, config.evaluation) for found in zip(sets, own_columns, columns, strict=True)]
 
 
-def _columns(source: DataSourceConfig, by: Sequence[str]) -> list[str]:
+def _columns(source: DataSourceConfig, by: Sequence[str], own: OwnProblems) -> list[str]:
     """Return the breakdown columns that all rows of ``source`` have."""
     wanted = by or breakdown(source)
-    return [name for name in common_columns(source) if name in wanted]
+    return [name for name in common_columns(source, own) if name in wanted]
 
 
 def _split(found: EvalSet, own: Sequence[str], by: Sequence[str], evaluation: EvaluationConfig) -> Asked:

@@ -104,7 +104,9 @@ def _prompts(source: DataSourceConfig, most: int | None) -> tuple[bool, int | No
     """Return whether the number of rows is known, and how many are evaluated; None: unbounded."""
     bounds = [bound for bound in (source.max_rows, most) if bound is not None]
     bound = min(bounds, default=None)
-    if source.path.startswith("demo:") or Path(source.path).expanduser().exists():
+    if source.path is not None and (
+        source.path.startswith("demo:") or Path(source.path).expanduser().exists()
+    ):
         try:
             return True, len(read(source.model_copy(update={"max_rows": bound})))
         except (OSError, ValueError):  # the run itself reports it

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from grpo_dist.config import DataSourceConfig, SupervisedConfig
 from grpo_dist.data.demonstrations import EXAMPLES, source_pairs
-from grpo_dist.data.readers import read
+from grpo_dist.data.readers import read, source_name
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.runs.cold_start import base_model
 from grpo_dist.runs.prepare import load_tokenizer
@@ -240,7 +240,10 @@ def _prompts(stage: ResolvedStage, pipeline: ResolvedPipeline) -> tuple[int, tup
     """Return the prompts of a sample stage, and what is assumed of their number."""
     if most := stage.config.rejection.max_prompts:
         return most, ()
-    known = [(source.path, _rows(source.path, source.max_rows)) for source in stage.config.data.train]
+    known = [
+        (s.path or source_name(s), s.max_rows if s.path is None else _rows(s.path, s.max_rows))
+        for s in stage.config.data.train
+    ]
     return _counted(known, "rows of data.train")
 
 

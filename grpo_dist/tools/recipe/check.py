@@ -23,6 +23,7 @@ from grpo_dist.config import (
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.data.demonstrations import count_held_out, count_rows, source_pairs
 from grpo_dist.data.readers import read_all
+from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.runs.prepare import (
     check_scoring,
@@ -105,7 +106,13 @@ def _check_sft(stage: ResolvedStage, config: Config) -> None:
         count_held_out(config.sft, count_rows(config.sft))
     if evaluates(config.data, config.evaluation):
         _check_sampling(config)
-        prepare_eval(config.data, config.rewards, read_all(config.data.eval), tokenizer, [], _quiet)
+        prepare_eval(
+            config,
+            read_all(config.data.eval, own=own_problems(config.data, config.environments)),
+            tokenizer,
+            [],
+            _quiet,
+        )
 
 
 def _check_ranks(config: SupervisedConfig) -> None:
@@ -163,7 +170,9 @@ def _check_sampling(config: Config) -> None:
 
 def _check_prompts(config: Config, sources: list[DataSourceConfig]) -> None:
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
-    train_prompts(config.data, config.rewards, read_all(sources), tokenizer, _quiet)
+    train_prompts(
+        config, read_all(sources, own=own_problems(config.data, config.environments)), tokenizer, _quiet
+    )
 
 
 def _there(stage: ResolvedStage) -> list[DataSourceConfig]:
@@ -171,8 +180,8 @@ def _there(stage: ResolvedStage) -> list[DataSourceConfig]:
     return [source for source, symbolic in pairs if not _to_come(symbolic.path)]
 
 
-def _to_come(path: str) -> bool:
-    return path.startswith("stage:")
+def _to_come(path: str | None) -> bool:
+    return path is not None and path.startswith("stage:")
 
 
 _CHECKS = {"sft": _check_sft, "grpo": _check_grpo, "sample": _check_sample}

@@ -301,7 +301,8 @@ def paths(config: Config) -> Iterator[tuple[str, str, bool]]:
     yield "model.path", config.model.path, True
     yield from ((f"{_SCORING}.{i}.path", m.path, True) for i, m in enumerate(config.rewards.models))
     for name, sources in (("train", config.data.train), ("eval", config.data.eval)):
-        yield from ((f"data.{name}.{i}.path", source.path, False) for i, source in enumerate(sources))
+        own = ((f"data.{name}.{i}.path", source.path) for i, source in enumerate(sources))
+        yield from ((key, path, False) for key, path in own if path is not None)
     if config.sft is not None:
         yield "sft.model", config.sft.model, True
         yield from ((f"sft.data.{i}.path", source.path, False) for i, source in enumerate(config.sft.data))

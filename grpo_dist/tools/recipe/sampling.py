@@ -19,6 +19,7 @@ from typing import Any
 from grpo_dist.config import Config, RejectionConfig
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
+from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import Draw, sample_chunks
 from grpo_dist.observe.samples import read_groups, write_groups
@@ -70,7 +71,8 @@ def _reasons(report: dict[str, Any]) -> str:
 
 def _prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> list[Prompt]:
     """Return all prompts of `data.train`, or `rejection.max_prompts` of them drawn by seed."""
-    found = train_prompts(config.data, config.rewards, read_all(config.data.train), tokenizer, say).prompts
+    own = own_problems(config.data, config.environments)
+    found = train_prompts(config, read_all(config.data.train, own=own), tokenizer, say).prompts
     wanted = config.rejection.max_prompts
     if wanted is None or wanted >= len(found):
         return found

@@ -132,7 +132,8 @@ def check_not_left_behind(config: Config) -> None:
 def _named_files(config: Config) -> Iterator[tuple[str, str]]:
     yield "model.path", config.model.path
     for kind, sources in (("train", config.data.train), ("eval", config.data.eval)):
-        yield from ((f"data.{kind}.{i}.path", source.path) for i, source in enumerate(sources))
+        own = ((f"data.{kind}.{i}.path", source.path) for i, source in enumerate(sources))
+        yield from ((key, path) for key, path in own if path is not None)
     yield from ((f"rewards.models.{i}.path", model.path) for i, model in enumerate(config.rewards.models))
     if config.sft is not None:
         yield "sft.model", config.sft.model

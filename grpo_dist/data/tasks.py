@@ -1,0 +1,122 @@
+"""The environments of data sources: what they ask, the tools they have, and problems that they bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jinja2 import TemplateError
+
+from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
+from grpo_dist.data.readers import DataRow, OwnProblems
+from grpo_dist.environments.base import Message, Problem
+from grpo_dist.environments.calls import missing_tokens
+from grpo_dist.environments.preparation import Description, EnvironmentProbe, StartFailed
+from grpo_dist.environments.rendering import Renderer, result_messages
+from grpo_dist.types import Task
+
+_RESULT = "7361927"  # shown by a template that knows tool messages
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTasks:
+    """The task of each row of a source, and what is asked.
+
+    Attributes:
+        questions: text, to which the instruction and the system prompt are added, or messages.
+    """
+
+    task: Task
+    questions: Sequence[str | Sequence[Message]]
+    renderer: Renderer
+
+    def task_of(self, messages: Sequence[Message]) -> Task:
+        return replace(self.task, messages=tuple(messages))
+
+
+def own_problems(data: DataConfig, environments: EnvironmentsConfig) -> OwnProblems:
+    """Return the reader of sources without a `path`, whose environment brings the problems."""
+
+    def records(source: DataSourceConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        name = data.environment_of(source)
+        if name is None:
+            raise ValueError(
+                "a data source has neither `path` nor an environment; set its `path`, or `environment` to "
+                "one that brings its own problems"
+            )
+        probe = EnvironmentProbe(name, source.environment_kwargs, environments)
+        rows = probe.own_problems(source.split, source.max_rows)
+        yield from ((f"{name}/{source.split}:{number}", row) for number, row in enumerate(rows, 1))
+
+    return records
+
+
+def source_tasks(
+    data: DataConfig,
+    environments: EnvironmentsConfig,
+    source: DataSourceConfig,
+    rows: Sequence[DataRow],
+    tokenizer: Any,
+) -> SourceTasks | None:
+    """Ask the environment of ``source`` about its rows; None where it has no environment.
+
+    Raises ValueError for an environment that cannot be used, or that the chat template has no form for.
+    """
+    name = data.environment_of(source)
+    if name is None:
+        return None
+    probe = EnvironmentProbe(name, source.environment_kwargs, environments)
+    problems = [Problem(row.problem, row.answer, row.columns) for row in rows]
+    try:
+        described, questions = probe.questions(problems)
+    except StartFailed as failure:
+        raise ValueError(
+            f"{rows[failure.index].location}: {failure.reason}; `start` must answer every row of the source"
+        ) from failure
+    renderer = Renderer(tokenizer, data, environments)
+    task = Task(name, dict(source.environment_kwargs), tools=described.tools)
+    _check_format(renderer, tokenizer, described, name)
+    if renderer.has_template:
+        _check_template(renderer, replace(task, messages=({"role": "user", "content": "1+1?"},)), described)
+    return SourceTasks(task, questions, renderer)
+
+
+def _check_format(renderer: Renderer, tokenizer: Any, described: Description, name: str) -> None:
+    if not described.tools or renderer.in_place:
+        return
+    if absent := missing_tokens(renderer.call_format, tokenizer.get_vocab()):
+        raise ValueError(
+            f"environment {name}: `environments.call_format` = {renderer.call_format} needs the token "
+            f"{absent}, which the model's tokenizer lacks; use code, or the form of its chat template"
+        )
+
+
+def _check_template(renderer: Renderer, task: Task, described: Description) -> None:
+    """Raise ValueError where the chat template drops tools, their results or observations."""
+    names = [tool["function"]["name"] for tool in task.tools]
+    remedy = "set `environments.call_format` to code, or use a model whose chat template knows tools"
+    try:
+        prompt = renderer.prompt(task)
+        if names and not renderer.in_place:
+            if absent := [name for name in names if name not in prompt]:
+                raise ValueError(
+                    f"the model's chat template does not show the tool `{absent[0]}` of environment "
+                    f"{task.environment}; {remedy}"
+                )
+            results = result_messages(names[:1], [_RESULT])
+            if _RESULT not in renderer.conversation(task, task.messages, "?", results).tail:
+                raise ValueError(f"the model's chat template does not show results of tools; {remedy}")
+        told = [{"role": "user", "content": _RESULT}]
+        if (
+            not described.stateless
+            and _RESULT not in renderer.conversation(task, task.messages, "?", told).tail
+        ):
+            raise ValueError(
+                "the model's chat template does not show a second user message, in which environment "
+                f"{task.environment} answers; set `data.chat_template` to none, or use another model"
+            )
+    except (TemplateError, TypeError) as error:
+        raise ValueError(
+            f"the model's chat template rejects turns of environment {task.environment} ({error}); {remedy}"
+        ) from error

@@ -1,0 +1,155 @@
+"""What runs in the process of an episode: an instance of its environment, and the tools of it.
+
+`sandbox.host.ProcessHost` is given ``grpo_dist.environments.program:NAME`` with the name of an environment,
+so that the process that others are forked from has imported it. Requests and replies are JSON.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from grpo_dist.environments.base import Environment, Problem, Step
+from grpo_dist.environments.builtin import python
+from grpo_dist.environments.records import Call
+from grpo_dist.environments.registry import class_of, load_environment
+from grpo_dist.environments.tools import BadCall, as_text, typed_tools
+
+PROGRAM = "grpo_dist.environments.program"
+_REASON = 2000  # characters of an error that the policy reads
+_ROWS = 500  # problems of one reply
+
+
+def __getattr__(name: str) -> Callable[..., Program]:
+    """Return the program of the environment ``name``, as in ``program:my_module:Guess``."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return partial(Program, load_environment(name))
+
+
+class Program:
+    """One episode of an environment. A tool that raises has a result that says so; anything else that raises
+    is a failure of the environment.
+    """
+
+    def __init__(self, maker: Callable[..., Environment], /, **kwargs: Any) -> None:
+        self._maker, self._kwargs = maker, kwargs
+        self._class = class_of(maker)
+        self._environment: Environment | None = None
+        self._rows: Iterator[Mapping[str, Any]] | None = None
+        self._tools = typed_tools(self._class.tools)
+
+    async def handle(self, kind: str, payload: Any) -> Any:
+        """Answer a request: describe, start, problems, call, step or close."""
+        return await getattr(self, f"_{kind}")(**payload)
+
+    async def _describe(self) -> dict[str, Any]:
+        """Tell what preparation and failures need to know.
+
+        ``asks``: it has a `start` of its own. ``stateless``: an episode can continue in a new process.
+        """
+        asks = self._class.start is not Environment.start
+        return {
+            "tools": [tool.schema for tool in self._tools.values()],
+            "sandboxed": any(tool.function is python for tool in self._tools.values()),
+            "asks": asks,
+            "stateless": not asks and self._class.step is Environment.step,
+            "has_problems": self._has_problems(),
+        }
+
+    def _has_problems(self) -> bool:
+        own = self._class.problems
+        return getattr(own, "__func__", own) is not getattr(Environment.problems, "__func__", None)
+
+    async def _start(self, problem: Mapping[str, Any]) -> Any:
+        """Begin an episode and return what it asks, as messages or text."""
+        if self._environment is not None:
+            self._environment.close()
+        self._environment = self._maker(**self._kwargs)
+        asked = await _awaited(self._environment.start(Problem(**problem)))
+        return _observation(asked, "start")
+
+    async def _problems(self, split: str, count: int | None) -> list[dict[str, Any]]:
+        """Return the next rows, at most 500; [] at the end. Asked until then with the same arguments."""
+        if self._rows is None:
+            own = self._class.problems
+            # An adapter's problems depend on what it adapts, as its instances do.
+            arguments = self._maker.args if isinstance(self._maker, partial) else ()
+            extra = {"arguments": (*arguments,), "kwargs": self._kwargs} if arguments else {}
+            self._rows = iter(own(split, count, **extra))
+        return [dict(row) for row in islice(self._rows, _ROWS)]
+
+    async def _call(
+        self, problem: Mapping[str, Any], begin: bool, name: str, arguments: str, raw: bool
+    ) -> dict[str, Any]:
+        """Call a tool. Returns its result and outcome, or the code that the sandbox is to run."""
+        await self._begin(problem, begin)
+        tool = self._tools.get(name)
+        if tool is None:
+            there = ", ".join(self._tools) or "none"
+            return _result(f"there is no tool `{name}`; there are: {there}", "unknown")
+        try:
+            given = tool.arguments(Call(name, arguments, raw))
+        except BadCall as error:
+            return _result(str(error), "malformed")
+        if tool.function is python:
+            return {"code": given["code"]}
+        began = time.monotonic()
+        try:
+            result, outcome = as_text(await _awaited(tool.function(**given))), "ok"
+        except MemoryError:
+            result, outcome = "out of memory", "memory"
+        except Exception as error:
+            result, outcome = f"{type(error).__name__}: {error}"[:_REASON], "error"
+        return _result(result, outcome, time.monotonic() - began)
+
+    async def _step(self, problem: Mapping[str, Any], begin: bool, action: str) -> dict[str, Any]:
+        environment = await self._begin(problem, begin)
+        step = await _awaited(environment.step(action))
+        if not isinstance(step, Step):
+            raise TypeError(f"step returned a {type(step).__name__}, expected a Step")
+        if step.observation is None and not step.done:
+            raise ValueError("step returned neither an observation nor done=True")
+        reward = None if step.reward is None else float(step.reward)
+        observation = "" if step.observation is None else _observation(step.observation, "step")
+        return {"observation": observation, "reward": reward, "done": bool(step.done)}
+
+    async def _close(self) -> None:
+        if self._environment is not None:
+            self._environment.close()
+
+    async def _begin(self, problem: Mapping[str, Any], begin: bool) -> Environment:
+        """Return the episode's environment. ``begin``: this is the first request of the episode."""
+        if self._environment is None:
+            if not begin and not (await self._describe())["stateless"]:
+                raise RuntimeError("the environment's process was lost, and its state with it")
+            await self._start(problem)
+        assert self._environment is not None
+        return self._environment
+
+
+def _result(text: str, outcome: str, seconds: float = 0.0) -> dict[str, Any]:
+    return {"result": text, "outcome": outcome, "seconds": seconds}
+
+
+def _observation(given: Any, method: str) -> Any:
+    """Check an observation: text, or messages with role and content."""
+    if isinstance(given, str):
+        return given
+    try:
+        messages = [dict(message) for message in given]
+    except (TypeError, ValueError):
+        messages = []
+    if not messages or any(not isinstance(m.get("role"), str) or "content" not in m for m in messages):
+        raise TypeError(
+            f"{method} returned {str(given)[:100]!r}; expected text or messages of role and content"
+        )
+    return messages
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,184 @@
+"""Runs the environments and tools of many episodes for one worker.
+
+    action with calls      each tool in the environment's process; `python` in the sandbox
+    action without calls   the environment's step
+
+Code of users runs in a process per episode. The environments of this package hold no user code and run here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any, Protocol
+
+from grpo_dist.config import EnvironmentsConfig, SandboxConfig
+from grpo_dist.environments.base import Problem
+from grpo_dist.environments.program import PROGRAM, Program
+from grpo_dist.environments.records import Action, Call, Observed
+from grpo_dist.environments.registry import BUILTIN
+from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
+from grpo_dist.environments.sandbox.limits import Limits
+from grpo_dist.types import Task, ToolCall
+
+_CLOSE_S = 5.0  # deadline of an environment's `close`
+_REASON = 1000  # characters of a failure
+
+
+class UnknownEpisode(Exception):
+    """An action in mid-episode came to a worker that never saw the episode."""
+
+
+class Host(Protocol):
+    """Where the programs of one environment run, one per episode."""
+
+    async def ask(self, episode: str, kind: str, payload: Any, *, timeout_s: float) -> Any: ...
+    async def end(self, episode: str) -> None: ...
+    async def close(self) -> None: ...
+
+
+class _LocalHost:
+    """Programs of this package's environments, in this process."""
+
+    def __init__(self, program: partial[Program]) -> None:
+        self._program = program
+        self._live: dict[str, Program] = {}
+
+    async def ask(self, episode: str, kind: str, payload: Any, *, timeout_s: float) -> Any:
+        if episode not in self._live:
+            self._live[episode] = self._program()
+        return await self._live[episode].handle(kind, payload)
+
+    async def end(self, episode: str) -> None:
+        self._live.pop(episode, None)
+
+    async def close(self) -> None:
+        self._live.clear()
+
+
+def host_of(environment: str, kwargs: Mapping[str, Any], settings: EnvironmentsConfig) -> Host:
+    """Return the host of an environment's programs. Raises ValueError for a missing code path."""
+    if environment in BUILTIN:
+        return _LocalHost(partial(Program, BUILTIN[environment], **kwargs))
+    return ProcessHost(
+        f"{PROGRAM}:{environment}",
+        dict(kwargs),
+        limits=Limits(memory_mb=settings.memory_mb),
+        isolation=None,
+        code_paths=settings.code_paths,
+    )
+
+
+@dataclass(slots=True)
+class _Episode:
+    host: Host
+    problem: dict[str, Any]
+    begun: bool = False
+    failed: bool = False
+
+
+class EpisodeRunner:
+    """All episodes of one environment worker. Methods are called concurrently; an episode's one at a time."""
+
+    def __init__(self, settings: EnvironmentsConfig) -> None:
+        self._settings = settings
+        self._hosts: dict[str, Host] = {}
+        self._episodes: dict[str, _Episode] = {}
+        self._sandbox: Any = None
+
+    async def start(self, *, sandboxed: bool = True) -> list[str]:
+        """Start what all episodes share. Returns notes on the isolation of the policy's code.
+
+        Args:
+            sandboxed: whether an environment has the tool `python`.
+        """
+        if not sandboxed:
+            return []
+        self._sandbox = _sandbox_of(self._settings.sandbox)
+        return await self._sandbox.start()
+
+    async def act(self, episode: str, task: Task, problem: Problem, action: Action, *, turn: int) -> Observed:
+        """Answer an action. The first one of an episode begins it.
+
+        Raises UnknownEpisode for a later one of an episode that was begun elsewhere. A failure of the
+        environment is no exception but `Observed.failed`.
+        """
+        if episode not in self._episodes:
+            if turn > 0:
+                raise UnknownEpisode(episode)
+            self._episodes[episode] = _Episode(self._host(task), asdict(problem))
+        known = self._episodes[episode]
+        try:
+            if action.malformed:
+                return Observed(calls=(ToolCall("", "", action.malformed, "malformed", 0.0),))
+            if action.calls:
+                return Observed(calls=tuple([await self._call(episode, known, c) for c in action.calls]))
+            answer = await self._ask(episode, known, "step", action=action.text)
+        except ProcessFailure as failure:
+            known.failed = True
+            return Observed(failed=_described(task, failure))
+        except Exception as error:  # of an environment of this package
+            return Observed(failed=f"{task.environment}: {type(error).__name__}: {error}"[:_REASON])
+        observation = answer["observation"]
+        told = observation if isinstance(observation, str) else tuple(observation)
+        return Observed(told, reward=answer["reward"], done=answer["done"])
+
+    async def end(self, episode: str) -> None:
+        """End an episode and delete what it left. An unknown one has nothing."""
+        if (known := self._episodes.pop(episode, None)) is not None:
+            if known.begun and not known.failed:
+                with suppress(ProcessFailure):  # the episode is over, and its sample complete
+                    await known.host.ask(episode, "close", {}, timeout_s=_CLOSE_S)
+            await known.host.end(episode)
+            if self._sandbox is not None:
+                await self._sandbox.end(episode)
+
+    async def close(self) -> None:
+        self._episodes.clear()
+        for host in self._hosts.values():
+            await host.close()
+        if self._sandbox is not None:
+            await self._sandbox.close()
+
+    def _host(self, task: Task) -> Host:
+        key = f"{task.environment} {json.dumps(dict(task.kwargs), sort_keys=True)}"
+        if key not in self._hosts:
+            self._hosts[key] = host_of(task.environment, task.kwargs, self._settings)
+        return self._hosts[key]
+
+    async def _ask(self, episode: str, known: _Episode, kind: str, **payload: Any) -> Any:
+        begin, known.begun = not known.begun, True
+        return await known.host.ask(
+            episode,
+            kind,
+            {"problem": known.problem, "begin": begin, **payload},
+            timeout_s=self._settings.timeout_s,
+        )
+
+    async def _call(self, episode: str, known: _Episode, call: Call) -> ToolCall:
+        try:
+            answer = await self._ask(episode, known, "call", **asdict(call))
+        except ProcessFailure as failure:
+            if not failure.lost or not await self._is_stateless(episode, known):
+                raise
+            return ToolCall(call.name, call.arguments, str(failure), failure.outcome, 0.0)
+        if "code" in answer:
+            ran = await self._sandbox.run(episode, answer["code"])
+            return ToolCall(call.name, call.arguments, ran.output, ran.outcome, ran.seconds)
+        return ToolCall(call.name, call.arguments, answer["result"], answer["outcome"], answer["seconds"])
+
+    async def _is_stateless(self, episode: str, known: _Episode) -> bool:
+        described = await known.host.ask(episode, "describe", {}, timeout_s=self._settings.timeout_s)
+        return bool(described["stateless"])
+
+
+def _sandbox_of(settings: SandboxConfig) -> Any:
+    return import_module("grpo_dist.environments.sandbox.python").PythonSandbox(settings)
+
+
+def _described(task: Task, failure: ProcessFailure) -> str:
+    return f"{task.environment}: {failure.outcome}: {failure}"[:_REASON]

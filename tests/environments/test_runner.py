@@ -1,0 +1,359 @@
+"""Guarantees: a user's environment runs in a process per episode; its failures are those of one sample."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_dist.config import EnvironmentsConfig
+from grpo_dist.environments import runner as module
+from grpo_dist.environments.base import Problem
+from grpo_dist.environments.preparation import EnvironmentProbe, StartFailed
+from grpo_dist.environments.records import Action, Call, Observed
+from grpo_dist.environments.registry import check_name
+from grpo_dist.environments.runner import EpisodeRunner, UnknownEpisode
+from grpo_dist.types import Task
+
+_CODE = '''
+import asyncio, os, time
+from grpo_dist.environments.base import Environment, Step
+from grpo_dist.environments.builtin import calculator, python
+
+
+class Guess(Environment):
+    """Is told whether its guesses are too low."""
+
+    def __init__(self, most: int = 3) -> None:
+        self.left = most
+
+    def start(self, problem):
+        self.number = int(problem.answer)
+        if problem.text == "impossible":
+            raise KeyError("no number")
+        return f"Guess a number. {problem.text}"
+
+    def step(self, action):
+        self.left -= 1
+        if action == "raise":
+            raise RuntimeError("broken")
+        if action == "hang":
+            time.sleep(1000)
+        if action == "die":
+            os._exit(3)
+        if action == "nothing":
+            return Step()
+        if action == "wrong type":
+            return "text"
+        if int(action) == self.number:
+            return Step("right", reward=1.0, done=True)
+        return Step(f"{self.left} left", reward=0.0, done=self.left == 0)
+
+    @classmethod
+    def problems(cls, split, count):
+        for i in range(count or 1200):
+            yield {"problem": f"{split} {i}", "answer": str(i)}
+
+
+class Chat(Environment):
+    async def start(self, problem):
+        await asyncio.sleep(0)
+        return [{"role": "system", "content": "S"}, {"role": "user", "content": problem.text}]
+
+    async def step(self, action):
+        await asyncio.sleep(0)
+        return Step([{"role": "user", "content": action.upper()}])
+
+
+def where() -> int:
+    """Return the process."""
+    return os.getpid()
+
+
+async def double(x: int) -> int:
+    """Double it."""
+    await asyncio.sleep(0)
+    return 2 * x
+
+
+def misbehave(how: str) -> str:
+    """Misbehave."""
+    if how == "hang":
+        time.sleep(1000)
+    if how == "die":
+        os._exit(3)
+    if how == "memory":
+        raise MemoryError
+    raise ValueError("as asked")
+
+
+class Tools(Environment):
+    tools = [double, where, misbehave, calculator, python]
+
+
+class State(Tools):
+    def step(self, action):
+        return Step("on")
+
+
+class Plain:
+    pass
+'''
+_PROBLEM = Problem("below 10", "7")
+
+
+@dataclass
+class _Ran:
+    output: str
+    outcome: str = "ok"
+    seconds: float = 0.5
+
+
+class _FakeSandbox:
+    """Answers with the code it was given."""
+
+    def __init__(self, settings: object) -> None:
+        self.ended: list[str] = []
+
+    async def start(self) -> list[str]:
+        return ["a note"]
+
+    async def run(self, episode: str, code: str) -> _Ran:
+        return _Ran(f"ran {code}")
+
+    async def end(self, episode: str) -> None:
+        self.ended.append(episode)
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentsConfig:
+    (tmp_path / "guessing.py").write_text(_CODE)
+    monkeypatch.setattr(module, "_sandbox_of", _FakeSandbox)
+    return EnvironmentsConfig(code_paths=(str(tmp_path),), timeout_s=60.0)
+
+
+def _play(settings: EnvironmentsConfig, played: Callable[[EpisodeRunner], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        runner = EpisodeRunner(settings)
+        await runner.start()
+        try:
+            return await played(runner)
+        finally:
+            await runner.close()
+
+    return asyncio.run(run())
+
+
+def _task(name: str, **kwargs: Any) -> Task:
+    return Task(f"guessing:{name}" if name[0].isupper() else name, kwargs)
+
+
+def _calls(*calls: tuple[str, str]) -> Action:
+    return Action("", tuple(Call(*call) for call in calls))
+
+
+async def _acts(runner: EpisodeRunner, episode: str, task: Task, *actions: Action | str) -> list[Observed]:
+    found = []
+    for turn, action in enumerate(actions):
+        given = Action(action) if isinstance(action, str) else action
+        found.append(await runner.act(episode, task, _PROBLEM, given, turn=turn))
+    return found
+
+
+def test_an_episode_keeps_its_state_and_others_have_their_own(settings: EnvironmentsConfig) -> None:
+    async def played(runner: EpisodeRunner) -> None:
+        one, two = await asyncio.gather(
+            _acts(runner, "a", _task("Guess"), "1", "2", "7"),
+            _acts(runner, "b", _task("Guess", most=2), "1", "2"),
+        )
+        assert one == [Observed("2 left", reward=0.0), Observed("1 left", reward=0.0),
+                       Observed("right", reward=1.0, done=True)]  # fmt: skip
+        assert two == [Observed("1 left", reward=0.0), Observed("0 left", reward=0.0, done=True)]
+
+    _play(settings, played)
+
+
+@pytest.mark.parametrize(("action", "reason"), [
+    ("raise", "RuntimeError: broken"),
+    ("die", "died"),
+    ("nothing", "neither an observation nor done=True"),
+    ("wrong type", "step returned a str, expected a Step"),
+])  # fmt: skip
+def test_an_environment_that_fails_says_why_and_others_go_on(
+    settings: EnvironmentsConfig, action: str, reason: str
+) -> None:
+    async def played(runner: EpisodeRunner) -> None:
+        await runner.act("other", _task("Guess"), _PROBLEM, Action("1"), turn=0)
+        (failed,) = await _acts(runner, "a", _task("Guess"), action)
+        assert reason in failed.failed and "guessing:Guess" in failed.failed
+        assert not failed.done and failed.reward is None
+        other = await runner.act("other", _task("Guess"), _PROBLEM, Action("7"), turn=1)
+        assert other.done and other.reward == 1.0
+
+    _play(settings, played)
+
+
+def test_an_environment_that_hangs_fails_at_its_deadline(settings: EnvironmentsConfig) -> None:
+    short = settings.model_copy(update={"timeout_s": 1.0})
+
+    async def played(runner: EpisodeRunner) -> None:
+        first, failed = await _acts(runner, "a", _task("Guess"), "1", "hang")
+        assert not first.failed and "timeout" in failed.failed
+
+    _play(short, played)
+
+
+def test_state_that_died_is_a_failure_and_not_a_fresh_start(settings: EnvironmentsConfig) -> None:
+    async def played(runner: EpisodeRunner) -> None:
+        found = await _acts(runner, "a", _task("Guess"), "1", "die", "7")
+        assert found[2].failed and "lost" in found[2].failed
+
+    _play(settings, played)
+
+
+def test_tools_are_called_with_checked_arguments(settings: EnvironmentsConfig) -> None:
+    async def played(runner: EpisodeRunner) -> None:
+        action = _calls(("double", '{"x": 21}'), ("calculator", '{"expression": "1/0"}'), ("double", "{}"),
+                        ("nothing", "{}"), ("double", "{"), ("misbehave", '{"how": "memory"}'))  # fmt: skip
+        (observed,) = await _acts(runner, "a", _task("Tools"), action)
+        assert [(call.result.split(":")[0], call.outcome) for call in observed.calls] == [
+            ("42", "ok"),
+            ("ValueError", "error"),
+            ("double", "malformed"),
+            ("there is no tool `nothing`; there are", "unknown"),
+            (
+                "the arguments are not valid JSON (Expecting property name enclosed in double quotes",
+                "malformed",
+            ),
+            ("out of memory", "memory"),
+        ]
+        assert observed.calls[0].name == "double" and observed.calls[0].arguments == '{"x": 21}'
+        assert not observed.done and not observed.failed
+        (answer,) = await _acts(runner, "b", _task("Tools"), "the answer")
+        assert answer == Observed(done=True)
+
+    _play(settings, played)
+
+
+@pytest.mark.parametrize(("how", "outcome"), [("die", "died"), ("hang", "timeout")])
+def test_a_tool_that_ends_its_process_is_an_outcome_where_nothing_is_lost(
+    settings: EnvironmentsConfig, how: str, outcome: str
+) -> None:
+    short = settings.model_copy(update={"timeout_s": 3.0 if how == "hang" else 60.0})
+
+    async def played(runner: EpisodeRunner) -> None:
+        bad, good = _calls(("misbehave", f'{{"how": "{how}"}}')), _calls(("double", '{"x": 1}'))
+        first, second = await _acts(runner, "a", _task("Tools"), bad, good)
+        assert first.calls[0].outcome == outcome and second.calls[0].result == "2"
+        (stateful,) = await _acts(runner, "b", _task("State"), bad)
+        assert outcome in stateful.failed
+
+    _play(short, played)
+
+
+def test_code_of_the_policy_goes_to_the_sandbox_and_never_to_the_environment(
+    settings: EnvironmentsConfig,
+) -> None:
+    async def played(runner: EpisodeRunner) -> None:
+        for task in (_task("Tools"), _task("python")):
+            action = Action("", (Call("python", "print(1)", raw=True),))
+            (observed,) = await _acts(runner, task.environment, task, action)
+            assert observed.calls[0].result == "ran print(1)" and observed.calls[0].seconds == 0.5
+            await runner.end(task.environment)
+        assert runner._sandbox.ended == ["guessing:Tools", "python"]
+
+    _play(settings, played)
+
+
+def test_a_malformed_action_is_answered_and_not_run(settings: EnvironmentsConfig) -> None:
+    async def played(runner: EpisodeRunner) -> None:
+        (observed,) = await _acts(runner, "a", _task("calculator"), Action("x", malformed="not closed"))
+        (call,) = observed.calls
+        assert (call.outcome, call.result, observed.done) == ("malformed", "not closed", False)
+
+    _play(settings, played)
+
+
+def test_messages_and_asynchronous_methods(settings: EnvironmentsConfig) -> None:
+    async def played(runner: EpisodeRunner) -> None:
+        (observed,) = await _acts(runner, "a", _task("Chat"), "hi")
+        assert observed.observation == ({"role": "user", "content": "HI"},)
+
+    _play(settings, played)
+
+
+def test_user_code_runs_in_a_process_of_its_own(settings: EnvironmentsConfig) -> None:
+    async def played(runner: EpisodeRunner) -> None:
+        where = _calls(("where", "{}"))
+        found = [await _acts(runner, episode, _task("Tools"), where, where) for episode in "ab"]
+        (a, again), (b, _) = [[o.calls[0].result for o in own] for own in found]
+        assert a == again and len({a, b, str(__import__("os").getpid())}) == 3
+
+    _play(settings, played)
+
+
+def test_a_later_turn_of_an_unknown_episode_is_refused(settings: EnvironmentsConfig) -> None:
+    async def played(runner: EpisodeRunner) -> None:
+        with pytest.raises(UnknownEpisode):
+            await runner.act("a", _task("calculator"), _PROBLEM, Action("1"), turn=1)
+        await runner.end("never seen")
+
+    _play(settings, played)
+
+
+def _probe(settings: EnvironmentsConfig, name: str, **kwargs: Any) -> EnvironmentProbe:
+    return EnvironmentProbe(name, kwargs, settings)
+
+
+def test_preparation_learns_what_an_environment_asks_and_has(settings: EnvironmentsConfig) -> None:
+    described, asked = _probe(settings, "guessing:Guess").questions([_PROBLEM, Problem("x", "1")])
+    assert asked == ["Guess a number. below 10", "Guess a number. x"]
+    assert described.asks and described.has_problems and not described.stateless and not described.tools
+    described, asked = _probe(settings, "guessing:Tools").questions([_PROBLEM])
+    names = [tool["function"]["name"] for tool in described.tools]
+    assert names == ["double", "where", "misbehave", "calculator", "python"]
+    assert asked == ["below 10"] and described.sandboxed and described.stateless
+
+
+def test_an_environment_may_bring_its_own_problems(settings: EnvironmentsConfig) -> None:
+    probe = _probe(settings, "guessing:Guess")
+    rows = probe.own_problems("test", 3)
+    assert rows == [{"problem": f"test {i}", "answer": str(i)} for i in range(3)]
+    assert len(probe.own_problems("test", None)) == 1200
+    with pytest.raises(ValueError, match="brings no problems of its own"):
+        _probe(settings, "guessing:Chat").own_problems("train", None)
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("guessing:Nothing", "no such class `Nothing`"),
+    ("guessing:Plain", "no subclass of Environment"),
+    ("nowhere:Class", "`nowhere` cannot be imported.*code_paths"),
+])  # fmt: skip
+def test_an_environment_that_cannot_be_loaded_is_refused(
+    settings: EnvironmentsConfig, name: str, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        _probe(settings, name).describe()
+
+
+def test_a_start_that_fails_names_its_row(settings: EnvironmentsConfig) -> None:
+    with pytest.raises(StartFailed) as failed:
+        _probe(settings, "guessing:Guess").questions([_PROBLEM, Problem("impossible", "3")])
+    assert failed.value.index == 1 and "no number" in failed.value.reason
+
+
+def test_wrong_arguments_of_an_environment_are_refused(settings: EnvironmentsConfig) -> None:
+    with pytest.raises(StartFailed, match="least"):
+        _probe(settings, "guessing:Guess", least=3).questions([_PROBLEM])
+
+
+@pytest.mark.parametrize("name", ["pyton", "a:", ":b", ""])
+def test_unknown_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"is unknown; expected none, python, calculator"):
+        check_name(name)
