@@ -195,7 +195,7 @@ class Tiny(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def whole():
-    """16 rows, one of them unscored, with old log-probs near the model's so that both clip bounds bite."""
+    """16 rows, one of them unscored."""
     rng = np.random.default_rng(5)
     groups = [made_groups.group(i, rng) for i in range(4)]
     rewards = groups[1].rewards.copy()
@@ -205,7 +205,24 @@ def whole():
     reference = [
         -5 * rng.random(len(r.completion_ids)).astype(np.float32) for g in groups for r in g.rollouts
     ]
-    batch = make_batch(groups, advantages, ref_logprobs=reference, max_new_tokens=12)
+    return with_old(make_batch(groups, advantages, ref_logprobs=reference, max_new_tokens=12), rng)
+
+
+@pytest.fixture(scope="module")
+def episodes():
+    """Rows with given tokens between sampled ones, several of some samples."""
+    batch = made_groups.episode_batch(groups=4, rewritten=0.4)
+    assert len(batch) > 16 == batch.num_sequences
+    return with_old(batch, np.random.default_rng(6))
+
+
+@pytest.fixture(scope="module")
+def batches(whole, episodes):
+    return {"completions": whole, "episodes": episodes}
+
+
+def with_old(batch, rng):
+    """Add old log-probs near the model's, so that both clip bounds bite."""
     with torch.no_grad():
         logprobs, _ = Tiny(torch.float64)(batch)
 
@@ -255,25 +272,58 @@ def check_split(whole, dtype, how, split):
     assert same == pytest.approx(metrics, rel=tolerance, abs=tolerance), how
 
 
+@pytest.mark.parametrize("of", ["completions", "episodes"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
-def test_no_split_of_the_rows_changes_gradient_or_metrics(whole, dtype, policy_loss, data):
+def test_no_split_of_the_rows_changes_gradient_or_metrics(batches, of, dtype, policy_loss, data):
     """For every loss, with any aggregation, KL estimator and correction: relative error 1e-6 in float64, 1e-5
     in float32. Each example draws one combination; `make evidence` has all of them.
     """
     how = data.draw(st.sampled_from([c for c in COMBINATIONS if c.policy_loss == policy_loss]))
-    check_split(whole, dtype, how, data.draw(splits(len(whole))))
+    check_split(batches[of], dtype, how, data.draw(splits(len(batches[of]))))
 
 
 @pytest.mark.evidence
+@pytest.mark.parametrize("of", ["completions", "episodes"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("how", COMBINATIONS, ids=lambda how: "-".join(named(how)))
 @settings(max_examples=3, deadline=None)
 @given(data=st.data())
-def test_no_split_of_the_rows_changes_gradient_or_metrics_of_any_combination(whole, dtype, how, data):
-    check_split(whole, dtype, how, data.draw(splits(len(whole))))
+def test_no_split_of_the_rows_changes_gradient_or_metrics_of_any_combination(batches, of, dtype, how, data):
+    check_split(batches[of], dtype, how, data.draw(splits(len(batches[of]))))
+
+
+@pytest.mark.parametrize("how", COMBINATIONS, ids=lambda how: "-".join(named(how)))
+def test_given_tokens_count_for_no_more_than_tokens_that_are_not_there(episodes, how):
+    """Without them loss, gradient and metrics are the same to the last digits, for every combination."""
+    noise, entropy = torch.rand(2, *episodes.tokens.shape, dtype=torch.float64)
+    logprobs = torch.where(episodes.loss_mask, episodes.old_logprobs + noise - 0.5, math.nan)
+    order = (~episodes.loss_mask).to(torch.uint8).argsort(dim=1, stable=True)  # sampled tokens first
+    width = int(episodes.loss_mask.sum(dim=1).max())
+
+    def compact(values):
+        return values.gather(1, order)[:, :width]
+
+    names = ("loss_mask", "advantages", "rollout_logprobs", "ref_logprobs", "old_logprobs", "tokens")
+    short = replace(episodes, **{name: compact(getattr(episodes, name)) for name in names})
+    loss, gradient, metrics = loss_and_gradient(episodes, how, logprobs, entropy)
+    own, same, metrics_of_short = loss_and_gradient(short, how, compact(logprobs), compact(entropy))
+    assert own == pytest.approx(loss, rel=1e-12)
+    assert gradient[episodes.loss_mask].any() and not gradient[~episodes.loss_mask].any()
+    torch.testing.assert_close(same[short.loss_mask], gradient[episodes.loss_mask], rtol=1e-12, atol=1e-15)
+    assert metrics_of_short == pytest.approx(metrics, rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("of", ["completions", "episodes"])
+def test_tokens_behind_the_end_of_a_row_change_nothing(batches, of):
+    batch, how = batches[of], COMBINATIONS[0]
+    behind = torch.arange(batch.tokens.shape[1]) >= batch.lengths[:, None]
+    other = replace(batch, tokens=torch.where(behind, 77, batch.tokens))
+    expected, metrics = Tiny(torch.float64).gradient([batch], how)
+    actual, same = Tiny(torch.float64).gradient([other], how)
+    assert behind.any() and torch.equal(actual, expected) and same == metrics
 
 
 @st.composite
@@ -284,6 +334,9 @@ def made_up_batches(draw):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     spread = draw(st.sampled_from([0.0, 0.1, 2.0, 20.0]))
     mask = (torch.arange(width) >= 1) & (torch.arange(width) <= lengths[:, None])
+    mask &= torch.rand(rows, width, generator=generator) < draw(st.sampled_from([1.0, 0.5]))
+    sample = torch.arange(rows) // draw(st.integers(1, 2))  # rows of each sample
+    tokens_of = torch.zeros(rows, dtype=torch.long).index_add(0, sample, mask.sum(dim=1))
 
     def noise(scale):
         return scale * (2 * torch.rand(rows, width, generator=generator, dtype=torch.float64) - 1)
@@ -294,7 +347,7 @@ def made_up_batches(draw):
         advantages=torch.where(mask, noise(2.0), math.nan), rollout_logprobs=logprobs + noise(spread),
         ref_logprobs=logprobs + noise(min(spread, 2.0)), old_logprobs=logprobs + noise(spread),
         row_ids=torch.arange(rows), num_tokens=float(mask.sum()),
-        num_sequences=float(mask.any(1).sum()), max_tokens=width,
+        num_sequences=float((tokens_of > 0).sum()), max_tokens=width, sample_tokens=tokens_of[sample],
     )  # fmt: skip
     return batch, logprobs
 
@@ -321,8 +374,10 @@ def test_for_any_shape_the_parts_of_a_batch_add_up_to_it(made, how, data):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 1), (2, 40), (3, 100), (20, 40)])
-def test_ranks_and_micro_batches_give_the_gradient_of_the_whole(whole, mode, ranks, budget):
+@pytest.mark.parametrize("of", ["completions", "episodes"])
+def test_ranks_and_micro_batches_give_the_gradient_of_the_whole(batches, of, mode, ranks, budget):
     """Split as policy workers do: rows assigned to ranks, micro-batches by token budget; some ranks idle."""
+    whole = batches[of]
     how = LossSettings(aggregation=mode, kl_coef=0.05, correction_kind="tis")
     model = Tiny(torch.float64)
     expected, _ = model.gradient([whole], how)
@@ -359,7 +414,9 @@ def test_a_step_with_nothing_to_train_has_loss_and_gradient_zero(mode, kind):
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_garbage_outside_the_mask_reaches_neither_loss_nor_gradient_nor_metrics(whole, garbage):
+@pytest.mark.parametrize("of", ["completions", "episodes"])
+def test_garbage_outside_the_mask_reaches_neither_loss_nor_gradient_nor_metrics(batches, of, garbage):
+    whole = batches[of]
     settings = LossSettings(kl_coef=0.1, correction_kind="tis", correction_level="sequence", dual_clip=3.0)
     mask = whole.loss_mask
     logprobs, entropy = torch.randn(mask.shape), torch.rand(mask.shape)

@@ -1,6 +1,7 @@
 """Real DeepSpeed ranks for tests: how they start, and how their gradients and weights are read."""
 
 import asyncio
+import math
 
 import pytest
 import torch
@@ -39,6 +40,14 @@ class OpenWorker(PolicyWorker):
         metrics = self._trainer.accumulate(PreparedBatch.of(own))
         gradients = self._trainer.gradients()
         return gradients, metrics | self._trainer.step()
+
+    def gradients_with(self, own, loss):
+        """Return gradients and metrics of another loss. No weight moves."""
+        self._trainer._loss = loss
+        metrics = self._trainer.accumulate(own)
+        gradients = self._trainer.gradients()
+        self._trainer.step(limit=-math.inf)
+        return gradients, metrics
 
     def spoil(self, rank):
         """Make one parameter's gradient NaN on ``rank`` alone from now on; None restores it."""

@@ -11,12 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.workers.policy import loss_settings
+from grpo_dist.algorithms.aggregation import MODES
+from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
+from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
     AlgorithmConfig,
     KLConfig,
 )
 from grpo_dist.health.bounds import Bound
-from grpo_dist.policy.loss import batch_loss
+from grpo_dist.policy.loss import LossSettings, batch_loss
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.types import PreparedBatch
@@ -35,12 +38,23 @@ def batch():
 
 
 @pytest.fixture(scope="module")
+def episodes():
+    """Rows with given tokens between sampled ones, several of some samples."""
+    return made_groups.episode_batch(rewritten=0.4)
+
+
+@pytest.fixture(scope="module")
 def reference(tiny_model, batch):
-    """Gradient of the whole batch at once, in float64, in this process, without DeepSpeed."""
+    return gradient_of_the_whole(tiny_model, batch)
+
+
+def gradient_of_the_whole(tiny_model, batch, loss_of=None):
+    """Compute it at once, in float64, in this process, without DeepSpeed."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
-    logprobs, _ = module(padded(batch.tokens, batch.loss_mask))
-    loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), loss_settings(ALGORITHM))
+    logprobs, entropy = module(padded(batch.tokens, batch.loss_mask), with_entropy=True)
+    own = batch if isinstance(batch, PreparedBatch) else PreparedBatch.of(batch)
+    loss, _ = batch_loss(logprobs, own, loss_of or loss_settings(ALGORITHM), entropy=entropy)
     loss.backward()
     return float(loss.detach()), flat({name: p.grad for name, p in model.named_parameters()})
 
@@ -76,6 +90,68 @@ def test_gradient_is_that_of_the_whole_batch(
     assert relative(flat(gradients), expected) < 1e-5
     assert metrics["policy/grad_norm"] == pytest.approx(float(expected.norm()), rel=1e-3)
     assert metrics["policy/ratio_mean"] == metrics["policy/ratio_max"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "micro_batch_tokens", "how"),
+    [
+        (2, 2, 60, {}),
+        (2, 2, 60, {"shared": 2}),
+        *drawn("episodes", [(1, 0, 10_000, {}), (2, 3, 40, {}), (2, 2, 40, {"packing": False})], 1),
+    ],
+)
+def test_the_gradient_of_episodes_is_that_of_the_whole_batch(
+    forked_ranks, tiny_model, episodes, ranks, stage, micro_batch_tokens, how
+):
+    """Also where the rows of one episode are on several ranks; an episode is one sequence of the mean."""
+    how = how | {"ranks": ranks, "stage": stage, "micro_batch_tokens": micro_batch_tokens}
+    (gradients, metrics), _ = asyncio.run(gradients_of(tiny_model, episodes, **how))
+    loss, expected = gradient_of_the_whole(tiny_model, episodes)
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-5)
+    assert relative(flat(gradients), expected) < 1e-5
+
+
+CORRECTED = [("none", "token"), ("tis", "token"), ("mis", "sequence"), ("icepop", "geometric")]
+LOSSES = [
+    LossSettings(
+        policy_loss=policy_loss, aggregation=mode, clip_low=0.1, clip_high=0.15,
+        entropy_coef=0.01, kl_coef=0.05, correction_kind=CORRECTED[i % 4][0],
+        correction_level=CORRECTED[i % 4][1], correction_low=0.5, correction_high=2.0,
+    )
+    for i, policy_loss in enumerate(POLICY_LOSSES) for mode in MODES
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_no_loss_and_no_aggregation_of_episodes_depends_on_ranks(forked_ranks, tiny_model, episodes, shared):
+    """Two ranks with rows of their own, and two that share sequences; old log-probs apart from the new."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    with torch.no_grad():
+        new, _ = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
+            padded(episodes.tokens, episodes.loss_mask)
+        )
+    generator = torch.Generator().manual_seed(0)
+    old, engine = (
+        torch.where(episodes.loss_mask, new + 0.2 * torch.randn(new.shape, generator=generator), 0.0).float()
+        for _ in range(2)
+    )
+    batch = PreparedBatch.of(replace(episodes, rollout_logprobs=engine), old_logprobs=old)
+
+    async def all_of_them():
+        group = start(tiny_model, ranks=2, stage=2, micro_batch_tokens=60, shared=shared)
+        await group.ready()
+        own = [part for part in shard(batch, 2 // shared) for _ in range(shared)]
+        found = []
+        for loss in LOSSES:
+            calls = [r.gradients_with.remote(s, loss) for r, s in zip(group.ranks, own, strict=True)]
+            found.append((await asyncio.gather(*calls))[0])
+        await group.shutdown()
+        return found
+
+    for loss_of, (gradients, metrics) in zip(LOSSES, asyncio.run(all_of_them()), strict=True):
+        loss, expected = gradient_of_the_whole(tiny_model, batch, loss_of)
+        assert metrics["loss/total"] == pytest.approx(loss, rel=1e-4, abs=1e-6), loss_of
+        assert relative(flat(gradients), expected) < 2e-5, loss_of
 
 
 @pytest.mark.parametrize(("ranks", "stage", "how"), [(2, 3, {}), (2, 2, {"shared": 2, "packing": True})])

@@ -1,0 +1,44 @@
+"""Log-probs of a frozen model for every row of every sample of a group."""
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.policy.attention import BlockKernel
+from grpo_dist.policy.group_logprobs import group_logprobs
+from grpo_dist.policy.micro_batches import MicroBatches
+from grpo_dist.policy.model import TokenLogprobs, load_causal_lm
+from grpo_dist.policy.packing import padded
+from tests.support import made_groups
+
+CPU = torch.device("cpu")
+
+
+def loaded(path, packing):
+    how = {"dtype": torch.float32, "attention": "auto", "trust_remote_code": False}
+    return TokenLogprobs(load_causal_lm(path, packing=packing, **how), temperature=0.8, chunk_mib=1)
+
+
+@pytest.mark.parametrize("budget", [1, 60, 10_000])
+@pytest.mark.parametrize("kernel", [None, BlockKernel()], ids=["padded", "packed"])
+def test_each_row_of_an_episode_has_the_log_probs_of_the_row_alone_and_0_for_given_tokens(
+    tiny_model, kernel, budget
+):
+    groups = made_groups.episode_groups(groups=2, rewritten=0.5)
+    module, alone = loaded(str(tiny_model), kernel is not None), loaded(str(tiny_model), False)
+    found = group_logprobs(
+        lambda layout: module(layout)[0],
+        [(g.prompt, g.rollouts) for g in groups],
+        MicroBatches(budget, kernel, 1, CPU),
+    )
+    for group, own in zip(groups, found, strict=True):
+        rows = [row for r in group.rollouts for row in r.rows]
+        assert len(own) == len(rows) > len(group.rollouts)
+        for row, values in zip(rows, own, strict=True):
+            context = getattr(row, "context_ids", group.prompt.token_ids)
+            tokens = torch.from_numpy(np.concatenate([context, row.completion_ids])).long()[None]
+            mask = torch.ones_like(tokens, dtype=torch.bool)
+            with torch.no_grad():
+                expected = alone(padded(tokens, mask))[0][0, len(context) :].numpy()
+            assert values.dtype == np.float32 and not values[~row.sampled].any()
+            np.testing.assert_allclose(values[row.sampled], expected[row.sampled], atol=2e-5)
