@@ -8,8 +8,20 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import Section
 
+# Names without a colon. `grpo_dist.environments.registry` has their classes.
+BUILTIN_ENVIRONMENTS = ("calculator", "python")
 # Ends of an episode that are not its own: a budget ran out.
 BudgetOutcome = Literal["length", "turns", "tool_limit"]
+
+
+def check_environment_name(name: str) -> None:
+    """Raise ValueError for a name that no environment can have."""
+    prefix, colon, rest = name.partition(":")
+    if name not in BUILTIN_ENVIRONMENTS and not (colon and prefix and rest):
+        raise ValueError(
+            f"environment {name!r} is unknown; expected none, {', '.join(BUILTIN_ENVIRONMENTS)}, "
+            "my_module:Class, verifiers:ENV, reasoning_gym:TASK or openenv:URL"
+        )
 
 
 class SandboxConfig(Section):

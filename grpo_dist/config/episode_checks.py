@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_dist.config.environments import check_environment_name
 from grpo_dist.config.sections import Sections
 
 
 def episode_contradictions(config: Sections) -> Iterator[str]:
-    """Yield a message for each contradiction between estimator, rewards and environments."""
+    """Yield a message for each contradiction between estimator, rewards, sources and environments."""
+    yield from _of_the_sources(config)
+    yield from _of_the_sandbox(config)
     data, advantage, rewards = config.data, config.algorithm.advantage, config.rewards
-    without = [source.path for source in data.train if data.environment_of(source) is None]
+    without = [str(source.path) for source in data.train if data.environment_of(source) is None]
     scores_steps = any(model.kind == "process" for model in rewards.models)
     if advantage == "process" and not scores_steps and without:
         yield (
@@ -44,3 +47,49 @@ def episode_contradictions(config: Sections) -> Iterator[str]:
                     f"`environments.{name}` has no effect without an environment; set `data.environment`, or "
                     f"remove `environments.{name}`"
                 )
+
+
+def _of_the_sources(config: Sections) -> Iterator[str]:
+    data = config.data
+    named = [("data.environment", data.environment)] if data.environment != "none" else []
+    for key, sources in (("train", data.train), ("eval", data.eval)):
+        for number, source in enumerate(sources):
+            where = f"data.{key}.{number}"
+            if source.environment not in (None, "none"):
+                named.append((f"{where}.environment", str(source.environment)))
+            if data.environment_of(source) is not None:
+                continue
+            if source.path is None:
+                yield (
+                    f"`{where}` has neither `path` nor `environment`; set its `path`, or an environment that "
+                    "brings its own problems"
+                )
+            if source.environment_kwargs:
+                yield (
+                    f"`{where}.environment_kwargs` has no effect without an environment; set "
+                    f"`{where}.environment`, or remove it"
+                )
+    for key, name in named:
+        try:
+            check_environment_name(name)
+        except ValueError as error:
+            yield f"`{key}`: {error}"
+
+
+def _of_the_sandbox(config: Sections) -> Iterator[str]:
+    sandbox = config.environments.sandbox
+    if sandbox.backend == "http" and sandbox.url is None:
+        yield (
+            "`environments.sandbox.backend` = http needs the address of the service; set "
+            "`environments.sandbox.url`, or use backend process"
+        )
+    if sandbox.backend != "http" and sandbox.url is not None:
+        yield (
+            f"`environments.sandbox.url` = {sandbox.url} has no effect with backend {sandbox.backend}; set "
+            "`environments.sandbox.backend` to http, or remove the url"
+        )
+    if sandbox.call_s > sandbox.episode_s:
+        yield (
+            f"`environments.sandbox.call_s` = {sandbox.call_s:g} is above `environments.sandbox.episode_s` = "
+            f"{sandbox.episode_s:g}, the time of all calls; lower the first or raise the second"
+        )

@@ -10,13 +10,17 @@ openenv:URL                  a server of the package openenv-core
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpo_dist.config import DataConfig, EnvironmentsConfig
+from grpo_dist.config.environments import check_environment_name
 from grpo_dist.environments import builtin
 from grpo_dist.environments.base import Environment
+from grpo_dist.runtime.files import code_files
 
 BUILTIN: dict[str, type[Environment]] = {"python": builtin.Python, "calculator": builtin.Calculator}
 # Prefix -> module with the adapter, its class, and the package to install.
@@ -25,14 +29,6 @@ _ADAPTERS = {
     "reasoning_gym": ("grpo_dist.environments.reasoning_gym", "ReasoningGym", "reasoning-gym"),
     "openenv": ("grpo_dist.environments.openenv", "OpenEnv", "openenv-core"),
 }
-_EXPECTED = "none, python, calculator, my_module:Class, verifiers:ENV, reasoning_gym:TASK or openenv:URL"
-
-
-def check_name(name: str) -> None:
-    """Raise ValueError for a name that no environment can have."""
-    prefix, colon, rest = name.partition(":")
-    if name not in BUILTIN and not (colon and prefix and rest):
-        raise ValueError(f"environment {name!r} is unknown; expected {_EXPECTED}")
 
 
 def load_environment(name: str) -> Callable[..., Environment]:
@@ -40,7 +36,7 @@ def load_environment(name: str) -> Callable[..., Environment]:
 
     Raises ValueError for one that is unknown or cannot be imported. Runs user code.
     """
-    check_name(name)
+    check_environment_name(name)
     if name in BUILTIN:
         return BUILTIN[name]
     prefix, _, rest = name.partition(":")
@@ -55,6 +51,13 @@ def load_environment(name: str) -> Callable[..., Environment]:
             "grpo_dist.environments.base.Environment"
         )
     return found
+
+
+def own_code(data: DataConfig, settings: EnvironmentsConfig) -> Iterator[Path]:
+    """Yield source files of users' environments in `environments.code_paths`; all files of a package."""
+    names = {data.environment_of(source) for source in (*data.train, *data.eval)} - {None, *BUILTIN}
+    prefixes = {str(name).partition(":")[0] for name in names} - set(_ADAPTERS)
+    yield from code_files(settings.code_paths, prefixes)
 
 
 def class_of(maker: Callable[..., Environment]) -> type[Environment]:

@@ -21,6 +21,7 @@ from grpo_dist.rewards.combine import Term, as_part, combine
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.judge import LLMJudge
 from grpo_dist.rewards.pool import Failure, GraderPool
+from grpo_dist.runtime.files import code_files
 from grpo_dist.secrets import masked_text, shown_value
 
 _WARNINGS_PER_REWARD = 20  # distinct messages; a function may put its input in each
@@ -125,12 +126,8 @@ def reward_problems(settings: RewardsConfig, *, max_new_tokens: int) -> Iterator
 
 def own_code(settings: RewardsConfig) -> Iterator[Path]:
     """Yield source files of user rewards in `code_paths`; all files of a package."""
-    tops = {r.function.partition(":")[0].split(".")[0] for r in settings.functions if ":" in r.function}
-    for directory in settings.code_paths:
-        for top in sorted(tops):
-            package = Path(directory).expanduser() / top
-            yield from (file for file in [package.with_suffix(".py")] if file.is_file())
-            yield from sorted(package.rglob("*.py"))
+    modules = {r.function.partition(":")[0] for r in settings.functions if ":" in r.function}
+    yield from code_files(settings.code_paths, modules)
 
 
 class Scorer:

@@ -179,6 +179,16 @@ def test_cyclic_defaults_are_refused(tmp_path):
         (["algorithm.advantage=remax", "dynamic_sampling.enabled=true"], ["can learn from them"]),
         (["algorithm.advantage=gdpo", "rewards.shuffle=true"], ["`rewards.shuffle` = true", "gdpo"]),
         (["data.order=pass_rate", "rewards.shuffle=true"], ["`data.order` = pass_rate"]),
+        (["data.environment=pyton"], ["`data.environment`", "'pyton' is unknown", "my_module:Class"]),
+        (["data.train.0.environment='verifiers:'"], ["`data.train.0.environment`", "is unknown"]),
+        (["data.train=[{split: train}]"], ["`data.train.0` has neither `path` nor `environment`"]),
+        (
+            ["data.train=[{path: a, environment_kwargs: {most: 3}}]"],
+            ["`data.train.0.environment_kwargs` has no effect", "set `data.train.0.environment`"],
+        ),
+        (["environments.sandbox.backend=http"], ["needs the address", "`environments.sandbox.url`"]),
+        (["environments.sandbox.url=http://x"], ["no effect with backend process"]),
+        (["environments.sandbox.call_s=100"], ["`environments.sandbox.call_s` = 100 is above", "= 60"]),
     ],
 )
 def test_contradictions_between_sections_are_refused(base, overrides, words):

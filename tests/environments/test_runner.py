@@ -15,7 +15,6 @@ from grpo_dist.environments import runner as module
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.preparation import EnvironmentProbe, StartFailed
 from grpo_dist.environments.records import Action, Call, Observed
-from grpo_dist.environments.registry import check_name
 from grpo_dist.environments.runner import EpisodeRunner, UnknownEpisode
 from grpo_dist.types import Task
 
@@ -351,9 +350,3 @@ def test_a_start_that_fails_names_its_row(settings: EnvironmentsConfig) -> None:
 def test_wrong_arguments_of_an_environment_are_refused(settings: EnvironmentsConfig) -> None:
     with pytest.raises(StartFailed, match="least"):
         _probe(settings, "guessing:Guess", least=3).questions([_PROBLEM])
-
-
-@pytest.mark.parametrize("name", ["pyton", "a:", ":b", ""])
-def test_unknown_names_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"is unknown; expected none, python, calculator"):
-        check_name(name)

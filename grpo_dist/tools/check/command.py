@@ -15,6 +15,7 @@ from grpo_dist.secrets import masked
 from grpo_dist.tools.check.context import CheckFailed, CheckSkipped, Context, NotApplicable
 from grpo_dist.tools.check.data import check_cold_start, check_data, check_model, check_prompts
 from grpo_dist.tools.check.devices import check_memory, check_placement
+from grpo_dist.tools.check.environments import check_environments
 from grpo_dist.tools.check.machine import check_disk, check_ports, check_resume, check_shared_memory
 from grpo_dist.tools.check.rewards import check_reward
 from grpo_dist.tools.check.settings import check_batch, check_settings, check_tracking, check_versions
@@ -26,6 +27,7 @@ CHECKS: dict[str, Callable[[Context], str]] = {
     "model": check_model,
     "cold start": check_cold_start,
     "prompts": check_prompts,
+    "environments": check_environments,
     "batch": check_batch,
     "reward": check_reward,
     "placement": check_placement,

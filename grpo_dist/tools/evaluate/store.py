@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import Config, ModelConfig, RewardsConfig
+from grpo_dist.config import Config, ModelConfig
 from grpo_dist.config.differences import changes, listed
 from grpo_dist.data.readers import json_lines
+from grpo_dist.environments import registry
 from grpo_dist.evaluation.sampling import Draw
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.rewards.registry import own_code
@@ -144,16 +145,26 @@ def settings_of(config: Config) -> dict[str, Any]:
         },
         "rewards": rewards,
         "rollout": {"engine": tree["rollout"]["engine"]},
-        "files": _files(config.rewards),
+        **_environments(config),
+        "files": _files(config),
         # Other versions of grader or engine may judge or sample differently.
         "versions": {name: version for name in _JUDGING if (version := installed(name))},
     }
 
 
-def _files(rewards: RewardsConfig) -> dict[str, str]:
-    """Return the fingerprints of user reward code and reward models, by path."""
-    models = [Path(model.path).expanduser() for model in rewards.models]
-    found = [*own_code(rewards), *(path for path in models if path.exists())]
+def _environments(config: Config) -> dict[str, Any]:
+    """Return the settings of episodes; {} where no set has an environment."""
+    if not any(map(config.data.environment_of, config.data.eval)):
+        return {}
+    tree = config.environments.model_dump(mode="json", exclude={"num_workers", "code_paths"})
+    return {"environments": tree}
+
+
+def _files(config: Config) -> dict[str, str]:
+    """Return the fingerprints of users' code and of reward models, by path."""
+    models = [Path(model.path).expanduser() for model in config.rewards.models]
+    environments = registry.own_code(config.data, config.environments)
+    found = [*own_code(config.rewards), *environments, *(path for path in models if path.exists())]
     return {str(path): fingerprint(path) for path in found}
 
 

@@ -51,8 +51,11 @@ class Verdict:
 
 
 def key_of(prompt: Prompt) -> str:
-    """Return a digest of the tokens of the prompt and of all that rewards see of it."""
-    seen = json.dumps([prompt.uid, prompt.answer, dict(prompt.columns)], default=str, sort_keys=True)
+    """Return a digest of the tokens of the prompt, its environment, and all that rewards see of it."""
+    parts: list[Any] = [prompt.uid, prompt.answer, dict(prompt.columns)]
+    if prompt.task is not None:
+        parts += [prompt.task.environment, dict(prompt.task.kwargs)]
+    seen = json.dumps(parts, default=str, sort_keys=True)
     digest = hashlib.blake2b(seen.encode(), digest_size=12)
     digest.update(np.asarray(prompt.token_ids, np.int32).tobytes())
     return digest.hexdigest()

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from grpo_dist.config import Config
 from grpo_dist.config.differences import changes, flat, has_place
 from grpo_dist.config.supervised import OPTIMIZER
+from grpo_dist.environments import registry
 from grpo_dist.rewards.registry import own_code
 from grpo_dist.runs.identity import FREE_SFT, without_layout
 from grpo_dist.runtime.cache import fingerprint
@@ -116,7 +117,9 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
             found[f"stage:{name}"] = earlier[name].id if name in earlier else None
         elif (local := Path(value).expanduser()).exists():
             found[value] = fingerprint(local)
-    for file in own_code(stage.config.rewards):
+    config = stage.config
+    environments = registry.own_code(config.data, config.environments)
+    for file in (*own_code(config.rewards), *environments):
         found[str(file)] = fingerprint(file)
     whole = _settings(stage)
     if used != whole:  # a custom reward's `end_token` may look like a secret, and affects the result

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from grpo_dist.config import Config, RewardsConfig
+from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.version import __version__
 
@@ -79,10 +79,10 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
 
     ``excludes``: patterns of names to leave out, as in `launch/ray_runtime_env.yaml`.
 
-    Raises UserError for reward code that cannot travel, and when the files are too large.
+    Raises UserError for code that cannot travel, and when the files are too large.
     """
     left_out: dict[str, str] = {}
-    for relative in _reward_code(config.rewards):
+    for relative in _own_code(config):
         own = (*excludes, f"/{Path(config.output_dir).name}", into.name)
         _copy(Path(relative), into / relative, own, left_out)
     for package in _PACKAGES:
@@ -101,20 +101,26 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     return carried
 
 
-def _reward_code(rewards: RewardsConfig) -> Iterator[str]:
-    for given in rewards.code_paths:
+def _own_code(config: Config) -> Iterator[str]:
+    """Yield directories of users' rewards and environments, relative to this directory; each once."""
+    rewards = (("rewards.code_paths", path) for path in config.rewards.code_paths)
+    environments = (("environments.code_paths", path) for path in config.environments.code_paths)
+    found: set[str] = set()
+    for key, given in (*rewards, *environments):
         path = Path(given).expanduser()
         if path.is_absolute():
             continue  # a path on the cluster
         relative = os.path.relpath(path)
         if relative.startswith("..") or not path.resolve().is_relative_to(Path.cwd().resolve()):
             raise UserError(
-                f"`rewards.code_paths`: {given} is outside of the current directory, and only that travels "
+                f"`{key}`: {given} is outside of the current directory, and only that travels "
                 "with the job; submit from a parent directory, or give an absolute path on the cluster"
             )
         if not path.is_dir():
-            raise UserError(f"`rewards.code_paths`: {given}: no such directory here")
-        yield relative
+            raise UserError(f"`{key}`: {given}: no such directory here")
+        if relative not in found:
+            found.add(relative)
+            yield relative
 
 
 def _copy(source: Path, target: Path, excludes: Sequence[str], left_out: dict[str, str]) -> None:
@@ -187,6 +193,6 @@ def _check_size(carried: Carried) -> None:
         largest = sorted(carried.files.items(), key=lambda item: -item[1])[:5]
         shown = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in largest)
         raise UserError(
-            f"`rewards.code_paths`: {mib:.0f} MiB would travel with the job, and a Ray cluster accepts "
-            f"{LIMIT_MIB}; name a directory with only the reward code. Largest files: {shown}"
+            f"`rewards.code_paths`, `environments.code_paths`: {mib:.0f} MiB would travel with the job, and "
+            f"a Ray cluster accepts {LIMIT_MIB}; name directories with only that code. Largest files: {shown}"
         )

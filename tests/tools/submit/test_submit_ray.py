@@ -237,6 +237,18 @@ def test_an_upload_that_is_too_large_is_refused_before_it_starts(project, capsys
     assert "MiB would travel with the job" in said and "rewards/big.txt (101.0 MiB)" in said
 
 
+def test_code_of_environments_travels_as_that_of_rewards(project, tmp_path):
+    (project / "games").mkdir()
+    (project / "games/guess.py").write_text("")
+    paths = ["rewards.code_paths=[rewards]", "environments.code_paths=[games,rewards]"]
+    carried = code.gather(load_config(config_in(project), paths), tmp_path / "carried", ())
+    assert "games/guess.py" in carried.files
+    for wrong, words in (("..", "outside of the current directory"), ("nowhere", "no such directory here")):
+        config = load_config(config_in(project), [f"environments.code_paths=[{wrong}]"])
+        with pytest.raises(UserError, match=f"`environments.code_paths`: {wrong}.*{words}"):
+            code.gather(config, tmp_path / f"{len(wrong)}", ())
+
+
 def test_an_upload_that_is_too_large_is_not_copied_first(project, capsys, monkeypatch):
     copied, real = [], code.shutil.copy2
     monkeypatch.setattr(code.shutil, "copy2", lambda file, to: copied.append(file) or real(file, to))
