@@ -98,6 +98,7 @@ class Factory:
             self._actors("rewards"),
             max_new_tokens=config.sampling.max_new_tokens,
             models=self._reward_models(model_dir, shared),
+            outcome_rewards=config.environments.outcome_rewards,
         )
 
     def _reward_models(self, model_dir: Path, shared: SharedDevices | None) -> list[RewardModelPool]:

@@ -134,9 +134,7 @@ class Rollout:
     prompt_uid: str
     sample: int  # index within its group, 0..G-1
     completion_ids: np.ndarray  # int32 [C], the EOS token included when the model produced it
-    logprobs: (
-        np.ndarray
-    )  # float32 [C], nats, under the distribution actually sampled from (temperature applied)
+    logprobs: np.ndarray  # float32 [C], nats, under the distribution sampled from (temperature applied)
     # "stop" (EOS, or the environment was done) or "length"; of an episode also "turns" or "tool_limit"
     finish_reason: str
     text: str  # completion decoded without special tokens
@@ -157,9 +155,10 @@ class Rollout:
         return sum(len(row.completion_ids) for row in self.rows)
 
     @property
-    def num_sampled(self) -> int:
-        """Count the tokens that the policy sampled."""
-        return sum(len(of_sampled(row, row.completion_ids)) for row in self.rows)
+    def sampled_ids(self) -> np.ndarray:
+        """Return the tokens that the policy sampled, int32."""
+        own = [of_sampled(row, row.completion_ids) for row in self.rows]
+        return own[0] if len(own) == 1 else np.concatenate(own)
 
 
 def of_sampled(row: Rollout | FurtherRow, values: np.ndarray) -> np.ndarray:
@@ -175,9 +174,8 @@ class Group:
     rollouts: tuple[Rollout, ...]
     rewards: np.ndarray  # float32 [G]
     reward_parts: Mapping[str, np.ndarray]  # reward name -> float32 [G], before weighting
-    outcomes: tuple[
-        str, ...
-    ]  # [G] of the math grader: correct | wrong | no_answer | timeout | error; "" if none ran
+    # [G] of the math grader: correct | wrong | no_answer | timeout | error; "" if none ran
+    outcomes: tuple[str, ...]
     score_s: float = 0.0  # seconds that scoring this group took
     garbage: int = 0  # samples of it that `degenerate_text.is_degenerate` is true of
     baseline_reward: float | None = None  # of the greedy answer; None: not sampled
@@ -194,7 +192,7 @@ class Group:
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[Any, ...]:
     """Pack ``rollouts`` for `unpack_rollouts`: the numbers of all samples in one int32 array, for each sample
-    its token ids, its versions and the bits of its log-probs. What only an episode has is packed beside it.
+    its token ids, its versions and the bits of its log-probs; beside it what only an episode has.
     """
     lengths = [len(r.completion_ids) for r in rollouts]
     parts = [(r.completion_ids, r.policy_versions, r.logprobs.view(np.int32)) for r in rollouts]
@@ -204,12 +202,10 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[Any, ...]:
     return flat, lengths, rest
 
 
-def _episode(rollout: Rollout) -> tuple[Any, ...] | None:
-    """Return what only an episode has, with its mask as bytes; None where nothing is."""
+def _episode(rollout: Rollout) -> tuple[Any, ...]:
+    """Return what only an episode has, its mask as bytes; () where nothing is."""
     mask, turns, further = rollout.sampled, rollout.turns, rollout.further_rows
-    if mask is None and not turns and not further:
-        return None
-    return None if mask is None else mask.tobytes(), turns, further
+    return () if mask is None and not turns else (None if mask is None else mask.tobytes(), turns, further)
 
 
 def unpack_rollouts(flat: np.ndarray, lengths: list[int], rest: list[tuple[Any, ...]]) -> tuple[Rollout, ...]:

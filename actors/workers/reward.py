@@ -39,7 +39,13 @@ _ATTEMPTS = 2
 class RewardWorker(Metered, Probeable):
     """Scores one group a call; several calls run at once and share its grader processes."""
 
-    def __init__(self, settings: RewardsConfig, *, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        settings: RewardsConfig,
+        *,
+        max_new_tokens: int,
+        outcome_rewards: Mapping[Any, float] | None = None,
+    ) -> None:
         super().__init__()
         self._max_new_tokens, self._settings = max_new_tokens, settings
         self._pool = GraderPool(
@@ -50,7 +56,11 @@ class RewardWorker(Metered, Probeable):
             accept_arithmetic=settings.accept_arithmetic,
         )
         self._scorer = Scorer(
-            reward_specs(settings), self._pool, models=model_terms(settings), workers=settings.num_workers
+            reward_specs(settings),
+            self._pool,
+            models=model_terms(settings),
+            workers=settings.num_workers,
+            outcome_rewards=outcome_rewards,
         )
 
     def ready(self) -> None:
@@ -93,11 +103,18 @@ class RewardPool:
         max_new_tokens: int,
         models: Sequence[RewardModelPool] = (),
         worker: type = RewardWorker,
+        outcome_rewards: Mapping[Any, float] | None = None,
     ) -> None:
         settings, concurrent = placed(settings), 2 * settings.processes_per_worker
         actors = replace(actors, options={"max_concurrency": concurrent} | actors.options)
         actor = one_at_a_time(worker)
-        made = actors.makers(actor, settings.num_workers, settings, max_new_tokens=max_new_tokens)
+        made = actors.makers(
+            actor,
+            settings.num_workers,
+            settings,
+            max_new_tokens=max_new_tokens,
+            outcome_rewards=outcome_rewards,
+        )
         self.team = Team("reward", made, actors)
         self.workers = self.team.workers
         self._settings = settings

@@ -105,7 +105,7 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Advan
 
 
 def _lengths(groups: Sequence[Group], settings: AdvantageSettings) -> Int[Tensor, " B"]:
-    return torch.tensor([r.num_sampled for g in groups for r in g.rollouts])
+    return torch.tensor([len(r.sampled_ids) for g in groups for r in g.rollouts])
 
 
 def _baselines(groups: Sequence[Group], settings: AdvantageSettings) -> Float[Tensor, " B"]:

@@ -33,6 +33,11 @@ def episode_contradictions(config: Sections) -> Iterator[str]:
             "`data.train` has no environment; set `data.environment`, or use another estimator"
         )
     sums = [r.weight for r in rewards.functions if r.function == "environment" and r.weight]
+    if sums and without:
+        yield (
+            f"reward `environment` sums the rewards of turns, but source {without[0]} of `data.train` has no "
+            "environment, so none of its samples would be scored; set `data.environment`, or the weight to 0"
+        )
     if advantage == "turn" and sums:
         yield (
             "`algorithm.advantage` = turn adds the rewards of turns to the reward of the episode, and reward "

@@ -81,7 +81,7 @@ async def evaluate(
         recorder.samples(f"eval_{eval_set.name}_step_{step:06d}", groups)
         correct = [correctness(group) for group in groups]
         metrics |= {f"eval/{eval_set.name}/{k}": v for k, v in summarise(correct, settings.k).items()}
-        lengths = [len(r.completion_ids) for g in groups for r in g.rollouts]
+        lengths = [r.num_tokens for g in groups for r in g.rollouts]
         metrics[f"eval/{eval_set.name}/length_tokens"] = float(np.mean(lengths))
         metrics[f"eval/{eval_set.name}/unscored"] = float(sum(np.isnan(c).sum() for c in correct))
         if any(rollout.turns for group in groups for rollout in group.rollouts):

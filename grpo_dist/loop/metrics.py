@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo_dist.batch.rows import has_logprobs
-from grpo_dist.types import Group, has_signal
+from grpo_dist.types import Group, Rollout, has_signal, of_sampled
 
 OUTCOMES = ("correct", "wrong", "no_answer", "timeout", "error")
+ENDS = ("stop", "length", "turns", "tool_limit", "error")  # of an episode
 
 
 def rollout_metrics(groups: list[Group], *, version: int) -> dict[str, float]:
@@ -24,9 +25,11 @@ def rollout_metrics(groups: list[Group], *, version: int) -> dict[str, float]:
     """
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
     scored = rewards[np.isfinite(rewards)]
-    lengths = np.array([len(r.completion_ids) for g in groups for r in g.rollouts])
-    reasons = Counter(r.finish_reason for g in groups for r in g.rollouts)
-    staleness = version - np.concatenate([r.policy_versions for g in groups for r in g.rollouts])
+    rollouts = [r for g in groups for r in g.rollouts]
+    lengths = np.array([r.num_tokens for r in rollouts])
+    reasons = Counter(r.finish_reason for r in rollouts)
+    versions = [of_sampled(row, row.policy_versions) for r in rollouts for row in r.rows]
+    staleness = version - np.concatenate(versions)
     metrics = {
         "reward/mean": float(scored.mean()) if len(scored) else float("nan"),
         "reward/std": float(scored.std()) if len(scored) else float("nan"),
@@ -35,9 +38,9 @@ def rollout_metrics(groups: list[Group], *, version: int) -> dict[str, float]:
         "rollout/length_tokens": float(lengths.mean()),
         "rollout/length_max_tokens": float(lengths.max()),
         "rollout/truncated_share": reasons["length"] / len(lengths),
-        "rollout/nan_logprobs": float(sum(not has_logprobs(r) for g in groups for r in g.rollouts)),
+        "rollout/nan_logprobs": float(sum(not has_logprobs(r) for r in rollouts)),
         "rollout/garbage_share": sum(g.garbage for g in groups) / len(lengths),
-        "rollout/tokens": float(lengths.sum()),
+        "rollout/tokens": float(len(staleness)),
         "rollout/staleness_mean": float(staleness.mean()) if len(staleness) else 0.0,
         "rollout/staleness_max": float(staleness.max(initial=0)),
     }
@@ -49,12 +52,35 @@ def rollout_metrics(groups: list[Group], *, version: int) -> dict[str, float]:
     outcomes = Counter(o for g in groups for o in g.outcomes if o)
     if outcomes:
         metrics |= {f"outcome/{o}": float(outcomes[o]) for o in OUTCOMES}
+    return metrics | episode_metrics([r for r in rollouts if r.turns])
+
+
+def episode_metrics(episodes: Sequence[Rollout]) -> dict[str, float]:
+    """Compute turns, rows, tool calls and ends of the samples of environments; {} without any."""
+    if not episodes:
+        return {}
+    count, calls = len(episodes), [call for r in episodes for turn in r.turns for call in turn.calls]
+    ends = Counter(r.finish_reason for r in episodes)
+    tokens = sum(r.num_tokens for r in episodes)
+    metrics = {
+        "episode/turns": sum(len(r.turns) for r in episodes) / count,
+        "episode/rows": sum(len(r.rows) for r in episodes) / count,
+        "episode/rewritten": sum(bool(r.further_rows) for r in episodes) / count,
+        "episode/given_share": 1 - sum(len(r.sampled_ids) for r in episodes) / max(tokens, 1),
+        "episode/tool_calls": len(calls) / count,
+        "episode/tool_error_share": sum(call.outcome != "ok" for call in calls) / max(len(calls), 1),
+    }
+    metrics |= {f"episode/end/{reason}": ends[reason] / count for reason in ENDS}
+    if calls:
+        seconds = np.array([call.seconds for call in calls])
+        metrics["time/tool_call_mean_s"] = float(seconds.mean())
+        metrics["time/tool_call_p95_s"] = float(np.percentile(seconds, 95))
     return metrics
 
 
 def throughput_metrics(groups: Sequence[Group], times: dict[str, float]) -> dict[str, float]:
-    """Return ``times``, seconds of one step by `Stopwatch`, and tokens and samples per second."""
-    completion = sum(len(r.completion_ids) for g in groups for r in g.rollouts)
+    """Return ``times``, seconds of one step by `Stopwatch`, and sampled tokens and samples per second."""
+    completion = sum(len(r.sampled_ids) for g in groups for r in g.rollouts)
     prompts = sum(len(g.prompt.token_ids) * len(g.rollouts) for g in groups)
     samples = sum(len(g.rollouts) for g in groups)
     return times | {

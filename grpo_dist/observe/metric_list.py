@@ -25,6 +25,7 @@ _SAMPLES = "mean over scored samples"
 _TOKENS = "mean over trained tokens"
 _UPDATES = "; mean over updates"
 _STEP = "of the step"
+_EPISODES = "mean over samples of environments"
 
 METRICS = (
     # What was sampled
@@ -52,7 +53,8 @@ METRICS = (
     Metric("group/extra_prompts", "prompts", "count",
            "extra prompts that dynamic sampling drew and dropped",
            "below `dynamic_sampling.max_extra_prompts`"),
-    Metric("rollout/length_tokens", "tokens", "mean over samples", "length of a completion",
+    Metric("rollout/length_tokens", "tokens", "mean over samples",
+           "length of a completion; of an episode the tokens behind its prompt, sampled and given",
            "slow change; growth up to the limit without more reward: add a length reward"),
     Metric("rollout/length_max_tokens", "tokens", "maximum over samples", "the longest completion",
            "at most `sampling.max_new_tokens`"),
@@ -65,13 +67,33 @@ METRICS = (
     Metric("rollout/garbage_share", "share", "mean over samples",
            "degenerate completions: they end in a loop or are unreadable",
            "0 for a model that was trained before (`health.garbage_above`)"),
-    Metric("rollout/tokens", "tokens", "sum over samples", "all completion tokens of the step", ""),
+    Metric("rollout/tokens", "tokens", "sum over samples", "all tokens that were sampled in the step", ""),
     Metric("rollout/staleness_mean", "steps", "mean over tokens",
            "updates between the weights that produced a token and the trained policy",
            "at most `max_staleness`; 0 on-policy"),
     Metric("rollout/staleness_max", "steps", "maximum over tokens", "the same, of the stalest token",
            "at most `max_staleness`"),
-    Metric("train/rows", "samples", "count", "samples that were trained on",
+    Metric("episode/turns", "turns", _EPISODES, "actions of the policy",
+           "at most `environments.max_turns`; 1: it does not use its tools"),
+    Metric("episode/rows", "rows", _EPISODES, "training rows of an episode",
+           "1 for chat templates that only append"),
+    Metric("episode/rewritten", "share", _EPISODES,
+           "episodes whose history the chat template rewrote, which have several rows",
+           "0 for chat templates that only append; else each row costs a forward pass over its history"),
+    Metric("episode/given_share", "share", "of the tokens of all episodes",
+           "tokens behind the prompt that the environment put in; they are read and not trained on",
+           "near 1: lower `environments.max_tool_tokens`"),
+    Metric("episode/tool_calls", "calls", _EPISODES, "tool calls of an episode",
+           "rises where tools help; 0: the policy does not call"),
+    Metric("episode/tool_error_share", "share", "of all tool calls",
+           "calls with another outcome than ok: malformed, unknown, an error, out of time or memory, died",
+           "falls"),
+    Metric("episode/end/<reason>", "share", _EPISODES,
+           "episodes that ended so: stop (an answer, or the environment was done), length, turns, "
+           "tool_limit, error (the environment failed; not scored)",
+           "`stop` near 1; many `turns` or `length`: raise the budget, or `environments.outcome_rewards`"),
+    Metric("train/rows", "rows", "count",
+           "rows that were trained on: a sample each, or several of an episode (`episode/rows`)",
            "the rest adds nothing to the gradient (`algorithm.skip_idle_rows`)"),
     Metric("train/tokens", "tokens", "sum over rows", "prompt and completion tokens of those", ""),
     Metric("train/loss_tokens", "tokens", "sum over rows", "completion tokens in the loss, before idle rows "
@@ -190,6 +212,9 @@ METRICS = (
            "0 with `max_staleness: 0` or `weight_sync.mode: keep`"),
     Metric("time/sync_s", "s", "of the driver", "the weight sync", "a few percent of the step"),
     Metric("time/reference_s", "s", "of the driver", "refreshing the reference, at steps that do", ""),
+    Metric("time/tool_call_mean_s", "s", "mean over tool calls", "seconds of a tool call", "steady"),
+    Metric("time/tool_call_p95_s", "s", "95th percentile over tool calls", "the same, of slow ones",
+           "below `environments.sandbox.call_s`"),
     Metric("time/driver_cpu_s", "s", "of the driver", "processor time of the driver's process",
            "well below `time/step_s`: else the driver limits the run"),
     Metric("time/sync_stop_s", "s", "of the driver", "part of the sync: engines stop", "near 0"),
@@ -211,7 +236,7 @@ METRICS = (
            "reference logprobs, policy update and sync",
            "near `time/step_s` for the role that limits the run; small: it waits for another role"),
     Metric("throughput/completion_tokens_per_s", "tokens/s", _STEP,
-           "completion tokens of a step over its seconds", "steady; higher is faster"),
+           "sampled tokens of a step over its seconds", "steady; higher is faster"),
     Metric("throughput/tokens_per_s", "tokens/s", _STEP, "the same with prompts, once a sample", ""),
     Metric("throughput/samples_per_s", "samples/s", _STEP, "samples of a step over its seconds", ""),
     Metric("throughput/<role>_<count>", "of the count", "sum over workers",

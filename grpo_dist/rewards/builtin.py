@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pydantic import Field, PositiveInt, field_validator
 
 from grpo_dist.config import NonNegative, Section
+from grpo_dist.rewards.episodes import sum_of_turns
 from grpo_dist.rewards.format import think_answer_format
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.language import SCRIPTS, Script, script_share
@@ -170,4 +171,11 @@ class RelativeLength(Builtin):
     """Kimi k1.5: 0.5 for the shortest completion of a group to -0.5 for the longest; wrong ones at most 0."""
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
-        return relative_length(verdicts.correct, group.lengths)
+        return relative_length(verdicts.correct, [len(ids) for ids in group.token_ids])
+
+
+class EnvironmentSum(Builtin):
+    """Sum of the rewards that the environment gave to turns; not scored where it gave none, or a NaN."""
+
+    def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
+        return [sum_of_turns(turns) for turns in group.turns or [()] * len(group.completions)]

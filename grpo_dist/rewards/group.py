@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.config import RewardsConfig
+from grpo_dist.rewards.episodes import Turns, turns_for_rewards
 from grpo_dist.rewards.math import Grade
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.thought import outside_thought, thought_for
@@ -31,13 +32,15 @@ class ModelScores:
 class CompletionGroup:
     """The G completions of one problem, with its gold answer and columns."""
 
-    completions: tuple[str, ...]  # [G]
-    token_ids: tuple[np.ndarray, ...]  # G arrays int32 [C], the policy's tokens
-    finish_reasons: tuple[str, ...]  # [G] "stop" (EOS) or "length"
+    completions: tuple[str, ...]  # [G]; of an episode the last action
+    token_ids: tuple[np.ndarray, ...]  # G arrays int32 [C], the tokens that the policy sampled
+    finish_reasons: tuple[str, ...]  # [G], as in `Rollout`
     gold: str
     columns: Mapping[str, Any]  # `problem` and the further columns of the data
     max_new_tokens: int  # `sampling.max_new_tokens`
     thought: Thought = NO_THOUGHT  # the tags around a thought, and whether the prompt opens it
+    turns: tuple[Turns, ...] = ()  # [G], see `turns_for_rewards`; (): no environment
+    given: tuple[int, ...] = ()  # [G] tokens that the environment put in; (): none
 
     @classmethod
     def of(
@@ -54,12 +57,14 @@ class CompletionGroup:
         """
         return cls(
             completions=tuple(r.text for r in rollouts),
-            token_ids=tuple(r.completion_ids for r in rollouts),
+            token_ids=tuple(r.sampled_ids for r in rollouts),
             finish_reasons=tuple(r.finish_reason for r in rollouts),
             gold=prompt.answer,
             columns={"problem": prompt.text, **prompt.columns},
             max_new_tokens=max_new_tokens,
             thought=thought_for(prompt.thought, settings) if settings else prompt.thought,
+            turns=tuple(turns_for_rewards(r.turns) for r in rollouts),
+            given=tuple(r.num_tokens - len(r.sampled_ids) for r in rollouts),
         )
 
     @property
@@ -69,8 +74,9 @@ class CompletionGroup:
 
     @property
     def lengths(self) -> list[int]:
-        """Count completion tokens of each sample, EOS included. [G]"""
-        return [len(ids) for ids in self.token_ids]
+        """Count the tokens behind the prompt of each sample, sampled (EOS included) and given. [G]"""
+        given = self.given or (0,) * len(self.token_ids)
+        return [len(ids) + more for ids, more in zip(self.token_ids, given, strict=True)]
 
 
 class Verdicts:

@@ -18,6 +18,7 @@ from grpo_dist.config import GatedConfig, RewardsConfig
 from grpo_dist.rewards import builtin
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.combine import Term, as_part, combine
+from grpo_dist.rewards.episodes import failure_of, with_outcome_rewards
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.judge import LLMJudge
 from grpo_dist.rewards.pool import Failure, GraderPool
@@ -38,6 +39,7 @@ REWARDS: dict[str, type[Builtin]] = {
     "relative_length": builtin.RelativeLength,
     "judge": LLMJudge,
     "parity": builtin.Parity,
+    "environment": builtin.EnvironmentSum,
 }
 
 
@@ -139,15 +141,23 @@ class Scorer:
     Args:
         models: weights and gates of reward models, whose scores are passed to `score`.
         workers: number of scorers in the run, which share the rate limit of a judge.
+        outcome_rewards: `environments.outcome_rewards`, added to the reward of episodes that ended so.
 
     Raises:
         ValueError: a reward cannot be used, or two share a name.
     """
 
     def __init__(
-        self, specs: Sequence[RewardSpec], pool: GraderPool, *, models: Sequence[Term] = (), workers: int = 1
+        self,
+        specs: Sequence[RewardSpec],
+        pool: GraderPool,
+        *,
+        models: Sequence[Term] = (),
+        workers: int = 1,
+        outcome_rewards: Mapping[Any, float] | None = None,
     ) -> None:
         self._pool, self._lock = pool, Lock()
+        self._outcome_rewards = dict(outcome_rewards or {})
         self._terms = [*(spec.term for spec in specs), *models]
         self.failures: dict[str, Counter[str]] = {}
         self._news: list[str] = []
@@ -165,8 +175,9 @@ class Scorer:
         """Compute every reward and their combination.
 
         A user function is called as ``function(completion=, answer=, **columns, **kwargs)`` with the names it
-        accepts. An exception, a timeout, None, NaN and a value that is not finite as float32 all mean "could
-        not be scored".
+        accepts, and for episodes with ``turns``, see `turns_for_rewards`. An exception, a timeout, None, NaN
+        and a value that is not finite as float32 all mean "could not be scored", and so does an environment
+        that failed.
 
         Args:
             modelled: float [G] of each reward model.
@@ -180,7 +191,7 @@ class Scorer:
         parts = {term.name: as_part(values[term.name]) for term in self._terms}
         for name, part in parts.items():
             self._note_overflow(name, values[name], part)
-        return Scores(combine(parts, self._terms), parts, verdicts.outcomes)
+        return self._ended(group, Scores(combine(parts, self._terms), parts, verdicts.outcomes))
 
     def news(self) -> tuple[str, ...]:
         """Return messages not returned before: why samples were not scored, and other notes of rewards."""
@@ -194,11 +205,28 @@ class Scorer:
 
     def _call(self, spec: RewardSpec, group: CompletionGroup) -> list[float]:
         known = {"answer": group.gold, **group.columns, **spec.kwargs}
-        results = self._pool.call(spec.function, [{**known, "completion": c} for c in group.completions])
+        calls = [{**known, "completion": completion} for completion in group.completions]
+        if any(group.turns):
+            calls = [call | {"turns": turns} for call, turns in zip(calls, group.turns, strict=True)]
+        results = self._pool.call(spec.function, calls)
         for result in results:
             if isinstance(result, Failure):
                 self._note(spec.name, result.detail)
         return [math.nan if isinstance(r, Failure) else r for r in results]
+
+    def _ended(self, group: CompletionGroup, scores: Scores) -> Scores:
+        """Add what the ends of episodes are worth; those whose environment failed are not scored."""
+        if not any(group.turns):
+            return scores
+        reasons, outcomes = group.finish_reasons, list(scores.outcomes)
+        rewards = with_outcome_rewards(scores.rewards, reasons, group.turns, self._outcome_rewards)
+        for i, (reason, turns) in enumerate(zip(reasons, group.turns, strict=True)):
+            if (failure := failure_of(reason, turns)) is not None:
+                self._note("environment", failure)
+                for values in (rewards, *scores.parts.values()):
+                    values[i] = np.nan
+                outcomes[i] = outcomes[i] and "error"
+        return Scores(rewards, scores.parts, outcomes)
 
     def _note_overflow(self, name: str, values: Any, part: np.ndarray) -> None:
         """Note scores dropped because they are infinite. NaN and None are intended, so they need no note."""

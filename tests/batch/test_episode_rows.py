@@ -101,9 +101,9 @@ def test_every_sampled_token_is_trained_once_and_an_episode_counts_once():
     batch = made_groups.episode_batch(rewritten=0.9)
     samples = [r for g in groups for r in g.rollouts]
     assert len(batch) == sum(len(r.rows) for r in samples) > len(samples)
-    assert batch.num_tokens == sum(r.num_sampled for r in samples) == int(batch.loss_mask.sum())
+    assert batch.num_tokens == sum(len(r.sampled_ids) for r in samples) == int(batch.loss_mask.sum())
     assert batch.num_sequences == len(samples)
-    assert batch.sample_tokens.tolist() == [r.num_sampled for r in samples for _ in r.rows]
+    assert batch.sample_tokens.tolist() == [len(r.sampled_ids) for r in samples for _ in r.rows]
     parts = split_updates(batch, num_groups=3, num_updates=3)
     assert [p.num_sequences for p in parts] == [4.0] * 3
     assert sum(p.num_tokens for p in parts) == batch.num_tokens

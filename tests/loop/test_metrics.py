@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from grpo_dist.loop.metrics import rollout_metrics
-from tests.support.made_groups import group
+from grpo_dist.types import FurtherRow, Rollout, ToolCall, Turn
+from tests.support.made_groups import group, group_of
 
 NAN = float("nan")
 
@@ -25,3 +26,53 @@ def test_every_reward_part_logs_its_mean_and_its_unscored_samples():
     assert metrics["reward/math"] == pytest.approx(3 / 6) and metrics["reward/math_unscored"] == 2.0
     assert np.isnan(metrics["reward/judge"]) and metrics["reward/judge_unscored"] == 8.0
     assert metrics["reward/mean"] == pytest.approx(3 / 6) and metrics["reward/unscored"] == 2.0
+
+
+def rollout(sample, marks, reason="stop", turns=(), *, version=5, further=()):
+    """Marks: a a sampled token of ``version``, o a given one."""
+    sampled = np.array([c == "a" for c in marks])
+    versions = np.where(sampled, version, -1).astype(np.int32)
+    ids, logprobs = np.zeros(len(marks), np.int32), np.full(len(marks), np.nan, np.float32)
+    logprobs[sampled] = -1.0
+    return Rollout("p", sample, ids, logprobs, reason, "", versions, sampled, tuple(turns), tuple(further))
+
+
+def turn(*outcomes, seconds=1.0):
+    return Turn(0, 1, "", calls=tuple(ToolCall("python", "", "", o, seconds) for o in outcomes))
+
+
+def test_given_tokens_are_neither_stale_nor_sampled_and_ends_of_episodes_are_shares():
+    """A version of -1 would be a staleness of 8 here, and a NaN a lost sample."""
+    more = rollout(0, "aooa", version=7)
+    row = FurtherRow(np.zeros(9, np.int32), more.completion_ids, more.logprobs, more.policy_versions,
+                     more.sampled)  # fmt: skip
+    made = group_of([1, 0, 1, 0, 0], [3] * 5)
+    plain = made.rollouts[4]
+    rollouts = (
+        rollout(0, "aao", "stop", [turn("ok", seconds=0.5), turn("error", seconds=3.5)], further=[row]),
+        rollout(1, "ooa", "turns", [turn("ok", "timeout")]),
+        rollout(2, "a", "stop", [turn()]),
+        rollout(3, "a", "error", [turn()]),
+        replace(plain, policy_versions=np.full(3, 7, np.int32)),
+    )
+    metrics = rollout_metrics([replace(made, rollouts=rollouts)], version=7)
+    assert metrics["rollout/staleness_max"] == 2.0 and metrics["rollout/nan_logprobs"] == 0.0
+    assert metrics["rollout/staleness_mean"] == pytest.approx(2 * 5 / 10)
+    assert metrics["rollout/tokens"] == 10.0
+    assert metrics["rollout/length_tokens"] == pytest.approx((7 + 3 + 1 + 1 + 3) / 5)
+    assert metrics["episode/turns"] == 5 / 4 and metrics["episode/rows"] == 5 / 4
+    assert metrics["episode/rewritten"] == 1 / 4
+    assert metrics["episode/given_share"] == pytest.approx(5 / 12)
+    assert metrics["episode/tool_calls"] == 1.0 and metrics["episode/tool_error_share"] == 0.5
+    ends = {
+        name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("episode/end")
+    }
+    assert ends == {"stop": 0.5, "length": 0.0, "turns": 0.25, "tool_limit": 0.0, "error": 0.25}
+    assert metrics["time/tool_call_mean_s"] == pytest.approx((0.5 + 3.5 + 1 + 1) / 4)
+    assert metrics["time/tool_call_p95_s"] == pytest.approx(3.5 - 0.15 * 2.5)
+
+
+def test_a_run_without_environments_has_no_metrics_of_episodes():
+    metrics = rollout_metrics([group_of([1, 0], [3, 2])], version=0)
+    assert not any(name.startswith(("episode/", "time/")) for name in metrics)
+    assert metrics["rollout/tokens"] == 5.0 and metrics["rollout/length_tokens"] == 2.5

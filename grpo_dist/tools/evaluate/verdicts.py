@@ -90,7 +90,7 @@ class VerdictMaker:
             correct=tuple(correct),
             numbers=None if numbers is None else tuple(numbers),
             answers=tuple(answer[:_SHOWN] for answer in answers),
-            lengths=tuple(len(r.completion_ids) for r in group.rollouts),
+            lengths=tuple(r.num_tokens for r in group.rollouts),
             truncated=sum(r.finish_reason == "length" for r in group.rollouts),
         )
 

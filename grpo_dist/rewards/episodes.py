@@ -1,0 +1,60 @@
+"""Rewards of episodes: what their turns gave, and what the way they ended adds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from grpo_dist.types import Turn
+
+Turns = Sequence[Mapping[str, Any]]  # of one episode, as `turns_for_rewards` makes them
+
+
+def turns_for_rewards(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Return plain values for the functions of users, which run in processes without this package's types.
+
+    [{"action": "2*3?", "observation": "6", "reward": None,
+      "calls": [{"name": "calculator", "arguments": "2*3", "result": "6", "outcome": "ok", "seconds": 0.1}]}]
+    """
+    return [
+        {
+            "action": turn.text,
+            "observation": turn.observation,
+            "calls": [
+                {
+                    "name": call.name,
+                    "arguments": call.arguments,
+                    "result": call.result,
+                    "outcome": call.outcome,
+                    "seconds": call.seconds,
+                }
+                for call in turn.calls
+            ],
+            "reward": turn.reward,
+        }
+        for turn in turns
+    ]
+
+
+def sum_of_turns(turns: Turns) -> float:
+    """Sum the rewards of the turns that have one; NaN where none has, or one could not be scored."""
+    given = [turn["reward"] for turn in turns if turn["reward"] is not None]
+    return math.fsum(given) if given and all(map(math.isfinite, given)) else math.nan
+
+
+def failure_of(finish_reason: str, turns: Turns) -> str | None:
+    """Return why the environment of an episode failed; None: it did not."""
+    if finish_reason != "error":
+        return None
+    return (turns[-1]["observation"] if turns else "") or "it failed"
+
+
+def with_outcome_rewards(
+    rewards: np.ndarray, finish_reasons: Sequence[str], turns: Sequence[Turns], added: Mapping[Any, float]
+) -> np.ndarray:
+    """Return float32 [G]: ``rewards`` with what `environments.outcome_rewards` adds to episodes."""
+    more = [added.get(why, 0.0) if own else 0.0 for why, own in zip(finish_reasons, turns, strict=True)]
+    return (rewards + np.array(more)).astype(np.float32)
