@@ -303,11 +303,14 @@ class Cluster:
         return policy
 
     def _create_samplers(self, model_dir: Path, shared: SharedDevices | None) -> SamplingActors:
-        rollouts = self._factory.rollouts(model_dir, shared)
+        environments = self._factory.environments()
+        if environments is not None:
+            self._handles.append(environments)
+        rollouts = self._factory.rollouts(model_dir, shared, environments)
         self._handles.append(rollouts)
         rewards = self._factory.rewards(model_dir, shared)
         self._handles.append(rewards)
-        return SamplingActors(rollouts, rewards)
+        return SamplingActors(rollouts, rewards, environments)
 
     async def _reserve(self, *, training: bool) -> None:
         if self._factory.reservation.is_held:  # by workers that were lost or ended

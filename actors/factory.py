@@ -15,6 +15,7 @@ from actors.lifecycle.supervisor import Team
 from actors.placement.demands import Demand, Devices, colocated_ranks
 from actors.placement.reservation import Reservation
 from actors.workers.engine_settings import EngineSpec
+from actors.workers.environment import EnvironmentPool
 from actors.workers.policy_group import PolicyGroup, PolicySpec
 from actors.workers.reference import ReferencePool
 from actors.workers.reward import RewardPool
@@ -30,8 +31,11 @@ _SHARES = "it shares devices with the policy, and all of them restart together"
 
 @dataclass(frozen=True)
 class SamplingActors:
+    """``environments``: None where no prompt has one."""
+
     rollouts: RolloutPool
     rewards: RewardPool
+    environments: EnvironmentPool | None = None
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,10 @@ class TrainingActors:
 
     def teams(self) -> dict[str, list[Team]]:
         """Return the teams of each role by the role's name in metrics."""
-        rewards = self.samplers.rewards
+        rewards, environments = self.samplers.rewards, self.samplers.environments
         return {
             "rollout": [self.samplers.rollouts.team],
+            "environment": [environments.team] if environments else [],
             "reward": [rewards.team],
             "reward_model": [model.team for model in rewards.models],
             "reference": [self.reference.team] if self.reference else [],
@@ -87,9 +92,18 @@ class Factory:
             profile=config.profile,
         )
 
-    def rollouts(self, model_dir: Path, shared: SharedDevices | None) -> RolloutPool:
+    def environments(self) -> EnvironmentPool | None:
+        """Create the environment workers; None where no prompt has an environment."""
+        if "environments" not in self.demands:
+            return None
+        return EnvironmentPool(self._config.environments, self._actors("environments"))
+
+    def rollouts(
+        self, model_dir: Path, shared: SharedDevices | None, environments: EnvironmentPool | None
+    ) -> RolloutPool:
         spec = EngineSpec.of(self._config, model_dir, colocated=shared is not None)
-        return RolloutPool(spec, self._actors("rollout", shared.engines if shared else ()))
+        actors = self._actors("rollout", shared.engines if shared else ())
+        return RolloutPool(spec, actors, environments=environments)
 
     def rewards(self, model_dir: Path, shared: SharedDevices | None) -> RewardPool:
         config = self._config

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from actors.colocation import Colocation
+from actors.workers.environment import EnvironmentPool
 from actors.workers.policy_group import PolicyGroup
 from actors.workers.reference import ReferencePool
 from actors.workers.reward import RewardPool
@@ -16,6 +17,7 @@ from grpo_dist.runtime.stage_log import names_of, stage
 # By class of a role's handle: the name of its stage of the start, and what the actors do in it.
 STAGES: dict[type, tuple[str, str]] = {
     RolloutPool: ("engines", "load the model, compile, and answer a first request"),
+    EnvironmentPool: ("environments", "start their sandbox"),
     RewardPool: ("reward workers", "start grader processes"),
     RewardModelPool: ("reward models", "load"),
     ReferencePool: ("reference", "loads the model"),

@@ -171,6 +171,7 @@ def _plan_pipeline(path: str, overrides: list[str], **options: Any) -> None:
 
     own = {name: options.pop(name) for name in ("cluster", "bench", "price", "prompt_tokens")}
     usual = {"failure_hours": 0.0, "slow_engines": None, "slow_rank": 1.0, "sweep": False, "timeline": None}
+    usual |= {"turns": None, "tool_seconds": None}
     if given := [name for name, value in options.items() if value != usual[name]]:
         flag = given[0].replace("_", "-")
         raise UserError(
@@ -276,6 +277,8 @@ def _add_plan(commands: Any) -> None:
     sub.add_argument("--bench", metavar="FILE", help="take times from this bench.json of the same hardware")
     sub.add_argument("--price", type=float, help="dollars per GPU-hour")
     sub.add_argument("--prompt-tokens", type=int, help="mean tokens of a prompt")
+    sub.add_argument("--turns", type=int, help="turns of an episode, where prompts have environments")
+    sub.add_argument("--tool-seconds", type=float, help="mean time of an environment's answer")
     sub.add_argument(
         "--failure-hours", type=float, default=0.0, help="mean hours between failures of a GPU; 0: none fails"
     )

@@ -134,6 +134,8 @@ def _demands(config: Config, has: Resources, *, training: bool, colocated: bool)
         ),
         "rewards": Demand(config.rewards.num_workers, 0, 1),
     }
+    if config.has_environments:
+        demands["environments"] = Demand(config.environments.num_workers, 0, 1)
     if config.rewards.models:
         workers = sum(on_each or model.num_workers for model in config.rewards.models)
         demands["reward_models"] = Demand(workers, on_gpu, 1, shared=shared)

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
-from grpo_dist.config import Config, ModelConfig, RolloutConfig, WeightSyncConfig
+from grpo_dist.config import (
+    Config,
+    DataConfig,
+    EnvironmentsConfig,
+    ModelConfig,
+    RolloutConfig,
+    WeightSyncConfig,
+)
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
@@ -36,7 +43,8 @@ class EngineSpec:
 
     ``max_length``: prompt and completion together, tokens. ``in_flight``: training samples on one engine at
     once. ``colocated``: it shares the GPUs of policy ranks, and sleeps while they train. ``sampling``: each
-    way in which the run samples, with which the engine is warmed up.
+    way in which the run samples, with which the engine is warmed up. ``environments``, and ``data`` with the
+    chat template's settings: None where no prompt has an environment.
     """
 
     rollout: RolloutConfig
@@ -48,6 +56,8 @@ class EngineSpec:
     in_flight: int = 0
     colocated: bool = False
     sampling: tuple[Sampling, ...] = (Sampling(),)
+    environments: EnvironmentsConfig | None = None
+    data: DataConfig | None = None
 
     @classmethod
     def of(cls, config: Config, model_dir: Path, *, colocated: bool = False) -> EngineSpec:
@@ -64,6 +74,8 @@ class EngineSpec:
             in_flight=config.samples_in_flight // config.rollout.num_workers,
             colocated=colocated,
             sampling=_ways_to_sample(config),
+            environments=config.environments if config.has_environments else None,
+            data=config.data if config.has_environments else None,
         )
 
     @property

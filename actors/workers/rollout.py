@@ -13,7 +13,10 @@ from actors.lifecycle.probe import Health, Probeable
 from actors.transfer.connections import Seat
 from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment
 from actors.workers.engine_thread import EngineThread
+from actors.workers.environment import EnvironmentAddresses
+from actors.workers.episodes import EpisodeSampler, episode_sampler
 from grpo_dist.config import TransferBackend
+from grpo_dist.environments.episode import Generation
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.hardware import device_type
 from grpo_dist.runtime.load_balancer import Load
@@ -22,7 +25,7 @@ from grpo_dist.runtime.stacks import pending_calls
 from grpo_dist.types import Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
-    from vllm.outputs import CompletionOutput
+    from vllm.outputs import RequestOutput
 
 
 class RolloutWorker(Metered, Probeable):
@@ -35,16 +38,20 @@ class RolloutWorker(Metered, Probeable):
         self._progress = asyncio.Condition()
         self._engine: Any = None
         self._tokenizer: Any = None
+        self._episodes: EpisodeSampler | None = None  # None: no prompt has an environment
         self._updating = False  # between `begin_update` and `finish_update`
         self._received = False  # all weights of that update have arrived
 
-    async def start(self) -> None:
-        """Start the engine and warm it up."""
+    async def start(self, environments: EnvironmentAddresses | None = None) -> None:
+        """Start the engine and warm it up. ``environments``: None where no prompt has one."""
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(
             self._spec.model_dir, trust_remote_code=self._spec.model.trust_remote_code
         )
+        if environments is not None:
+            self._episodes = episode_sampler(self._spec, self._tokenizer, self._generate, self.meter)
+            self._episodes.workers.use(environments)
         set_environment()
         self._engine = EngineThread(fitting_arguments(self._spec))
         await self._engine.start()
@@ -61,32 +68,37 @@ class RolloutWorker(Metered, Probeable):
         for way in self._spec.sampling:
             sampling = replace(way, max_new_tokens=length)
             await asyncio.gather(
-                *(self._generate([0], seed, sampling, length=length) for seed in range(count))
+                *(self._generate([0], seed, sampling, length, exact=True) for seed in range(count))
             )
+
+    async def use_environments(self, addresses: EnvironmentAddresses) -> None:
+        """Take the addresses of environment workers, which have changed."""
+        if self._episodes is not None:  # else it starts, with addresses that are as new
+            self._episodes.workers.use(addresses)
 
     @metered("sample")
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling
     ) -> tuple[Load, tuple[Rollout, ...]]:
-        """Sample ``len(seeds)`` completions of ``prompt``, the i-th with ``seeds[i]`` alone.
+        """Sample ``len(seeds)`` completions or episodes of ``prompt``, the i-th with ``seeds[i]`` alone.
 
-        Returns the load that this engine has finished since it started, and the completions.
+        Returns the load that this engine has finished since it started, and the samples.
         """
         lengths = sampling.lengths or [None] * len(seeds)
-        outputs = await asyncio.gather(
+        rollouts = await asyncio.gather(
             *(
-                self._sample_one(prompt, seed, sampling, length)
-                for seed, length in zip(seeds, lengths, strict=True)
+                self._sample_one(prompt, i, seed, sampling, length)
+                for i, (seed, length) in enumerate(zip(seeds, lengths, strict=True))
             )
         )
-        self.meter.count("tokens", sum(len(output.token_ids) for output in outputs))
-        rollouts = tuple(self._rollout(prompt.uid, i, output) for i, output in enumerate(outputs))
-        return self._finished, rollouts
+        return self._finished, tuple(rollouts)
 
     async def probe(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> tuple[Rollout, ...]:
-        """Sample for the sync probe, outside of admission: it counts neither as work nor as finished load."""
-        ids = prompt.token_ids.tolist()
-        outputs = await asyncio.gather(*(self._generate(ids, seed, sampling, None) for seed in seeds))
+        """Sample for the sync probe, outside of admission: it counts neither as work nor as finished load.
+        Environments are not asked.
+        """
+        ids, most = prompt.token_ids.tolist(), sampling.max_new_tokens
+        outputs = await asyncio.gather(*(self._generate(ids, seed, sampling, most) for seed in seeds))
         return tuple(self._rollout(prompt.uid, i, output) for i, output in enumerate(outputs))
 
     async def finished(self, at_least: int) -> Load:
@@ -98,19 +110,33 @@ class RolloutWorker(Metered, Probeable):
         return self._finished
 
     async def _sample_one(
-        self, prompt: Prompt, seed: int, sampling: Sampling, length: int | None
-    ) -> CompletionOutput:
+        self, prompt: Prompt, sample: int, seed: int, sampling: Sampling, length: int | None
+    ) -> Rollout:
         try:
-            return await self._generate(prompt.token_ids.tolist(), seed, sampling, length)
+            if prompt.task is not None:
+                assert self._episodes is not None, "the configuration has no environment"
+                return await self._episodes.sample(prompt, sample, seed, sampling, length)
+            most, exact = length or sampling.max_new_tokens, length is not None
+            output = await self._generate(prompt.token_ids.tolist(), seed, sampling, most, exact=exact)
+            self.meter.count("tokens", len(output.token_ids))
+            return self._rollout(prompt.uid, sample, output)
         finally:
             self._finished = self._finished.plus(outstanding(prompt, 1, sampling))
             async with self._progress:
                 self._progress.notify_all()
 
     async def _generate(
-        self, token_ids: list[int], seed: int, sampling: Sampling, length: int | None
-    ) -> CompletionOutput:
-        """Return one finished completion.
+        self,
+        token_ids: list[int],
+        seed: int,
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        exact: bool = False,
+        stop: Sequence[str] = (),
+    ) -> Generation:
+        """Return one finished completion: of ``max_tokens`` if ``exact``, else of so many at most. It ends
+        with the token that completes one of ``stop``.
 
         Each sample of a group is an engine request with its own seed: vLLM's ``n`` would choose the seeds
         itself. The common prompt is prefilled once either way, because the prefix cache shares its blocks
@@ -123,33 +149,28 @@ class RolloutWorker(Metered, Probeable):
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            max_tokens=length or sampling.max_new_tokens,
-            ignore_eos=length is not None,
+            max_tokens=max_tokens,
+            ignore_eos=exact,
             seed=seed,
             logprobs=0,  # the sampled token's own
             flat_logprobs=True,
-            detokenize=False,
+            stop=list(stop),
+            detokenize=bool(stop),  # text costs the engine's thread time, and only stop strings need it
+            include_stop_str_in_output=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output: CompletionOutput = (await self._engine.generate(token_ids, params)).outputs[0]
-        if output.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"rollout: the engine ended a request with {output.finish_reason!r}")
-        return output
+        return _generation(await self._engine.generate(token_ids, params))
 
-    def _rollout(self, uid: str, sample: int, output: CompletionOutput) -> Rollout:
-        ids, logprobs = list(output.token_ids), output.logprobs
-        # The engine labels the tokens of every step with the version of its weights.
-        versions = np.empty(len(ids), dtype=np.int32)
-        for span in output.weight_versions:
-            versions[span.start : span.end] = int(span.version)
+    def _rollout(self, uid: str, sample: int, output: Generation) -> Rollout:
+        ids = output.token_ids
         return Rollout(
             prompt_uid=uid,
             sample=sample,
             completion_ids=np.asarray(ids, dtype=np.int32),
-            logprobs=np.asarray(logprobs.logprobs, dtype=np.float32)[logprobs.start_indices],
+            logprobs=output.logprobs,
             finish_reason=output.finish_reason,
             text=self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
-            policy_versions=versions,
+            policy_versions=output.versions,
         )
 
     async def health(self) -> Health:  # type: ignore[override]  # on the event loop, like all the rest
@@ -207,6 +228,8 @@ class RolloutWorker(Metered, Probeable):
 
     async def abandon(self) -> None:
         """Abort pending requests: the run resumes from before they were made."""
+        if self._episodes is not None:
+            self._episodes.abandon()  # first: those that wait for a tool would make further requests
         await self._end_old_update()
         await self._engine.abandon()
 
@@ -229,6 +252,24 @@ class RolloutWorker(Metered, Probeable):
     async def close(self) -> None:
         if self._engine is not None:
             await self._engine.shutdown()
+
+
+def _generation(request: RequestOutput) -> Generation:
+    """Return the finished completion of ``request``, and which weights produced each token."""
+    output = request.outputs[0]
+    if output.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"rollout: the engine ended a request with {output.finish_reason!r}")
+    logprobs, count = output.logprobs, len(output.token_ids)
+    versions = np.empty(count, dtype=np.int32)
+    for span in output.weight_versions:
+        versions[span.start : span.end] = int(span.version)
+    return Generation(
+        list(output.token_ids),
+        np.asarray(logprobs.logprobs, dtype=np.float32)[logprobs.start_indices],
+        versions,
+        output.finish_reason,
+        request.num_cached_tokens or 0,
+    )
 
 
 def outstanding(prompt: Prompt, sequences: int, sampling: Sampling) -> Load:

@@ -24,6 +24,7 @@ from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.calls import LOST, end, results
 from actors.lifecycle.supervisor import Team
 from actors.workers.engine_settings import EngineSpec
+from actors.workers.environment import EnvironmentAddresses, EnvironmentPool
 from actors.workers.rollout import RolloutWorker, outstanding
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.load_balancer import QUEUE_DEPTH, Load
@@ -39,7 +40,15 @@ class RolloutPool:
     slots of its whole group.
     """
 
-    def __init__(self, spec: EngineSpec, actors: ActorSpec, *, worker: type = RolloutWorker) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        actors: ActorSpec,
+        *,
+        environments: EnvironmentPool | None = None,
+        worker: type = RolloutWorker,
+    ) -> None:
+        """``environments``: None where no prompt has one."""
         actors = replace(actors, options={"max_concurrency": 10_000} | actors.options)
         self.tensor_parallel_size = spec.rollout.tensor_parallel_size
         count = spec.rollout.num_workers
@@ -47,12 +56,15 @@ class RolloutPool:
             "rollout",
             actors.makers(ray.remote(worker), count, spec),
             actors,
-            start=lambda worker: worker.start.remote(),
+            start=lambda worker: worker.start.remote(*self._start_arguments()),
             health=lambda worker: worker.health.remote(),  # on its event loop, in parallel to its work
             capacity=QUEUE_DEPTH * spec.max_num_seqs,
             on_wait=self._follow_all,
         )
         self.team.on_lost = self._forget
+        self._environments = environments
+        if environments is not None:
+            environments.engines = self.team
         self.workers, self._load_balancer = self.team.workers, self.team.load_balancer
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # see `Colocation`
         self._samplers = [self._two_returns(worker) for worker in self.workers]
@@ -66,6 +78,9 @@ class RolloutPool:
 
     async def ready(self) -> None:
         await self.team.ready()
+
+    def _start_arguments(self) -> tuple[EnvironmentAddresses, ...]:
+        return (self._environments.addresses(),) if self._environments is not None else ()
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> Any:
         """Sample ``prompt``; return a reference to its finished ``tuple[Rollout, ...]``, which is not
@@ -88,6 +103,8 @@ class RolloutPool:
             except LOST as error:
                 self.team.lost(index, worker, error)
             except RayTaskError:  # the request was refused, or the engine has failed
+                if self._environments is not None:  # or no environment worker is left
+                    self._environments.team.check()
                 if not await self.team.find_dead([worker]):
                     raise
             else:
@@ -152,7 +169,9 @@ class RolloutPool:
         return worker, worker.sample.options(num_returns=2)
 
     def _forget(self, index: int) -> None:
-        """Reset the counters of a lost engine; its replacement starts at 0."""
+        """Reset the counters of a lost engine; its replacement starts at 0. Its episodes end."""
+        if self._environments is not None:
+            self._environments.end_all(self.workers[index])
         self._sent[index] = self._finished[index] = Load(0, 0)
 
     def _note(self, index: int, worker: Any, finished: Load) -> None:

@@ -66,7 +66,9 @@ class EpisodeRows(Protocol):
         """Tokens of the episode behind its prompt, sampled and given."""
         ...
 
-    def add_action(self, ids: Sequence[int], logprobs: np.ndarray, versions: np.ndarray) -> Action: ...
+    def add_action(
+        self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]
+    ) -> Action: ...
     def observe(self, observed: Observed) -> None: ...
 
 
@@ -129,7 +131,7 @@ async def _sampled(
         room = min(left, budgets.tokens - rows.used)
         own_seed = turn_seed(seed, next(numbers))
         output = await engine.generate(list(rows.context), own_seed, room)
-        action = rows.add_action(output.token_ids, output.logprobs, output.versions)
+        action = rows.add_action(output.token_ids, output.logprobs.tolist(), output.versions.tolist())
         left -= len(output.token_ids)
         if rows.used >= budgets.tokens and (output.finish_reason == "length" or action.unfinished):
             return None

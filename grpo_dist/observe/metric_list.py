@@ -233,15 +233,22 @@ METRICS = (
     Metric("sync/bytes", "bytes", "of the sending rank", "weights sent to the engines", "constant"),
     Metric("time/<role>_<stage>_busy_s", "s", "mean over workers of the role",
            "seconds the workers were busy: rollout sample and sync, reward score, reward_model score, "
-           "reference logprobs, policy update and sync",
+           "environment act, reference logprobs, policy update and sync",
            "near `time/step_s` for the role that limits the run; small: it waits for another role"),
     Metric("throughput/completion_tokens_per_s", "tokens/s", _STEP,
            "sampled tokens of a step over its seconds", "steady; higher is faster"),
     Metric("throughput/tokens_per_s", "tokens/s", _STEP, "the same with prompts, once a sample", ""),
     Metric("throughput/samples_per_s", "samples/s", _STEP, "samples of a step over its seconds", ""),
     Metric("throughput/<role>_<count>", "of the count", "sum over workers",
-           "counts of the workers since the last step: `rollout_tokens`, completion tokens as they are "
-           "produced", "steady"),
+           "counts of the workers since the last step: `rollout_tokens`, sampled tokens as they are "
+           "produced; `rollout_turns`, turns of episodes", "steady"),
+    Metric("throughput/episode_cached_share", "share", "sum over turns from the second on",
+           "prompt tokens of these turns that the engine found in its cache",
+           "above 0.9; less: long observations, a template that rewrites the history, or a cache too small "
+           "for all episodes (`rollout.kv_cache_gib`)"),
+    Metric("time/tool_wait_s", "s", "mean over turns", "an episode waits for its environment's answer",
+           "engines sample other episodes meanwhile; near the time of a tool: `environments.num_workers` "
+           "suffice"),
     Metric("memory/<role>_gib", "GiB", "largest worker", "peak memory of a worker with all its processes",
            "constant after a few steps; growth is a leak"),
     Metric("memory/<role>_gpu_gib", "GiB", "largest worker", "peak GPU memory of a worker",

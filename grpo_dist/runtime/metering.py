@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
@@ -146,7 +146,32 @@ def usage_metrics(usage: Mapping[str, Usage]) -> dict[str, float]:
         metrics[f"memory/{role}_gib"] = max(u.peak_bytes for u in own) / 2**30
         if gpu := max(u.peak_gpu_bytes for u in own):
             metrics[f"memory/{role}_gpu_gib"] = gpu / 2**30
-    return metrics
+    counts = [u.counts for u in usage.values()]
+    turns = EpisodeCounts(*(sum(own.get(name, 0.0) for own in counts) for name in EpisodeCounts._fields))
+    for name in EpisodeCounts._fields:  # their ratios say more
+        metrics.pop(f"throughput/rollout_{name}", None)
+    return metrics | turns.metrics()
+
+
+class EpisodeCounts(NamedTuple):
+    """What engines count of episodes. Those of later turns, from the second on, are of the prompt that the
+    engine is given: all that came before the turn.
+    """
+
+    turns: float = 0.0
+    tool_wait_s: float = 0.0
+    later_prompt_tokens: float = 0.0
+    later_cached_tokens: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the means; {} where there was no turn."""
+        metrics: dict[str, float] = {}
+        if self.turns:
+            metrics["throughput/rollout_turns"] = self.turns
+            metrics["time/tool_wait_s"] = self.tool_wait_s / self.turns
+        if self.later_prompt_tokens:
+            metrics["throughput/episode_cached_share"] = self.later_cached_tokens / self.later_prompt_tokens
+        return metrics
 
 
 def peak_memory() -> int:

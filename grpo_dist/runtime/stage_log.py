@@ -91,6 +91,10 @@ class StageLog:
             for stage in self._open[-1:]:
                 stage.note = text
 
+    def say(self, text: str) -> None:
+        """Log a line of its own."""
+        self._print(text)
+
     def open_stages(self) -> list[str]:
         """Describe the open stages."""
         with self._lock:
@@ -216,6 +220,12 @@ def note(text: str) -> None:
     """Set how far the newest stage is, in words."""
     if _current is not None:
         _current.note(text)
+
+
+def say(text: str) -> None:
+    """Log a line of its own, what a stage has found out."""
+    if _current is not None:
+        _current.say(masked(text))
 
 
 def shown_by_view(shown: bool) -> None:

@@ -102,7 +102,8 @@ class Everything(fakes.World):
         return metrics | refused | {f"first_update/{name}": metrics[name] for name in ("ref/kl",)}
 
     async def read(self):
-        usage = Usage({"sample": 1.0}, (), {"tokens": 10.0}, 2**30, 2**30)
+        turns = {"turns": 2.0, "tool_wait_s": 1.0, "later_prompt_tokens": 9.0, "later_cached_tokens": 9.0}
+        usage = Usage({"sample": 1.0}, (), {"tokens": 10.0} | turns, 2**30, 2**30)
         return usage_metrics({"rollout-0": usage})
 
 

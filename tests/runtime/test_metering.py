@@ -152,3 +152,16 @@ def test_metrics_are_means_over_the_workers_of_a_role_and_sums_of_counts():
         "memory/reward_model_gib": 1.0,
         "memory/reward_model_gpu_gib": 4.0,
     }
+
+
+def test_turns_of_all_engines_become_the_wait_for_a_tool_and_the_share_of_cached_prompts():
+    """Three turns of 6 s in all. The two that were not the first had 400 tokens before them, 380 cached."""
+    first = {"turns": 1.0, "tool_wait_s": 4.0, "later_prompt_tokens": 100.0, "later_cached_tokens": 96.0}
+    second = {"turns": 2.0, "tool_wait_s": 2.0, "later_prompt_tokens": 300.0, "later_cached_tokens": 284.0}
+    metrics = usage_metrics({"rollout-0": Usage(counts=first), "rollout-1": Usage(counts=second)})
+    assert metrics == {
+        "memory/rollout_gib": 0.0,
+        "throughput/rollout_turns": 3.0,
+        "time/tool_wait_s": 2.0,
+        "throughput/episode_cached_share": 0.95,
+    }

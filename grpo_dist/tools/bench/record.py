@@ -19,15 +19,16 @@ from grpo_dist.workers import Workers
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sample of a step: its request and the length of its completion."""
+    """One sample of a step: its request and its ``length``, sampled tokens. ``given``: by its environment."""
 
     prompt_ids: tuple[int, ...]
     seed: int
     length: int
+    given: int = 0
 
     @property
     def tokens(self) -> int:
-        return len(self.prompt_ids) + self.length
+        return len(self.prompt_ids) + self.length + self.given
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ def make_plan(
     bench: Path | None = None,
     price: float | None = None,
     prompt_tokens: int | None = None,
+    turns: int | None = None,
+    tool_seconds: float | None = None,
     failure_hours: float = 0.0,
     stragglers: Stragglers = NO_STRAGGLERS,
     splits: Splits = "own",
@@ -51,6 +53,8 @@ def make_plan(
         shape,
         bench=bench,
         prompt_tokens=prompt_tokens,
+        turns=turns,
+        tool_seconds=tool_seconds,
         failure_hours=failure_hours,
         stragglers=stragglers,
     )
@@ -83,6 +87,8 @@ class PlanArguments:
     bench: str | None
     price: float | None
     prompt_tokens: int | None
+    turns: int | None
+    tool_seconds: float | None
     failure_hours: float
     slow_engines: str | None
     slow_rank: float
@@ -99,6 +105,8 @@ def plan(config: Config, arguments: PlanArguments) -> None:
         bench=Path(arguments.bench) if arguments.bench else None,
         price=arguments.price,
         prompt_tokens=arguments.prompt_tokens,
+        turns=arguments.turns,
+        tool_seconds=arguments.tool_seconds,
         failure_hours=arguments.failure_hours,
         stragglers=_stragglers(config.rollout, shape, arguments.slow_engines, arguments.slow_rank),
         splits="sweep" if arguments.sweep else "own",
@@ -116,6 +124,8 @@ def made_setting(
     *,
     bench: Path | None = None,
     prompt_tokens: int | None = None,
+    turns: int | None = None,
+    tool_seconds: float | None = None,
     failure_hours: float = 0.0,
     stragglers: Stragglers = NO_STRAGGLERS,
     model: ModelShape | None = None,
@@ -123,10 +133,20 @@ def made_setting(
     """Return what all options of a plan share, see `make_plan`. ``model``: its sizes, where ``config`` names
     one that is made later. Raises UserError.
     """
-    for option, value in (("--prompt-tokens", prompt_tokens), ("--failure-hours", failure_hours)):
-        least = 1 if option == "--prompt-tokens" else 0
+    given = (
+        ("--prompt-tokens", prompt_tokens, 1),
+        ("--turns", turns, 1),
+        ("--tool-seconds", tool_seconds, 0),
+        ("--failure-hours", failure_hours, 0),
+    )
+    for option, value, least in given:
         if value is not None and not least <= value < math.inf:  # NaN is in no range
             raise UserError(f"{option} {value:g}: expected a number above 0")
+    if not config.has_environments and (turns is not None or tool_seconds is not None):
+        raise UserError(
+            "--turns, --tool-seconds: no source of problems has an environment (`data.environment`); remove "
+            "them"
+        )
     if cluster.card is None and bench is None:
         raise UserError(
             f"--cluster {cluster}: what processors can do is in no data sheet; measure with `grpo-dist bench "
@@ -136,7 +156,9 @@ def made_setting(
     lengths: Sequence[int] = calibration.lengths if calibration else ()
     if prompt_tokens is None and calibration:
         prompt_tokens = calibration.prompt_tokens
-    workload = workload_of(config, prompt_tokens=prompt_tokens, measured=lengths)
+    workload = workload_of(
+        config, prompt_tokens=prompt_tokens, measured=lengths, turns=turns, tool_s=tool_seconds
+    )
     known, unplanned = reward_models_of(config.rewards)
     return Setting(
         cluster,

@@ -49,8 +49,8 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._numbers = count()
         # (last step, number, tokens, share of the prompt, group) of each running sequence
-        self._running: list[tuple[float, int, int, float, _Group]] = []
-        self._waiting: deque[tuple[int, float, _Group]] = deque()  # (tokens, prompt's share, group)
+        self._running: list[tuple[float, int, float, float, _Group]] = []
+        self._waiting: deque[tuple[float, float, _Group]] = deque()  # (tokens, prompt's share, group)
         self._context = 0.0  # tokens in the cache
         self.steps = self.tokens = 0.0  # made so far
         self._debt = 0.0  # seconds of prefill before the next step
@@ -60,10 +60,15 @@ class Engine:
         self._busy_since: float | None = None  # since when it has had requests
 
     async def generate(
-        self, prompt_tokens: int, lengths: Sequence[int], *, on_sample: Callable[[], None]
+        self,
+        prompt_tokens: float,
+        lengths: Sequence[float],
+        *,
+        on_sample: Callable[[], None],
+        cached: float = 0.0,
     ) -> None:
         """Return when all samples of a group are finished. Calls ``on_sample`` at the end of each. The prompt
-        is prefilled once. Raises EngineLost.
+        is prefilled once; ``cached`` further tokens before it are in the cache. Raises EngineLost.
         """
         with self._meter():
             self._advance()
@@ -71,7 +76,7 @@ class Engine:
                 self._busy_since = self._loop.time()
             group = _Group(len(lengths), on_sample, self._loop.create_future())
             self._debt += self._times.prefill_s(prompt_tokens)
-            share = prompt_tokens / len(lengths)
+            share = (cached + prompt_tokens) / len(lengths)
             self._waiting.extend((length, share, group) for length in lengths)
             self._change()
         await group.finished

@@ -20,6 +20,7 @@ from grpo_dist.tools.plan.result import Plan
 from grpo_dist.tools.plan.reward_models import role_of
 from grpo_dist.tools.plan.sharing import REFRESH, SYNC
 from grpo_dist.tools.plan.timeline import LEGEND, as_text
+from grpo_dist.tools.plan.workload import Workload
 
 _NO_PROGRESS = 0.9  # share of the time that failures take; above it a run hardly advances
 _LIKELY = 0.01  # the least chance that is worth a warning
@@ -83,6 +84,15 @@ def _about_reward_models(rewards: RewardsConfig, setting: Setting) -> list[str]:
     return lines
 
 
+def _turns(workload: Workload) -> list[str]:
+    if workload.turns == 1:
+        return []
+    return [
+        f"episodes: {workload.turns} turns each, {workload.tool_s:g} s of an environment between two; "
+        "engines sample other episodes meanwhile"
+    ]
+
+
 def _head(plan: Plan) -> list[str]:
     setting = plan.setting
     model, workload, calibration = setting.model, setting.workload, setting.calibration
@@ -90,6 +100,7 @@ def _head(plan: Plan) -> list[str]:
         f"{model.name}: {model.parameters / 1e9:,.3f} billion parameters on {setting.cluster}",
         f"lengths: prompts of {workload.prompt_tokens}, completions of {workload.mean:,.0f} tokens on "
         f"average, at most {workload.cap:,}",
+        *_turns(workload),
         f"times: {calibration.reached.source if calibration else 'data sheet with assumed efficiencies'}",
     ]
     if workload.assumed:

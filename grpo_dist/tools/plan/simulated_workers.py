@@ -68,11 +68,33 @@ class TimedRollouts:
         """Sample a group on any engine, and again where that one fails. ``tokens``: the most of a sample."""
         while True:
             index = await self._admitted(len(lengths), len(lengths) * tokens)
+            engine, on_sample = self.engines[index], self._releasing(index, tokens)
             try:
-                on_sample = self._releasing(index, tokens)
-                return await self.engines[index].generate(prompt_tokens, lengths, on_sample=on_sample)
+                if self._workload.turns == 1:
+                    return await engine.generate(prompt_tokens, lengths, on_sample=on_sample)
+                await gather(
+                    self._episode(engine, prompt_tokens / len(lengths), length, on_sample)
+                    for length in lengths
+                )
+                return
             except EngineLost:
                 continue
+
+    async def _episode(
+        self, engine: Engine, prompt_tokens: float, length: int, on_sample: Callable[[], None]
+    ) -> None:
+        """Sample one episode of ``length``, which gives way to others while its environment answers. Its
+        history is found in the cache. ``prompt_tokens``: its share of the group's prompt.
+        """
+        turns = self._workload.turns
+        for turn in range(turns):
+            if turn:
+                await asyncio.sleep(self._workload.tool_s)
+            cached = prompt_tokens + turn * length / turns if turn else 0.0
+            last = on_sample if turn + 1 == turns else _nothing
+            await engine.generate(
+                prompt_tokens if not turn else 0.0, [length / turns], on_sample=last, cached=cached
+            )
 
     async def _admitted(self, sequences: int, tokens: int) -> int:
         self._waiting += 1
@@ -89,6 +111,10 @@ class TimedRollouts:
 
     async def abandon(self) -> None:
         """Do nothing: simulated runs lose policy ranks, but roll back no step."""
+
+
+def _nothing() -> None:
+    """A turn of an episode is over, which releases nothing."""
 
 
 class TimedRewards:

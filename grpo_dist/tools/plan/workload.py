@@ -15,13 +15,15 @@ from grpo_dist.tools.bench.lengths import length_of
 _SHARE_OF_CAP = 1 / 3  # mean before the cap
 _SIGMA = 0.7
 _PROMPT_SHARE = 1 / 4  # of `data.max_prompt_tokens`
+_TURNS, _TOOL_S = 2, 0.2  # a tool call and an answer
 _DRAWN = 4096  # lengths, for the means
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """``prompt_tokens``: of every prompt. Completions are drawn from ``measured`` lengths, or else from
-    ``lengths``; none is above ``cap``. ``assumed``: describes what is a guess.
+    ``lengths``; none is above ``cap``. With environments each is sampled in ``turns`` of equal length, which
+    ``tool_s`` seconds lie between. ``assumed``: describes what is a guess.
     """
 
     prompt_tokens: int
@@ -29,6 +31,8 @@ class Workload:
     cap: int
     measured: tuple[int, ...] = ()
     assumed: str = ""
+    turns: int = 1
+    tool_s: float = 0.0
 
     def length(self, seed: int) -> int:
         """Return the tokens of the completion with ``seed``."""
@@ -55,8 +59,17 @@ def _drawn(workload: Workload) -> list[int]:
     return [workload.length(seed) for seed in range(len(workload.measured) or _DRAWN)]
 
 
-def workload_of(config: Config, *, prompt_tokens: int | None, measured: Sequence[int] = ()) -> Workload:
-    """Take lengths from `bench.lengths`; where they are natural, from ``measured`` or an assumption."""
+def workload_of(
+    config: Config,
+    *,
+    prompt_tokens: int | None,
+    measured: Sequence[int] = (),
+    turns: int | None = None,
+    tool_s: float | None = None,
+) -> Workload:
+    """Take lengths from `bench.lengths`; where they are natural, from ``measured`` or an assumption. None:
+    assumed. Without environments there is one turn.
+    """
     cap, lengths = config.sampling.max_new_tokens, config.bench.lengths
     assumed = []
     if prompt_tokens is None:
@@ -71,4 +84,9 @@ def workload_of(config: Config, *, prompt_tokens: int | None, measured: Sequence
             "sampling.max_new_tokens (bench.lengths)"
         )
     used = tuple(measured) if config.bench.lengths.kind == "natural" else ()
-    return Workload(prompt_tokens, lengths, cap, used, "; ".join(assumed))
+    if not config.has_environments:
+        return Workload(prompt_tokens, lengths, cap, used, "; ".join(assumed))
+    if turns is None or tool_s is None:
+        turns, tool_s = turns or _TURNS, _TOOL_S if tool_s is None else tool_s
+        assumed.append(f"episodes of {turns} turns, {tool_s:g} s between two (--turns, --tool-seconds)")
+    return Workload(prompt_tokens, lengths, cap, used, "; ".join(assumed), turns, tool_s)

@@ -51,6 +51,18 @@ def test_colocated_can_be_asked_for_where_the_gpus_would_suffice():
     assert not placement(shape(4, 4, where="colocated"), NODE, training=False)["rollout"].shared
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("cluster", [NODE, LAPTOP])
+def test_environments_take_processors_alone_and_only_where_a_source_has_one(training, cluster):
+    source = {"path": "demo:add3"}
+    data = {"train": [source], "eval": [source | {"environment": "calculator"}]}
+    wanted = config(data=data, environments={"num_workers": 3})
+    demands = placement(wanted, cluster, training=training)
+    assert demands["environments"] == Demand(3, 0, 1, cpus=1 if cluster.gpus else 0)
+    assert "environments 3 x 1 CPU thread(s)" in describe(demands, cluster)
+    assert "environments" not in placement(config(), cluster, training=training)
+
+
 KL = {"algorithm": {"kl": {"coef": 0.1}}}
 MODELS = {"rewards": {"models": [{"name": "a", "path": "x", "num_workers": 2}, {"name": "b", "path": "y"}]}}
 

@@ -26,9 +26,21 @@ from tests.support.fakes import config
 from tests.support.made_times import Times, judges
 
 
-def run(times, *, length=10, capacity=100, sharing=(), measured=(), steps=4, goes_wrong=None, **changes):
+def run(
+    times,
+    *,
+    length=10,
+    capacity=100,
+    sharing=(),
+    measured=(),
+    steps=4,
+    goes_wrong=None,
+    turns=(1, 0),
+    **changes,
+):
     changes = {"rewards": {"num_workers": 64}, "sampling": {"max_new_tokens": 1000}} | changes
-    workload = Workload(20, config().bench.lengths, 1000, measured=tuple(measured) or (length,))
+    lengths, (turns, tool_s) = tuple(measured) or (length,), turns
+    workload = Workload(20, config().bench.lengths, 1000, measured=lengths, turns=turns, tool_s=tool_s)
     goes_wrong = goes_wrong or {}
     return simulate(
         Scenario(config(**changes), times, workload, capacity, frozenset(sharing), steps=steps, **goes_wrong)
@@ -166,6 +178,28 @@ def test_without_staleness_a_step_is_the_sum_of_its_stages():
     assert found.idle == {"rollout": pytest.approx(1 - 1 / 3.8), "policy": pytest.approx(1 - 2.3 / 3.8)}
     assert (found.samples, found.tokens, found.completion_tokens) == (8, 8 * 30, 80)
     assert found.tokens_per_s == pytest.approx(240 / 3.8) and found.staleness == 0
+
+
+@pytest.mark.parametrize("prefill", [0.0, 0.01])
+def test_a_turn_follows_its_environments_answer_and_computes_the_prompt_once(prefill):
+    """Eight samples of 10 tokens in two turns of 0.5 s, and 0.7 s between; 4 prompts of 20 tokens."""
+    found = run(Times(prefill=prefill), turns=(2, 0.7))
+    assert found.step_s == pytest.approx(0.5 + 0.7 + 0.5 + 4 * 20 * prefill + 0.5 + 2.0 + 0.3)
+    assert found.stage_s["sample"] == pytest.approx(1.0 + 4 * 20 * prefill)
+    assert (found.samples, found.completion_tokens) == (8, 80)
+
+
+def test_an_engine_samples_other_episodes_while_one_waits():
+    """Four of eight fit: two batches alternate, each with its tool while the other is sampled."""
+    assert run(Times(), capacity=4).stage_s["sample"] == pytest.approx(2.0)
+    assert run(Times(), capacity=4, turns=(2, 0.5)).step_s == pytest.approx(2.0 + 0.5 + 2.0 + 0.3)
+
+
+def test_the_cache_of_a_later_turn_holds_all_before_it():
+    """One sample of a prompt of 20 tokens: 20 + t tokens after t steps, in both turns."""
+    one = {"batch": {"prompts_per_step": 1, "samples_per_prompt": 2}}
+    whole, halves = (run(Times(each=0.001), turns=turns, **one).step_s for turns in ((1, 0), (2, 0)))
+    assert halves == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("length, longer", [(10, 2.0), (40, 4.5)])

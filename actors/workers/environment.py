@@ -1,0 +1,169 @@
+"""Environment workers: each runs the environments and tools of many episodes, in killable processes.
+
+driver    EnvironmentPool: starts, watches and replaces workers, and says to the engines which ones serve
+engines   an episode calls its worker itself, turn by turn: neither the driver nor the engine waits for a tool
+
+A worker that is lost takes its episodes with it: the engines begin those again with the same seeds, on
+another worker or on the replacement. Nothing else is sampled again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle.calls import end, reason, results
+from actors.lifecycle.probe import Health, Probeable
+from actors.lifecycle.supervisor import Team
+from grpo_dist.config import EnvironmentsConfig
+from grpo_dist.environments.base import Problem
+from grpo_dist.environments.records import Action, Observed
+from grpo_dist.runtime.metering import Metered, metered
+from grpo_dist.runtime.stacks import pending_calls
+from grpo_dist.runtime.stage_log import say
+from grpo_dist.types import Task
+
+
+@dataclass(frozen=True)
+class EnvironmentAddresses:
+    """The workers that engines may use. ``number``: the highest is the newest. ``failure``: why there will be
+    no others; "": those that are lost are replaced.
+    """
+
+    number: int
+    workers: tuple[Any, ...]
+    failure: str = ""
+
+
+class EnvironmentWorker(Metered, Probeable):
+    """Runs episodes, named "<engine>:<number>". All methods run on the actor's event loop, many calls at
+    once.
+    """
+
+    def __init__(self, settings: EnvironmentsConfig) -> None:
+        super().__init__()
+        self._settings = settings
+        self._runner: Any = None
+        self._notes: list[str] = []
+        self._episodes: defaultdict[str, set[str]] = defaultdict(set)  # those that run, by engine
+        self._lost_engines: set[str] = set()
+
+    async def start(self) -> None:
+        """Start what all episodes share. Raises UserError for an environment that cannot be used."""
+        from grpo_dist.environments.runner import EpisodeRunner  # the driver's handle does without it
+
+        self._runner = EpisodeRunner(self._settings)
+        self._notes = await self._runner.start()
+
+    async def notes(self) -> list[str]:
+        """Return what the user must know of this worker, such as how strong its sandbox is."""
+        return self._notes
+
+    @metered("act")
+    async def act(self, episode: str, task: Task, problem: Problem, action: Action, turn: int) -> Observed:
+        """Give ``action`` to the environment of ``episode``, which turn 0 starts; return its answer."""
+        engine = _engine_of(episode)
+        if engine in self._lost_engines:  # its last calls may arrive after `end_all`
+            return Observed(failed="the engine is lost")
+        self._episodes[engine].add(episode)
+        observed: Observed = await self._runner.act(episode, task, problem, action, turn=turn)
+        return observed
+
+    async def end(self, episode: str) -> None:
+        """End an episode, if it is here, with its processes."""
+        self._episodes[_engine_of(episode)].discard(episode)
+        await self._runner.end(episode)
+
+    async def end_all(self, engine: str) -> None:
+        """End all episodes of an engine, which is lost."""
+        self._lost_engines.add(engine)
+        for episode in self._episodes.pop(engine, set()):
+            await self._runner.end(episode)
+
+    async def health(self) -> Health:  # type: ignore[override]  # on the event loop, like all the rest
+        return Health()
+
+    async def calls(self) -> str:
+        """Return where the pending calls wait."""
+        return pending_calls()
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.close()
+
+
+def _engine_of(episode: str) -> str:
+    return episode.rpartition(":")[0]
+
+
+class EnvironmentPool:
+    """Driver-side handle: starts and supervises the workers, and gives their addresses to the engines."""
+
+    def __init__(
+        self, settings: EnvironmentsConfig, actors: ActorSpec, *, worker: type = EnvironmentWorker
+    ) -> None:
+        actors = replace(actors, options={"max_concurrency": 10_000} | actors.options)
+        self.team = Team(
+            "environment",
+            actors.makers(ray.remote(worker), settings.num_workers, settings),
+            actors,
+            start=lambda worker: worker.start.remote(),
+            health=lambda worker: worker.health.remote(),  # on its event loop, in parallel to its work
+        )
+        self.workers = self.team.workers
+        self.team.catch_up = self._announce
+        self.engines: Team | None = None  # set by the `RolloutPool` of these
+        self._number = 0
+        self._failing: asyncio.Task[None] | None = None
+
+    async def ready(self) -> None:
+        await self.team.ready()
+        self._failing = asyncio.create_task(self._announce_failure(), name="failure of environment workers")
+        notes = await results(worker.notes.remote() for worker in self.workers)
+        for note in dict.fromkeys(note for own in notes for note in own):
+            say(f"environments: {note}")
+
+    def addresses(self, *further: Any, failure: str = "") -> EnvironmentAddresses:
+        """Return the workers that serve, and ``further`` ones that are about to."""
+        self._number += 1
+        return EnvironmentAddresses(self._number, (*self.team.alive(), *further), failure)
+
+    def end_all(self, engine: Any) -> None:
+        """End all episodes of an engine that is lost. Nobody waits for it."""
+        for worker in self.team.alive():
+            worker.end_all.remote(engine_name(engine))
+
+    async def shutdown(self) -> None:
+        if self._failing is not None:
+            self._failing.cancel()
+        await self.team.shutdown()
+        await end(self.workers)
+
+    async def _announce(self, replacement: Any) -> None:
+        self._tell_engines(self.addresses(replacement))
+
+    async def _announce_failure(self) -> None:
+        """Episodes that wait for a worker get the error that ended the role."""
+        await self.team.failed.wait()  # bounded: cancelled at shutdown
+        try:
+            self.team.check()
+        except Exception as error:
+            self._tell_engines(self.addresses(failure=reason(error)))
+
+    def _tell_engines(self, addresses: EnvironmentAddresses) -> None:
+        """Send addresses to all engines. No answer is awaited: an engine that is lost, or hangs, is the
+        business of its own team, and its replacement gets the addresses when it starts.
+        """
+        for engine in self.engines.workers if self.engines is not None else ():
+            engine.use_environments.remote(addresses)
+
+
+def engine_name(engine: Any) -> str:
+    """Return the name of an engine's actor, in its episodes' names. It never reaches the policy."""
+    name: str = engine._actor_id.hex()
+    return name

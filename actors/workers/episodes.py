@@ -1,0 +1,205 @@
+"""Episodes on one engine: each asks the engine and an environment worker in turn, all of them at once.
+
+episode 0   sample | tool ........ | sample | tool ... | sample
+episode 1   sample | tool .. | sample | tool ............ | sample
+engine      batches whatever samples now, and waits for no tool
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from itertools import count
+from typing import Any
+
+import ray
+
+from actors.lifecycle.calls import LOST
+from actors.workers.engine_settings import EngineSpec
+from actors.workers.environment import EnvironmentAddresses
+from actors.workers.tool_calls import call_parser
+from grpo_dist.config import EnvironmentsConfig
+from grpo_dist.environments.base import Problem
+from grpo_dist.environments.calls import resolve_format
+from grpo_dist.environments.dialogue import Dialogue
+from grpo_dist.environments.episode import Budgets, Generation, play
+from grpo_dist.environments.records import Action, Observed
+from grpo_dist.environments.rendering import Renderer, template_text
+from grpo_dist.runtime.metering import Meter
+from grpo_dist.types import Prompt, Rollout, Sampling
+
+# Samples a context with a seed: exactly, or at most, so many tokens, until one of the stop strings.
+Generate = Callable[..., Coroutine[Any, Any, Generation]]
+
+# Workers that did not answer are tried again after so long, unless new addresses come before: the network
+# may have failed, and not they.
+_RETRY_S = 1.0
+
+
+class EpisodeSampler:
+    """Samples episodes. ``generate``: of the engine."""
+
+    def __init__(
+        self, generate: Generate, renderer: Renderer, settings: EnvironmentsConfig, meter: Meter
+    ) -> None:
+        self._generate, self._renderer, self._settings, self._meter = generate, renderer, settings, meter
+        self.workers = WorkersOfEpisodes()
+        self._name, self._numbers = ray.get_runtime_context().get_actor_id(), count()
+        self._running: set[asyncio.Task[Rollout]] = set()
+
+    async def sample(
+        self, prompt: Prompt, sample: int, seed: int, sampling: Sampling, length: int | None
+    ) -> Rollout:
+        """Sample one episode. ``length``: exact tokens of each action; None: actions end by themselves.
+
+        When its environment worker is lost, it begins again with the same seed. Raises RuntimeError when it
+        is abandoned, or when there is no worker any more.
+        """
+        work = self._until_finished(prompt, sample, seed, sampling, length)
+        task = asyncio.create_task(work, name=f"episode of {prompt.uid}")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if own is not None and own.cancelling():
+                raise
+            raise RuntimeError("rollout: the episode was abandoned") from None
+
+    def abandon(self) -> None:
+        """End all episodes that run, also those that wait for their environment."""
+        for task in self._running:
+            task.cancel()
+
+    async def _until_finished(
+        self, prompt: Prompt, sample: int, seed: int, sampling: Sampling, length: int | None
+    ) -> Rollout:
+        while True:
+            worker = await self.workers.take()
+            name = f"{self._name}:{next(self._numbers)}"
+            rows = Dialogue(self._renderer, prompt)
+            ends = _Ends(self, worker, name, prompt, sampling, length)
+            try:
+                budgets = Budgets.of(self._settings, tokens=sampling.max_new_tokens)
+                finish_reason = await play(rows, ends, ends, budgets, seed=seed)
+                return rows.rollout(sample, finish_reason)
+            except LOST:
+                self.workers.suspect(worker)
+            finally:
+                self.workers.give_back(worker)
+                worker.end.remote(name)  # nobody waits for it
+
+
+def episode_sampler(spec: EngineSpec, tokenizer: Any, generate: Generate, meter: Meter) -> EpisodeSampler:
+    """Return the sampler of an engine whose prompts have environments. Raises ValueError for tool calls that
+    cannot be read.
+    """
+    assert spec.environments is not None and spec.data is not None, "no prompt has an environment"
+    call_format = resolve_format(spec.environments.call_format, template_text(tokenizer, spec.data))
+    parser = call_parser(call_format, tokenizer)
+    renderer = Renderer(tokenizer, spec.data, spec.environments, parser, end_ids=_end_ids(spec.model_dir))
+    return EpisodeSampler(generate, renderer, spec.environments, meter)
+
+
+def _end_ids(model_dir: str) -> list[int]:
+    """Return the tokens that end an action besides the tokenizer's EOS: vLLM stops at those, too."""
+    from transformers import GenerationConfig
+
+    try:
+        found = GenerationConfig.from_pretrained(model_dir).eos_token_id
+    except OSError:  # the model has no such file
+        return []
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+class _Ends:
+    """Both ends of one episode: the engine and the environment."""
+
+    def __init__(
+        self,
+        sampler: EpisodeSampler,
+        worker: Any,
+        name: str,
+        prompt: Prompt,
+        sampling: Sampling,
+        length: int | None,
+    ) -> None:
+        self._sampler, self._worker, self._name, self._prompt = sampler, worker, name, prompt
+        self._sampling, self._length = sampling, length
+        self._problem = Problem(prompt.text, prompt.answer, prompt.columns)
+        self._requests = 0
+
+    async def generate(self, token_ids: list[int], seed: int, max_tokens: int) -> Generation:
+        exact, meter = self._length is not None, self._sampler._meter
+        output = await self._sampler._generate(
+            token_ids,
+            seed,
+            self._sampling,
+            min(self._length or max_tokens, max_tokens),
+            exact=exact,
+            stop=() if exact else self._sampler._renderer.stop,
+        )
+        meter.count("tokens", len(output.token_ids))
+        if self._requests:
+            meter.count("later_prompt_tokens", len(token_ids))
+            meter.count("later_cached_tokens", output.cached)
+        self._requests += 1
+        return output
+
+    async def act(self, action: Action, turn: int) -> Observed:
+        begin, task = time.perf_counter(), self._prompt.task
+        observed: Observed = await self._worker.act.remote(self._name, task, self._problem, action, turn)
+        self._sampler._meter.count("turns", 1)
+        self._sampler._meter.count("tool_wait_s", time.perf_counter() - begin)
+        return observed
+
+
+class WorkersOfEpisodes:
+    """Which environment worker an episode gets: of those that answer, the one with the fewest episodes of
+    this engine.
+    """
+
+    def __init__(self) -> None:
+        self._addresses = EnvironmentAddresses(0, ())
+        self._suspected: set[Any] = set()
+        self._episodes: Counter[Any] = Counter()
+        self._changed = asyncio.Event()
+
+    def use(self, addresses: EnvironmentAddresses) -> None:
+        """Use these from now on, unless newer ones are known."""
+        if addresses.number > self._addresses.number:
+            self._addresses = addresses
+            self._suspected.clear()
+            self._changed.set()
+
+    async def take(self) -> Any:
+        """Return the worker of a new episode. Waits for one that serves: the driver replaces those that are
+        lost, and its call for these samples has a deadline. Raises RuntimeError when none is replaced.
+        """
+        while True:
+            if self._addresses.failure:
+                raise RuntimeError(f"environments: {self._addresses.failure}")
+            serving = [worker for worker in self._addresses.workers if worker not in self._suspected]
+            if serving:
+                worker = min(serving, key=self._episodes.__getitem__)
+                self._episodes[worker] += 1
+                return worker
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(_RETRY_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                self._suspected.clear()
+
+    def give_back(self, worker: Any) -> None:
+        """Note that an episode of ``worker`` has ended."""
+        self._episodes[worker] -= 1
+        if not self._episodes[worker]:
+            del self._episodes[worker]
+
+    def suspect(self, worker: Any) -> None:
+        """Note that ``worker`` did not answer."""
+        self._suspected.add(worker)

@@ -1,0 +1,208 @@
+"""Episodes on a real engine that a real rank feeds: what is recorded, and what a weight sync leaves."""
+
+import asyncio
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.real_episodes import EpisodeWorld, equal, prompt, trainer_logprobs
+
+pytestmark = [pytest.mark.machine, pytest.mark.long]
+
+PROMPTS = [prompt("a"), prompt("bcd", turns=5, tokens=20), prompt("ef", turns=1)]
+
+
+@pytest.fixture(scope="module")
+def world(ray_cluster, tiny_model):
+    world = EpisodeWorld(tiny_model)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+
+
+def with_weights(model, weights):
+    copy = AutoModelForCausalLM.from_config(model.config).float().eval()
+    copy.load_state_dict(weights, strict=False)
+    copy.tie_weights()
+    return copy
+
+
+def gaps(model, prompt, rollout):
+    """Return |engine - trainer| of the sampled tokens."""
+    sampled = np.ones(len(rollout.completion_ids), bool) if rollout.sampled is None else rollout.sampled
+    return np.abs(trainer_logprobs(model, prompt, rollout) - rollout.logprobs)[sampled]
+
+
+def test_an_episode_is_one_row_that_says_of_each_token_whether_it_was_sampled(world, model):
+    for own, group in zip(PROMPTS, world.run(world.sample_all(PROMPTS)), strict=True):
+        assert [r.sample for r in group] == [0, 1, 2, 3]
+        for rollout in group:
+            assert rollout.prompt_uid == own.uid and rollout.finish_reason == "stop"
+            assert len(rollout.turns) == own.task.kwargs["turns"]
+            assert gaps(model, own, rollout).max() < 1e-5
+            if len(rollout.turns) == 1:
+                assert rollout.sampled is None
+                continue
+            given = ~rollout.sampled
+            assert (rollout.logprobs[given] == 0).all() and (rollout.policy_versions[given] == -1).all()
+            assert (rollout.logprobs[~given] < 0).all()
+            assert (rollout.policy_versions[~given] == 0).all()
+            assert rollout.sampled[-1] and rollout.text == rollout.turns[-1].text
+            # Given tokens are the text of each observation, behind the action that it answers.
+            for turn, following in pairwise(rollout.turns):
+                ids = rollout.completion_ids[turn.end : following.end]
+                mask = rollout.sampled[turn.end : following.end]
+                assert (np.diff(mask.astype(int)) >= 0).all() and not mask[0]
+                assert len(ids[~mask]) == len(f"\n{turn.observation}\n".encode())
+
+
+def test_episodes_follow_from_their_seeds_alone(world):
+    together = world.run(world.sample_all(PROMPTS))
+    alone = [world.run(world.sample(p)) for p in reversed(PROMPTS)][::-1]
+    assert all(equal(a, b) for a, b in zip(together, alone, strict=True))
+    one = world.run(world.sample(PROMPTS[0], seeds=[3]))
+    assert np.array_equal(one[0].completion_ids, together[0][2].completion_ids)
+    others = world.run(world.sample_all(PROMPTS, seeds=(5, 6, 7, 8)))
+    assert not any(equal(a, b) for a, b in zip(together, others, strict=True))
+
+
+def test_a_greedy_episode_does_not_depend_on_its_seed(world):
+    groups = [world.run(world.sample(PROMPTS[0], seeds=[seed], temperature=0.0)) for seed in (1, 2)]
+    assert equal(*groups)
+
+
+def test_budgets_end_episodes_on_the_engine(world):
+    [cut] = world.run(world.sample(PROMPTS[1], seeds=[1], max_new_tokens=40))
+    assert cut.finish_reason == "length" and len(cut.completion_ids) <= 40
+    [endless] = world.run(world.sample(prompt("x", turns=100), seeds=[1], max_new_tokens=450))
+    assert (endless.finish_reason, len(endless.turns)) == ("turns", 8)
+    lengths = world.run(world.sample(PROMPTS[0], seeds=[1, 2], lengths=(3, 5)))
+    assert [[int(r.sampled.sum()) for r in lengths], [len(r.turns) for r in lengths]] == [[9, 15], [3, 3]]
+
+
+def test_a_failed_environment_ends_its_episode_alone(world):
+    broken, whole = prompt("a", failing=1), PROMPTS[0]
+    failed, fine = world.run(world.sample_all([broken, whole]))
+    assert {r.finish_reason for r in failed} == {"error"}
+    assert {r.turns[-1].observation for r in failed} == {"the toy is broken"}
+    assert {r.finish_reason for r in fine} == {"stop"}
+
+
+def test_finished_episodes_leave_nothing_with_their_worker(world):
+    async def left():
+        while running := await world.running():
+            await asyncio.sleep(0.02)
+        return running
+
+    world.run(world.sample_all(PROMPTS))
+    assert world.run(left()) == []
+
+
+def test_what_came_before_a_turn_is_found_in_the_cache(world):
+    """A prompt of 200 tokens, actions of 16 and short answers: only the answer, and what does not fill a
+    block of 32 tokens, is computed anew.
+    """
+    world.run(world.usage())
+    world.run(world.sample_all([prompt(f"long{i}", tokens=200, turns=5) for i in range(4)]))
+    used = world.run(world.usage())
+    assert used["turns"] == 4 * 4 * 5
+    assert used["later_prompt_tokens"] > 4 * 4 * 4 * 200
+    assert used["later_cached_tokens"] / used["later_prompt_tokens"] > 0.85
+
+
+def test_a_weight_sync_drops_the_cache_of_episodes_that_wait_for_their_tools(world, model):
+    """The turns behind it are sampled from the new weights alone: as the trainer computes them, also from the
+    tokens that old weights sampled.
+    """
+    own = prompt("long", tokens=200, turns=2)
+
+    async def session():
+        old = await world.move(1)
+        await world.push()
+        await world.hold()
+        sampling = asyncio.create_task(world.sample(own))
+        await world.until_waiting(4, 1)
+        await world.usage()
+        new = await world.move(2)
+        await world.push()
+        await world.hold(False)
+        return old, new, await sampling, await world.usage()
+
+    old, new, group, used = world.run(session())
+    assert used["later_cached_tokens"] <= 3 * 192  # of the common prompt, computed anew by the first of four
+    for rollout in group:
+        versions = rollout.policy_versions[rollout.sampled]
+        assert set(versions.tolist()) == {world.version - 1, world.version}
+        for version, weights in ((world.version - 1, old), (world.version, new)):
+            gap = gaps(with_weights(model, weights), own, rollout)
+            assert gap[versions == version].max() < 1e-5
+            assert gap[versions != version].max() > 0.01
+
+
+def test_two_syncs_in_mid_episode_leave_each_token_with_the_version_of_its_weights(world, model):
+    """Sync at any moment: some episodes sample, others wait."""
+    prompts = [prompt(f"p{i}", turns=4, seconds=0.02 * i) for i in range(4)]
+
+    async def session():
+        weights = {world.version + 1: await world.move(3)}
+        await world.push()
+        running = asyncio.create_task(world.sample_all(prompts, seeds=range(16)))
+        for seed in (4, 5):
+            await asyncio.sleep(0.3)
+            weights[world.version + 1] = await world.move(seed)
+            await world.push()
+        return weights, await running
+
+    weights, groups = world.run(session())
+    models = {version: with_weights(model, own) for version, own in weights.items()}
+    mixed = 0
+    for own, group in zip(prompts, groups, strict=True):
+        for rollout in group[:6]:
+            versions = rollout.policy_versions[rollout.sampled]
+            assert (np.diff(versions) >= 0).all() and set(versions.tolist()) <= set(models)
+            mixed += len(set(versions.tolist())) > 1
+            for version in set(versions.tolist()):
+                assert gaps(models[version], own, rollout)[versions == version].max() < 1e-5
+    assert mixed, "no episode was under way; nothing was tested"
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_a_paused_engine_waits_for_no_tool_and_its_episodes_continue(world, drain):
+    async def session():
+        undisturbed = await world.sample(PROMPTS[1])
+        engine = world.rollouts.workers[0]
+        await world.hold()
+        sampling = asyncio.create_task(world.sample(PROMPTS[1]))
+        await world.until_waiting(4, 1)
+        await engine.pause.remote(drain)  # returns, though all episodes wait
+        await world.hold(False)
+        await asyncio.sleep(0.3)
+        assert not sampling.done()  # their next turns wait for the engine
+        await engine.resume.remote()
+        return undisturbed, await sampling
+
+    assert equal(*world.run(session()))
+
+
+def test_abandoned_episodes_end_on_both_sides_also_those_that_wait_for_a_tool(world):
+    async def session():
+        await world.hold()
+        sampling = asyncio.create_task(world.sample(PROMPTS[0]))
+        await world.until_waiting(4, 1)
+        await world.rollouts.abandon()
+        with pytest.raises(Exception, match="the episode was abandoned"):
+            await sampling
+        while await world.running():
+            await asyncio.sleep(0.02)
+        await world.hold(False)
+        assert world.rollouts.team.is_whole
+        return await world.sample(PROMPTS[0])
+
+    assert len(world.run(session())) == 4

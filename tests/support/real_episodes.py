@@ -1,0 +1,169 @@
+"""Episodes on real engines, with a real policy rank and workers of toy environments."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from actors.weight_sync import WeightSync
+from actors.workers.engine_settings import EngineSpec
+from actors.workers.environment import EnvironmentPool
+from actors.workers.rollout import RolloutWorker
+from actors.workers.rollout_pool import RolloutPool
+from grpo_dist.config import (
+    DataConfig,
+    EnvironmentsConfig,
+    ModelConfig,
+    RestartsConfig,
+    RolloutConfig,
+    WeightSyncConfig,
+)
+from grpo_dist.policy.model import TokenLogprobs
+from grpo_dist.policy.packing import padded
+from grpo_dist.types import Prompt, Sampling, Task
+from tests.support.patience import HANG_S
+from tests.support.real_engine import ACTORS, MovingWorker, OnALoop, one_rank
+from tests.support.toy_environments import ToyWorker
+
+DATA = DataConfig(train=[{"path": "demo:add3"}], environment="toy", chat_template="none")
+
+
+def prompt(name, *, tokens=12, **kwargs):
+    """Return a prompt whose episodes have three turns, or as many as ``turns`` says."""
+    rng = np.random.default_rng(tokens + len(name))
+    ids = rng.integers(11, 260, tokens).astype(np.int32)
+    return Prompt(name, ids, "1", "test", text=f"<{name}>", task=Task("toy", {"turns": 3} | kwargs))
+
+
+class MovedWorker(MovingWorker):
+    """A rank whose weights are moved from where they began, each time, so that they stay small."""
+
+    _first = None
+
+    def move(self, seed):
+        parameters = list(self._trainer.engine.module.parameters())
+        self._first = self._first or [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for parameter, first in zip(parameters, self._first, strict=True):
+                parameter.copy_(first)
+        return super().move(seed)
+
+
+class OpenEngine(RolloutWorker):
+    """An engine that can be stopped and its process named."""
+
+    async def pause(self, drain):
+        await self._engine.pause(drain=drain)
+
+    async def resume(self):
+        await self._engine.resume()
+
+    async def process(self):
+        import os
+
+        return os.getpid()
+
+
+class EpisodeWorld(OnALoop):
+    """Start engines, environment workers and, with ``trains``, a rank that feeds the engines."""
+
+    def __init__(
+        self,
+        model_dir,
+        *,
+        engines=1,
+        workers=2,
+        trains=True,
+        max_length=512,
+        restarts=None,
+        max_turn_tokens=16,
+        **environments,
+    ):
+        super().__init__()
+        self.settings = EnvironmentsConfig(
+            num_workers=workers, max_turn_tokens=max_turn_tokens, **environments
+        )
+        self.restarts = restarts or RestartsConfig(backoff_s=0.05, health_s=0.5)
+        self.version = 0
+        self.run(self._start(model_dir, engines, trains, max_length))
+
+    async def _start(self, model_dir, engines, trains, max_length):
+        model, sync = ModelConfig(path="tiny"), WeightSyncConfig(bucket_mb=1, mode="keep")
+        settings = RolloutConfig(num_workers=engines, max_num_seqs=64, enforce_eager=True, kv_cache_gib=0.25)
+        spec = EngineSpec(
+            settings, sync, model, str(model_dir), max_length, 0, environments=self.settings, data=DATA
+        )
+        actors = replace(ACTORS, restarts=self.restarts, start_s=HANG_S)
+        self.environments = EnvironmentPool(self.settings, actors, worker=ToyWorker)
+        self.rollouts = RolloutPool(spec, actors, environments=self.environments, worker=OpenEngine)
+        parts = [self.environments.ready(), self.rollouts.ready()]
+        self.policy = one_rank(model, model_dir, worker=MovedWorker) if trains else None
+        await asyncio.gather(*parts, *([self.policy.ready()] if trains else []))
+        if trains:
+            self.sync = await WeightSync.connect(self.policy, self.rollouts, sync, timeout_s=HANG_S)
+
+    def run(self, coroutine):
+        return super().run(asyncio.wait_for(coroutine, HANG_S))
+
+    async def sample(self, prompt, seeds=(1, 2, 3, 4), **sampling):
+        how = Sampling(**{"max_new_tokens": 200} | sampling)
+        return await (await self.rollouts.sample(prompt, seeds=list(seeds), sampling=how))
+
+    async def sample_all(self, prompts, seeds=(1, 2, 3, 4), **sampling):
+        return await asyncio.gather(*(self.sample(prompt, seeds, **sampling) for prompt in prompts))
+
+    async def move(self, seed):
+        """Change the policy's weights; return them."""
+        return await self.policy.ranks[0].move.remote(seed)
+
+    async def push(self):
+        self.version += 1
+        return await self.sync.push(self.version)
+
+    async def hold(self, held=True):
+        """Have no environment answer until the hold ends."""
+        await asyncio.gather(*(worker.hold.remote(held) for worker in self.environments.workers))
+
+    async def running(self):
+        """Return the turns of all episodes that run."""
+        found = await asyncio.gather(*(w.running.remote() for w in self.environments.workers))
+        return [turns for own in found for turns in own.values()]
+
+    async def until_waiting(self, episodes, turns):
+        """Wait until so many episodes have asked their environment so many times."""
+        while sum(asked >= turns for asked in await self.running()) < episodes:
+            await asyncio.sleep(0.02)
+
+    async def usage(self):
+        """Return what engine 0 has counted since the last call."""
+        return (await self.rollouts.workers[0].usage.remote()).counts
+
+    def close(self):
+        self.run(self.rollouts.shutdown())
+        self.run(self.environments.shutdown())
+        if self.policy is not None:
+            self.run(self.policy.shutdown())
+        self.loop.close()
+
+
+@torch.no_grad()
+def trainer_logprobs(model, prompt, rollout):
+    """Return the log-probs of all tokens of an episode's first row under ``model``."""
+    ids = np.concatenate([prompt.token_ids, rollout.completion_ids]).astype(np.int64)
+    tokens = torch.from_numpy(ids)[None]
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    mask[:, len(prompt.token_ids) :] = True
+    values = TokenLogprobs(model, temperature=1.0, chunk_mib=8)(padded(tokens, mask))[0][0]
+    return values[len(prompt.token_ids) :].numpy()
+
+
+def equal(ours, theirs):
+    """Return whether two groups of episodes are the same, token for token."""
+    return len(ours) == len(theirs) and all(
+        np.array_equal(a.completion_ids, b.completion_ids)
+        and np.array_equal(a.logprobs, b.logprobs)
+        and np.array_equal(a.sampled, b.sampled)
+        and (a.turns, a.finish_reason, a.text) == (b.turns, b.finish_reason, b.text)
+        for a, b in zip(ours, theirs, strict=True)
+    )
