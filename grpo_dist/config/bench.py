@@ -14,7 +14,8 @@ class LengthsConfig(Section):
 
     kind: Literal["natural", "fixed", "lognormal"] = Field(
         "natural",
-        description="natural: the model ends its completions; otherwise lengths are set",
+        description="natural: the model ends its completions; otherwise lengths are set, in episodes of each "
+        "action",
     )
     tokens: PositiveInt | None = Field(
         None, description="kind fixed: the length; null: sampling.max_new_tokens"

@@ -6,6 +6,7 @@ workers are busy at once, the seconds of a stage are the mean over them.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ def figures(
         "sync/step_s": sync / len(steps),
         "sync/bytes": _total(steps, "sync/bytes") / len(steps),
         **shares(steps),
+        **_of_episodes(steps),
         "overhead/driver_cpu_s": _total(steps, "time/driver_cpu_s") / len(steps),
     }
     if peak_flops:
@@ -71,6 +73,19 @@ def figures(
             found, limits, tokens_per_step=(completion, trained), steps=len(steps), overlapped=overlapped
         )
     return found
+
+
+def _of_episodes(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Return turns of a sample and the wait for an environment between two; {} without environments."""
+    turns = [step.metrics.get("throughput/rollout_turns", 0.0) for step in steps]
+    if not sum(turns):
+        return {}
+    waited = sum(n * s.metrics.get("time/tool_wait_s", 0.0) for n, s in zip(turns, steps, strict=True))
+    return {
+        "episodes/turns": sum(turns) / sum(len(step.requests) for step in steps),
+        "episodes/tool_wait_s": waited / sum(turns),
+        "episodes/cached_share": steps[-1].metrics.get("throughput/episode_cached_share", math.nan),
+    }
 
 
 def shares(steps: Sequence[StepRecord]) -> dict[str, float]:
@@ -89,7 +104,8 @@ def shares(steps: Sequence[StepRecord]) -> dict[str, float]:
     for step in steps:
         for usage in step.usage.values():
             for span in usage.spans:
-                of_stage[span.stage].append(span)
+                if span.stage in of_stage:  # environments act within a request of an engine
+                    of_stage[span.stage].append(span)
     seconds = end - begin
     names = {
         "sample": "generation",

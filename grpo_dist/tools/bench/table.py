@@ -29,6 +29,9 @@ FIGURES: dict[str, Figure] = {
     "loop/step_median_s": Figure("step, median", "s", -1),
     "generation/tokens_per_s": Figure("generation", "tok/s", 1),
     "generation/step_s": Figure("generation in a step", "s", -1),
+    "episodes/turns": Figure("turns of a sample", "turns", 0),
+    "episodes/tool_wait_s": Figure("wait for an environment, a turn", "s", -1),
+    "episodes/cached_share": Figure("prompt of later turns, from the cache", "%", 1),
     "training/tokens_per_s": Figure("training", "tok/s", 1),
     "training/step_s": Figure("training in a step", "s", -1),
     "training/mfu": Figure("model FLOPs utilisation of the trainer", "%", 1),
@@ -136,6 +139,11 @@ def _summary(result: BenchResult) -> list[str]:
         f"{show(found, 'idle/rollout')}, trainer {show(found, 'idle/trainer')}; CPU time of the driver "
         f"{show(found, 'overhead/driver_cpu_s')} a step"
     ]
+    if "episodes/turns" in found:
+        lines.append(
+            f"episodes: {found['episodes/turns']:.1f} turns, {show(found, 'episodes/tool_wait_s')} of an "
+            f"environment after each; {show(found, 'episodes/cached_share')} of later prompts from the cache"
+        )
     if "training/mfu" in found:
         lines.append(
             f"trainer: {show(found, 'training/mfu')} of {show(found, 'training/peak_flops')}"

@@ -150,6 +150,28 @@ def test_figures_by_hand():
     assert set(found) <= set(FIGURES)
 
 
+def test_figures_of_episodes_are_means_over_turns_and_their_tools_are_part_of_generation():
+    """Six turns of four samples: 0.5 s and 0.2 s after each of 2 and 4."""
+    spans = SPANS | {"environment-0": [("act", 0.0, 9.0)]}
+    turns = [(2.0, 0.5), (4.0, 0.2)]
+    steps = [
+        step(10 * i, spans, **{"throughput/rollout_turns": n, "time/tool_wait_s": s,
+                               "throughput/episode_cached_share": 0.9})
+        for i, (n, s) in enumerate(turns)
+    ]  # fmt: skip
+    found = figures(steps, shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
+    assert found["episodes/turns"] == 1.5
+    assert found["episodes/tool_wait_s"] == pytest.approx((2 * 0.5 + 4 * 0.2) / 6)
+    assert found["episodes/cached_share"] == 0.9
+    plain = [step(10 * i, SPANS) for i in range(2)]
+    without = figures(plain, shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
+    assert {k: v for k, v in found.items() if not k.startswith("episodes/")} == without
+
+
+def test_given_tokens_are_of_a_samples_length_in_training_and_not_in_generation():
+    assert Request((1, 2, 3, 4), 0, 10, given=6).tokens == 20
+
+
 def test_rows_left_out_of_training_do_not_count_as_work():
     whole = figures([step(0, SPANS)], shape=SHAPE, peak_flops=1.0, limits=None, overlapped=False)
     half = step(0, SPANS, **{"train/tokens": 24.0})
