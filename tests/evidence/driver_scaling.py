@@ -1,6 +1,6 @@
 """Measures the driver's time per completion, for several batch sizes and numbers of workers.
 
-    python -m tests.evidence.driver_scaling
+    python -m tests.evidence.driver_scaling [--turns 8]
 
 The real loop, pipeline, batching, metrics and tracking (metrics, TensorBoard, one table of samples a step)
 run on simulated workers that return made-up records at once, so that only the driver's own time is measured.
@@ -9,7 +9,8 @@ process each, so it includes Ray's calls and the transfer of the records into th
 
 `total`: CPU time of all threads of the driver's process, Ray's included. `loop`: CPU time of the event loop's
 thread, which everything else waits for. `wall`: time of the step. Simulated workers take no time, but actors
-that share the driver's cores add theirs to `wall`.
+that share the driver's cores add theirs to `wall`. With --turns the samples are episodes of so many turns,
+and a last column has what a turn adds to `total`: (total - total of completions of the same length) / turns.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SAMPLES_PER_PROMPT = 8
 RANKS = 2
 _WARM_UP = 2  # steps before the clocks count
 
-WorkersOf = Callable[[Config, list[Prompt]], AbstractAsyncContextManager[Workers]]
+WorkersOf = Callable[[Config, list[Prompt], int], AbstractAsyncContextManager[Workers]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +56,17 @@ class Cost:
     wall_us: float
 
 
-def measure(samples: int, workers: int, workers_of: WorkersOf) -> Cost:
-    """Measure a short run with ``samples`` a step on ``workers`` simulated rollout workers."""
+def measure(samples: int, workers: int, workers_of: WorkersOf, turns: int = 0) -> Cost:
+    """Measure a short run with ``samples`` a step on ``workers`` simulated rollout workers. ``turns``: of
+    each sample; 0: completions.
+    """
     config = scaling_config(samples, workers)
     made = made_prompts(samples // SAMPLES_PER_PROMPT)
     with tempfile.TemporaryDirectory() as directory:
         recorder = Clocked(config, Path(directory))
 
         async def session() -> None:
-            async with workers_of(config, made) as simulated:
+            async with workers_of(config, made, turns) as simulated:
                 await driver.run(config, simulated, made, [], recorder, NoCheckpoints())
 
         with recorder:
@@ -114,10 +117,12 @@ _CAPACITY = 512  # sequences of a simulated worker
 class Instant:
     """Plays all worker roles in this process; its answers are made in advance."""
 
-    def __init__(self, config: Config, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, config: Config, prompts: Sequence[Prompt], turns: int = 0) -> None:
         rng = np.random.default_rng(0)
         self._load_balancer = LoadBalancer(config.rollout.num_workers, _CAPACITY)
-        self._groups = {p.uid: made_group(p, made_rollouts(p.uid, SAMPLES_PER_PROMPT, rng)) for p in prompts}
+        self._groups = {
+            p.uid: made_group(p, made_rollouts(p.uid, SAMPLES_PER_PROMPT, rng, turns)) for p in prompts
+        }
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:
         tokens = len(seeds) * (len(prompt.token_ids) + sampling.max_new_tokens)
@@ -143,17 +148,22 @@ class Instant:
 
 
 @asynccontextmanager
-async def in_process(config: Config, prompts: list[Prompt]) -> AsyncIterator[Workers]:
-    instant: Any = Instant(config, prompts)
+async def in_process(config: Config, prompts: list[Prompt], turns: int = 0) -> AsyncIterator[Workers]:
+    instant: Any = Instant(config, prompts, turns)
     yield Workers(instant, instant, None, instant, instant)
 
 
-def print_table(title: str, costs: Iterable[Cost]) -> None:
+def print_table(title: str, cases: Iterable[tuple[int, int]], workers_of: WorkersOf, turns: int) -> None:
     """Print each row as soon as its cost is measured."""
-    print(f"\n{title}: microseconds per completion")
-    print(f"{'samples a step':>15} {'workers':>8} {'total':>8} {'loop':>8} {'wall':>8}", flush=True)
-    for c in costs:
+    print(f"\n{title}: microseconds per sample")
+    print(f"{'samples a step':>15} {'workers':>8} {'total':>8} {'loop':>8} {'wall':>8}", end="")
+    print(f" {'a turn':>8}" if turns else "", flush=True)
+    for samples, workers in cases:
+        c = measure(samples, workers, workers_of, turns)
         numbers = f"{c.total_us:>8.1f} {c.loop_us:>8.1f} {c.wall_us:>8.1f}"
+        if turns:
+            plain = measure(samples, workers, workers_of)
+            numbers += f" {(c.total_us - plain.total_us) / turns:>8.1f}"
         print(f"{c.samples:>15,} {c.workers:>8} {numbers}", flush=True)
 
 
@@ -162,16 +172,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--samples", type=int, nargs="+", default=[128, 1024, 8192, 32768], help="a step")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 64], help="simulated rollout workers")
+    parser.add_argument("--turns", type=int, default=0, help="of each sample; 0: completions (0)")
     parser.add_argument("--tables", nargs="+", choices=["process", "ray"], default=["process", "ray"])
     chosen = parser.parse_args(arguments)
     cases = [(samples, workers) for samples in chosen.samples for workers in chosen.workers]
     if "process" in chosen.tables:
-        print_table("driver alone", (measure(*case, in_process) for case in cases))
+        print_table("driver alone", cases, in_process, chosen.turns)
     if "ray" in chosen.tables:
         from tests.support.simulated_actors import private_ray, ray_workers
 
         with private_ray():
-            print_table("driver and Ray", (measure(*case, ray_workers) for case in cases))
+            print_table("driver and Ray", cases, ray_workers, chosen.turns)
 
 
 if __name__ == "__main__":

@@ -154,16 +154,16 @@ def test_a_table_of_samples_reads_back_unchanged(groups, tmp_path_factory):
     assert schema.field("problem").type == pa.string()
 
 
-def calls(samples, workers, tmp_path):
+def calls(samples, workers, tmp_path, turns=0):
     """Count Python and C function calls in all threads of the real loop with ``samples`` per step."""
     quiet = TrackingConfig(
         console=False, tensorboard=False
     )  # TensorBoard has a thread that wakes by the clock
     config = scaling_config(samples, workers).model_copy(update={"steps": 2, "tracking": quiet})
-    run_dir = tmp_path / f"{samples}_{workers}"
+    run_dir = tmp_path / f"{samples}_{workers}_{turns}"
     run_dir.mkdir()
     prompts = made_prompts(samples // 8)
-    instant, count = Instant(config, prompts), 0
+    instant, count = Instant(config, prompts, turns), 0
 
     def count_call(frame, event, argument):
         nonlocal count
@@ -188,12 +188,20 @@ def test_the_drivers_work_grows_with_samples_and_not_with_workers(tmp_path):
     assert calls(1024, 64, tmp_path) < 1.05 * twice
 
 
-def test_the_measurement_prints_a_row_for_every_case(capsys):
-    main(["--samples", "64", "--workers", "1", "2", "--tables", "process"])
+def test_a_turn_of_an_episode_costs_the_driver_few_calls(tmp_path):
+    calls(128, 1, tmp_path, turns=2)  # fills imports and caches
+    few, many = (calls(256, 1, tmp_path, turns=turns) for turns in (4, 12))
+    assert (many - few) / (256 * 2 * 8) < 60  # each of two steps has 8 turns more in each of 256 samples
+
+
+@pytest.mark.parametrize("turns", [0, 3])
+def test_the_measurement_prints_a_row_for_every_case(capsys, turns):
+    main(["--samples", "64", "--workers", "1", "2", "--tables", "process", "--turns", str(turns)])
     title, header, *rows = capsys.readouterr().out.strip().splitlines()
-    assert title == "driver alone: microseconds per completion" and "loop" in header
+    assert title == "driver alone: microseconds per sample" and "loop" in header
+    assert header.endswith("a turn") == (turns > 0)
     assert [row.split()[:2] for row in rows] == [["64", "1"], ["64", "2"]]
-    assert all(float(cell) > 0 for row in rows for cell in row.split()[2:])
+    assert all(float(cell) > 0 for row in rows for cell in row.split()[2:5])
 
 
 def test_the_loop_runs_on_simulated_actors_behind_the_real_handles(ray_cluster):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from grpo_dist.types import Group, Prompt, Rollout
+from grpo_dist.types import Group, Prompt, Rollout, ToolCall, Turn
 
 PROMPT_TOKENS = 64
 SHORTEST, LONGEST = 32, 500  # completion tokens, drawn uniformly between
@@ -24,9 +26,33 @@ def made_prompts(count: int) -> list[Prompt]:
     ]
 
 
-def made_rollouts(uid: str, count: int, rng: np.random.Generator) -> tuple[Rollout, ...]:
-    """Make ``count`` samples with about three letters a token."""
+def made_rollouts(uid: str, count: int, rng: np.random.Generator, turns: int = 0) -> tuple[Rollout, ...]:
+    """Make ``count`` samples with about three letters a token. ``turns``: of an episode of the same length,
+    in which every fifth token is given, and every turn but the last has a call; 0: completions.
+    """
     lengths = rng.integers(SHORTEST, LONGEST + 1, count).tolist()
+    made = _completions(uid, lengths, rng)
+    return tuple(_as_episode(rollout, turns) for rollout in made) if turns else made
+
+
+def _as_episode(rollout: Rollout, turns: int) -> Rollout:
+    length, sampled = len(rollout.completion_ids), np.ones(len(rollout.completion_ids), bool)
+    ends = [length * (turn + 1) // turns for turn in range(turns)]
+    made = []
+    for turn, end in enumerate(ends):
+        begin, letters = (ends[turn - 1] if turn else 0), 3
+        given = (end - begin) // 5 if turn else 0
+        sampled[begin : begin + given] = False
+        text = rollout.text[letters * begin : letters * end]
+        call = ToolCall("python", text, text[:60], "ok", 0.2)
+        last = turn + 1 == turns
+        made.append(Turn(0, end, text, "" if last else text[:60], () if last else (call,)))
+    versions = np.where(sampled, rollout.policy_versions, -1).astype(np.int32)
+    logprobs = np.where(sampled, rollout.logprobs, 0.0).astype(np.float32)
+    return replace(rollout, sampled=sampled, turns=tuple(made), policy_versions=versions, logprobs=logprobs)
+
+
+def _completions(uid: str, lengths: list[int], rng: np.random.Generator) -> tuple[Rollout, ...]:
     return tuple(
         Rollout(
             prompt_uid=uid,

@@ -33,13 +33,15 @@ class SimulatedSpec:
     samples_per_prompt: int
     max_num_seqs: int = 256
     colocated: bool = False
+    turns: int = 0  # of the episodes it returns; 0: completions
 
 
 class SimulatedRollout:
     def __init__(self, spec: SimulatedSpec) -> None:
         rng = np.random.default_rng(0)
         self._finished = Load(0, 0)
-        self._made = [made_rollouts("made", spec.samples_per_prompt, rng) for _ in range(_MADE)]
+        samples, turns = spec.samples_per_prompt, spec.turns
+        self._made = [made_rollouts("made", samples, rng, turns) for _ in range(_MADE)]
 
     async def start(self) -> None:
         """Return once the process is up."""
@@ -101,7 +103,7 @@ def private_ray() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def ray_workers(config: Config, prompts: list[Prompt]) -> AsyncIterator[Workers]:
+async def ray_workers(config: Config, prompts: list[Prompt], turns: int = 0) -> AsyncIterator[Workers]:
     """Yield the real handles, with as many simulated actors as the ``config`` has workers of each role."""
     # Light: each simulated rollout process imports this module.
     from actors.lifecycle.actor_spec import ActorSpec
@@ -111,7 +113,7 @@ async def ray_workers(config: Config, prompts: list[Prompt]) -> AsyncIterator[Wo
     from grpo_dist.workers import Workers
 
     actors = ActorSpec({"num_cpus": 0})
-    spec: Any = SimulatedSpec(config.rollout, config.batch.samples_per_prompt)
+    spec: Any = SimulatedSpec(config.rollout, config.batch.samples_per_prompt, turns=turns)
     rollouts = RolloutPool(spec, actors, worker=SimulatedRollout)
     rewards = RewardPool(
         config.rewards, actors, max_new_tokens=config.sampling.max_new_tokens, worker=SimulatedReward
