@@ -11,7 +11,7 @@ from .find import lives
 from .job import Job
 
 # Roles whose workers the job replaces and reports.
-SUPERVISED = ("rollout", "reward", "reward-model-quality", "reference")
+SUPERVISED = ("rollout", "reward", "reward-model-quality", "reference", "environment")
 # Those, and the one that restarts from a checkpoint as a whole.
 MISSED = (*SUPERVISED, "policy")
 

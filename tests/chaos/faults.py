@@ -267,6 +267,7 @@ def in_steps(refusal: str | None) -> list[Fault]:
         for number in (signal.SIGKILL, signal.SIGSTOP)
     ]
     hurt += [
+        Worker("tool", signal.SIGKILL),
         Worker("rollout", signal.SIGKILL, at="receive_weights"),
         Worker("rollout", signal.SIGSTOP, at="receive_weights"),
         Worker("policy", signal.SIGKILL, at="send_weights"),

@@ -22,7 +22,9 @@ _TITLES = {
     "reward-model-quality": "ray::RewardModelWorker",
     "reference": "ray::ReferenceWorker",
     "policy": "ray::PolicyWorker",
+    "environment": "ray::EnvironmentWorker",
     "grader": "grpo_dist.rewards.child",
+    "tool": "grpo_dist.environments.sandbox.zygote",
 }
 _DASHBOARD = "/ray/dashboard/dashboard.py"  # a raylet names the agent beside it in its arguments
 _OF_RAY = (
@@ -91,11 +93,15 @@ def role_of(process: psutil.Process) -> str | None:
 
 
 def _has_role(process: psutil.Process, role: str) -> bool:
-    """Match a worker by command line, except the guardian of a grader: its loss would go unnoticed."""
+    """Match a worker by command line, except the guardian of a grader: its loss would go unnoticed. A tool is
+    the process of an episode, whose keeper is its parent, and the zygote the parent of that.
+    """
     wanted = _TITLES[role]
     if wanted not in title(process):
         return False
     with suppress(psutil.Error):
+        if role == "tool":
+            return all(wanted in title(parent) for parent in [*process.parents(), process][:2])
         return role != "grader" or not any(wanted in title(child) for child in process.children())
     return False
 

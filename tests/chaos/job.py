@@ -79,7 +79,8 @@ class Job:
 
     def launch(self) -> None:
         command = [sys.executable, "-m", "grpo_dist.cli", "train", str(CONFIG), f"output_dir={self.disk}"]
-        command += [f"rewards.code_paths=[{_ROOT / 'tests/support'}]", *self._overrides]
+        own = _ROOT / "tests/support"
+        command += [f"rewards.code_paths=[{own}]", f"environments.code_paths=[{own}]", *self._overrides]
         self._process = subprocess.Popen(
             command,
             cwd=self._temporary,

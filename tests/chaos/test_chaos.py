@@ -46,7 +46,7 @@ def test_a_missing_or_repeated_step_is_reported():
 def test_all_kinds_are_played_and_a_file_is_torn_only_after_its_driver_ended():
     everything = [kind for kind in _kinds() if "starting" not in kind]
     assert sorted(f.kind for group in long_groups(None, everything) for f in group) == sorted(everything)
-    assert {len(group) for group in long_groups(None, everything)} == {1, 2, 5}
+    assert {len(group) for group in long_groups(None, everything)} == {1, 2, 6}
     for refusal, wanted, kills in (
         (None, everything, False),
         (None, ["torn file"], True),

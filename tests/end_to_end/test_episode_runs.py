@@ -1,0 +1,85 @@
+"""Whole runs of episodes: every other problem has an environment, a class of a user's own with three turns."""
+
+import signal
+
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_dist.loop.ledger import audit
+from tests.end_to_end.test_turns import COMMON, numbers, samples
+from tests.support.real_runs import metrics, run, without_clock
+
+pytestmark = [pytest.mark.machine, pytest.mark.long]
+
+EPISODES = (
+    'data.train=[{path: "demo:add3"}, {path: "demo:products", environment: "end_to_end_environment:Digits"}]',
+    "environments={code_paths: [SUPPORT], max_turn_tokens: 8, num_workers: 2}",
+    "sampling.max_new_tokens=64",
+    "environments.timeout_s=1200",
+)
+
+
+def play(directory, *overrides, **how):
+    from tests.support import real_runs
+
+    support = str(real_runs.Path(real_runs.__file__).parent)
+    own = [override.replace("SUPPORT", support) for override in EPISODES]
+    directory.mkdir(exist_ok=True)
+    return run(directory, *own, *overrides, **how)
+
+
+def rows(directory):
+    found = sorted((directory / "runs/run/samples").glob("step_*.parquet"))
+    return [row for path in found for row in pq.read_table(path).to_pylist()]
+
+
+def test_episodes_give_the_same_run_where_all_roles_take_turns(tmp_path):
+    """With a greedy episode for each prompt (ReMax), and the engines asleep while the policy trains."""
+    for placement in ("separate", "colocated"):
+        play(tmp_path / placement, *COMMON, f"cluster.placement={placement}", "algorithm.advantage=remax")
+    apart, turns = tmp_path / "separate", tmp_path / "colocated"
+    assert numbers(apart) == numbers(turns)
+    assert samples(apart) == samples(turns)
+    last = metrics(apart)[-1]
+    assert last["mismatch/logprob_diff_max"] < 1e-5 and last["probe/logprob_diff_max"] < 1e-5
+    assert last["throughput/rollout_turns"] > 0 and last["time/environment_act_busy_s"] > 0
+    assert last["time/tool_wait_s"] > 0 and 0 <= last["throughput/episode_cached_share"] <= 1
+    episodes = [row for row in rows(apart) if row["source"] == "products"]
+    assert episodes and all(len(row["turns"]) == 3 for row in episodes)
+    assert all(row["finish_reason"] == "stop" for row in episodes)
+    assert not any(row["turns"] for row in rows(apart) if row["source"] == "add3")
+
+
+def test_episodes_sampled_ahead_continue_under_new_weights(tmp_path):
+    """`keep`: each token has the version of its weights, none is older than allowed."""
+    done = play(tmp_path, "steps=5", "max_staleness=1", "weight_sync.mode=keep", "rollout.num_workers=2")
+    assert "ledger: 20 prompts sampled = " in done.stdout and "does not balance" not in done.stdout
+    assert audit(tmp_path / "runs/run/ledger.jsonl", steps=5, prompts_per_step=4) is None
+    lines = [line for line in metrics(tmp_path) if line["step"]]
+    assert max(line["rollout/staleness_max"] for line in lines) == 1
+    for step in range(1, 6):
+        table = pq.read_table(tmp_path / f"runs/run/samples/step_{step:06d}.parquet").to_pylist()
+        versions = {v for row in table for v in row["policy_versions"]}
+        given = {
+            v
+            for row in table
+            if row["sampled"]
+            for v, own in zip(row["policy_versions"], row["sampled"], strict=True)
+            if not own
+        }
+        assert versions - {-1} <= {max(0, step - 2), step - 1} and given <= {-1}
+
+
+@pytest.mark.evidence
+def test_a_run_of_episodes_that_is_ended_and_killed_resumes_with_the_same_numbers(tmp_path):
+    """Finished groups of the step under way are kept, unfinished ones are sampled again."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    play(whole, "steps=6")
+    killed = play(parts, "steps=6", check=False, kill_after="step_000003")
+    assert killed.returncode == -signal.SIGKILL
+    play(parts, "steps=6")
+    assert without_clock(metrics(parts)) == without_clock(metrics(whole))
+    assert samples(parts) == samples(whole)
+    books = [directory / "runs/run/ledger.jsonl" for directory in (whole, parts)]
+    assert books[0].read_text() == books[1].read_text()
+    assert audit(books[0], steps=6, prompts_per_step=4) is None
