@@ -22,6 +22,7 @@ from actors.workers.reward import RewardPool
 from actors.workers.reward_model import RewardModelPool
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import Config
+from grpo_dist.environments.registry import may_run_code
 from grpo_dist.runtime.hardware import thread_environment
 
 # An actor on the policy's GPUs has the memory for its start only in its own turn, which may not come again
@@ -96,7 +97,9 @@ class Factory:
         """Create the environment workers; None where no prompt has an environment."""
         if "environments" not in self.demands:
             return None
-        return EnvironmentPool(self._config.environments, self._actors("environments"))
+        sandboxed = any(map(may_run_code, self._config.environment_names))
+        actors = self._actors("environments")
+        return EnvironmentPool(self._config.environments, actors, sandboxed=sandboxed)
 
     def rollouts(
         self, model_dir: Path, shared: SharedDevices | None, environments: EnvironmentPool | None

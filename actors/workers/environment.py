@@ -45,9 +45,10 @@ class EnvironmentWorker(Metered, Probeable):
     once.
     """
 
-    def __init__(self, settings: EnvironmentsConfig) -> None:
+    def __init__(self, settings: EnvironmentsConfig, *, sandboxed: bool = True) -> None:
+        """``sandboxed``: an environment may run code that the policy writes."""
         super().__init__()
-        self._settings = settings
+        self._settings, self._sandboxed = settings, sandboxed
         self._runner: Any = None
         self._notes: list[str] = []
         self._episodes: defaultdict[str, set[str]] = defaultdict(set)  # those that run, by engine
@@ -58,7 +59,7 @@ class EnvironmentWorker(Metered, Probeable):
         from grpo_dist.environments.runner import EpisodeRunner  # the driver's handle does without it
 
         self._runner = EpisodeRunner(self._settings)
-        self._notes = await self._runner.start()
+        self._notes = await self._runner.start(sandboxed=self._sandboxed)
 
     async def notes(self) -> list[str]:
         """Return what the user must know of this worker, such as how strong its sandbox is."""
@@ -105,12 +106,18 @@ class EnvironmentPool:
     """Driver-side handle: starts and supervises the workers, and gives their addresses to the engines."""
 
     def __init__(
-        self, settings: EnvironmentsConfig, actors: ActorSpec, *, worker: type = EnvironmentWorker
+        self,
+        settings: EnvironmentsConfig,
+        actors: ActorSpec,
+        *,
+        sandboxed: bool = True,
+        worker: type = EnvironmentWorker,
     ) -> None:
+        """``sandboxed``: as for `EnvironmentWorker`."""
         actors = replace(actors, options={"max_concurrency": 10_000} | actors.options)
         self.team = Team(
             "environment",
-            actors.makers(ray.remote(worker), settings.num_workers, settings),
+            actors.makers(ray.remote(worker), settings.num_workers, settings, sandboxed=sandboxed),
             actors,
             start=lambda worker: worker.start.remote(),
             health=lambda worker: worker.health.remote(),  # on its event loop, in parallel to its work

@@ -67,8 +67,13 @@ class Sections(Section):
     @property
     def has_environments(self) -> bool:
         """Whether any source of problems has an environment."""
-        sources = (*self.data.train, *self.data.eval)
-        return any(self.data.environment_of(source) is not None for source in sources)
+        return bool(self.environment_names)
+
+    @property
+    def environment_names(self) -> tuple[str, ...]:
+        """The environments of all sources of problems, each once."""
+        names = (self.data.environment_of(source) for source in (*self.data.train, *self.data.eval))
+        return tuple(dict.fromkeys(name for name in names if name is not None))
 
     @property
     def is_supervised(self) -> bool:

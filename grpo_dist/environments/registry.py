@@ -31,6 +31,13 @@ _ADAPTERS = {
 }
 
 
+def may_run_code(name: str) -> bool:
+    """Return whether the environment ``name`` may have the tool `python`. A class of a user's own may: it is
+    imported only in processes of its own.
+    """
+    return name != "calculator" and name.partition(":")[0] not in _ADAPTERS
+
+
 def load_environment(name: str) -> Callable[..., Environment]:
     """Import an environment. Returns its class, or for a package's environment what makes it.
 

@@ -135,7 +135,7 @@ def _of_episodes(rollouts: list[Rollout], values: ValuesOfSamples) -> dict[str, 
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    """Return ``turn`` as `dataclasses.asdict` does, which would copy every text and take ten times as long."""
+    """Return ``turn`` as `dataclasses.asdict` does, which takes ten times as long."""
     return {
         "row": turn.row,
         "end": turn.end,

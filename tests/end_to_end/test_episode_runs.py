@@ -1,4 +1,4 @@
-"""Whole runs of episodes: every other problem has an environment, a class of a user's own with three turns."""
+"""Whole runs of episodes: half of the problems have an environment, a class of a user's own."""
 
 import signal
 

@@ -35,7 +35,9 @@ _STEPS = 2  # simulated steps of a line
 _MARK = "#| "
 _CARD = "H100"
 # Recipes for machines without GPUs, whose models are too small for what a plan knows of GPUs.
-_ON_CPUS = ("demo", "tools_demo", "gsm8k_cpu_smoke", "word_problems", "cpu_13m", "cpu_13m_lognormal")
+_ON_CPUS = (
+    "demo", "tools_demo", "gsm8k_cpu_smoke", "word_problems", "cpu_13m", "cpu_13m_lognormal", "cpu_13m_tools"
+)  # fmt: skip
 # A stand-in of the same shape for a model that a script writes.
 _STAND_INS = {"word_problems": ["sft.model=demo:tiny"]}
 _SPLIT = (

@@ -87,6 +87,17 @@ def workload_of(
     if not config.has_environments:
         return Workload(prompt_tokens, lengths, cap, used, "; ".join(assumed))
     if turns is None or tool_s is None:
-        turns, tool_s = turns or _TURNS, _TOOL_S if tool_s is None else tool_s
+        instant = config.environment_names == ("calculator",)
+        turns = turns or _TURNS
+        tool_s = tool_s if tool_s is not None else 0.0 if instant else _TOOL_S
         assumed.append(f"episodes of {turns} turns, {tool_s:g} s between two (--turns, --tool-seconds)")
+    if config.bench.lengths.kind != "natural":
+        lengths = _of_whole_episodes(lengths, turns)
     return Workload(prompt_tokens, lengths, cap, used, "; ".join(assumed), turns, tool_s)
+
+
+def _of_whole_episodes(lengths: LengthsConfig, turns: int) -> LengthsConfig:
+    """Return lengths of whole episodes; ``lengths`` are those of each action."""
+    key = "tokens" if lengths.kind == "fixed" else "mean"
+    value = getattr(lengths, key)
+    return lengths if value is None else lengths.model_copy(update={key: value * turns})

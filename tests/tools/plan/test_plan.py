@@ -602,6 +602,8 @@ def test_the_number_of_slow_engines_is_bounded_by_the_cluster():
         (["--cluster", "1x0xCPU"], ["in no data sheet", "grpo-dist bench"]),
         (["--cluster", "1x8xH100", "--price", "-1"], ["--price -1"]),
         (["--cluster", "1x8xH100", "--prompt-tokens", "0"], ["--prompt-tokens 0"]),
+        (["--cluster", "1x8xH100", "--turns", "2"], ["--turns", "no source of problems has an environment"]),
+        (["--cluster", "1x8xH100", "--tool-seconds", "-1"], ["--tool-seconds -1"]),
         (["--cluster", "1x8xH100", "--failure-hours", "-2"], ["--failure-hours -2"]),
         (["--cluster", "1x8xH100", "--failure-hours", "nan"], ["--failure-hours nan"]),
         (["--cluster", "1x8xH100", "--failure-hours", "inf"], ["--failure-hours inf"]),

@@ -279,6 +279,22 @@ def test_missing_lengths_are_assumed_and_reported():
     assert fixed.mean == 4 and fixed.length(3) == 4  # requested lengths override measured ones
 
 
+def test_lengths_of_actions_add_up_and_missing_turns_are_assumed_and_reported():
+    tools = {"data": {"train": [{"path": "demo:add3", "environment": "python"}]}}
+    fixed = tools | {
+        "bench": {"lengths": {"kind": "fixed", "tokens": 30}},
+        "sampling": {"max_new_tokens": 100},
+    }
+    made = workload_of(config(**fixed), prompt_tokens=5, turns=3, tool_s=0.5)
+    assert (made.mean, made.turns, made.tool_s, made.assumed) == (90, 3, 0.5, "")
+    assumed = workload_of(config(**tools), prompt_tokens=5, measured=[4])
+    assert (assumed.mean, assumed.turns, assumed.tool_s) == (4, 2, 0.2)
+    assert assumed.assumed == "episodes of 2 turns, 0.2 s between two (--turns, --tool-seconds)"
+    instant = {"data": {"train": [{"path": "demo:add3", "environment": "calculator"}]}}
+    assert workload_of(config(**instant), prompt_tokens=5, turns=4).tool_s == 0
+    assert workload_of(config(), prompt_tokens=5).turns == 1
+
+
 def test_shapes_of_benchmarks_can_be_planned():
     for file in (ROOT / "configs/bench/shapes").glob("*.json"):
         assert from_config_json(json.loads(file.read_text()), file.stem).parameters > 1e6
