@@ -488,9 +488,8 @@ def test_the_end_of_a_driver_is_over_only_when_its_launch_has_ended():
     assert event.look(job)
 
 
-# Beside other tests, unlike other runs of all parts: it must stand other work, and mostly waits for them.
 # It ends itself when its job finishes no step for long.
-@pytest.mark.long
+@pytest.mark.evidence
 @pytest.mark.timeout(0)
 def test_a_job_that_loses_one_of_everything_ends_like_the_undisturbed_one(tmp_path):
     """The short form. It prints what recovery took; run `make chaos` for twenty of each kind."""
