@@ -23,8 +23,9 @@ Reinforcement learning can close that gap.
                    ```
                    \\boxed{20126}
 
-A model trained on them guesses about as often as the demonstrations do. Reinforcement learning can teach it
-to call.
+Products of four and of five digits are demonstrated equally often, as the result is copied from a place that
+depends on its length. A model trained on them calls now and then. Reinforcement learning can teach it to
+call always.
 
 A problem belongs to the test split if md5(problem) % 20 == 0, so no test problem is ever trained on.
 """
@@ -63,7 +64,7 @@ def demonstrations(name: str, count: int, *, noise: float, seed: int) -> list[di
     rng = random.Random(f"demonstrations {seed}")
     out: list[dict[str, Any]] = []
     while len(out) < count:
-        a, b = _draw(name, rng)
+        a, b = _draw(name, rng) if name == "add3" else _draw_of_length(rng.choice((4, 5)), rng)
         problem = problem_of(name, a, b)
         if split_of(problem) == "train":
             out.append({"prompt": problem, "completion": _DEMONSTRATIONS[name](a, b, rng, noise=noise)})
@@ -131,6 +132,14 @@ def _answer(name: str, a: int, b: int) -> int:
 
 def _draw(name: str, rng: random.Random) -> tuple[int, int]:
     return rng.randint(100, 999), rng.randint(100, 999) if name == "add3" else rng.randint(10, 99)
+
+
+def _draw_of_length(digits: int, rng: random.Random) -> tuple[int, int]:
+    """Draw factors whose product has so many digits."""
+    while True:
+        a, b = _draw("products", rng)
+        if len(str(a * b)) == digits:
+            return a, b
 
 
 @lru_cache

@@ -5,7 +5,7 @@
   const { make } = report;
   const LONGEST = 160; // characters of a call's arguments and result in its line
 
-  const line = (text) => report.visible(text.replaceAll(/\s*\n\s*/g, " ↵ ").trim());
+  const line = (text) => report.visible(text.trim().replaceAll(/\s*\n\s*/g, " ↵ "));
   const cut = (text) => (text.length > LONGEST ? `${text.slice(0, LONGEST - 1)}…` : text);
 
   function time(seconds) {
