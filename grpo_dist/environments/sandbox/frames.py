@@ -54,7 +54,7 @@ def receive(channel: _Readable, size: int) -> bytes:
     """Receive exactly ``size`` bytes. Raises EOFError if the other end closes before."""
     buffer = bytearray()
     while len(buffer) < size:
-        piece = channel.recv(min(size - len(buffer), 1 << 20))
+        piece = channel.recv(min(size - len(buffer), 1 << 20))  # bounded: by the end of the owner
         if not piece:
             raise EOFError
         buffer += piece

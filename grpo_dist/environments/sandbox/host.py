@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import secrets
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.environments.sandbox.child_environment import environment_of
 from grpo_dist.environments.sandbox.frames import ANSWER, OUTCOMES, REQUEST, TOKEN_BYTES
 from grpo_dist.environments.sandbox.isolation import Isolation
 from grpo_dist.environments.sandbox.limits import Limits
@@ -42,8 +42,6 @@ _CHILD = (
     "import sys; sys.path.insert(0, sys.argv.pop()); import grpo_dist.environments.sandbox.zygote as zygote; "
     "del sys.path[0]; zygote.main()"
 )
-# All that code of the policy finds in its environment, besides what Python needs.
-_HARMLESS = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
 
 
 class ProcessFailure(Exception):
@@ -117,7 +115,7 @@ class ProcessHost:
             "isolation": asdict(isolation) if isolation else None,
         }
         self._program, self._longest = program, limits.reply_kb * 1024 + (limits.output_kb + 1) * 1024
-        self._environment = _environment(code_paths, trusted=isolation is None)
+        self._environment = environment_of(code_paths, trusted=isolation is None)
         self._live: dict[str, _Live] = {}
         self._by_number: dict[int, _Live] = {}
         self._count = 0
@@ -178,6 +176,10 @@ class ProcessHost:
         async with self._starting:
             if self._child is not None:
                 await self._lose_zygote()
+
+    def is_live(self, episode: str) -> bool:
+        """Return whether the episode has been given a process, which may have died since."""
+        return episode in self._live
 
     @property
     def num_live(self) -> int:
@@ -282,7 +284,7 @@ class ProcessHost:
     def _hear(self) -> None:
         """Read what the zygote tells."""
         try:
-            message = self._control.recv(_MESSAGE)
+            message = self._control.recv(_MESSAGE)  # bounded: does not block
         except BlockingIOError:
             return
         except OSError:
@@ -335,24 +337,3 @@ async def _receive(channel: socket.socket, size: int) -> bytes:
             raise EOFError
         buffer += piece
     return bytes(buffer)
-
-
-def _environment(code_paths: Sequence[str], *, trusted: bool) -> dict[str, str]:
-    """Return the environment of the processes. Raises ValueError for a directory that does not exist."""
-    directories = [Path(path).expanduser().resolve() for path in code_paths]
-    for given, directory in zip(code_paths, directories, strict=True):
-        if not directory.is_dir():
-            raise ValueError(
-                f"environments.code_paths: {given!r} is not a directory (resolved to {directory}); expected "
-                "directories with modules of environments"
-            )
-    paths = [str(directory) for directory in directories]
-    own = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if trusted:
-        # An empty entry, as in "a::b" or "a:", would mean the working directory.
-        paths += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        own = os.environ | own
-    else:
-        own |= {name: os.environ[name] for name in _HARMLESS if name in os.environ}
-        own |= {"PYTHONHASHSEED": "0"}  # same code, same output: also the order of a set
-    return own | {"PYTHONPATH": os.pathsep.join(paths)}

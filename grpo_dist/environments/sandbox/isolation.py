@@ -79,6 +79,10 @@ class Isolation:
         """Return the episode's directory, as its processes see it."""
         return root.HOME if "mount" in self.spaces else place.path
 
+    def watched(self, place: Place) -> str:
+        """Return the directory whose size no file system of its own limits; "": none."""
+        return "" if "mount" in self.spaces else place.path
+
     def prepare(self, place: Place) -> None:
         """Make the directory of an episode; in the zygote."""
         os.mkdir(place.path, 0o700)
@@ -143,7 +147,7 @@ class Isolation:
             alone = "pid" in self.spaces or self.landlock >= landlock.SIGNALS_FROM
             SyscallFilter(
                 unix_sockets="mount" in self.spaces and "net" in self.spaces,
-                attributes="mount" in self.spaces or self.first_user is not None,
+                attributes="mount" in self.spaces,
                 signals_to=None if alone else os.getpid(),
             ).install()
 

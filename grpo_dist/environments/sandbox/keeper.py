@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from grpo_dist.environments.sandbox import worker
 from grpo_dist.environments.sandbox.frames import INNER, REQUEST, TOKEN_BYTES, Answer, KeptOutput, receive
-from grpo_dist.environments.sandbox.limits import Limits, TreeUsage
+from grpo_dist.environments.sandbox.limits import MOST_FILES, Limits, TreeUsage, files_exceed
 from grpo_dist.runtime.guardian import become_subreaper, descendants, kill_descendants, reap
 
 _WATCH_S = 0.25  # between measurements of what a request uses; shorter requests are not measured
@@ -45,6 +45,7 @@ class Keeper:
         channel: to the owner. Its end is the episode's end.
         lifeline: read end of a pipe that only the zygote can write to.
         contained: whether a PID namespace holds all processes of the episode.
+        watched: directory whose files are measured, too; "": their file system has a size of its own.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class Keeper:
         limits: Limits,
         *,
         contained: bool,
+        watched: str = "",
     ) -> None:
         self._start, self._channel, self._lifeline = start, channel, lifeline
-        self._limits, self._contained = limits, contained
+        self._limits, self._contained, self._watched = limits, contained, watched
         self._status: int | None = None  # wait status of the worker
 
     def run(self) -> NoReturn:
@@ -163,7 +165,8 @@ class Keeper:
             now = time.monotonic()
             if now >= deadline:
                 return "timeout", f"no result within {timeout_s:g} s".encode()
-            ready = dict(poller.poll(1000 * (min(deadline, watched) - now) + 1))
+            # A negative limit would be none.
+            ready = dict(poller.poll(1000 * max(0.0, min(deadline, watched) - now) + 1))
             if self._lifeline in ready or self._channel.fileno() in ready:
                 raise EOFError
             if self._output in ready and not self._take_output(output, _PIECE):
@@ -260,6 +263,8 @@ class Keeper:
             return "timeout", f"more than {limits.cpu_s:g} s of CPU time".encode()
         if used.memory > most and TreeUsage.of(pids, exact=True).memory > most:
             return "memory", f"more than {limits.memory_mb} MiB of memory, all processes together".encode()
+        if self._watched and limits.files_mb is not None and files_exceed(self._watched, limits.files_mb):
+            return "error", f"more than {limits.files_mb} MiB of files, or {MOST_FILES} of them".encode()
         return None
 
     def _all(self) -> set[int]:

@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 
+MOST_FILES = 8192  # files and directories of an episode
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -52,6 +53,23 @@ class TreeUsage:
                 cpu_s += _cpu_s(pid)
                 memory += _own_memory(pid, exact=exact)
         return cls(cpu_s, memory)
+
+
+def files_exceed(directory: str, megabytes: int) -> bool:
+    """Return whether the files below ``directory`` need more, or are more than `MOST_FILES`."""
+    size, count, waiting = 0, 0, [directory]
+    while waiting:
+        with suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                count += 1
+                with suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    else:
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
+                if size > megabytes * 2**20 or count > MOST_FILES:
+                    return True
+    return False
 
 
 def _cpu_s(pid: int) -> float:

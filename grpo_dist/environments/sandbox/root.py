@@ -9,6 +9,7 @@ import site
 import sys
 from collections.abc import Iterable
 
+from grpo_dist.environments.sandbox.limits import MOST_FILES
 from grpo_dist.environments.sandbox.linux import (
     MS_BIND,
     MS_NODEV,
@@ -27,7 +28,6 @@ _FILES = ("/etc/ld.so.cache", "/etc/localtime")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 DEVICES = tuple(f"/dev/{name}" for name in _DEVICES)
 _LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1"}
-_INODES = 8192  # files and directories of an episode
 
 
 def readable() -> list[str]:
@@ -71,7 +71,7 @@ def build_root(directory: str, user: int, files_mb: int | None, *, own_proc: boo
     if own_proc:
         mount("proc", f"{directory}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     os.mkdir(directory + HOME)
-    options = f"mode=700,uid={user},gid={user},nr_inodes={_INODES}"
+    options = f"mode=700,uid={user},gid={user},nr_inodes={MOST_FILES}"
     if files_mb is not None:
         options += f",size={files_mb}m"
     mount("tmpfs", directory + HOME, "tmpfs", MS_NOSUID | MS_NODEV, options)

@@ -163,7 +163,15 @@ class Zygote:
                 self._isolation.settle(place, self._limits)
             else:
                 os.chdir("/proc")
-            Keeper(self._worker(place), channel, self._lifeline, self._limits, contained=contained).run()
+            watched = self._isolation.watched(place) if self._isolation else ""
+            Keeper(
+                self._worker(place),
+                channel,
+                self._lifeline,
+                self._limits,
+                contained=contained,
+                watched=watched,
+            ).run()
         finally:
             os._exit(1)
 
@@ -222,8 +230,9 @@ def main() -> None:
     directory = Path(sys.argv[2])
     os.umask(0o077)
     try:
+        settings = control.recv(_MESSAGE)  # bounded: by the end of the owner
         try:
-            zygote = Zygote(control, json.loads(control.recv(_MESSAGE)), directory)
+            zygote = Zygote(control, json.loads(settings), directory)
         except BaseException as error:
             lines = traceback.format_exception(error)
             control.send(

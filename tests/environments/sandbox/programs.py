@@ -7,6 +7,17 @@ import sys
 import time
 
 
+class Attempt:
+    """Runs code and says whether it was refused."""
+
+    def handle(self, kind, payload):
+        try:
+            exec(payload, {})
+        except Exception as error:
+            return f"refused {type(error).__name__}: {error}"
+        return "reached"
+
+
 class Counter:
     def __init__(self, begin: int = 0) -> None:
         if begin < 0:

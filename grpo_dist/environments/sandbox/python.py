@@ -1,0 +1,135 @@
+"""The Python tool: an interpreter per episode that keeps its variables, wherever it runs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from grpo_dist.config.environments import SandboxConfig
+from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
+from grpo_dist.environments.sandbox.isolation import Isolation
+from grpo_dist.environments.sandbox.limits import Limits
+from grpo_dist.environments.sandbox.service import CodeService
+from grpo_dist.environments.sandbox.trial import find_isolation
+
+_PROGRAM = "grpo_dist.environments.sandbox.interpreter:Interpreter"
+_READY_S = 300.0  # limit for the start of an interpreter, which no call is charged with
+_OUTCOMES = ("ok", "error", "timeout", "memory", "died")
+_GONE = "The interpreter was ended: variables and files of earlier calls are gone."
+_USED_UP = "no time is left for calls of this episode"
+
+
+@dataclass(frozen=True, slots=True)
+class CodeResult:
+    """What came of a call.
+
+    Attributes:
+        output: stdout and stderr in order, the value of a last expression, a traceback; cut to
+            ``environments.sandbox.output_kb``. It says so where the interpreter was lost.
+        outcome: ok | error | timeout | memory | died.
+        seconds: wall clock of the code.
+    """
+
+    output: str
+    outcome: str
+    seconds: float
+
+
+class CodeBackend(Protocol):
+    """Where code runs. ``run`` raises ProcessFailure for code without a result."""
+
+    async def start(self) -> list[str]: ...
+    async def run(self, episode: str, code: str, timeout_s: float) -> tuple[str, str, float]: ...
+    async def end(self, episode: str) -> None: ...
+    async def close(self) -> None: ...
+
+
+class PythonSandbox:
+    """Runs code of the policy, for any number of episodes at once.
+
+    Args:
+        isolation: of the process backend; None: the strongest that `start` finds to work.
+    """
+
+    def __init__(self, settings: SandboxConfig, *, isolation: Isolation | None = None) -> None:
+        self._settings = settings
+        self._backend: CodeBackend
+        if settings.backend == "process":
+            self._backend = InterpreterProcesses(settings, isolation)
+        else:
+            self._backend = CodeService(settings)
+        self._used_s: dict[str, float] = {}
+
+    async def start(self) -> list[str]:
+        """Start. Returns sentences that say what code is confined by. Raises ProcessFailure."""
+        return await self._backend.start()
+
+    async def run(self, episode: str, code: str) -> CodeResult:
+        """Run ``code`` in the episode's interpreter, which the first call makes. Never raises for code."""
+        settings, used_s = self._settings, self._used_s.get(episode, 0.0)
+        timeout_s = min(settings.call_s, settings.episode_s - used_s)
+        if timeout_s <= 0:
+            return CodeResult(f"[{_USED_UP}: {settings.episode_s:g} s]\n", "timeout", 0.0)
+        begin = time.monotonic()
+        try:
+            outcome, output, seconds = await self._backend.run(episode, code, timeout_s)
+        except ProcessFailure as failure:
+            outcome, seconds = failure.outcome, time.monotonic() - begin
+            output = failure.output + "\n" * (bool(failure.output) and not failure.output.endswith("\n"))
+            output += f"[{failure.detail}{'. ' + _GONE if failure.lost else ''}]\n"
+        self._used_s[episode] = used_s + seconds
+        return CodeResult(_readable(output), outcome if outcome in _OUTCOMES else "error", seconds)
+
+    async def end(self, episode: str) -> None:
+        """End the episode's interpreter; nothing of it is left. An unknown episode has none."""
+        self._used_s.pop(episode, None)
+        await self._backend.end(episode)
+
+    async def close(self) -> None:
+        await self._backend.close()
+
+
+class InterpreterProcesses:
+    """Interpreters in processes of this machine."""
+
+    def __init__(self, settings: SandboxConfig, isolation: Isolation | None) -> None:
+        self._isolation = isolation
+        self._limits = Limits(
+            memory_mb=settings.memory_mb,
+            cpu_s=settings.cpu_s,
+            processes=settings.processes,
+            files_mb=settings.files_mb,
+            output_kb=settings.output_kb,
+            reply_kb=16,
+        )
+        self._host: ProcessHost | None = None
+
+    async def start(self) -> list[str]:
+        if self._isolation is None:
+            self._isolation, notes = await find_isolation()
+        else:
+            notes = self._isolation.describe()
+        self._host = ProcessHost(_PROGRAM, {}, limits=self._limits, isolation=self._isolation)
+        await self._host.start()
+        return notes
+
+    async def run(self, episode: str, code: str, timeout_s: float) -> tuple[str, str, float]:
+        assert self._host is not None, "run before start"
+        if not self._host.is_live(episode):
+            await self._host.ask(episode, "ready", None, timeout_s=_READY_S)
+        reply = await self._host.call(episode, "run", code, timeout_s=timeout_s)
+        return str(reply.value), reply.output, reply.seconds
+
+    async def end(self, episode: str) -> None:
+        if self._host is not None:
+            await self._host.end(episode)
+
+    async def close(self) -> None:
+        if self._host is not None:
+            await self._host.close()
+
+
+def _readable(output: str) -> str:
+    """Return text without characters that tokenizers and files of records do not take."""
+    return output.replace("\0", "\\x00")

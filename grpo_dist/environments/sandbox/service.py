@@ -1,0 +1,142 @@
+"""The Python tool on a sandbox service that speaks SandboxFusion's API: POST /run_code.
+
+The service starts a new process for each request. So that variables stay, the earlier code of the episode
+runs again before the new code, and what it prints is dropped. What depends on time is not the same again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_dist.config.environments import SandboxConfig
+from grpo_dist.environments.sandbox import cells
+from grpo_dist.environments.sandbox.frames import KeptOutput
+from grpo_dist.environments.sandbox.host import ProcessFailure
+from grpo_dist.errors import UserError
+from grpo_dist.secrets import masked_text
+
+if TYPE_CHECKING:
+    import httpx
+
+_ATTEMPTS, _FIRST_PAUSE_S = 4, 0.5
+_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+_GRACE_S = 30.0  # of the service: for its queue, and to start a process
+_OWN_MB = 1024  # address space of Python and its packages, which the service counts with the code's
+_OF_EXIT = {0: "ok", 1: "error", 3: "memory"}  # as `cells.replay` exits
+_REASON = 500  # characters of an error
+
+
+class CodeService:
+    """Runs code on a service."""
+
+    def __init__(self, settings: SandboxConfig) -> None:
+        if not settings.url:
+            raise UserError(
+                "environments.sandbox.url is not set: backend http needs the address of the service, e.g. "
+                "http://sandbox:8080"
+            )
+        self._settings, self._url = settings, settings.url.rstrip("/") + "/run_code"
+        self._earlier: dict[str, list[tuple[str, float]]] = {}  # code and seconds of each call
+        self._source = Path(cells.__file__).read_text()
+        self._client: httpx.AsyncClient | None = None
+
+    async def start(self) -> list[str]:
+        """Run a line there. Raises ProcessFailure if that does not work."""
+        import httpx  # only here: few runs have a service
+
+        # Every episode may have a request under way.
+        self._client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), trust_env=False)
+        outcome, output, _ = await self.run("", "print(6 * 7)", self._settings.call_s)
+        await self.end("")
+        if (outcome, output) != ("ok", "42\n"):
+            raise ProcessFailure("error", f"{self._shown(self._url)} printed {output[:_REASON]!r} for 6 * 7")
+        where = self._shown(self._settings.url or "")
+        return [f"sandbox: code runs at {where}, whose isolation is its own affair and is not checked here"]
+
+    async def run(self, episode: str, code: str, timeout_s: float) -> tuple[str, str, float]:
+        """Run ``code`` behind the episode's earlier code. Raises ProcessFailure."""
+        earlier = self._earlier.get(episode, [])
+        earlier_s = sum(seconds for _, seconds in earlier)
+        limit_s = timeout_s + 2 * earlier_s
+        begin = time.monotonic()
+        found = await self._post(self._request([text for text, _ in earlier], code, limit_s), limit_s)
+        outcome, output, seconds = self._read(episode, found, timeout_s, time.monotonic() - begin)
+        seconds = max(0.0, seconds - earlier_s)
+        self._earlier.setdefault(episode, []).append((code, seconds))
+        return outcome, output, seconds
+
+    async def end(self, episode: str) -> None:
+        self._earlier.pop(episode, None)
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+    def _request(self, earlier: list[str], code: str, limit_s: float) -> dict[str, Any]:
+        texts = json.dumps(json.dumps([earlier, code]))  # a JSON text as a literal of Python
+        program = f"{self._source}\n\nimport json\n\nreplay(*json.loads({texts}))\n"
+        return {
+            "code": program,
+            "language": "python",
+            "compile_timeout": limit_s,
+            "run_timeout": limit_s,
+            "memory_limit_MB": self._settings.memory_mb + _OWN_MB,
+        }
+
+    async def _post(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """Send a request, again after passing failures: the service keeps nothing of one that failed."""
+        import httpx
+
+        assert self._client is not None, "run before start"
+        reason = ""
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
+            try:
+                response = await self._client.post(self._url, json=request, timeout=limit_s + _GRACE_S)
+                if response.status_code == 200:
+                    found = response.json()
+                    if isinstance(found, dict):
+                        return found
+                    reason = "a reply that is no JSON object"
+                    break
+                reason = f"HTTP {response.status_code}: {response.text}"
+                if response.status_code not in _TRANSIENT:
+                    break
+            except httpx.TimeoutException:
+                reason = f"no reply within {limit_s + _GRACE_S:g} s"
+            except (httpx.HTTPError, ValueError) as error:
+                reason = f"{type(error).__name__}: {error}"
+        shown = self._shown(reason)[:_REASON]
+        raise ProcessFailure("error", f"the sandbox service does not answer ({shown})", lost=False)
+
+    def _read(
+        self, episode: str, found: dict[str, Any], timeout_s: float, elapsed_s: float
+    ) -> tuple[str, str, float]:
+        """Return outcome, output and seconds of all the code. Raises ProcessFailure."""
+        ran = found.get("run_result")
+        if found.get("status") == "SandboxError" or not isinstance(ran, dict):
+            reason = str(found.get("message") or "it ran nothing")[:_REASON]
+            raise ProcessFailure("error", f"the sandbox service failed ({self._shown(reason)})", lost=False)
+        kept = KeptOutput(self._settings.output_kb * 1024)
+        for part in (
+            "stdout",
+            "stderr",
+        ):  # code prints to the first; Python's own last words are in the second
+            kept.add(str(ran.get(part) or "").encode(errors="replace"))
+        output = kept.bytes().decode(errors="replace")
+        if ran.get("status") == "TimeLimitExceeded":
+            self._earlier.pop(episode, None)
+            raise ProcessFailure("timeout", f"no result within {timeout_s:g} s", output=output)
+        code, seconds = ran.get("return_code"), ran.get("execution_time")
+        if code not in _OF_EXIT:
+            self._earlier.pop(episode, None)
+            raise ProcessFailure("died", f"the process ended with exit status {code}", output=output)
+        return _OF_EXIT[code], output, seconds if isinstance(seconds, int | float) else elapsed_s
+
+    def _shown(self, text: str) -> str:
+        return masked_text(text, {"url": self._settings.url})

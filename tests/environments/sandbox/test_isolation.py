@@ -1,0 +1,304 @@
+"""Each layer of isolation protects by itself, what is found is what holds, and what is missing is said."""
+
+import asyncio
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.environments.sandbox import landlock, seccomp, trial
+from grpo_dist.environments.sandbox.host import ProcessHost
+from grpo_dist.environments.sandbox.isolation import SPACES, Isolation
+from grpo_dist.environments.sandbox.limits import Limits
+from tests.support.documents import ROOT
+from tests.support.patience import HANG_S
+
+NOTHING = Isolation()
+FULL, NOTES = asyncio.run(trial.find_isolation())
+CONNECT = "import socket; socket.create_connection(('127.0.0.1', {port}), 5)"
+SIGNAL = "import os; os.kill({owner}, 0)"
+WRITE = "open('{file}', 'a').close()"
+READ = "open('{file}').close()"
+
+
+def result_of(isolation: Isolation, code: str) -> str:
+    async def run():
+        limits = Limits(memory_mb=128, processes=8, files_mb=4)
+        host = ProcessHost(
+            "programs:Attempt",
+            {},
+            limits=limits,
+            isolation=isolation,
+            code_paths=[str(Path(__file__).parent)],
+        )
+        try:
+            return await host.ask("a", "run", code, timeout_s=HANG_S)
+        finally:
+            await host.close()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def names(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as abstract:
+        abstract.bind(f"\0grpo-dist-layer-{os.getpid()}")
+        abstract.listen()
+        libc = ctypes.CDLL(None)
+        segment = libc.shmget(0, 4096, 0o1666)
+        yield {
+            "port": listener.getsockname()[1],
+            "owner": os.getpid(),
+            "file": file,
+            "abstract": f"\\0grpo-dist-layer-{os.getpid()}",
+            "segment": segment,
+        }
+        libc.shmctl(segment, 0, None)  # removed
+
+
+def space(*names: str) -> Isolation:
+    return replace(NOTHING, spaces=names, user_space=FULL.user_space, own_proc="mount" in names)
+
+
+LAYERS = {
+    "network namespace": (space("net"), CONNECT),
+    "process namespace": (space("pid"), SIGNAL),
+    "own root": (space("mount"), READ),
+    "own root, by attributes": (space("mount"), "import os; os.chmod('{file}', 0o600)"),
+    "message namespace": (
+        space("ipc"),
+        "import ctypes\nlibc = ctypes.CDLL(None)\nlibc.shmat.restype = ctypes.c_long\n"
+        "if libc.shmat({segment}, None, 0) == -1: raise OSError('refused')",
+    ),
+    "name namespace": (
+        space("uts"),
+        "import socket\nif socket.gethostname() == 'sandbox': raise OSError('another name')",
+    ),
+    "Landlock, files": (replace(NOTHING, landlock=FULL.landlock), WRITE),
+    "Landlock, signals": (replace(NOTHING, landlock=FULL.landlock), SIGNAL),
+    "Landlock, TCP": (replace(NOTHING, landlock=FULL.landlock), CONNECT),
+    "Landlock, abstract sockets": (
+        replace(NOTHING, landlock=FULL.landlock),
+        "import socket; socket.socket(socket.AF_UNIX).connect('{abstract}')",
+    ),
+    "seccomp, sockets": (replace(NOTHING, seccomp=True), CONNECT),
+    "seccomp, signals": (replace(NOTHING, seccomp=True), SIGNAL),
+    "seccomp, attributes": (replace(NOTHING, seccomp=True), "import os; os.chmod('{file}', 0o600)"),
+    "seccomp, namespaces": (
+        replace(NOTHING, seccomp=True),
+        "import ctypes, os\nif not os.fork(): os._exit(ctypes.CDLL(None).unshare(0x10000000) != 0)\n"
+        "if os.wait()[1]: raise OSError('refused')",
+    ),
+    "user id": (replace(NOTHING, first_user=FULL.first_user), READ),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_alone_refuses_what_is_reached_without_it(layer: str, names):
+    isolation, code = LAYERS[layer]
+    if not set(isolation.spaces) <= set(FULL.spaces) or isolation.landlock > landlock.abi():
+        pytest.skip("this kernel does not have it")
+    if layer == "user id":
+        if FULL.first_user is None:
+            pytest.skip("needs root")
+        os.chmod(names["file"], 0o600)
+    if layer.startswith("Landlock") and FULL.landlock < {"files": 1, "TCP": 4}.get(layer.split(", ")[1], 6):
+        pytest.skip("this kernel's Landlock does not have it")
+    code = code.format(**names)
+    assert result_of(NOTHING, code) == "reached"
+    assert result_of(isolation, code).startswith("refused")
+
+
+def test_what_is_found_is_said_thing_by_thing():
+    assert [line.split(":")[1].strip() for line in NOTES[:4]] == [
+        "processes",
+        "network",
+        "files",
+        "system calls",
+    ]
+    if FULL.spaces == SPACES and FULL.landlock and FULL.seccomp:
+        assert not any("WARNING" in line for line in NOTES)
+        assert len(NOTES) == 4
+
+
+def everything(isolation: Isolation) -> bool:
+    return not isolation.reads_all
+
+
+def only_landlock_and_seccomp(isolation: Isolation) -> bool:
+    return not isolation.spaces
+
+
+def only_a_user_namespace(isolation: Isolation) -> bool:
+    return isolation.user_space
+
+
+def only_network_and_processes(isolation: Isolation) -> bool:
+    return set(isolation.spaces) <= {"net", "pid"} and not isolation.landlock
+
+
+def masked_proc(isolation: Isolation) -> bool:
+    return not isolation.own_proc
+
+
+def nothing(isolation: Isolation) -> bool:
+    return False
+
+
+@pytest.mark.parametrize(
+    ("works", "spaces", "others"),
+    [
+        (everything, SPACES, {"own_proc": True, "seccomp": True, "user_space": False}),
+        (only_a_user_namespace, SPACES, {"user_space": True}),
+        (only_landlock_and_seccomp, (), {"landlock": landlock.abi(), "seccomp": True}),
+        (only_network_and_processes, ("pid", "net"), {"landlock": 0, "seccomp": True}),
+        (masked_proc, SPACES, {"own_proc": False, "seccomp": True}),
+        (nothing, (), {"landlock": 0, "seccomp": False}),
+    ],
+)
+def test_the_strongest_that_works_is_chosen(works, spaces, others, monkeypatch):
+    monkeypatch.setattr(trial.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(trial, "_first_user", lambda: 61184)
+    chosen = trial.choose(works)
+    assert chosen.spaces == spaces
+    assert {name: getattr(chosen, name) for name in others} == others
+
+
+@pytest.mark.parametrize(
+    ("isolation", "said"),
+    [
+        (
+            NOTHING,
+            ["can end this user's processes", "can reach the network", "what this user can", "all are"],
+        ),
+        (replace(NOTHING, landlock=3), ["can end this user's processes", "can reach the network"]),
+        (replace(NOTHING, landlock=5), ["by UDP and Unix sockets"]),
+        (replace(NOTHING, first_user=61184, seccomp=True), ["what every user of this machine can"]),
+    ],
+)
+def test_a_missing_layer_is_a_warning(isolation: Isolation, said: list[str]):
+    warnings = "\n".join(line for line in isolation.describe() if "WARNING" in line)
+    assert all(text in warnings for text in said), warnings
+
+
+def test_a_layer_that_does_not_hold_is_not_used(monkeypatch):
+    monkeypatch.setattr(trial.landlock, "restrict", lambda *_: None)
+    reasons: list[str] = []
+    assert not trial.try_out(replace(NOTHING, landlock=FULL.landlock or 1), reasons)
+    assert "code reads files outside all the same" in reasons[0]
+
+
+def test_a_layer_that_the_kernel_refuses_is_not_used_and_its_reason_is_said(monkeypatch):
+    def refuse(flags):
+        raise OSError(1, "unshare: Operation not permitted")
+
+    monkeypatch.setattr("grpo_dist.environments.sandbox.linux.unshare", refuse)
+    reasons: list[str] = []
+    assert not trial.try_out(space("net"), reasons)
+    assert "net namespaces: PermissionError: [Errno 1] unshare: Operation not permitted" in reasons[0]
+
+
+UNPRIVILEGED = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+if os.geteuid() == 0:
+    os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
+import grpo_dist.environments.sandbox.trial as trial
+from grpo_dist.environments.sandbox.isolation import SPACES, Isolation
+reasons = []
+strongest = Isolation(spaces=SPACES, user_space=True, own_proc=True, landlock=int(sys.argv[2]), seccomp=True)
+fallback = Isolation(landlock=int(sys.argv[2]), seccomp=True)
+print(json.dumps([trial.try_out(strongest, reasons), trial.try_out(fallback, reasons), reasons]))
+"""
+
+
+def python_for_everybody() -> str:
+    """Return a Python that a user without privilege can start."""
+    code = """
+import os, sys
+if not os.getuid(): os.setresuid(65534, 65534, 65534)
+import colorsys
+sys.exit(sys.version_info < (3, 11))
+"""
+    for python in filter(os.path.exists, (sys.executable, "/usr/bin/python3")):
+        if not subprocess.run([python, "-c", code], capture_output=True, timeout=HANG_S).returncode:
+            return python
+    pytest.skip("Python is closed to other users here")
+
+
+def test_without_privilege_a_user_namespace_does_the_same():
+    command = [python_for_everybody(), "-c", UNPRIVILEGED, str(ROOT), str(FULL.landlock)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, cwd="/")
+    assert done.returncode == 0, done.stderr
+    strongest, fallback, reasons = json.loads(done.stdout)
+    assert fallback, reasons
+    if not strongest:
+        assert "unshare" in reasons[0] or "uid_map" in reasons[0] or "mount" in reasons[0]
+        pytest.skip(f"this kernel allows no user namespaces: {reasons[0]}")
+
+
+def test_every_refused_call_has_a_number_on_both_machines_or_is_known_to_have_none():
+    for table in (seccomp._NUMBERS, seccomp._ATTRIBUTES, seccomp._OTHER_PROCESSES):
+        for index in (0, 1):
+            numbers = [known[index] for known in table.values() if known[index] is not None]
+            assert len(numbers) == len(set(numbers))
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize("signals_to", [None, 4711])
+def test_the_filter_refuses_and_allows_call_by_call(machine, signals_to, monkeypatch):
+    """Interpret the BPF program as the kernel does, for the machine that this is not as well."""
+    monkeypatch.setattr(seccomp, "MACHINE", machine)
+    index = ("x86_64", "aarch64").index(machine)
+    program = seccomp.SyscallFilter(
+        unix_sockets=False, attributes=False, signals_to=signals_to
+    ).instructions()
+
+    def verdict(number, *arguments):
+        return interpret(program, seccomp._AUDIT_ARCH[machine], number, [*arguments, 0, 0, 0, 0, 0, 0][:6])
+
+    refused, allowed = seccomp._ERROR | 1, seccomp._ALLOW
+    for table in (seccomp._NUMBERS, seccomp._ATTRIBUTES):
+        for known in table.values():
+            if known[index] is not None:
+                assert verdict(known[index]) == refused
+    assert verdict((0, 63)[index]) == verdict((1, 64)[index]) == verdict((9, 222)[index]) == allowed
+    assert verdict(seccomp._CLONE[index], 0x11) == allowed
+    assert verdict(seccomp._CLONE[index], 0x10000011) == refused
+    assert (
+        verdict(seccomp._SOCKET[index], 1, 1) == verdict(seccomp._SOCKET[index], 2, 1) == seccomp._ERROR | 13
+    )
+    assert verdict(seccomp._SOCKETPAIR[index], 1, 0x80001) == allowed
+    assert verdict(seccomp._SOCKETPAIR[index], 1, 2) == seccomp._ERROR | 13
+    kill, limits = seccomp._SIGNALS["kill"][index], seccomp._SETTINGS["prlimit64"][index]
+    assert verdict(kill, 4711, 9) == verdict(limits, 0) == verdict(limits, 4711) == allowed
+    assert verdict(kill, 1, 9) == verdict(limits, 1) == (allowed if signals_to is None else refused)
+    assert interpret(program, 0xC0000032, 0, [0] * 6) == seccomp._KILL
+    if machine == "x86_64":
+        assert verdict(seccomp._X32 + 41, 2, 1) == seccomp._ERROR | 38
+
+
+def interpret(program, architecture, number, arguments):
+    at, value = 0, 0
+    while True:
+        code, true, false, constant = program[at]
+        at += 1
+        if code == 0x06:
+            return constant
+        if code == 0x20:
+            value = {0: number, 4: architecture}.get(constant)
+            if value is None:
+                value = arguments[(constant - 16) // 8] & 0xFFFFFFFF
+        elif code == 0x54:
+            value &= constant
+        else:
+            test = {0x15: value == constant, 0x35: value >= constant, 0x45: bool(value & constant)}[code]
+            at += true if test else false
