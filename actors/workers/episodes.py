@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from actors.lifecycle.calls import LOST
+from actors.lifecycle.calls import LOST, reason
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.environment import EnvironmentAddresses
 from actors.workers.tool_calls import call_parser
@@ -36,6 +36,9 @@ Generate = Callable[..., Coroutine[Any, Any, Generation]]
 # Workers that did not answer are tried again after so long, unless new addresses come before: the network
 # may have failed, and not they.
 _RETRY_S = 1.0
+# Workers that may be lost with an episode before it counts as failed: one may be bad luck, but an episode
+# that kills three would kill them all.
+_ATTEMPTS = 3
 
 
 class EpisodeSampler:
@@ -54,8 +57,8 @@ class EpisodeSampler:
     ) -> Rollout:
         """Sample one episode. ``length``: exact tokens of each action; None: actions end by themselves.
 
-        When its environment worker is lost, it begins again with the same seed. Raises RuntimeError when it
-        is abandoned, or when there is no worker any more.
+        When its environment worker is lost, it begins again with the same seed; with the third such worker
+        it has failed. Raises RuntimeError when it is abandoned, or when there is no worker any more.
         """
         work = self._until_finished(prompt, sample, seed, sampling, length)
         task = asyncio.create_task(work, name=f"episode of {prompt.uid}")
@@ -77,7 +80,7 @@ class EpisodeSampler:
     async def _until_finished(
         self, prompt: Prompt, sample: int, seed: int, sampling: Sampling, length: int | None
     ) -> Rollout:
-        while True:
+        for attempt in count(1):
             worker = await self.workers.take()
             name = f"{self._name}:{next(self._numbers)}"
             rows = Dialogue(self._renderer, prompt)
@@ -86,11 +89,16 @@ class EpisodeSampler:
                 budgets = Budgets.of(self._settings, tokens=sampling.max_new_tokens)
                 finish_reason = await play(rows, ends, ends, budgets, seed=seed)
                 return rows.rollout(sample, finish_reason)
-            except LOST:
+            except LOST as error:
                 self.workers.suspect(worker)
+                if attempt == _ATTEMPTS:
+                    lost = f"{attempt} environment workers were lost with this episode ({reason(error)})"
+                    rows.observe(Observed(failed=lost))
+                    return rows.rollout(sample, "error")
             finally:
                 self.workers.give_back(worker)
                 worker.end.remote(name)  # nobody waits for it
+        raise AssertionError("every attempt returns, raises, or is followed by another")
 
 
 def episode_sampler(spec: EngineSpec, tokenizer: Any, generate: Generate, meter: Meter) -> EpisodeSampler:

@@ -233,7 +233,8 @@ METRICS = (
     Metric("sync/bytes", "bytes", "of the sending rank", "weights sent to the engines", "constant"),
     Metric("time/<role>_<stage>_busy_s", "s", "mean over workers of the role",
            "seconds the workers were busy: rollout sample and sync, reward score, reward_model score, "
-           "environment act, reference logprobs, policy update and sync",
+           "environment act, reference logprobs, policy update and sync; sample includes the wait for "
+           "environments",
            "near `time/step_s` for the role that limits the run; small: it waits for another role"),
     Metric("throughput/completion_tokens_per_s", "tokens/s", _STEP,
            "sampled tokens of a step over its seconds", "steady; higher is faster"),

@@ -5,6 +5,7 @@ This module imports little, so that its actors start fast.
 
 import asyncio
 import os
+import signal
 from collections import Counter
 
 from actors.workers.environment import EnvironmentWorker
@@ -13,7 +14,7 @@ from grpo_dist.environments.records import Observed
 
 class ToyRunner:
     """Takes the place of `EpisodeRunner`. Arguments of the task: ``turns`` of an episode; ``failing``, a turn
-    in which the environment fails; ``seconds`` that an answer takes.
+    in which the environment fails; ``seconds`` that an answer takes; ``kills``: it kills its worker.
     """
 
     def __init__(self):
@@ -26,6 +27,8 @@ class ToyRunner:
 
     async def act(self, episode, task, problem, action, *, turn):
         assert self.episodes[episode] == turn, "a turn is missing, or came twice"
+        if task.kwargs.get("kills"):
+            os.kill(os.getpid(), signal.SIGKILL)
         self.episodes[episode] += 1
         await asyncio.sleep(task.kwargs.get("seconds", 0.0))
         await self.open.wait()

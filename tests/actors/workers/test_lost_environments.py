@@ -3,10 +3,8 @@
 import asyncio
 import os
 import signal
-from contextlib import suppress
 
 import pytest
-from ray.exceptions import RayActorError
 
 from grpo_dist.config import RestartsConfig
 from grpo_dist.errors import WorkerLost
@@ -19,7 +17,7 @@ PROMPTS = [prompt("a", turns=4), prompt("bcd", turns=3)]
 
 @pytest.fixture(scope="module")
 def world(ray_cluster, tiny_model):
-    restarts = RestartsConfig(backoff_s=0.05, health_s=0.5, hang_s=5.0, max_per_worker=2)
+    restarts = RestartsConfig(backoff_s=0.05, health_s=0.5, hang_s=5.0, max_per_worker=6)
     world = EpisodeWorld(tiny_model, engines=2, trains=False, restarts=restarts)
     yield world
     world.close()
@@ -76,6 +74,18 @@ def test_the_replacement_of_an_engine_gets_the_addresses_and_the_old_episodes_en
     assert world.rollouts.team.restarted() == 2
 
 
+def test_an_episode_that_kills_three_workers_has_failed_and_the_role_has_not(world):
+    async def session():
+        (failed,) = await world.sample(prompt("poison", kills=True), seeds=[1])
+        await whole(world.environments.team)
+        return failed, await world.sample_all(PROMPTS)
+
+    failed, groups = world.run(session())
+    assert failed.finish_reason == "error" and len(failed.turns) == 1
+    assert failed.turns[0].observation.startswith("3 environment workers were lost with this episode (")
+    assert {r.finish_reason for group in groups for r in group} == {"stop"}
+
+
 def test_without_a_worker_to_replace_the_last_one_sampling_ends_with_the_reason(world):
     """Last in this file: the role has failed afterwards."""
 
@@ -83,12 +93,13 @@ def test_without_a_worker_to_replace_the_last_one_sampling_ends_with_the_reason(
         await world.hold()
         sampling = asyncio.create_task(world.sample_all(PROMPTS))
         await world.until_waiting(8, 1)
-        while world.environments.team._failure is None:
-            for worker in world.environments.team.alive():
-                with suppress(RayActorError):  # dead, and not noticed yet
-                    os.kill(await worker.process.remote(), signal.SIGKILL)
-            await asyncio.sleep(0.2)
-        with pytest.raises(WorkerLost, match=r"environment-\d is lost .*max_per_worker"):
+        for budget in world.environments.team._budgets:
+            budget._settings = budget._settings.model_copy(update={"max_per_worker": 0})
+        os.kill(await world.environments.workers[0].process.remote(), signal.SIGKILL)
+        await world.environments.team.failed.wait()
+        await world.environments.workers[1].hold.remote(False)
+        with pytest.raises(WorkerLost, match=r"environment-0 is lost .*max_per_worker"):
             await sampling
+            await world.sample_all(PROMPTS)  # where the other worker has taken the episodes over
 
     world.run(session())
