@@ -61,7 +61,7 @@ class SimulatedRollout:
 
 
 class SimulatedReward:
-    def __init__(self, settings: RewardsConfig, *, max_new_tokens: int) -> None:
+    def __init__(self, settings: RewardsConfig, **others: Any) -> None:
         """Take the settings of the real worker."""
 
     def ready(self) -> None:
