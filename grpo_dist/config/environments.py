@@ -49,6 +49,11 @@ class EnvironmentsConfig(Section):
     code_paths: tuple[str, ...] = Field(
         (), description="directories of your environments; searched before installed packages"
     )
+    python: str | None = Field(
+        None,
+        description="interpreter of the environments' processes, for packages that exclude this "
+        "installation's; it needs numpy, pydantic and omegaconf; null: this one",
+    )
     timeout_s: PositiveFloat = Field(60.0, description="deadline of a step of the environment itself")
     memory_mb: PositiveInt = Field(
         2048, description="memory that the process of an environment may add to its size at start, MiB"

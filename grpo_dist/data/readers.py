@@ -222,6 +222,8 @@ def _guard(load: Callable[[], Any], source: DataSourceConfig) -> Any:
 def _row(
     record: Mapping[str, Any], location: str, source: DataSourceConfig, label: str, pattern: PatternSearch
 ) -> DataRow:
+    if source.path is None:  # the environment's own: all columns are its, and it may score without an answer
+        return _own_row(record, location, source, label)
     problem = _text(record, source.problem_column, location, "problem_column")
     answer = _text(record, source.answer_column, location, "answer_column").strip()
     answer = _answer(answer, location, source, pattern)
@@ -229,6 +231,16 @@ def _row(
         raise ValueError(f"{location}: `{source.problem_column}` is empty; expected the text of a problem")
     columns = {name: _column(record, name, location, "columns") for name in source.columns}
     return DataRow(problem, answer, label, location, columns)
+
+
+def _own_row(record: Mapping[str, Any], location: str, source: DataSourceConfig, label: str) -> DataRow:
+    problem = _text(record, source.problem_column, location, "problem_column")
+    if not problem.strip():
+        raise ValueError(f"{location}: `{source.problem_column}` is empty; expected the text of a problem")
+    answer = _text({source.answer_column: "", **record}, source.answer_column, location, "answer_column")
+    taken = (source.problem_column, source.answer_column)
+    columns = {name: value for name, value in record.items() if name not in taken}
+    return DataRow(problem, answer.strip(), label, location, columns)
 
 
 def _column(record: Mapping[str, Any], name: str, location: str, setting: str) -> Any:

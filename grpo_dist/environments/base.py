@@ -63,6 +63,11 @@ class Environment:
         """Release what the episode held, at its end. Not called where its process is killed or has failed."""
 
     @classmethod
-    def problems(cls, split: str, count: int | None) -> Iterable[Mapping[str, Any]]:
-        """Yield rows with `problem`, `answer` and further columns, for a data source without a `path`."""
+    def problems(cls, split: str, count: int | None, **kwargs: Any) -> Iterable[Mapping[str, Any]]:
+        """Yield rows with `problem`, `answer` and further columns, for a data source without a `path`.
+
+        Args:
+            count: rows that the source takes; None: as many as there are.
+            kwargs: the arguments of the environment.
+        """
         raise NotImplementedError

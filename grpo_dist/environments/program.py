@@ -16,7 +16,7 @@ from typing import Any
 from grpo_dist.environments.base import Environment, Problem, Step
 from grpo_dist.environments.builtin import python
 from grpo_dist.environments.records import Call
-from grpo_dist.environments.registry import class_of, load_environment
+from grpo_dist.environments.registry import load_environment
 from grpo_dist.environments.tools import BadCall, as_text, typed_tools
 
 PROGRAM = "grpo_dist.environments.program"
@@ -36,9 +36,8 @@ class Program:
     is a failure of the environment.
     """
 
-    def __init__(self, maker: Callable[..., Environment], /, **kwargs: Any) -> None:
-        self._maker, self._kwargs = maker, kwargs
-        self._class = class_of(maker)
+    def __init__(self, environment: type[Environment], /, **kwargs: Any) -> None:
+        self._class, self._kwargs = environment, kwargs
         self._environment: Environment | None = None
         self._rows: Iterator[Mapping[str, Any]] | None = None
         self._tools = typed_tools(self._class.tools)
@@ -69,18 +68,14 @@ class Program:
         """Begin an episode and return what it asks, as messages or text."""
         if self._environment is not None:
             self._environment.close()
-        self._environment = self._maker(**self._kwargs)
+        self._environment = self._class(**self._kwargs)
         asked = await _awaited(self._environment.start(Problem(**problem)))
         return _observation(asked, "start")
 
     async def _problems(self, split: str, count: int | None) -> list[dict[str, Any]]:
         """Return the next rows, at most 500; [] at the end. Asked until then with the same arguments."""
         if self._rows is None:
-            own = self._class.problems
-            # An adapter's problems depend on what it adapts, as its instances do.
-            arguments = self._maker.args if isinstance(self._maker, partial) else ()
-            extra = {"arguments": (*arguments,), "kwargs": self._kwargs} if arguments else {}
-            self._rows = iter(own(split, count, **extra))
+            self._rows = iter(self._class.problems(split, count, **self._kwargs))
         return [dict(row) for row in islice(self._rows, _ROWS)]
 
     async def _call(

@@ -10,8 +10,7 @@ openenv:URL                  a server of the package openenv-core
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,8 +37,8 @@ def may_run_code(name: str) -> bool:
     return name != "calculator" and name.partition(":")[0] not in _ADAPTERS
 
 
-def load_environment(name: str) -> Callable[..., Environment]:
-    """Import an environment. Returns its class, or for a package's environment what makes it.
+def load_environment(name: str) -> type[Environment]:
+    """Import an environment and return its class. That of a package's environment names it in ``target``.
 
     Raises ValueError for one that is unknown or cannot be imported. Runs user code.
     """
@@ -49,7 +48,8 @@ def load_environment(name: str) -> Callable[..., Environment]:
     prefix, _, rest = name.partition(":")
     if prefix in _ADAPTERS:
         module, adapter, package = _ADAPTERS[prefix]
-        return partial(getattr(_imported(module, f"pip install {package}"), adapter), rest)
+        base: type[Environment] = getattr(_imported(module, f"pip install {package}"), adapter)
+        return type(base.__name__, (base,), {"target": rest})
     found: Any = getattr(_imported(prefix, "add its directory to environments.code_paths"), rest, None)
     if not isinstance(found, type) or not issubclass(found, Environment):
         what = "no such class" if found is None else f"{found!r}, no subclass of Environment"
@@ -65,12 +65,6 @@ def own_code(data: DataConfig, settings: EnvironmentsConfig) -> Iterator[Path]:
     names = {data.environment_of(source) for source in (*data.train, *data.eval)} - {None, *BUILTIN}
     prefixes = {str(name).partition(":")[0] for name in names} - set(_ADAPTERS)
     yield from code_files(settings.code_paths, prefixes)
-
-
-def class_of(maker: Callable[..., Environment]) -> type[Environment]:
-    """Return the class that ``maker`` makes an instance of."""
-    found: Any = maker.func if isinstance(maker, partial) else maker
-    return found
 
 
 def _imported(module: str, remedy: str) -> ModuleType:

@@ -70,6 +70,7 @@ def host_of(environment: str, kwargs: Mapping[str, Any], settings: EnvironmentsC
         limits=Limits(memory_mb=settings.memory_mb),
         isolation=None,
         code_paths=settings.code_paths,
+        python=settings.python,
     )
 
 

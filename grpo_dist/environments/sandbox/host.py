@@ -97,6 +97,7 @@ class ProcessHost:
             JSON.
         isolation: what the processes are confined by; None: code is trusted, and inherits the environment.
         code_paths: directories searched before PYTHONPATH and installed packages.
+        python: interpreter of the processes; None: this one.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class ProcessHost:
         limits: Limits,
         isolation: Isolation | None,
         code_paths: Sequence[str] = (),
+        python: str | None = None,
     ) -> None:
+        self._python = python or sys.executable
         self._settings = {
             "program": program,
             "arguments": arguments,
@@ -257,7 +260,7 @@ class ProcessHost:
         self._directory = directory = tempfile.mkdtemp(prefix="grpo-dist-sandbox-")
         try:
             self._child = subprocess.Popen(
-                [sys.executable, "-P", "-c", _CHILD, str(given.fileno()), directory, str(_ROOT)],
+                [self._python, "-P", "-c", _CHILD, str(given.fileno()), directory, str(_ROOT)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=self._environment | {_MARK: self._mark},

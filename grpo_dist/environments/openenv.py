@@ -1,0 +1,72 @@
+"""Servers of the package openenv-core: each episode is a session of its own, over one WebSocket.
+
+    environment: openenv:http://localhost:8000
+    environment_kwargs: {action: message, observation: echoed_message}
+
+A problem is a seed, which `reset` gets, so the samples of a group meet the same start where the server keeps
+to it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from openenv import GenericEnvClient
+
+from grpo_dist.environments.base import Environment, Problem, Step
+
+_USUAL = ("prompt", "message", "content", "text", "output", "stdout", "result")
+
+
+class OpenEnv(Environment):
+    """One session of a server.
+
+    Args:
+        action: field of the server's action that takes the text of the policy's action.
+        observation: field of its observation that is shown; None: the first usual one with text, else all.
+        fields: further fields of every action.
+        instruction: shown before the first observation.
+    """
+
+    target: ClassVar[str]  # address of the server
+
+    def __init__(
+        self,
+        action: str = "message",
+        observation: str | None = None,
+        fields: Mapping[str, Any] | None = None,
+        instruction: str = "",
+    ) -> None:
+        self._action, self._observation = action, observation
+        self._fields, self._instruction = dict(fields or {}), instruction
+        self._client: Any = None
+
+    async def start(self, problem: Problem) -> str:
+        self._client = GenericEnvClient(base_url=self.target)
+        await self._client.connect()
+        begun = await self._client.reset(seed=problem.columns["seed"])
+        return f"{self._instruction}\n{self._shown(begun.observation)}".strip()
+
+    async def step(self, action: str) -> Step:
+        answer = await self._client.step({**self._fields, self._action: action})
+        reward = None if answer.reward is None else float(answer.reward)
+        if answer.done:
+            await self._client.close()
+            return Step(reward=reward, done=True)
+        return Step(self._shown(answer.observation), reward)
+
+    @classmethod
+    def problems(cls, split: str, count: int | None, **kwargs: Any) -> Iterator[Mapping[str, Any]]:
+        if count is None:
+            raise ValueError("an openenv server has no last problem; set `max_rows` of the source")
+        first = 0 if split == "train" else 2**30
+        for seed in range(first, first + count):
+            yield {"problem": f"{cls.target} seed {seed}", "seed": seed}
+
+    def _shown(self, observation: Mapping[str, Any]) -> str:
+        if self._observation is not None:
+            return str(observation[self._observation])
+        usual = (observation.get(name) for name in _USUAL)
+        return next((text for text in usual if isinstance(text, str) and text), json.dumps(observation))

@@ -1,0 +1,121 @@
+"""Tasksets of the package verifiers: prompts, and rewards of the last answer.
+
+A taskset whose tasks have tools of their own or need a container is refused: verifiers runs those in its own
+harness, against a model server, which has no place in an episode here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from itertools import islice
+from typing import Any, ClassVar
+
+import verifiers.v1 as vf
+from verifiers.v1.state import state_cls
+from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+
+from grpo_dist.environments.base import Environment, Message, Problem, Step
+
+_MOST = 1_000_000  # tasks that are looked through for an index
+
+
+class VerifiersEnvironment(Environment):
+    """One task of a taskset; arguments are those of the taskset's configuration."""
+
+    target: ClassVar[str]  # id of the installed taskset
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
+
+    def start(self, problem: Problem) -> list[Message]:
+        index = int(problem.columns["idx"])
+        self._task = next(islice(_taskset(self.target, _frozen(self._settings)), index, None))
+        _check_scored_here(self._task, self.target)
+        self._asked = _messages(self._task.data)
+        return self._asked
+
+    async def step(self, action: str) -> Step:
+        """Score the answer with the task's rewards, and end the episode."""
+        task = self._task
+        trace = vf.Trace(
+            task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+            state=state_cls(type(task))(),
+            agent=vf.AgentInfo(config=vf.AgentConfig(), name="policy"),
+            is_completed=True,
+            ok=True,
+        )
+        kinds = {"system": vf.SystemMessage, "user": vf.UserMessage, "assistant": vf.AssistantMessage}
+        messages = [*self._asked, {"role": "assistant", "content": action}]
+        for number, message in enumerate(messages):
+            own = kinds[message["role"]](content=message["content"])
+            parent = number - 1 if number else None
+            is_last = number == len(messages) - 1
+            trace.nodes.append(vf.MessageNode(parent=parent, message=own, sampled=is_last))
+        await task.score(trace)
+        return Step(reward=float(trace.reward), done=True)
+
+    @classmethod
+    def problems(cls, split: str, count: int | None, **kwargs: Any) -> Iterator[Mapping[str, Any]]:
+        """Yield the tasks in order. The split ``train`` begins at the first task; another is refused, because
+        a taskset has none: hold tasks out by its own arguments.
+        """
+        if split != "train":
+            raise ValueError(
+                f"a taskset of verifiers has no split `{split}`; select held-out tasks by "
+                "`environment_kwargs`"
+            )
+        for index, task in enumerate(islice(_taskset(cls.target, _frozen(kwargs)), count)):
+            answer = str(getattr(task.data, "answer", "") or "")
+            yield {"problem": task.data.prompt_text, "answer": answer, "idx": index}
+
+
+def _taskset(name: str, settings: tuple[tuple[str, Any], ...]) -> Iterator[Any]:
+    return iter(_loaded(name, settings))
+
+
+@lru_cache
+def _loaded(name: str, settings: tuple[tuple[str, Any], ...]) -> Iterable[Any]:
+    config = taskset_config_type(name).model_validate({**dict(settings), "id": name})
+    taskset = load_taskset(config)
+    return taskset.take(_MOST) if not taskset.bounded else taskset
+
+
+def _frozen(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(settings.items()))
+
+
+def _check_scored_here(task: Any, name: str) -> None:
+    """Raise ValueError for a task that verifiers can only run in its own harness."""
+    reasons = []
+    if task.NEEDS_CONTAINER or task.data.image is not None:
+        reasons.append("needs a container")
+    if type(task).toolsets(task.config):
+        reasons.append("has tool servers")
+    for hook in task.hooks("reward"):
+        runtime = inspect.signature(hook).parameters.get("runtime")
+        if runtime is not None and runtime.default is inspect.Parameter.empty:
+            reasons.append(f"has the reward `{hook.__name__}`, which reads its runtime")
+    if reasons:
+        raise ValueError(
+            f"a task of verifiers:{name} {', '.join(reasons)}; only tasksets of prompts and rewards can be "
+            "trained on here"
+        )
+
+
+def _messages(data: Any) -> list[Message]:
+    asked: list[Message] = []
+    if data.system_prompt:
+        asked.append({"role": "system", "content": data.system_prompt})
+    if isinstance(data.prompt, str):
+        return [*asked, {"role": "user", "content": data.prompt}]
+    for message in data.prompt or ():
+        if not isinstance(message.content, str):
+            raise ValueError("a task has content that is no text, which this policy cannot read")
+        asked.append({"role": message.role, "content": message.content})
+    if not asked:
+        raise ValueError(
+            "a task without a prompt: the user would speak first, which needs verifiers' harness"
+        )
+    return asked
