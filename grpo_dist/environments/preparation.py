@@ -116,5 +116,7 @@ class EnvironmentProbe:
         try:
             return await host.ask(_EPISODE, kind, payload, timeout_s=self.settings.timeout_s)
         except ProcessFailure as failure:
-            reason = f"{failure.outcome}: {failure}" if failure.outcome != "error" else str(failure)
-            raise ValueError(f"environment {self.name}: {kind}: {reason}") from failure
+            what = "" if kind == "describe" else f" {kind}:"
+            reason = str(failure).removeprefix("ValueError: ")
+            outcome = "" if failure.outcome == "error" else f" {failure.outcome}:"
+            raise ValueError(f"environment {self.name}:{what}{outcome} {reason}") from failure

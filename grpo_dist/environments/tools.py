@@ -31,6 +31,8 @@ class TypedTool:
     def __init__(self, function: Tool) -> None:
         self.name = getattr(function, "__name__", type(function).__name__)
         self.function = function
+        if not inspect.isroutine(function):
+            raise ValueError(f"tool `{self.name}` is no function; name functions with typed parameters")
         parameters = inspect.signature(function).parameters
         self._names = [name for name in parameters if name != "self"]
         for name in self._names:

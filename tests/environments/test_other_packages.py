@@ -1,5 +1,5 @@
-"""Guarantees: environments of verifiers, reasoning-gym and openenv-core, unmodified, give prompts, observations
-and rewards of their own, from one line of configuration.
+"""Guarantees: environments of verifiers, reasoning-gym and openenv-core, unmodified, give prompts,
+observations and rewards of their own, from one line of configuration.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
 from grpo_dist.data.prompts import PromptFormat, build_prompts
@@ -143,14 +141,16 @@ class Game(Environment):
         self.count += 1
         if action.message == str(self.number):
             return Told(text="right", done=True, reward=1.0)
-        return Told(text="too low" if int(action.message) < self.number else "too high", done=False, reward=0.0)
+        side = "low" if int(action.message) < self.number else "high"
+        return Told(text=f"too {side}", done=False, reward=0.0)
 
     @property
     def state(self):
         return State(episode_id="e", step_count=self.count)
 
 
-uvicorn.run(create_fastapi_app(Game, Guess, Told, max_concurrent_envs=8), port=int(sys.argv[1]), log_level="error")
+app = create_fastapi_app(Game, Guess, Told, max_concurrent_envs=8)
+uvicorn.run(app, port=int(sys.argv[1]), log_level="error")
 """
 
 

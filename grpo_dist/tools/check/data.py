@@ -26,7 +26,7 @@ def check_data(context: Context) -> str:
                 found.append((source, read(source, own)))
             except (ValueError, OSError) as error:
                 wrong.append(str(error))
-    fail(wrong)
+    fail(dict.fromkeys(wrong))  # an environment that cannot be loaded is one mistake
     context.rows = read_sets[0], read_sets[1]
     counts = [", ".join(f"{len(rows)} of {source_name(s)}" for s, rows in own) or "none" for own in read_sets]
     return f"rows for training: {counts[0]}; held out: {counts[1]}"

@@ -1,4 +1,4 @@
-"""The check of the environments: each takes one action of a trial episode, as in the run."""
+"""The check of the environments: each answers the first actions of a trial episode, as in the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TRIALS = {"python": "print(6 * 7)", "calculator": "6 * 7"}
 
 
 def check_environments(context: Context) -> str:
-    """Play one action with each environment, and say how the policy's code is confined."""
+    """Play a trial episode with each environment, and say how the policy's code is confined."""
     config = context.config
     if not config.has_environments:
         raise NotApplicable
@@ -39,13 +39,12 @@ def check_environments(context: Context) -> str:
     form = resolve_format(config.environments.call_format, template_text(tokenizer, config.data))
     lines = [*notes]
     failed: list[str] = []
-    for (task, _), own, (action, observed) in zip(first, described, answers, strict=True):
-        if observed.failed:
-            failed.append(f"a trial action failed: {observed.failed}")
+    for (task, _), own, answered in zip(first, described, answers, strict=True):
         tools = ", ".join(tool["function"]["name"] for tool in own.tools)
         calls = f"; tools: {tools}, called {_form(form)}" if tools else ""
         lines.append(f"{task.environment}{calls}")
-        lines.append(f"  | {action.text!r} is answered with {_shown(observed)}")
+        lines += [f"  | {action.text!r} is answered with {_shown(observed)}" for action, observed in answered]
+        failed += [f"a trial action failed: {o.failed}" for _, o in answered if o.failed]
     if failed:
         raise CheckFailed(*failed)
     return "\n    ".join(lines)
@@ -63,29 +62,28 @@ def _first_of_each(prompts: Sequence[Prompt]) -> list[tuple[Task, Prompt]]:
 
 async def _played(
     settings: EnvironmentsConfig, first: Sequence[tuple[Task, Prompt]], described: Sequence[Description]
-) -> tuple[list[str], list[tuple[Action, Observed]]]:
+) -> tuple[list[str], list[list[tuple[Action, Observed]]]]:
     runner = EpisodeRunner(settings)
     try:
         notes = await runner.start(sandboxed=any(own.sandboxed for own in described))
-        answers = []
+        answers: list[list[tuple[Action, Observed]]] = []
         for number, ((task, prompt), own) in enumerate(zip(first, described, strict=True)):
-            action = _trial(prompt, own)
             problem = Problem(prompt.text, prompt.answer, prompt.columns)
             episode = f"check:{number}"
-            answers.append((action, await runner.act(episode, task, problem, action, turn=0)))
+            actions = [*_trial_calls(own), *([] if own.stateless else [Action(prompt.answer)])]
+            answers.append(
+                [(a, await runner.act(episode, task, problem, a, turn=t)) for t, a in enumerate(actions)]
+            )
             await runner.end(episode)
         return notes, answers
     finally:
         await runner.close()
 
 
-def _trial(prompt: Prompt, described: Description) -> Action:
-    """Return a call of a tool of this package; without one, the problem's answer."""
-    for tool in described.tools:
-        name = tool["function"]["name"]
-        if name in _TRIALS:
-            return Action(_TRIALS[name], (Call(name, _TRIALS[name], raw=True),))
-    return Action(prompt.answer)
+def _trial_calls(described: Description) -> list[Action]:
+    """Return a call of each tool of this package; those of users may do anything."""
+    names = [tool["function"]["name"] for tool in described.tools]
+    return [Action(_TRIALS[n], (Call(n, _TRIALS[n], raw=True),)) for n in names if n in _TRIALS]
 
 
 def _form(call_format: str) -> str:

@@ -11,6 +11,7 @@ from grpo_dist.rewards.registry import placed
 from grpo_dist.rewards.thought import thought_for
 from grpo_dist.types import Prompt, Rollout, Thought
 
+ENVIRONMENT = "environment"  # the reward that the environment gives; two texts have no turns
 _WRONG = "-987654321"
 # Forms of an answer: a reward may ask for any of them. The two texts differ only in the answer.
 _ANSWERS = ("The answer is \\boxed{{{answer}}}.", "I work it out step by step.\n#### {answer}", "{answer}")
@@ -50,15 +51,18 @@ class RewardTrial:
 def try_rewards(rewards: RewardsConfig, sampling: SamplingConfig, prompt: Prompt) -> RewardTrial:
     """Try each form of an answer until the right answer gets more than the wrong one.
 
-    Where none does, returns the first form that all rewards score. Reward models are not asked. Raises
-    ValueError for rewards that cannot be used.
+    Where none does, returns the first form that all rewards score. Reward models and environments are not
+    asked. Raises ValueError for rewards that cannot be used.
     """
     from actors.workers.reward import RewardWorker  # Ray: no module of grpo_dist imports it at its top
 
-    # Functions that a reward model gates are scored without their gate.
-    models = [model.name for model in rewards.models]
+    # Functions that a reward model or the environment gates are scored without their gate.
+    absent = [model.name for model in rewards.models]
+    absent += [f.name or f.function for f in rewards.functions if f.function == ENVIRONMENT]
     functions = tuple(
-        f.model_copy(update={"gate": None}) if f.gate in models else f for f in rewards.functions
+        f.model_copy(update={"gate": None}) if f.gate in absent else f
+        for f in rewards.functions
+        if f.function != ENVIRONMENT
     )
     ungraded = {"functions": functions, "models": (), "num_workers": 1, "processes_per_worker": 1}
     settings = placed(rewards.model_copy(update=ungraded))

@@ -6,7 +6,7 @@ import numpy as np
 
 from grpo_dist.runs.prepare import scoring_problems
 from grpo_dist.tools.check.context import CheckFailed, CheckSkipped, Context, fail
-from grpo_dist.tools.check.reward_trial import is_blind, try_rewards
+from grpo_dist.tools.check.reward_trial import ENVIRONMENT, is_blind, try_rewards
 from grpo_dist.types import Prompt
 
 
@@ -15,6 +15,8 @@ def check_reward(context: Context) -> str:
     fail(scoring_problems(context.config.rewards, context.config.sampling))
     if not context.config.rewards.functions:
         raise CheckSkipped("`rewards.functions` is empty, and reward models are not asked before a run")
+    if all(reward.function == ENVIRONMENT for reward in context.config.rewards.functions):
+        return "the reward is the sum of what the environment gives for each turn"
     if (prompt := _first_prompt(context)) is None:
         raise CheckSkipped("the data cannot be read, so there is no problem to answer")
     trial = try_rewards(context.config.rewards, context.config.sampling, prompt)

@@ -1,0 +1,93 @@
+"""Guarantee: what the guide shows works as it stands there: `check`, and episodes of its environment."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.cli import main
+from grpo_dist.config.files import load_config
+from grpo_dist.environments.base import Problem
+from grpo_dist.environments.records import Action, Call, Observed
+from grpo_dist.environments.runner import EpisodeRunner
+from grpo_dist.runs.prepare import prepare
+from tests.support.documents import ROOT, blocks
+
+_GUIDE = ROOT / "grpo_dist/guides/write_an_environment.md"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for block in blocks(_GUIDE):
+        if block.file:
+            (tmp_path / block.file).write_text(block.text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_environment_of_the_guide_has_about_20_lines(here: Path) -> None:
+    code = (here / "games.py").read_text().splitlines()[1:]
+    assert len([line for line in code if line.strip()]) <= 25
+
+
+def test_check_shows_the_environment_its_tools_and_an_answer(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["check", "guess.yaml"])
+    told = capsys.readouterr().out
+    assert status == 0, told
+    assert "rows for training: 50 of Guess; held out: 50 of held_out" in told
+    assert "| <|user|>Guess a number below 100. Answer with the number alone.<|assistant|>" in told
+    assert "games:Guess; tools: calculator, called in code blocks" in told
+    assert "'6 * 7' is answered with '42' (ok)" in told
+
+
+def test_an_episode_of_the_guide_reaches_its_end(here: Path) -> None:
+    config = load_config(here / "guess.yaml")
+    prepared = prepare(config, print)
+    prompt, held_out = prepared.prompts[3], prepared.eval_sets[0].prompts[3]
+    assert (prompt.answer, held_out.answer, held_out.source) == ("6", "7", "held_out")
+    assert prompt.token_ids.tolist() == held_out.token_ids.tolist(), "the number is not in the question"
+
+    async def played() -> list[Observed]:
+        runner = EpisodeRunner(config.environments)
+        assert prompt.task is not None
+        problem, call = (
+            Problem(prompt.text, prompt.answer, prompt.columns),
+            Call("calculator", "3*2", raw=True),
+        )
+        actions = [Action("50"), Action("more"), Action("", (call,)), Action("6")]
+        try:
+            return [
+                await runner.act("a", prompt.task, problem, action, turn=turn)
+                for turn, action in enumerate(actions)
+            ]
+        finally:
+            await runner.close()
+
+    first, second, third, last = asyncio.run(played())
+    assert (first.observation, first.reward) == ("Too high.", 0.0)
+    assert (second.observation, second.reward) == ("Answer with a number.", -0.1)
+    assert third.calls[0].result == "6" and third.reward is None
+    assert last.done and last.reward == 1.0
+
+
+@pytest.mark.parametrize(("part", "broken", "words"), [
+    ("def start(self, problem):", "def start(self):", ["Guess/train:1", "start: TypeError", "every row"]),
+    ("return Step(reward=1.0, done=True)", "return 1.0", ["trial action failed", "a float, expected a Step"]),
+    ("import calculator", "import abacus", ["`games` cannot be imported", "abacus", "code_paths"]),
+    ("class Guess(Environment)", "class Guess", ["no subclass of Environment"]),
+    ("tools = [calculator]", "tools = [int]", ["environment games:Guess: tool `int` is no function"]),
+])  # fmt: skip
+def test_what_is_wrong_with_an_environment_is_told_before_a_run(
+    here: Path, capsys: pytest.CaptureFixture[str], part: str, broken: str, words: list[str]
+) -> None:
+    games = here / "games.py"
+    assert part in games.read_text()
+    games.write_text(games.read_text().replace(part, broken))
+    assert main(["check", "guess.yaml"]) == 2
+    told = capsys.readouterr()
+    said = told.out + told.err
+    assert all(word in said for word in words), said
