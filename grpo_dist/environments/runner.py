@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any, Protocol
 
 from grpo_dist.config import EnvironmentsConfig, SandboxConfig
@@ -23,6 +22,7 @@ from grpo_dist.environments.records import Action, Call, Observed
 from grpo_dist.environments.registry import BUILTIN
 from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
 from grpo_dist.environments.sandbox.limits import Limits
+from grpo_dist.environments.sandbox.python import PythonSandbox
 from grpo_dist.types import Task, ToolCall
 
 _CLOSE_S = 5.0  # deadline of an environment's `close`
@@ -178,7 +178,7 @@ class EpisodeRunner:
 
 
 def _sandbox_of(settings: SandboxConfig) -> Any:
-    return import_module("grpo_dist.environments.sandbox.python").PythonSandbox(settings)
+    return PythonSandbox(settings)
 
 
 def _described(task: Task, failure: ProcessFailure) -> str:
