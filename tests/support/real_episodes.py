@@ -53,6 +53,11 @@ class MovedWorker(MovingWorker):
 class OpenEngine(RolloutWorker):
     """An engine that can be stopped and its process named."""
 
+    async def generate(self, token_ids, stop=()):
+        """Return the completion of one request, and its text."""
+        found = await self._generate(token_ids, 1, Sampling(), 60, stop=stop)
+        return found, self._tokenizer.decode(found.token_ids)
+
     async def pause(self, drain):
         await self._engine.pause(drain=drain)
 
