@@ -164,6 +164,17 @@ def test_a_token_of_other_weights_than_the_step_is_reported(tmp_path, version, f
     assert verdict.stale(tmp_path, 2) == "step 1 has no samples"
 
 
+@pytest.mark.parametrize(("sampled", "fresh"), [([True, False], True), ([True, True], False), (None, False)])
+def test_a_token_that_an_environment_gave_has_no_weights(tmp_path, sampled, fresh):
+    (tmp_path / "samples").mkdir()
+    kinds = pa.schema(
+        {"uid": pa.string(), "policy_versions": pa.list_(pa.int32()), "sampled": pa.list_(pa.bool_())}.items()
+    )
+    rows = pa.table({"uid": ["a"], "policy_versions": [[0, -1]], "sampled": [sampled]}, kinds)
+    pq.write_table(rows, tmp_path / "samples/step_000001.parquet")
+    assert (verdict.stale(tmp_path, 1) is None) == fresh
+
+
 def test_log_probs_of_other_weights_are_reported():
     assert verdict.mismatched(changed(2, **{"mismatch/logprob_diff_max": 9e-7})) is None
     assert "step 2: log-probs differ by up to 2.0e-01" in verdict.mismatched(

@@ -84,10 +84,18 @@ def stale(run_dir: Path, steps: int, max_staleness: int = 0) -> str | None:
         if not path.exists():
             return f"step {step} has no samples"
         allowed = range(max(0, step - 1 - max_staleness), step)
-        for row in pq.read_table(path, columns=["uid", "policy_versions"]).to_pylist():
-            if wrong := set(row["policy_versions"]) - set(allowed):
+        present = set(pq.read_schema(path).names)
+        columns = [name for name in ("uid", "policy_versions", "sampled") if name in present]
+        for row in pq.read_table(path, columns=columns).to_pylist():
+            if wrong := _sampled_versions(row) - set(allowed):
                 return f"step {step}, prompt {row['uid']}: tokens of versions {sorted(wrong)}, not {allowed}"
     return None
+
+
+def _sampled_versions(row: Mapping[str, Any]) -> set[int]:
+    """Return the versions of the tokens that were sampled; an episode has given ones, too."""
+    sampled = row.get("sampled") or [True] * len(row["policy_versions"])
+    return {version for version, own in zip(row["policy_versions"], sampled, strict=True) if own}
 
 
 def mismatched(lines: Lines) -> str | None:
