@@ -10,10 +10,11 @@ from grpo_dist.tools.bench.table import FIGURES, show, written
 
 _COLOURS = {
     "generation": "#3b7dd8", "training": "#e07b39", "sync": "#7a4fbf", "scoring": "#3fa66b",
-    "reference": "#c9a227", "overhead": "#9a9a9a",
+    "reference": "#c9a227", "environments": "#b0568c", "overhead": "#9a9a9a",
 }  # fmt: skip
 _STAGES = {
     "sample": "generation", "update": "training", "sync": "sync", "score": "scoring", "logprobs": "reference",
+    "act": "environments",
 }  # fmt: skip
 _NAMES = {"overhead": "driver and Ray"}
 _SHOWN_ACTORS = 12  # more would be unreadable

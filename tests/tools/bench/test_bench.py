@@ -221,9 +221,12 @@ def result(**changes):
             "steps": 1, "prompts_per_step": 1, "samples_per_prompt": 2, "completion_tokens_mean": 20.0,
         },
         figures=found, limit_settings={"step": "sum of the limits"},
-        actors=[ActorMemory("rollout-0", 2**30, 0), ActorMemory("policy-0", 2**31, 0)],
+        actors=[ActorMemory(name, 2**30, 0) for name in ("rollout-0", "environment-0")]
+        + [ActorMemory("policy-0", 2**31, 0)],
         steps=[{"seconds": 10.0}],
-        timeline=[Bar("rollout-0", "sample", 0.0, 5.0), Bar("policy-0", "update", 5.5, 8.5)], timeline_s=10.0,
+        timeline=[Bar("rollout-0", "sample", 0.0, 5.0), Bar("environment-0", "act", 1.0, 2.0),
+                  Bar("policy-0", "update", 5.5, 8.5)],
+        timeline_s=10.0,
     )  # fmt: skip
     return replace(made, **changes)
 

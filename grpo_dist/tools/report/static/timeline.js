@@ -73,7 +73,7 @@
       }
     }
     if (all.to <= all.from) all.to = all.from + 1;
-    const order = ["driver", "rollout", "reward", "reference", "policy"];
+    const order = ["driver", "rollout", "environment", "reward", "reference", "policy"];
     const rank = (worker) => (order.indexOf(worker.replace(/-\d+$/, "")) + 1 || 99);
     const workers = [...byWorker.keys()].sort((a, b) => rank(a) - rank(b) || a.localeCompare(b, "en", { numeric: true }));
     lanes = workers.flatMap((worker) => inLanes(worker, byWorker.get(worker)));
