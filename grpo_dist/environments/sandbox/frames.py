@@ -9,7 +9,9 @@ owner reads it as JSON and takes it for text that anybody may have written.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 import struct
 from dataclasses import dataclass
 from typing import Protocol
@@ -55,6 +57,17 @@ def receive(channel: _Readable, size: int) -> bytes:
     buffer = bytearray()
     while len(buffer) < size:
         piece = channel.recv(min(size - len(buffer), 1 << 20))  # bounded: by the end of the owner
+        if not piece:
+            raise EOFError
+        buffer += piece
+    return bytes(buffer)
+
+
+async def receive_soon(channel: socket.socket, size: int) -> bytes:
+    """Like `receive`, of a socket that does not block."""
+    loop, buffer = asyncio.get_running_loop(), bytearray()
+    while len(buffer) < size:
+        piece = await loop.sock_recv(channel, min(size - len(buffer), 1 << 20))
         if not piece:
             raise EOFError
         buffer += piece

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.environments.sandbox.child_environment import environment_of
-from grpo_dist.environments.sandbox.frames import ANSWER, OUTCOMES, REQUEST, TOKEN_BYTES
+from grpo_dist.environments.sandbox.frames import ANSWER, OUTCOMES, REQUEST, TOKEN_BYTES, receive_soon
 from grpo_dist.environments.sandbox.isolation import Isolation
 from grpo_dist.environments.sandbox.limits import Limits
 from grpo_dist.environments.sandbox.root import remove_tree
@@ -202,10 +202,10 @@ class ProcessHost:
         raise ProcessFailure(outcome, str(value), lost=False, output=output)
 
     async def _answer(self, channel: socket.socket, number: bytes) -> tuple[str, bytes, str, float]:
-        found, index, seconds, size, printed = ANSWER.unpack(await _receive(channel, ANSWER.size))
+        found, index, seconds, size, printed = ANSWER.unpack(await receive_soon(channel, ANSWER.size))
         if found != number or size + printed > self._longest:
             raise EOFError
-        body, output = await _receive(channel, size), await _receive(channel, printed)
+        body, output = await receive_soon(channel, size), await receive_soon(channel, printed)
         return OUTCOMES[index], body, output.decode(errors="replace"), seconds
 
     async def _begin(self, episode: str) -> _Live:
@@ -218,13 +218,23 @@ class ProcessHost:
         live = _Live(self._count, mine, asyncio.get_running_loop().create_future())
         self._live[episode] = self._by_number[live.number] = live
         try:
-            await self._tell({"do": "start", "episode": live.number}, given)
+            await self._start_episode(live, given)
         except OSError as error:
             self._forget(episode, live)
             raise ProcessFailure("died", f"the process that starts others has ended ({error})") from None
         finally:
             given.close()
         return live
+
+    async def _start_episode(self, live: _Live, given: socket.socket) -> None:
+        """Ask the zygote for a keeper that holds ``given``; another zygote if this one is gone."""
+        message, zygote = {"do": "start", "episode": live.number}, self._child
+        try:
+            await self._tell(message, given)
+        except (BrokenPipeError, ConnectionResetError):
+            await self._replace_zygote(zygote, kept=live)
+            await self.start()
+            await self._tell(message, given)
 
     async def _tell(self, message: dict[str, Any], descriptor: socket.socket | None = None) -> None:
         """Send a message to the zygote; wait while it is busy."""
@@ -294,7 +304,7 @@ class ProcessHost:
             message = b""
         if not message:
             asyncio.get_running_loop().remove_reader(self._control)
-            self._lost = asyncio.ensure_future(self._replace_zygote(self._child))
+            self._replacement = asyncio.ensure_future(self._replace_zygote(self._child))
             return
         told = json.loads(message)
         live = self._by_number.pop(told.get("ended", told.get("failed")), None)
@@ -303,20 +313,23 @@ class ProcessHost:
                 live.ended.set_result(None)
             live.failed = told.get("reason", "")
 
-    async def _replace_zygote(self, lost: subprocess.Popen[bytes] | None) -> None:
-        """Forget a zygote that has ended. Its episodes are lost; the next request starts another."""
+    async def _replace_zygote(self, lost: subprocess.Popen[bytes] | None, kept: _Live | None = None) -> None:
+        """Forget a zygote that has ended. Its episodes are lost, except one that it never heard of; the next
+        request starts another.
+        """
         async with self._starting:
-            if self._child is lost:
-                await self._lose_zygote()
+            if self._child is lost and lost is not None:
+                await self._lose_zygote(kept)
 
-    async def _lose_zygote(self) -> None:
+    async def _lose_zygote(self, kept: _Live | None = None) -> None:
         """End the zygote, which ends everything below it, and what it left if it was killed."""
         child, self._child = self._child, None
         assert child is not None
         asyncio.get_running_loop().remove_reader(self._control)
         self._control.close()
         for episode, live in list(self._live.items()):
-            self._forget(episode, live)
+            if live is not kept:
+                self._forget(episode, live)
         try:
             await asyncio.to_thread(child.wait, _END_S)
         except subprocess.TimeoutExpired:
@@ -326,17 +339,6 @@ class ProcessHost:
             await asyncio.to_thread(kill_marked, f"{_MARK}={self._mark}")
             await asyncio.to_thread(remove_tree, self._directory)
         for live in self._by_number.values():
-            if not live.ended.done():
+            if live is not kept and not live.ended.done():
                 live.ended.set_result(None)
-        self._by_number.clear()
-
-
-async def _receive(channel: socket.socket, size: int) -> bytes:
-    """Receive exactly ``size`` bytes. Raises EOFError if the other end closes before."""
-    loop, buffer = asyncio.get_running_loop(), bytearray()
-    while len(buffer) < size:
-        piece = await loop.sock_recv(channel, min(size - len(buffer), 1 << 20))
-        if not piece:
-            raise EOFError
-        buffer += piece
-    return bytes(buffer)
+        self._by_number = {} if kept is None else {kept.number: kept}

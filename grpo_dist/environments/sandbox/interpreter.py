@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from typing import Any
 
 from grpo_dist.environments.sandbox.cells import Cells
 
 # What such code imports most, of packages that may or may not be installed.
 _USUAL = ("collections", "decimal", "fractions", "itertools", "json", "math", "re", "statistics")
-_INSTALLED = ("numpy", "sympy")
+_INSTALLED = ("numpy", "numpy.random", "sympy")
 
 for _name in _USUAL:
     importlib.import_module(_name)
 for _name in _INSTALLED:
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
+
+if "sympy" in sys.modules:  # which imports and caches much on first use
+    _x = sys.modules["sympy"].Symbol("x")
+    sys.modules["sympy"].integrate(_x**2, _x), sys.modules["sympy"].solve(_x**2 - 2, _x)
 
 
 class Interpreter:

@@ -222,9 +222,9 @@ async def test_a_killed_keeper_and_a_killed_zygote_leave_nothing_and_the_host_go
         await it.ask("a", "leaves", None, timeout_s=LONG)
         below = descendants(zygote)
         os.kill(zygote, signal.SIGKILL)
+        assert wait_until_gone(sorted(below)) == []
         assert (await failure(it.ask("a", "add", 1, timeout_s=LONG))).outcome == "died"
         assert await it.ask("a", "add", 1, timeout_s=LONG) == 1
-        assert wait_until_gone(sorted(below)) == []
 
 
 OWNER = """
@@ -261,6 +261,7 @@ async def test_an_idle_host_uses_no_cpu_time():
     async with host() as it:
         for episode in "abcd":
             await it.ask(episode, "add", 1, timeout_s=LONG)
+        wait_until(lambda: len(descendants(it._child.pid)) == 8, "a process of the start is left")
         pids = [it._child.pid, *descendants(it._child.pid)]
         begin = [ticks(pid) for pid in pids]
         time.sleep(1.0)

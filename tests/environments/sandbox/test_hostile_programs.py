@@ -19,8 +19,8 @@ from grpo_dist.environments.sandbox import seccomp
 from grpo_dist.environments.sandbox.isolation import Isolation
 from grpo_dist.environments.sandbox.linux import MACHINE
 from grpo_dist.environments.sandbox.python import PythonSandbox
-from grpo_dist.environments.sandbox.trial import find_isolation
 from grpo_dist.runtime.guardian import descendants
+from tests.environments.sandbox.found import FOUND
 from tests.environments.sandbox.hostile import ATTACKS, PRELUDE, REFUSED_CALLS, Attack
 from tests.support.patience import HANG_S, wait_until
 from tests.support.processes import alive
@@ -133,7 +133,6 @@ class Running:
         self.loop.close()
 
 
-FOUND = asyncio.run(find_isolation())[0]
 WITHOUT_NAMESPACES = replace(
     FOUND, spaces=(), user_space=False, own_proc=False, reads_all=FOUND.first_user is not None
 )

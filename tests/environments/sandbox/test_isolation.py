@@ -16,11 +16,12 @@ from grpo_dist.environments.sandbox import landlock, seccomp, trial
 from grpo_dist.environments.sandbox.host import ProcessHost
 from grpo_dist.environments.sandbox.isolation import SPACES, Isolation
 from grpo_dist.environments.sandbox.limits import Limits
+from tests.environments.sandbox.found import FOUND as FULL
+from tests.environments.sandbox.found import NOTES
 from tests.support.documents import ROOT
 from tests.support.patience import HANG_S
 
 NOTHING = Isolation()
-FULL, NOTES = asyncio.run(trial.find_isolation())
 CONNECT = "import socket; socket.create_connection(('127.0.0.1', {port}), 5)"
 SIGNAL = "import os; os.kill({owner}, 0)"
 WRITE = "open('{file}', 'a').close()"

@@ -1,0 +1,315 @@
+"""The Python tool on both backends: variables stay, a last expression is shown, and limits are outcomes."""
+
+import asyncio
+import json
+import os
+import re
+from contextlib import asynccontextmanager
+
+import pytest
+
+from grpo_dist.config.environments import SandboxConfig
+from grpo_dist.environments.sandbox import service
+from grpo_dist.environments.sandbox.cells import Cells
+from grpo_dist.environments.sandbox.frames import KeptOutput
+from grpo_dist.environments.sandbox.host import ProcessFailure
+from grpo_dist.environments.sandbox.python import PythonSandbox
+from grpo_dist.errors import UserError
+from tests.environments.sandbox.found import FOUND
+from tests.support.fake_sandbox_fusion import sandbox_fusion
+from tests.support.patience import HANG_S
+
+SETTINGS = SandboxConfig(call_s=HANG_S, episode_s=4 * HANG_S, cpu_s=HANG_S, memory_mb=256)
+
+
+@asynccontextmanager
+async def tool(backend="process", **settings):
+    made = SETTINGS.model_copy(update=settings)
+    with sandbox_fusion() as fusion:
+        if backend == "http":
+            made = made.model_copy(update={"backend": "http", "url": fusion.url})
+        sandbox = PythonSandbox(made, isolation=FOUND)
+        sandbox.fusion = fusion
+        await sandbox.start()
+        try:
+            yield sandbox
+        finally:
+            await sandbox.close()
+
+
+async def outputs(sandbox: PythonSandbox, *codes: str, episode: str = "a") -> list[tuple[str, str]]:
+    results = [await sandbox.run(episode, code) for code in codes]
+    return [(result.outcome, result.output) for result in results]
+
+
+both = pytest.mark.parametrize("backend", ["process", "http"])
+
+
+@both
+def test_variables_stay_over_an_episode_and_end_with_it(backend):
+    async def run():
+        async with tool(backend) as sandbox:
+            found = await outputs(
+                sandbox, "x = 2", "def f(n): return n * x", "f(21)", "import math", "math.pi"
+            )
+            assert [output for _, output in found] == ["", "", "42\n", "", "3.141592653589793\n"]
+            assert (await outputs(sandbox, "x", episode="b"))[0][0] == "error"
+            await sandbox.end("a")
+            assert (await outputs(sandbox, "f(21)"))[0][0] == "error"
+
+    asyncio.run(run())
+
+
+@both
+def test_stdout_and_stderr_are_shown_in_order_with_the_last_value_and_nothing_twice(backend):
+    async def run():
+        async with tool(backend) as sandbox:
+            code = (
+                "import os, sys\nprint('a', end=' ')\nprint('b', file=sys.stderr)\nos.system('echo c')\n'd'"
+            )
+            assert await outputs(sandbox, code, "print('e')\nNone", "'f'; x = 1", "_") == [
+                ("ok", "a b\nc\n'd'\n"),
+                ("ok", "e\n"),
+                ("ok", ""),
+                ("ok", "'d'\n"),
+            ]
+
+    asyncio.run(run())
+
+
+@both
+def test_a_traceback_begins_in_the_code(backend):
+    async def run():
+        async with tool(backend) as sandbox:
+            codes = ("def f(n):\n    return 1 / n", "f(0)", "1 +", "x = 5\nraise KeyError", "x")
+            found = await outputs(sandbox, *codes)
+            shown = [line for line in found[1][1].splitlines() if set(line) - set(" ~^")]
+            assert shown == [
+                "Traceback (most recent call last):",
+                '  File "<call 2>", line 1, in <module>',
+                "    f(0)",
+                '  File "<call 1>", line 2, in f',
+                "    return 1 / n",
+                "ZeroDivisionError: division by zero",
+            ]
+            assert found[1][0] == found[2][0] == found[3][0] == "error"
+            assert found[2][1].startswith('  File "<call 3>", line 1\n    1 +\n')
+            assert found[2][1].endswith("SyntaxError: invalid syntax\n")
+            assert found[4] == ("ok", "5\n")  # what ran before an error stays
+
+    asyncio.run(run())
+
+
+@both
+def test_the_same_code_gives_the_same_random_numbers_in_each_episode(backend):
+    async def run():
+        async with tool(backend) as sandbox:
+            code = "import random\nrandom.random()"
+            if backend == "process":  # the order of a set and hashes, too; a service sets their seed
+                code += ", [*{'a', 'b', 'c', 'd'}], hash('text')"
+            assert await outputs(sandbox, code) == await outputs(sandbox, code, episode="b")
+
+    asyncio.run(run())
+
+
+@both
+def test_output_is_cut_in_the_middle_with_a_mark(backend):
+    async def run():
+        async with tool(backend, output_kb=2) as sandbox:
+            result = await sandbox.run("a", "print('first'); print('x' * 100_000); print('last')")
+            assert result.output.startswith("first\nxxx") and result.output.endswith("xxx\nlast\n")
+            cut = int(re.search(r"\n\[\.\.\. (\d+) bytes of output cut \.\.\.\]\n", result.output)[1])
+            assert cut == 100_012 - 2048
+
+    asyncio.run(run())
+
+
+@both
+def test_a_call_over_its_deadline_loses_the_interpreter_and_says_so(backend):
+    async def run():
+        async with tool(backend) as sandbox:
+            await sandbox.run("a", "x = 1")
+            sandbox._settings = sandbox._settings.model_copy(update={"call_s": 2.0})
+            result = await sandbox.run("a", "print('begun', flush=True)\nimport time\ntime.sleep(900)")
+            assert result.outcome == "timeout" and result.output.startswith("begun\n[no result within 2 s. ")
+            assert "variables and files of earlier calls are gone" in result.output
+            sandbox._settings = SETTINGS
+            assert (await sandbox.run("a", "x")).outcome == "error"
+
+    asyncio.run(run())
+
+
+@both
+def test_a_process_that_ends_is_an_outcome_that_says_so(backend):
+    async def run():
+        async with tool(backend) as sandbox:
+            result = await sandbox.run("a", "import os\nos._exit(7)")
+            assert (
+                result.outcome == "died" and "exit status 7" in result.output and "are gone" in result.output
+            )
+            assert await outputs(sandbox, "6 * 7") == [("ok", "42\n")]
+
+    asyncio.run(run())
+
+
+@both
+def test_memory_is_an_outcome_and_variables_stay(backend):
+    async def run():
+        async with tool(backend) as sandbox:
+            found = await outputs(sandbox, "x = 1", "raise MemoryError('too much')", "x")
+            assert [outcome for outcome, _ in found] == ["ok", "memory", "ok"]
+
+    asyncio.run(run())
+
+
+@both
+def test_an_episode_has_a_time_of_its_own(backend):
+    async def run():
+        async with tool(backend, episode_s=1.5) as sandbox:
+            results = [await sandbox.run("a", "import time; time.sleep(0.8)") for _ in range(4)]
+            outcomes = [result.outcome for result in results]
+            assert outcomes[-1] == "timeout" and "no time is left for calls of this episode: 1.5 s" in (
+                results[-1].output
+            )
+            assert outcomes == sorted(outcomes)  # "ok" until it is over
+            assert sandbox._used_s["a"] < 60
+
+    asyncio.run(run())
+
+
+def test_many_episodes_run_at_once():
+    async def run():
+        async with tool() as sandbox:
+            codes = [f"x = {n}\nx * x" for n in range(32)]
+            results = await asyncio.gather(*(sandbox.run(str(n), code) for n, code in enumerate(codes)))
+            assert [result.output for result in results] == [f"{n * n}\n" for n in range(32)]
+            results = await asyncio.gather(*(sandbox.run(str(n), "x") for n in range(32)))
+            assert [result.output for result in results] == [f"{n}\n" for n in range(32)]
+
+    asyncio.run(run())
+
+
+def test_cpu_time_over_the_episode_is_a_timeout_also_in_children():
+    async def run():
+        async with tool(cpu_s=1.0) as sandbox:
+            code = "import os, time\nfor _ in range(3):\n  if not os.fork():\n    while True: pass"
+            code += "\ntime.sleep(900)"
+            for written in (code, "while True: pass"):
+                result = await sandbox.run("a", written)
+                assert result.outcome == "timeout" and "CPU time" in result.output
+
+    asyncio.run(run())
+
+
+def test_the_files_of_an_episode_are_its_own_and_gone_with_it():
+    async def run():
+        async with tool() as sandbox:
+            write = "import os\nprint(os.listdir('.'), os.getcwd() == os.path.expanduser('~'))\n"
+            found = await outputs(sandbox, write + "open('f', 'w').write('x')", "open('f').read()")
+            assert found == [("ok", "[] True\n1\n"), ("ok", "'x'\n")]
+            assert (await outputs(sandbox, "open('f')", episode="b"))[0][0] == "error"
+            await sandbox.end("a")
+            assert (await outputs(sandbox, "open('f')"))[0][0] == "error"
+
+    asyncio.run(run())
+
+
+# The service
+
+
+def test_passing_failures_of_the_service_are_tried_again(monkeypatch):
+    monkeypatch.setattr(service, "_FIRST_PAUSE_S", 0.001)
+
+    async def run():
+        async with tool("http") as sandbox:
+            sandbox.fusion.answers += [(503, b"busy"), (0, b""), (429, b"")]
+            assert await outputs(sandbox, "6 * 7") == [("ok", "42\n")]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ([(503, b"busy")] * 9, "does not answer (HTTP 503: busy)"),
+        ([(0, b"")] * 9, "does not answer"),
+        ([(422, b"no such field")], "HTTP 422: no such field"),
+        ([(200, b"[1]")], "no JSON object"),
+        ([(200, b"{")] * 9, "JSONDecodeError"),
+        (
+            [(200, json.dumps({"status": "SandboxError", "message": "no cgroup"}).encode())],
+            "failed (no cgroup)",
+        ),
+        ([(200, json.dumps({"status": "Success", "message": ""}).encode())], "it ran nothing"),
+    ],
+)
+def test_a_service_that_fails_is_an_error_of_that_call_and_variables_stay(answers, said, monkeypatch):
+    monkeypatch.setattr(service, "_FIRST_PAUSE_S", 0.001)
+
+    async def run():
+        async with tool("http") as sandbox:
+            await sandbox.run("a", "x = 41")
+            sandbox.fusion.answers += answers
+            result = await sandbox.run("a", "x")
+            assert result.outcome == "error" and said in result.output and "gone" not in result.output
+            sandbox.fusion.answers.clear()
+            assert await outputs(sandbox, "x + 1") == [("ok", "42\n")]
+
+    asyncio.run(run())
+
+
+def test_a_request_has_the_fields_of_the_api():
+    async def run():
+        async with tool("http") as sandbox:
+            await sandbox.run("a", "x = 'a\\nb'")
+            await sandbox.run("a", "print(x)")
+            return sandbox.fusion.requests[-1]
+
+    request = asyncio.run(run())
+    assert request.keys() == {"code", "language", "compile_timeout", "run_timeout", "memory_limit_MB"}
+    assert request["language"] == "python" and request["run_timeout"] >= HANG_S
+
+
+def test_a_service_that_is_not_there_is_refused_at_the_start(monkeypatch):
+    monkeypatch.setattr(service, "_FIRST_PAUSE_S", 0.001)
+    settings = SETTINGS.model_copy(update={"backend": "http", "url": "http://user:password@127.0.0.1:9"})
+
+    async def run():
+        sandbox = PythonSandbox(settings)
+        try:
+            await sandbox.start()
+        finally:
+            await sandbox.close()
+
+    with pytest.raises(ProcessFailure, match=r"the sandbox service does not answer \(ConnectError") as caught:
+        asyncio.run(run())
+    assert "password" not in str(caught.value)
+    with pytest.raises(UserError, match=r"environments\.sandbox\.url is not set"):
+        PythonSandbox(settings.model_copy(update={"url": None}))
+
+
+# Parts
+
+
+def test_kept_output_is_the_first_and_the_last_bytes():
+    output = KeptOutput(10)
+    for n in range(100):
+        output.add(b"%02d" % n)  # 00 01 ... 99
+    assert output.bytes() == b"00010\n[... 190 bytes of output cut ...]\n79899"
+    short = KeptOutput(10)
+    short.add(b"0123456789")
+    assert short.bytes() == b"0123456789"
+
+
+def test_nothing_of_the_interpreter_is_in_the_names_of_the_code():
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.dup2(write, 1)
+        os.dup2(write, 2)
+        Cells().run("print(sorted(name for name in globals() if not name.startswith('__')), __name__)")
+        os._exit(0)
+    os.close(write)
+    os.waitpid(pid, 0)
+    with os.fdopen(read) as output:
+        assert output.read() == "[] __main__\n"
