@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.errors import UserError
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.runtime.hardware import thread_environment
-from grpo_dist.types import Prompt, Rollout, Sampling
+from grpo_dist.types import Prompt, Rollout, Sampling, ToolCall, Turn
 from tests.support.made_classifiers import BY_HAND, by_hand
 from tests.support.patience import HANG_S
 
@@ -174,6 +175,42 @@ def test_the_driver_logs_once_why_samples_have_no_score(tmp_path, caplog):
     assert all(np.isnan(group.rewards).all() for group in groups)
     (told,) = [record.getMessage() for record in caplog.records]
     assert told == "reward mine: OSError: no disk; a sample without a score counts as not scored"
+
+
+def test_episodes_are_scored_with_their_turns_and_ends_and_a_failed_environment_is_told(
+    ray_cluster, tmp_path, caplog
+):
+    (tmp_path / "turn_rewards.py").write_text("def calls(turns):\n    return float(len(turns[0]['calls']))\n")
+    settings = RewardsConfig.model_validate(
+        {
+            "processes_per_worker": 1,
+            "functions": [
+                {"function": "environment"},
+                {"name": "calls", "function": "turn_rewards:calls", "weight": 0.25},
+            ],
+            "code_paths": [str(tmp_path)],
+        }
+    )
+    call = ToolCall("python", "1+1", "2", "ok", 0.1)
+    turn = Turn(0, 3, "so: 2", "the service is down", (call,), 1.0)
+    ends = ("stop", "turns", "error")
+    episodes = tuple(
+        replace(r, turns=(turn,), finish_reason=end) for r, end in zip(rollouts(TEXTS), ends, strict=True)
+    )
+
+    async def scored():
+        pool = RewardPool(settings, ACTORS, max_new_tokens=24, outcome_rewards={"turns": -0.5})
+        await pool.ready()
+        group = await pool.score(PROMPT, ray.put(episodes))
+        await pool.shutdown()
+        return group
+
+    with caplog.at_level("WARNING"):
+        group = asyncio.run(scored())
+    np.testing.assert_array_equal(group.rewards, [1.25, 0.75, np.nan])
+    assert group.rollouts[1].turns == (turn,) and group.outcomes == ("", "", "")
+    (told,) = [record.getMessage() for record in caplog.records if "service" in record.getMessage()]
+    assert told == "reward environment: the service is down; a sample without a score counts as not scored"
 
 
 def _gone(actor):
