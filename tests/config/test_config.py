@@ -81,6 +81,7 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
         ("algorithm.advantage=process", ["`rewards.models` has no model", "no environment", "add one"]),
         ("algorithm.advantage=turn", ["turn compares turns of episodes", "set `data.environment`"]),
         ("algorithm.turn_discount=0.5", ["has no effect without algorithm.advantage=turn"]),
+        ("rewards.functions=[{function: environment}]", ["none of its samples would be scored"]),
         ("environments.mask_outcomes=[turns]", ["has no effect without an environment"]),
         ("environments.outcome_rewards={turns: -1}", ["has no effect without an environment"]),
         ("algorithm={advantage: remax, reward_norm: group}", ["`algorithm.reward_norm` = group", "greedy"]),
