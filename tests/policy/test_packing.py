@@ -19,7 +19,7 @@ from grpo_dist.policy.attention import (
     torch_varlen,
 )
 from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm, reads_packed_rows
-from grpo_dist.policy.packing import packed, padded
+from grpo_dist.policy.packing import _stream_indices, packed, padded
 from grpo_dist.runtime.hardware import logprob_chunk_mib, micro_batch_tokens
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.types import Rows
@@ -113,6 +113,23 @@ def test_variable_length_kernels_get_each_row_whole(completions):
     leaves = [heads(i, by_blocks.tokens.shape[1], n) for i, n in enumerate((4, 2, 2))]
     how = {"scale": 0.3, "window": 4, "dropout": 0.0}
     torch.testing.assert_close(by_kernel.spans.attend(*leaves, **how), by_blocks.spans.attend(*leaves, **how))
+
+
+def test_kernels_agree_on_rows_of_episodes_of_which_some_share_the_prompt():
+    """Further rows of an episode that begin with the prompt, and others that do not."""
+    batch = made_groups.episode_batch(groups=2, rewritten=0.6)
+    assert (batch.prompt_lengths == 0).any() and len(set(batch.prompt_lengths.tolist())) == 3
+    by_blocks, by_kernel = (packed(batch.rows, k) for k in (BlockKernel(), VarlenKernel(varlen_stand_in)))
+    leaves = [heads(i, by_blocks.tokens.shape[1], n) for i, n in enumerate((4, 2, 2))]
+    how = {"scale": 0.3, "window": None, "dropout": 0.0}
+    ours = by_blocks.spans.attend(*leaves, **how)
+    torch.testing.assert_close(by_kernel.spans.attend(*leaves, **how), ours)
+    # Row by row, each with all of its own tokens in front.
+    indices = _stream_indices(*(t.tolist() for t in (batch.lengths, batch.group_ids, batch.prompt_lengths)))
+    rows = [own[:length] for own, length in zip(indices, batch.lengths.tolist(), strict=True)]
+    for row, tokens in zip(rows, batch.tokens, strict=True):
+        assert torch.equal(by_blocks.tokens[0, row], tokens[: len(row)])
+    torch.testing.assert_close(ours, row_by_row(*leaves, rows, scale=0.3, window=None))
 
 
 def test_padding_as_long_as_the_shared_prompt_hides_no_sharing():
