@@ -89,7 +89,7 @@ class EpisodeRunner:
         self._settings = settings
         self._hosts: dict[str, Host] = {}
         self._episodes: dict[str, _Episode] = {}
-        self._sandbox: Any = None
+        self._sandbox: PythonSandbox | None = None
 
     async def start(self, *, sandboxed: bool = True) -> list[str]:
         """Start what all episodes share. Returns notes on the isolation of the policy's code.
@@ -168,6 +168,7 @@ class EpisodeRunner:
                 raise
             return ToolCall(call.name, call.arguments, str(failure), failure.outcome, 0.0)
         if "code" in answer:
+            assert self._sandbox is not None, "the runner was started without a sandbox"
             ran = await self._sandbox.run(episode, answer["code"])
             return ToolCall(call.name, call.arguments, ran.output, ran.outcome, ran.seconds)
         return ToolCall(call.name, call.arguments, answer["result"], answer["outcome"], answer["seconds"])
@@ -177,7 +178,7 @@ class EpisodeRunner:
         return bool(described["stateless"])
 
 
-def _sandbox_of(settings: SandboxConfig) -> Any:
+def _sandbox_of(settings: SandboxConfig) -> PythonSandbox:
     return PythonSandbox(settings)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_dist.data.readers import json_lines
 from grpo_dist.errors import UserError
+from grpo_dist.rewards.episodes import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,12 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    """One line: G completions of one problem. ``labels``: [G] of 1.0 and 0.0; None without a label column."""
+    """One line: G completions of one problem.
+
+    Attributes:
+        labels: [G] of 1.0 and 0.0; None without a label column.
+        turns: [G] of the turns of an episode, whose last action is the completion; () without turns.
+    """
 
     location: str
     record: Mapping[str, Any]
@@ -38,6 +44,7 @@ class CompletionRow:
     is_list: bool
     finish_reasons: tuple[str, ...]
     labels: tuple[float, ...] | None
+    turns: tuple[Turns, ...] = ()
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -61,7 +68,13 @@ def read_rows(path: Path, columns: Columns) -> list[CompletionRow]:
 
 
 def _row(record: dict[str, Any], location: str, columns: Columns) -> CompletionRow:
+    turns = _turns(record, location)
+    if turns and not {"completion", "completions", columns.completion} & set(record):
+        last = [own[-1]["action"] for own in turns]
+        record["completion"] = last if isinstance(record["turns"][0], list) else last[0]
     name, completions = _completions(record, location, columns.completion)
+    if turns and len(turns) != len(completions):
+        raise UserError(f"{location}: `turns` has {len(turns)} episodes for {len(completions)} completions")
     count, is_list = len(completions), isinstance(record[name], list)
     problem = record.get(columns.problem)
     if problem is not None and not isinstance(problem, str):
@@ -76,6 +89,7 @@ def _row(record: dict[str, Any], location: str, columns: Columns) -> CompletionR
         is_list=is_list,
         finish_reasons=tuple(map(str, _each(reasons, count, location, "finish_reason"))),
         labels=_labels(record, location, columns.label, count),
+        turns=turns,
     )
 
 
@@ -95,6 +109,27 @@ def _completions(record: dict[str, Any], location: str, column: str | None) -> t
     if not texts:
         raise UserError(f"{location}: `{names[0]}` is an empty list; remove the row")
     return names[0], tuple(texts)
+
+
+def _turns(record: Mapping[str, Any], location: str) -> tuple[Turns, ...]:
+    """Return the turns of the row's episodes: objects with `action`, in a list for each completion."""
+    given = record.get("turns")
+    if given is None:
+        return ()
+    episodes = given if isinstance(given, list) and given and isinstance(given[0], list) else [given]
+    found = []
+    for turns in episodes:
+        if not isinstance(turns, list) or not turns:
+            raise UserError(f"{location}: `turns` is no list of turns; expected objects with `action`")
+        for turn in turns:
+            if not isinstance(turn, dict) or not isinstance(turn.get("action"), str):
+                raise UserError(f"{location}: `turns` has {str(turn)[:60]}; expected objects with `action`")
+            reward = turn.get("reward")
+            if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+                raise UserError(f"{location}: `turns` has the reward {reward!r}; expected a number or null")
+        defaults = {"observation": "", "calls": [], "reward": None}
+        found.append([defaults | turn for turn in turns])
+    return tuple(found)
 
 
 def _answer(record: dict[str, Any], location: str, column: str) -> str:

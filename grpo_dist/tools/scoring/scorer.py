@@ -112,4 +112,5 @@ def _group(
         columns=row.columns,
         max_new_tokens=sampling.max_new_tokens,
         thought=shown_by(row.completions, rewards),
+        turns=row.turns,
     )

@@ -123,6 +123,25 @@ def test_custom_rewards_get_the_reference_answer_as_text_as_in_a_run(here):
     assert [row["score"]["reward"] for row in lines("d.scored.jsonl")] == [1]
 
 
+def test_episodes_are_scored_by_their_last_action_their_turns_and_their_rewards(here):
+    Path("mine.py").write_text(
+        "def calls(completion, turns):\n    return sum(len(t['calls']) for t in turns)\n"
+    )
+    call = {"name": "calculator", "arguments": "3*4", "result": "12", "outcome": "ok", "seconds": 0.0}
+    turns = [
+        {"action": "```calculator\n3*4\n```", "observation": "12", "calls": [call], "reward": 0.25},
+        {"action": "\\boxed{12}", "reward": 0.5},
+    ]
+    two = [turns, [{"action": "\\boxed{7}"}]]
+    write("d.jsonl", [{"answer": "12", "turns": turns}, {"answer": "12", "turns": two}])
+    names = ["--reward", "math", "--reward", "environment", "--reward", "mine:calls"]
+    assert main(["score", "d.jsonl", *names, "rewards.code_paths=[.]"]) == 0
+    one, both = lines("d.scored.jsonl")
+    assert one["score"]["parts"] == {"math": 1, "environment": 0.75, "mine:calls": 1}
+    assert one["completion"] == "\\boxed{12}" and both["completion"] == ["\\boxed{12}", "\\boxed{7}"]
+    assert both["score"]["parts"] == {"math": [1, 0], "environment": [0.75, None], "mine:calls": [1, 0]}
+
+
 def test_weights_gates_and_columns_are_those_of_a_configuration(here):
     """A weight that is no power of two is returned unchanged."""
     Path("mine.py").write_text("def bonus(completion, problem, right):\n    return 0.5 if right else -0.5\n")
@@ -177,6 +196,13 @@ def test_rewards_that_read_tokens_need_a_tokenizer(here, capsys):
         (
             {"completion": "x", "answer": "1", "finish_reason": ["stop", "stop"]},
             ["c.jsonl:6", "`finish_reason` has 2 values for 1 completions"],
+        ),
+        ({"answer": "1", "turns": []}, ["c.jsonl:6", "`turns` is no list of turns"]),
+        ({"answer": "1", "turns": [{"text": "x"}]}, ["c.jsonl:6", "expected objects with `action`"]),
+        ({"answer": "1", "turns": [{"action": "x", "reward": "y"}]}, ["c.jsonl:6", "the reward 'y'"]),
+        (
+            {"answer": "1", "completions": ["a", "b"], "turns": [{"action": "x"}]},
+            ["c.jsonl:6", "`turns` has 1 episodes for 2 completions"],
         ),
     ],
 )
