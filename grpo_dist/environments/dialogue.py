@@ -22,7 +22,7 @@ from grpo_dist.types import FurtherRow, Prompt, Rollout, ToolCall, Turn
 
 
 @dataclass(slots=True)
-class _Row:
+class _GrowingRow:
     """A row behind its context; ``end``: index behind its last sampled token."""
 
     context: list[int]
@@ -63,7 +63,7 @@ class Dialogue:
     def __init__(self, renderer: Renderer, prompt: Prompt) -> None:
         assert prompt.task is not None, "a prompt without a task has no turns"
         self._renderer, self._prompt, self._task = renderer, prompt, prompt.task
-        self._rows = [_Row(prompt.token_ids.tolist())]
+        self._rows = [_GrowingRow(prompt.token_ids.tolist())]
         self._turns: list[Turn] = []
         self._history: list[Message] = list(prompt.task.messages)
         self._action_ids: list[int] = []
@@ -176,7 +176,7 @@ class Dialogue:
             self._rows[-1].give(self._tail_ids(rendered.tail))
             self._behind += content + rendered.tail
         else:
-            self._rows.append(_Row(self._renderer.ids(rendered.text)))
+            self._rows.append(_GrowingRow(self._renderer.ids(rendered.text)))
             self._behind = rendered.text.removeprefix(prompt)
 
     def _is_kept(self, prompt: str, content: str, rendered: Rendered) -> bool:

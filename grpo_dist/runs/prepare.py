@@ -14,7 +14,9 @@ from typing import Any
 from grpo_dist.config import (
     CheckpointConfig,
     Config,
+    DataConfig,
     DataSourceConfig,
+    EnvironmentsConfig,
     ModelConfig,
     RewardsConfig,
     SamplingConfig,
@@ -90,20 +92,23 @@ def prepared(
         say(message)
         warnings.append(message)
 
+    sections = config.data, config.rewards, config.environments
     with stage("prompts", "are tokenized"):
-        loaded = train_prompts(config, train_rows, tokenizer, warn)
+        loaded = train_prompts(*sections, train_rows, tokenizer, warn)
     prompts, needed = loaded.prompts, config.batch.prompts_per_step
     if len(prompts) < needed:
         raise ValueError(
             f"data.train: {len(prompts)} prompts, but `batch.prompts_per_step` = {needed} must be drawn "
             f"without repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
-    eval_sets = prepare_eval(config, eval_rows, tokenizer, prompts, warn)
+    eval_sets = prepare_eval(*sections, eval_rows, tokenizer, prompts, warn)
     return Prepared(model_dir, prompts, eval_sets, loaded.dropped, warnings)
 
 
 def train_prompts(
-    config: Config,
+    data: DataConfig,
+    rewards: RewardsConfig,
+    environments: EnvironmentsConfig,
     sources: list[tuple[DataSourceConfig, list[DataRow]]],
     tokenizer: Any,
     say: Callable[[str], None],
@@ -113,7 +118,7 @@ def train_prompts(
     dropped: list[Dropped] = []
     uid_counts: Mapping[str, int] = {}
     for source, rows in sources:
-        built = load_prompts(config, source, rows, tokenizer, say, uid_counts)
+        built = load_prompts(data, rewards, environments, source, rows, tokenizer, say, uid_counts)
         prompts += built.prompts
         dropped += built.dropped
         uid_counts = built.uid_counts
@@ -121,7 +126,9 @@ def train_prompts(
 
 
 def prepare_eval(
-    config: Config,
+    data: DataConfig,
+    rewards: RewardsConfig,
+    environments: EnvironmentsConfig,
     sources: list[tuple[DataSourceConfig, list[DataRow]]],
     tokenizer: Any,
     prompts: list[Prompt],
@@ -132,9 +139,12 @@ def prepare_eval(
     """
     eval_sets = []
     for source, rows in sources:
-        eval_set = EvalSet(source_name(source), load_prompts(config, source, rows, tokenizer, say).prompts)
+        eval_set = EvalSet(
+            source_name(source),
+            load_prompts(data, rewards, environments, source, rows, tokenizer, say).prompts,
+        )
         overlap = check_overlap(prompts, eval_set.prompts)
-        if overlap and config.data.overlap == "refuse":
+        if overlap and data.overlap == "refuse":
             raise ValueError(f"data.eval {eval_set.name}: {overlap}; remove them, or set data.overlap=warn")
         if overlap:
             say(f"warning: data.eval {eval_set.name}: {overlap}")
@@ -238,7 +248,9 @@ def load_tokenizer(model_dir: Path, trust_remote_code: bool) -> Any:
 
 
 def load_prompts(
-    config: Config,
+    data: DataConfig,
+    rewards: RewardsConfig,
+    environments: EnvironmentsConfig,
     source: DataSourceConfig,
     rows: list[DataRow],
     tokenizer: Any,
@@ -248,7 +260,6 @@ def load_prompts(
     """Turn the ``rows`` of ``source`` into prompts. ``uid_counts`` are those of earlier sources: no uid may
     repeat.
     """
-    data = config.data
     built = build_prompts(
         rows,
         tokenizer,
@@ -256,12 +267,12 @@ def load_prompts(
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong,
         uid_counts=uid_counts,
-        tasks=source_tasks(data, config.environments, source, rows, tokenizer),
+        tasks=source_tasks(data, environments, source, rows, tokenizer),
     )
     prompts, dropped = built.prompts, built.dropped
     if dropped:
         say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}")
-    unreadable, looked_at = count_unreadable([p.answer for p in prompts], config.rewards)
+    unreadable, looked_at = count_unreadable([p.answer for p in prompts], rewards)
     if unreadable:
         say(
             f"{source_name(source)}: {unreadable} of {looked_at} gold answers are not parsable mathematics "

@@ -107,7 +107,15 @@ def _asked(config: Config, model_dir: Path, by: Sequence[str], say: Callable[[st
         for s, found in zip(config.data.eval, columns, strict=True)
     ]
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-    sets = prepare_eval(config, read_all(sources, "data.eval", own), tokenizer, [], say)
+    sets = prepare_eval(
+        config.data,
+        config.rewards,
+        config.environments,
+        read_all(sources, "data.eval", own),
+        tokenizer,
+        [],
+        say,
+    )
     own_columns = [source.columns for source in config.data.eval]
     return [_split(*found, config.evaluation) for found in zip(sets, own_columns, columns, strict=True)]
 

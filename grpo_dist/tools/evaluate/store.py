@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import Config, ModelConfig
+from grpo_dist.config import Config, DataConfig, EnvironmentsConfig, ModelConfig, RewardsConfig
 from grpo_dist.config.differences import changes, listed
 from grpo_dist.data.readers import json_lines
 from grpo_dist.environments import registry
@@ -145,26 +145,26 @@ def settings_of(config: Config) -> dict[str, Any]:
         },
         "rewards": rewards,
         "rollout": {"engine": tree["rollout"]["engine"]},
-        **_environments(config),
-        "files": _files(config),
+        **_episodes(config.data, config.environments),
+        "files": _files(config.data, config.environments, config.rewards),
         # Other versions of grader or engine may judge or sample differently.
         "versions": {name: version for name in _JUDGING if (version := installed(name))},
     }
 
 
-def _environments(config: Config) -> dict[str, Any]:
+def _episodes(data: DataConfig, environments: EnvironmentsConfig) -> dict[str, Any]:
     """Return the settings of episodes; {} where no set has an environment."""
-    if not any(map(config.data.environment_of, config.data.eval)):
+    if not any(map(data.environment_of, data.eval)):
         return {}
-    tree = config.environments.model_dump(mode="json", exclude={"num_workers", "code_paths"})
+    tree = environments.model_dump(mode="json", exclude={"num_workers", "code_paths"})
     return {"environments": tree}
 
 
-def _files(config: Config) -> dict[str, str]:
+def _files(data: DataConfig, settings: EnvironmentsConfig, rewards: RewardsConfig) -> dict[str, str]:
     """Return the fingerprints of users' code and of reward models, by path."""
-    models = [Path(model.path).expanduser() for model in config.rewards.models]
-    environments = registry.own_code(config.data, config.environments)
-    found = [*own_code(config.rewards), *environments, *(path for path in models if path.exists())]
+    models = [Path(model.path).expanduser() for model in rewards.models]
+    environments = registry.own_code(data, settings)
+    found = [*own_code(rewards), *environments, *(path for path in models if path.exists())]
     return {str(path): fingerprint(path) for path in found}
 
 

@@ -107,7 +107,9 @@ def _check_sft(stage: ResolvedStage, config: Config) -> None:
     if evaluates(config.data, config.evaluation):
         _check_sampling(config)
         prepare_eval(
-            config,
+            config.data,
+            config.rewards,
+            config.environments,
             read_all(config.data.eval, own=own_problems(config.data, config.environments)),
             tokenizer,
             [],
@@ -171,7 +173,12 @@ def _check_sampling(config: Config) -> None:
 def _check_prompts(config: Config, sources: list[DataSourceConfig]) -> None:
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
     train_prompts(
-        config, read_all(sources, own=own_problems(config.data, config.environments)), tokenizer, _quiet
+        config.data,
+        config.rewards,
+        config.environments,
+        read_all(sources, own=own_problems(config.data, config.environments)),
+        tokenizer,
+        _quiet,
     )
 
 

@@ -72,7 +72,8 @@ def _reasons(report: dict[str, Any]) -> str:
 def _prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> list[Prompt]:
     """Return all prompts of `data.train`, or `rejection.max_prompts` of them drawn by seed."""
     own = own_problems(config.data, config.environments)
-    found = train_prompts(config, read_all(config.data.train, own=own), tokenizer, say).prompts
+    sections = config.data, config.rewards, config.environments
+    found = train_prompts(*sections, read_all(config.data.train, own=own), tokenizer, say).prompts
     wanted = config.rejection.max_prompts
     if wanted is None or wanted >= len(found):
         return found

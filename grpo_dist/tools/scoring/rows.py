@@ -127,7 +127,7 @@ def _turns(record: Mapping[str, Any], location: str) -> tuple[Turns, ...]:
             reward = turn.get("reward")
             if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
                 raise UserError(f"{location}: `turns` has the reward {reward!r}; expected a number or null")
-        defaults = {"observation": "", "calls": [], "reward": None}
+        defaults: dict[str, Any] = {"observation": "", "calls": [], "reward": None}
         found.append([defaults | turn for turn in turns])
     return tuple(found)
 

@@ -74,7 +74,11 @@ def configuration(
     tree = OmegaConf.create(
         {
             "model": {"path": _NO_MODEL},
-            "data": {"train": [{"path": str(path)}]},
+            # A reward of episodes needs an environment; those of the file have been played.
+            "data": {
+                "train": [{"path": str(path)}],
+                "environment": "calculator" if "environment" in rewards else "none",
+            },
             "rewards": {"functions": functions, "processes_per_worker": available_cpus()},
         }
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, EnvironmentsConfig, RewardsConfig
 from grpo_dist.errors import UserError
 from grpo_dist.version import __version__
 
@@ -82,7 +82,7 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     Raises UserError for code that cannot travel, and when the files are too large.
     """
     left_out: dict[str, str] = {}
-    for relative in _own_code(config):
+    for relative in _own_code(config.rewards, config.environments):
         own = (*excludes, f"/{Path(config.output_dir).name}", into.name)
         _copy(Path(relative), into / relative, own, left_out)
     for package in _PACKAGES:
@@ -101,12 +101,12 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     return carried
 
 
-def _own_code(config: Config) -> Iterator[str]:
+def _own_code(rewards: RewardsConfig, environments: EnvironmentsConfig) -> Iterator[str]:
     """Yield directories of users' rewards and environments, relative to this directory; each once."""
-    rewards = (("rewards.code_paths", path) for path in config.rewards.code_paths)
-    environments = (("environments.code_paths", path) for path in config.environments.code_paths)
+    named = [("rewards.code_paths", path) for path in rewards.code_paths]
+    named += [("environments.code_paths", path) for path in environments.code_paths]
     found: set[str] = set()
-    for key, given in (*rewards, *environments):
+    for key, given in named:
         path = Path(given).expanduser()
         if path.is_absolute():
             continue  # a path on the cluster
