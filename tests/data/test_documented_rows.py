@@ -13,7 +13,7 @@ README = Path(__file__).resolve().parents[2] / "grpo_dist/data/README.md"
 
 
 def test_every_documented_form_of_a_row_is_read_and_its_given_parts_are_marked(tmp_path):
-    (block,) = re.findall(r"```json\n(.*?)\n```\n\n", README.read_text(), re.DOTALL)
+    (block,) = re.findall(r"```\n({.*?)\n```\n\n", README.read_text(), re.DOTALL)
     assert len([json.loads(line) for line in block.splitlines()]) == 6
     path, tokenizer = tmp_path / "sft.jsonl", character_tokenizer()
     path.write_text(block)
