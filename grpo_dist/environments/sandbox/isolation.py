@@ -135,6 +135,8 @@ class Isolation:
         self._set_surroundings(home)
         if self.first_user is not None and not self.user_space:
             _become(self.user(place), keep=self.reads_all)
+            if self.reads_all:  # before Landlock, which opens the directories that it allows
+                linux.set_capabilities(1 << linux.CAP_DAC_READ_SEARCH)
         os.chdir(home)
         linux.process_option(linux.PR_SET_DUMPABLE, 1)
         _limit(limits, used, others=self._others())
@@ -142,7 +144,8 @@ class Isolation:
         if self.landlock:
             readable = ["/"] if "mount" in self.spaces else root.readable()
             landlock.restrict(self.landlock, readable, [home], root.DEVICES)
-        linux.set_capabilities(1 << linux.CAP_DAC_READ_SEARCH if self.reads_all else 0)
+        if not self.reads_all:
+            linux.set_capabilities(0)
         if self.seccomp:
             alone = "pid" in self.spaces or self.landlock >= landlock.SIGNALS_FROM
             SyscallFilter(

@@ -126,6 +126,11 @@ ATTACKS = [
         "def talk():\n  while True: print('x' * 10000)\nthreading.Thread(target=talk, daemon=True).start()",
     ),
     # the interpreter itself
+    Attack(
+        "imports what nothing has imported",  # no attack: Python's files stay readable
+        "import colorsys, wave\ncolorsys.rgb_to_hsv(1, 0, 0)",
+        shown="(0.0, 1.0, 1",
+    ),
     Attack("sleeps", "time.sleep(900)", ("timeout",), endless=True),
     Attack("computes in C without an end", "9**9**9", ("timeout",), endless=True),
     Attack(
