@@ -63,3 +63,14 @@ class EngineCallParser:
 def call_parser(call_format: str, tokenizer: Any) -> CallParser | None:
     """Return vLLM's parser of ``call_format``; None for code blocks."""
     return None if call_format == CODE else EngineCallParser(call_format, tokenizer)
+
+
+def main() -> None:
+    """Print the names of vLLM's parsers, for `runs.vllm_arguments`."""
+    from vllm.tool_parsers import ToolParserManager
+
+    print(json.dumps(sorted(ToolParserManager.list_registered())))
+
+
+if __name__ == "__main__":
+    main()

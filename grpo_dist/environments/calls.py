@@ -80,6 +80,11 @@ def resolve_format(call_format: str, chat_template: str | None) -> str:
     return next((name for mark, name in _MENTIONS if mark in template and "tools" in template), CODE)
 
 
+def is_known(call_format: str) -> bool:
+    """Return whether ``call_format`` needs no question to vLLM; others are parsers that only it knows."""
+    return call_format in ("auto", CODE) or call_format in _OPENINGS
+
+
 def missing_tokens(call_format: str, vocabulary: Mapping[str, int]) -> str:
     """Return a token that the parser of ``call_format`` needs and the tokenizer lacks; "": there is none."""
     return next((token for token in _NEEDED.get(call_format, ()) if token not in vocabulary), "")

@@ -21,7 +21,7 @@ from grpo_dist.policy.deepspeed_config import check_values, deepspeed_config
 from grpo_dist.policy.lora import check_targets, empty_model
 from grpo_dist.policy.model import check_supported
 from grpo_dist.policy.sequence_parallel import check_heads
-from grpo_dist.runs.vllm_arguments import vllm_problems
+from grpo_dist.runs.vllm_arguments import call_format_problems, vllm_problems
 from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
 
 
@@ -39,6 +39,8 @@ def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
     for check in checks:
         yield from _refusal(check)
     yield from engine_problems(config, device)
+    if config.has_environments:
+        yield from call_format_problems(config.environments)
     if config.rollout.quantization != "none" and device == "cpu":
         yield (
             f"`rollout.quantization` = {config.rollout.quantization} needs GPUs that multiply in 8 bits "

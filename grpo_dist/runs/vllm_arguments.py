@@ -1,7 +1,8 @@
-"""Asks vLLM, in a separate process, whether it accepts `rollout.engine`."""
+"""Asks vLLM, in a separate process, whether it accepts `rollout.engine`, and which tool parsers it has."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, EnvironmentsConfig
 from grpo_dist.config.engine_arguments import engine_problems
+from grpo_dist.environments.calls import is_known
 from grpo_dist.runtime.hardware import DeviceType, device_type
 
 _CHECK_S = 600.0  # importing vLLM takes seconds, on a busy machine a minute
@@ -32,19 +34,45 @@ def vllm_problems(config: Config, device: DeviceType, model_dir: Path | None) ->
 
         whole = fitting_arguments(EngineSpec.of(config, model_dir))
     try:
+        yield from _answer("actors.workers.engine_check", "rollout.engine", {"own": own, "whole": whole})
+    except ValueError as error:
+        yield str(error)
+
+
+def call_format_problems(environments: EnvironmentsConfig) -> Iterator[str]:
+    """Yield a message for an `environments.call_format` that is no tool parser of vLLM."""
+    name = environments.call_format
+    if is_known(name):
+        return
+    try:
+        parsers = _answer("actors.workers.tool_calls", "environments.call_format", None)
+    except ValueError as error:
+        yield str(error)
+        return
+    if name not in parsers:
+        near = difflib.get_close_matches(name, parsers, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(parsers)}"
+        yield f"`environments.call_format` = {name}: vLLM has no such tool parser (code needs none); {hint}"
+
+
+def _answer(module: str, key: str, question: Any) -> Any:
+    """Run ``module`` with a question, and return its answer. Raises ValueError where there is none."""
+    try:
         asked = subprocess.run(
-            [sys.executable, "-m", "actors.workers.engine_check"],
-            input=json.dumps({"own": own, "whole": whole}),
+            [sys.executable, "-m", module],
+            input=json.dumps(question),
             capture_output=True,
             text=True,
             timeout=_CHECK_S,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        yield f"`rollout.engine` could not be checked: vLLM has not answered within {_CHECK_S:g} s; try again"
-        return
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(
+            f"`{key}` could not be checked: vLLM has not answered within {_CHECK_S:g} s; try again"
+        ) from error
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or ["no message"])[-1]
-        yield f"`rollout.engine` could not be checked, because vLLM cannot be imported ({last}); reinstall it"
-        return
-    yield from json.loads(asked.stdout.splitlines()[-1])
+        raise ValueError(
+            f"`{key}` could not be checked, because vLLM cannot be imported ({last}); reinstall it"
+        )
+    return json.loads(asked.stdout.splitlines()[-1])

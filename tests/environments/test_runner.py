@@ -17,6 +17,7 @@ from grpo_dist.environments.preparation import EnvironmentProbe, StartFailed
 from grpo_dist.environments.records import Action, Call, Observed
 from grpo_dist.environments.runner import EpisodeRunner, UnknownEpisode
 from grpo_dist.types import Task
+from tests.support.patience import HANG_S
 
 _CODE = '''
 import asyncio, os, time
@@ -266,6 +267,26 @@ def test_code_of_the_policy_goes_to_the_sandbox_and_never_to_the_environment(
             assert observed.calls[0].result == "ran print(1)" and observed.calls[0].seconds == 0.5
             await runner.end(task.environment)
         assert runner._sandbox.ended == ["guessing:Tools", "python"]
+
+    _play(settings, played)
+
+
+def test_the_real_interpreter_keeps_its_state_over_the_turns_of_an_episode() -> None:
+    settings = EnvironmentsConfig(timeout_s=HANG_S)
+
+    def run(code: str) -> Action:
+        return Action("", (Call("python", code, raw=True),))
+
+    async def played(runner: EpisodeRunner) -> None:
+        task = _task("python")
+        first, second, wrong = await _acts(runner, "a", task, run("x = 6"), run("x * 7"), run("1 / 0"))
+        assert (second.calls[0].result.strip(), second.calls[0].outcome) == ("42", "ok")
+        assert first.calls[0].outcome == "ok" and "ZeroDivisionError" in wrong.calls[0].result
+        assert wrong.calls[0].outcome == "error"
+        (other,) = await _acts(runner, "b", task, run("x"))
+        assert "NameError" in other.calls[0].result
+        (answer,) = await _acts(runner, "c", task, "The answer is 42.")
+        assert answer == Observed(done=True)
 
     _play(settings, played)
 

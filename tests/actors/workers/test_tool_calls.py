@@ -8,10 +8,12 @@ import pytest
 from tokenizers import AddedToken
 
 from actors.workers.tool_calls import EngineCallParser, call_parser
+from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.environments.builtin import calculator
 from grpo_dist.environments.calls import read_chat
 from grpo_dist.environments.tools import TypedTool
+from grpo_dist.runs.vllm_arguments import call_format_problems
 
 _TOOLS = (TypedTool(calculator).schema,)
 
@@ -55,6 +57,14 @@ def test_several_calls_of_one_action_keep_their_order() -> None:
 
 def test_code_blocks_need_no_parser() -> None:
     assert call_parser("code", None) is None
+
+
+def test_a_format_that_vllm_lacks_is_refused_before_an_engine_starts() -> None:
+    for name in ("auto", "code", "hermes"):
+        assert list(call_format_problems(EnvironmentsConfig(call_format=name))) == []
+    assert list(call_format_problems(EnvironmentsConfig(call_format="kimi_k2"))) == []
+    (problem,) = call_format_problems(EnvironmentsConfig(call_format="hermse"))
+    assert "`environments.call_format` = hermse" in problem and "did you mean hermes?" in problem
 
 
 def test_unknown_formats_and_tokenizers_that_do_not_fit_are_refused() -> None:
