@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,21 @@ from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.runtime.stacks import pending_calls
 from grpo_dist.runtime.stage_log import say
 from grpo_dist.types import Task
+
+# A batch of actions is answered after so long at most; slower answers are fetched one by one. A call costs
+# both sides about a millisecond, which is more than most tools take.
+_AT_ONCE_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """An action for the environment of ``episode``, which turn 0 starts."""
+
+    episode: str
+    task: Task
+    problem: Problem
+    action: Action
+    turn: int
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,7 @@ class EnvironmentWorker(Metered, Probeable):
         self._notes: list[str] = []
         self._episodes: defaultdict[str, set[str]] = defaultdict(set)  # those that run, by engine
         self._lost_engines: set[str] = set()
+        self._acting: dict[str, asyncio.Task[Observed]] = {}  # answers that were not there at once
 
     async def start(self) -> None:
         """Start what all episodes share. Raises UserError for an environment that cannot be used."""
@@ -66,25 +83,45 @@ class EnvironmentWorker(Metered, Probeable):
         return self._notes
 
     @metered("act")
-    async def act(self, episode: str, task: Task, problem: Problem, action: Action, turn: int) -> Observed:
-        """Give ``action`` to the environment of ``episode``, which turn 0 starts; return its answer."""
-        engine = _engine_of(episode)
+    async def act(self, acts: Sequence[Act]) -> list[Observed | None]:
+        """Give each action to its environment. Returns the answers that are there at once; None: `answer`
+        waits for that one.
+        """
+        tasks = [asyncio.create_task(self._act(act), name=f"episode {act.episode}") for act in acts]
+        done, _ = await asyncio.wait(tasks, timeout=_AT_ONCE_S)
+        self._acting |= {act.episode: task for act, task in zip(acts, tasks, strict=True) if task not in done}
+        return [task.result() if task in done else None for task in tasks]  # bounded: it is done
+
+    @metered("act")
+    async def answer(self, episode: str) -> Observed:
+        """Wait for the answer to the last action of ``episode``."""
+        try:
+            return await self._acting[episode]
+        finally:
+            self._acting.pop(episode, None)
+
+    async def _act(self, act: Act) -> Observed:
+        engine = _engine_of(act.episode)
         if engine in self._lost_engines:  # its last calls may arrive after `end_all`
             return Observed(failed="the engine is lost")
-        self._episodes[engine].add(episode)
-        observed: Observed = await self._runner.act(episode, task, problem, action, turn=turn)
+        self._episodes[engine].add(act.episode)
+        observed: Observed = await self._runner.act(
+            act.episode, act.task, act.problem, act.action, turn=act.turn
+        )
         return observed
 
-    async def end(self, episode: str) -> None:
-        """End an episode, if it is here, with its processes."""
-        self._episodes[_engine_of(episode)].discard(episode)
-        await self._runner.end(episode)
+    async def end(self, episodes: Sequence[str]) -> None:
+        """End episodes, those that are here, with their processes."""
+        for episode in episodes:
+            self._episodes[_engine_of(episode)].discard(episode)
+            if (acting := self._acting.pop(episode, None)) is not None:
+                acting.cancel()  # nobody waits for the answer
+            await self._runner.end(episode)
 
     async def end_all(self, engine: str) -> None:
         """End all episodes of an engine, which is lost."""
         self._lost_engines.add(engine)
-        for episode in self._episodes.pop(engine, set()):
-            await self._runner.end(episode)
+        await self.end(list(self._episodes.pop(engine, set())))
 
     async def health(self) -> Health:  # type: ignore[override]  # on the event loop, like all the rest
         return Health()

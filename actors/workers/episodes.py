@@ -18,7 +18,8 @@ import ray
 
 from actors.lifecycle.calls import LOST, reason
 from actors.workers.engine_settings import EngineSpec
-from actors.workers.environment import EnvironmentAddresses
+from actors.workers.environment import Act, EnvironmentAddresses
+from actors.workers.environment_line import EnvironmentLine
 from actors.workers.tool_calls import call_parser
 from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.environments.base import Problem
@@ -49,6 +50,7 @@ class EpisodeSampler:
     ) -> None:
         self._generate, self._renderer, self._settings, self._meter = generate, renderer, settings, meter
         self.workers = WorkersOfEpisodes()
+        self._lines: dict[Any, EnvironmentLine] = {}
         self._name, self._numbers = ray.get_runtime_context().get_actor_id(), count()
         self._running: set[asyncio.Task[Rollout]] = set()
 
@@ -84,7 +86,8 @@ class EpisodeSampler:
             worker = await self.workers.take()
             name = f"{self._name}:{next(self._numbers)}"
             rows = Dialogue(self._renderer, prompt)
-            ends = _Ends(self, worker, name, prompt, sampling, length)
+            line = self._lines.setdefault(worker, EnvironmentLine(worker))
+            ends = _Ends(self, line, name, prompt, sampling, length)
             try:
                 budgets = Budgets.of(self._settings, tokens=sampling.max_new_tokens)
                 finish_reason = await play(rows, ends, ends, budgets, seed=seed)
@@ -97,7 +100,7 @@ class EpisodeSampler:
                     return rows.rollout(sample, "error")
             finally:
                 self.workers.give_back(worker)
-                worker.end.remote(name)  # nobody waits for it
+                line.end(name)
         raise AssertionError("every attempt returns, raises, or is followed by another")
 
 
@@ -129,13 +132,13 @@ class _Ends:
     def __init__(
         self,
         sampler: EpisodeSampler,
-        worker: Any,
+        line: EnvironmentLine,
         name: str,
         prompt: Prompt,
         sampling: Sampling,
         length: int | None,
     ) -> None:
-        self._sampler, self._worker, self._name, self._prompt = sampler, worker, name, prompt
+        self._sampler, self._line, self._name, self._prompt = sampler, line, name, prompt
         self._sampling, self._length = sampling, length
         self._problem = Problem(prompt.text, prompt.answer, prompt.columns)
         self._requests = 0
@@ -159,7 +162,8 @@ class _Ends:
 
     async def act(self, action: Action, turn: int) -> Observed:
         begin, task = time.perf_counter(), self._prompt.task
-        observed: Observed = await self._worker.act.remote(self._name, task, self._problem, action, turn)
+        assert task is not None, "a prompt without a task has no turns"
+        observed = await self._line.act(Act(self._name, task, self._problem, action, turn))
         self._sampler._meter.count("turns", 1)
         self._sampler._meter.count("tool_wait_s", time.perf_counter() - begin)
         return observed

@@ -1,0 +1,102 @@
+"""How the episodes of an engine share calls to an environment worker, which is a fake here."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from actors.workers import environment_line
+from actors.workers.environment import Act
+from actors.workers.environment_line import EnvironmentLine
+from grpo_dist.environments.base import Problem
+from grpo_dist.environments.records import Action, Observed
+from grpo_dist.types import Task
+from tests.support.patience import HANG_S
+
+
+class FakeWorker:
+    """Answers actions at once, but those of "slow" episodes when they are asked for; "lost" raises."""
+
+    def __init__(self):
+        self.calls = []
+        for name in ("act", "answer", "end"):
+            setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
+
+    async def _act(self, acts):
+        self.calls.append([act.episode for act in acts])
+        if any("lost" in act.episode for act in acts):
+            raise ConnectionError("the worker is gone")
+        await asyncio.sleep(0)
+        return [None if "slow" in act.episode else Observed(act.episode) for act in acts]
+
+    async def _answer(self, episode):
+        self.calls.append(episode)
+        return Observed(f"late {episode}")
+
+    def _end(self, episodes):
+        self.calls.append(("end", episodes))
+
+
+def act(episode):
+    return Act(episode, Task("toy"), Problem("p", "1"), Action("a"), 0)
+
+
+def run(session):
+    return asyncio.run(asyncio.wait_for(session, HANG_S))
+
+
+def test_actions_of_one_moment_travel_in_one_call_and_slow_answers_are_fetched_alone():
+    async def session():
+        worker = FakeWorker()
+        line = EnvironmentLine(worker)
+        names = ["e:0", "e:1 slow", "e:2"]
+        answers = await asyncio.gather(*(line.act(act(name)) for name in names))
+        later = await line.act(act("e:0"))
+        return worker.calls, [answer.observation for answer in (*answers, later)]
+
+    calls, answers = run(session())
+    assert calls == [["e:0", "e:1 slow", "e:2"], "e:1 slow", ["e:0"]]
+    assert answers == ["e:0", "late e:1 slow", "e:2", "e:0"]
+
+
+def test_an_error_of_a_call_is_that_of_all_its_actions_and_of_no_later_ones():
+    async def session():
+        line = EnvironmentLine(FakeWorker())
+        found = await asyncio.gather(line.act(act("e:0")), line.act(act("e:1 lost")), return_exceptions=True)
+        return found, await line.act(act("e:2"))
+
+    found, later = run(session())
+    assert [str(error) for error in found] == ["the worker is gone"] * 2
+    assert later == Observed("e:2")
+
+
+def test_an_abandoned_episode_does_not_disturb_the_others_of_its_call():
+    async def session():
+        line = EnvironmentLine(FakeWorker())
+        first, second = (asyncio.create_task(line.act(act(name))) for name in ("e:0", "e:1"))
+        await asyncio.sleep(0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        return await second
+
+    assert run(session()) == Observed("e:1")
+
+
+def test_ends_are_collected(monkeypatch):
+    monkeypatch.setattr(environment_line, "_END_S", 0.01)
+
+    async def session():
+        worker = FakeWorker()
+        line = EnvironmentLine(worker)
+        for name in ("e:0", "e:1"):
+            line.end(name)
+        assert worker.calls == []
+        while not worker.calls:
+            await asyncio.sleep(0.005)
+        line.end("e:2")
+        while len(worker.calls) < 2:
+            await asyncio.sleep(0.005)
+        return worker.calls
+
+    assert run(session()) == [("end", ["e:0", "e:1"]), ("end", ["e:2"])]
