@@ -54,9 +54,9 @@ class OpenEngine(RolloutWorker):
     """An engine that can be stopped and its process named."""
 
     async def generate(self, token_ids, stop=()):
-        """Return the completion of one request, and its text."""
+        """Return the completion of one request, its text, and that without the last token."""
         found = await self._generate(token_ids, 1, Sampling(), 60, stop=stop)
-        return found, self._tokenizer.decode(found.token_ids)
+        return found, self._tokenizer.decode(found.token_ids), self._tokenizer.decode(found.token_ids[:-1])
 
     async def pause(self, drain):
         await self._engine.pause(drain=drain)
