@@ -23,7 +23,7 @@ from grpo_dist.runtime.files import code_files
 
 BUILTIN: dict[str, type[Environment]] = {"python": builtin.Python, "calculator": builtin.Calculator}
 # Prefix -> module with the adapter, its class, and the package to install.
-_ADAPTERS = {
+ADAPTERS = {
     "verifiers": ("grpo_dist.environments.verifiers", "VerifiersEnvironment", "verifiers"),
     "reasoning_gym": ("grpo_dist.environments.reasoning_gym", "ReasoningGym", "reasoning-gym"),
     "openenv": ("grpo_dist.environments.openenv", "OpenEnv", "openenv-core"),
@@ -34,7 +34,7 @@ def may_run_code(name: str) -> bool:
     """Return whether the environment ``name`` may have the tool `python`. A class of a user's own may: it is
     imported only in processes of its own.
     """
-    return name != "calculator" and name.partition(":")[0] not in _ADAPTERS
+    return name != "calculator" and name.partition(":")[0] not in ADAPTERS
 
 
 def load_environment(name: str) -> type[Environment]:
@@ -46,8 +46,8 @@ def load_environment(name: str) -> type[Environment]:
     if name in BUILTIN:
         return BUILTIN[name]
     prefix, _, rest = name.partition(":")
-    if prefix in _ADAPTERS:
-        module, adapter, package = _ADAPTERS[prefix]
+    if prefix in ADAPTERS:
+        module, adapter, package = ADAPTERS[prefix]
         base: type[Environment] = getattr(_imported(module, f"pip install {package}"), adapter)
         return type(base.__name__, (base,), {"target": rest})
     found: Any = getattr(_imported(prefix, "add its directory to environments.code_paths"), rest, None)
@@ -63,7 +63,7 @@ def load_environment(name: str) -> type[Environment]:
 def own_code(data: DataConfig, settings: EnvironmentsConfig) -> Iterator[Path]:
     """Yield source files of users' environments in `environments.code_paths`; all files of a package."""
     names = {data.environment_of(source) for source in (*data.train, *data.eval)} - {None, *BUILTIN}
-    prefixes = {str(name).partition(":")[0] for name in names} - set(_ADAPTERS)
+    prefixes = {str(name).partition(":")[0] for name in names} - set(ADAPTERS)
     yield from code_files(settings.code_paths, prefixes)
 
 
