@@ -36,7 +36,7 @@ _LAYOUT = (
     "batch.micro_batch_tokens", "model.gradient_checkpointing",
     "policy.sequence_parallel", "policy.threads", "policy.logprob_chunk_mib", "policy.offload.nvme_path",
     "reference.num_workers", "reference.threads", "reference.micro_batch_tokens",
-    "rewards.num_workers", "rewards.processes_per_worker",
+    "rewards.num_workers", "rewards.processes_per_worker", "environments.num_workers",
     "rewards.models.*.num_workers", "rewards.models.*.micro_batch_tokens",
     "rollout.num_workers", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization",
     "rollout.kv_cache_gib", "rollout.max_num_seqs", "rollout.threads", "rollout.enforce_eager",
