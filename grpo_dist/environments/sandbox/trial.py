@@ -111,17 +111,41 @@ def _first_user() -> int | None:
         return None
     for first, end in (_USERS, _USERS_IN_CONTAINERS):
         user = first + secrets.randbelow((end - first) // 2)
-        pid = os.fork()
-        if not pid:
-            with contextlib.suppress(OSError):
-                os.setgroups([])
-                os.setresgid(user, user, user)
-                os.setresuid(user, user, user)
-                os._exit(0)
-            os._exit(1)
-        if os.waitpid(pid, 0)[1] == 0:
+        if _rules(user):
             return user
     return None
+
+
+def _rules(user: int) -> bool:
+    """Return whether this process can make a process of that user, end it, and delete what it wrote. Root in
+    a container may lack any of these rights.
+    """
+    directory = tempfile.mkdtemp(prefix="grpo-dist-trial-")
+    begun, waits = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(OSError):
+            os.close(waits[1])
+            os.chown(directory, user, user)
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+            os.makedirs(f"{directory}/a/b", 0o700)
+            os.write(begun[1], b"x")
+            os.read(waits[0], 1)  # until it is killed, or the other end closes
+        os._exit(1)
+    os.close(begun[1])
+    ended = False
+    began = os.read(begun[0], 1) == b"x"
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
+        ended = True
+    for descriptor in (begun[0], *waits):
+        os.close(descriptor)
+    os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        remove_tree(directory)
+    return began and ended and not os.path.exists(directory)
 
 
 def try_out(isolation: Isolation, reasons: list[str]) -> bool:

@@ -217,7 +217,10 @@ class Zygote:
     def _release(self, place: Place) -> None:
         self._free.append(place.slot)
         if self._isolation:
-            self._isolation.remove(place)
+            try:
+                self._isolation.remove(place)
+            except OSError as error:  # the other episodes go on
+                print(f"sandbox: {place.path} cannot be deleted: {error}", file=sys.stderr, flush=True)
 
     def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_obey` finds the owner gone

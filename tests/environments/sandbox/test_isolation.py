@@ -180,6 +180,18 @@ def test_without_namespaces_all_other_layers_are_used_here(tmp_path):
     assert (chosen.landlock, chosen.seccomp) == (landlock.abi(), seccomp.is_known()), reasons
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("call", ["chown", "setresuid", "kill", "rename"])
+def test_root_without_a_right_uses_no_user_ids_of_episodes(call, monkeypatch):
+    assert trial._first_user() is not None
+
+    def refuse(*arguments):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, call, refuse)
+    assert trial._first_user() is None
+
+
 @pytest.mark.parametrize(
     ("isolation", "said"),
     [
