@@ -37,6 +37,11 @@ def _pid_in_proc() -> int:
     return int(os.readlink("self"))
 
 
+def _milliseconds(seconds: float) -> float:
+    """Return the limit of a poll, which takes a negative one for none."""
+    return 1000 * max(0.0, seconds) + 1
+
+
 class Keeper:
     """Keeps one worker.
 
@@ -165,8 +170,7 @@ class Keeper:
             now = time.monotonic()
             if now >= deadline:
                 return "timeout", f"no result within {timeout_s:g} s".encode()
-            # A negative limit would be none.
-            ready = dict(poller.poll(1000 * max(0.0, min(deadline, watched) - now) + 1))
+            ready = dict(poller.poll(_milliseconds(min(deadline, watched) - now)))
             if self._lifeline in ready or self._channel.fileno() in ready:
                 raise EOFError
             if self._output in ready and not self._take_output(output, _PIECE):

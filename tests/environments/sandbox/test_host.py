@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_dist.environments.sandbox import keeper
 from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
 from grpo_dist.environments.sandbox.limits import Limits
 from grpo_dist.runtime.guardian import descendants
@@ -215,8 +216,8 @@ async def test_a_killed_keeper_and_a_killed_zygote_leave_nothing_and_the_host_go
         await it.ask("a", "leaves", None, timeout_s=LONG)
         zygote = it._child.pid
         below = descendants(zygote)
-        keeper = next(p for p in below if descendants(p))
-        os.kill(keeper, signal.SIGKILL)
+        parent = next(p for p in below if descendants(p))
+        os.kill(parent, signal.SIGKILL)
         assert (await failure(it.ask("a", "add", 1, timeout_s=LONG))).outcome == "died"
         assert wait_until_gone(sorted(below)) == []
         await it.ask("a", "leaves", None, timeout_s=LONG)
@@ -229,6 +230,7 @@ async def test_a_killed_keeper_and_a_killed_zygote_leave_nothing_and_the_host_go
 
 OWNER = """
 import asyncio, os, sys
+from grpo_dist.environments.sandbox import keeper
 from grpo_dist.environments.sandbox.host import ProcessHost
 from grpo_dist.environments.sandbox.limits import Limits
 
@@ -254,6 +256,11 @@ def test_all_processes_end_with_the_owner_that_is_killed():
     owner.wait()
     owner.stdout.close()
     assert wait_until_gone(below) == []
+
+
+def test_a_time_that_has_passed_is_no_wait_without_a_limit():
+    assert keeper._milliseconds(0.25) == 251.0
+    assert keeper._milliseconds(-0.25) == 1.0  # poll(-249) would wait for ever
 
 
 @run

@@ -182,7 +182,12 @@ def test_without_namespaces_all_other_layers_are_used_here(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 @pytest.mark.parametrize("call", ["chown", "setresuid", "kill", "rename"])
-def test_root_without_a_right_uses_no_user_ids_of_episodes(call, monkeypatch):
+def test_root_without_a_right_uses_no_user_ids_of_episodes(call, monkeypatch, tmp_path):
+    assert trial._first_user() is not None
+    tmp_path.chmod(0o711)
+    for parent in tmp_path.parents[:-2]:  # all but / and /tmp
+        parent.chmod(parent.stat().st_mode | 0o011)
+    monkeypatch.setattr(trial.tempfile, "tempdir", str(tmp_path))
     assert trial._first_user() is not None
 
     def refuse(*arguments):
