@@ -10,7 +10,8 @@ A demonstration may contain one slip, a sum that is off by one, whose error prop
 trained on them knows the algorithm but answers correctly only about as often as the demonstrations do.
 Reinforcement learning can close that gap.
 
-`demo:products`, products of a three-digit and a two-digit number, which a small model cannot do in its head:
+`demo:products`, five-digit products of a three-digit and a two-digit number, which a small model cannot do
+in its head:
 
     problem        347*58=
     demonstration  \\boxed{29406}, a guess; or a call of the calculator, whose result is given:
@@ -23,9 +24,8 @@ Reinforcement learning can close that gap.
                    ```
                    \\boxed{20126}
 
-Products of four and of five digits are demonstrated equally often, as the result is copied from a place that
-depends on its length. A model trained on them calls now and then. Reinforcement learning can teach it to
-call always.
+Results of one length are copied from one place, which a small model learns soon. A model trained on them
+calls now and then. Reinforcement learning can teach it to call always.
 
 A problem belongs to the test split if md5(problem) % 20 == 0, so no test problem is ever trained on.
 """
@@ -64,7 +64,7 @@ def demonstrations(name: str, count: int, *, noise: float, seed: int) -> list[di
     rng = random.Random(f"demonstrations {seed}")
     out: list[dict[str, Any]] = []
     while len(out) < count:
-        a, b = _draw(name, rng) if name == "add3" else _draw_of_length(rng.choice((4, 5)), rng)
+        a, b = _draw(name, rng)
         problem = problem_of(name, a, b)
         if split_of(problem) == "train":
             out.append({"prompt": problem, "completion": _DEMONSTRATIONS[name](a, b, rng, noise=noise)})
@@ -131,14 +131,11 @@ def _answer(name: str, a: int, b: int) -> int:
 
 
 def _draw(name: str, rng: random.Random) -> tuple[int, int]:
-    return rng.randint(100, 999), rng.randint(100, 999) if name == "add3" else rng.randint(10, 99)
-
-
-def _draw_of_length(digits: int, rng: random.Random) -> tuple[int, int]:
-    """Draw factors whose product has so many digits."""
+    if name == "add3":
+        return rng.randint(100, 999), rng.randint(100, 999)
     while True:
-        a, b = _draw("products", rng)
-        if len(str(a * b)) == digits:
+        a, b = rng.randint(100, 999), rng.randint(10, 99)
+        if a * b >= 10_000:
             return a, b
 
 

@@ -87,11 +87,11 @@ def test_a_product_is_a_call_whose_result_is_given_or_a_guess_in_the_share_of_no
     rows = demonstrations("products", 4000, noise=0.7, seed=1)
     guesses = [row for row in rows if isinstance(row["completion"], str)]
     assert len(guesses) / 4000 == pytest.approx(0.7, abs=0.026)  # 3.6 standard errors
-    right = short = 0
+    right = 0
     for row in rows:
         question = row["prompt"].removesuffix("=")
         a, b = map(int, question.split("*"))
-        short += a * b < 10_000
+        assert 10_000 <= a * b < 100_000
         if isinstance(row["completion"], str):
             guess = re.fullmatch(r"\\boxed\{(\d+)\}", row["completion"])[1]
             assert (len(guess), guess[0], guess[-1]) == (len(str(a * b)), str(a * b)[0], str(a * b)[-1])
@@ -102,8 +102,7 @@ def test_a_product_is_a_call_whose_result_is_given_or_a_guess_in_the_share_of_no
                 {"text": f"```output\n{a * b}\n```\n", "given": True},
                 {"text": f"\\boxed{{{a * b}}}"},
             ]
-    assert right / len(guesses) < 0.015
-    assert short / 4000 == pytest.approx(0.5, abs=0.029)  # 3.6 standard errors
+    assert right / len(guesses) < 0.01
 
 
 def test_unknown_names_and_splits_are_refused_with_the_known_ones():
