@@ -1,5 +1,7 @@
 """Thoughts in tags: found in the rendered prompt, and respected by every reward."""
 
+from dataclasses import replace
+
 import pytest
 
 from grpo_dist.config import RewardsConfig
@@ -7,7 +9,6 @@ from grpo_dist.data.prompts import PromptFormat, build_prompts
 from grpo_dist.data.readers import DataRow
 from grpo_dist.data.thoughts import is_kept, thought_of
 from grpo_dist.demo.tokenizer import character_tokenizer
-from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer
 from grpo_dist.rewards.thought import outside_thought, shown_by, thought_for
@@ -110,9 +111,7 @@ def test_every_reward_respects_a_thought_opened_by_the_prompt():
         scorer = Scorer(specs, pool)
         group = completion_group(GROUP, "4")
         closed = scorer.score(group)
-        opened = scorer.score(
-            CompletionGroup(*[getattr(group, name) for name in group.__slots__[:-1]], thought=OPENS)
-        )
+        opened = scorer.score(replace(group, thought=OPENS))
     assert {name: part.tolist() for name, part in opened.parts.items()} == {
         "math": [1.0, 0.0, 1.0],
         "exact": [1.0, 0.0, 1.0],
