@@ -54,9 +54,12 @@ class OpenEngine(RolloutWorker):
     """An engine that can be stopped and its process named."""
 
     async def generate(self, token_ids, stop=()):
-        """Return the completion of one request, its text, and that without the last token."""
+        """Return the completion of one request, its text, and that without the last token: the text that stop
+        strings are looked for in, without special tokens.
+        """
         found = await self._generate(token_ids, 1, Sampling(), 60, stop=stop)
-        return found, self._tokenizer.decode(found.token_ids), self._tokenizer.decode(found.token_ids[:-1])
+        ids = (found.token_ids, found.token_ids[:-1])
+        return found, *(self._tokenizer.decode(own, skip_special_tokens=True) for own in ids)
 
     async def pause(self, drain):
         await self._engine.pause(drain=drain)
