@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pydantic import Field, PositiveInt, field_validator
 
 from grpo_dist.config import NonNegative, Section
-from grpo_dist.rewards.episodes import sum_of_turns
+from grpo_dist.rewards.episodes import reward_of_environment
 from grpo_dist.rewards.format import think_answer_format
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.language import SCRIPTS, Script, script_share
@@ -175,7 +175,10 @@ class RelativeLength(Builtin):
 
 
 class EnvironmentSum(Builtin):
-    """Sum of the rewards that the environment gave to turns; not scored where it gave none, or a NaN."""
+    """Sum of the rewards that the environment gave to turns; not scored where it gave none, or a NaN. An
+    episode without any is worth 0 where `environments.outcome_rewards` has its end.
+    """
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
-        return [sum_of_turns(turns) for turns in group.turns or [()] * len(group.completions)]
+        episodes = zip(group.turns or [()] * len(group.completions), group.finish_reasons, strict=True)
+        return [reward_of_environment(turns, end, group.rewarded_ends) for turns, end in episodes]

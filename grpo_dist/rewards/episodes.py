@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,15 @@ def sum_of_turns(turns: Turns) -> float:
     """Sum the rewards of the turns that have one; NaN where none has, or one could not be scored."""
     given = [turn["reward"] for turn in turns if turn["reward"] is not None]
     return math.fsum(given) if given and all(map(math.isfinite, given)) else math.nan
+
+
+def reward_of_environment(turns: Turns, finish_reason: str, rewarded_ends: Collection[str]) -> float:
+    """Return `sum_of_turns`; 0 for an episode without a reward that a budget ended, where
+    `environments.outcome_rewards` says what that end is worth: it would add to NaN otherwise.
+    """
+    if finish_reason in rewarded_ends and turns and all(turn["reward"] is None for turn in turns):
+        return 0.0
+    return sum_of_turns(turns)
 
 
 def failure_of(finish_reason: str, turns: Turns) -> str | None:

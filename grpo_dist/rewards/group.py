@@ -41,6 +41,7 @@ class CompletionGroup:
     thought: Thought = NO_THOUGHT  # the tags around a thought, and whether the prompt opens it
     turns: tuple[Turns, ...] = ()  # [G], see `turns_for_rewards`; (): no environment
     given: tuple[int, ...] = ()  # [G] tokens that the environment put in; (): none
+    rewarded_ends: frozenset[str] = frozenset()  # finish reasons in `environments.outcome_rewards`
 
     @classmethod
     def of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -182,6 +182,7 @@ class Scorer:
         Args:
             modelled: float [G] of each reward model.
         """
+        group = replace(group, rewarded_ends=frozenset(self._outcome_rewards))
         verdicts = Verdicts(group, self._pool)
         values: dict[str, Any] = dict(modelled or {})
         for name, reward in self._builtin.items():

@@ -95,6 +95,21 @@ def test_ends_of_episodes_are_rewarded_after_the_sum_and_of_episodes_alone(pool)
     assert scorer.score(of(replace(cut, text=right))).rewards.tolist() == [2.0]
 
 
+def test_an_end_is_rewarded_where_the_environment_gave_no_reward_before_it(pool):
+    ended = of(
+        episode(0, "", None, None, reason="turns"),
+        episode(1, "", None, None, reason="length"),
+        episode(2, "", None, NAN, reason="turns"),
+        episode(3, "", 0.25, None, reason="turns"),
+        episode(4, "", None, None, reason="stop"),
+        episode(5, "", None, None, reason="error", observation="down"),
+    )
+    scorer = Scorer([spec("environment", "environment", 2.0)], pool, outcome_rewards={"turns": -0.5})
+    scores = scorer.score(ended)
+    np.testing.assert_array_equal(scores.rewards, [-0.5, NAN, NAN, 0.0, NAN, NAN])
+    np.testing.assert_array_equal(scores.parts["environment"], [0.0, NAN, NAN, 0.25, NAN, NAN])
+
+
 def test_an_episode_whose_environment_failed_is_not_scored_and_never_0(pool):
     failed = episode(0, "\\boxed{6}", 1.0, None, reason="error", observation="the service is down")
     right = episode(1, "\\boxed{6}", 1.0, None)
