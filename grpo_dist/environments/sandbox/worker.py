@@ -31,6 +31,8 @@ def serve(make: Callable[[], Any], requests: int, replies: int) -> NoReturn:
     runner: asyncio.Runner | None = None
     with suppress(EOFError, BrokenPipeError):
         while True:
+            if runner is not None:
+                _run_until_readable(runner, requests)
             token, size = INNER.unpack(read(requests, INNER.size))
             payload = read(requests, size)
             body: list[Any]
@@ -40,7 +42,8 @@ def serve(make: Callable[[], Any], requests: int, replies: int) -> NoReturn:
                 kind, value = json.loads(payload)
                 result = program.handle(kind, value)
                 if inspect.isawaitable(result):
-                    # One event loop: clients that an environment keeps belong to it.
+                    # One event loop, which also runs between requests: clients that an environment keeps
+                    # belong to it, and answer the pings of their servers.
                     runner = runner or asyncio.Runner()
                     result = runner.run(_result_of(result))
                 reply = json.dumps(["ok", result]).encode()
@@ -71,6 +74,22 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the program may have closed it, or put anything in its place
             stream.flush()
+
+
+def _run_until_readable(runner: asyncio.Runner, descriptor: int) -> None:
+    """Run the event loop until ``descriptor`` has a request, or its other end is closed."""
+    while True:
+        with suppress(SystemExit):  # of a task that the program left: it must not end its process
+            return runner.run(_readable(descriptor))
+
+
+async def _readable(descriptor: int) -> None:
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ready.set)
+    try:
+        await ready.wait()  # bounded: by the end of the keeper
+    finally:
+        loop.remove_reader(descriptor)
 
 
 async def _result_of(result: Any) -> Any:

@@ -35,6 +35,17 @@ class Counter:
         await asyncio.sleep(0.001)
         return self.add(payload)
 
+    async def begins_to_count(self, payload):
+        self.task = asyncio.create_task(self._count(payload))
+
+    async def _count(self, path):
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            self.add(1)
+        with open(path, "w") as file:
+            file.write("counted")
+        raise SystemExit(3)
+
     def prints(self, payload):
         print(payload)
         os.write(2, b"error\n")

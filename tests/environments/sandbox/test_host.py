@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -71,6 +72,17 @@ async def test_an_episode_keeps_its_state_and_episodes_share_none():
         await it.end("never seen")
         assert await it.ask("a", "add", 1, timeout_s=LONG) == 11
         assert it.num_live == 2
+
+
+@run
+async def test_tasks_of_an_asynchronous_program_go_on_between_requests():
+    with TemporaryDirectory() as directory:
+        counted = Path(directory) / "counted"
+        async with host() as it:
+            await it.ask("a", "begins_to_count", str(counted), timeout_s=LONG)
+            while not counted.exists():  # and nobody asks meanwhile
+                await asyncio.sleep(0.01)
+            assert await it.ask("a", "add", 1, timeout_s=LONG) == 4, "its SystemExit ended the process"
 
 
 @run
