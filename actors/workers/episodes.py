@@ -15,6 +15,7 @@ from itertools import count
 from typing import Any
 
 import ray
+from ray.exceptions import ActorDiedError
 
 from actors.lifecycle.calls import LOST, reason
 from actors.workers.engine_settings import EngineSpec
@@ -37,9 +38,9 @@ Generate = Callable[..., Coroutine[Any, Any, Generation]]
 # Workers that did not answer are tried again after so long, unless new addresses come before: the network
 # may have failed, and not they.
 _RETRY_S = 1.0
-# Workers that may be lost with an episode before it counts as failed: one may be bad luck, but an episode
-# that kills three would kill them all.
-_ATTEMPTS = 3
+# Different workers that may be lost with an episode before it counts as failed: one may be bad luck, but an
+# episode that kills three would kill them all.
+_WORKERS = 3
 
 
 class EpisodeSampler:
@@ -59,8 +60,9 @@ class EpisodeSampler:
     ) -> Rollout:
         """Sample one episode. ``length``: exact tokens of each action; None: actions end by themselves.
 
-        When its environment worker is lost, it begins again with the same seed; with the third such worker
-        it has failed. Raises RuntimeError when it is abandoned, or when there is no worker any more.
+        When its environment worker is lost, it begins again with the same seed; when three different workers
+        were lost with it, it has failed. Raises RuntimeError when it is abandoned, or when there is no worker
+        any more.
         """
         work = self._until_finished(prompt, sample, seed, sampling, length)
         task = asyncio.create_task(work, name=f"episode of {prompt.uid}")
@@ -82,7 +84,8 @@ class EpisodeSampler:
     async def _until_finished(
         self, prompt: Prompt, sample: int, seed: int, sampling: Sampling, length: int | None
     ) -> Rollout:
-        for attempt in count(1):
+        lost: set[Any] = set()  # one that does not answer again says nothing new about the episode
+        while True:
             worker = await self.workers.take()
             name = f"{self._name}:{next(self._numbers)}"
             rows = Dialogue(self._renderer, prompt)
@@ -93,15 +96,15 @@ class EpisodeSampler:
                 finish_reason = await play(rows, ends, ends, budgets, seed=seed)
                 return rows.rollout(sample, finish_reason)
             except LOST as error:
-                self.workers.suspect(worker)
-                if attempt == _ATTEMPTS:
-                    lost = f"{attempt} environment workers were lost with this episode ({reason(error)})"
-                    rows.observe(Observed(failed=lost))
+                self.workers.suspect(worker, dead=isinstance(error, ActorDiedError))
+                lost.add(worker)
+                if len(lost) == _WORKERS:
+                    why = f"{_WORKERS} environment workers were lost with this episode ({reason(error)})"
+                    rows.observe(Observed(failed=why))
                     return rows.rollout(sample, "error")
             finally:
                 self.workers.give_back(worker)
                 line.end(name)
-        raise AssertionError("every attempt returns, raises, or is followed by another")
 
 
 def episode_sampler(spec: EngineSpec, tokenizer: Any, generate: Generate, meter: Meter) -> EpisodeSampler:
@@ -177,6 +180,7 @@ class WorkersOfEpisodes:
     def __init__(self) -> None:
         self._addresses = EnvironmentAddresses(0, ())
         self._suspected: set[Any] = set()
+        self._dead: set[Any] = set()
         self._episodes: Counter[Any] = Counter()
         self._changed = asyncio.Event()
 
@@ -185,6 +189,7 @@ class WorkersOfEpisodes:
         if addresses.number > self._addresses.number:
             self._addresses = addresses
             self._suspected.clear()
+            self._dead.intersection_update(addresses.workers)  # the driver may not have noticed some yet
             self._changed.set()
 
     async def take(self) -> Any:
@@ -194,7 +199,8 @@ class WorkersOfEpisodes:
         while True:
             if self._addresses.failure:
                 raise RuntimeError(f"environments: {self._addresses.failure}")
-            serving = [worker for worker in self._addresses.workers if worker not in self._suspected]
+            unusable = self._suspected | self._dead
+            serving = [worker for worker in self._addresses.workers if worker not in unusable]
             if serving:
                 worker = min(serving, key=self._episodes.__getitem__)
                 self._episodes[worker] += 1
@@ -212,6 +218,6 @@ class WorkersOfEpisodes:
         if not self._episodes[worker]:
             del self._episodes[worker]
 
-    def suspect(self, worker: Any) -> None:
-        """Note that ``worker`` did not answer."""
-        self._suspected.add(worker)
+    def suspect(self, worker: Any, *, dead: bool = False) -> None:
+        """Note that ``worker`` did not answer. ``dead``: it never will."""
+        (self._dead if dead else self._suspected).add(worker)

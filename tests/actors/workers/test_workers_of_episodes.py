@@ -1,12 +1,19 @@
-"""Which environment worker an episode gets; workers are names here."""
+"""Which environment worker an episode gets, and what it does when that one is lost. Workers are names here,
+or fakes, and so is the engine.
+"""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from actors.workers import episodes
 from actors.workers.environment import EnvironmentAddresses
-from actors.workers.episodes import WorkersOfEpisodes
+from actors.workers.episodes import EpisodeSampler, WorkersOfEpisodes
+from grpo_dist.config import EnvironmentsConfig
+from grpo_dist.environments.records import Action, Observed
+from grpo_dist.types import Prompt, Sampling, Task
 from tests.support.patience import HANG_S
 
 
@@ -44,6 +51,23 @@ def test_a_worker_that_did_not_answer_gets_no_episode_until_its_replacement_is_t
     assert taken(found, 3) == ["c"] * 3
 
 
+def test_a_dead_worker_is_never_tried_again(monkeypatch):
+    """Also where the driver has not noticed, and addresses name it once more."""
+    monkeypatch.setattr(episodes, "_RETRY_S", 0.001)
+
+    async def session():
+        found = of("a")
+        found.suspect("a", dead=True)
+        found.use(EnvironmentAddresses(2, ("a",)))
+        waiting = asyncio.create_task(found.take())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        found.use(EnvironmentAddresses(3, ("b",)))
+        return await asyncio.wait_for(waiting, HANG_S)
+
+    assert asyncio.run(session()) == "b"
+
+
 def test_an_episode_waits_for_the_replacement_of_the_last_worker(monkeypatch):
     monkeypatch.setattr(episodes, "_RETRY_S", HANG_S)
 
@@ -79,3 +103,87 @@ def test_episodes_that_wait_get_the_error_that_ended_the_role(monkeypatch):
 
     with pytest.raises(RuntimeError, match="environments: environment-0 is lost after 3 restart"):
         asyncio.run(session())
+
+
+class FakeWorker:
+    """Raises the next of ``errors`` for each action; then answers."""
+
+    def __init__(self, *errors):
+        self.errors, self.acts = list(errors), 0
+        self.act = SimpleNamespace(remote=self._act)
+        self.end = SimpleNamespace(remote=lambda ended: None)
+
+    async def _act(self, acts):
+        self.acts += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return [Observed(done=True)] * len(acts)
+
+
+class FakeRows:
+    """Takes the place of `Dialogue`; its rollout is the finish reason and what was observed."""
+
+    def __init__(self, renderer, prompt):
+        self.observed = []
+
+    def observe(self, observed):
+        self.observed.append(observed)
+
+    def rollout(self, sample, finish_reason):
+        return finish_reason, [own.failed for own in self.observed]
+
+
+@pytest.fixture
+def sampler(monkeypatch):
+    async def play(rows, engine, environment, budgets, *, seed):
+        rows.observe(await environment.act(Action("a"), 0))
+        return "stop"
+
+    engine = SimpleNamespace(get_actor_id=lambda: "engine")
+    monkeypatch.setattr(episodes, "ray", SimpleNamespace(get_runtime_context=lambda: engine))
+    monkeypatch.setattr(episodes, "_RETRY_S", 0.001)
+    monkeypatch.setattr(episodes, "Dialogue", FakeRows)
+    monkeypatch.setattr(episodes, "play", play)
+    return EpisodeSampler(None, None, EnvironmentsConfig(), SimpleNamespace(count=lambda name, value: None))
+
+
+async def sampled(sampler):
+    prompt = Prompt("u", None, "1", "test", text="p", task=Task("toy"))
+    return await asyncio.wait_for(sampler.sample(prompt, 0, 1, Sampling(), None), HANG_S)
+
+
+def test_an_episode_of_the_only_worker_waits_for_its_replacement_however_long_that_takes(sampler):
+    dead = FakeWorker(*[ActorDiedError()] * 1000)
+
+    async def session():
+        sampler.workers.use(EnvironmentAddresses(1, (dead,)))
+        sampling = asyncio.create_task(sampled(sampler))
+        await asyncio.sleep(0.1)  # many times what a retry waits
+        sampler.workers.use(EnvironmentAddresses(2, (FakeWorker(),)))
+        return await sampling
+
+    assert asyncio.run(session()) == ("stop", [""])
+    assert dead.acts == 1
+
+
+def test_a_worker_that_stays_unreachable_is_lost_once_and_serves_again(sampler):
+    worker = FakeWorker(*[ActorUnavailableError("no network", None)] * 5)
+
+    async def session():
+        sampler.workers.use(EnvironmentAddresses(1, (worker,)))
+        return await sampled(sampler)
+
+    assert asyncio.run(session()) == ("stop", [""])
+    assert worker.acts == 6
+
+
+def test_an_episode_that_three_different_workers_are_lost_with_has_failed(sampler):
+    workers = tuple(FakeWorker(ActorDiedError()) for _ in range(4))
+
+    async def session():
+        sampler.workers.use(EnvironmentAddresses(1, workers))
+        return await sampled(sampler)
+
+    reason, (failed,) = asyncio.run(session())
+    assert reason == "error" and failed.startswith("3 environment workers were lost with this episode (")
+    assert [worker.acts for worker in workers] == [1, 1, 1, 0]
