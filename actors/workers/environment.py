@@ -10,6 +10,7 @@ another worker or on the replacement. Nothing else is sampled again.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from grpo_dist.types import Task
 # A batch of actions is answered after so long at most; slower answers are fetched one by one. A call costs
 # both sides about a millisecond, which is more than most tools take.
 _AT_ONCE_S = 0.005
+# Names of ended episodes that are remembered: their last actions may arrive after their ends.
+_ENDED = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,8 @@ class EnvironmentWorker(Metered, Probeable):
         self._notes: list[str] = []
         self._episodes: defaultdict[str, set[str]] = defaultdict(set)  # those that run, by engine
         self._lost_engines: set[str] = set()
-        self._acting: dict[str, asyncio.Task[Observed]] = {}  # answers that were not there at once
+        self._ended: dict[str, None] = {}  # oldest first
+        self._acting: dict[str, asyncio.Task[Observed]] = {}  # actions whose answers nobody has yet
 
     async def start(self) -> None:
         """Start what all episodes share. Raises UserError for an environment that cannot be used."""
@@ -85,12 +89,20 @@ class EnvironmentWorker(Metered, Probeable):
     @metered("act")
     async def act(self, acts: Sequence[Act]) -> list[Observed | None]:
         """Give each action to its environment. Returns the answers that are there at once; None: `answer`
-        waits for that one.
+        waits for that one, or raises the error of that action alone.
         """
-        tasks = [asyncio.create_task(self._act(act), name=f"episode {act.episode}") for act in acts]
-        done, _ = await asyncio.wait(tasks, timeout=_AT_ONCE_S)
-        self._acting |= {act.episode: task for act, task in zip(acts, tasks, strict=True) if task not in done}
-        return [task.result() if task in done else None for task in tasks]  # bounded: it is done
+        tasks = {
+            act.episode: asyncio.create_task(self._act(act), name=f"episode {act.episode}") for act in acts
+        }
+        self._acting |= tasks  # before the wait, in which `end` may cancel them
+        await asyncio.wait(tasks.values(), timeout=_AT_ONCE_S)
+        return [self._answer_at_once(episode, task) for episode, task in tasks.items()]
+
+    def _answer_at_once(self, episode: str, task: asyncio.Task[Observed]) -> Observed | None:
+        if not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        self._acting.pop(episode, None)
+        return task.result()  # bounded: it is done
 
     @metered("act")
     async def answer(self, episode: str) -> Observed:
@@ -104,6 +116,8 @@ class EnvironmentWorker(Metered, Probeable):
         engine = _engine_of(act.episode)
         if engine in self._lost_engines:  # its last calls may arrive after `end_all`
             return Observed(failed="the engine is lost")
+        if act.episode in self._ended:
+            return Observed(failed="the episode has ended")
         self._episodes[engine].add(act.episode)
         observed: Observed = await self._runner.act(
             act.episode, act.task, act.problem, act.action, turn=act.turn
@@ -114,9 +128,12 @@ class EnvironmentWorker(Metered, Probeable):
         """End episodes, those that are here, with their processes."""
         for episode in episodes:
             self._episodes[_engine_of(episode)].discard(episode)
+            self._ended[episode] = None
             if (acting := self._acting.pop(episode, None)) is not None:
                 acting.cancel()  # nobody waits for the answer
-            await self._runner.end(episode)
+        while len(self._ended) > _ENDED:
+            del self._ended[next(iter(self._ended))]
+        await asyncio.gather(*(self._runner.end(episode) for episode in episodes))  # a failure ends no other
 
     async def end_all(self, engine: str) -> None:
         """End all episodes of an engine, which is lost."""
@@ -163,19 +180,32 @@ class EnvironmentPool:
         self.team.catch_up = self._announce
         self.engines: Team | None = None  # set by the `RolloutPool` of these
         self._number = 0
+        self._said: set[str] = set()
         self._failing: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
         await self.team.ready()
         self._failing = asyncio.create_task(self._announce_failure(), name="failure of environment workers")
-        notes = await results(worker.notes.remote() for worker in self.workers)
-        for note in dict.fromkeys(note for own in notes for note in own):
-            say(f"environments: {note}")
+        await self._say_notes(self.workers)
 
-    def addresses(self, *further: Any, failure: str = "") -> EnvironmentAddresses:
+    async def _say_notes(self, workers: Sequence[Any]) -> None:
+        """Say what the user must know of these workers and has not been told."""
+        for note in itertools.chain(*await results(worker.notes.remote() for worker in workers)):
+            if note not in self._said:
+                self._said.add(note)
+                say(f"environments: {note}")
+
+    def addresses(self, *further: Any) -> EnvironmentAddresses:
         """Return the workers that serve, and ``further`` ones that are about to."""
         self._number += 1
-        return EnvironmentAddresses(self._number, (*self.team.alive(), *further), failure)
+        return EnvironmentAddresses(self._number, (*self.team.alive(), *further), self._failure())
+
+    def _failure(self) -> str:
+        try:
+            self.team.check()
+        except Exception as error:
+            return reason(error)
+        return ""
 
     def end_all(self, engine: Any) -> None:
         """End all episodes of an engine that is lost. Nobody waits for it."""
@@ -189,15 +219,14 @@ class EnvironmentPool:
         await end(self.workers)
 
     async def _announce(self, replacement: Any) -> None:
+        await self._say_notes([replacement])  # the team ends this wait when the replacement is lost
+        # No wait from here until it serves: other addresses that are sent meanwhile would lack it.
         self._tell_engines(self.addresses(replacement))
 
     async def _announce_failure(self) -> None:
         """Episodes that wait for a worker get the error that ended the role."""
         await self.team.failed.wait()  # bounded: cancelled at shutdown
-        try:
-            self.team.check()
-        except Exception as error:
-            self._tell_engines(self.addresses(failure=reason(error)))
+        self._tell_engines(self.addresses())
 
     def _tell_engines(self, addresses: EnvironmentAddresses) -> None:
         """Send addresses to all engines. No answer is awaited: an engine that is lost, or hangs, is the

@@ -17,7 +17,9 @@ _END_S = 0.05  # ends of episodes are collected for so long
 
 
 class EnvironmentLine:
-    """Used on one event loop. Errors of a call are raised by every `act` in it."""
+    """Used on one event loop. The loss of the worker is raised by every `act` of a call, an error of one
+    action by its own `act` alone.
+    """
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker

@@ -1,11 +1,25 @@
-"""The environment worker without Ray: batches of actions, and episodes that end."""
+"""The environment worker without Ray: batches of actions, episodes that end, and what fails alone."""
 
 import asyncio
+import json
+import os
+import signal
+from types import SimpleNamespace
 
-from actors.workers.environment import Act
+import psutil
+import pytest
+
+from actors.workers import environment
+from actors.workers.environment import Act, EnvironmentWorker
+from actors.workers.environment_line import EnvironmentLine
+from grpo_dist.config import EnvironmentsConfig, SandboxConfig
+from grpo_dist.environments import runner
 from grpo_dist.environments.base import Problem
-from grpo_dist.environments.records import Action, Observed
+from grpo_dist.environments.records import Action, Call, Observed
+from grpo_dist.environments.runner import UnknownEpisode
+from grpo_dist.environments.sandbox.python import PythonSandbox
 from grpo_dist.types import Task
+from tests.environments.sandbox.found import FOUND
 from tests.support.patience import HANG_S
 from tests.support.toy_environments import ToyWorker
 
@@ -14,13 +28,27 @@ def act(episode, turn=0, **kwargs):
     return Act(episode, Task("toy", {"turns": 3} | kwargs), Problem("p", "1"), Action("abc"), turn)
 
 
-def with_worker(play):
+def python(episode, *codes, turn=0):
+    calls = tuple(Call("python", json.dumps({"code": code})) for code in codes)
+    return Act(episode, Task("python"), Problem("p", "1"), Action("", calls), turn)
+
+
+def with_worker(play, worker=None):
     async def session():
-        worker = ToyWorker(None)
-        await worker.start()
-        return await asyncio.wait_for(play(worker), HANG_S)
+        own = worker or ToyWorker(None)
+        await own.start()
+        try:
+            return await asyncio.wait_for(play(own), HANG_S)
+        finally:
+            await own.close()
 
     return asyncio.run(session())
+
+
+def line_to(worker):
+    """Return a line whose calls to ``worker`` go without Ray."""
+    names = ("act", "answer", "end")
+    return EnvironmentLine(SimpleNamespace(**{n: SimpleNamespace(remote=getattr(worker, n)) for n in names}))
 
 
 def test_quick_answers_come_at_once_and_slow_ones_when_they_are_there():
@@ -46,3 +74,122 @@ def test_episodes_that_end_take_what_they_wait_for_with_them():
     left, after, late = with_worker(play)
     assert (left, after) == ({"e:1": 1, "f:0": 1}, {"f:0": 1})
     assert late == [Observed(failed="the engine is lost")]
+
+
+def test_an_error_of_one_action_is_raised_to_its_own_episode_alone():
+    async def play(worker):
+        line, task = line_to(worker), Task("calculator")
+        acts = [Act(f"e:{i}", task, Problem("p", "1"), Action("1"), turn=i % 2) for i in range(3)]
+        found = await asyncio.gather(*map(line.act, acts), return_exceptions=True)
+        return found, worker._acting
+
+    (first, unknown, third), left = with_worker(
+        play, EnvironmentWorker(EnvironmentsConfig(), sandboxed=False)
+    )
+    assert isinstance(first, Observed) and first == third
+    assert isinstance(unknown, UnknownEpisode) and left == {}
+
+
+class HeldSandbox:
+    """Runs code once ``open`` is set."""
+
+    async def start(self):
+        self.ran, self.open = [], asyncio.Event()
+        return []
+
+    async def run(self, episode, code):
+        self.ran.append(code)
+        await self.open.wait()
+        return SimpleNamespace(output="", outcome="ok", seconds=0.0)
+
+    async def end(self, episode): ...
+
+    async def close(self): ...
+
+
+def test_an_end_while_answers_are_waited_for_ends_the_action_and_later_ones_are_refused(monkeypatch):
+    """Its further calls would make an interpreter that nobody ends."""
+    sandbox = HeldSandbox()
+    monkeypatch.setattr(runner, "_sandbox_of", lambda settings: sandbox)
+    monkeypatch.setattr(environment, "_AT_ONCE_S", 1.0)  # the end comes before
+
+    async def play(worker):
+        acting = asyncio.create_task(worker.act([python("e:0", "1", "2")]))
+        while not sandbox.ran:
+            await asyncio.sleep(0)
+        await worker.end(["e:0"])
+        sandbox.open.set()
+        assert await acting == [None]
+        return await worker.act([python("e:0", "3", turn=1), python("e:1", "4")]), worker._acting
+
+    (refused, other), left = with_worker(play, EnvironmentWorker(EnvironmentsConfig()))
+    assert refused == Observed(failed="the episode has ended") and other.calls[0].outcome == "ok"
+    assert sandbox.ran == ["1", "4"] and left == {}
+
+
+def test_the_names_of_ended_episodes_are_kept_for_a_while_only(monkeypatch):
+    monkeypatch.setattr(environment, "_ENDED", 2)
+
+    async def play(worker):
+        for i in range(4):
+            await worker.end([f"e:{i}"])
+        return list(worker._ended)
+
+    assert with_worker(play) == ["e:2", "e:3"]
+
+
+def test_episodes_end_side_by_side_and_one_that_cannot_end_keeps_no_other_from_it():
+    """An environment has seconds to close: one after another, those of a batch would take minutes."""
+    began, ended = [], []
+
+    async def end(episode):
+        began.append(episode)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if episode == "e:0":
+            raise RuntimeError("it stays")
+        ended.append((episode, len(began)))
+
+    async def play(worker):
+        worker._runner.end = end
+        with pytest.raises(RuntimeError, match="it stays"):
+            await worker.end(["e:0", "e:1", "e:2"])
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    with_worker(play)
+    assert ended == [("e:1", 3), ("e:2", 3)]
+
+
+def _interpreters(worker):
+    """Return the processes of the sandbox that have none below them."""
+    zygote = psutil.Process(worker._runner._sandbox._backend._host._child.pid)
+    return {process.pid for process in zygote.children(recursive=True) if not process.children()}
+
+
+def test_a_killed_interpreter_costs_the_observation_of_its_call_alone(monkeypatch):
+    sandbox = SandboxConfig(call_s=HANG_S, episode_s=4 * HANG_S, cpu_s=HANG_S, memory_mb=256)
+    monkeypatch.setattr(runner, "_sandbox_of", lambda settings: PythonSandbox(settings, isolation=FOUND))
+
+    async def play(worker):
+        line = line_to(worker)
+
+        async def calls(episode, turn, code):
+            answer = await line.act(python(episode, code, turn=turn))
+            assert not answer.failed
+            return answer.calls[0].outcome, answer.calls[0].result
+
+        await calls("e:0", 0, "x = 1")
+        others = _interpreters(worker)
+        await calls("e:1", 0, "x = 2")
+        (victim,) = _interpreters(worker) - others
+        killed = asyncio.create_task(calls("e:1", 1, "import time; time.sleep(10_000)"))
+        first = await calls("e:0", 1, "x + 10")
+        os.kill(victim, signal.SIGKILL)
+        lost = await killed
+        return first, lost, [await calls("e:1", 2, "'x' in globals()"), await calls("e:0", 2, "x + 20")]
+
+    first, (outcome, text), later = with_worker(play, EnvironmentWorker(EnvironmentsConfig(sandbox=sandbox)))
+    assert first == ("ok", "11\n")
+    assert outcome == "died" and "variables and files of earlier calls are gone" in text
+    assert later == [("ok", "False\n"), ("ok", "21\n")]
