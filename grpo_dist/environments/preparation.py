@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.runner import Host, host_of
-from grpo_dist.environments.sandbox.host import ProcessFailure
+from grpo_dist.environments.sandbox.failure import ProcessFailure
 
 T = TypeVar("T")
 _EPISODE = "preparation"

@@ -20,7 +20,8 @@ from grpo_dist.environments.base import Problem
 from grpo_dist.environments.program import PROGRAM, Program
 from grpo_dist.environments.records import Action, Call, Observed
 from grpo_dist.environments.registry import BUILTIN
-from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
+from grpo_dist.environments.sandbox.failure import ProcessFailure
+from grpo_dist.environments.sandbox.host import ProcessHost
 from grpo_dist.environments.sandbox.limits import Limits
 from grpo_dist.environments.sandbox.python import PythonSandbox
 from grpo_dist.types import Task, ToolCall
@@ -164,7 +165,7 @@ class EpisodeRunner:
         try:
             answer = await self._ask(episode, known, "call", **asdict(call))
         except ProcessFailure as failure:
-            if not failure.lost or not await self._is_stateless(episode, known):
+            if failure.infrastructure or not failure.lost or not await self._is_stateless(episode, known):
                 raise
             return ToolCall(call.name, call.arguments, str(failure), failure.outcome, 0.0)
         if "code" in answer:

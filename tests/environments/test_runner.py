@@ -16,6 +16,8 @@ from grpo_dist.environments.base import Problem
 from grpo_dist.environments.preparation import EnvironmentProbe, StartFailed
 from grpo_dist.environments.records import Action, Call, Observed
 from grpo_dist.environments.runner import EpisodeRunner, UnknownEpisode
+from grpo_dist.environments.sandbox.failure import ProcessFailure
+from grpo_dist.environments.sandbox.host import ProcessHost
 from grpo_dist.types import Task
 from tests.support.patience import HANG_S
 
@@ -267,6 +269,26 @@ def test_code_of_the_policy_goes_to_the_sandbox_and_never_to_the_environment(
             assert observed.calls[0].result == "ran print(1)" and observed.calls[0].seconds == 0.5
             await runner.end(task.environment)
         assert runner._sandbox.ended == ["guessing:Tools", "python"]
+
+    _play(settings, played)
+
+
+def test_a_failure_of_the_machine_fails_the_episode_and_is_no_result_of_a_tool(
+    settings: EnvironmentsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(self: object, episode: str, *asked: Any, **_: Any) -> Any:
+        if asked[0] == "describe":
+            return {"stateless": True}
+        raise ProcessFailure("died", "no space left", infrastructure=True)
+
+    async def played(runner: EpisodeRunner) -> None:
+        monkeypatch.setattr(_FakeSandbox, "run", fail)
+        action = Action("", (Call("python", "print(1)", raw=True),))
+        (observed,) = await _acts(runner, "a", _task("python"), action)
+        assert observed.failed == "python: died: no space left"
+        monkeypatch.setattr(ProcessHost, "ask", fail)
+        (observed,) = await _acts(runner, "b", _task("Tools"), action)
+        assert observed.failed == "guessing:Tools: died: no space left"
 
     _play(settings, played)
 

@@ -20,14 +20,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.environments.sandbox.child_environment import environment_of
+from grpo_dist.environments.sandbox.failure import ProcessFailure, lost_zygote, not_started
 from grpo_dist.environments.sandbox.frames import ANSWER, OUTCOMES, REQUEST, TOKEN_BYTES, receive_soon
 from grpo_dist.environments.sandbox.isolation import Isolation
 from grpo_dist.environments.sandbox.limits import Limits
+from grpo_dist.environments.sandbox.live import LiveEpisode
 from grpo_dist.environments.sandbox.root import remove_tree
 from grpo_dist.runtime.guardian import kill_marked
 
@@ -44,30 +46,6 @@ _CHILD = (
 )
 
 
-class ProcessFailure(Exception):
-    """A request without a result.
-
-    Attributes:
-        outcome: timeout | memory | died | error.
-        lost: whether the process is gone, and with it what the episode had in it.
-        output: what was printed before, cut to ``Limits.output_kb``.
-    """
-
-    def __init__(self, outcome: str, detail: str, *, lost: bool = True, output: str = "") -> None:
-        super().__init__(outcome, detail)
-        self.outcome, self.detail, self.lost, self.output = outcome, detail, lost, output
-
-    def __str__(self) -> str:
-        return self.detail
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _failure, (self.outcome, self.detail, self.lost, self.output)
-
-
-def _failure(outcome: str, detail: str, lost: bool, output: str) -> ProcessFailure:
-    return ProcessFailure(outcome, detail, lost=lost, output=output)
-
-
 @dataclass(frozen=True, slots=True)
 class Reply:
     """The result of a request, and what was printed, cut to ``Limits.output_kb``."""
@@ -75,17 +53,6 @@ class Reply:
     value: Any
     output: str
     seconds: float
-
-
-@dataclass(slots=True)
-class _Live:
-    """An episode with a process. ``lock``: one request at a time; ``ended`` is set once nothing is left."""
-
-    number: int
-    channel: socket.socket
-    ended: asyncio.Future[None]
-    failed: str = ""  # why it could not be started
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class ProcessHost:
@@ -119,17 +86,18 @@ class ProcessHost:
         }
         self._program, self._longest = program, limits.reply_kb * 1024 + (limits.output_kb + 1) * 1024
         self._environment = environment_of(code_paths, trusted=isolation is None)
-        self._live: dict[str, _Live] = {}
-        self._by_number: dict[int, _Live] = {}
+        self._live: dict[str, LiveEpisode] = {}
+        self._by_number: dict[int, LiveEpisode] = {}
         self._count = 0
         self._child: subprocess.Popen[bytes] | None = None
         self._starting = asyncio.Lock()
+        self._start: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the zygote and import the program. Raises ProcessFailure "error" if that fails."""
-        async with self._starting:
-            if self._child is None:
-                await self._start_zygote()
+        if self._start is None or (self._start.done() and self._child is None):
+            self._start = asyncio.create_task(self._start_once())
+        await asyncio.shield(self._start)  # others wait for it, too, and go on if this one is cancelled
 
     async def ask(self, episode: str, kind: str, payload: Any, *, timeout_s: float) -> Any:
         """Return ``handle(kind, payload)`` of the episode's process, which is forked for the first request.
@@ -155,9 +123,7 @@ class ProcessHost:
                 raise ProcessFailure("timeout", f"no result within {timeout_s:g} s") from None
             except (OSError, EOFError):
                 await self._drop(episode, live)
-                if live.failed:
-                    raise ProcessFailure("error", f"it could not be started: {live.failed}") from None
-                raise ProcessFailure("died", "the process had ended") from None
+                raise live.failed or ProcessFailure("died", "the process had ended") from None
             except BaseException:  # cancelled: the reply to this request must not meet the next one
                 self._forget(episode, live)
                 raise
@@ -176,6 +142,10 @@ class ProcessHost:
 
     async def close(self) -> None:
         """End all episodes and the zygote. Safe to call twice."""
+        if self._start is not None and not self._start.done():
+            if self._child is not None:
+                self._child.kill()  # no wait for an import
+            await asyncio.wait([self._start])
         async with self._starting:
             if self._child is not None:
                 await self._lose_zygote()
@@ -208,33 +178,50 @@ class ProcessHost:
         body, output = await receive_soon(channel, size), await receive_soon(channel, printed)
         return OUTCOMES[index], body, output.decode(errors="replace"), seconds
 
-    async def _begin(self, episode: str) -> _Live:
+    async def _begin(self, episode: str) -> LiveEpisode:
         await self.start()
         if (begun := self._live.get(episode)) is not None:  # by another request meanwhile
             return begun
         mine, given = socket.socketpair()
         mine.setblocking(False)
         self._count += 1
-        live = _Live(self._count, mine, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        live = LiveEpisode(self._count, mine, loop.create_future(), loop.create_future())
         self._live[episode] = self._by_number[live.number] = live
         try:
             await self._start_episode(live, given)
         except OSError as error:
             self._forget(episode, live)
-            raise ProcessFailure("died", f"the process that starts others has ended ({error})") from None
+            raise lost_zygote(f"has ended ({error})") from None
+        except BaseException:
+            self._forget(episode, live)
+            raise
         finally:
             given.close()
         return live
 
-    async def _start_episode(self, live: _Live, given: socket.socket) -> None:
-        """Ask the zygote for a keeper that holds ``given``; another zygote if this one is gone."""
-        message, zygote = {"do": "start", "episode": live.number}, self._child
+    async def _start_episode(self, live: LiveEpisode, given: socket.socket) -> None:
+        """Have a keeper made that holds ``given``; by another zygote if this one is gone."""
+        zygote = self._child
         try:
-            await self._tell(message, given)
+            await self._ask_zygote(live, given)
         except (BrokenPipeError, ConnectionResetError):
-            await self._replace_zygote(zygote, kept=live)
+            await asyncio.shield(self._replace_zygote(zygote, kept=live))
             await self.start()
-            await self._tell(message, given)
+            await self._ask_zygote(live, given)
+
+    async def _ask_zygote(self, live: LiveEpisode, given: socket.socket) -> None:
+        """Have a keeper made. Raises ProcessFailure; a zygote that does not answer is replaced."""
+        zygote = self._child
+        try:
+            async with asyncio.timeout(_START_S):
+                await self._tell({"do": "start", "episode": live.number}, given)
+                await live.started
+        except TimeoutError:
+            await asyncio.shield(self._replace_zygote(zygote, hangs=True))
+            raise lost_zygote(f"did not answer within {_START_S:g} s") from None
+        if live.failed:
+            raise live.failed
 
     async def _tell(self, message: dict[str, Any], descriptor: socket.socket | None = None) -> None:
         """Send a message to the zygote; wait while it is busy."""
@@ -246,7 +233,7 @@ class ProcessHost:
             except BlockingIOError:
                 await asyncio.sleep(0.002)
 
-    def _forget(self, episode: str, live: _Live) -> None:
+    def _forget(self, episode: str, live: LiveEpisode) -> None:
         """Begin the end of the episode's processes: its keeper ends with this end of its socket."""
         with contextlib.suppress(OSError):
             live.channel.shutdown(socket.SHUT_RDWR)
@@ -255,13 +242,19 @@ class ProcessHost:
         if self._live.get(episode) is live:
             del self._live[episode]
 
-    async def _drop(self, episode: str, live: _Live) -> None:
+    async def _drop(self, episode: str, live: LiveEpisode) -> None:
         """End the episode's processes and wait until nothing is left of them."""
         self._forget(episode, live)
-        with contextlib.suppress(OSError, TimeoutError):
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_S):
-                await self._tell({"do": "end", "episode": live.number})
+                with contextlib.suppress(OSError):  # the zygote has ended, and this episode with it
+                    await self._tell({"do": "end", "episode": live.number})
                 await asyncio.shield(live.ended)
+
+    async def _start_once(self) -> None:
+        async with self._starting:
+            if self._child is None:
+                await self._start_zygote()
 
     async def _start_zygote(self) -> None:
         mine, given = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -289,7 +282,8 @@ class ProcessHost:
         answer = json.loads(message or b'{"failed": "its process ended", "trace": ""}')
         if not answer.get("ready"):
             await self._lose_zygote()
-            failure = ProcessFailure("error", f"{self._program}: {answer['failed'].strip()}")
+            detail = f"{self._program}: {answer['failed'].strip()}"
+            failure = ProcessFailure("error", detail, infrastructure=True)
             failure.add_note(answer["trace"])
             raise failure
         loop.add_reader(mine, self._hear)
@@ -307,21 +301,27 @@ class ProcessHost:
             self._replacement = asyncio.ensure_future(self._replace_zygote(self._child))
             return
         told = json.loads(message)
-        live = self._by_number.pop(told.get("ended", told.get("failed")), None)
-        if live is not None:
-            if not live.ended.done():
-                live.ended.set_result(None)
-            live.failed = told.get("reason", "")
+        if (live := self._by_number.get(told["episode"])) is None:
+            return
+        if told["is"] != "started":
+            del self._by_number[live.number]
+            live.conclude(not_started(told["reason"]) if told["is"] == "failed" else None)
+        elif not live.started.done():
+            live.started.set_result(None)
 
-    async def _replace_zygote(self, lost: subprocess.Popen[bytes] | None, kept: _Live | None = None) -> None:
-        """Forget a zygote that has ended. Its episodes are lost, except one that it never heard of; the next
-        request starts another.
+    async def _replace_zygote(
+        self, lost: subprocess.Popen[bytes] | None, kept: LiveEpisode | None = None, *, hangs: bool = False
+    ) -> None:
+        """Forget a zygote that has ended or hangs. Its episodes are lost, except one that it never heard of;
+        the next request starts another.
         """
         async with self._starting:
             if self._child is lost and lost is not None:
+                if hangs:
+                    lost.kill()
                 await self._lose_zygote(kept)
 
-    async def _lose_zygote(self, kept: _Live | None = None) -> None:
+    async def _lose_zygote(self, kept: LiveEpisode | None = None) -> None:
         """End the zygote, which ends everything below it, and what it left if it was killed."""
         child, self._child = self._child, None
         assert child is not None
@@ -339,6 +339,6 @@ class ProcessHost:
             await asyncio.to_thread(kill_marked, f"{_MARK}={self._mark}")
             await asyncio.to_thread(remove_tree, self._directory)
         for live in self._by_number.values():
-            if live is not kept and not live.ended.done():
-                live.ended.set_result(None)
+            if live is not kept:
+                live.conclude(lost_zygote("has ended"))
         self._by_number = {} if kept is None else {kept.number: kept}

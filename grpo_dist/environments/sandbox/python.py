@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from grpo_dist.config.environments import SandboxConfig
-from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
+from grpo_dist.environments.sandbox.failure import ProcessFailure
+from grpo_dist.environments.sandbox.host import ProcessHost
 from grpo_dist.environments.sandbox.isolation import Isolation
 from grpo_dist.environments.sandbox.limits import Limits
 from grpo_dist.environments.sandbox.service import CodeService
@@ -66,7 +67,10 @@ class PythonSandbox:
         return await self._backend.start()
 
     async def run(self, episode: str, code: str) -> CodeResult:
-        """Run ``code`` in the episode's interpreter, which the first call makes. Never raises for code."""
+        """Run ``code`` in the episode's interpreter, which the first call makes.
+
+        Never raises for code. Raises ProcessFailure where the machine or the service failed.
+        """
         settings, used_s = self._settings, self._used_s.get(episode, 0.0)
         timeout_s = min(settings.call_s, settings.episode_s - used_s)
         if timeout_s <= 0:
@@ -75,6 +79,8 @@ class PythonSandbox:
         try:
             outcome, output, seconds = await self._backend.run(episode, code, timeout_s)
         except ProcessFailure as failure:
+            if failure.infrastructure:
+                raise
             outcome, seconds = failure.outcome, time.monotonic() - begin
             output = failure.output + "\n" * (bool(failure.output) and not failure.output.endswith("\n"))
             output += f"[{failure.detail}{'. ' + _GONE if failure.lost else ''}]\n"
@@ -117,7 +123,11 @@ class InterpreterProcesses:
     async def run(self, episode: str, code: str, timeout_s: float) -> tuple[str, str, float]:
         assert self._host is not None, "run before start"
         if not self._host.is_live(episode):
-            await self._host.ask(episode, "ready", None, timeout_s=_READY_S)
+            try:
+                await self._host.ask(episode, "ready", None, timeout_s=_READY_S)
+            except ProcessFailure as failure:  # before any code of the policy
+                failure.infrastructure = True
+                raise
         reply = await self._host.call(episode, "run", code, timeout_s=timeout_s)
         return str(reply.value), reply.output, reply.seconds
 

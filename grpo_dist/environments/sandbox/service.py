@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_dist.config.environments import SandboxConfig
 from grpo_dist.environments.sandbox import cells
+from grpo_dist.environments.sandbox.failure import ProcessFailure
 from grpo_dist.environments.sandbox.frames import KeptOutput
-from grpo_dist.environments.sandbox.host import ProcessFailure
 from grpo_dist.errors import UserError
 from grpo_dist.secrets import masked_text
 
@@ -112,7 +112,8 @@ class CodeService:
             except (httpx.HTTPError, ValueError) as error:
                 reason = f"{type(error).__name__}: {error}"
         shown = self._shown(reason)[:_REASON]
-        raise ProcessFailure("error", f"the sandbox service does not answer ({shown})", lost=False)
+        detail = f"the sandbox service does not answer ({shown})"
+        raise ProcessFailure("error", detail, lost=False, infrastructure=True)
 
     def _read(
         self, episode: str, found: dict[str, Any], timeout_s: float, elapsed_s: float
@@ -121,7 +122,8 @@ class CodeService:
         ran = found.get("run_result")
         if found.get("status") == "SandboxError" or not isinstance(ran, dict):
             reason = str(found.get("message") or "it ran nothing")[:_REASON]
-            raise ProcessFailure("error", f"the sandbox service failed ({self._shown(reason)})", lost=False)
+            detail = f"the sandbox service failed ({self._shown(reason)})"
+            raise ProcessFailure("error", detail, lost=False, infrastructure=True)
         kept = KeptOutput(self._settings.output_kb * 1024)
         for part in (
             "stdout",

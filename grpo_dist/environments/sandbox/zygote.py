@@ -99,8 +99,10 @@ class Zygote:
             channel = socket.socket(fileno=descriptors[0])
             try:
                 self._start(asked["episode"], channel)
+                self._send({"episode": asked["episode"], "is": "started"})
             except OSError as error:
-                self._send({"failed": asked["episode"], "reason": f"{type(error).__name__}: {error}"})
+                reason = f"{type(error).__name__}: {error}"
+                self._send({"episode": asked["episode"], "is": "failed", "reason": reason})
             finally:
                 channel.close()  # behind the message, so that the owner finds the reason
         else:
@@ -201,7 +203,7 @@ class Zygote:
                 if (kept := self._kept.pop(pid, None)) is not None:
                     self._kill_orphans()
                     self._release(kept.place)
-                    self._send({"ended": kept.episode})
+                    self._send({"episode": kept.episode, "is": "ended"})
 
     def _kill_orphans(self) -> None:
         """Kill processes that became children of this one because their keeper was killed."""

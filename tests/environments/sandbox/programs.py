@@ -97,11 +97,12 @@ class Counter:
     def leaves(self, payload):
         """Leave processes in a session of their own, whose parents have ended."""
         for _ in range(2):
-            if not os.fork():
+            if not (parent := os.fork()):
                 os.setsid()
                 if not os.fork():
                     time.sleep(600)
                 os._exit(0)
+            os.waitpid(parent, 0)
         return os.getpid()
 
     def environment(self, payload):

@@ -5,15 +5,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
+from grpo_dist.environments.sandbox import host as host_module
 from grpo_dist.environments.sandbox import keeper
-from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
+from grpo_dist.environments.sandbox.failure import ProcessFailure
+from grpo_dist.environments.sandbox.host import ProcessHost
 from grpo_dist.environments.sandbox.limits import Limits
 from grpo_dist.runtime.guardian import descendants
 from tests.support.patience import HANG_S, wait_until
@@ -147,6 +150,7 @@ async def test_a_process_that_dies_is_an_outcome_and_the_next_request_begins_ane
         await it.ask("a", "add", 1, timeout_s=LONG)
         error = await failure(it.ask("a", "dies", 3, timeout_s=LONG))
         assert (error.outcome, error.detail) == ("died", "the process ended with exit status 3")
+        assert not error.infrastructure
         assert await it.ask("a", "add", 1, timeout_s=LONG) == 1
         os.kill(await it.ask("a", "pid", None, timeout_s=LONG), signal.SIGKILL)
         assert (await failure(it.ask("a", "add", 1, timeout_s=LONG))).outcome == "died"
@@ -236,8 +240,67 @@ async def test_a_killed_keeper_and_a_killed_zygote_leave_nothing_and_the_host_go
         below = descendants(zygote)
         os.kill(zygote, signal.SIGKILL)
         assert wait_until_gone(sorted(below)) == []
-        assert (await failure(it.ask("a", "add", 1, timeout_s=LONG))).outcome == "died"
+        error = await failure(it.ask("a", "add", 1, timeout_s=LONG))
+        assert error.outcome == "died" and error.infrastructure
         assert await it.ask("a", "add", 1, timeout_s=LONG) == 1
+
+
+@asynccontextmanager
+async def importing():
+    """A host whose program is imported until the file is made, and whose first request is cancelled."""
+    with tempfile.TemporaryDirectory() as directory:
+        gate = Path(directory) / "gate"
+        code = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+        (Path(directory) / "gated.py").write_text(code + "from programs import Counter\n")
+        paths = [directory, str(Path(__file__).parent)]
+        it = ProcessHost("gated:Counter", {}, limits=LIMITS, isolation=None, code_paths=paths)
+        asked = asyncio.ensure_future(it.ask("a", "add", 1, timeout_s=LONG))
+        while it._child is None:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        try:
+            yield it, gate
+        finally:
+            await it.close()
+
+
+@run
+async def test_a_first_request_that_is_cancelled_during_the_import_does_not_harm_later_ones():
+    async with importing() as (it, gate):
+        gate.touch()
+        assert await it.ask("b", "add", 1, timeout_s=LONG) == 1
+        await it.end("b")
+        assert it._by_number == {}  # the zygote is heard: it said that nothing is left
+
+
+@run
+async def test_a_host_that_is_closed_during_the_import_does_not_wait_for_it():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_module, "_START_S", 2 * HANG_S)
+        async with importing() as (it, _):
+            await it.close()
+            assert it._child is None and it._start.done()
+
+
+@run
+async def test_a_zygote_that_hangs_is_replaced_and_its_episodes_fail_for_the_machine():
+    async with host() as it:
+        for full in (False, True):
+            await it.ask("a", "add", 1, timeout_s=LONG)
+            zygote = it._child.pid
+            os.kill(zygote, signal.SIGSTOP)
+            with suppress(BlockingIOError):
+                while full:
+                    it._control.send(b'{"do": "end", "episode": 0}')
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(host_module, "_START_S", 0.5)
+                error = await failure(it.ask("b", "add", 1, timeout_s=0.5))
+            assert error.infrastructure and "did not answer within 0.5 s" in error.detail
+            assert not alive(zygote) and it.num_live == 0
+            assert await it.ask("b", "add", 1, timeout_s=LONG) == 1
+            await it.end("b")
 
 
 OWNER = """

@@ -236,7 +236,8 @@ import asyncio, json, os, sys
 sys.path.insert(0, sys.argv[1])
 if os.geteuid() == 0:
     os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
-from grpo_dist.environments.sandbox.host import ProcessFailure, ProcessHost
+from grpo_dist.environments.sandbox.failure import ProcessFailure
+from grpo_dist.environments.sandbox.host import ProcessHost
 from grpo_dist.environments.sandbox.isolation import SPACES, Isolation
 from grpo_dist.environments.sandbox.limits import Limits
 from grpo_dist.environments.sandbox import trial

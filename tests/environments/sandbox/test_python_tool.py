@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from grpo_dist.config.environments import SandboxConfig
-from grpo_dist.environments.sandbox import service
+from grpo_dist.environments.sandbox import python, service
 from grpo_dist.environments.sandbox.cells import Cells
+from grpo_dist.environments.sandbox.failure import ProcessFailure
 from grpo_dist.environments.sandbox.frames import KeptOutput
-from grpo_dist.environments.sandbox.host import ProcessFailure
 from grpo_dist.environments.sandbox.python import PythonSandbox
 from grpo_dist.errors import UserError
 from tests.environments.sandbox.found import FOUND
@@ -214,6 +214,25 @@ def test_the_files_of_an_episode_are_its_own_and_gone_with_it():
     asyncio.run(run())
 
 
+def test_an_interpreter_that_does_not_start_is_no_result_of_the_code_and_is_not_charged(monkeypatch):
+    async def run():
+        async with tool() as sandbox:
+            directory = sandbox._backend._host._directory
+            os.rename(directory, directory + ".away")
+            with pytest.raises(ProcessFailure, match="could not be started: FileNotFoundError") as caught:
+                await sandbox.run("a", "6 * 7")
+            assert caught.value.infrastructure
+            os.rename(directory + ".away", directory)
+            with monkeypatch.context() as patch:
+                patch.setattr(python, "_READY_S", 0.0)
+                with pytest.raises(ProcessFailure, match="no result within 0 s") as caught:
+                    await sandbox.run("a", "6 * 7")
+            assert caught.value.infrastructure and sandbox._used_s == {}
+            assert await outputs(sandbox, "6 * 7") == [("ok", "42\n")]
+
+    asyncio.run(run())
+
+
 # The service
 
 
@@ -243,15 +262,18 @@ def test_passing_failures_of_the_service_are_tried_again(monkeypatch):
         ([(200, json.dumps({"status": "Success", "message": ""}).encode())], "it ran nothing"),
     ],
 )
-def test_a_service_that_fails_is_an_error_of_that_call_and_variables_stay(answers, said, monkeypatch):
+def test_a_service_that_fails_is_no_result_of_the_code_and_variables_stay(answers, said, monkeypatch):
     monkeypatch.setattr(service, "_FIRST_PAUSE_S", 0.001)
 
     async def run():
         async with tool("http") as sandbox:
             await sandbox.run("a", "x = 41")
             sandbox.fusion.answers += answers
-            result = await sandbox.run("a", "x")
-            assert result.outcome == "error" and said in result.output and "gone" not in result.output
+            used_s = sandbox._used_s["a"]
+            with pytest.raises(ProcessFailure, match=re.escape(said)) as caught:
+                await sandbox.run("a", "x")
+            assert caught.value.infrastructure and not caught.value.lost
+            assert sandbox._used_s["a"] == used_s
             sandbox.fusion.answers.clear()
             assert await outputs(sandbox, "x + 1") == [("ok", "42\n")]
 

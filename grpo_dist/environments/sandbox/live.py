@@ -1,0 +1,28 @@
+"""What the owner of an episode's process knows of it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass, field
+
+from grpo_dist.environments.sandbox.failure import ProcessFailure
+
+
+@dataclass(slots=True)
+class LiveEpisode:
+    """An episode with a process. ``lock``: one request at a time; ``ended`` is set once nothing is left."""
+
+    number: int
+    channel: socket.socket
+    started: asyncio.Future[None]
+    ended: asyncio.Future[None]
+    failed: ProcessFailure | None = None  # of the machine: it was not started, or its zygote is lost
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def conclude(self, failed: ProcessFailure | None) -> None:
+        """Tell all who wait that nothing is left of it."""
+        self.failed = failed
+        for future in (self.started, self.ended):
+            if not future.done():
+                future.set_result(None)
