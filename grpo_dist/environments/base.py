@@ -59,7 +59,7 @@ class Environment:
         """Answer an action without tool calls. An environment of tools alone is then done."""
         return Step(done=True)
 
-    def close(self) -> None:
+    def close(self) -> Awaitable[None] | None:
         """Release what the episode held, at its end. Not called where its process is killed or has failed."""
 
     @classmethod

@@ -53,9 +53,15 @@ class OpenEnv(Environment):
         answer = await self._client.step({**self._fields, self._action: action})
         reward = None if answer.reward is None else float(answer.reward)
         if answer.done:
-            await self._client.close()
+            await self.close()
             return Step(reward=reward, done=True)
         return Step(self._shown(answer.observation), reward)
+
+    async def close(self) -> None:
+        """End the session: a server has only so many."""
+        if self._client is not None:
+            client, self._client = self._client, None
+            await client.close()
 
     @classmethod
     def problems(cls, split: str, count: int | None, **kwargs: Any) -> Iterator[Mapping[str, Any]]:

@@ -74,6 +74,8 @@ class EnvironmentProbe:
                     asked[index] = await self._ask(host, "start", {"problem": asdict(problem)})
                 except ValueError as error:
                     raise StartFailed(index, str(error)) from error
+            if described.asks:
+                await self._ask(host, "close", {})  # of the last problem; each `start` closes the one before
             return described, asked
 
         return self._run(ask)

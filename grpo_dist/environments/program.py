@@ -67,7 +67,7 @@ class Program:
     async def _start(self, problem: Mapping[str, Any]) -> Any:
         """Begin an episode and return what it asks, as messages or text."""
         if self._environment is not None:
-            self._environment.close()
+            await self._close()
         self._environment = self._class(**self._kwargs)
         asked = await _awaited(self._environment.start(Problem(**problem)))
         return _observation(asked, "start")
@@ -115,7 +115,7 @@ class Program:
 
     async def _close(self) -> None:
         if self._environment is not None:
-            self._environment.close()
+            await _awaited(self._environment.close())
 
     async def _begin(self, problem: Mapping[str, Any], begin: bool) -> Environment:
         """Return the episode's environment. ``begin``: this is the first request of the episode."""

@@ -109,12 +109,12 @@ class EpisodeRunner:
         Raises UnknownEpisode for a later one of an episode that was begun elsewhere. A failure of the
         environment is no exception but `Observed.failed`.
         """
-        if episode not in self._episodes:
-            if turn > 0:
-                raise UnknownEpisode(episode)
-            self._episodes[episode] = _Episode(self._host(task), asdict(problem))
-        known = self._episodes[episode]
+        if episode not in self._episodes and turn > 0:
+            raise UnknownEpisode(episode)
         try:
+            if episode not in self._episodes:
+                self._episodes[episode] = _Episode(self._host(task), asdict(problem))
+            known = self._episodes[episode]
             if action.malformed:
                 return Observed(calls=(ToolCall("", "", action.malformed, "malformed", 0.0),))
             if action.calls:
@@ -123,7 +123,7 @@ class EpisodeRunner:
         except ProcessFailure as failure:
             known.failed = True
             return Observed(failed=_described(task, failure))
-        except Exception as error:  # of an environment of this package
+        except Exception as error:  # of an environment of this package, or its code path is missing
             return Observed(failed=f"{task.environment}: {type(error).__name__}: {error}"[:_REASON])
         observation = answer["observation"]
         told = observation if isinstance(observation, str) else tuple(observation)

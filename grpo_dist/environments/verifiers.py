@@ -7,6 +7,7 @@ harness, against a model server, which has no place in an episode here.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
@@ -31,7 +32,7 @@ class VerifiersEnvironment(Environment):
 
     def start(self, problem: Problem) -> list[Message]:
         index = int(problem.columns["idx"])
-        self._task = next(islice(_taskset(self.target, _frozen(self._settings)), index, None))
+        self._task = next(islice(_taskset(self.target, self._settings), index, None))
         _check_scored_here(self._task, self.target)
         self._asked = _messages(self._task.data)
         return self._asked
@@ -66,24 +67,20 @@ class VerifiersEnvironment(Environment):
                 f"a taskset of verifiers has no split `{split}`; select held-out tasks by "
                 "`environment_kwargs`"
             )
-        for index, task in enumerate(islice(_taskset(cls.target, _frozen(kwargs)), count)):
+        for index, task in enumerate(islice(_taskset(cls.target, kwargs), count)):
             answer = str(getattr(task.data, "answer", "") or "")
             yield {"problem": task.data.prompt_text, "answer": answer, "idx": index}
 
 
-def _taskset(name: str, settings: tuple[tuple[str, Any], ...]) -> Iterator[Any]:
-    return iter(_loaded(name, settings))
+def _taskset(name: str, settings: Mapping[str, Any]) -> Iterator[Any]:
+    return iter(_loaded(name, json.dumps(settings, sort_keys=True)))  # lists and maps are no keys of a cache
 
 
 @lru_cache
-def _loaded(name: str, settings: tuple[tuple[str, Any], ...]) -> Iterable[Any]:
-    config = taskset_config_type(name).model_validate({**dict(settings), "id": name})
+def _loaded(name: str, settings: str) -> Iterable[Any]:
+    config = taskset_config_type(name).model_validate({**json.loads(settings), "id": name})
     taskset = load_taskset(config)
     return taskset.take(_MOST) if not taskset.bounded else taskset
-
-
-def _frozen(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(settings.items()))
 
 
 def _check_scored_here(task: Any, name: str) -> None:

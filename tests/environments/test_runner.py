@@ -102,6 +102,23 @@ class State(Tools):
         return Step("on")
 
 
+class Closing(Environment):
+    def __init__(self, log: str) -> None:
+        self.log = log
+
+    def start(self, problem):
+        self.name = problem.text
+        return problem.text
+
+    def step(self, action):
+        return Step("on")
+
+    async def close(self):
+        await asyncio.sleep(0)
+        with open(self.log, "a") as log:
+            log.write(f"{self.name} ")
+
+
 class Plain:
     pass
 '''
@@ -349,6 +366,31 @@ def test_a_later_turn_of_an_unknown_episode_is_refused(settings: EnvironmentsCon
     _play(settings, played)
 
 
+def test_an_asynchronous_close_runs_at_the_end_of_an_episode(
+    settings: EnvironmentsConfig, tmp_path: Path
+) -> None:
+    log = tmp_path / "closed"
+
+    async def played(runner: EpisodeRunner) -> None:
+        await _acts(runner, "a", _task("Closing", log=str(log)), "1")
+        assert not log.exists()
+        await runner.end("a")
+
+    _play(settings, played)
+    assert log.read_text() == "below 10 "
+
+
+def test_a_code_path_that_is_gone_fails_one_sample_and_not_its_worker(settings: EnvironmentsConfig) -> None:
+    gone = settings.model_copy(update={"code_paths": ("/no/such",)})
+
+    async def played(runner: EpisodeRunner) -> None:
+        (failed,) = await _acts(runner, "a", _task("Guess"), "1")
+        assert "/no/such" in failed.failed and "guessing:Guess" in failed.failed
+        await runner.end("a")
+
+    _play(gone, played)
+
+
 def _probe(settings: EnvironmentsConfig, name: str, **kwargs: Any) -> EnvironmentProbe:
     return EnvironmentProbe(name, kwargs, settings)
 
@@ -361,6 +403,14 @@ def test_preparation_learns_what_an_environment_asks_and_has(settings: Environme
     names = [tool["function"]["name"] for tool in described.tools]
     assert names == ["double", "where", "misbehave", "calculator", "python"]
     assert asked == ["below 10"] and described.sandboxed and described.stateless
+
+
+def test_preparation_closes_the_environment_of_every_problem(
+    settings: EnvironmentsConfig, tmp_path: Path
+) -> None:
+    log = tmp_path / "closed"
+    _probe(settings, "guessing:Closing", log=str(log)).questions([_PROBLEM, Problem("x", "1")])
+    assert log.read_text() == "below 10 x "
 
 
 def test_an_environment_may_bring_its_own_problems(settings: EnvironmentsConfig) -> None:
