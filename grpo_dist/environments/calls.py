@@ -53,6 +53,7 @@ _NEEDED = {
     "deepseek_v3": ("<｜tool▁calls▁begin｜>",),
     "deepseek_v31": ("<｜tool▁calls▁begin｜>",),
 }
+_REASON = 200  # characters of a parser's error that the policy reads
 # Formats whose parsers return a call that was cut, without the argument in which it was.
 _CLOSED = {"qwen3_xml": ("<function=", "</function>"), "qwen3_coder": ("<function=", "</function>")}
 
@@ -94,7 +95,11 @@ def read_chat(
     text: str, call_format: str, parser: CallParser, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[tuple[Call, ...], str]:
     """Return the calls in an action's answer, and why they cannot be read ("": they can)."""
-    calls = tuple(parser(text, tools))
+    try:
+        calls = tuple(parser(text, tools))
+    except Exception as error:  # what the policy wrote must not end the run; the samples show the reason
+        why = f"{type(error).__name__}: {error}"[:_REASON]
+        return (), f"the call cannot be read ({why}); write it as valid {_form(call_format)}"
     opening, closing = _CLOSED.get(call_format, ("", ""))
     if text.count(opening) > text.count(closing):
         return (), f"the call after {opening} is not closed; end it with {closing}"

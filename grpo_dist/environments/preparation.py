@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.environments.base import Problem
+from grpo_dist.environments.records import without_surrogates
 from grpo_dist.environments.runner import Host, host_of
 from grpo_dist.environments.sandbox.failure import ProcessFailure
 
@@ -116,9 +117,10 @@ class EnvironmentProbe:
 
     async def _ask(self, host: Host, kind: str, payload: Mapping[str, Any]) -> Any:
         try:
-            return await host.ask(_EPISODE, kind, payload, timeout_s=self.settings.timeout_s)
+            answer = await host.ask(_EPISODE, kind, payload, timeout_s=self.settings.timeout_s)
         except ProcessFailure as failure:
             what = "" if kind == "describe" else f" {kind}:"
             reason = str(failure).removeprefix("ValueError: ")
             outcome = "" if failure.outcome == "error" else f" {failure.outcome}:"
             raise ValueError(f"environment {self.name}:{what}{outcome} {reason}") from failure
+        return without_surrogates(answer)

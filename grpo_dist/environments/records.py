@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from grpo_dist.environments.base import Messages
 from grpo_dist.types import ToolCall
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def without_surrogates(value: Any) -> Any:
+    """Replace each half of a surrogate pair in JSON-like ``value``. JSON can hold a lone one ("\\ud800"), but
+    neither tokenizers nor files of records take it.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, Mapping):
+        return {without_surrogates(key): without_surrogates(own) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(without_surrogates(own) for own in value)
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +37,10 @@ class Call:
     name: str
     arguments: str
     raw: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", without_surrogates(self.name))
+        object.__setattr__(self, "arguments", without_surrogates(self.arguments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +76,17 @@ class Observed:
     reward: float | None = None
     done: bool = False
     failed: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "observation", without_surrogates(self.observation))
+        object.__setattr__(self, "failed", without_surrogates(self.failed))
+        calls = tuple(
+            replace(
+                call,
+                name=without_surrogates(call.name),
+                arguments=without_surrogates(call.arguments),
+                result=without_surrogates(call.result),
+            )
+            for call in self.calls
+        )
+        object.__setattr__(self, "calls", calls)

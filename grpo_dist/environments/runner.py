@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from grpo_dist.config import EnvironmentsConfig, SandboxConfig
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.program import PROGRAM, Program
-from grpo_dist.environments.records import Action, Call, Observed
+from grpo_dist.environments.records import Action, Call, Observed, without_surrogates
 from grpo_dist.environments.registry import BUILTIN
 from grpo_dist.environments.sandbox.failure import ProcessFailure
 from grpo_dist.environments.sandbox.host import ProcessHost
@@ -170,7 +170,7 @@ class EpisodeRunner:
             return ToolCall(call.name, call.arguments, str(failure), failure.outcome, 0.0)
         if "code" in answer:
             assert self._sandbox is not None, "the runner was started without a sandbox"
-            ran = await self._sandbox.run(episode, answer["code"])
+            ran = await self._sandbox.run(episode, without_surrogates(answer["code"]))
             return ToolCall(call.name, call.arguments, ran.output, ran.outcome, ran.seconds)
         return ToolCall(call.name, call.arguments, answer["result"], answer["outcome"], answer["seconds"])
 

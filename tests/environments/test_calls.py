@@ -9,8 +9,9 @@ from pydantic import Field
 
 from grpo_dist.environments.builtin import calculator
 from grpo_dist.environments.calls import read_chat, read_code, resolve_format
-from grpo_dist.environments.records import Call
+from grpo_dist.environments.records import Call, Observed
 from grpo_dist.environments.tools import BadCall, TypedTool, as_text, typed_tools
+from grpo_dist.types import ToolCall
 from tests.support.chat_templates import real_tokenizer
 
 _NAMES = ["python", "calculator"]
@@ -67,6 +68,34 @@ def test_an_opening_without_a_call_is_malformed(call_format: str, text: str, mal
     calls, reason = read_chat(text, call_format, _Nothing(), ())
     assert bool(reason) == malformed
     assert not (calls and reason)
+
+
+class _Raising:
+    openings = ()
+
+    def __call__(self, text: str, tools: object) -> list[Call]:
+        raise KeyError("name" + 1000 * "e")
+
+
+def test_a_parser_that_raises_makes_the_call_malformed() -> None:
+    calls, reason = read_chat("<tool_call>{}</tool_call>", "hermes", _Raising(), ())
+    assert not calls and "KeyError: 'name" in reason and "valid JSON" in reason and len(reason) < 300
+
+
+_HALF = "\ud800"  # of a surrogate pair
+
+
+def test_no_record_of_an_episode_holds_half_of_a_surrogate_pair() -> None:
+    call = Call(f"f{_HALF}", f'{{"x": "{_HALF}é"}}')
+    assert (call.name, call.arguments) == ("f\ufffd", '{"x": "\ufffdé"}')
+    made = ToolCall(f"f{_HALF}", _HALF, f"a{_HALF}b", "ok", 0.0)
+    messages = ({"role": "user", "content": [{"text": _HALF}]}, {"role": "tool", "content": f"😀{_HALF}"})
+    observed = Observed(messages, (made,), failed=f"KeyError: {_HALF}")
+    assert observed.calls == (ToolCall("f\ufffd", "\ufffd", "a\ufffdb", "ok", 0.0),)
+    assert observed.failed == "KeyError: \ufffd"
+    assert observed.observation == (
+        {"role": "user", "content": [{"text": "\ufffd"}]}, {"role": "tool", "content": "😀\ufffd"}
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "call_format"), [

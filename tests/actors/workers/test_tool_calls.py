@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -47,6 +48,18 @@ def test_a_call_is_read_and_a_cut_one_is_malformed(name: str, tokens: tuple[str,
     assert read_chat(text, name, parser, _TOOLS)[0] == (call,), (
         "a parser keeps nothing of what it read before"
     )
+
+
+@pytest.mark.parametrize(("name", "tokens", "text"), [
+    ("hermes", ("<tool_call>", "</tool_call>"), f"<tool_call>\n{_CALL}\n</tool_call>"),
+    ("llama3_json", ("<|python_tag|>",), _CALL.replace("arguments", "parameters")),
+])  # fmt: skip
+def test_half_of_a_surrogate_pair_in_a_call_is_replaced(
+    name: str, tokens: tuple[str, ...], text: str
+) -> None:
+    half = text.replace("1+1", "\\ud800").replace("calculator", "\\udfff")
+    (call,) = EngineCallParser(name, _tokenizer(*tokens))(half, _TOOLS)
+    assert call.name == "\ufffd" and json.loads(call.arguments) == {"expression": "\ufffd"}
 
 
 def test_several_calls_of_one_action_keep_their_order() -> None:
