@@ -250,9 +250,11 @@ PEER_TABLE = (
         verl="@rollout.name @rollout.mode", trl="use_vllm use_transformers_paged "
         "use_transformers_continuous_batching cache_implementation vllm_server_base_url vllm_server_host "
         "vllm_server_port"),
-    row("", "a problem has one turn: no tools, no dialogue", verl="@rollout.multi_turn @rollout.agent",
-        trl="max_tool_calling_iterations", openrlhf="train.agent_func_path agent_func_path"),
-    # Data and rewards
+    # Data, environments and rewards
+    row("data.environment", "a class of yours; its tools are functions",
+        verl="@rollout.multi_turn @rollout.agent",
+        openrlhf="train.agent_func_path agent_func_path"),
+    row("environments.max_turns", "tool calls and the answer behind them", trl="max_tool_calling_iterations"),
     row("data.train.N.path", verl="data.train_files", trl="dataset_name",
         openrlhf="data.prompt_dataset prompt_data", roll="data_args.file_name"),
     row("data.train.N.split", trl="dataset_train_split", openrlhf="data.prompt_split prompt_split"),

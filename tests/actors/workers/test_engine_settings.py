@@ -83,7 +83,11 @@ class Engine:
         self.most = max(self.most, self.now)
         await asyncio.sleep(0)
         self.now -= 1
-        return SimpleNamespace(outputs=[SimpleNamespace(finish_reason="length")])
+        logprobs = SimpleNamespace(logprobs=[-1.0, -1.0], start_indices=[0, 1])
+        output = SimpleNamespace(
+            finish_reason="length", token_ids=[5, 6], logprobs=logprobs, weight_versions=[]
+        )
+        return SimpleNamespace(outputs=[output], num_cached_tokens=None)
 
 
 @pytest.mark.parametrize(("device", "sequences"), [("cuda", 300), ("cpu", 1)])
