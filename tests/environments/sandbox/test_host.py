@@ -83,8 +83,7 @@ async def test_tasks_of_an_asynchronous_program_go_on_between_requests():
         counted = Path(directory) / "counted"
         async with host() as it:
             await it.ask("a", "begins_to_count", str(counted), timeout_s=LONG)
-            while not counted.exists():  # and nobody asks meanwhile
-                await asyncio.sleep(0.01)
+            wait_until(counted.exists, "the task stood still between requests")
             assert await it.ask("a", "add", 1, timeout_s=LONG) == 4, "its SystemExit ended the process"
 
 
