@@ -14,6 +14,7 @@ class ProcessFailure(Exception):
         lost: whether the process is gone, and with it what the episode had in it.
         output: what was printed before, cut to ``Limits.output_kb``.
         infrastructure: whether the machine or a service failed, and not the code of the request.
+        cpu_s: CPU seconds of the processes that are gone, where they were measured.
     """
 
     def __init__(
@@ -22,6 +23,7 @@ class ProcessFailure(Exception):
         super().__init__(outcome, detail)
         self.outcome, self.detail, self.lost, self.output = outcome, detail, lost, output
         self.infrastructure = infrastructure
+        self.cpu_s = 0.0
 
     def __str__(self) -> str:
         return self.detail

@@ -19,10 +19,10 @@ from typing import Protocol
 TOKEN_BYTES = 16
 OUTCOMES = ("ok", "timeout", "memory", "died", "error")
 
-# number of the request, seconds that it may take, bytes of the payload
-REQUEST = struct.Struct("!16sdQ")
-# number of the request, index of OUTCOMES, seconds of wall clock, bytes of the body, bytes of the output
-ANSWER = struct.Struct("!16sBdQQ")
+# number of the request, seconds that it may take, CPU seconds that all may take, bytes of the payload
+REQUEST = struct.Struct("!16sddQ")
+# number of the request, index of OUTCOMES, wall clock and CPU seconds, bytes of the body and of the output
+ANSWER = struct.Struct("!16sBddQQ")
 # token of the request, bytes that follow: the payload, or the reply
 INNER = struct.Struct("!16sQ")
 
@@ -35,17 +35,20 @@ class Answer:
         outcome: one of `OUTCOMES`.
         body: JSON of the worker's reply where ``outcome`` is "ok", else a reason.
         output: what was written to descriptors 1 and 2, cut.
+        seconds: wall clock of the request.
+        cpu_s: CPU seconds of all processes, once they have been ended; 0 before.
     """
 
     outcome: str
     body: bytes
     output: bytes = b""
     seconds: float = 0.0
+    cpu_s: float = 0.0
 
     def pack(self, number: bytes) -> bytes:
         index = OUTCOMES.index(self.outcome)
         sizes = len(self.body), len(self.output)
-        return ANSWER.pack(number, index, self.seconds, *sizes) + self.body + self.output
+        return ANSWER.pack(number, index, self.seconds, self.cpu_s, *sizes) + self.body + self.output
 
 
 class _Readable(Protocol):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import secrets
 import socket
 import subprocess
@@ -88,7 +89,7 @@ class ProcessHost:
         self._environment = environment_of(code_paths, trusted=isolation is None)
         self._live: dict[str, LiveEpisode] = {}
         self._by_number: dict[int, LiveEpisode] = {}
-        self._count = 0
+        self._count, self._cpu_s = 0, math.inf if limits.cpu_s is None else limits.cpu_s
         self._child: subprocess.Popen[bytes] | None = None
         self._starting = asyncio.Lock()
         self._start: asyncio.Task[None] | None = None
@@ -106,8 +107,11 @@ class ProcessHost:
         """
         return (await self.call(episode, kind, payload, timeout_s=timeout_s)).value
 
-    async def call(self, episode: str, kind: str, payload: Any, *, timeout_s: float) -> Reply:
-        """Like `ask`; returns also what was printed."""
+    async def call(
+        self, episode: str, kind: str, payload: Any, *, timeout_s: float, cpu_s: float | None = None
+    ) -> Reply:
+        """Like `ask`; returns also what was printed. ``cpu_s``: limit of all requests; None: of `Limits`."""
+        cpu_s = self._cpu_s if cpu_s is None else cpu_s
         request = json.dumps([kind, payload]).encode()
         live = self._live.get(episode) or await self._begin(episode)
         async with live.lock:
@@ -115,9 +119,9 @@ class ProcessHost:
             try:
                 async with asyncio.timeout(timeout_s + _GRACE_S):
                     loop = asyncio.get_running_loop()
-                    header = REQUEST.pack(number, timeout_s, len(request))
+                    header = REQUEST.pack(number, timeout_s, cpu_s, len(request))
                     await loop.sock_sendall(live.channel, header + request)
-                    outcome, body, output, seconds = await self._answer(live.channel, number)
+                    outcome, body, output, seconds, used_s = await self._answer(live.channel, number)
             except TimeoutError:
                 await self._drop(episode, live)
                 raise ProcessFailure("timeout", f"no result within {timeout_s:g} s") from None
@@ -132,7 +136,9 @@ class ProcessHost:
                     live.channel.close()
         if outcome != "ok":
             await self._drop(episode, live)
-            raise ProcessFailure(outcome, body.decode(errors="replace"), output=output)
+            failure = ProcessFailure(outcome, body.decode(errors="replace"), output=output)
+            failure.cpu_s = used_s
+            raise failure
         return Reply(self._value(body, output), output, seconds)
 
     async def end(self, episode: str) -> None:
@@ -171,12 +177,12 @@ class ProcessHost:
         outcome = "memory" if status == "memory" else "error"
         raise ProcessFailure(outcome, str(value), lost=False, output=output)
 
-    async def _answer(self, channel: socket.socket, number: bytes) -> tuple[str, bytes, str, float]:
-        found, index, seconds, size, printed = ANSWER.unpack(await receive_soon(channel, ANSWER.size))
+    async def _answer(self, channel: socket.socket, number: bytes) -> tuple[str, bytes, str, float, float]:
+        found, index, seconds, used_s, size, printed = ANSWER.unpack(await receive_soon(channel, ANSWER.size))
         if found != number or size + printed > self._longest:
             raise EOFError
         body, output = await receive_soon(channel, size), await receive_soon(channel, printed)
-        return OUTCOMES[index], body, output.decode(errors="replace"), seconds
+        return OUTCOMES[index], body, output.decode(errors="replace"), seconds, used_s
 
     async def _begin(self, episode: str) -> LiveEpisode:
         await self.start()

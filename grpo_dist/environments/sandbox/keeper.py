@@ -80,7 +80,7 @@ class Keeper:
         self._fork(woken)
         with suppress(EOFError, OSError):  # the owner or the zygote is gone
             while self._wait_for_request():
-                number, timeout_s, size = REQUEST.unpack(receive(self._channel, REQUEST.size))
+                number, timeout_s, self._cpu_s, size = REQUEST.unpack(receive(self._channel, REQUEST.size))
                 payload = receive(self._channel, size)
                 begin = time.monotonic()
                 output = KeptOutput(self._limits.output_kb * 1024)
@@ -88,7 +88,8 @@ class Keeper:
                 if outcome in ("timeout", "died") or self._status is not None:
                     self._kill()
                 seconds = time.monotonic() - begin
-                self._channel.sendall(Answer(outcome, body, output.bytes(), seconds).pack(number))
+                cpu_s = 0.0 if self._status is None else self._used_cpu()
+                self._channel.sendall(Answer(outcome, body, output.bytes(), seconds, cpu_s).pack(number))
                 if self._status is not None:
                     break
         self._kill()
@@ -248,7 +249,7 @@ class Keeper:
         number = os.WTERMSIG(self._status)
         cpu_s = self._limits.cpu_s
         if cpu_s is not None and (
-            number == signal.SIGXCPU or (number == signal.SIGKILL and self._used_cpu() >= cpu_s)
+            number == signal.SIGXCPU or (number == signal.SIGKILL and self._used_cpu() >= self._cpu_s)
         ):
             return "timeout", f"more than {cpu_s:g} s of CPU time".encode()
         return "died", f"the process was ended by {signal.Signals(number).name}".encode()
@@ -263,7 +264,7 @@ class Keeper:
         pids = self._all()
         used = TreeUsage.of(pids, exact=False)
         limits, most = self._limits, self._limits.memory_mb * 2**20 + self._memory_at_start
-        if limits.cpu_s is not None and used.cpu_s + self._used_cpu() > limits.cpu_s:
+        if limits.cpu_s is not None and used.cpu_s + self._used_cpu() > self._cpu_s:
             return "timeout", f"more than {limits.cpu_s:g} s of CPU time".encode()
         if used.memory > most and TreeUsage.of(pids, exact=True).memory > most:
             return "memory", f"more than {limits.memory_mb} MiB of memory, all processes together".encode()

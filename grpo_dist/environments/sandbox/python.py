@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -110,6 +111,7 @@ class InterpreterProcesses:
             reply_kb=16,
         )
         self._host: ProcessHost | None = None
+        self._cpu_s: dict[str, float] = {}  # of interpreters that an episode has lost
 
     async def start(self) -> list[str]:
         if self._isolation is None:
@@ -122,16 +124,25 @@ class InterpreterProcesses:
 
     async def run(self, episode: str, code: str, timeout_s: float) -> tuple[str, str, float]:
         assert self._host is not None, "run before start"
+        limit_s, used_s = self._limits.cpu_s or math.inf, self._cpu_s.get(episode, 0.0)
+        if used_s >= limit_s:
+            detail = f"no CPU time is left for calls of this episode: {limit_s:g} s"
+            raise ProcessFailure("timeout", detail, lost=False)
         if not self._host.is_live(episode):
             try:
                 await self._host.ask(episode, "ready", None, timeout_s=_READY_S)
             except ProcessFailure as failure:  # before any code of the policy
                 failure.infrastructure = True
                 raise
-        reply = await self._host.call(episode, "run", code, timeout_s=timeout_s)
+        try:
+            reply = await self._host.call(episode, "run", code, timeout_s=timeout_s, cpu_s=limit_s - used_s)
+        except ProcessFailure as failure:
+            self._cpu_s[episode] = used_s + failure.cpu_s
+            raise
         return str(reply.value), reply.output, reply.seconds
 
     async def end(self, episode: str) -> None:
+        self._cpu_s.pop(episode, None)
         if self._host is not None:
             await self._host.end(episode)
 

@@ -194,9 +194,23 @@ def test_cpu_time_over_the_episode_is_a_timeout_also_in_children():
         async with tool(cpu_s=1.0) as sandbox:
             code = "import os, time\nfor _ in range(3):\n  if not os.fork():\n    while True: pass"
             code += "\ntime.sleep(900)"
-            for written in (code, "while True: pass"):
-                result = await sandbox.run("a", written)
-                assert result.outcome == "timeout" and "CPU time" in result.output
+            for episode, written in (("a", code), ("b", "while True: pass")):
+                result = await sandbox.run(episode, written)
+                assert result.outcome == "timeout" and "more than 1 s of CPU time" in result.output
+
+    asyncio.run(run())
+
+
+def test_cpu_time_of_interpreters_that_were_lost_counts_for_the_episode():
+    async def run():
+        async with tool(cpu_s=2.0) as sandbox:
+            used = "import os, time\nwhile time.process_time() < 1.5: pass\nos._exit(7)"
+            assert (await sandbox.run("a", used)).outcome == "died"
+            assert (await sandbox.run("a", used)).outcome == "timeout"  # 0.5 s were left
+            result = await sandbox.run("a", "6 * 7")
+            assert result.output == "[no CPU time is left for calls of this episode: 2 s]\n"
+            await sandbox.end("a")
+            assert await outputs(sandbox, "6 * 7") == [("ok", "42\n")]
 
     asyncio.run(run())
 
