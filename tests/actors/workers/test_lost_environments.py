@@ -54,6 +54,32 @@ def test_episodes_of_a_lost_worker_begin_again_and_give_the_same_samples(world, 
     assert world.environments.team.restarted() == 1
 
 
+def test_episodes_wait_for_replacements_that_come_late_when_no_worker_is_left(world):
+    """As with one worker, the default: dead ones are tried once, however long the replacement takes."""
+
+    async def session():
+        undisturbed = await world.sample_all(PROMPTS)
+        await world.hold()
+        sampling = asyncio.create_task(world.sample_all(PROMPTS))
+        await world.until_waiting(8, 1)
+        world.environments.team.restarted()
+        budgets = world.environments.team._budgets
+        given = [budget._settings for budget in budgets]
+        for budget in budgets:
+            budget._settings = budget._settings.model_copy(update={"backoff_s": 5.0})
+        for worker in list(world.environments.workers):
+            os.kill(await worker.process.remote(), signal.SIGKILL)
+        disturbed = await sampling
+        await whole(world.environments.team)
+        for budget, settings in zip(budgets, given, strict=True):
+            budget._settings = settings
+        return undisturbed, disturbed
+
+    undisturbed, disturbed = world.run(session())
+    assert all(equal(a, b) for a, b in zip(undisturbed, disturbed, strict=True))
+    assert world.environments.team.restarted() == 2
+
+
 def test_the_replacement_of_an_engine_gets_the_addresses_and_the_old_episodes_end(world):
     async def session():
         undisturbed = await world.sample_all(PROMPTS)
