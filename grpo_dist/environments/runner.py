@@ -8,6 +8,7 @@ Code of users runs in a process per episode. The environments of this package ho
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -123,6 +124,9 @@ class EpisodeRunner:
         except ProcessFailure as failure:
             known.failed = True
             return Observed(failed=_described(task, failure))
+        except asyncio.CancelledError:
+            known.failed = True  # its process has been killed, and none is started to close it
+            raise
         except Exception as error:  # of an environment of this package, or its code path is missing
             return Observed(failed=f"{task.environment}: {type(error).__name__}: {error}"[:_REASON])
         observation = answer["observation"]

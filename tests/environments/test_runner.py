@@ -111,6 +111,9 @@ class Closing(Environment):
         return problem.text
 
     def step(self, action):
+        if action == "hang":
+            open(self.log + ".acts", "w").close()
+            time.sleep(1000)
         return Step("on")
 
     async def close(self):
@@ -378,6 +381,24 @@ def test_an_asynchronous_close_runs_at_the_end_of_an_episode(
 
     _play(settings, played)
     assert log.read_text() == "below 10 "
+
+
+def test_no_process_is_started_to_close_an_episode_whose_action_was_cancelled(
+    settings: EnvironmentsConfig, tmp_path: Path
+) -> None:
+    async def played(runner: EpisodeRunner) -> None:
+        log = str(tmp_path / "closed")
+        task = asyncio.ensure_future(_acts(runner, "a", _task("Closing", log=log), "hang"))
+        while not (tmp_path / "closed.acts").exists():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await runner.end("a")
+        (host,) = runner._hosts.values()
+        assert host._count == 1  # processes
+
+    _play(settings, played)
 
 
 def test_a_code_path_that_is_gone_fails_one_sample_and_not_its_worker(settings: EnvironmentsConfig) -> None:
