@@ -57,8 +57,8 @@ def train(directory, worker):
     """With engines of this class: exit code, lines of metrics, events."""
 
     class Pool(RolloutPool):
-        def __init__(self, spec, actors):
-            super().__init__(spec, actors, worker=worker)
+        def __init__(self, spec, actors, **others):
+            super().__init__(spec, actors, worker=worker, **others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)

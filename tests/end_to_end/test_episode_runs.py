@@ -33,6 +33,7 @@ def rows(directory):
     return [row for path in found for row in pq.read_table(path).to_pylist()]
 
 
+@pytest.mark.evidence
 def test_episodes_give_the_same_run_where_all_roles_take_turns(tmp_path):
     """With a greedy episode for each prompt (ReMax), and the engines asleep while the policy trains."""
     for placement in ("separate", "colocated"):
