@@ -6,8 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.loop.ledger import audit
-from tests.end_to_end.test_turns import COMMON, numbers, samples
-from tests.support.real_runs import metrics, run, without_clock
+from tests.end_to_end.test_turns import COMMON, numbers
+from tests.support.real_runs import metrics, run
 
 pytestmark = [pytest.mark.machine, pytest.mark.long]
 
@@ -28,6 +28,21 @@ def play(directory, *overrides, **how):
     return run(directory, *own, *overrides, **how)
 
 
+_SAMPLED = (
+    "uid", "sample", "completion_ids", "policy_versions", "sampled", "turns", "reward", "finish_reason"
+)  # fmt: skip
+
+
+def check_same_run(ours, theirs):
+    """Check that two runs sampled the same tokens, and have the same numbers up to rounding: which requests
+    share a step of the engine depends on when environments answer, and changes the last digit of log-probs.
+    """
+    tokens = [[{name: row[name] for name in _SAMPLED} for row in rows(run)] for run in (ours, theirs)]
+    assert tokens[0] == tokens[1] != []
+    for line, other in zip(numbers(ours), numbers(theirs), strict=True):
+        assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
+
+
 def rows(directory):
     found = sorted((directory / "runs/run/samples").glob("step_*.parquet"))
     return [row for path in found for row in pq.read_table(path).to_pylist()]
@@ -39,8 +54,7 @@ def test_episodes_give_the_same_run_where_all_roles_take_turns(tmp_path):
     for placement in ("separate", "colocated"):
         play(tmp_path / placement, *COMMON, f"cluster.placement={placement}", "algorithm.advantage=remax")
     apart, turns = tmp_path / "separate", tmp_path / "colocated"
-    assert numbers(apart) == numbers(turns)
-    assert samples(apart) == samples(turns)
+    check_same_run(apart, turns)
     last = metrics(apart)[-1]
     assert last["mismatch/logprob_diff_max"] < 1e-5 and last["probe/logprob_diff_max"] < 1e-5
     assert last["throughput/rollout_turns"] > 0 and last["time/environment_act_busy_s"] > 0
@@ -79,8 +93,7 @@ def test_a_run_of_episodes_that_is_ended_and_killed_resumes_with_the_same_number
     killed = play(parts, "steps=6", check=False, kill_after="step_000003")
     assert killed.returncode == -signal.SIGKILL
     play(parts, "steps=6")
-    assert without_clock(metrics(parts)) == without_clock(metrics(whole))
-    assert samples(parts) == samples(whole)
+    check_same_run(parts, whole)
     books = [directory / "runs/run/ledger.jsonl" for directory in (whole, parts)]
     assert books[0].read_text() == books[1].read_text()
     assert audit(books[0], steps=6, prompts_per_step=4) is None
