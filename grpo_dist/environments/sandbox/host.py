@@ -151,7 +151,7 @@ class ProcessHost:
         if self._start is not None and not self._start.done():
             if self._child is not None:
                 self._child.kill()  # no wait for an import
-            await asyncio.wait([self._start])
+            await asyncio.wait([self._start])  # bounded: the start has a limit of its own
         async with self._starting:
             if self._child is not None:
                 await self._lose_zygote()
