@@ -1,7 +1,7 @@
 """The token rows of one episode, token in, token out: no sampled token is ever decoded and tokenised again.
 
     row 0   prompt | action, sampled | observation, given | action, sampled | ...
-    row 1   the conversation anew, given | action, sampled | ...       where the template rewrote the history
+    row 1   the conversation, given again | action, sampled | ...       where the template rewrote the history
 
 An observation is rendered by the chat template behind the real conversation, and only the ids of the new tail
 are appended. Where the text in front of the tail is not that of the row (templates that drop the thoughts of

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 
 from grpo_dist.batch.rows import has_logprobs
+from grpo_dist.config.environments import BudgetOutcome
 from grpo_dist.types import Group, Rollout, has_signal, of_sampled
 
 OUTCOMES = ("correct", "wrong", "no_answer", "timeout", "error")
-ENDS = ("stop", "length", "turns", "tool_limit", "error")  # of an episode
+ENDS = ("stop", *get_args(BudgetOutcome), "error")  # of an episode
 
 
 def rollout_metrics(groups: list[Group], *, version: int) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_dist.runtime.records import fields_of
 from grpo_dist.types import Turn
 
 Turns = Sequence[Mapping[str, Any]]  # of one episode, as `turns_for_rewards` makes them
@@ -23,16 +24,7 @@ def turns_for_rewards(turns: Sequence[Turn]) -> list[dict[str, Any]]:
         {
             "action": turn.text,
             "observation": turn.observation,
-            "calls": [
-                {
-                    "name": call.name,
-                    "arguments": call.arguments,
-                    "result": call.result,
-                    "outcome": call.outcome,
-                    "seconds": call.seconds,
-                }
-                for call in turn.calls
-            ],
+            "calls": [fields_of(call) for call in turn.calls],
             "reward": turn.reward,
         }
         for turn in turns

@@ -22,16 +22,15 @@ import secrets
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from grpo_dist.rewards.math import Grade
+from grpo_dist.runtime.child_python import child_command, code_directories, python_path
 from grpo_dist.runtime.guardian import kill_descendants, kill_marked
 
 _START_S = 120.0  # limit for a new process to import the parsers, or a user module, on a busy machine
@@ -40,14 +39,6 @@ _ATTEMPTS = 2  # a process may die for a reason other than its current answer
 _KILLED_S = 10.0  # limit for a killed process to exit; one that the kernel holds is abandoned
 _LONGEST_REPLY = 1 << 20  # bytes; far above any reply of a grader
 _MARK = "GRPO_DIST_GRADER"  # environment variable inherited by all that a grader process starts
-_ROOT = Path(__file__).resolve().parents[2]
-# The child imports the grpo_dist of this process, whatever `code_paths` contain. The directory it comes from,
-# which may be the working directory, is removed from the path again; -P excludes the working directory
-# itself.
-_CHILD = (
-    "import sys; sys.path.insert(0, sys.argv.pop()); import grpo_dist.rewards.child as child; "
-    "del sys.path[0]; child.main()"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +243,10 @@ class _Process:
         self._mark = secrets.token_hex(16)
         held, given = os.pipe()
         self._lifeline = os.fdopen(given, "wb", buffering=0)
-        arguments = (self._memory_mb, held, int(self._own), _ROOT)
+        command = child_command("grpo_dist.rewards.child", self._memory_mb, held, int(self._own))
         try:
             self._child = subprocess.Popen(
-                [sys.executable, "-P", "-c", _CHILD, *map(str, arguments)],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -328,18 +319,9 @@ def _exit_status(child: subprocess.Popen[bytes]) -> int | None:
 
 
 def _environment(code_paths: Sequence[str]) -> dict[str, str]:
-    directories = [Path(path).expanduser().resolve() for path in code_paths]
-    for given, directory in zip(code_paths, directories, strict=True):
-        if not directory.is_dir():
-            raise ValueError(
-                f"rewards.code_paths: {given!r} is not a directory (resolved to {directory}); expected "
-                "directories with modules of custom rewards"
-            )
-    # An empty entry, as in "a::b" or "a:", would mean the working directory.
-    inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    paths = [*map(str, directories), *inherited]
+    directories = code_directories("rewards.code_paths", code_paths, "custom rewards")
     return os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": python_path(directories),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }

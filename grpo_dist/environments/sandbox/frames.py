@@ -13,8 +13,9 @@ import asyncio
 import os
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 TOKEN_BYTES = 16
 OUTCOMES = ("ok", "timeout", "memory", "died", "error")
@@ -51,19 +52,9 @@ class Answer:
         return ANSWER.pack(number, index, self.seconds, self.cpu_s, *sizes) + self.body + self.output
 
 
-class _Readable(Protocol):
-    def recv(self, size: int, /) -> bytes: ...
-
-
-def receive(channel: _Readable, size: int) -> bytes:
+def receive(channel: socket.socket, size: int) -> bytes:
     """Receive exactly ``size`` bytes. Raises EOFError if the other end closes before."""
-    buffer = bytearray()
-    while len(buffer) < size:
-        piece = channel.recv(min(size - len(buffer), 1 << 20))  # bounded: by the end of the owner
-        if not piece:
-            raise EOFError
-        buffer += piece
-    return bytes(buffer)
+    return _exactly(channel.recv, size)  # bounded: by the end of the owner
 
 
 async def receive_soon(channel: socket.socket, size: int) -> bytes:
@@ -79,9 +70,13 @@ async def receive_soon(channel: socket.socket, size: int) -> bytes:
 
 def read(descriptor: int, size: int) -> bytes:
     """Read exactly ``size`` bytes. Raises EOFError if the other end closes before."""
+    return _exactly(partial(os.read, descriptor), size)
+
+
+def _exactly(read_some: Callable[[int], bytes], size: int) -> bytes:
     buffer = bytearray()
     while len(buffer) < size:
-        piece = os.read(descriptor, min(size - len(buffer), 1 << 20))
+        piece = read_some(min(size - len(buffer), 1 << 20))
         if not piece:
             raise EOFError
         buffer += piece

@@ -18,11 +18,9 @@ import math
 import secrets
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from grpo_dist.environments.sandbox.child_environment import environment_of
@@ -32,6 +30,7 @@ from grpo_dist.environments.sandbox.isolation import Isolation
 from grpo_dist.environments.sandbox.limits import Limits
 from grpo_dist.environments.sandbox.live import LiveEpisode
 from grpo_dist.environments.sandbox.root import remove_tree
+from grpo_dist.runtime.child_python import child_command
 from grpo_dist.runtime.guardian import kill_marked
 
 _START_S = 300.0  # limit for the zygote to import the program, and for a fork, on a busy machine
@@ -39,12 +38,7 @@ _GRACE_S = 30.0  # behind a deadline that the keeper keeps itself; then the keep
 _END_S = 30.0  # limit for killed processes to end; one that the kernel holds is abandoned
 _MESSAGE = 1 << 16
 _MARK = "GRPO_DIST_SANDBOX"  # environment variable that all processes of a host inherit
-_ROOT = Path(__file__).resolve().parents[3]
-# As in `rewards.pool`: the grpo_dist of this process, and no module of the working directory.
-_CHILD = (
-    "import sys; sys.path.insert(0, sys.argv.pop()); import grpo_dist.environments.sandbox.zygote as zygote; "
-    "del sys.path[0]; zygote.main()"
-)
+_ZYGOTE = "grpo_dist.environments.sandbox.zygote"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +72,7 @@ class ProcessHost:
         code_paths: Sequence[str] = (),
         python: str | None = None,
     ) -> None:
-        self._python = python or sys.executable
+        self._python = python
         self._settings = {
             "program": program,
             "arguments": arguments,
@@ -269,7 +263,7 @@ class ProcessHost:
         self._directory = directory = tempfile.mkdtemp(prefix="grpo-dist-sandbox-")
         try:
             self._child = subprocess.Popen(
-                [self._python, "-P", "-c", _CHILD, str(given.fileno()), directory, str(_ROOT)],
+                child_command(_ZYGOTE, given.fileno(), directory, python=self._python),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=self._environment | {_MARK: self._mark},

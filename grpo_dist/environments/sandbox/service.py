@@ -125,10 +125,8 @@ class CodeService:
             detail = f"the sandbox service failed ({self._shown(reason)})"
             raise ProcessFailure("error", detail, lost=False, infrastructure=True)
         kept = KeptOutput(self._settings.output_kb * 1024)
-        for part in (
-            "stdout",
-            "stderr",
-        ):  # code prints to the first; Python's own last words are in the second
+        # Code prints to the first; Python's own last words are in the second.
+        for part in ("stdout", "stderr"):
             kept.add(str(ran.get(part) or "").encode(errors="replace"))
         output = kept.bytes().decode(errors="replace")
         if ran.get("status") == "TimeLimitExceeded":

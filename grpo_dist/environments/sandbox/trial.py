@@ -10,7 +10,6 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,13 +21,9 @@ from grpo_dist.environments.sandbox.isolation import SPACES, Isolation, Place
 from grpo_dist.environments.sandbox.limits import Limits
 from grpo_dist.environments.sandbox.root import remove_tree
 from grpo_dist.runtime.address_space import used_address_space
+from grpo_dist.runtime.child_python import child_command
 
 _TRIAL_S = 300.0
-_ROOT = Path(__file__).resolve().parents[3]
-_CHILD = (
-    "import sys; sys.path.insert(0, sys.argv.pop()); import grpo_dist.environments.sandbox.trial as trial; "
-    "del sys.path[0]; trial.main()"
-)
 _LIMITS = Limits(memory_mb=256, files_mb=4)
 # User ids for episodes: above those of people and containers; else those of systemd for transient users.
 _USERS, _USERS_IN_CONTAINERS = (0x70000000, 0x7F000000), (61184, 65520)
@@ -41,7 +36,7 @@ async def find_isolation() -> tuple[Isolation, list[str]]:
     Raises RuntimeError if the trial itself fails.
     """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-c", _CHILD, str(_ROOT)),
+        *child_command(__name__),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
