@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -42,10 +43,17 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": {name: version for name in _PACKAGES if (version := installed(name))},
         "cpus": os.cpu_count(),
+        "processor": _processor(),
         "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
         "gpus": _gpus(),
         "git": _commit(Path(__file__).parent),
     }
+
+
+def _processor() -> str:
+    """Return the processor's name as Linux gives it, or its architecture."""
+    named = re.search(r"^model name\s*: *(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return named[1] if named else platform.machine()
 
 
 def installed(package: str) -> str | None:

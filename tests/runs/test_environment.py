@@ -24,6 +24,7 @@ def test_versions_and_machine_are_those_of_this_process(tmp_path, monkeypatch):
     assert found["versions"]["grpo-dist"] == __version__
     assert found["versions"]["torch"] == installed("torch")
     assert found["python"] == sys.version.split()[0] and found["cpus"] >= 1 and found["memory_gib"] > 0
+    assert found["processor"]
     assert found["command"] == ["grpo-dist", "train", "a.yaml", "steps=3", "judge.api_key=***"]
     assert "sesame" not in text
 

@@ -1,0 +1,146 @@
+"""Run a training command as evidence, and record its result as a row of `results.jsonl`.
+
+The run's directory stays in runs/evidence, so that `grpo-dist report` builds its page again.
+``python -m tests.evidence.learning_runs DIRECTORY...`` records finished runs; without a directory it only
+writes the table of README.md again; with ``--check`` its exit code says whether the table is out of date.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_dist.runtime.generated import refresh
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNS = ROOT / "runs/evidence"
+RESULTS = Path(__file__).with_name("results.jsonl")
+README = Path(__file__).with_name("README.md")
+HOURS = 3600  # s
+_MEASURE = re.compile(r"eval/(?P<set>[^/]+)/(?P<measure>pass@1|tool_call_share)")
+_IDENTITY = ("configuration", "overrides", "set", "measure")
+
+
+def train(configuration: str, *overrides: str) -> tuple[list[dict[str, float]], Path]:
+    """Train a configuration of this project, record its result, and return its metrics by step and its
+    directory. Raises CalledProcessError where the command fails.
+    """
+    output_dir = RUNS / _label(configuration, overrides)
+    if output_dir.exists():
+        shutil.rmtree(output_dir)
+    own = ["checkpoint.resume=never", f"output_dir={output_dir}"]
+    command = [sys.executable, "-m", "grpo_dist.cli", "train", configuration, *own, *overrides]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=6 * HOURS)
+    (run_dir,) = (path.parent for path in output_dir.glob("*/DONE"))
+    rows = record(run_dir)
+    print(table(rows))
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], run_dir
+
+
+def record(run_dir: Path, results: Path = RESULTS) -> list[dict[str, Any]]:
+    """Replace the rows of this run's configuration and overrides in ``results``, and return the new ones."""
+    new = rows_of(run_dir)
+    identities = {_identity(row) for row in new}
+    old = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    rows = [row for row in old if _identity(row) not in identities] + new
+    rows.sort(key=_identity)
+    results.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return new
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Return a row for each evaluation set of a finished run, from the run's own files.
+
+    Raises FileNotFoundError where the run has not finished, and ValueError where its command is no
+    `grpo-dist train` or it was not evaluated before and after.
+    """
+    # The lock is made when the command takes the directory, before the cold start.
+    seconds = (run_dir / "DONE").stat().st_mtime - (run_dir / ".lock").stat().st_mtime
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    environment = json.loads((run_dir / "environment.json").read_text())
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    configuration, overrides = _command(environment["command"])
+    common = {
+        "configuration": configuration,
+        "overrides": overrides,
+        "model": config["sft"]["model"] if config["model"]["path"] == "sft" else config["model"]["path"],
+        "seed": config["seed"],
+        "steps": config["steps"],
+        "minutes": round(seconds / 60, 1),
+        "hardware": _hardware(environment),
+        "commit": environment["git"],
+        "date": environment["started"].partition("T")[0],
+    }
+    first, last = lines[0], lines[-1]
+    names = [match for name in first if (match := _MEASURE.fullmatch(name)) and name in last]
+    if not names:
+        raise ValueError(f"{run_dir}: no set was evaluated both before the first step and after the last")
+    return [
+        common
+        | {"set": name["set"], "measure": name["measure"], "problems": _problems(config, name["set"])}
+        | {"before": first[name[0]], "before_error": first[f"{name[0]}_stderr"]}
+        | {"after": last[name[0]], "after_error": last[f"{name[0]}_stderr"]}
+        for name in names
+    ]
+
+
+def _command(command: list[str]) -> tuple[str, list[str]]:
+    """Return the configuration and the overrides that change a result, of a `grpo-dist train` command."""
+    if len(command) < 3 or command[1] != "train":
+        raise ValueError(f"{' '.join(command)} is no `grpo-dist train`")
+    path = re.sub(r"^.*/(?=configs/)", "", command[2])
+    places = ("checkpoint.resume=", "output_dir=", "name=")
+    return path, [override for override in command[3:] if not override.startswith(places)]
+
+
+def _hardware(environment: dict[str, Any]) -> str:
+    gpus = environment["gpus"]
+    processor = environment.get("processor", "a processor that was not recorded")
+    return f"{len(gpus)} x {gpus[0]}" if gpus else f"{environment['cpus']} cores of {processor}"
+
+
+def _problems(config: dict[str, Any], name: str) -> str:
+    """Describe how many problems and samples a figure stands on."""
+    sources = [s for s in config["data"]["eval"] if name in (s["name"], (s["path"] or "").split(":")[-1])]
+    rows = sources[0]["max_rows"] if len(sources) == 1 else None
+    return f"{rows or 'all'} x {config['evaluation']['samples_per_prompt']}"
+
+
+def _label(configuration: str, overrides: tuple[str, ...]) -> str:
+    return re.sub(r"[^\w.=-]+", "_", "-".join([Path(configuration).stem, *overrides]))
+
+
+def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(str(row[name]) for name in _IDENTITY)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return rows as markdown."""
+    names = ("run", "model", "set: problems x samples", "measure", "before", "after", "steps", "minutes")
+    head = f"| {' | '.join([*names, 'hardware', 'commit, date'])} |"
+    return "\n".join([head, "|---" * head.count(" | ") + "|---|", *map(_line, rows)])
+
+
+def _line(row: dict[str, Any]) -> str:
+    run = " ".join([row["configuration"], *row["overrides"]])
+    before, after = (f"{100 * row[w]:.1f} % ± {100 * row[f'{w}_error']:.1f}" for w in ("before", "after"))
+    cells = (
+        f"`{run}`, seed {row['seed']}", row["model"], f"{row['set']}: {row['problems']}", row["measure"],
+        before, after, row["steps"], row["minutes"], row["hardware"], f"{row['commit']}, {row['date']}",
+    )  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+if __name__ == "__main__":
+    for directory in (Path(name) for name in sys.argv[1:] if not name.startswith("--")):
+        record(directory)
+    kept = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    sys.exit(refresh(README, "results", table(kept), arguments=sys.argv[1:]))
