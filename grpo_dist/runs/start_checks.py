@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from grpo_dist.policy.sequence_parallel import check_heads
 from grpo_dist.runs.vllm_arguments import call_format_problems, vllm_problems
 from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
 
+_PLUGINS = "vllm.general_plugins"
+_PLUGIN = ("grpo_dist", "actors.transfer.vllm_plugin:register")
+
 
 def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
     """Yield a message for every setting that the workers would refuse for any model."""
@@ -38,6 +42,8 @@ def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
         checks.append(lambda: choose_kernel(config.model.attention, kernel_device, dtype))
     for check in checks:
         yield from _refusal(check)
+    if not config.is_supervised:
+        yield from plugin_problems()
     yield from engine_problems(config, device)
     if config.has_environments:
         yield from call_format_problems(config.environments)
@@ -51,6 +57,19 @@ def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
         yield (
             "`model.attention` = flash_attention_2 needs the package flash-attn, which is not installed; "
             "install it, or use model.attention=auto"
+        )
+
+
+def plugin_problems() -> Iterator[str]:
+    """Yield a message where vLLM would not find this project's weight transfer: a checkout whose installed
+    metadata are older than its code.
+    """
+    if _PLUGIN not in {(point.name, point.value) for point in entry_points(group=_PLUGINS)}:
+        name, value = _PLUGIN
+        yield (
+            f"no installed package names {name} = {value} as an entry point of {_PLUGINS}, so engines "
+            "cannot receive weights: the installation is older than the code; run `make setup`, or "
+            "`pip install -e .`"
         )
 
 

@@ -154,6 +154,14 @@ def test_a_run_that_another_process_trains_is_refused(here, capsys, monkeypatch)
     assert [path.name for path in run_dir.iterdir()] == [".lock"]
 
 
+def test_an_installation_older_than_its_code_is_refused(here, capsys, monkeypatch):
+    """Seen after the entry point was renamed: each engine started, and failed on its first weights."""
+    monkeypatch.setattr("grpo_dist.runs.start_checks.entry_points", lambda group: ())
+    error = refusal(capsys)
+    assert "vllm.general_plugins" in error and "run `make setup`" in error
+    assert not (here / "runs").exists()
+
+
 def test_check_does_not_train(here, capsys):
     sft = "sft={model: 'demo:tiny', data: 'demo:add3', steps: 100000}"
     assert main(["check", "config.yaml", "model.path=sft", sft]) == 0
