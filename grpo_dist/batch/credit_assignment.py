@@ -5,7 +5,9 @@ rewards [G] of each group     clipped, normalised                  reward_clip, 
   -> advantages [G]           the estimator                        advantage, std
   -> advantages [B, T]        spread over tokens, or of steps      process, turn
                               less the KL still to come            kl_coef
-                              whitened over tokens, clipped        whiten, clip
+                              whitened over tokens                 whiten
+                              weighed, plus those of a teacher     reward_coef, teacher_coef
+                              clipped                              clip
 """
 
 from __future__ import annotations
@@ -51,14 +53,17 @@ class AdvantageSettings:
     kl_coef: float = 0.0  # of the KL term in the reward; 0: no such term
     kl_estimator: str = "k1"
     whiten: bool = False
+    reward_coef: float = 1.0  # weight of the advantages of rewards
+    teacher_coef: float = 0.0  # weight of a teacher's advantages; 0: it is no part of them
     clip: float | None = None  # advantages are clipped to +- this
 
 
 def sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[np.ndarray]:
     """Return advantages [G] for each group; zeros with the estimators `process` and `turn`.
 
-    float64 where whitening or a KL term still follows, which `token_advantages` ends in float32: whitening
-    looks at differences, of which float32 keeps few digits where the mean is large. float32 otherwise.
+    float64 where whitening, a KL term or a teacher's term still follows, which `token_advantages` ends in
+    float32: whitening looks at differences, of which float32 keeps few digits where the mean is large.
+    float32 otherwise.
     """
     sizes = [len(g.rewards) for g in groups]
     if settings.estimator in (PROCESS, TURN):
@@ -72,7 +77,7 @@ def sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> l
     estimator = named(ADVANTAGES, settings.estimator, "advantage")
     inputs = {name: _INPUTS[name](groups, settings) for name in ADVANTAGE_INPUTS.get(settings.estimator, ())}
     advantages = estimator(rewards, ids, **inputs)
-    follows = settings.whiten or settings.kl_coef
+    follows = settings.whiten or settings.kl_coef or settings.teacher_coef
     return [part.numpy() for part in (advantages if follows else advantages.float()).split(sizes)]
 
 
@@ -86,8 +91,13 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Advan
 
     The KL in the reward is that of the policy that sampled: token t loses ``kl_coef`` times the KL of all
     sampled tokens from t to the end of its sample (OpenRLHF's and InstructGPT's reward, arXiv:2203.02155).
+    The KL to a teacher is that of token t alone: each token gains ``teacher_coef`` times log p of the teacher
+    minus that of the policy that sampled (on-policy distillation, thinkingmachines.ai, October 2025). The
+    batch is then without ``teacher_logprobs``.
     """
-    advantages = batch.advantages
+    whole, advantages = batch, batch.advantages
+    if settings.teacher_coef:  # a sample without a reward has none of its advantages, whatever follows
+        batch = replace(batch, loss_mask=batch.loss_mask & _scored_rows(groups)[:, None])
     if settings.estimator == PROCESS:
         advantages = _process(batch, groups, settings)
     if settings.estimator == TURN:
@@ -99,9 +109,27 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Advan
         # A KL that is not finite must not become advantage 0: the loss is then NaN, and the update refused.
         broken = batch.loss_mask & ~torch.isfinite(advantages)
         advantages = torch.where(broken, torch.nan, whiten(advantages, batch.loss_mask))
+    if settings.reward_coef != 1.0:
+        advantages = advantages * settings.reward_coef
+    if settings.teacher_coef:
+        advantages = advantages + settings.teacher_coef * _nearer_to_teacher(whole)
+        whole = replace(whole, teacher_logprobs=None, taught=None, num_taught=0.0)
     if settings.clip is not None:
         advantages = advantages.clamp(-settings.clip, settings.clip)
-    return replace(batch, advantages=advantages.float())
+    return replace(whole, advantages=advantages.float())
+
+
+def _scored_rows(groups: Sequence[Group]) -> Tensor:
+    """Return which rows belong to a sample with a reward, bool [B]."""
+    counts = [len(r.rows) for g in groups for r in g.rollouts]
+    return torch.from_numpy(np.repeat(np.isfinite(np.concatenate([g.rewards for g in groups])), counts))
+
+
+def _nearer_to_teacher(batch: TrainBatch) -> Tensor:
+    """Return -(log p of the policy that sampled - log p of the teacher), float64 [B, T]; 0 where none is."""
+    assert batch.teacher_logprobs is not None and batch.taught is not None, "a teacher gives log-probs"
+    gap = batch.teacher_logprobs.double() - batch.rollout_logprobs.double()
+    return torch.where(batch.taught, gap, 0.0)
 
 
 def _lengths(groups: Sequence[Group], settings: AdvantageSettings) -> Int[Tensor, " B"]:

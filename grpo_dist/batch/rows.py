@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ def make_batch(
     max_new_tokens: int,
     mask_truncated: bool = False,
     mask_outcomes: Collection[str] = (),
+    teacher_logprobs: Sequence[np.ndarray | None] | None = None,
+    trains_taught: bool = False,
 ) -> TrainBatch:
     """Make the right-padded rows of all samples.
 
@@ -44,42 +47,58 @@ def make_batch(
             counts in its group (DAPO's overlong filtering, arXiv:2503.14476, section 3.4).
         mask_outcomes: the same for episodes that ended for one of these reasons. One whose environment
             failed ("error") is never trained on.
+        teacher_logprobs: float32 [C] for each row in order, None for a row without a teacher; None: there is
+            no teacher. A sample needs no reward to learn from its teacher.
+        trains_taught: a sample with a teacher belongs to the policy loss without a reward, too.
     """
     samples = [r for g in groups for r in g.rollouts]
     rows = [row for sample in samples for row in sample.rows]
-    owner = np.repeat(np.arange(len(samples)), [1 + len(r.further_rows) for r in samples])
-    sample_group = np.repeat(np.arange(len(groups)), [len(g.rollouts) for g in groups])
-    group_ids = sample_group[owner]
+    owner, group_ids = _owners(groups, samples)
     starts, shared = _starts(groups, rows, group_ids)
     lengths = starts + np.fromiter((len(row.completion_ids) for row in rows), np.int64, len(rows))
     tokens = _tokens(groups, rows, group_ids, starts, lengths)
-    trained = _trained(groups, mask_truncated=mask_truncated, mask_outcomes=mask_outcomes)[owner]
-    loss_mask = _loss_mask(rows, starts, lengths, trained, tokens.shape[1])
+    usable = _usable(samples, mask_truncated=mask_truncated, mask_outcomes=mask_outcomes)[owner]
+    has_teacher = usable & _are_known(teacher_logprobs, len(rows))
+    is_scored = np.isfinite(np.concatenate([g.rewards for g in groups]))[owner]
+    trained = usable & (is_scored | (has_teacher & trains_taught))
+    mask = _loss_mask(rows, starts, lengths, trained | has_teacher, tokens.shape[1])
+    loss_mask, taught = mask & trained[:, None], mask & has_teacher[:, None]
     advantage = np.where(loss_mask, np.concatenate(list(advantages))[owner, None], 0)
-    given = any(row.sampled is not None for row in rows)
 
-    def of_tokens(values: Sequence[np.ndarray]) -> torch.Tensor:
-        out = np.zeros(tokens.shape, np.float32)
-        _fill(out, starts, lengths, values, trained)
-        return torch.from_numpy(np.where(loss_mask, out, 0) if given else out)
-
-    sample_tokens = None
-    if len(rows) > len(samples):
-        sample_tokens = np.bincount(owner, np.count_nonzero(loss_mask, axis=1))[owner].astype(np.int64)
+    of_tokens = partial(_of_tokens, rows, starts, lengths, mask)
+    sample_tokens = _sample_tokens(loss_mask, owner) if len(rows) > len(samples) else None
     return TrainBatch(
         tokens=torch.from_numpy(tokens),
         lengths=torch.from_numpy(lengths),
         loss_mask=torch.from_numpy(loss_mask),
         advantages=torch.from_numpy(advantage),
-        rollout_logprobs=of_tokens([row.logprobs for row in rows]),
-        ref_logprobs=None if ref_logprobs is None else of_tokens(ref_logprobs),
+        rollout_logprobs=of_tokens([row.logprobs for row in rows], trained),
+        ref_logprobs=None if ref_logprobs is None else of_tokens(ref_logprobs, trained),
         row_ids=torch.arange(len(rows)),
         max_tokens=max_new_tokens,
         group_ids=torch.from_numpy(group_ids),
         prompt_lengths=torch.from_numpy(shared),
         sample_tokens=None if sample_tokens is None else torch.from_numpy(sample_tokens),
-        **_denominators(loss_mask, sample_tokens),
+        teacher_logprobs=None if teacher_logprobs is None else of_tokens(teacher_logprobs, has_teacher),
+        taught=None if teacher_logprobs is None else torch.from_numpy(taught),
+        **_denominators(loss_mask, sample_tokens, taught),
     )
+
+
+def _owners(groups: Sequence[Group], samples: Sequence[Rollout]) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each row the index of its sample, and of its group."""
+    owner = np.repeat(np.arange(len(samples)), [1 + len(r.further_rows) for r in samples])
+    sample_group = np.repeat(np.arange(len(groups)), [len(g.rollouts) for g in groups])
+    return owner, sample_group[owner]
+
+
+def _are_known(values: Sequence[np.ndarray | None] | None, rows: int) -> np.ndarray:
+    return np.zeros(rows, bool) if values is None else np.array([own is not None for own in values], bool)
+
+
+def _sample_tokens(loss_mask: np.ndarray, owner: np.ndarray) -> np.ndarray:
+    """Return for each row the trained tokens of all rows of its sample, int64 [B]."""
+    return np.bincount(owner, np.count_nonzero(loss_mask, axis=1))[owner].astype(np.int64)
 
 
 def has_logprobs(rollout: Rollout) -> bool:
@@ -132,15 +151,15 @@ def _tokens(
     return tokens
 
 
-def _trained(groups: Sequence[Group], *, mask_truncated: bool, mask_outcomes: Collection[str]) -> np.ndarray:
-    """Return which samples are trained on, bool [samples]."""
-    samples = [r for g in groups for r in g.rollouts]
-    trained = np.isfinite(np.concatenate([g.rewards for g in groups]))
-    trained &= np.fromiter(map(has_logprobs, samples), bool, len(samples))
+def _usable(
+    samples: Sequence[Rollout], *, mask_truncated: bool, mask_outcomes: Collection[str]
+) -> np.ndarray:
+    """Return which samples may be trained on, whatever their rewards, bool [samples]."""
+    usable = np.fromiter(map(has_logprobs, samples), bool, len(samples))
     left_out = {"error", *(["length"] if mask_truncated else [])}
     of_episodes = left_out.union(mask_outcomes)
-    trained &= np.array([r.finish_reason not in (of_episodes if r.turns else left_out) for r in samples])
-    return trained
+    usable &= np.array([r.finish_reason not in (of_episodes if r.turns else left_out) for r in samples])
+    return usable
 
 
 def _loss_mask(
@@ -158,14 +177,31 @@ def _loss_mask(
     return mask
 
 
+def _of_tokens(
+    rows: Sequence[Rollout | FurtherRow],
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    mask: np.ndarray,
+    values: Sequence[np.ndarray | None],
+    wanted: np.ndarray,
+) -> torch.Tensor:
+    """Return ``values`` of the completions of the rows ``wanted``, float32 [B, T], 0 elsewhere."""
+    out = np.zeros(mask.shape, np.float32)
+    _fill(out, starts, lengths, values, wanted)
+    given = any(row.sampled is not None for row in rows)
+    return torch.from_numpy(np.where(mask, out, 0) if given else out)
+
+
 def _fill(
     out: np.ndarray,
     starts: np.ndarray,
     ends: np.ndarray,
-    values: Sequence[np.ndarray],
+    values: Sequence[np.ndarray | None],
     wanted: np.ndarray | None = None,
 ) -> None:
-    """Write ``values[i]`` into ``out[i]`` from ``starts[i]`` to ``ends[i]``, for the rows ``wanted``."""
+    """Write ``values[i]`` into ``out[i]`` from ``starts[i]`` to ``ends[i]``, for the rows ``wanted``, which
+    have values.
+    """
     rows = range(len(values)) if wanted is None else np.flatnonzero(wanted).tolist()
     begin, end = starts.tolist(), ends.tolist()
     for i in rows:
@@ -193,16 +229,25 @@ def split_updates(batch: TrainBatch, *, num_groups: int, num_updates: int) -> li
     assert num_groups % num_updates == 0 and batch.group_ids is not None, (num_groups, num_updates)
     update_of = batch.group_ids.numpy() // (num_groups // num_updates)
     parts = [batch.select(np.flatnonzero(update_of == i).tolist()) for i in range(num_updates)]
-    return [replace(p, **_denominators(p.loss_mask.numpy(), _array(p.sample_tokens))) for p in parts]
+    return [
+        replace(p, **_denominators(p.loss_mask.numpy(), _array(p.sample_tokens), _array(p.taught)))
+        for p in parts
+    ]
 
 
 def _array(tensor: torch.Tensor | None) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
-def _denominators(mask: np.ndarray, sample_tokens: np.ndarray | None) -> dict[str, Any]:
+def _denominators(
+    mask: np.ndarray, sample_tokens: np.ndarray | None, taught: np.ndarray | None
+) -> dict[str, Any]:
     # numpy counts booleans a hundred times faster than torch
     tokens = np.count_nonzero(mask, axis=1)
     # The shares of the rows of a sample add up to 1.
     shares = tokens > 0 if sample_tokens is None else tokens / np.maximum(sample_tokens, 1)
-    return {"num_tokens": float(tokens.sum()), "num_sequences": float(round(shares.sum()))}
+    return {
+        "num_tokens": float(tokens.sum()),
+        "num_sequences": float(round(shares.sum())),
+        "num_taught": 0.0 if taught is None else float(np.count_nonzero(taught)),
+    }

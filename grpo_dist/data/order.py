@@ -6,7 +6,7 @@ depend on earlier samples, and a checkpoint stores their state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
@@ -83,6 +83,15 @@ def step_prompts(n: int, per_step: int, seed: int, step: int) -> list[int]:
     """
     order = EpochOrder(n, per_step, seed=seed)
     return [order.prompt(index) for index in order.take(step)]
+
+
+def step_indices(count: int, per_step: int, seed: int, step: int) -> Iterator[int]:
+    """Yield the ``per_step`` demonstrations, 0..count-1, of ``step``: epochs, each a permutation drawn from
+    the seed, without gaps between them.
+    """
+    for index in range(step * per_step, (step + 1) * per_step):
+        epoch, at = divmod(index, count)
+        yield int(shuffled(count, seed, epoch)[at])
 
 
 @lru_cache(maxsize=4)

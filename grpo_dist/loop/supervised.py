@@ -10,22 +10,22 @@ The batch of a step is a function of (seed, step), so resuming needs the step al
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from grpo_dist.algorithms.schedules import is_due
-from grpo_dist.batch.rows import make_batch
+from grpo_dist.batch.streams import batch_of
 from grpo_dist.config import Config, SFTConfig
 from grpo_dist.data.demonstrations import Demonstration
-from grpo_dist.data.order import shuffled
+from grpo_dist.data.order import step_indices
 from grpo_dist.health.watch import HealthWatch
 from grpo_dist.loop.chores import Checkpointer, StepChores
 from grpo_dist.loop.progress import Progress
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.recorder import Recorder
-from grpo_dist.types import Group, TrainBatch
+from grpo_dist.types import Group
 from grpo_dist.workers import PolicyHandle, StagedRef, Workers
 
 
@@ -106,23 +106,6 @@ class _Batches:
         epoch = (step + 1) * settings.batch_size / count
         update = self._policy.stage([batch], keep_logprobs=False)
         return _Staged(update, groups, int(batch.lengths.sum()), round(batch.num_tokens), epoch)
-
-
-def step_indices(count: int, per_step: int, seed: int, step: int) -> Iterator[int]:
-    """Yield the ``per_step`` demonstrations, 0..count-1, of ``step``: epochs, each a permutation drawn from
-    the seed, without gaps between them.
-    """
-    for index in range(step * per_step, (step + 1) * per_step):
-        epoch, at = divmod(index, count)
-        yield int(shuffled(count, seed, epoch)[at])
-
-
-def batch_of(groups: Sequence[Group], max_length: int) -> TrainBatch:
-    """Make the batch of an update: a row for each demonstration, and the tokens of all completions as
-    denominator.
-    """
-    ones = [np.ones(1, np.float32)] * len(groups)
-    return make_batch(groups, ones, ref_logprobs=None, max_new_tokens=max_length)
 
 
 @dataclass(frozen=True, slots=True)

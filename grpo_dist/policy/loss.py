@@ -2,10 +2,13 @@
 
     loss = aggregate(correction weight * policy loss) + kl_coef * aggregate(kl)
            - entropy_coef * aggregate(entropy)
+           + teacher_coef * mean(KL to the teacher)
+           + demonstration_coef * mean(-log p of demonstrations)
 
-All terms are divided by the denominators of the whole update, so losses, gradients and statistics of any
-split of the rows simply add up. The correction weight belongs to the policy loss alone: times the KL term it
-would bend the penalty.
+The first line and the entropy are the policy loss, over `TrainBatch.loss_mask`; the others are means over the
+tokens of their own streams. All terms are divided by the denominators of the whole update, so losses,
+gradients and statistics of any split of the rows simply add up. The correction weight belongs to the policy
+loss alone: times the KL term it would bend the penalty.
 
 A sequence with a trained token whose engine log-prob is NaN has policy loss 0 under every correction, none
 included, and with ratios to the engine's log-probs. `rows.make_batch` gives such a sample an empty mask,
@@ -14,6 +17,7 @@ so that no loss of a run meets one; `rollout/nan_logprobs` counts them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,6 +64,10 @@ class LossSettings:
     correction_low: float = 0.0
     correction_high: float = 2.0
     correction_veto: float = 0.0
+    # Of the KL with a teacher, where it is no part of the advantages, and of the cross-entropy.
+    teacher_coef: float = 0.0
+    teacher_estimator: str = "k3+"
+    demonstration_coef: float = 0.0
 
 
 def batch_loss(
@@ -82,7 +90,26 @@ def batch_loss(
             have none in any update.
     """
     if settings.objective == "cross_entropy":
-        return _cross_entropy(logprobs, batch, entropy)
+        loss = _cross_entropy(logprobs, batch.loss_mask, batch.num_tokens)
+        stats: Stats = {"tokens": batch.loss_mask.sum()}
+        if entropy is not None:
+            stats["entropy"] = torch.where(batch.loss_mask, entropy, 0.0).sum()
+    else:
+        loss, stats = _policy_objective(logprobs, batch, settings, entropy, kl_coef)
+        for term, own in _other_streams(logprobs, batch, settings):
+            loss, stats = loss + term, stats | own
+    stats["loss_total"] = loss
+    return loss, {name: value.detach().double() for name, value in stats.items()}
+
+
+def _policy_objective(
+    logprobs: Float[Tensor, "B T"],
+    batch: PreparedBatch,
+    settings: LossSettings,
+    entropy: Float[Tensor, "B T"] | None,
+    kl_coef: float | None,
+) -> tuple[Float[Tensor, ""], Stats]:
+    """Return the policy loss with its KL and entropy terms, and their statistics."""
     mask = batch.loss_mask
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     known = ~(mask & batch.rollout_logprobs.isnan()).any(dim=1, keepdim=True)
@@ -110,20 +137,36 @@ def batch_loss(
     # The trainer's log-probs before it moved, where they are known. With ratios to the engine's own they are
     # not: the first update of a step, which has not moved yet, is then the one that is reported.
     own = logprobs.detach() if settings.old_policy == "rollout" else old
-    stats |= {"loss_policy": policy, "loss_total": loss, "tokens": mask.sum(), **_mismatch(own, batch)}
-    return loss, {name: value.detach().double() for name, value in stats.items()}
+    return loss, stats | {"loss_policy": policy, "tokens": mask.sum(), **_mismatch(own, batch)}
+
+
+def _other_streams(
+    logprobs: Float[Tensor, "B T"], batch: TrainBatch, settings: LossSettings
+) -> Iterator[tuple[Float[Tensor, ""], Stats]]:
+    """Yield the weighted loss of each further stream of ``batch``, and its statistics."""
+    if batch.teacher_logprobs is not None and batch.taught is not None:
+        estimate = named(KL_ESTIMATORS, settings.teacher_estimator, "KL estimator")
+        taught = batch.taught
+        kl = estimate(torch.where(taught, logprobs, 0.0), torch.where(taught, batch.teacher_logprobs, 0.0))
+        term = settings.teacher_coef * _mean(kl, taught, batch.num_taught)
+        yield term, {"loss_teacher": term}
+    if batch.demonstrated is not None:
+        term = settings.demonstration_coef * _cross_entropy(
+            logprobs, batch.demonstrated, batch.num_demonstrated
+        )
+        nll = torch.where(batch.demonstrated, -logprobs.detach(), 0.0).double().sum()
+        yield term, {"loss_demonstrations": term, "demonstrated": batch.demonstrated.sum(), "nll": nll}
 
 
 def _cross_entropy(
-    logprobs: Float[Tensor, "B T"], batch: TrainBatch, entropy: Float[Tensor, "B T"] | None
-) -> tuple[Float[Tensor, ""], Stats]:
-    """Return the share of these rows in the update's mean of -log p over its trained tokens, in nats."""
-    mask = batch.loss_mask
-    loss = _aggregate(-logprobs, batch, "token-mean")
-    stats = {"loss_total": loss, "tokens": mask.sum()}
-    if entropy is not None:
-        stats["entropy"] = torch.where(mask, entropy, 0.0).sum()
-    return loss, {name: value.detach().double() for name, value in stats.items()}
+    logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], num_tokens: float
+) -> Float[Tensor, ""]:
+    """Return the share of these rows in the update's mean of -log p over the tokens of ``mask``, in nats."""
+    return _mean(-logprobs, mask, num_tokens)
+
+
+def _mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], num_tokens: float) -> Float[Tensor, ""]:
+    return aggregate(values, mask, "token-mean", num_tokens=num_tokens, num_sequences=1.0, max_tokens=1)
 
 
 def _policy_term(
@@ -179,6 +222,11 @@ def finish_stats(stats: Stats) -> dict[str, float]:
     s = {name: float(value) for name, value in stats.items()}
     tokens = max(s["tokens"], 1.0)
     metrics = {"loss/total": s["loss_total"]}
+    if "loss_teacher" in s:
+        metrics["loss/teacher"] = s["loss_teacher"]
+    if "loss_demonstrations" in s:
+        metrics["loss/demonstrations"] = s["loss_demonstrations"]
+        metrics["demonstrations/nll"] = s["nll"] / max(s["demonstrated"], 1.0)
     if "entropy" in s:
         metrics["policy/entropy"] = s["entropy"] / tokens
     if "loss_policy" not in s:  # cross-entropy

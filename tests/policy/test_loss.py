@@ -14,12 +14,10 @@ from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.batch.rows import make_batch, split_updates
 from grpo_dist.batch.sharding import micro_batches, shard
-from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
-
-VOCABULARY = 108  # as in samples_of_groups
+from tests.support.two_matrices import Tiny
 
 
 def batch_of_one_row(**changes):
@@ -162,35 +160,6 @@ def test_with_ratios_to_the_engine_the_mismatch_still_compares_with_the_trainer(
 
 
 # --- the same gradient for every split
-
-
-class Tiny(torch.nn.Module):
-    """A causal model of two matrices: hidden states are running means of embeddings."""
-
-    def __init__(self, dtype):
-        super().__init__()
-        generator = torch.Generator().manual_seed(4)
-        self.embedding, self.head = (
-            torch.nn.Parameter(torch.randn(VOCABULARY, 6, generator=generator, dtype=torch.float64).to(dtype))
-            for _ in range(2)
-        )
-
-    def forward(self, batch):
-        steps = torch.arange(1, batch.tokens.shape[1] + 1)[:, None]
-        hidden = torch.tanh(self.embedding[batch.tokens].cumsum(dim=1) / steps)
-        how = {"temperature": 0.9, "chunk_tokens": 16, "mask": batch.loss_mask}
-        return token_logprobs(hidden, self.head, batch.tokens, with_entropy=True, **how)
-
-    def gradient(self, parts, settings):
-        """Return flat gradient and metrics for ``parts`` processed in sequence."""
-        self.zero_grad()
-        total = None
-        for part in parts:
-            logprobs, entropy = self(part)
-            loss, stats = batch_loss(logprobs, part, settings, entropy=entropy)
-            loss.backward()
-            total = stats if total is None else add_stats(total, stats)
-        return torch.cat([p.grad.double().flatten() for p in self.parameters()]), finish_stats(total)
 
 
 @pytest.fixture(scope="module")

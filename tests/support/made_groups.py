@@ -3,6 +3,8 @@
 import numpy as np
 
 from grpo_dist.batch.rows import make_batch
+from grpo_dist.batch.streams import with_demonstrations
+from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.types import FurtherRow, Group, Prompt, Rollout, ToolCall, Turn
 
 
@@ -110,3 +112,39 @@ def episode_batch(*, groups: int = 3, samples: int = 4, seed: int = 0, rewritten
     rows = [row for g in made for r in g.rollouts for row in r.rows]
     reference = [-5 * rng.random(len(row.completion_ids), dtype=np.float32) for row in rows]
     return make_batch(made, advantages, ref_logprobs=reference, max_new_tokens=40)
+
+
+def demonstrations(count: int, *, seed: int = 0, longest: int = 9):
+    """Return demonstrations as groups; every other one begins with given tokens."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(count):
+        completion = _ids(rng, int(rng.integers(3, longest)))
+        learned = np.arange(len(completion)) >= 2 if i % 2 else None
+        made.append(
+            Demonstration(
+                f"d{i}", _ids(rng, 3 + i % 4), "", "made", completion_ids=completion, sampled=learned
+            ).as_group()
+        )
+    return made
+
+
+def mixed_batch(*, samples: int = 4, seed: int = 0, with_reference: bool = True):
+    """Return rows of all three streams: four groups of completions and two of episodes, of which the first
+    half has a teacher; a sample without a reward in each half; and five demonstrations.
+    """
+    rng = np.random.default_rng(seed)
+    made = [group(i, rng, samples=samples) for i in range(4)]
+    made += [episode_group(i, rng, samples=samples) for i in range(4, 6)]
+    for index in (0, 3):
+        made[index].rewards[1] = np.nan
+    advantages = [rng.standard_normal(samples).astype(np.float32) for _ in made]
+    rows = [(i, row) for i, g in enumerate(made) for r in g.rollouts for row in r.rows]
+    reference = [-5 * rng.random(len(row.completion_ids), dtype=np.float32) for _, row in rows]
+    teacher = [
+        -5 * rng.random(len(row.completion_ids), dtype=np.float32) if i in (0, 1, 4) else None
+        for i, row in rows
+    ]
+    known = reference if with_reference else None
+    batch = make_batch(made, advantages, ref_logprobs=known, max_new_tokens=40, teacher_logprobs=teacher)
+    return with_demonstrations(batch, demonstrations(5, seed=seed), first_row=len(rows))

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 from actors.lifecycle.actor_spec import ActorSpec
 from actors.workers.policy_group import PolicyGroup, PolicySpec
 from grpo_dist.batch.sharding import shard
+from grpo_dist.batch.streams import batch_of
 from grpo_dist.config import SupervisedConfig, TimeoutsConfig
 from grpo_dist.data.demonstrations import Demonstration
-from grpo_dist.loop.supervised import batch_of, validation_loss
+from grpo_dist.loop.supervised import validation_loss
 from grpo_dist.runtime.hardware import thread_environment
 from tests.support import fakes
 from tests.support.drawn import drawn

@@ -1,22 +1,16 @@
-"""The records that flow through one step: Prompt -> Rollout -> Group -> TrainBatch.
+"""The records of sampling and scoring: Prompt -> Rollout -> Group.
 
-Each is frozen and complete when made; no field is filled in later. Records hold numpy until batching, because
-Ray hands numpy arrays back read-only and without a copy, so no worker can spoil another's data.
-
-Shape letters: P prompt tokens, C completion tokens, G samples per prompt, B rows, T tokens of a padded row.
+Records hold numpy, because Ray hands numpy arrays back read-only and without a copy, so no worker can spoil
+another's data. Shape letters: P prompt tokens, C completion tokens, G samples per prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 import numpy as np
-
-if TYPE_CHECKING:  # torch takes seconds to import, and workers that only sample or score need none of it
-    from jaxtyping import Bool, Float, Int
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +56,8 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)  # extra columns a reward may ask for
     thought: Thought = NO_THOUGHT  # as it stands in the prompt's text
     task: Task | None = None  # None: one completion and no environment
+    # int32 [P] by the name of a teacher: what it reads in place of ``token_ids``; no entry: the same
+    teacher_ids: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,114 +220,6 @@ def unpack_rollouts(flat: np.ndarray, lengths: list[int], rest: list[tuple[Any, 
 
 def _group(prompt: Prompt, packed: tuple[Any, ...], others: tuple[Any, ...]) -> Group:
     return Group(prompt, unpack_rollouts(*packed), *others)
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Token rows, right-padded, with the tokens whose log-probs are ``wanted``. Rows of one group with the
-    same ``prompt_lengths`` begin with the same so many tokens.
-    """
-
-    tokens: Int[Tensor, "B T"]  # int64
-    lengths: Int[Tensor, " B"]
-    wanted: Bool[Tensor, "B T"]
-    group_ids: Int[Tensor, " B"]
-    prompt_lengths: Int[Tensor, " B"]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainBatch:
-    """Rows of one optimiser update, right-padded; every [B, T] tensor is indexed by the token it describes.
-
-    ``num_tokens`` and ``num_sequences`` are the denominators of the whole update (all ranks, all
-    micro-batches), fixed before any split, so that a selection of rows still carries them. ``None`` in an
-    optional field says "not needed". A rank makes a `PreparedBatch` of it.
-    """
-
-    tokens: Int[Tensor, "B T"]  # int64
-    lengths: Int[Tensor, " B"]  # prompt + completion tokens of each row
-    loss_mask: Bool[Tensor, "B T"]  # True on completion tokens that the policy sampled
-    advantages: Float[Tensor, "B T"]
-    rollout_logprobs: Float[Tensor, "B T"]  # 0 outside loss_mask
-    ref_logprobs: Float[Tensor, "B T"] | None
-    row_ids: Int[Tensor, " B"]  # int64, which row of the step a row is
-    num_tokens: float
-    num_sequences: float  # samples; an episode counts once, whatever its rows
-    max_tokens: int  # longest completion allowed: the constant of seq-mean-token-sum-norm
-    # Rows of one group with the same ``prompt_lengths`` begin with the same so many tokens; None: no tokens
-    # are known to be shared.
-    group_ids: Int[Tensor, " B"] | None = None  # int64
-    prompt_lengths: Int[Tensor, " B"] | None = None  # int64; 0: the row shares no tokens with others
-    # Trained tokens of all rows of a row's sample; None: each row is a sample.
-    sample_tokens: Int[Tensor, " B"] | None = None  # int64
-
-    def __len__(self) -> int:
-        return self.tokens.shape[0]
-
-    @property
-    def rows(self) -> Rows:
-        """Return the model's input. Where groups are unknown every row is a group of its own."""
-        import torch
-
-        groups, prompts = self.group_ids, self.prompt_lengths
-        if groups is None or prompts is None:
-            groups, prompts = torch.arange(len(self)), torch.zeros(len(self), dtype=torch.long)
-        return Rows(self.tokens, self.lengths, self.loss_mask, groups, prompts)
-
-    def select(self, rows: list[int]) -> Self:
-        """Return these rows, cut to their own longest; the global denominators stay."""
-        import torch
-
-        index = np.array(rows, dtype=np.int64)
-        width = int(self.lengths.numpy()[index].max()) if rows else 1
-        taken: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, torch.Tensor):  # numpy takes rows several times faster
-                array = value.numpy()
-                taken[f.name] = torch.from_numpy(array[index] if array.ndim == 1 else array[index, :width])
-        return replace(self, **taken)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle tensors as numpy arrays, which Ray does not copy between processes."""
-        import torch
-
-        values = [getattr(self, f.name) for f in fields(self)]
-        arrays = tuple(v.numpy() if isinstance(v, torch.Tensor) else v for v in values)
-        return _own_tensors, (type(self), *arrays)
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch(TrainBatch):
-    """A batch on its rank, with what the rank computes before its weights move.
-
-    Attributes:
-        old_logprobs: nats, of the weights that ratios are taken to; None: of those that are being trained,
-            because the update is the first on these samples.
-        policy_mask: tokens of the policy loss, with `algorithm.top_entropy_share`; None: all of loss_mask.
-    """
-
-    old_logprobs: Float[Tensor, "B T"] | None = None
-    policy_mask: Bool[Tensor, "B T"] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        batch: TrainBatch,
-        *,
-        old_logprobs: Float[Tensor, "B T"] | None = None,
-        policy_mask: Bool[Tensor, "B T"] | None = None,
-    ) -> PreparedBatch:
-        values = {f.name: getattr(batch, f.name) for f in fields(TrainBatch)}
-        return cls(**values, old_logprobs=old_logprobs, policy_mask=policy_mask)
-
-
-def _own_tensors(kind: type[TrainBatch], *values: Any) -> TrainBatch:
-    import torch
-
-    # Ray's arrays are read-only and lie in memory that others share; a tensor is neither.
-    own: list[Any] = [torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for v in values]
-    return kind(*own)
 
 
 def has_signal(rewards: np.ndarray) -> bool:

@@ -1,0 +1,44 @@
+"""The records that flow through one step: Prompt -> Rollout -> Group -> TrainBatch.
+
+Each is frozen and complete when made; no field is filled in later. They hold numpy until batching.
+"""
+
+from grpo_dist.types.rows import PreparedBatch, Rows, TrainBatch
+from grpo_dist.types.samples import (
+    NO_THOUGHT,
+    FurtherRow,
+    Group,
+    Prompt,
+    Rollout,
+    Sampling,
+    Task,
+    Thought,
+    ToolCall,
+    Turn,
+    correctness,
+    has_signal,
+    of_sampled,
+    pack_rollouts,
+    unpack_rollouts,
+)
+
+__all__ = [
+    "NO_THOUGHT",
+    "FurtherRow",
+    "Group",
+    "PreparedBatch",
+    "Prompt",
+    "Rollout",
+    "Rows",
+    "Sampling",
+    "Task",
+    "Thought",
+    "ToolCall",
+    "TrainBatch",
+    "Turn",
+    "correctness",
+    "has_signal",
+    "of_sampled",
+    "pack_rollouts",
+    "unpack_rollouts",
+]

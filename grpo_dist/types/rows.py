@@ -1,0 +1,140 @@
+"""The records of training: rows of tokens, and the batch of an optimiser update.
+
+Shape letters: B rows, T tokens of a padded row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+if TYPE_CHECKING:  # torch takes seconds to import, and workers that only sample or score need none of it
+    from jaxtyping import Bool, Float, Int
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Token rows, right-padded, with the tokens whose log-probs are ``wanted``. Rows of one group with the
+    same ``prompt_lengths`` begin with the same so many tokens.
+    """
+
+    tokens: Int[Tensor, "B T"]  # int64
+    lengths: Int[Tensor, " B"]
+    wanted: Bool[Tensor, "B T"]
+    group_ids: Int[Tensor, " B"]
+    prompt_lengths: Int[Tensor, " B"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """Rows of one optimiser update, right-padded; every [B, T] tensor is indexed by the token it describes.
+
+    A token may belong to the policy loss (``loss_mask``), to the KL with a teacher (``taught``), and to the
+    cross-entropy of demonstrations (``demonstrated``). Each of these streams has denominators of its own,
+    those of the whole update (all ranks, all micro-batches), fixed before any split, so that a selection of
+    rows still carries them. ``None`` in an optional field says "not needed". A rank makes a `PreparedBatch`
+    of it.
+    """
+
+    tokens: Int[Tensor, "B T"]  # int64
+    lengths: Int[Tensor, " B"]  # prompt + completion tokens of each row
+    loss_mask: Bool[Tensor, "B T"]  # True on completion tokens that the policy sampled: the policy loss
+    advantages: Float[Tensor, "B T"]
+    rollout_logprobs: Float[Tensor, "B T"]  # 0 outside loss_mask
+    ref_logprobs: Float[Tensor, "B T"] | None
+    row_ids: Int[Tensor, " B"]  # int64, which row of the step a row is
+    num_tokens: float  # of the policy loss
+    num_sequences: float  # samples; an episode counts once, whatever its rows
+    max_tokens: int  # longest completion allowed: the constant of seq-mean-token-sum-norm
+    # Rows of one group with the same ``prompt_lengths`` begin with the same so many tokens; None: no tokens
+    # are known to be shared.
+    group_ids: Int[Tensor, " B"] | None = None  # int64
+    prompt_lengths: Int[Tensor, " B"] | None = None  # int64; 0: the row shares no tokens with others
+    # Trained tokens of all rows of a row's sample; None: each row is a sample.
+    sample_tokens: Int[Tensor, " B"] | None = None  # int64
+    # Mean of the log-probs of a sample's teachers, 0 outside ``taught``; None: no teacher, or it is part of
+    # the advantages.
+    teacher_logprobs: Float[Tensor, "B T"] | None = None
+    taught: Bool[Tensor, "B T"] | None = None
+    num_taught: float = 0.0
+    demonstrated: Bool[Tensor, "B T"] | None = None  # tokens to learn of demonstrations; None: there are none
+    num_demonstrated: float = 0.0
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def wanted(self) -> Bool[Tensor, "B T"]:
+        """Return the tokens of all streams."""
+        mask = self.loss_mask
+        for other in (self.taught, self.demonstrated):
+            mask = mask if other is None else mask | other
+        return mask
+
+    @property
+    def rows(self) -> Rows:
+        """Return the model's input. Where groups are unknown every row is a group of its own."""
+        import torch
+
+        groups, prompts = self.group_ids, self.prompt_lengths
+        if groups is None or prompts is None:
+            groups, prompts = torch.arange(len(self)), torch.zeros(len(self), dtype=torch.long)
+        return Rows(self.tokens, self.lengths, self.wanted, groups, prompts)
+
+    def select(self, rows: list[int]) -> Self:
+        """Return these rows, cut to their own longest; the global denominators stay."""
+        import torch
+
+        index = np.array(rows, dtype=np.int64)
+        width = int(self.lengths.numpy()[index].max()) if rows else 1
+        taken: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, torch.Tensor):  # numpy takes rows several times faster
+                array = value.numpy()
+                taken[f.name] = torch.from_numpy(array[index] if array.ndim == 1 else array[index, :width])
+        return replace(self, **taken)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle tensors as numpy arrays, which Ray does not copy between processes."""
+        import torch
+
+        values = [getattr(self, f.name) for f in fields(self)]
+        arrays = tuple(v.numpy() if isinstance(v, torch.Tensor) else v for v in values)
+        return _own_tensors, (type(self), *arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch(TrainBatch):
+    """A batch on its rank, with what the rank computes before its weights move.
+
+    Attributes:
+        old_logprobs: nats, of the weights that ratios are taken to; None: of those that are being trained,
+            because the update is the first on these samples.
+        policy_mask: tokens of the policy loss, with `algorithm.top_entropy_share`; None: all of loss_mask.
+    """
+
+    old_logprobs: Float[Tensor, "B T"] | None = None
+    policy_mask: Bool[Tensor, "B T"] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        batch: TrainBatch,
+        *,
+        old_logprobs: Float[Tensor, "B T"] | None = None,
+        policy_mask: Bool[Tensor, "B T"] | None = None,
+    ) -> PreparedBatch:
+        values = {f.name: getattr(batch, f.name) for f in fields(TrainBatch)}
+        return cls(**values, old_logprobs=old_logprobs, policy_mask=policy_mask)
+
+
+def _own_tensors(kind: type[TrainBatch], *values: Any) -> TrainBatch:
+    import torch
+
+    # Ray's arrays are read-only and lie in memory that others share; a tensor is neither.
+    own: list[Any] = [torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for v in values]
+    return kind(*own)

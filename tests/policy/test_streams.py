@@ -1,0 +1,193 @@
+"""Rewards, a teacher and demonstrations in one batch: each stream is what it is alone."""
+
+import math
+from dataclasses import fields, replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_dist.batch.rows import make_batch, split_updates
+from grpo_dist.batch.sharding import shard
+from grpo_dist.batch.streams import batch_of, with_demonstrations
+from grpo_dist.policy.loss import LossSettings, batch_loss, finish_stats
+from grpo_dist.types import PreparedBatch
+from tests.support import made_groups
+from tests.support.two_matrices import Tiny
+
+ALL = LossSettings(
+    kl_coef=0.05, entropy_coef=0.01, correction_kind="tis", teacher_coef=0.7, demonstration_coef=0.3
+)
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    batch = made_groups.mixed_batch()
+    with torch.no_grad():
+        logprobs, _ = Tiny(torch.float64)(batch)
+    noise = 0.4 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(1))
+    old = torch.where(batch.wanted, logprobs + noise, 0.0).float()
+    engine = torch.where(batch.loss_mask, logprobs + noise / 2, 0.0).float()
+    return PreparedBatch.of(replace(batch, rollout_logprobs=engine), old_logprobs=old)
+
+
+def without(batch, *names):
+    return replace(batch, **dict.fromkeys(names))
+
+
+def test_the_loss_of_three_streams_is_the_one_worked_by_hand():
+    """A sample of two tokens with a teacher, one of one token without, and a demonstration of four."""
+    no, yes = False, True
+    logprobs = torch.tensor(
+        [[0.0, -1.0, -2.0, 0, 0], [0.0, -3.0, 0, 0, 0], [0.0, -0.5, -1.5, -2.5, -3.5]], requires_grad=True
+    )
+    batch = PreparedBatch(
+        tokens=torch.zeros(3, 5, dtype=torch.long),
+        lengths=torch.tensor([3, 2, 5]),
+        loss_mask=torch.tensor([[no, yes, yes, no, no], [no, yes, no, no, no], [no] * 5]),
+        advantages=torch.tensor([[0.0, 2, 2, 0, 0], [0.0, -1, 0, 0, 0], [0.0] * 5]),
+        rollout_logprobs=torch.tensor([[0.0, -1, -2, 0, 0], [0.0, -3, 0, 0, 0], [0.0] * 5]),
+        ref_logprobs=None, row_ids=torch.arange(3), num_tokens=3.0, num_sequences=2.0, max_tokens=4,
+        teacher_logprobs=torch.tensor([[0.0, -1.5, -1, 0, 0], [0.0] * 5, [0.0] * 5]),
+        taught=torch.tensor([[no, yes, yes, no, no], [no] * 5, [no] * 5]), num_taught=2.0,
+        demonstrated=torch.tensor([[no] * 5, [no] * 5, [no, yes, yes, yes, yes]]), num_demonstrated=4.0,
+    )  # fmt: skip
+    how = LossSettings(teacher_coef=0.5, teacher_estimator="k2", demonstration_coef=0.1)
+    loss, stats = batch_loss(logprobs, batch, how)
+    loss.backward()
+    policy, kl, nll = -(2 + 2 - 1) / 3, (0.5**2 / 2 + 1 / 2) / 2, (0.5 + 1.5 + 2.5 + 3.5) / 4
+    assert loss.item() == pytest.approx(policy + 0.5 * kl + 0.1 * nll, rel=1e-6)
+    expected = torch.tensor(
+        [
+            [0, -2 / 3 + 0.5 * 0.5 / 2, -2 / 3 + 0.5 * -1.0 / 2, 0, 0],
+            [0, 1 / 3, 0, 0, 0],
+            [0, *[-0.1 / 4] * 4],
+        ]
+    )
+    torch.testing.assert_close(logprobs.grad, expected)
+    metrics = finish_stats(stats)
+    assert metrics["loss/policy"] == pytest.approx(policy)
+    assert metrics["loss/teacher"] == pytest.approx(0.5 * kl)
+    assert metrics["loss/demonstrations"] == pytest.approx(0.1 * nll)
+    assert metrics["demonstrations/nll"] == pytest.approx(nll)
+
+
+def test_every_stream_has_its_tokens_and_its_denominator(mixed):
+    own, taught, shown = mixed.loss_mask, mixed.taught, mixed.demonstrated
+    assert mixed.num_tokens == own.sum() and mixed.num_taught == taught.sum()
+    assert (
+        mixed.num_demonstrated
+        == shown.sum()
+        == sum(g.rollouts[0].sampled_ids.size for g in made_groups.demonstrations(5))
+    )
+    assert not (shown & (own | taught)).any()
+    assert (taught & ~own).any(), "a sample without a reward is taught"
+    assert (own & ~taught).any() and torch.equal(mixed.wanted, own | taught | shown)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_no_split_and_no_order_of_the_rows_changes_gradient_or_metrics(mixed, dtype, data):
+    tolerance = 1e-6 if dtype == torch.float64 else 1e-5
+    rows = len(mixed)
+    order = data.draw(st.permutations(range(rows)))
+    cuts = data.draw(st.sets(st.integers(1, rows - 1)))
+    parts = [mixed.select(list(order[a:b])) for a, b in pairwise([0, *sorted(cuts), rows])]
+    expected, metrics = Tiny(dtype).gradient([mixed], ALL)
+    actual, same = Tiny(dtype).gradient(parts, ALL)
+    assert float((actual - expected).norm() / expected.norm()) < tolerance
+    assert same == pytest.approx(metrics, rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_get_every_row_once_with_the_denominators_of_all(mixed, ranks):
+    shards = shard(mixed, ranks)
+    assert sorted(i for own in shards for i in own.row_ids.tolist()) == list(range(len(mixed)))
+    for own in shards:
+        for name in ("num_tokens", "num_sequences", "num_taught", "num_demonstrated"):
+            assert getattr(own, name) == getattr(mixed, name)
+
+
+def test_the_gradient_is_the_sum_of_those_of_the_streams_alone(mixed):
+    """The other streams are removed from the batch, not only weighed with 0."""
+    tiny = Tiny(torch.float64)
+    whole, _ = tiny.gradient([mixed], ALL)
+    reward, _ = tiny.gradient([without(mixed, "taught", "teacher_logprobs", "demonstrated")], ALL)
+    nothing = replace(mixed, loss_mask=torch.zeros_like(mixed.loss_mask), num_tokens=0.0, num_sequences=0.0)
+    taught, _ = tiny.gradient([without(nothing, "demonstrated")], ALL)
+    shown, _ = tiny.gradient([without(nothing, "taught", "teacher_logprobs")], ALL)
+    assert min(float(own.norm()) for own in (reward, taught, shown)) > 1e-3
+    assert float((reward + taught + shown - whole).norm() / whole.norm()) < 1e-12
+
+
+def test_the_policy_loss_and_its_metrics_are_the_same_beside_demonstrations():
+    """The rows of the samples stay as they are."""
+    rng = np.random.default_rng(3)
+    groups = [made_groups.group(i, rng) for i in range(3)]
+    advantages = [rng.standard_normal(4).astype(np.float32) for _ in groups]
+    plain = make_batch(groups, advantages, ref_logprobs=None, max_new_tokens=12)
+    joined = with_demonstrations(plain, made_groups.demonstrations(4), first_row=12)
+    for f in fields(plain):
+        before, after = getattr(plain, f.name), getattr(joined, f.name)
+        if isinstance(before, torch.Tensor) and before.ndim == 2:
+            width = before.shape[1]
+            assert torch.equal(after[:12, :width], before) and not after[:12, width:].any()
+        elif isinstance(before, torch.Tensor):
+            assert torch.equal(after[:12], before)
+    own, with_others = (
+        batch_loss(
+            torch.where(batch.wanted, -1.0, 0.0),
+            PreparedBatch.of(batch),
+            LossSettings(demonstration_coef=0.0),
+            entropy=torch.where(batch.wanted, 2.0, 0.0),
+        )
+        for batch in (plain, joined)
+    )
+    metrics = finish_stats(with_others[1])
+    expected = finish_stats(own[1])
+    assert with_others[0].item() == pytest.approx(own[0].item(), rel=1e-6)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+
+
+def test_demonstrations_alone_have_the_loss_of_supervised_training_to_the_last_digit():
+    """No sample has an advantage, and the weight is 1."""
+    shown = made_groups.demonstrations(6)
+    rng = np.random.default_rng(0)
+    idle = make_batch(
+        [made_groups.group(0, rng)], [np.zeros(4, np.float32)], ref_logprobs=None, max_new_tokens=12
+    )
+    joined = PreparedBatch.of(with_demonstrations(idle, shown, first_row=4))
+    alone = PreparedBatch.of(batch_of(shown, 12))
+    tiny = Tiny(torch.float32)
+    supervised, expected = tiny.gradient([alone], LossSettings(objective="cross_entropy"))
+    mixed, metrics = tiny.gradient([joined.select(list(range(4, 10)))], LossSettings(demonstration_coef=1.0))
+    assert torch.equal(mixed, supervised)
+    assert metrics["loss/total"] == expected["loss/total"]
+    assert metrics["demonstrations/nll"] == pytest.approx(expected["loss/total"], rel=1e-6)
+
+
+def test_updates_of_a_step_have_their_own_number_of_taught_tokens():
+    rng = np.random.default_rng(1)
+    groups = [made_groups.group(i, rng) for i in range(4)]
+    lengths = [[len(r.completion_ids) for r in g.rollouts] for g in groups]
+    teacher = [np.full(n, -1.0, np.float32) if i != 2 else None for i, own in enumerate(lengths) for n in own]
+    batch = make_batch(
+        groups, [np.zeros(4, np.float32)] * 4, ref_logprobs=None, max_new_tokens=12, teacher_logprobs=teacher
+    )
+    first, second = split_updates(batch, num_groups=4, num_updates=2)
+    assert (first.num_taught, second.num_taught) == (sum(lengths[0] + lengths[1]), sum(lengths[3]))
+
+
+def test_a_teacher_that_agrees_gives_no_gradient_and_a_divergent_one_stays_finite():
+    batch = without(made_groups.mixed_batch(with_reference=False), "demonstrated")
+    batch = replace(batch, advantages=torch.zeros_like(batch.advantages))
+    logprobs = torch.full(batch.tokens.shape, -2.0, requires_grad=True)
+    for teacher, norm in ((-2.0, 0.0), (-500.0, 498.0)):
+        own = replace(batch, teacher_logprobs=torch.where(batch.taught, teacher, 0.0))
+        loss, _ = batch_loss(logprobs, PreparedBatch.of(own), LossSettings(teacher_coef=1.0))
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        assert float(gradient.sum()) == pytest.approx(norm, rel=1e-5) and math.isfinite(loss.item())

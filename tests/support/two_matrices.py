@@ -1,0 +1,37 @@
+"""The smallest causal model with the loss behind it, for tests of what no split of the rows changes."""
+
+import torch
+
+from grpo_dist.policy.logprobs import token_logprobs
+from grpo_dist.policy.loss import add_stats, batch_loss, finish_stats
+
+VOCABULARY = 108  # as in `made_groups`
+
+
+class Tiny(torch.nn.Module):
+    """A causal model of two matrices: hidden states are running means of embeddings."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        generator = torch.Generator().manual_seed(4)
+        self.embedding, self.head = (
+            torch.nn.Parameter(torch.randn(VOCABULARY, 6, generator=generator, dtype=torch.float64).to(dtype))
+            for _ in range(2)
+        )
+
+    def forward(self, batch):
+        steps = torch.arange(1, batch.tokens.shape[1] + 1)[:, None]
+        hidden = torch.tanh(self.embedding[batch.tokens].cumsum(dim=1) / steps)
+        how = {"temperature": 0.9, "chunk_tokens": 16, "mask": batch.wanted}
+        return token_logprobs(hidden, self.head, batch.tokens, with_entropy=True, **how)
+
+    def gradient(self, parts, settings):
+        """Return flat gradient and metrics for ``parts`` processed in sequence."""
+        self.zero_grad()
+        total = None
+        for part in parts:
+            logprobs, entropy = self(part)
+            loss, stats = batch_loss(logprobs, part, settings, entropy=entropy)
+            loss.backward()
+            total = stats if total is None else add_stats(total, stats)
+        return torch.cat([p.grad.double().flatten() for p in self.parameters()]), finish_stats(total)
