@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.exceptions import ObjectLostError, RayError
@@ -25,24 +25,23 @@ from actors.colocated_handles import colocated
 from actors.colocation import Colocation
 from actors.connection import (
     address_of,
-    check_grows_no_more,
     connect,
-    is_this_machine,
-    local_resources,
     resources_of,
 )
+from actors.evaluation_engines import EvaluationEngines
 from actors.factory import Factory, SamplingActors, SharedDevices, TrainingActors
-from actors.lifecycle.calls import LOST, reason
+from actors.lifecycle.calls import LOST, reason, results
 from actors.lifecycle.supervisor import Team
 from actors.lifecycle.usage import ActorUsage
 from actors.lifecycle.watchdog import where_stuck
-from actors.placement.demands import Demand, describe, is_colocated, placement, share_out
+from actors.placement.demands import Demand, placement, share_out
 from actors.placement.fitting import bundles, too_large
 from actors.placement.reservation import Reservation, expected
 from actors.reference_sync import ReferenceSync
 from actors.startup import wait_until_ready, wait_until_ready_colocated
 from actors.sync_probe import EngineProbe
 from actors.weight_sync import WeightSync
+from actors.workers.policy import devices_of
 from actors.workers.policy_group import PolicyGroup
 from actors.workers.reference import ReferencePool
 from actors.workers.reward import RewardPool
@@ -56,9 +55,7 @@ from grpo_dist.errors import (
     cause_of,
     refusals,
 )
-from grpo_dist.policy.offload import check_offload
 from grpo_dist.runtime.concurrency import deadline, gather
-from grpo_dist.runtime.hardware import transfer_backend
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.workers import Workers
 
@@ -69,65 +66,19 @@ QUEUEING = {"reference", "reward_model", "policy"}
 _POLL_S = 1.0  # while waiting for a node that joins
 
 
-class Fit(NamedTuple):
-    """``words`` describe the placement of a run; ``gpus`` counts those of the whole cluster."""
-
-    words: str
-    gpus: int
-
-
-def check_fits(config: Config, *, training: bool = True) -> str:
-    """Check that the run fits, and describe its placement; see `fit`."""
-    return fit(config, training=training).words
-
-
-def fit(config: Config, *, training: bool = True) -> Fit:
-    """Check that a training run, or an evaluation, fits the cluster, before anything is started.
-
-    Raises UserError when it takes more than the cluster has.
-    """
-    if address_of(config.cluster) == "local" and not ray.is_initialized():
-        check_grows_no_more(config.cluster)
-        found, here, has = None, True, local_resources(config.cluster)
-    else:
-        owns = connect(config.cluster)
-        found = expected(config.cluster)
-        here, has = is_this_machine() and config.cluster.grows_to is None, resources_of(found, shared=True)
-        if owns:
-            ray.shutdown()
-    if training and here:
-        check_offload(config.policy)  # on another cluster, every rank checks its own machine
-    demands = placement(config, has, training=training)
-    if found is not None and (problem := too_large(bundles(demands), found)):
-        raise UserError(f"cluster: {problem}")
-    if training and has.gpus and config.weight_sync.backend == "ipc":
-        colocated = is_colocated(config, has)
-        # Raises UserError unless they are colocated.
-        transfer_backend("ipc", "cuda", one_host=True, colocated=colocated)
-    return Fit(describe(demands, has), has.gpus)
-
-
-def local_demands(config: Config) -> dict[str, Demand]:
-    """Return what every role of a training run takes of this machine alone."""
-    return placement(config, local_resources(config.cluster), training=True)
-
-
 class Cluster:
     """Owns the actors of one run. Use as an async context manager."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._handles: list[Any] = []
-        self._own_connection = self._shared = False
+        self._own_connection = self._shared = self._is_connected = False
         self._factory = Factory(config, {}, Reservation([], None))  # nothing is reserved yet
         self._generation = 0  # policy groups created before
         self._parts: TrainingActors | None = None
 
     async def __aenter__(self) -> Cluster:
-        address = address_of(self._config.cluster)
-        with stage("Ray", "a cluster starts here" if address == "local" else f"joins {address}"):
-            self._own_connection = connect(self._config.cluster)
-        self._shared = not self._own_connection or address_of(self._config.cluster) != "local"
+        self.connect()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -136,6 +87,18 @@ class Cluster:
         finally:
             if self._own_connection:
                 ray.shutdown()
+
+    def connect(self) -> None:
+        """Join or start Ray, if that is not done. A program whose event loop is in another thread calls it in
+        its main thread: Ray installs a handler of signals.
+        """
+        if self._is_connected:
+            return
+        address = address_of(self._config.cluster)
+        with stage("Ray", "a cluster starts here" if address == "local" else f"joins {address}"):
+            self._own_connection = connect(self._config.cluster)
+        self._shared = not self._own_connection or address != "local"
+        self._is_connected = True
 
     async def start_training(self, model_dir: Path) -> Workers:
         """Start every worker of the loop and connect the engines to the policy.
@@ -155,7 +118,10 @@ class Cluster:
         reference = self._factory.reference(model_dir, shared)
         if reference is not None:
             self._handles.append(reference)
-        parts = TrainingActors(policy, samplers, reference)
+        evaluation = self._factory.evaluation(model_dir, samplers.environments)
+        if evaluation is not None:
+            self._handles.append(evaluation)
+        parts = TrainingActors(policy, samplers, reference, evaluation)
         if not self._factory.demands["rollout"].shared:
             await self._ready()
             self._parts = parts
@@ -211,8 +177,9 @@ class Cluster:
         self._handles.remove(old.policy)
         await old.policy.shutdown()
         parts = replace(old, policy=self._create_policy(model_dir))
-        await gather([wait_until_ready(parts.policy), old.samplers.rollouts.abandon()])
-        if not old.samplers.rollouts.team.is_whole:
+        engines = parts.engines()
+        await gather([wait_until_ready(parts.policy), *(pool.abandon() for pool in engines)])
+        if not all(pool.team.is_whole for pool in engines):
             raise WorkerLost("an engine is being replaced")
         workers = await self._connected(parts, None)
         self._parts = parts
@@ -233,9 +200,12 @@ class Cluster:
             )
         reference_sync = await self._reference_sync(policy, reference, shared)
         usage = ActorUsage(parts.teams(), queueing=QUEUEING, timeout_s=timeout_s)
-        probe = EngineProbe(policy, rollouts)
+        pool, own = parts.evaluation, None
+        if pool is not None:
+            own = EvaluationEngines(policy, pool, rewards, timeout_s=timeout_s)
+        probe = EngineProbe(policy, rollouts, own)
         return Workers(
-            rollouts, rewards, reference, policy, sync, reference_sync, usage, self.where_stuck, probe
+            rollouts, rewards, reference, policy, sync, reference_sync, usage, self.where_stuck, probe, own
         )
 
     async def _shared_devices(self, policy: PolicyGroup) -> SharedDevices | None:
@@ -246,7 +216,7 @@ class Cluster:
         if not (demand.shared and demand.gpus):
             return None
         async with deadline(self._config.cluster.timeouts.start_s, "start: policy ranks get their GPUs"):
-            held = await policy.devices()
+            held = await results(rank.__ray_call__.remote(devices_of) for rank in policy.ranks)
         return SharedDevices(held, share_out(held, demand.workers, demand.gpus))
 
     async def _reference_sync(

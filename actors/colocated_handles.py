@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from actors.colocation import POLICY, Colocation
+from actors.evaluation_engines import EvaluationEngines
 from actors.sync_probe import EngineProbe
 from actors.workers.policy_group import PolicyGroup
 from grpo_dist.health.bounds import Bound
+from grpo_dist.policy.snapshots import Snapshot
 from grpo_dist.types import Prompt, TrainBatch
 from grpo_dist.workers import ReferenceSyncHandle, Workers
 
@@ -25,10 +27,15 @@ def colocated(workers: Workers, colocation: Colocation, *, has_reference: bool) 
     """
     colocation.sync, policy = workers.sync, colocation.policy
     own, reference, sync = ColocatedPolicy(policy, colocation), workers.reference, workers.reference_sync
+    evaluation = workers.evaluation
+    assert evaluation is None or isinstance(evaluation, EvaluationEngines), "the workers of `Cluster`"
+    if evaluation is not None:
+        evaluation.take_turns(own)
     return replace(
         workers,
         policy=own,
-        probe=EngineProbe(own, colocation.rollouts),
+        probe=EngineProbe(own, colocation.rollouts, evaluation),
+        evaluation=evaluation,
         sync=colocation,  # its push returns the GPUs to the engines
         reference=BaseReference(policy, colocation) if has_reference and reference is None else reference,
         reference_sync=ColocatedReferenceSync(sync, colocation) if sync else None,
@@ -61,6 +68,10 @@ class ColocatedPolicy:
     async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
         async with self._turn():
             return await self._policy.logprobs(batch)
+
+    async def snapshot(self, directory: Path, version: int, bucket_bytes: int) -> Snapshot:
+        async with self._turn():
+            return await self._policy.snapshot(directory, version, bucket_bytes)
 
     async def save(self, directory: Path, *, blocking: bool = True) -> None:
         async with self._turn():

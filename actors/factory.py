@@ -46,6 +46,11 @@ class TrainingActors:
     policy: PolicyGroup
     samplers: SamplingActors
     reference: ReferencePool | None
+    evaluation: RolloutPool | None = None  # engines for evaluation alone
+
+    def engines(self) -> list[RolloutPool]:
+        """Return the pools of engines: of training, and of evaluation if it has its own."""
+        return [self.samplers.rollouts, *([self.evaluation] if self.evaluation else [])]
 
     def frozen_models(self) -> dict[str, ReferencePool | RewardModelPool]:
         """Return the roles that hold a model which is not trained, by name."""
@@ -57,6 +62,7 @@ class TrainingActors:
         rewards, environments = self.samplers.rewards, self.samplers.environments
         return {
             "rollout": [self.samplers.rollouts.team],
+            "evaluation": [self.evaluation.team] if self.evaluation else [],
             "environment": [environments.team] if environments else [],
             "reward": [rewards.team],
             "reward_model": [model.team for model in rewards.models],
@@ -107,6 +113,13 @@ class Factory:
         spec = EngineSpec.of(self._config, model_dir, colocated=shared is not None)
         actors = self._actors("rollout", shared.engines if shared else ())
         return RolloutPool(spec, actors, environments=environments)
+
+    def evaluation(self, model_dir: Path, environments: EnvironmentPool | None) -> RolloutPool | None:
+        """Create the engines on which evaluation runs while training continues; None: there are none."""
+        if "evaluation" not in self.demands:
+            return None
+        spec, actors = EngineSpec.of_evaluation(self._config, model_dir), self._actors("evaluation")
+        return RolloutPool(spec, actors, environments=environments, role="evaluation")
 
     def rewards(self, model_dir: Path, shared: SharedDevices | None) -> RewardPool:
         config = self._config

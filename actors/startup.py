@@ -29,6 +29,8 @@ async def wait_until_ready(handle: Any) -> None:
     """Wait for the actors of one role, as a stage of the log."""
     found = (words for kind, words in STAGES.items() if isinstance(handle, kind))
     name, what = next(found, ("actors", ""))
+    if isinstance(handle, RolloutPool) and handle.role == "evaluation":
+        name = "evaluation engines"
     with stage(name, what, lambda: names_of(_starting([handle]))):
         await handle.ready()
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from ray.exceptions import RayError
 
+from actors.evaluation_engines import EvaluationEngines, serving
 from actors.lifecycle.calls import results
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.types import Prompt, Rollout, Sampling, TrainBatch
@@ -22,17 +23,22 @@ class ProbedPolicy(Protocol):
 class EngineProbe:
     """Samples on one engine at a time, and computes the policy's log-probs of the samples."""
 
-    def __init__(self, policy: ProbedPolicy, rollouts: RolloutPool) -> None:
-        self._policy, self._rollouts = policy, rollouts
+    def __init__(
+        self, policy: ProbedPolicy, rollouts: RolloutPool, evaluation: EvaluationEngines | None = None
+    ) -> None:
+        self._policy, self._rollouts, self._evaluation = policy, rollouts, evaluation
 
-    def engines(self) -> dict[str, Any]:
-        """Return the serving engines by name; a replacement is another object. Raises the error that ended
-        the role.
+    def engines(self, version: int) -> dict[str, Any]:
+        """Return the serving engines that hold ``version`` by name; a replacement is another object. Raises
+        the error that ended the role.
         """
+        return self._of_training() | dict(serving(self._evaluation, version))
+
+    def _of_training(self) -> dict[str, Any]:
         team = self._rollouts.team
         team.check()
-        serving = team.alive()
-        return {name: engine for name, engine in team.named().items() if engine in serving}
+        serve = team.alive()
+        return {name: engine for name, engine in team.named().items() if engine in serve}
 
     async def sample(
         self, engine: Any, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
@@ -41,11 +47,15 @@ class EngineProbe:
 
         The caller holds the deadline.
         """
+        pool = self._rollouts
+        if self._evaluation is not None and engine in self._evaluation.rollouts.workers:
+            pool = self._evaluation.rollouts
+            await self._evaluation.loaded()
         try:
-            async with self._rollouts.turn():
+            async with pool.turn():
                 return await results(engine.probe.remote(prompt, list(seeds), sampling) for prompt in prompts)
         except RayError:
-            if not await self._rollouts.team.find_dead([engine]):
+            if not await pool.team.find_dead([engine]):
                 raise
             return []
 

@@ -61,9 +61,10 @@ async def run(
     health = HealthWatch(config, recorder, progress.health)
     kl = KLController(config.algorithm.kl, progress.kl_coef)
     parts = StatefulParts(pipeline, staging, health, kl)
-    evaluation = partial(evaluate, config, workers, eval_sets, recorder, explain=workers.where_stuck)
+    engines = workers.evaluation or workers
+    evaluation = partial(evaluate, config, engines, eval_sets, recorder, explain=workers.where_stuck)
     chores = Chores(config, workers, recorder, checkpoints, parts, evaluation, stop_requested)
-    async with pipeline, probe:
+    async with pipeline, probe, chores:
         await chores.before_first_step(progress)
         for step in range(progress.step, config.steps):
             timer = Stopwatch(recorder.phase)
@@ -89,4 +90,5 @@ async def run(
             metrics |= await publish(step + 1, config.reference, workers, pipeline, timer, stop_requested)
             metrics |= kl.observe(metrics)
             await chores.after_step(step + 1, staged, values, metrics, timer, trained=trainable)
+        await chores.after_last_step()
         await checkpoints.settle()

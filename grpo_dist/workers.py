@@ -69,11 +69,25 @@ class WorkerUsage(Protocol):
 class ProbeHandle(Protocol):
     """See `actors.sync_probe.EngineProbe`."""
 
-    def engines(self) -> dict[str, Any]: ...
+    def engines(self, version: int) -> dict[str, Any]: ...
     async def sample(
         self, engine: Any, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
     ) -> Sequence[tuple[Rollout, ...]]: ...
     async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]: ...
+
+
+class EvaluationHandle(Protocol):
+    """Engines of evaluation alone; see `actors.evaluation_engines.EvaluationEngines`."""
+
+    @property
+    def rollouts(self) -> RolloutHandle: ...
+    @property
+    def rewards(self) -> RewardHandle: ...
+    async def snapshot(self, directory: Path, version: int) -> None: ...
+    async def written(self) -> None: ...
+    async def load(self, directory: Path) -> bool: ...
+    def has_snapshot(self, directory: Path) -> bool: ...
+    async def discard(self, directory: Path) -> None: ...
 
 
 class NoSampling:
@@ -106,6 +120,7 @@ class Workers:
         usage: None when nobody measures what the workers do.
         where_stuck: describes where each worker is in its code, for a deadline that has passed.
         probe: None where there is no engine to probe, as with simulated workers.
+        evaluation: None where evaluation uses the engines of training.
     """
 
     rollouts: RolloutHandle
@@ -117,3 +132,4 @@ class Workers:
     usage: WorkerUsage | None = None
     where_stuck: Callable[[], Awaitable[str]] | None = None
     probe: ProbeHandle | None = None
+    evaluation: EvaluationHandle | None = None

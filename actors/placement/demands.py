@@ -5,6 +5,7 @@ GPU 0 1 2     policy ranks             GPU 0 1 2 3 4 5 6 7   rollout engines, wh
 GPU 3 4 5     rollout engines          GPU 0 1 2 3 4 5 6 7   a copy of each reward model, while they score
 GPU 6         a reward model           GPU 0 1 2 3 4 5 6 7   a copy of the reference, while it is asked
 GPU 7         the reference            GPU 0 1 2 3 4 5 6 7   policy ranks, while they train
+GPU 8         evaluation's own engine  GPU 8                 evaluation's own engine
 
 `actors.colocation` says how they take turns.
 """
@@ -61,6 +62,12 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
     """
     colocated = training and not config.is_supervised and is_colocated(config, has)
     demands = _demands(config, has, training=training, colocated=colocated)
+    if "evaluation" in demands and "reward_models" in demands and demands["reward_models"].shared:
+        raise UserError(
+            f"`evaluation.num_workers` = {config.evaluation.num_workers}: evaluation scores while the policy "
+            "trains, but `rewards.models` take turns with it on the same devices (`cluster.placement`); set "
+            "cluster.placement=separate or evaluation.num_workers=0"
+        )
     if has.gpus:
         _check_gpus(config, demands, has.gpus)
     else:
@@ -134,6 +141,13 @@ def _demands(config: Config, has: Resources, *, training: bool, colocated: bool)
         ),
         "rewards": Demand(config.rewards.num_workers, 0, 1),
     }
+    if training and config.evaluation.num_workers:
+        # Threads besides the shares of the others: between two evaluations they would be idle.
+        demands["evaluation"] = Demand(
+            config.evaluation.num_workers,
+            on_gpu * rollout.tensor_parallel_size,
+            config.evaluation.threads or 1,
+        )
     if config.has_environments:
         demands["environments"] = Demand(config.environments.num_workers, 0, 1)
     if config.rewards.models:
@@ -157,7 +171,8 @@ def _with_cpus(demands: dict[str, Demand], has: Resources, *, colocated: bool) -
         cpus = {role: 0 if demand.shared else 1 for role, demand in demands.items()}
     elif has.shared and not colocated:
         # Engines and ranks compute; the other roles mostly wait.
-        cpus = {role: demands[role].threads for role in ("rollout", "policy") if role in demands}
+        computing = ("rollout", "policy", "evaluation")
+        cpus = {role: demands[role].threads for role in computing if role in demands}
     else:
         cpus = {}
     enough = sum(each * demands[role].workers for role, each in cpus.items()) <= has.cpus
@@ -182,6 +197,8 @@ def _check_gpus(config: Config, demands: dict[str, Demand], gpus: int) -> None:
             colocate = f"set cluster.placement=colocated ({demands['policy'].workers} GPUs), "
         keys += ", `rollout.num_workers`, `rollout.tensor_parallel_size` or the `num_workers` of "
         keys += "`rewards.models`"
+    if "evaluation" in demands:
+        keys += ", `evaluation.num_workers`"
     raise UserError(
         f"cluster: {needed} GPUs are needed ({parts}) but it has {gpus}{grown}; {colocate}lower {keys}, or "
         "add nodes (`cluster.grows_to`: an autoscaler does)"
@@ -189,7 +206,7 @@ def _check_gpus(config: Config, demands: dict[str, Demand], gpus: int) -> None:
 
 
 def _check_cpus(demands: dict[str, Demand], cpus: int, tensor_parallel_size: int) -> None:
-    keys = {role: f"{role}.num_workers" for role in ("rollout", "policy", "reference")}
+    keys = {role: f"{role}.num_workers" for role in ("rollout", "policy", "reference", "evaluation")}
     keys["reward_models"] = "rewards.models[*].num_workers"
     for role, key in keys.items():
         if role in demands and demands[role].workers > cpus:

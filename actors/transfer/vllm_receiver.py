@@ -7,7 +7,8 @@ loaded through vLLM's own layerwise reload.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,17 +31,21 @@ from actors.transfer.stream import receive
 from actors.transfer.transport import open_transport
 from grpo_dist.config import TransferBackend
 from grpo_dist.policy.lora import adapters, merged_weights
+from grpo_dist.policy.snapshots import SnapshotReader
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.hardware import one_thread
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """``seats``: those of this engine's worker processes, in the order of their ranks within it."""
+    """``seats``: those of this engine's worker processes, in the order of their ranks within it. ``file``:
+    the weights of a snapshot, which are read instead.
+    """
 
-    backend: TransferBackend
-    seats: list[Seat]
-    timeout_s: float
+    backend: TransferBackend = "gloo"
+    seats: list[Seat] = field(default_factory=list)
+    timeout_s: float = 0.0
+    file: str | None = None
 
 
 @dataclass
@@ -66,6 +71,9 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()  # leaves the group before, which had other engines
+        if init_info.file is not None:
+            self._transport = SnapshotReader(Path(init_info.file))
+            return
         seat = init_info.seats[self.parallel_config.rank]
         self._transport = open_transport(init_info.backend, seat, timeout_s=init_info.timeout_s)
 

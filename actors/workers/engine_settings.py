@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ _CPU_PREFILL_TOKENS = 8192  # prefilled at once by an engine without a GPU
 _CPU_BLOCK = 32
 _SHARE_OF_FREE_MEMORY = 0.25  # that the caches of all engines of a machine without a GPU may take
 GPU_MEMORY = {False: 0.85, True: 0.6}  # share of a GPU by whether policy ranks take turns on it
+# Of engines that compute on the cores of training. They get about a tenth of a core that training also wants:
+# at 19 they would get a hundredth, and be taken for hung.
+_NICENESS = 10
 # vLLM captures CUDA graphs for so many sequences at most unless told otherwise, and beyond 256 for multiples
 # of 16; larger batches run without a graph.
 _GRAPHS, _GRAPH_STEP = 512, 16
@@ -44,7 +47,8 @@ class EngineSpec:
     ``max_length``: prompt and completion together, tokens. ``in_flight``: training samples on one engine at
     once. ``colocated``: it shares the GPUs of policy ranks, and sleeps while they train. ``sampling``: each
     way in which the run samples, with which the engine is warmed up. ``environments``, and ``data`` with the
-    chat template's settings: None where no prompt has an environment.
+    chat template's settings: None where no prompt has an environment. ``niceness``: added to that of its
+    process where it computes on CPUs.
     """
 
     rollout: RolloutConfig
@@ -58,6 +62,19 @@ class EngineSpec:
     sampling: tuple[Sampling, ...] = (Sampling(),)
     environments: EnvironmentsConfig | None = None
     data: DataConfig | None = None
+    niceness: int = 0
+
+    @classmethod
+    def of_evaluation(cls, config: Config, model_dir: Path) -> EngineSpec:
+        """Return the specification of an engine on which evaluation runs while training continues."""
+        count, settings = config.evaluation.num_workers, config.evaluation
+        return replace(
+            cls.of(config, model_dir),
+            rollout=config.rollout.model_copy(update={"num_workers": count}),
+            in_flight=0,  # as many as the cache has room for: an evaluation sends all prompts at once
+            sampling=(Sampling(settings.temperature, settings.top_p, settings.top_k),),
+            niceness=_NICENESS if settings.threads == 0 else 0,
+        )
 
     @classmethod
     def of(cls, config: Config, model_dir: Path, *, colocated: bool = False) -> EngineSpec:

@@ -178,7 +178,7 @@ class EnvironmentPool:
         )
         self.workers = self.team.workers
         self.team.catch_up = self._announce
-        self.engines: Team | None = None  # set by the `RolloutPool` of these
+        self.engines: list[Team] = []  # each `RolloutPool` adds its own
         self._number = 0
         self._said: set[str] = set()
         self._failing: asyncio.Task[None] | None = None
@@ -232,7 +232,7 @@ class EnvironmentPool:
         """Send addresses to all engines. No answer is awaited: an engine that is lost, or hangs, is the
         business of its own team, and its replacement gets the addresses when it starts.
         """
-        for engine in self.engines.workers if self.engines is not None else ():
+        for engine in (engine for team in self.engines for engine in team.workers):
             engine.use_environments.remote(addresses)
 
 

@@ -30,6 +30,7 @@ from grpo_dist.observe.profiling import profiled, trace_path
 from grpo_dist.policy.extensions import build_in_own_directory
 from grpo_dist.policy.loss import LossSettings
 from grpo_dist.policy.ranks import Rank
+from grpo_dist.policy.snapshots import SnapshotWriter
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.hardware import DeviceType, one_thread
@@ -55,6 +56,7 @@ class PolicyWorker(Metered, Probeable):
         super().__init__()
         self._trainer: Any = None
         self._transports: dict[str, Transport] = {}
+        self._snapshots = SnapshotWriter()
         self._trace: Path | None = None
         self._profile = ProfileConfig()
 
@@ -135,6 +137,19 @@ class PolicyWorker(Metered, Probeable):
             self.close_transfer(group)
             raise
 
+    @metered("snapshot")
+    def snapshot(self, file: str, bucket_bytes: int, adapters_only: bool) -> list[ParameterSpec]:
+        """Gather the weights; rank 0 copies them, and writes them to ``file`` while updates follow, until
+        `is_saved`. Returns what is in the file.
+        """
+        weights = self._trainer.weights.buckets(bucket_bytes, adapters_only=adapters_only)
+        specs = self.parameter_specs(adapters_only)
+        first = self._trainer.rank.index == 0
+        if first:
+            self._snapshots.begin(Path(file))
+        send(self._snapshots if first else None, weights, specs, bucket_bytes)
+        return specs
+
     def hold(self, what: Held) -> None:
         """Keep on the device all, what `send_weights` needs, or nothing; the rest waits in host memory."""
         memory = self._trainer.memory
@@ -147,8 +162,10 @@ class PolicyWorker(Metered, Probeable):
         self._trainer.save(Path(directory), blocking=blocking)
 
     def is_saved(self) -> bool:
-        """Return whether all files are written. May run in parallel to an update."""
-        return bool(self._trainer.state.is_saved())
+        """Return whether all files of the last checkpoint and snapshot are written. May run in parallel to
+        an update.
+        """
+        return bool(self._trainer.state.is_saved()) and self._snapshots.is_written()
 
     def load(self, directory: str) -> None:
         self._trainer.load(Path(directory))

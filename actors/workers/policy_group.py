@@ -21,9 +21,8 @@ from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.calls import LOST, PARALLEL, kill, one_at_a_time, reason, results
 from actors.lifecycle.supervisor import Team
 from actors.lifecycle.watchdog import deadline_of
-from actors.placement.demands import Devices
 from actors.transfer.handshake import new_secret
-from actors.workers.policy import Held, PolicyWorker, RankUpdates, devices_of, loss_settings
+from actors.workers.policy import Held, PolicyWorker, RankUpdates, loss_settings
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
     Config,
@@ -35,6 +34,7 @@ from grpo_dist.config import (
 from grpo_dist.errors import StateLost, TransferLost
 from grpo_dist.health.bounds import Bound
 from grpo_dist.policy.ranks import Rank
+from grpo_dist.policy.snapshots import WEIGHTS, Snapshot
 from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.hardware import DeviceType
@@ -191,9 +191,14 @@ class PolicyGroup:
                 raise
             raise await self._cause(error, "weights gathered and sent") from error
 
-    async def devices(self) -> list[Devices]:
-        """Return the GPUs of each rank; works before `ready`, too."""
-        return await results(rank.__ray_call__.remote(devices_of) for rank in self.ranks)
+    async def snapshot(self, directory: Path, version: int, bucket_bytes: int) -> Snapshot:
+        """Have the weights, which are ``version``, written to ``directory``. Updates may follow at once;
+        `saved` waits for the file.
+        """
+        scale, path = self.adapter_scale, str(directory.absolute())
+        async with self._deadline(self._timeouts.save_s, f"snapshot of version {version}"):
+            specs = await self._all("snapshot", f"{path}/{WEIGHTS}", bucket_bytes, scale is not None)
+        return Snapshot(path, version, bucket_bytes, scale, tuple(specs[0]))
 
     async def hold(self, what: Held) -> None:
         """Keep on the ranks' devices all that they have, what `send_weights` needs, or nothing; the rest
@@ -208,7 +213,7 @@ class PolicyGroup:
             await self._all("save", str(directory.absolute()), blocking)
 
     async def saved(self) -> None:
-        """Wait until every rank has written the files of its last `save`.
+        """Wait until every rank has written the files of its last `save` and `snapshot`.
 
         Raises StateLost when a rank is gone or late, and the error of a file that cannot be written.
         """

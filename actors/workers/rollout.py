@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from actors.workers.environment import EnvironmentAddresses
 from actors.workers.episodes import EpisodeSampler, episode_sampler
 from grpo_dist.config import TransferBackend
 from grpo_dist.environments.episode import Generation
+from grpo_dist.policy.snapshots import Snapshot
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.hardware import device_type
 from grpo_dist.runtime.load_balancer import Load
@@ -46,6 +48,8 @@ class RolloutWorker(Metered, Probeable):
         """Start the engine and warm it up. ``environments``: None where no prompt has one."""
         from transformers import AutoTokenizer
 
+        if device_type() == "cpu":
+            os.nice(self._spec.niceness)  # of this thread, and of those that it starts: the engine's
         self._tokenizer = AutoTokenizer.from_pretrained(
             self._spec.model_dir, trust_remote_code=self._spec.model.trust_remote_code
         )
@@ -225,6 +229,16 @@ class RolloutWorker(Metered, Probeable):
         reported: int = await self._engine.set_weight_version(version)
         await self._engine.resume()
         return reported
+
+    async def load_snapshot(self, snapshot: Snapshot) -> int:
+        """Abort pending requests and load a snapshot of the weights; return the version that the engine
+        reports.
+        """
+        await self.abandon()
+        await self._engine.init_transfer({"file": str(snapshot.file)})
+        await self.begin_update()
+        await self.receive_weights(snapshot.parameters, snapshot.bucket_bytes, snapshot.adapter_scale)
+        return await self.finish_update(snapshot.version)
 
     async def abandon(self) -> None:
         """Abort pending requests: the run resumes from before they were made."""

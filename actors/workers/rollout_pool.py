@@ -47,13 +47,14 @@ class RolloutPool:
         *,
         environments: EnvironmentPool | None = None,
         worker: type = RolloutWorker,
+        role: str = "rollout",
     ) -> None:
         """``environments``: None where no prompt has one."""
         actors = replace(actors, options={"max_concurrency": 10_000} | actors.options)
-        self.tensor_parallel_size = spec.rollout.tensor_parallel_size
+        self.role, self.tensor_parallel_size = role, spec.rollout.tensor_parallel_size
         count = spec.rollout.num_workers
         self.team = Team(
-            "rollout",
+            role,
             actors.makers(ray.remote(worker), count, spec),
             actors,
             start=lambda worker: worker.start.remote(*self._start_arguments()),
@@ -64,7 +65,7 @@ class RolloutPool:
         self.team.on_lost = self._forget
         self._environments = environments
         if environments is not None:
-            environments.engines = self.team
+            environments.engines.append(self.team)
         self.workers, self._load_balancer = self.team.workers, self.team.load_balancer
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # see `Colocation`
         self._samplers = [self._two_returns(worker) for worker in self.workers]

@@ -224,6 +224,12 @@ def _without_effect(config: Sections) -> Iterator[str]:
             "dynamic_sampling.enabled=true",
         ),
     ]
+    evaluates = config.data.eval and (config.evaluation.before or config.evaluation.every)
+    idle.append((
+        "evaluation.num_workers",
+        config.evaluation.num_workers > 0 and not evaluates,
+        "`data.eval` and evaluations during training (`evaluation.every` or `evaluation.before`)",
+    ))  # fmt: skip
     for name, is_idle, needed in idle:
         if is_idle:
             yield f"`{name}` has no effect without {needed}; set that, or remove `{name}`"

@@ -26,6 +26,14 @@ class EvaluationConfig(Section):
     max_prompts: PositiveInt | None = Field(
         None, description="prompts of each set, from the start; null: all"
     )
+    num_workers: Count = Field(
+        0,
+        description="engines of its own, on which evaluation runs while training continues, each with "
+        "rollout.tensor_parallel_size GPUs; 0: evaluation uses the engines of training, which waits for it",
+    )
+    threads: Count = Field(
+        0, description="CPU threads of such an engine; 0: one, with low priority, so that training is faster"
+    )
 
     @model_validator(mode="after")
     def _k_in_range(self) -> EvaluationConfig:
@@ -33,6 +41,15 @@ class EvaluationConfig(Section):
             raise ValueError(
                 f"k = {list(self.k)} has a value above samples_per_prompt = {self.samples_per_prompt}; "
                 "raise samples_per_prompt or lower k"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _threads_of_own_engines(self) -> EvaluationConfig:
+        if self.threads and not self.num_workers:
+            raise ValueError(
+                f"threads = {self.threads} are those of engines for evaluation alone, but num_workers = 0; "
+                "set num_workers to 1 or more, or remove threads"
             )
         return self
 

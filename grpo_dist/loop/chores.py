@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -13,6 +13,7 @@ from grpo_dist.config import CheckpointConfig, Config, EvaluationConfig, Profile
 from grpo_dist.errors import RERUN, Preempted
 from grpo_dist.health.bounds import SKIPPED
 from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
+from grpo_dist.loop.concurrent_evaluation import ConcurrentEvaluation
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.ledger import ledger_entry
 from grpo_dist.loop.metrics import throughput_metrics
@@ -138,8 +139,10 @@ class StepChores:
     async def _save(self, step: int) -> None:
         self._recorder.phase("save")
         self._recorder.flush()
-        progress = self._state.progress(step, evaluation_pending=self._evaluation_pending)
-        await self._checkpoints.save(step, self._workers, progress)
+        await self._checkpoints.save(step, self._workers, self._progress(step))
+
+    def _progress(self, step: int) -> Progress:
+        return self._state.progress(step, evaluation_pending=self._evaluation_pending)
 
     async def _end(self, step: int) -> NoReturn:
         await self._checkpoints.settle()
@@ -176,12 +179,37 @@ class Chores(StepChores):
             stop_requested,
         )
         self._config, self._parts, self._evaluation = config, parts, evaluation
+        self._concurrent: ConcurrentEvaluation | None = None
+        if workers.evaluation is not None:
+            save_s = config.cluster.timeouts.save_s
+            self._concurrent = ConcurrentEvaluation(workers.evaluation, evaluation, recorder, save_s=save_s)
+
+    async def __aenter__(self) -> Chores:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._concurrent is not None:
+            await self._concurrent.cancel()
 
     async def before_first_step(self, progress: Progress) -> None:
         """Evaluate if a resumed run did not finish its last evaluation, or a new run begins with one."""
         self._evaluation_pending = progress.evaluation_pending
-        if progress.evaluation_pending or (progress.step == 0 and self._config.evaluation.before):
-            await self._evaluate(progress.step)
+        step, due = progress.step, progress.evaluations
+        if self._concurrent is not None:
+            await self._concurrent.resume(step, due, self._stop_requested)
+        elif left_out := [at for at in due if at != step]:
+            self._recorder.warn(
+                f"the evaluation of step {left_out[0]} was not finished and is left out: "
+                "`evaluation.num_workers` = 0, and the policy has other weights by now"
+            )
+        pending = progress.evaluation_pending or (self._concurrent is None and step in due)
+        if pending or (step == 0 and self._config.evaluation.before):
+            await self._evaluate(step)
+
+    async def after_last_step(self) -> None:
+        """Wait for the evaluation that still runs, but not in a run that is asked to end."""
+        if self._concurrent is not None:
+            await self._concurrent.settle(self._stop_requested)
 
     async def after_step(
         self,
@@ -202,6 +230,8 @@ class Chores(StepChores):
             trained: updates were attempted.
         """
         config, health, batch = self._config, self._parts.health, staged.source
+        if self._concurrent is not None:
+            self._concurrent.check()
         metrics = metrics | await self._final_metrics(staged, batch.sampled, timer, trained=trained)
         metrics["group/extra_prompts"] = float(len(batch.discarded))
         alarms, counts = health.examine(step, metrics)
@@ -231,7 +261,20 @@ class Chores(StepChores):
         await self._save(step)
         await self._end(step)
 
+    async def _save(self, step: int) -> None:
+        if self._concurrent is not None:
+            await self._concurrent.keep(step)
+        await super()._save(step)
+
+    def _progress(self, step: int) -> Progress:
+        due = self._concurrent.due if self._concurrent is not None else ()
+        return replace(super()._progress(step), evaluations=due)
+
     async def _evaluate(self, step: int) -> None:
+        if self._concurrent is not None:
+            self._evaluation_pending = False
+            await self._concurrent.begin(step, self._stop_requested)
+            return
         await self._measure(step, "evaluate", partial(self._evaluation, step=step))
 
 

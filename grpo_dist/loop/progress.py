@@ -42,6 +42,7 @@ class Progress:
     step: how many steps are done.
     kl_coef: weight of the KL term; None: as configured.
     evaluation_pending: the evaluation that was due after the step was not finished.
+    evaluations: steps whose evaluations on engines of their own were not finished.
     rewards: moments of the rewards of all steps so far, for `algorithm.reward_norm` running.
     """
 
@@ -51,3 +52,4 @@ class Progress:
     kl_coef: float | None = None
     evaluation_pending: bool = False
     rewards: Moments = field(default_factory=Moments)
+    evaluations: tuple[int, ...] = ()

@@ -57,6 +57,7 @@ BOUNDS = {"float32": 1e-3, "bfloat16": 0.15, "fp8": 1.0}
 _PROMPTS, _SAMPLES, _TOKENS = 2, 2, 32  # of one probe of one engine
 _PATIENCE = 3  # probes in a row of one engine with no token to compare
 _POLL_S = 0.2  # between two looks for a serving engine
+_EVALUATION = "evaluation-"  # names of engines on which evaluation runs while training continues
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,8 @@ class SyncProbe:
             async with deadline(self._sample_s, stage, explain=self._where_stuck):
                 sampled = await self._all_samples(step)
             dtype, found = await self._compare(step, sampled)
-        metrics = _metrics(found)
+        # Whether engines of evaluation are compared depends on the time that they take to load.
+        metrics = _metrics({name: own for name, own in found.items() if not name.startswith(_EVALUATION)})
         self._judge(step, dtype, sampled, found, metrics)
         # Other probes depend on when the run was resumed or lost an engine. They are events alone, so that a
         # resumed run logs the same metrics as one that was never interrupted.
@@ -167,7 +169,7 @@ class SyncProbe:
     def _due(self, step: int) -> dict[str, Any]:
         """Return serving engines, by name, not compared since they joined or since all were due."""
         since = self._since(step)
-        serving = self._probes.engines() if self._probes else {}
+        serving = self._probes.engines(step) if self._probes else {}
 
         def is_due(name: str, engine: Any) -> bool:
             probed, version = self._passed.get(name, (None, -1))
@@ -184,7 +186,7 @@ class SyncProbe:
         assert self._probes is not None
         task, self._task = self._task, None
         found = await task if task is not None else {}
-        while not (serving := self._probes.engines()):
+        while not (serving := self._probes.engines(step)):
             await asyncio.sleep(_POLL_S)
         late = {n: e for n, e in self._due(step).items() if n not in found or found[n].engine is not e}
         found = found | await self._sample(step, late)

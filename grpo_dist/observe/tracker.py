@@ -95,8 +95,9 @@ class Tracker:
         self._sinks = [AsyncSink(name, opener, self.warn) for name, opener in openers.items()]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._step = step
-        self._stages.logged(step="time/step_s" in metrics)
+        if step >= self._step:  # else of an evaluation that ran meanwhile
+            self._step = step
+            self._stages.logged(step="time/step_s" in metrics)
         self._metrics.log(step, metrics)
         self._show(lambda console: console.log(step, metrics))
         for sink in self._sinks:

@@ -14,6 +14,7 @@ from grpo_dist.observe.completions import COLUMNS, Table
 from grpo_dist.secrets import masked, masked_command
 
 _BY_VARIABLE = {"offline": "offline", "dryrun": "offline", "disabled": "disabled"}
+_EVALUATED = "eval/step"  # the x-axis of evaluations that finish during a later step
 _INIT_S = _FINISH_S = 30.0  # for the server to answer at the start, and to take the rest at the end
 
 
@@ -38,16 +39,27 @@ class WandbRun:
                 settings=wandb.Settings(init_timeout=_INIT_S, finish_timeout=_FINISH_S, console="off"),
             )
 
+        # An evaluation that ran while training continued has a step of its own, that of its weights.
+        self._newest, self._evaluates_late = 0, config.evaluation.num_workers > 0
+        if self._evaluates_late:
+            self._run.define_metric("eval/*", step_metric=_EVALUATED)
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Log metrics. wandb closes a step when the next one starts, so parts of a step join it."""
-        self._run.log(metrics, step=step)
+        if self._evaluates_late and any(name.startswith("eval/") for name in metrics):
+            metrics = metrics | {_EVALUATED: float(step)}
+        self._run.log(metrics, step=self._not_closed(step))
 
     def table(self, step: int, table: Table) -> None:
         import wandb
 
-        self._run.log(
-            {table.name: wandb.Table(list(COLUMNS), data=[list(row) for row in table.rows])}, step=step
-        )
+        rows = wandb.Table(list(COLUMNS), data=[list(row) for row in table.rows])
+        self._run.log({table.name: rows}, step=self._not_closed(step))
+
+    def _not_closed(self, step: int) -> int:
+        """Return ``step``, or the newest: wandb refuses what comes later for an earlier one."""
+        self._newest = max(step, self._newest)
+        return self._newest
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)

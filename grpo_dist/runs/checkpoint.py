@@ -6,7 +6,8 @@
         ahead/*.parquet finished groups of batches launched ahead of training (max_staleness > 0), of whole
                         and of unfinished batches
         state.json      step, fingerprints of configuration and data, KL coefficient, prompts taken and their
-                        order, tracker run id, state of the health checks, moments of all rewards so far
+                        order, tracker run id, state of the health checks, moments of all rewards so far,
+                        evaluations that were not finished
         config.yaml     the configuration of the run
         manifest.json   size and checksum of every other file
 
@@ -59,6 +60,7 @@ class CheckpointState:
     health: Mapping[str, Any] = field(default_factory=dict)
     unassessed: bool = False
     rewards: Mapping[str, Any] = field(default_factory=dict)  # moments, for `algorithm.reward_norm` running
+    evaluations: Sequence[int] = ()
 
 
 class Checkpoints:
@@ -136,6 +138,7 @@ class Checkpoints:
             health_state.to_json(progress.health),
             progress.evaluation_pending,
             asdict(progress.rewards),
+            progress.evaluations,
         )
         (partial / STATE).write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))

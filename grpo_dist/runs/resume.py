@@ -142,7 +142,8 @@ def load_progress(checkpoint: Path, state: CheckpointState, prompts: Sequence[Pr
     health = health_state.from_json(state.health)
     rewards = TypeAdapter(Moments).validate_python(dict(state.rewards))
     pipeline = PipelineState(ahead, unfinished, taken, order_state(state))
-    return Progress(state.step, pipeline, health, state.kl_coef, state.unassessed, rewards)
+    due = tuple(state.evaluations)
+    return Progress(state.step, pipeline, health, state.kl_coef, state.unassessed, rewards, due)
 
 
 def order_state(state: CheckpointState) -> OrderState:

@@ -77,7 +77,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
 def _prepare(run_dir: Path, config: Config, identity: Config) -> tuple[Prepared, ResumePoint]:
     """Check all input, and find where the run resumes. Raises UserError for what cannot be used."""
     with stage("actors", "their code is loaded"):
-        from actors.cluster import fit  # Ray takes seconds to import
+        from actors.fit import fit  # Ray takes seconds to import
 
     with refusals():
         with stage("checks", f"checkpoints in {run_dir}, placement"):

@@ -146,10 +146,12 @@ def usage_metrics(usage: Mapping[str, Usage]) -> dict[str, float]:
         metrics[f"memory/{role}_gib"] = max(u.peak_bytes for u in own) / 2**30
         if gpu := max(u.peak_gpu_bytes for u in own):
             metrics[f"memory/{role}_gpu_gib"] = gpu / 2**30
-    counts = [u.counts for u in usage.values()]
+    # Of training alone: the engines of evaluation count their own turns.
+    counts = [u.counts for name, u in usage.items() if not name.startswith("evaluation-")]
     turns = EpisodeCounts(*(sum(own.get(name, 0.0) for own in counts) for name in EpisodeCounts._fields))
     for name in EpisodeCounts._fields:  # their ratios say more
-        metrics.pop(f"throughput/rollout_{name}", None)
+        for role in ("rollout", "evaluation"):
+            metrics.pop(f"throughput/{role}_{name}", None)
     return metrics | turns.metrics()
 
 

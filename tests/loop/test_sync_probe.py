@@ -60,7 +60,7 @@ class Probes:
     def __init__(self, world):
         self._world = world
 
-    def engines(self):
+    def engines(self, version):
         return dict(self._world.serving)
 
     async def sample(self, engine, prompts, seeds, sampling):

@@ -64,3 +64,26 @@ def test_torn_and_malformed_lines_are_skipped(tmp_path):
     path.write_text('{"step": 1}\n{"step": "x"}\nnonsense\n{"no": 1}\n{"step": 2}\n{"step": 3}')
     assert kept_lines(path, 9) == ['{"step": 1}\n', '{"step": 2}\n']
     assert kept_lines(tmp_path / "none", 9) == []
+
+
+def test_metrics_of_an_earlier_step_join_its_line_and_the_lines_stay_in_order(tmp_path):
+    with Tracker(quiet(), tmp_path) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, {"loss/total": float(step)})
+        tracker.log(2, {"eval/held/pass@1": 0.5})
+        tracker.log(0, {"eval/held/pass@1": 0.25})
+        tracker.log(3, {"eval/held/pass@1": 0.75})
+        tracker.log(4, {"loss/total": 4.0})
+        tracker.warn("now")
+    assert lines(tmp_path / "metrics.jsonl") == [
+        {"step": 0, "eval/held/pass@1": 0.25},
+        {"step": 1, "loss/total": 1.0},
+        {"step": 2, "loss/total": 2.0, "eval/held/pass@1": 0.5},
+        {"step": 3, "loss/total": 3.0, "eval/held/pass@1": 0.75},
+        {"step": 4, "loss/total": 4.0},
+    ]
+    with Tracker(quiet(), tmp_path, start=2) as tracker:
+        tracker.log(1, {"eval/held/pass@1": 0.5})
+        tracker.log(3, {"loss/total": 3.5})
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert lines(tmp_path / EVENTS)[0]["step"] == 4

@@ -34,7 +34,7 @@ from grpo_dist.tools.bench.table import print_result
 
 def bench(config: Config) -> Path:
     """Measure ``config`` and return the directory of the result. Raises UserError for invalid input."""
-    from actors.cluster import fit
+    from actors.fit import fit
 
     config = as_benchmark(config)
     with refusals():
@@ -122,7 +122,7 @@ def _limits(
     """Return the limits, operations per second of a matrix product on the policy's threads, and single steps
     of an engine.
     """
-    from actors.cluster import local_demands
+    from actors.fit import local_demands
     from actors.transfer.transport import free_port
 
     demands = local_demands(config)

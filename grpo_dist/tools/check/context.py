@@ -17,7 +17,7 @@ from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.models import ModelShape, model_of
 
 if TYPE_CHECKING:
-    from actors.cluster import Fit
+    from actors.fit import Fit
 
 SourceRows = tuple[DataSourceConfig, list[DataRow]]
 
@@ -58,7 +58,7 @@ class Context:
     @cached_property
     def fit(self) -> Fit | UserError:
         """The placement on the cluster that the run would join now, or why it does not fit."""
-        from actors.cluster import fit  # Ray: no module of grpo_dist imports it at its top
+        from actors.fit import fit  # Ray: no module of grpo_dist imports it at its top
 
         try:
             return fit(self.config)

@@ -8,12 +8,12 @@ norms and the cache keep the model's type. The scales, one float32 for each outp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_dist.config import Config, RolloutConfig
 from grpo_dist.runtime.hardware import GIB
-from grpo_dist.tools.plan.memory import CPU_RUNTIME, GPU_RUNTIME, Footprint, Sizes
+from grpo_dist.tools.plan.memory import CPU_RUNTIME, GPU_RUNTIME, Footprint, Sizes, lora_parameters
 from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.workload import Workload
 
@@ -37,6 +37,28 @@ class EngineFootprint(Footprint):
     def sequences_of(self, tokens: float) -> int:
         """Return how many sequences of ``tokens`` each are decoded at once."""
         return min(self.most, int(max(0, self.cache) // self.token_bytes // max(1.0, tokens)))
+
+
+def evaluation_engine(
+    config: Config, model: ModelShape, sizes: Sizes, workload: Workload, *, memory: int
+) -> EngineFootprint:
+    """Return the memory of an engine on which evaluation runs while training continues, with its share of the
+    snapshot of the weights that policy rank 0 keeps in host memory.
+    """
+    from actors.workers.engine_settings import EngineSpec
+
+    count = config.evaluation.num_workers
+    sequences = EngineSpec.of_evaluation(config, Path()).max_num_seqs
+    rollout = config.rollout.model_copy(update={"num_workers": count, "max_num_seqs": sequences})
+    own = config.model_copy(update={"rollout": rollout})
+    found = rollout_engine(own, model, sizes, workload, memory=memory)
+    copied = (
+        lora_parameters(config.policy, model) * sizes.itemsize
+        if config.policy.lora is not None and config.policy.lora.sync == "adapter"
+        else model.weight_bytes(sizes.itemsize, fp8=False)
+    )
+    snapshot = {"snapshot": copied // count}
+    return replace(found, host=snapshot) if sizes.gpu else replace(found, parts=found.parts | snapshot)
 
 
 def is_quantised(rollout: RolloutConfig) -> bool:

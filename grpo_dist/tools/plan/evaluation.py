@@ -25,6 +25,7 @@ from grpo_dist.tools.plan.virtual_clock import run_virtually
 class PlannedEvaluation:
     """``prompts``: of the sets whose sizes are known; ``seconds``: one evaluation of them, ``count``: how
     many the run has. ``assumed``, ``left_out``: sets whose sizes are not at hand, with a bound and without.
+    ``waited_s``: seconds that training waits for them; None: for all of them.
     """
 
     prompts: int
@@ -33,13 +34,14 @@ class PlannedEvaluation:
     count: int
     assumed: tuple[str, ...]
     left_out: tuple[str, ...]
+    waited_s: float | None = None
 
     @property
     def total_s(self) -> float:
-        return self.count * self.seconds
+        return self.count * self.seconds if self.waited_s is None else self.waited_s
 
 
-def planned_evaluation(option: Option) -> PlannedEvaluation | None:
+def planned_evaluation(option: Option, step_s: float) -> PlannedEvaluation | None:
     """Plan the evaluations of a run; None where it has none.
 
     Set sizes come from local files and `demo:` sets, before too long prompts are dropped. Nothing is fetched.
@@ -59,7 +61,22 @@ def planned_evaluation(option: Option) -> PlannedEvaluation | None:
             assumed.append(source_name(source))
     each = config.evaluation.samples_per_prompt
     seconds = evaluation_s(_scenario(option), sizes) if sizes else 0.0
-    return PlannedEvaluation(sum(sizes), each, seconds, count, tuple(assumed), tuple(left_out))
+    waited_s = waited(config, count, seconds, step_s) if config.evaluation.num_workers else None
+    return PlannedEvaluation(sum(sizes), each, seconds, count, tuple(assumed), tuple(left_out), waited_s)
+
+
+def waited(config: Config, count: int, seconds: float, step_s: float) -> float:
+    """Return the seconds that a run waits for ``count`` evaluations on engines of their own: for each that
+    takes longer than the steps until the next, for the last one, and for that of the exported model.
+    """
+    settings = config.evaluation
+    exported = settings.after and config.checkpoint.export
+    concurrent = count - exported
+    late = max(0.0, seconds - settings.every * step_s) if settings.every else 0.0
+    last = seconds if concurrent else 0.0
+    if concurrent == 1 and not settings.every:  # that before training
+        last = max(0.0, seconds - config.steps * step_s)
+    return max(0, concurrent - 1) * late + last + exported * seconds
 
 
 def evaluations(config: Config) -> int:
@@ -95,6 +112,11 @@ def _scenario(option: Option) -> Scenario:
     settings, workload = config.evaluation, scenario.workload
     workload = replace(workload, cap=settings.max_new_tokens or workload.cap)
     held = workload.prompt_tokens / settings.samples_per_prompt + workload.mean
+    if settings.num_workers:
+        rollout = config.rollout.model_copy(update={"num_workers": settings.num_workers})
+        scenario = replace(
+            scenario, config=config.model_copy(update={"rollout": rollout}), sharing=frozenset()
+        )
     return replace(
         scenario, workload=workload, capacity=max(1, option.engine.sequences_of(held)), failures=NO_FAILURES
     )

@@ -14,7 +14,7 @@ from grpo_dist.policy.deepspeed_config import deepspeed_config
 from grpo_dist.runtime.hardware import GIB, resolve_dtype
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.calibration import Calibration
-from grpo_dist.tools.plan.engine_memory import EngineFootprint, rollout_engine
+from grpo_dist.tools.plan.engine_memory import EngineFootprint, evaluation_engine, rollout_engine
 from grpo_dist.tools.plan.failures import FailureRates
 from grpo_dist.tools.plan.memory import USABLE, Footprint, Sizes, policy_rank, reference_worker
 from grpo_dist.tools.plan.models import ModelShape
@@ -145,6 +145,8 @@ def footprints(
     }
     if "reference" in roles.workers:
         found["reference"] = reference_worker(config.max_length, model, sizes, workload)
+    if "evaluation" in roles.workers:
+        found["evaluation"] = evaluation_engine(config, model, sizes, workload, memory=memory)
     for judge in reward_models:
         found[role_of(judge.settings)] = reward_model_worker(config.max_length, judge, sizes)
     return shared(config, model, sizes, found, sharing) if sharing else found
@@ -195,6 +197,8 @@ def _needs(role: str) -> str:
 def _remedy(role: str, config: Config) -> str:
     if role == "policy":
         return _policy_remedy(config.model, config.policy)
+    if role == "evaluation":
+        return "lower `rollout.gpu_memory_utilization`"
     if role == "reference":
         return "its weights are a whole copy on one GPU; lower `reference.micro_batch_tokens`, or use LoRA"
     if role in (SYNC, REFRESH):

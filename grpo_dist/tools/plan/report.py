@@ -22,6 +22,7 @@ from grpo_dist.tools.plan.sharing import REFRESH, SYNC
 from grpo_dist.tools.plan.timeline import LEGEND, as_text
 from grpo_dist.tools.plan.workload import Workload
 
+_ENGINES = ("rollout", "evaluation")  # roles whose workers have `rollout.tensor_parallel_size` GPUs
 _NO_PROGRESS = 0.9  # share of the time that failures take; above it a run hardly advances
 _LIKELY = 0.01  # the least chance that is worth a warning
 
@@ -149,7 +150,7 @@ def _memory(option: Option, cluster: ClusterShape, title: str = "as configured")
 def _count(option: Option, role: str) -> str:
     if role not in option.roles.workers:
         return ", both on a GPU" if role in (SYNC, REFRESH) else ""
-    parallel = f" (TP {option.config.rollout.tensor_parallel_size})" if role == "rollout" else ""
+    parallel = f" (TP {option.config.rollout.tensor_parallel_size})" if role in _ENGINES else ""
     return f" x {option.roles.workers[role]}{parallel}"
 
 

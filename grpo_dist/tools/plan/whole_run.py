@@ -44,7 +44,8 @@ class WholeRun:
             guessed = f", as many prompts in {names} as `evaluation.max_prompts` or `max_rows` allows"
             lines.append(
                 f"evaluation: {found.prompts:,} prompt(s) with {found.samples_per_prompt} sample(s) each "
-                f"take {written(found.seconds, 's')}, {found.count} time(s): {self._share(found.total_s)}; "
+                f"take {written(found.seconds, 's')}, {found.count} time(s){self._beside(found)}: "
+                f"{self._share(found.total_s)}; "
                 f"assumed: completions as long as in training{guessed if names else ''}"
             )
         if found.left_out:
@@ -53,6 +54,12 @@ class WholeRun:
                 "their number of prompts is unknown; plan with evaluation.max_prompts"
             )
         return lines
+
+    @staticmethod
+    def _beside(found: PlannedEvaluation) -> str:
+        if found.waited_s is None:
+            return ""
+        return f", while training continues, which waits {written(found.waited_s, 's')} in all"
 
     def _checkpoints(self) -> str:
         found, disk = self.checkpoints, f"{DISK / 1e9:g} GB/s from all ranks to disk"
@@ -89,6 +96,6 @@ def whole_run(planned: Planned) -> WholeRun:
     return WholeRun(
         option.config,
         option.config.steps * planned.simulated.step_s,
-        planned_evaluation(option),
+        planned_evaluation(option, planned.simulated.step_s),
         planned_checkpoints(planned),
     )

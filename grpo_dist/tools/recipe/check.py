@@ -43,7 +43,7 @@ from grpo_dist.tools.recipe.config import ResolvedPipeline, ResolvedStage
 
 def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
     """Check the stages ``todo``. Raises UserError, naming the stage, for the first problem."""
-    from actors.cluster import check_fits  # imports Ray
+    from actors.fit import check_fits  # imports Ray
 
     with refusals():
         check_writable(pipeline.directory)
@@ -119,7 +119,7 @@ def _check_sft(stage: ResolvedStage, config: Config) -> None:
 
 def _check_ranks(config: SupervisedConfig) -> None:
     """Check what the policy's ranks would refuse, and that they fit the cluster."""
-    from actors.cluster import check_fits  # imports Ray
+    from actors.fit import check_fits  # imports Ray
 
     refuse(setting_problems(config, device_type()))
     refuse(model_problems(config, device_type(), Path(config.model.path)))

@@ -65,7 +65,7 @@ def test_evaluations_are_those_of_the_loop_and_of_the_exported_model(evaluation,
 
 def test_without_evaluation_sets_no_evaluation_is_planned():
     c = wide(evaluation={"before": True, "every": 1})
-    assert evaluations(c) == 0 and planned_evaluation(option(c)) is None
+    assert evaluations(c) == 0 and planned_evaluation(option(c), 1.0) is None
 
 
 def timed(sizes, *, capacity=100, cap=1000, goes_with=None, **changes):
@@ -91,9 +91,9 @@ def test_prompts_are_counted_if_their_files_are_readable(tmp_path):
     file.write_text("".join(json.dumps({"problem": "1+1", "answer": str(i)}) + "\n" for i in range(9)))
     sets = [{"path": str(file)}, {"path": "some/set", "max_rows": 40}, {"path": "other/set"}]
     data = {"train": [{"path": "demo:add3"}], "eval": sets}
-    found = planned_evaluation(option(wide(data=data, evaluation={"after": False})))
+    found = planned_evaluation(option(wide(data=data, evaluation={"after": False})), 1.0)
     assert (found.prompts, found.assumed, found.left_out) == (49, ("set",), ("set",))
-    few = planned_evaluation(option(wide(data=data, evaluation={"after": False, "max_prompts": 5})))
+    few = planned_evaluation(option(wide(data=data, evaluation={"after": False, "max_prompts": 5})), 1.0)
     assert (few.prompts, few.assumed, few.left_out) == (15, ("set", "set"), ())
     assert 0 < found.seconds < few.seconds  # two sets, three sets
     assert few.count == 1 and few.total_s == few.seconds
@@ -106,7 +106,7 @@ def test_an_evaluation_has_its_own_longest_completion():
     )
     rates = usual.scenario.rates
     longer_s = 150 * rates.decode_step_s(8, 8 * (100 + 125))  # with the tokens that eight hold midway
-    found = planned_evaluation(usual).seconds - planned_evaluation(short).seconds
+    found = planned_evaluation(usual, 1.0).seconds - planned_evaluation(short, 1.0).seconds
     assert found == pytest.approx(longer_s, rel=0.01)
 
 

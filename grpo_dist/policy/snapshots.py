@@ -1,0 +1,151 @@
+"""Snapshots of the policy's weights in files, from which the engines of evaluation load them.
+
+    policy rank 0   gather, pack, checksum | thread: write weights.bin | update ...
+    engines                                                            | read, compare the checksum, load
+
+The file has the buckets of a weight sync, one after the other, and their checksum. Later updates cannot
+change it, and an engine that replaces a lost one reads it again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from grpo_dist.policy.weight_buckets import ParameterSpec
+from grpo_dist.runtime.files import write_text
+
+WEIGHTS, DESCRIPTION = "weights.bin", "snapshot.json"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The weights in ``directory``. ``parameters``, ``bucket_bytes`` and ``adapter_scale``: as for a weight
+    sync; ``version``: of the policy that had them.
+    """
+
+    directory: str
+    version: int
+    bucket_bytes: int
+    adapter_scale: float | None
+    parameters: tuple[ParameterSpec, ...]
+
+    @property
+    def file(self) -> Path:
+        return Path(self.directory) / WEIGHTS
+
+    def describe(self) -> None:
+        """Write what a reader must know, once the weights are written: it marks the snapshot as whole."""
+        kept = asdict(self)
+        del kept["directory"]
+        write_text(Path(self.directory) / DESCRIPTION, json.dumps(kept))
+
+
+def read_snapshot(directory: Path) -> Snapshot | None:
+    """Return the snapshot in ``directory``; None where it is not whole. Raises ValueError for a damaged
+    description.
+    """
+    path = directory / DESCRIPTION
+    if not path.exists():
+        return None
+    try:
+        kept = json.loads(path.read_text())
+        specs = tuple(ParameterSpec(s["name"], s["dtype"], tuple(s["shape"])) for s in kept.pop("parameters"))
+        return Snapshot(directory=str(directory), parameters=specs, **kept)
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{path}: expected the description of a snapshot ({error}); delete {directory}, whose evaluation "
+            "is then left out"
+        ) from error
+
+
+class SnapshotWriter:
+    """The sending side of a transport that ends in a file. Host memory of all weights is kept for the next
+    snapshot.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._path: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._failed: BaseException | None = None
+
+    def begin(self, path: Path) -> None:
+        """Write the next weights to ``path``. Waits for those before, which need the same memory."""
+        if self._thread is not None:
+            self._thread.join()
+        self._path, self._thread, self._failed = path, None, None
+
+    def outgoing(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        """Yield memory for each bucket. A thread writes the file once the last one is filled."""
+        if len(self._memory) < sum(sizes):
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
+        begin = 0
+        for size in sizes:
+            yield self._memory[begin : begin + size]
+            begin += size
+        self._thread = threading.Thread(target=self._write, args=(begin,), name="snapshot", daemon=True)
+        self._thread.start()
+
+    def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        raise AssertionError("a writer receives nothing")
+
+    def close(self) -> None:
+        """Nothing: the thread ends by itself."""
+
+    def is_written(self) -> bool:
+        """Return whether the file is written. Raises the error of a write that failed. Any thread may call
+        it.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        if self._failed is not None:
+            raise self._failed
+        return True
+
+    def _write(self, size: int) -> None:
+        assert self._path is not None
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("wb") as file:
+                file.write(self._memory[:size].numpy().data)
+        except BaseException as error:
+            self._failed = error
+
+
+class SnapshotReader:
+    """The receiving side: yields what is in ``path``. Raises RuntimeError where bytes are missing."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def outgoing(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        raise AssertionError("a reader sends nothing")
+
+    def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        with self._path.open("rb") as file:
+            for size in sizes:
+                flat = torch.empty(size, dtype=torch.uint8)
+                if (found := file.readinto(flat.numpy().data)) != size:
+                    raise RuntimeError(f"{self._path}: expected {size} more bytes and found {found}")
+                yield flat
+
+    def close(self) -> None:
+        """Nothing: `incoming` closes the file."""
+
+
+def discard(directory: Path) -> None:
+    """Delete a snapshot, its description first, so that no part of it is taken for a whole one."""
+    (directory / DESCRIPTION).unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,216 @@
+"""Evaluation on engines of its own, while the real loop trains on fake workers."""
+
+import asyncio
+import dataclasses
+import shutil
+
+import pytest
+
+from grpo_dist.driver import run
+from grpo_dist.errors import Preempted
+from grpo_dist.evaluation.sampling import EvalSet
+from grpo_dist.loop.progress import Progress
+from tests.support import fakes
+
+HELD = [EvalSet("held", [dataclasses.replace(p, uid=f"held {p.uid}") for p in fakes.prompts(3)])]
+EVERY_2 = {"before": True, "after": False, "every": 2, "samples_per_prompt": 2, "k": [1]}
+
+
+class Engines:
+    """Engines that sample under the version of a snapshot; ``rollouts`` and ``rewards`` of an evaluation."""
+
+    def __init__(self, world):
+        self.world, self.rollouts, self.rewards = world, self, world
+        self.version, self.copied, self.sampled = None, {}, []
+        self.gate, self.failure = asyncio.Event(), None
+        self.gate.set()
+
+    async def snapshot(self, directory, version):
+        assert version == self.world.version == len(self.world.updates)
+        self.copied[directory] = version
+
+    async def written(self):
+        for directory, version in self.copied.items():
+            (directory / "version").write_text(str(version))
+        self.copied = {}
+
+    async def load(self, directory):
+        self.version = int((directory / "version").read_text())
+        return True
+
+    def has_snapshot(self, directory):
+        return (directory / "version").exists()
+
+    async def discard(self, directory):
+        shutil.rmtree(directory)
+
+    async def sample(self, prompt, *, seeds, sampling):
+        await self.gate.wait()
+        if self.failure is not None:
+            raise self.failure
+        self.sampled.append((self.version, len(self.world.updates)))
+        return await self.world.sample(prompt, seeds=seeds, sampling=sampling)
+
+
+class OwnWorld(fakes.World):
+    """Workers with engines of evaluation, and a run directory."""
+
+    def __init__(self, directory):
+        super().__init__(jitter=False)
+        self.directory, self.notes, self.last = directory, [], None
+        self.engines = Engines(self)
+
+    def workers(self, reference=False):
+        return dataclasses.replace(super().workers(reference), evaluation=self.engines)
+
+    def note(self, message):
+        self.notes.append(message)
+
+    async def push(self, version):
+        assert version == len(self.updates)
+        return await super().push(version)
+
+    @property
+    def kept(self):
+        return sorted(path.name for path in self.directory.glob("evaluation/*"))
+
+
+def train(world, config, progress=None, **options):
+    asyncio.run(run(config, world.workers(), fakes.prompts(40), HELD, world, world, progress, **options))
+
+
+def evaluated(world):
+    return {
+        step: {name: value for name, value in own.items() if name.startswith("eval/")}
+        for step, own in world.logged.items()
+        if "eval/held/pass@1" in own
+    }
+
+
+def test_evaluations_have_the_numbers_and_steps_of_those_that_training_waits_for(tmp_path):
+    shared, own = fakes.World(jitter=False), OwnWorld(tmp_path)
+    config = fakes.config(steps=6, evaluation=EVERY_2)
+    train(shared, config)
+    train(own, config)
+    assert sorted(evaluated(own)) == [0, 2, 4, 6]
+    assert evaluated(own) == evaluated(shared)
+    assert {version for version, _ in own.engines.sampled} == {0, 2, 4, 6}
+    assert own.saved[6].evaluations == (6,) and own.kept == []  # awaited after the last step, then forgotten
+
+
+def test_training_continues_during_an_evaluation(tmp_path):
+    world = OwnWorld(tmp_path)
+    update = world.update
+
+    async def updated(batches, **how):
+        world.engines.gate.clear()
+        if len(world.updates) == 3:  # the evaluation of step 2 samples while step 4 is trained
+            world.engines.gate.set()
+        return await update(batches, **how)
+
+    world.update = updated
+    train(world, fakes.config(steps=4, evaluation=EVERY_2 | {"before": False, "every": 2}))
+    of_step_2 = {done for version, done in world.engines.sampled if version == 2}
+    assert of_step_2 and min(of_step_2) >= 3
+    assert sorted(evaluated(world)) == [2, 4]
+
+
+def test_training_waits_for_an_evaluation_that_runs_when_the_next_is_due_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_dist.loop.concurrent_evaluation._SAID_S", 0.01)
+    world = OwnWorld(tmp_path)
+    world.engines.gate.clear()
+    phase = world.phase
+
+    def noted(name):
+        if name == "evaluate":  # the loop waits
+            assert len(world.updates) == 2
+            asyncio.get_running_loop().call_later(0.05, world.engines.gate.set)
+        phase(name)
+
+    world.phase = noted
+    train(world, fakes.config(steps=2, evaluation=EVERY_2))
+    assert sorted(evaluated(world)) == [0, 2]
+    (warning,) = [text for text in world.warnings if "waited" in text]
+    assert warning.startswith("step 2: waited 0.") and "`evaluation.every`" in warning
+    assert world.logged[2]["time/evaluation_wait_s"] >= 0.05
+    assert world.logged[0]["time/evaluation_wait_s"] < 0.05
+
+
+def preempted(world, config):
+    """Run until step 3, with the evaluation of step 2 unfinished, and return the saved progress."""
+    phase = world.phase
+
+    def stop_requested():
+        return len(world.updates) >= 3
+
+    def hold(name):
+        if name == "snapshot" and len(world.updates) == 2:
+            world.engines.gate.clear()
+        phase(name)
+
+    world.phase = hold
+    with pytest.raises(Preempted):
+        train(world, config, stop_requested=stop_requested)
+    return world.saved[3]
+
+
+def test_a_preempted_run_does_not_wait_and_its_resume_repeats_what_did_not_finish(tmp_path):
+    config = fakes.config(steps=4, evaluation=EVERY_2)
+    whole = fakes.World(jitter=False)
+    train(whole, config)
+    progress = preempted(stopped := OwnWorld(tmp_path), config)
+    assert progress.evaluations == (2,) and sorted(evaluated(stopped)) == [0]
+    assert stopped.kept == ["step_000002"] and stopped.engines.has_snapshot(
+        tmp_path / "evaluation/step_000002"
+    )
+    resumed = OwnWorld(tmp_path)
+    resumed.version, resumed.updates = 3, [None] * 3
+    train(resumed, config, progress)
+    assert sorted(evaluated(resumed)) == [2, 4]
+    assert {version for version, _ in resumed.engines.sampled} == {2, 4}  # step 2: under its own weights
+    assert evaluated(stopped) | evaluated(resumed) == evaluated(whole)
+    assert "the evaluation of step 2 did not finish, and is repeated" in resumed.notes
+
+
+def test_a_resumed_run_repeats_no_evaluation_that_finished_after_its_checkpoint(tmp_path):
+    world = OwnWorld(tmp_path)
+    world.version, world.updates = 2, [None] * 2
+    (tmp_path / "evaluation/step_000003").mkdir(parents=True)  # the run comes to it again
+    train(world, fakes.config(steps=3, evaluation=EVERY_2), Progress(2, evaluations=(2,)))
+    assert evaluated(world) == {} and world.kept == []
+
+
+def test_an_evaluation_whose_snapshot_was_not_written_takes_the_weights_of_the_checkpoint(tmp_path):
+    world = OwnWorld(tmp_path)
+    world.version, world.updates = 2, [None] * 2
+    (tmp_path / "evaluation/step_000002").mkdir(parents=True)
+    train(world, fakes.config(steps=3, evaluation=EVERY_2), Progress(2, evaluations=(2,)))
+    assert sorted(evaluated(world)) == [2]
+
+
+def test_an_evaluation_whose_snapshot_is_lost_is_left_out_with_a_warning(tmp_path):
+    world = OwnWorld(tmp_path)
+    world.version, world.updates = 3, [None] * 3
+    (tmp_path / "evaluation/step_000002").mkdir(parents=True)
+    train(world, fakes.config(steps=4, evaluation=EVERY_2), Progress(3, evaluations=(2,)))
+    assert sorted(evaluated(world)) == [4]
+    (warning,) = world.warnings
+    assert warning.startswith("the evaluation of step 2 is left out") and "no whole snapshot" in warning
+
+
+def test_a_run_that_gives_up_its_engines_of_evaluation_says_what_it_leaves_out():
+    world = fakes.World(jitter=False)
+    world.version = 3
+    train(world, fakes.config(steps=4, evaluation=EVERY_2), Progress(3, evaluations=(2, 3)))
+    assert sorted(evaluated(world)) == [3, 4]
+    assert [text.partition(" and is")[0] for text in world.warnings] == [
+        "the evaluation of step 2 was not finished"
+    ]
+
+
+def test_a_failure_of_an_evaluation_ends_the_loop_with_its_error(tmp_path):
+    world = OwnWorld(tmp_path)
+    world.engines.failure = RuntimeError("the engine has failed")
+    with pytest.raises(RuntimeError, match="the engine has failed"):
+        train(world, fakes.config(steps=6, evaluation=EVERY_2))
+    assert 6 not in world.saved
