@@ -12,15 +12,25 @@ from typing import TYPE_CHECKING, Any
 from grpo_dist.version import __version__
 
 if TYPE_CHECKING:
-    from grpo_dist.api import evaluate_model, train
+    from grpo_dist.api import cluster, evaluate_model, train
     from grpo_dist.config import Config
     from grpo_dist.config.files import load_config
     from grpo_dist.errors import RunEnded, UserError
 
-__all__ = ["Config", "RunEnded", "UserError", "__version__", "evaluate_model", "load_config", "train"]
+__all__ = [
+    "Config",
+    "RunEnded",
+    "UserError",
+    "__version__",
+    "cluster",
+    "evaluate_model",
+    "load_config",
+    "train",
+]
 
 _HOMES = {
     "train": "api",
+    "cluster": "api",
     "evaluate_model": "api",
     "Config": "config",
     "load_config": "config.files",

@@ -1,4 +1,5 @@
-"""The Python interface: `grpo-dist train` and `grpo-dist eval` as functions.
+"""The Python interface: `grpo-dist train` and `grpo-dist eval` as functions, and the workers for a loop of
+your own.
 
 from grpo_dist import train
 run = train("my.yaml", ["steps=50"])    # the run's directory: metrics.jsonl, samples/, model/, ...
@@ -10,7 +11,7 @@ import asyncio
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,6 +20,9 @@ from grpo_dist.config import Config
 from grpo_dist.config.files import ConfigError, load_config, overridden, parser_reason, validated
 from grpo_dist.errors import UserError
 from grpo_dist.secrets import masked_setting
+
+if TYPE_CHECKING:  # imports torch
+    from grpo_dist.runs.own_loop import TrainingCluster
 
 Source = Config | str | Path | Mapping[str, Any]
 
@@ -53,6 +57,20 @@ def evaluate_model(config: Source, overrides: Sequence[str] = ()) -> dict[str, f
     from grpo_dist.tools.evaluate.run import evaluate_model as evaluate
 
     return evaluate(settings, print).metrics()
+
+
+def cluster(config: Source, overrides: Sequence[str] = ()) -> TrainingCluster:
+    """Return the workers of a configuration, with the verbs `sample`, `score`, `update` and `sync` for a loop
+    of your own. They start with ``with cluster(...) as workers:`` or `open`, and end with it or `close`.
+
+    Args and UserError as for `train`. It may be called in a notebook, too, by the main thread.
+    """
+    settings = resolved(config, overrides)
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError("cluster() must be called by the main thread of a program or notebook")
+    from grpo_dist.runs.own_loop import TrainingCluster
+
+    return TrainingCluster(settings)
 
 
 def resolved(config: Source, overrides: Sequence[str] = ()) -> Config:

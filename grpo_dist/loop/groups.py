@@ -33,10 +33,14 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class ScoredBatch:
-    """The groups that one step trains on, and those that dynamic sampling discarded."""
+    """The groups that one step trains on, and those that dynamic sampling discarded.
+
+    ``advantages``: float32 [G] of each group, from a caller with its own estimator; None: the configured one.
+    """
 
     scored: list[ScoredGroup]
     discarded: list[Group] = field(default_factory=list)
+    advantages: Sequence[np.ndarray] | None = None
 
     @property
     def groups(self) -> list[Group]:
@@ -124,7 +128,10 @@ class GroupScorer:
     async def _scored_once(self, prompt: Prompt, batch: int) -> ScoredGroup:
         if kept := self._kept(prompt, batch):
             return await self._referenced(kept)
-        rollouts = await self._sample(prompt, batch)
+        return await self.scored(prompt, await self._sample(prompt, batch), batch)
+
+    async def scored(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> ScoredGroup:
+        """Score samples of ``prompt`` that exist already; reward and reference run at the same time."""
         if self._workers.reference is None:
             return ScoredGroup(await self._graded(prompt, rollouts, batch), [])
         group, ref_logprobs = await gather(

@@ -94,7 +94,14 @@ class Staging:
         """Runs in a thread, so that the loop keeps admitting and receiving groups."""
         tracking = self._config.tracking
         rewards = reward_moments(self._config.algorithm, batch.scored, self.rewards)
-        updates = make_batches(self._config, batch.scored, step, kl_coef=kl_coef, moments=rewards)
+        updates = make_batches(
+            self._config,
+            batch.scored,
+            step,
+            kl_coef=kl_coef,
+            moments=rewards,
+            advantages=batch.advantages,
+        )
         tokens_recorded = tracking.samples and is_due(step + 1, tracking.token_values_every)
         values = values_of_rows(updates, tokens=tokens_recorded) if tracking.samples else None
         return Staged(

@@ -41,6 +41,7 @@ def make_batches(
     *,
     kl_coef: float,
     moments: Moments | None = None,
+    advantages: Sequence[np.ndarray] | None = None,
 ) -> list[TrainBatch]:
     """Make one TrainBatch per optimiser update. Advantages see the whole step before it is split.
 
@@ -48,6 +49,7 @@ def make_batches(
         kl_coef: weight of the KL term in the advantages, with `algorithm.add_token_level_kl`; it changes
             during a run when `algorithm.kl.target` is set. The weight in the loss goes to the update itself.
         moments: see `reward_moments`; None: those of this step alone.
+        advantages: float32 [G] of each group, used as they are; None: those of `algorithm.advantage`.
     """
     groups = [s.group for s in scored]
     if config.rewards.shuffle:
@@ -56,13 +58,14 @@ def make_batches(
     settings = replace(advantage_settings(config.algorithm, config.rewards, kl_coef), moments=moments)
     batch = make_batch(
         groups,
-        sample_advantages(groups, settings),
+        sample_advantages(groups, settings) if advantages is None else advantages,
         ref_logprobs=[row for s in scored for row in s.ref_logprobs] if config.needs_reference else None,
         max_new_tokens=config.sampling.max_new_tokens,
         mask_truncated=config.algorithm.mask_truncated,
         mask_outcomes=config.environments.mask_outcomes,
     )
-    batch = token_advantages(batch, groups, settings)
+    if advantages is None:
+        batch = token_advantages(batch, groups, settings)
     updates = split_updates(batch, num_groups=len(groups), num_updates=config.batch.updates_per_step)
     return [_without_idle_rows(config.algorithm, config.needs_reference, update) for update in updates]
 

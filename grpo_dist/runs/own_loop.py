@@ -1,0 +1,231 @@
+"""Four verbs on a running cluster, for those who write their own loop: sample, score, update, sync.
+
+    caller's thread    sample(prompts) ....... score ... update ... sync     returns when it is done
+    thread of a loop   workers, their supervision, deadlines                 runs from `open` to `close`
+
+The calls are synchronous, so that they work in a script and in a notebook, whose own event loop is busy. Two
+threads may call at once: one samples the next prompts while the other updates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError, refusals
+from grpo_dist.loop.groups import ScoredGroup
+from grpo_dist.runs.prepare import Prepared, prepare
+from grpo_dist.runs.verbs import SampledGroup, Verbs
+from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
+from grpo_dist.types import Prompt
+
+if TYPE_CHECKING:  # Ray takes seconds to import
+    from actors.cluster import Cluster
+
+T = TypeVar("T")
+
+
+class TrainingCluster:
+    """The workers of a configuration, in the hands of the caller. Made by `grpo_dist.cluster`.
+
+        with grpo_dist.cluster("my.yaml") as cluster:
+            for prompts in cluster.batches():
+                groups = cluster.score(cluster.sample(prompts))
+                metrics = cluster.update(groups)
+                cluster.sync()
+
+    This loop gives the numbers of `train` with `max_staleness` 0. It writes no run directory: it keeps no
+    metrics, samples or checkpoints, and a lost policy rank ends it. Lost engines and reward workers are
+    replaced.
+    """
+
+    def __init__(self, config: Config) -> None:
+        """Raises UserError for settings that only `train` follows."""
+        _check(config)
+        self._config = config
+        self._loop: _LoopThread | None = None
+        self._work: Verbs | None = None
+
+    def open(self) -> TrainingCluster:
+        """Start all workers. Raises UserError for input that cannot be used, before any worker starts."""
+        with stages_logged(enabled=self._config.tracking.console):
+            prepared, actors = _prepare(self._config)
+            self._loop = _LoopThread()
+            self._work = Verbs(self._config, prepared, actors)
+            try:
+                self._loop.run(self._work.start())
+            except BaseException:
+                self.close()
+                raise
+        return self
+
+    def close(self) -> None:
+        """End all workers. Safe to call twice."""
+        work, self._work = self._work, None
+        loop, self._loop = self._loop, None
+        if work is not None and loop is not None:
+            loop.run(work.stop())
+            loop.end()
+
+    def __enter__(self) -> TrainingCluster:
+        return self.open()
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def step(self) -> int:
+        """How many times `update` was called."""
+        return self._opened.step
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """All prompts of `data.train`."""
+        return self._opened.prepared.prompts
+
+    def batches(self) -> Iterator[list[Prompt]]:
+        """Yield the prompts of each step until `steps` updates are made, in the order of the run's seed.
+
+        The prompts of a step stay the same until `update` is called.
+        """
+        while self.step < self._config.steps:
+            yield self._opened.batch()
+
+    def sample(self, prompts: Sequence[Prompt], *, samples: int | None = None) -> list[SampledGroup]:
+        """Sample every prompt, all at once.
+
+        A prompt that is sampled again before the next update gets other samples.
+
+        Args:
+            samples: of each prompt; None: `batch.samples_per_prompt`.
+
+        Raises:
+            TimeoutError: `cluster.timeouts.sample_s` has passed.
+            WorkerLost: an engine is lost, and no restart is left.
+        """
+        _refuse_others("sample", "prompts", prompts, Prompt, "those of `batches` or `prompts`")
+        return self._call(self._opened.sample(prompts, samples))
+
+    def score(self, sampled: Sequence[SampledGroup]) -> list[ScoredGroup]:
+        """Compute the rewards of all samples, and their reference log-probs where the loss needs them.
+
+        Raises as `sample`.
+        """
+        _refuse_others("score", "sampled", sampled, SampledGroup, "what `sample` returns")
+        return self._call(self._opened.score(sampled))
+
+    def update(
+        self, groups: Sequence[ScoredGroup], *, advantages: Sequence[np.ndarray] | None = None
+    ) -> dict[str, float]:
+        """Train on ``groups``, with the loss of `algorithm`, and return the metrics of the step.
+
+        As in `train`, a step is not trained on where `health` says so: see `health/low_signal`.
+
+        Args:
+            advantages: [G] of each group, used as they are; None: those of `algorithm.advantage`.
+
+        Raises:
+            UserError: the samples are older than `max_staleness` updates; the groups are not scored, or do
+                not divide into `batch.updates_per_step`; the advantages do not fit.
+            Unhealthy: engine and policy are not the same model, the weights are not finite, or `health` says
+                so.
+            StateLost: a policy rank is lost.
+        """
+        _refuse_others("update", "groups", groups, ScoredGroup, "what `score` returns")
+        return self._call(self._opened.update(groups, advantages))
+
+    def sync(self) -> dict[str, float]:
+        """Send the policy's weights to the engines, and refresh the reference where `reference.refresh_every`
+        has it due. Returns metrics of the transfer.
+        """
+        return self._call(self._opened.sync())
+
+    def evaluate(self) -> dict[str, float]:
+        """Sample and score `data.eval` with the settings of `evaluation`; return `eval/SET/pass@k` and more.
+        The engines have the weights of the last `sync`.
+        """
+        return self._call(self._opened.evaluate())
+
+    def export(self, directory: str | Path) -> Path:
+        """Write the policy in Hugging Face format, with its tokenizer, and return the directory."""
+        path = Path(directory)
+        self._call(self._opened.export(path))
+        return path
+
+    @property
+    def _opened(self) -> Verbs:
+        if self._work is None:
+            raise UserError("the cluster is not open; use it as `with grpo_dist.cluster(...) as cluster:`")
+        return self._work
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        assert self._loop is not None
+        return self._loop.run(work)
+
+
+class _LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="grpo-dist cluster", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of ``work``. An exception here, such as KeyboardInterrupt, cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()  # bounded: the work has deadlines
+        except BaseException:
+            future.cancel()
+            raise
+
+    def end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _prepare(config: Config) -> tuple[Prepared, Cluster]:
+    """Check all input and connect to Ray, in the thread of the caller."""
+    with stage("actors", "their code is loaded"):
+        from actors.cluster import Cluster  # Ray takes seconds to import
+        from actors.fit import fit
+    with refusals():
+        has = fit(config)
+        prepared = prepare(config, print_line, device="cuda" if has.gpus else "cpu")
+    for warning in prepared.warnings:
+        print_line(warning)
+    actors = Cluster(config)
+    actors.connect()
+    return prepared, actors
+
+
+def _check(config: Config) -> None:
+    """Raise UserError for settings that need the loop of `train`."""
+    found: dict[str, Callable[[], bool]] = {
+        "dynamic_sampling.enabled": lambda: config.dynamic_sampling.enabled,
+        "evaluation.num_workers": lambda: config.evaluation.num_workers > 0,
+    }
+    for key, is_set in found.items():
+        if is_set():
+            raise UserError(f"`{key}` is followed by train() alone; remove it for a loop of your own")
+    if config.is_supervised:
+        raise UserError("a supervised stage samples nothing, so the four verbs have no use; call train()")
+
+
+def _refuse_others(verb: str, name: str, given: Sequence[Any], kind: type, expected: str) -> None:
+    """Raise UserError where ``given`` has something other than ``kind``."""
+    wrong = next((item for item in given if not isinstance(item, kind)), None)
+    if wrong is not None:
+        hint = "; call score() on them first" if isinstance(wrong, SampledGroup) else ""
+        raise UserError(
+            f"{verb}(): {name} has a {type(wrong).__name__}; expected a sequence of {kind.__name__}, "
+            f"{expected}{hint}"
+        )

@@ -1,0 +1,220 @@
+"""The verbs of `own_loop.TrainingCluster` as coroutines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
+from grpo_dist.algorithms.moments import Moments
+from grpo_dist.algorithms.schedules import is_due
+from grpo_dist.config import Config
+from grpo_dist.data.order import OrderState
+from grpo_dist.errors import SamplesLost, UserError
+from grpo_dist.evaluation.sampling import evaluate
+from grpo_dist.health.state import HealthState
+from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
+from grpo_dist.loop.groups import GroupScorer, ScoredBatch, ScoredGroup
+from grpo_dist.loop.kl_controller import KLController
+from grpo_dist.loop.metrics import rollout_metrics
+from grpo_dist.loop.pipeline import order_of
+from grpo_dist.loop.staging import Staging
+from grpo_dist.loop.sync_probe import SyncProbe
+from grpo_dist.runs.notes import Notes
+from grpo_dist.runs.prepare import Prepared
+from grpo_dist.runtime.concurrency import deadline, gather
+from grpo_dist.runtime.metering import Stopwatch
+from grpo_dist.runtime.seeds import request_seed
+from grpo_dist.types import Group, Prompt, Rollout, Sampling
+from grpo_dist.workers import Workers
+
+if TYPE_CHECKING:  # Ray takes seconds to import
+    from actors.cluster import Cluster
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SampledGroup:
+    """A prompt and its samples, not scored yet."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    reference: Any = field(default=None, repr=False, compare=False)  # to the same samples, for other workers
+
+
+class Verbs:
+    """The verbs as coroutines of one event loop."""
+
+    def __init__(self, config: Config, prepared: Prepared, actors: Cluster) -> None:
+        self.prepared, self.step = prepared, 0
+        unrecorded = config.tracking.model_copy(update={"samples": False})
+        self._config = config.model_copy(update={"tracking": unrecorded})
+        self._actors, self._stack = actors, AsyncExitStack()
+        self._notes = Notes()
+        self._order = order_of(config, prepared.prompts, OrderState())
+        self._indices: list[int] = []
+        self._drawn = Counter[str]()  # samples of each prompt since the last update
+        self._synced = 0  # version that the engines hold
+        self._probed = -1  # version whose probe has begun
+
+    async def start(self) -> None:
+        config, explain = self._config, self._actors.where_stuck
+        await self._stack.enter_async_context(self._actors)
+        up = deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded", explain=explain)
+        async with up:
+            self._workers = await self._actors.start_training(self.prepared.model_dir)
+        await self._workers.sync.push(version=0)
+        self._parts(self._workers)
+        await self._stack.enter_async_context(self._probe)
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+    def _parts(self, workers: Workers) -> None:
+        config = self._config
+        self._scorer = GroupScorer(
+            workers,
+            config.sampling,
+            seed=config.seed,
+            samples=config.batch.samples_per_prompt,
+            with_baseline="baselines" in ADVANTAGE_INPUTS.get(config.algorithm.advantage, ()),
+            finished={},
+        )
+        self._staging = Staging(config, workers.policy, Moments())
+        self._probe = SyncProbe(config, workers, self.prepared.prompts, self._notes, start=0)
+        self._health = HealthWatch(config, self._notes, HealthState())
+        self._kl = KLController(config.algorithm.kl)
+
+    def batch(self) -> list[Prompt]:
+        if not self._indices:
+            self._indices = self._order.take(self.step)
+        return [self.prepared.prompts[self._order.prompt(index)] for index in self._indices]
+
+    async def sample(self, prompts: Sequence[Prompt], samples: int | None) -> list[SampledGroup]:
+        if self._synced == self.step != self._probed:
+            self._probed = self.step
+            self._probe.begin(self.step)
+        count, settings = samples or self._config.batch.samples_per_prompt, self._config.sampling
+        sampling = Sampling(settings.temperature, max_new_tokens=settings.max_new_tokens)
+
+        async def one(prompt: Prompt, first: int) -> SampledGroup:
+            seeds = [request_seed(self._config.seed, self.step, prompt.uid, first + i) for i in range(count)]
+            found = await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
+            return SampledGroup(prompt, await _fetched(found), found)
+
+        asked = []
+        for prompt in prompts:
+            asked.append(one(prompt, self._drawn[prompt.uid]))
+            self._drawn[prompt.uid] += count
+        return await self._within("sampled", asked)
+
+    async def score(self, sampled: Sequence[SampledGroup]) -> list[ScoredGroup]:
+        async def one(group: SampledGroup) -> ScoredGroup:
+            try:
+                known = group.rollouts if group.reference is None else group.reference
+                return await self._scorer.scored(group.prompt, known, self.step)
+            except SamplesLost:  # with the node that held them; here they still are
+                return await self._scorer.scored(group.prompt, group.rollouts, self.step)
+
+        return await self._within("scored", [one(group) for group in sampled])
+
+    async def update(
+        self, scored: Sequence[ScoredGroup], advantages: Sequence[np.ndarray] | None
+    ) -> dict[str, float]:
+        step, timer, groups = self.step, Stopwatch(), [s.group for s in scored]
+        _check_division(self._config, len(groups))
+        metrics = rollout_metrics(groups, version=step)
+        self._check_staleness(metrics["rollout/staleness_max"])
+        own = None if advantages is None else _checked(advantages, groups)
+        staged = await self._staging.take(
+            step, ScoredBatch(list(scored), advantages=own), kl_coef=self._kl.coef
+        )
+        if self._synced == step:
+            metrics |= await self._probe.finish(step, timer)
+        trainable, metrics = self._health.judge_batch(step + 1, groups, metrics)
+        trainable = trainable or advantages is not None  # which do not come from the rewards
+        if trainable:
+            bounds = self._health.update_bounds()
+            policy = self._workers.policy
+            metrics |= await policy.update(staged.updates, kl_coef=self._kl.coef, bounds=bounds)
+            self._probe.after_update(step, metrics)
+            self._health.after_update(step + 1, metrics, groups)
+            metrics |= {"train/rows": float(staged.rows), "train/tokens": float(staged.tokens)}
+        metrics |= self._kl.observe(metrics)
+        metrics[TRAINED_TOKENS] = float(staged.loss_tokens if trainable else 0)
+        alarms, counts = self._health.examine(step + 1, metrics)
+        self._order.trained(self._indices, groups)
+        self._indices, self._drawn, self.step = [], Counter(), step + 1
+        self._scorer.forget(step)
+        self._health.act(self.step, alarms, metrics | counts, groups)
+        return metrics | counts
+
+    async def sync(self) -> dict[str, float]:
+        metrics = await self._workers.sync.push(version=self.step)
+        refreshed = self._synced < self.step and is_due(self.step, self._config.reference.refresh_every)
+        if self._workers.reference_sync is not None and refreshed:
+            await self._workers.reference_sync.refresh()
+        self._synced = self.step
+        return metrics
+
+    async def evaluate(self) -> dict[str, float]:
+        explain = self._workers.where_stuck
+        sets = self.prepared.eval_sets
+        return await evaluate(self._config, self._workers, sets, self._notes, step=self.step, explain=explain)
+
+    async def export(self, directory: Path) -> None:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        await self._workers.policy.export(directory, tokenizer_dir=self.prepared.model_dir)
+
+    async def _within(self, done: str, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Return the results of ``work``, within `cluster.timeouts.sample_s`."""
+        what, explain = f"{len(work)} groups of step {self.step} are {done}", self._workers.where_stuck
+        async with deadline(self._config.cluster.timeouts.sample_s, what, explain=explain):
+            return await gather(work)
+
+    def _check_staleness(self, staleness: float) -> None:
+        allowed = self._config.max_staleness
+        if staleness <= allowed:
+            return
+        forgotten = "" if self._synced == self.step else ", and sync() was not called since the last update"
+        raise UserError(
+            f"update(): its samples are {staleness:.0f} update(s) older than the policy, and `max_staleness` "
+            f"= {allowed}{forgotten}; call sync() after update() and before sample(), or raise that bound"
+        )
+
+
+async def _fetched(rollouts: Any) -> tuple[Rollout, ...]:
+    """Return the samples behind a reference, or the samples themselves."""
+    found: tuple[Rollout, ...] = rollouts if isinstance(rollouts, tuple) else await rollouts
+    return found
+
+
+def _check_division(config: Config, groups: int) -> None:
+    """Raise UserError where the groups cannot be split into the updates of a step."""
+    updates = config.batch.updates_per_step
+    if groups == 0 or groups % updates:
+        raise UserError(
+            f"update(): {groups} groups cannot be split into `batch.updates_per_step` = {updates} equal "
+            "parts; pass a multiple of it"
+        )
+
+
+def _checked(advantages: Sequence[np.ndarray], groups: Sequence[Group]) -> list[np.ndarray]:
+    """Return ``advantages`` as float32 [G] for each group. Raises UserError where they do not fit."""
+    found = [np.asarray(own, np.float32) for own in advantages]
+    wanted = [(len(group.rollouts),) for group in groups]
+    if [own.shape for own in found] != wanted:
+        raise UserError(
+            f"update(): advantages have the shapes {[own.shape for own in found]}; expected one array for "
+            f"each group, with a number for each sample: {wanted}"
+        )
+    if not all(np.isfinite(own).all() for own in found):
+        raise UserError("update(): advantages have a NaN or infinity; use 0 for what is not to be trained on")
+    return found

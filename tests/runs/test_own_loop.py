@@ -1,0 +1,178 @@
+"""Four verbs for a loop of the caller's own: the numbers of the driver's, and clear errors. Fake workers."""
+
+import asyncio
+import dataclasses
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import grpo_dist
+from grpo_dist.driver import run
+from grpo_dist.errors import UserError
+from grpo_dist.evaluation.sampling import EvalSet
+from grpo_dist.runs import own_loop
+from grpo_dist.runs.prepare import Prepared
+from tests.support import fakes
+
+PROMPTS = fakes.prompts(40)
+
+
+class FakeActors:
+    def __init__(self, world, reference=False):
+        self.world, self.reference, self.ended = world, reference, False
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *exc):
+        self.ended = True
+
+    async def where_stuck(self):
+        return ""
+
+    async def start_training(self, model_dir):
+        return self.world.workers(self.reference)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Return a function that returns a cluster of ``world``."""
+
+    def start(world, config, reference=False):
+        held = [EvalSet("held", [dataclasses.replace(p, uid=f"held {p.uid}") for p in PROMPTS[:2]])]
+        actors = FakeActors(world, reference)
+        monkeypatch.setattr(own_loop, "_prepare", lambda _: (Prepared(Path(), PROMPTS, held), actors))
+        world.actors = actors
+        return grpo_dist.cluster(config)
+
+    return start
+
+
+def default_loop(cluster):
+    found = []
+    for prompts in cluster.batches():
+        groups = cluster.score(cluster.sample(prompts))
+        metrics = cluster.update(groups)
+        found.append(metrics | cluster.sync())
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"algorithm": {"kl": {"coef": 0.1, "target": 0.02}}}, {"data": "pass_rate"}]
+)
+def test_the_default_loop_has_the_numbers_of_train(started, changes):
+    if "data" in changes:
+        changes = {"data": {"train": [{"path": "demo:add3"}], "order": changes["data"]}}
+    config, reference = fakes.config(**changes), "algorithm" in changes
+    theirs, ours = fakes.World(jitter=False), fakes.World(jitter=False)
+    asyncio.run(run(config, theirs.workers(reference), PROMPTS, [], theirs, theirs))
+    with started(ours, config, reference) as cluster:
+        found = default_loop(cluster)
+    assert ours.sampled == theirs.sampled and ours.kl_coefs == theirs.kl_coefs
+    assert [e for e in ours.events if "update" in e] == [e for e in theirs.events if "update" in e]
+    for mine, batches in zip(ours.updates, theirs.updates, strict=True):
+        for one, other in zip(mine, batches, strict=True):
+            assert one.advantages.equal(other.advantages) and one.tokens.equal(other.tokens)
+    assert len(found) == 6
+    for step, metrics in enumerate(found, start=1):
+        known = {k: v for k, v in theirs.logged[step].items() if not k.startswith(("time/", "throughput/"))}
+        del known["group/extra_prompts"]  # of dynamic sampling
+        assert known == pytest.approx({k: metrics[k] for k in known}, abs=0, rel=0, nan_ok=True)
+    assert ours.actors.ended
+
+
+def test_samples_of_another_call_in_the_same_step_are_others(started):
+    with started(world := fakes.World(jitter=False), fakes.config()) as cluster:
+        prompts = next(cluster.batches())
+        assert next(cluster.batches()) == prompts  # until the update
+        first, second = cluster.sample(prompts), cluster.sample(prompts, samples=3)
+        assert [len(group.rollouts) for group in (*first, *second)] == [2] * 4 + [3] * 4
+        seeds = [seed for uid, own, _ in world.sampled if uid == prompts[0].uid for seed in own]
+        assert len(set(seeds)) == 5
+
+
+def test_advantages_of_the_caller_are_used_as_they_are(started):
+    with started(
+        world := fakes.World(jitter=False), fakes.config(algorithm={"skip_idle_rows": False}, max_staleness=1)
+    ) as cluster:
+        groups = cluster.score(cluster.sample(next(cluster.batches())))
+        cluster.update(groups, advantages=[[0.25 + i, -2.0] for i in range(4)])
+        (batch,) = world.updates[0]
+        taken = batch.advantages.numpy()[batch.loss_mask.numpy()].reshape(4, 2, 2)  # two tokens a sample
+        assert taken.tolist() == [[[0.25 + i] * 2, [-2.0] * 2] for i in range(4)]
+        with pytest.raises(UserError, match=r"shapes \[\(3,\)\]; expected .* \[\(2,\)\]"):
+            cluster.update(groups[:1], advantages=[np.zeros(3)])
+        with pytest.raises(UserError, match="NaN"):
+            cluster.update(groups[:1], advantages=[np.array([0.0, np.nan])])
+
+
+def test_verbs_in_the_wrong_order_are_refused_with_what_to_do(started):
+    world = fakes.World(jitter=False)
+    with started(world, fakes.config(batch={"prompts_per_step": 4, "samples_per_prompt": 2})) as cluster:
+        sampled = cluster.sample(next(cluster.batches()))
+        with pytest.raises(UserError, match=r"has a SampledGroup; expected .* call score\(\) on them first"):
+            cluster.update(sampled)
+        with pytest.raises(UserError, match=r"score.*has a Prompt; expected a sequence of SampledGroup"):
+            cluster.score([group.prompt for group in sampled])
+        with pytest.raises(UserError, match=r"sample.*has a str"):
+            cluster.sample(["2 + 2 ="])
+        groups = cluster.score(sampled)
+        with pytest.raises(UserError, match="0 groups cannot be split"):
+            cluster.update([])
+        cluster.update(groups)
+        stale = cluster.score(cluster.sample(next(cluster.batches())))
+        with pytest.raises(UserError, match=r"1 update\(s\) older .* sync\(\) was not called since the last"):
+            cluster.update(stale)
+        cluster.sync()
+        with pytest.raises(UserError, match=r"`max_staleness` = 0; call sync\(\) after update\(\)"):
+            cluster.update(stale)
+        assert world.version == cluster.step == 1
+    with pytest.raises(UserError, match="not open"):
+        cluster.sync()
+
+
+def test_older_samples_are_trained_within_max_staleness(started):
+    with started(fakes.World(jitter=False), fakes.config(max_staleness=1)) as cluster:
+        groups = cluster.score(cluster.sample(next(cluster.batches())))
+        cluster.update(groups)
+        assert cluster.update(groups)["rollout/staleness_max"] == 1.0
+        with pytest.raises(UserError, match="2 update"):
+            cluster.update(groups)
+
+
+def test_the_verbs_work_inside_a_running_event_loop_and_from_several_threads(started):
+    async def notebook():
+        with started(fakes.World(), fakes.config(max_staleness=1)) as cluster:
+            prompts = next(cluster.batches())
+            groups, found = cluster.score(cluster.sample(prompts)), []
+            ahead = threading.Thread(target=lambda: found.append(cluster.sample(cluster.prompts[:4])))
+            ahead.start()
+            cluster.update(groups)
+            ahead.join()
+            assert len(found[0]) == 4
+            return cluster.evaluate()
+
+    assert "eval/held/pass@1" in asyncio.run(notebook())
+
+
+def test_workers_end_when_the_loop_fails_or_its_start_does(started):
+    world = fakes.World(jitter=False, fail_on="p1")
+    with pytest.raises(RuntimeError, match="engine died on p1"), started(world, fakes.config()) as cluster:
+        cluster.sample(cluster.prompts)
+    assert world.actors.ended
+
+    async def unready(_):
+        raise UserError("no room")
+
+    cluster = started(world, fakes.config())
+    world.actors.start_training = unready
+    with pytest.raises(UserError, match="no room"):
+        cluster.open()
+    assert world.actors.ended and not [t for t in threading.enumerate() if t.name == "grpo-dist cluster"]
+
+
+def test_settings_that_only_train_follows_are_refused():
+    with pytest.raises(UserError, match=r"`dynamic_sampling\.enabled` is followed by train\(\) alone"):
+        grpo_dist.cluster(fakes.config(dynamic_sampling={"enabled": True}))
