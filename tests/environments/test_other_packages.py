@@ -5,11 +5,7 @@ observations and rewards of their own, from one line of configuration.
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +18,7 @@ from grpo_dist.environments.base import Problem
 from grpo_dist.environments.records import Action, Observed
 from grpo_dist.environments.runner import EpisodeRunner
 from grpo_dist.types import Prompt
-from tests.support.other_packages import interpreter_with
+from tests.support.other_packages import interpreter_with, server_of
 from tests.support.patience import HANG_S
 
 
@@ -159,31 +155,10 @@ uvicorn.run(app, port=int(sys.argv[1]), log_level="error")
 """
 
 
-@contextmanager
-def _server(python: str, tmp_path: Path) -> Iterator[str]:
-    (tmp_path / "server.py").write_text(_SERVER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([python, str(tmp_path / "server.py"), str(port)])
-    try:
-        end = time.monotonic() + HANG_S
-        while process.poll() is None and time.monotonic() < end:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
-        assert process.poll() is None, "the server has ended"
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def test_a_server_of_openenv_plays_several_turns(tmp_path: Path) -> None:
     python = interpreter_with("openenv")
     environments = EnvironmentsConfig(python=python, timeout_s=HANG_S)
-    with _server(python, tmp_path) as url:
+    with server_of(_SERVER, python, tmp_path) as url:
         source = {"environment": f"openenv:{url}", "environment_kwargs": {"instruction": "A game."}}
         # More problems than the server has sessions: each is closed before the next.
         prompts = _prompts(environments, **source, max_rows=12, name="game")

@@ -1,13 +1,20 @@
-"""Interpreters with packages that this installation may lack or exclude."""
+"""Interpreters with packages that this installation may lack or exclude, and servers that run in them."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+
+from tests.support.patience import HANG_S
 
 
 def interpreter_with(package: str) -> str:
@@ -22,3 +29,25 @@ def interpreter_with(package: str) -> str:
         pytest.skip(f"{package} is not installed; install its extra, or name an interpreter in {variable}")
     subprocess.run([named, "-c", f"import {package}, numpy, pydantic, omegaconf"], check=True)
     return named
+
+
+@contextmanager
+def server_of(code: str, python: str, directory: Path) -> Iterator[str]:
+    """Run ``code``, which serves HTTP at the port of its first argument; give the address."""
+    (directory / "server.py").write_text(code)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([python, str(directory / "server.py"), str(port)])
+    try:
+        end = time.monotonic() + HANG_S
+        while process.poll() is None and time.monotonic() < end:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        assert process.poll() is None, "the server has ended"
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()

@@ -83,6 +83,7 @@ class ProcessHost:
         self._environment = environment_of(code_paths, trusted=isolation is None)
         self._live: dict[str, LiveEpisode] = {}
         self._by_number: dict[int, LiveEpisode] = {}
+        self._lost: set[str] = set()  # episodes whose zygote ended between two requests
         self._count, self._cpu_s = 0, math.inf if limits.cpu_s is None else limits.cpu_s
         self._child: subprocess.Popen[bytes] | None = None
         self._starting = asyncio.Lock()
@@ -97,7 +98,8 @@ class ProcessHost:
     async def ask(self, episode: str, kind: str, payload: Any, *, timeout_s: float) -> Any:
         """Return ``handle(kind, payload)`` of the episode's process, which is forked for the first request.
 
-        Raises ProcessFailure. Where it is ``lost``, the next request begins with a new process.
+        Raises ProcessFailure, also where the process was lost since the last request. Where it is ``lost``,
+        the next request begins with a new process.
         """
         return (await self.call(episode, kind, payload, timeout_s=timeout_s)).value
 
@@ -106,6 +108,9 @@ class ProcessHost:
     ) -> Reply:
         """Like `ask`; returns also what was printed. ``cpu_s``: limit of all requests; None: of `Limits`."""
         cpu_s = self._cpu_s if cpu_s is None else cpu_s
+        if episode in self._lost:
+            self._lost.remove(episode)
+            raise ProcessFailure("died", "the process had ended, with the one that starts others")
         request = json.dumps([kind, payload]).encode()
         live = self._live.get(episode) or await self._begin(episode)
         async with live.lock:
@@ -137,6 +142,7 @@ class ProcessHost:
 
     async def end(self, episode: str) -> None:
         """End the episode's processes and delete its files. An unknown episode has none."""
+        self._lost.discard(episode)
         if (live := self._live.get(episode)) is not None:
             await self._drop(episode, live)
 
@@ -149,15 +155,11 @@ class ProcessHost:
         async with self._starting:
             if self._child is not None:
                 await self._lose_zygote()
+            self._lost.clear()
 
     def is_live(self, episode: str) -> bool:
         """Return whether the episode has been given a process, which may have died since."""
-        return episode in self._live
-
-    @property
-    def num_live(self) -> int:
-        """Number of episodes with a process."""
-        return len(self._live)
+        return episode in self._live or episode in self._lost
 
     @staticmethod
     def _value(body: bytes, output: str) -> Any:
@@ -329,6 +331,8 @@ class ProcessHost:
         self._control.close()
         for episode, live in list(self._live.items()):
             if live is not kept:
+                if live.is_idle:  # no request of it fails now
+                    self._lost.add(episode)
                 self._forget(episode, live)
         try:
             await asyncio.to_thread(child.wait, _END_S)

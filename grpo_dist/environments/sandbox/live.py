@@ -20,6 +20,11 @@ class LiveEpisode:
     failed: ProcessFailure | None = None  # of the machine: it was not started, or its zygote is lost
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has got its process, and no request is running."""
+        return self.started.done() and not self.started.cancelled() and not self.lock.locked()
+
     def conclude(self, failed: ProcessFailure | None) -> None:
         """Tell all who wait that nothing is left of it."""
         self.failed = failed

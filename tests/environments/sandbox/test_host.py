@@ -74,7 +74,7 @@ async def test_an_episode_keeps_its_state_and_episodes_share_none():
         await it.end("a")
         await it.end("never seen")
         assert await it.ask("a", "add", 1, timeout_s=LONG) == 11
-        assert it.num_live == 2
+        assert it.is_live("a") and it.is_live("b")
 
 
 @run
@@ -218,7 +218,7 @@ async def test_the_end_of_an_episode_is_the_end_of_all_it_started():
 async def test_an_episode_that_is_ended_during_a_request_fails_that_request():
     async with host() as it:
         asked = asyncio.ensure_future(it.ask("a", "sleeps", 600, timeout_s=LONG))
-        while not it.num_live:
+        while not it.is_live("a"):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         await it.end("a")
@@ -242,6 +242,25 @@ async def test_a_killed_keeper_and_a_killed_zygote_leave_nothing_and_the_host_go
         error = await failure(it.ask("a", "add", 1, timeout_s=LONG))
         assert error.outcome == "died" and error.infrastructure
         assert await it.ask("a", "add", 1, timeout_s=LONG) == 1
+
+
+@run
+async def test_a_zygote_that_dies_between_two_requests_is_told_to_each_of_its_episodes_once():
+    async with host() as it:
+        for episode in ("a", "b", "ended"):
+            assert await it.ask(episode, "add", 1, timeout_s=LONG) == 1
+        os.kill(it._child.pid, signal.SIGKILL)
+        while it._child is not None:
+            await asyncio.sleep(0.01)
+        assert await it.ask("new", "add", 1, timeout_s=LONG) == 1
+        await it.end("ended")
+        for episode, told in (("a", True), ("b", True), ("ended", False)):
+            assert it.is_live(episode) == told
+            if told:
+                error = await failure(it.ask(episode, "add", 1, timeout_s=LONG))
+                assert (error.outcome, error.lost, error.infrastructure) == ("died", True, False)
+            assert await it.ask(episode, "add", 1, timeout_s=LONG) == 1
+        assert await it.ask("new", "add", 1, timeout_s=LONG) == 2
 
 
 @asynccontextmanager
@@ -297,7 +316,8 @@ async def test_a_zygote_that_hangs_is_replaced_and_its_episodes_fail_for_the_mac
                 patch.setattr(host_module, "_START_S", 0.5)
                 error = await failure(it.ask("b", "add", 1, timeout_s=0.5))
             assert error.infrastructure and "did not answer within 0.5 s" in error.detail
-            assert not alive(zygote) and it.num_live == 0
+            assert not alive(zygote)
+            assert (await failure(it.ask("a", "add", 1, timeout_s=LONG))).outcome == "died"
             assert await it.ask("b", "add", 1, timeout_s=LONG) == 1
             await it.end("b")
 

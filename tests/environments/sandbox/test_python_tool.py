@@ -201,6 +201,30 @@ def test_cpu_time_over_the_episode_is_a_timeout_also_in_children():
     asyncio.run(run())
 
 
+def test_an_interpreter_that_is_lost_between_two_calls_is_told_before_another_begins():
+    """With the zygote, or alone: the code does not run, and the policy reads why."""
+
+    async def run():
+        async with tool() as sandbox:
+            host = sandbox._backend._host
+            assert await outputs(sandbox, "x = 2", "x") == [("ok", ""), ("ok", "2\n")]
+            zygote = host._child
+            zygote.kill()
+            while host._child is zygote:
+                await asyncio.sleep(0.01)
+            (found,) = await outputs(sandbox, "print(6 * 7)")
+            assert found == (
+                "died",
+                "[the process had ended, with the one that starts others. The interpreter was ended: "
+                "variables and files of earlier calls are gone.]\n",
+            )
+            assert await outputs(sandbox, "6 * 7") == [("ok", "42\n")]
+            assert (await outputs(sandbox, "x"))[0][0] == "error"
+            assert await outputs(sandbox, "6 * 7", episode="b") == [("ok", "42\n")]
+
+    asyncio.run(run())
+
+
 def test_cpu_time_of_interpreters_that_were_lost_counts_for_the_episode():
     async def run():
         async with tool(cpu_s=2.0) as sandbox:
