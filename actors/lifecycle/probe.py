@@ -1,7 +1,8 @@
-"""What a supervised actor must provide: an answer to whether it is well."""
+"""What a supervised actor must provide: an answer to whether it is well, and how far its start is."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -11,21 +12,46 @@ from grpo_dist.runtime.stacks import listen
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """``work``: a number that changes while work makes progress; None: there is no work."""
+    """``work``: a number that changes while work makes progress; None: there is no work. ``phases``: those of
+    the actor's start so far, with the seconds of each; while it starts, the last one is the current one.
+    """
 
     work: float | None = None
+    phases: tuple[tuple[str, float], ...] = ()
 
 
 class Probeable:
-    """A worker with a health check, and with stack dumps for when it does not answer."""
+    """A worker with a health check, with stack dumps for when it does not answer, and with named phases of
+    its start.
+    """
+
+    _phases: list[tuple[str, float]]  # name, begin in seconds of `time.perf_counter`
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         listen()  # before the constructor runs, which may hang, too
-        return super().__new__(cls)
+        worker = super().__new__(cls)
+        worker._phases = []
+        return worker
+
+    def begin(self, phase: str, at: float | None = None) -> None:
+        """Begin a phase of the start, which ends the one before; "": the start is done. ``at``: seconds of
+        `time.perf_counter`; None: now.
+        """
+        self._phases.append((phase, time.perf_counter() if at is None else at))
+
+    def rename(self, phase: str, name: str) -> None:
+        """Rename a phase, of which more is known at its end."""
+        self._phases = [(name if own == phase else own, at) for own, at in self._phases]
+
+    def phases(self) -> tuple[tuple[str, float], ...]:
+        """Return the phases of the start so far, and the seconds of each."""
+        begun = list(self._phases)
+        ends = [*(at for _, at in begun[1:]), time.perf_counter()]
+        return tuple((name, end - at) for (name, at), end in zip(begun, ends, strict=False) if name)
 
     def health(self) -> Health:
         """Return the worker's progress. Raises when it cannot continue."""
-        return Health()
+        return Health(phases=self.phases())
 
 
 def ask_in_parallel(worker: Any) -> Any:

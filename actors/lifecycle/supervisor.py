@@ -102,6 +102,10 @@ class Team:
         """Return all actors by name, including those being replaced."""
         return numbered(self._role, self.workers)
 
+    def ask(self, worker: Any) -> Any:
+        """Call the health check of ``worker``; return a reference to its `Health`."""
+        return self._health(worker)
+
     def is_current(self, index: int, worker: Any) -> bool:
         """Return whether ``worker`` is the actor that serves as number ``index``."""
         return index not in self._replacing and self.workers[index] is worker

@@ -18,6 +18,7 @@ from grpo_dist.config import (
 )
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.errors import UserError
+from grpo_dist.runtime.cache import cache_dir
 from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
 from grpo_dist.types import Sampling
 
@@ -124,6 +125,12 @@ def set_environment() -> None:
         # Run the model in the process of the engine's scheduler: a second process, woken at every token,
         # takes CPU time from the model.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        # vLLM's own cache of compiled models goes by the model's path. Without a GPU vLLM 0.32 writes it and
+        # cannot read it back ("'function' object has no attribute 'finalize_loading'"), so that every start
+        # compiles. Inductor's cache goes by what a graph computes, and nothing compiled is ever stale.
+        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+        # torch's own choice is a directory of temporary files.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "compiled"))
 
 
 def fitting_arguments(spec: EngineSpec) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing import active_children
@@ -45,8 +46,10 @@ class EngineThread:
     in a step is raised from all pending and later requests.
     """
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """``arguments``: those of `vllm.EngineArgs`."""
+    def __init__(self, arguments: Mapping[str, Any], *, imported: Callable[[], None] = lambda: None) -> None:
+        """``arguments``: those of `vllm.EngineArgs`. ``imported`` is called in the engine's thread once vLLM
+        is imported, before the model is loaded.
+        """
         self._loop = asyncio.get_running_loop()
         self._commands: Queue[Callable[[], None] | None] = Queue()
         self._numbers = itertools.count()
@@ -55,7 +58,7 @@ class EngineThread:
         self._steps, self._step_began = 0, 0.0
         self._stepping = self._in_command = False
         self._engine: Any = None
-        self._thread = Thread(target=self._run, args=(dict(arguments),), name="engine", daemon=True)
+        self._thread = Thread(target=self._run, args=(dict(arguments), imported), name="engine", daemon=True)
 
     async def start(self) -> None:
         """Load the model. Raises the error of vLLM when that fails."""
@@ -174,9 +177,9 @@ class EngineThread:
             raise RuntimeError("rollout: the engine is not running")
         self._commands.put(command)
 
-    def _run(self, arguments: dict[str, Any]) -> None:
+    def _run(self, arguments: dict[str, Any], imported: Callable[[], None]) -> None:
         try:
-            self._engine = _make(arguments)
+            self._engine = _make(arguments, imported)
         except BaseException as error:
             self._failed = error
         while self._loop_once():
@@ -296,12 +299,29 @@ class EngineThread:
         self._futures.clear()
 
 
-def _make(arguments: dict[str, Any]) -> Any:
+def compilation_began() -> float | None:
+    """Return when vLLM began to compile the model, seconds of `time.perf_counter`; None: it has not begun, or
+    does so in another process.
+    """
+    monitor = sys.modules.get("vllm.compilation.monitor")  # vLLM may be half imported by the engine's thread
+    return getattr(monitor, "torch_compile_start_time", 0.0) or None
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs this process has compiled for its engine, without those found in a cache."""
+    from torch._dynamo.utils import counters
+    from vllm.compilation.counter import compilation_counter
+
+    return int(counters["inductor"]["fxgraph_cache_miss"] + compilation_counter.num_aot_compiles)
+
+
+def _make(arguments: dict[str, Any], imported: Callable[[], None]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
+    imported()
     # The usage context selects vLLM's defaults for batch use: larger prefills.
     config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
     return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)

@@ -141,7 +141,7 @@ class EnvironmentWorker(Metered, Probeable):
         await self.end(list(self._episodes.pop(engine, set())))
 
     async def health(self) -> Health:  # type: ignore[override]  # on the event loop, like all the rest
-        return Health()
+        return Health(phases=self.phases())
 
     async def calls(self) -> str:
         """Return where the pending calls wait."""

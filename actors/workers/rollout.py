@@ -13,7 +13,7 @@ import numpy as np
 from actors.lifecycle.probe import Health, Probeable
 from actors.transfer.connections import Seat
 from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment
-from actors.workers.engine_thread import EngineThread
+from actors.workers.engine_thread import EngineThread, compilation_began, compiled_graphs
 from actors.workers.environment import EnvironmentAddresses
 from actors.workers.episodes import EpisodeSampler, episode_sampler
 from grpo_dist.config import TransferBackend
@@ -43,9 +43,12 @@ class RolloutWorker(Metered, Probeable):
         self._episodes: EpisodeSampler | None = None  # None: no prompt has an environment
         self._updating = False  # between `begin_update` and `finish_update`
         self._received = False  # all weights of that update have arrived
+        self._compiled = 0  # graphs
 
     async def start(self, environments: EnvironmentAddresses | None = None) -> None:
         """Start the engine and warm it up. ``environments``: None where no prompt has one."""
+        self.begin("imports")
+        set_environment()  # before transformers and vLLM are imported, which read it
         from transformers import AutoTokenizer
 
         if device_type() == "cpu":
@@ -56,11 +59,16 @@ class RolloutWorker(Metered, Probeable):
         if environments is not None:
             self._episodes = episode_sampler(self._spec, self._tokenizer, self._generate, self.meter)
             self._episodes.workers.use(environments)
-        set_environment()
-        self._engine = EngineThread(fitting_arguments(self._spec))
+        self._engine = EngineThread(fitting_arguments(self._spec), imported=lambda: self.begin("model"))
         await self._engine.start()
+        self._note_compilation()
+        self._compiled = compiled_graphs()
+        if not self._compiled:
+            self.rename("compilation", "compilation (cached)")
+        self.begin("first request")
         await self._engine.set_weight_version(0)
         await self._warm_up()
+        self.begin("")
 
     async def _warm_up(self) -> None:
         """Sample two tokens in each of the run's ways, on a GPU for as many sequences as it decodes at once.
@@ -178,7 +186,17 @@ class RolloutWorker(Metered, Probeable):
         )
 
     async def health(self) -> Health:  # type: ignore[override]  # on the event loop, like all the rest
-        return Health(self._engine.work())
+        self._note_compilation()
+        return Health(self._engine.work() if self._engine else None, self.phases())
+
+    def _note_compilation(self) -> None:
+        """Begin the phase of compilation where vLLM has begun to compile since the model was loaded."""
+        if self._phases and self._phases[-1][0] == "model" and (began := compilation_began()) is not None:
+            self.begin("compilation", began)
+
+    async def compiled(self) -> int:
+        """Return how many graphs this engine compiled at its start; those from the cache do not count."""
+        return self._compiled
 
     async def calls(self) -> str:
         """Return where the pending calls wait."""

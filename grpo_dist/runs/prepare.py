@@ -67,7 +67,8 @@ def prepare(
     cold = config.model.path == "sft" and train_first
     with stage("cold start" if cold else "model", "supervised, unless cached" if cold else config.model.path):
         model_dir = resolve_model(config.model, config.sft, config.seed, say, train_first=train_first)
-    refuse(model_problems(config, device, model_dir))
+    with stage("model files", "are checked"):
+        refuse(model_problems(config, device, model_dir))
     return prepared(config, model_dir, train_rows, eval_rows, say)
 
 
@@ -85,7 +86,8 @@ def prepared(
     say: Callable[[str], None],
 ) -> Prepared:
     """Turn rows into prompts for the model. Raises ValueError as `prepare` does."""
-    tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
+    with stage("tokenizer", "is loaded"):
+        tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
     warnings: list[str] = []
 
     def warn(message: str) -> None:

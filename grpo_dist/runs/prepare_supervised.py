@@ -55,8 +55,10 @@ def prepare_supervised(
     refuse(setting_problems(config, device))
     with stage("model", sft.model):
         model_dir = starting_model(sft)
-    refuse(model_problems(config, device, model_dir))
-    tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
+    with stage("model files", "are checked"):
+        refuse(model_problems(config, device, model_dir))
+    with stage("tokenizer", "is loaded"):
+        tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
     with stage("demonstrations", "are tokenized"):
         trained, held_out = split(load_demonstrations(sft, tokenizer), sft)
     say(

@@ -33,7 +33,7 @@ from grpo_dist.runs.resume import ResumePoint, load_resume_point, load_state, ot
 from grpo_dist.runs.run import Run, check_unfinished, exclusive_directory, mark_finished
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.files import check_room, write_text
-from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
+from grpo_dist.runtime.stage_log import log_ready, print_line, stage, stages_logged
 from grpo_dist.workers import Workers
 
 if TYPE_CHECKING:  # Ray takes seconds to import
@@ -187,6 +187,7 @@ async def _restore(run: Run, point: ResumePoint, workers: Workers) -> None:
             await workers.sync.push(version=point.step)
     if workers.usage is not None:
         run.tracker.follow(workers.usage)
+    log_ready()
 
 
 async def _evaluate_export(run: Run, cluster: Cluster) -> dict[str, float]:

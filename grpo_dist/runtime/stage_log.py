@@ -1,8 +1,9 @@
 """A log of what a run does between steps: its start, evaluations, its last export.
 
     20:14:03     6.1 s  engines: load the model, compile, and answer a first request
-    20:14:18    21.1 s  waiting: engines 15.0 s (rollout-0); policy ranks 15.0 s (policy-0, policy-1)
-    20:14:29    32.3 s  engines: done in 26.2 s
+    20:14:18    21.1 s  waiting: engines 15.0 s (rollout-0: compilation 2.1 s); policy ranks 15.0 s (policy-0)
+    20:14:29    32.3 s  engines: done in 26.2 s: imports 9.0 s, model 3.9 s, compilation 13.3 s
+    20:14:30    33.0 s  ready in 33.0 s: libraries 2.5 s, Ray 3.1 s, policy ranks 19.2 s, engines 26.2 s (...)
 
 Every stage has a line when it begins and one when it ends, with the time of day and the seconds since the
 command started. While stages are open, a line at least every 20 s names them and what each waits for. A live
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from grpo_dist.secrets import masked
 
 _NAMED = 3  # items that `names_of` lists
+_WORTH_S = 0.5  # of a stage that the line about the whole start names
 _EVERY_S = 15.0  # below the promised 20 s: a busy machine wakes threads late
 
 
@@ -38,6 +40,7 @@ class Stage:
     quiet: bool
     shown: bool = False
     note: str = ""
+    took: str = ""  # what its parts took, once it is done
 
     def lasts(self, now: float) -> str:
         waits = self.note
@@ -63,6 +66,7 @@ class StageLog:
         self._say, self._every_s, self._clock = say, every_s, clock
         self._start = self._last = clock()
         self._open: list[Stage] = []
+        self._ended_stages: list[tuple[Stage, float]] = []  # with the seconds of each, since the last `ready`
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self.has_view = False  # a live view shows the stages that are open
@@ -79,11 +83,26 @@ class StageLog:
 
     def end(self, stage: Stage, *, failed: bool = False) -> None:
         """Log the end of ``stage``. Call it once for every stage."""
+        seconds = self._clock() - stage.begin
         with self._lock:
             self._open.remove(stage)
+            self._ended_stages.append((stage, seconds))
         if not stage.quiet or stage.shown:
-            took = seconds_text(self._clock() - stage.begin)
-            self._print(f"{stage.name}: {'failed after' if failed else 'done in'} {took}")
+            detail = f": {stage.took}" if stage.took else ""
+            how = "failed after" if failed else "done in"
+            self._print(f"{stage.name}: {how} {seconds_text(seconds)}{detail}")
+
+    def ready(self) -> None:
+        """Log how long the start took, and those of its stages so far that are worth a number."""
+        now = self._clock()
+        with self._lock:
+            ended, self._ended_stages = self._ended_stages, []
+        parts = [
+            f"{stage.name} {seconds_text(seconds)}" + (f" ({stage.took})" if stage.took else "")
+            for stage, seconds in ended
+            if seconds >= _WORTH_S
+        ]
+        self._print(f"ready in {seconds_text(now - self._start)}: {', '.join(parts)}".removesuffix(": "))
 
     def note(self, text: str) -> None:
         """Set how far the newest stage is."""
@@ -150,15 +169,17 @@ def stages_logged(say: Callable[[str], None] | None = None, *, enabled: bool = T
 
 
 @contextmanager
-def stage(name: str, what: str = "", waits_for: Callable[[], str] = str) -> Iterator[None]:
-    """Log a stage for the length of the block. ``what``: text of its first line. See `Stage`."""
+def stage(name: str, what: str = "", waits_for: Callable[[], str] = str) -> Iterator[Callable[[str], None]]:
+    """Log a stage for the length of the block. ``what``: text of its first line. See `Stage`. Yields a
+    function that takes what the parts of the stage took, in words.
+    """
     log = _current
     if log is None:
-        yield
+        yield lambda _: None
         return
     opened = log.begin(name, what, waits_for, quiet=False)
     try:
-        yield
+        yield lambda took: setattr(opened, "took", took)
     except BaseException:
         log.end(opened, failed=True)
         raise
@@ -226,6 +247,12 @@ def say(text: str) -> None:
     """Log a line of its own, what a stage has found out."""
     if _current is not None:
         _current.say(masked(text))
+
+
+def log_ready() -> None:
+    """Log that all is up, and what each stage of the start took."""
+    if _current is not None:
+        _current.ready()
 
 
 def shown_by_view(shown: bool) -> None:

@@ -17,6 +17,7 @@ from grpo_dist.runtime import stage_log
 from grpo_dist.runtime.stage_log import (
     LoopStages,
     StageLog,
+    log_ready,
     names_of,
     note,
     open_stages,
@@ -55,6 +56,22 @@ def test_a_stage_has_a_line_when_it_begins_and_when_it_ends_with_the_time(said):
         said.now += 1.5
     assert re.fullmatch(r"\d\d:\d\d:\d\d     2\.0 s  export: the model is written", said[0])
     assert re.fullmatch(r"\d\d:\d\d:\d\d     3\.5 s  export: done in 1\.5 s", said[1])
+
+
+def test_when_all_is_up_a_line_says_what_each_stage_of_the_start_took(said):
+    with stage("libraries"):
+        said.now += 2.5
+    with stage("checks"):
+        said.now += 0.1
+    with stage("engines") as took:
+        took("model 1.0 s, compilation 30.0 s")
+        said.now += 31.0
+    log_ready()
+    assert said.texts()[-1] == (
+        "ready in 33.6 s: libraries 2.5 s, engines 31.0 s (model 1.0 s, compilation 30.0 s)"
+    )
+    log_ready()  # after a restart: what was told of is not told again
+    assert said.texts()[-1] == "ready in 33.6 s"
 
 
 def test_while_stages_last_a_line_says_what_each_waits_for(said):
@@ -242,6 +259,7 @@ def test_a_run_without_a_console_prints_no_stages(capsys):
 
 def test_the_start_of_a_role_names_the_actors_that_are_still_starting(said):
     from actors.lifecycle.actor_spec import ActorSpec
+    from actors.lifecycle.probe import Health
     from actors.lifecycle.supervisor import Team
     from actors.startup import STAGES, wait_until_ready
 
@@ -252,11 +270,14 @@ def test_the_start_of_a_role_names_the_actors_that_are_still_starting(said):
     async def start(actor):
         await actor.up.wait()
 
+    async def health(actor):
+        return Health()
+
     async def started(kind):
         ups = [asyncio.Event(), asyncio.Event()]
         makers = [lambda name, up=up: Actor(up) for up in ups]
         handle = object.__new__(kind)
-        handle.team = Team("rollout", makers, ActorSpec(start_s=60), start=start)
+        handle.team = Team("rollout", makers, ActorSpec(start_s=60), start=start, health=health)
         handle.models = []
         handle.ready = handle.team.ready
         coming = asyncio.create_task(wait_until_ready(handle))
@@ -294,5 +315,14 @@ def test_stages_before_the_actors_are_printed_from_the_first_second(tmp_path, mo
     names = [re.split(r" {2,}", line)[2].partition(":")[0] for line in lines]
     started = [name for name, line in zip(names, lines, strict=True) if "done in" not in line]
     started = [name for name in started if name != "waiting"]  # on a busy machine
-    assert started == ["libraries", "actors", "checks", "data", "model", "prompts"]
+    assert started == [
+        "libraries",
+        "actors",
+        "checks",
+        "data",
+        "model",
+        "model files",
+        "tokenizer",
+        "prompts",
+    ]
     assert sum("done in" in line for line in lines) == len(started)

@@ -117,7 +117,7 @@ class EngineAhead(Engine):
 
 def with_engine(monkeypatch, use, engine_class=Engine):
     engine = engine_class()
-    monkeypatch.setattr(engine_thread, "_make", lambda arguments: engine)
+    monkeypatch.setattr(engine_thread, "_make", lambda arguments, imported: engine)
 
     async def run():
         thread = EngineThread({})
@@ -234,7 +234,7 @@ def test_a_failed_step_fails_all_pending_and_later_requests(monkeypatch):
 
 
 def test_a_model_that_does_not_load_fails_the_start(monkeypatch):
-    def broken(arguments):
+    def broken(arguments, imported):
         raise OSError("no such file")
 
     monkeypatch.setattr(engine_thread, "_make", broken)
