@@ -129,7 +129,9 @@ class RolloutWorker(Metered, Probeable):
                 assert self._episodes is not None, "the configuration has no environment"
                 return await self._episodes.sample(prompt, sample, seed, sampling, length)
             most, exact = length or sampling.max_new_tokens, length is not None
-            output = await self._generate(prompt.token_ids.tolist(), seed, sampling, most, exact=exact)
+            stop = () if exact else sampling.stop
+            ids = prompt.token_ids.tolist()
+            output = await self._generate(ids, seed, sampling, most, exact=exact, stop=stop)
             self.meter.count("tokens", len(output.token_ids))
             return self._rollout(prompt.uid, sample, output)
         finally:

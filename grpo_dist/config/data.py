@@ -14,7 +14,7 @@ class ModelConfig(Section):
     """The trained model and its format."""
 
     path: str = Field(
-        description="local directory, hub id, `demo:<name>` for a demo model of this project, or "
+        description="local directory, hub id, GGUF file, `demo:<name>` for a demo model of this project, or "
         "`random:<config.json>` for random weights with that configuration"
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
@@ -144,3 +144,8 @@ class SamplingConfig(Section):
 
     temperature: Temperature = Field(1.0, description="temperature of samples and of all log-probs")
     max_new_tokens: PositiveInt = Field(512, description="longest completion; longer ones are truncated")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (),
+        description='texts that end a completion, of evaluations as well, e.g. ["\\n"]; the token that '
+        "completes one belongs to the completion. The end-of-sequence token ends it, too",
+    )

@@ -32,6 +32,11 @@ def episode_contradictions(config: Sections) -> Iterator[str]:
             f"`algorithm.advantage` = turn compares turns of episodes, but source {without[0]} of "
             "`data.train` has no environment; set `data.environment`, or use another estimator"
         )
+    if config.sampling.stop and len(without) < len(data.train):
+        yield (
+            f"`sampling.stop` = {list(config.sampling.stop)} ends single completions, but `data.environment` "
+            "makes episodes, whose actions end where their call format says; remove one of the two"
+        )
     sums = [r.weight for r in rewards.functions if r.function == "environment" and r.weight]
     if sums and without:
         yield (

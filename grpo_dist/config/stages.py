@@ -73,8 +73,8 @@ class SFTConfig(Section):
     """
 
     model: str = Field(
-        description="local directory, `demo:<name>` for a model initialised from the seed, or in a pipeline "
-        "a hub id"
+        description="local directory, GGUF file, `demo:<name>` for a demo model of this project, or in a "
+        "pipeline a hub id"
     )
     data: Annotated[tuple[DemonstrationsConfig, ...], Field(min_length=1), BeforeValidator(_as_sources)] = (
         Field(description="a path as in `sft.data.0.path`, or a list of sources to mix")

@@ -27,7 +27,16 @@ in its head:
 Results of one length are copied from one place, which a small model learns soon. A model trained on them
 calls now and then. Reinforcement learning can teach it to call always.
 
-A problem belongs to the test split if md5(problem) % 20 == 0, so no test problem is ever trained on.
+`demo:sums2` and `demo:sums3`, sums of two numbers with two or three digits for a pretrained model, after
+three worked examples, which are the same for all problems:
+
+    problem        12 + 25 = 37
+                   41 + 7 = 48
+                   36 + 28 = 64
+                   27 + 82 =
+
+A problem belongs to the test split if md5(problem) % 20 == 0, so no test problem is ever trained on. Of sums
+after examples, problem and swapped problem (82 + 27) belong to one split, and no example is a test problem.
 """
 
 from __future__ import annotations
@@ -40,7 +49,12 @@ from typing import Any, Literal
 
 Split = Literal["train", "test"]
 _SIZES: dict[str, int] = {"train": 8000, "test": 1000}
+_SIZES_OF_SUMS2: dict[str, int] = {"train": 7000, "test": 360}  # of 8100 problems, 363 of the test split
 _OPERATORS = {"add3": "+", "products": "*"}
+_EXAMPLES = {
+    "sums2": "12 + 25 = 37\n41 + 7 = 48\n36 + 28 = 64\n",
+    "sums3": "412 + 125 = 537\n641 + 137 = 778\n236 + 528 = 764\n",
+}
 
 
 def problems(name: str, split: str) -> list[dict[str, str]]:
@@ -48,10 +62,11 @@ def problems(name: str, split: str) -> list[dict[str, str]]:
 
     Raises ValueError for an unknown name or split.
     """
-    _check(name, "data set")
+    _check(name, "data set", (*_OPERATORS, *_EXAMPLES))
     if split not in _SIZES:
         raise ValueError(f"demo:{name}: no split `{split}`; expected train or test")
-    pairs = _pairs(name, split, _SIZES[split])
+    sizes = _SIZES_OF_SUMS2 if name == "sums2" else _SIZES
+    pairs = _pairs(name, split, sizes[split])
     return [{"problem": problem_of(name, a, b), "answer": str(_answer(name, a, b))} for a, b in pairs]
 
 
@@ -60,7 +75,7 @@ def demonstrations(name: str, count: int, *, noise: float, seed: int) -> list[di
 
     ``noise``: of add3, the share with a slip; of products, the share of guesses.
     """
-    _check(name, "demonstrations")
+    _check(name, "demonstrations", (*_OPERATORS,))
     rng = random.Random(f"demonstrations {seed}")
     out: list[dict[str, Any]] = []
     while len(out) < count:
@@ -111,6 +126,8 @@ _DEMONSTRATIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def problem_of(name: str, a: int, b: int) -> str:
+    if name in _EXAMPLES:
+        return f"{_EXAMPLES[name]}{a} + {b} ="
     return f"{a}{_OPERATORS[name]}{b}="
 
 
@@ -120,19 +137,20 @@ def split_of(problem: str) -> Split:
     return "test" if int.from_bytes(digest, "big") % 20 == 0 else "train"
 
 
-def _check(name: str, what: str) -> None:
-    if name not in _OPERATORS:
-        known = " or ".join(f"demo:{n}" for n in _OPERATORS)
+def _check(name: str, what: str, names: tuple[str, ...]) -> None:
+    if name not in names:
+        known = " or ".join(f"demo:{n}" for n in names)
         raise ValueError(f"demo:{name}: no such {what}; expected {known}")
 
 
 def _answer(name: str, a: int, b: int) -> int:
-    return a + b if name == "add3" else a * b
+    return a * b if name == "products" else a + b
 
 
 def _draw(name: str, rng: random.Random) -> tuple[int, int]:
-    if name == "add3":
-        return rng.randint(100, 999), rng.randint(100, 999)
+    if name != "products":
+        low, high = (10, 99) if name == "sums2" else (100, 999)
+        return rng.randint(low, high), rng.randint(low, high)
     while True:
         a, b = rng.randint(100, 999), rng.randint(10, 99)
         if a * b >= 10_000:
@@ -145,6 +163,7 @@ def _pairs(name: str, split: str, size: int) -> tuple[tuple[int, int], ...]:
     found: dict[tuple[int, int], None] = {}
     while len(found) < size:
         pair = _draw(name, rng)
-        if split_of(problem_of(name, *pair)) == split:
+        a, b = sorted(pair) if name in _EXAMPLES else pair
+        if split_of(problem_of(name, a, b)) == split:
             found[pair] = None
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Builds small Qwen2 models with random weights from a seed; nothing is downloaded."""
+"""Builds small Qwen2 models with random weights from a seed; only `demo:smollm2` is downloaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.demo.smollm2 import NAME as SMOLLM2
+from grpo_dist.demo.smollm2 import smollm2
 from grpo_dist.demo.tokenizer import character_tokenizer, word_tokenizer
+from grpo_dist.policy.gguf_model import gguf_model, is_gguf
 from grpo_dist.runtime.cache import cached
 
 _VERSION = 2  # of the files this module writes; raise it when they change
@@ -27,13 +30,32 @@ _WORDS = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, 
 
 
 def cached_model(name: str, *, seed: int) -> Path:
-    """Return the directory of model ``name``, cached. Raises ValueError for an unknown name."""
+    """Return the directory of model ``name``, cached. Raises ValueError for an unknown name, and for
+    `smollm2` where it cannot be fetched.
+    """
+    if name == SMOLLM2:
+        return smollm2()
     if name not in _SHAPES:
-        raise ValueError(
-            f"model demo:{name}: no such model; expected one of {', '.join(f'demo:{n}' for n in _SHAPES)}"
-        )
+        known = ", ".join(f"demo:{n}" for n in (*_SHAPES, SMOLLM2))
+        raise ValueError(f"model demo:{name}: no such model; expected one of {known}")
     decides = {"version": _VERSION, "name": name, "seed": seed}
     return cached(f"model-{name}", decides, lambda directory: _make(name, seed, directory))
+
+
+def is_made(path: str) -> bool:
+    """Return whether `made_model` makes the model ``path``."""
+    return path.startswith("demo:") or is_gguf(path)
+
+
+def made_model(path: str, key: str, *, seed: int) -> Path | None:
+    """Return the cached directory of a model that is made here: `demo:NAME`, or a GGUF file; None: ``path``
+    is neither. ``key``: of ``path``, for messages. Raises ValueError for one that cannot be made.
+    """
+    if path.startswith("demo:"):
+        return cached_model(path.removeprefix("demo:"), seed=seed)
+    if is_gguf(path):
+        return gguf_model(Path(path).expanduser(), f"{key} = {path}")
+    return None
 
 
 def random_model(file: Path, *, seed: int) -> Path:

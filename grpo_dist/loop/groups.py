@@ -182,7 +182,11 @@ class GroupScorer:
         return float((await self._workers.rewards.score(prompt, rollouts)).rewards[0])
 
     def _with_temperature(self, temperature: float) -> Sampling:
-        return Sampling(temperature=temperature, max_new_tokens=self._sampling.max_new_tokens)
+        return Sampling(
+            temperature=temperature,
+            max_new_tokens=self._sampling.max_new_tokens,
+            stop=self._sampling.stop,
+        )
 
     async def _referenced(self, group: Group) -> ScoredGroup:
         return ScoredGroup(group, await self._ref_logprobs(group.prompt, group.rollouts))

@@ -6,12 +6,15 @@ Each class wraps a plain function of another module.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pydantic import Field, PositiveInt, field_validator
 
-from grpo_dist.config import NonNegative, Section
+from grpo_dist.config import Fraction, NonNegative, Section
 from grpo_dist.rewards.episodes import reward_of_environment
 from grpo_dist.rewards.format import think_answer_format
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
@@ -77,6 +80,28 @@ class Parity(Builtin):
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         return [float(i % 2) for i in range(len(group.completions))]
+
+
+class Random(Builtin):
+    """1 with probability ``share``, else 0, whatever the completion: a control, since any reward may change a
+    policy.
+
+    The SHA-256 of seed, problem, gold and the sample's place in its group decides, so a resumed run draws the
+    same rewards.
+    """
+
+    seed: int = 0
+    share: Fraction = 0.5
+
+    def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
+        problem: list[Any] = [self.seed, str(group.columns.get("problem", "")), group.gold]
+        return [float(_uniform([*problem, place]) < self.share) for place in range(len(group.completions))]
+
+
+def _uniform(key: list[Any]) -> float:
+    """Hash ``key`` to a number in [0, 1)."""
+    digest = hashlib.sha256(json.dumps(key).encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 class Exact(Builtin):

@@ -39,6 +39,7 @@ REWARDS: dict[str, type[Builtin]] = {
     "relative_length": builtin.RelativeLength,
     "judge": LLMJudge,
     "parity": builtin.Parity,
+    "random": builtin.Random,
     "environment": builtin.EnvironmentSum,
 }
 

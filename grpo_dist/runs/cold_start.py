@@ -19,6 +19,7 @@ from grpo_dist.algorithms.schedules import learning_rate
 from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import contents, load_pairs
 from grpo_dist.data.segments import Pair
+from grpo_dist.demo.model import is_made, made_model
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.runtime.cache import cached, fingerprint
@@ -47,7 +48,8 @@ def run_sft(settings: SFTConfig, say: Callable[[str], None]) -> Path:
         "settings": settings.model_dump(
             mode="json", exclude={"threads", "data", "validation_share", "validate_every"}
         ),
-        "model": model_dir.name if settings.model.startswith("demo:") else fingerprint(model_dir),
+        # The name of a directory in the cache says what is in it.
+        "model": model_dir.name if is_made(settings.model) else fingerprint(model_dir),
         "data": contents(settings),
     }
     return cached("sft", decides, lambda directory: write_sft(settings, model_dir, directory, say))
@@ -159,13 +161,12 @@ def padded(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
 
 def base_model(settings: SFTConfig) -> Path:
     """Return the directory of the model that training starts from. Raises ValueError when there is none."""
-    if settings.model.startswith("demo:"):
-        from grpo_dist.demo.model import cached_model
-
-        return cached_model(settings.model.removeprefix("demo:"), seed=settings.seed)
+    if made := made_model(settings.model, "sft.model", seed=settings.seed):
+        return made
     path = Path(settings.model).expanduser()
     if not (path / "config.json").is_file():
         raise ValueError(
-            f"sft.model = {settings.model}: no model directory; expected one with config.json, or demo:tiny"
+            f"sft.model = {settings.model}: no model directory; expected one with config.json, a GGUF "
+            "file, or demo:tiny"
         )
     return path.resolve()

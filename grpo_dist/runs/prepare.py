@@ -25,8 +25,9 @@ from grpo_dist.config import (
 from grpo_dist.data.prompts import BuiltPrompts, Dropped, PromptFormat, build_prompts, check_overlap
 from grpo_dist.data.readers import DataRow, read_all, source_name
 from grpo_dist.data.tasks import own_problems, source_tasks
-from grpo_dist.demo.model import cached_model, random_model
+from grpo_dist.demo.model import made_model, random_model
 from grpo_dist.evaluation.sampling import EvalSet
+from grpo_dist.policy.gguf_model import loss_of
 from grpo_dist.rewards.gold import count_unreadable
 from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.registry import reward_problems
@@ -165,16 +166,18 @@ def resolve_model(
     *,
     train_first: bool = True,
 ) -> Path:
-    """Return the model's directory: made here (`demo:`, `random:`), trained here (`sft`), local, or
-    downloaded from the hub.
+    """Return the model's directory: made here (`demo:`, `random:`), trained here (`sft`), converted from a
+    GGUF file, local, or downloaded from the hub.
     """
     quiet_libraries()
     path = model.path
     if path == "sft":
         assert sft is not None  # the configuration was checked
         return run_sft(sft, say) if train_first else base_model(sft)
-    if path.startswith("demo:"):
-        return cached_model(path.removeprefix("demo:"), seed=seed)
+    if made := made_model(path, "model.path", seed=seed):
+        if loss := loss_of(made):
+            say(loss)
+        return made
     if path.startswith("random:"):
         return random_model(Path(path.removeprefix("random:")).expanduser(), seed=seed)
     local = Path(path).expanduser()

@@ -14,6 +14,7 @@ from grpo_dist.data.demonstrations import (
     load_demonstrations,
     split,
 )
+from grpo_dist.demo.model import is_made
 from grpo_dist.runs.cold_start import base_model
 from grpo_dist.runs.prepare import Prepared, download, load_tokenizer, refuse
 from grpo_dist.runs.start_checks import model_problems, setting_problems
@@ -73,5 +74,6 @@ def starting_model(sft: SFTConfig) -> Path:
     missing.
     """
     local = Path(sft.model).expanduser()
-    is_hub_id = sft.model.count("/") == 1 and not sft.model.startswith((".", "~", "/")) and not local.exists()
+    is_here = is_made(sft.model) or sft.model.startswith((".", "~", "/")) or local.exists()
+    is_hub_id = sft.model.count("/") == 1 and not is_here
     return download(sft.model, None, "sft.model") if is_hub_id else base_model(sft)

@@ -63,8 +63,9 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How completions are drawn. ``temperature`` 0 is greedy; ``top_p`` 1 and ``top_k`` 0 mean the full
-    distribution. ``lengths`` has one entry per sample: exactly so many tokens, EOS like any other; None:
-    completions end by themselves.
+    distribution. ``lengths`` has one entry per sample: exactly so many tokens, EOS and ``stop`` like any
+    other; None: completions end by themselves. ``stop``: texts that end a completion, with the token that
+    completes one.
     """
 
     temperature: float = 1.0
@@ -72,6 +73,7 @@ class Sampling:
     top_k: int = 0
     max_new_tokens: int = 512
     lengths: tuple[int, ...] | None = None
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
         ("algorithm.turn_discount=0.5", ["has no effect without algorithm.advantage=turn"]),
         ("rewards.functions=[{function: environment}]", ["none of its samples would be scored"]),
         ("environments.mask_outcomes=[turns]", ["has no effect without an environment"]),
+        ("sampling.stop=['']", ["sampling.stop.0", "at least 1 character"]),
         ("environments.outcome_rewards={turns: -1}", ["has no effect without an environment"]),
         ("algorithm={advantage: remax, reward_norm: group}", ["`algorithm.reward_norm` = group", "greedy"]),
         (

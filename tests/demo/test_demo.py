@@ -80,6 +80,41 @@ def test_demonstrations_are_a_function_of_the_seed(name):
     assert demonstrations(name, 20, noise=0.5, seed=0) == first[:20]
 
 
+# Sums after worked examples
+
+
+@pytest.mark.parametrize(("name", "digits", "sizes"), [("sums2", 2, (7000, 360)), ("sums3", 3, (8000, 1000))])
+def test_sums_after_examples_have_one_split_for_a_problem_and_its_swap(name, digits, sizes):
+    def read(problem):
+        *examples, question = problem.splitlines()
+        for example in examples:
+            a, b, total = map(int, re.fullmatch(r"(\d+) \+ (\d+) = (\d+)", example).groups())
+            assert a + b == total
+        return examples, tuple(
+            map(int, re.fullmatch(rf"(\d{{{digits}}}) \+ (\d{{{digits}}}) =", question).groups())
+        )
+
+    splits = []
+    for split in ("train", "test"):
+        rows = problems(name, split)
+        found = [read(row["problem"]) for row in rows]
+        assert [int(row["answer"]) for row in rows] == [a + b for _, (a, b) in found]
+        splits.append({frozenset(pair) for _, pair in found})
+        assert len({pair for _, pair in found}) == len(rows)
+        (examples,) = {tuple(shown) for shown, _ in found}
+    assert (len(problems(name, "train")), len(problems(name, "test"))) == sizes
+    assert not splits[0] & splits[1]
+    shown = [frozenset(map(int, example.split(" = ")[0].split(" + "))) for example in examples]
+    assert len(shown) == 3 and not splits[1] & set(shown)
+
+
+def test_there_are_no_demonstrations_of_sums_after_examples():
+    with pytest.raises(
+        ValueError, match=r"demo:sums2: no such demonstrations; expected demo:add3 or demo:prod"
+    ):
+        demonstrations("sums2", 1, noise=0.0, seed=0)
+
+
 # Products
 
 

@@ -204,6 +204,18 @@ def test_unknown_settings_of_a_built_in_are_rejected(function, kwargs, words) ->
     assert [word for word in words if word not in message] == []
 
 
+def test_random_rewards_depend_on_the_seed_and_never_on_the_text(pool: GraderPool) -> None:
+    def scored(seed: int, gold: str, text: str = "4") -> list[float]:
+        specs = [spec("random", "random", kwargs={"seed": seed, "share": 0.3})]
+        return Scorer(specs, pool).score(completion_group([text] * 16, gold)).parts["random"].tolist()
+
+    assert scored(0, "4") == scored(0, "4", "right or wrong")
+    assert scored(0, "4") != scored(1, "4") and scored(0, "4") != scored(0, "5")
+    drawn = [value for gold in range(200) for value in scored(0, str(gold))]
+    assert set(drawn) == {0.0, 1.0}
+    assert np.mean(drawn) == pytest.approx(0.3, abs=0.03)  # 3.7 standard errors of 3200 draws
+
+
 def test_built_in_rewards_see_tokens_and_the_group(pool: GraderPool) -> None:
     specs = [
         spec("overlong", "overlong", kwargs={"buffer_tokens": 20}),

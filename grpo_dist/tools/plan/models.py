@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_dist.config import Config, RewardModelConfig
 from grpo_dist.errors import UserError
+from grpo_dist.policy.gguf_model import gguf_config, is_gguf
 from grpo_dist.runtime.json_files import read_json
 from grpo_dist.tools.bench.flops import Shape
 
@@ -139,6 +140,7 @@ _PUBLISHED = {
     "meta-llama/Llama-3.2-3B": _known("llama", 3072, 8192, 28, 24, 8, 128256, tied=True, head_dim=128),
     "meta-llama/Llama-3.1-8B": _known("llama", 4096, 14336, 32, 32, 8, 128256, tied=False),
     "meta-llama/Llama-3.1-70B": _known("llama", 8192, 28672, 80, 64, 8, 128256, tied=False),
+    "HuggingFaceTB/SmolLM2-135M": _known("llama", 576, 1536, 30, 9, 3, 49152, tied=True),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _known(
         "qwen2", 1536, 8960, 28, 12, 2, 151936, tied=False
     ),
@@ -165,12 +167,19 @@ def model_of(config: Config) -> ModelShape:
         path = config.sft.model
     if path.startswith("random:"):
         return _read(Path(path.removeprefix("random:")).expanduser(), _policy(path))
+    if path == "demo:smollm2":
+        path = "HuggingFaceTB/SmolLM2-135M-Instruct"  # nothing is fetched
     if path.startswith("demo:"):
         from grpo_dist.demo.model import cached_model
 
         try:
             made = cached_model(path.removeprefix("demo:"), seed=config.seed) / "config.json"
             return _read(made, _policy(path))
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    if is_gguf(path):
+        try:
+            return from_config_json(gguf_config(Path(path).expanduser(), _policy(path)), path)
         except ValueError as error:
             raise UserError(str(error)) from error
     if found := _known_locally(path, config.model.revision, _policy(path)):

@@ -92,6 +92,20 @@ def test_a_sample_has_exactly_the_requested_length(world):
     assert [r.finish_reason for r in group] == ["length"] * 3
 
 
+def test_a_completion_ends_with_the_token_that_completes_a_stop_text(world):
+    """``stop`` holds for samples; a sample of an exact length passes it."""
+    (whole,) = world.run(world.sample(PROMPTS[0], [5], lengths=(24,)))
+    text = whole.text
+    place = next(i for i in range(3, 20) if text[i] not in text[:i])
+    (cut,) = world.run(world.sample(PROMPTS[0], [5], stop=(text[place],)))
+    assert cut.text == text[: place + 1] and cut.finish_reason == "stop"
+    kept = len(cut.completion_ids)
+    np.testing.assert_array_equal(cut.completion_ids, whole.completion_ids[:kept])
+    np.testing.assert_allclose(cut.logprobs, whole.logprobs[:kept], atol=1e-6)
+    (exact,) = world.run(world.sample(PROMPTS[0], [5], stop=(text[place],), lengths=(24,)))
+    np.testing.assert_array_equal(exact.completion_ids, whole.completion_ids)
+
+
 def test_one_long_sample_does_not_hold_the_slots_of_its_finished_siblings(world):
     """Two groups of 16 fill the pool's room, each with one sample of 200 tokens. The next batch is sampled
     while those two run: the engine does not wait for the longest.

