@@ -69,13 +69,10 @@ class PolicyWorker(Metered, Probeable):
         self, rank: Rank, policy: PolicyConfig, model: ModelConfig, model_dir: str, settings: TrainerSettings
     ) -> tuple[DeviceType, float]:
         """Join the other ranks and load the model; return the device type and `Trainer.attention_cost`."""
-        self.begin("imports")
+        self.begin("model and DeepSpeed")
         build_in_own_directory()
         # DeepSpeed's autotuner, unused here, would import mlflow if installed: two seconds of each start.
         sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
-        import deepspeed  # noqa: F401  # optional: only ranks need it; here, so that its seconds are known
-
-        self.begin("model")
         self._trainer = Trainer(with_store(rank), policy, model=model, model_dir=model_dir, settings=settings)
         self.begin("")
         return self._trainer.device.type, self._trainer.attention_cost
