@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -62,15 +62,17 @@ from grpo_dist.workers import Workers
 logger = logging.getLogger("grpo_dist")
 
 # Roles whose actors run one call at a time, so that calls wait for each other.
-QUEUEING = {"reference", "reward_model", "policy"}
+QUEUEING = {"reference", "teacher", "reward_model", "policy"}
 _POLL_S = 1.0  # while waiting for a node that joins
 
 
 class Cluster:
-    """Owns the actors of one run. Use as an async context manager."""
+    """Owns the actors of one run. Use as an async context manager. ``teacher_dirs``: directories of the
+    teachers' models, by name.
+    """
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, teacher_dirs: Mapping[str, Path] | None = None) -> None:
+        self._config, self._teacher_dirs = config, dict(teacher_dirs or {})
         self._handles: list[Any] = []
         self._own_connection = self._shared = self._is_connected = False
         self._factory = Factory(config, {}, Reservation([], None))  # nothing is reserved yet
@@ -116,12 +118,11 @@ class Cluster:
         shared = await self._shared_devices(policy)
         samplers = self._create_samplers(model_dir, shared)
         reference = self._factory.reference(model_dir, shared)
-        if reference is not None:
-            self._handles.append(reference)
+        teachers = self._factory.teachers(self._teacher_dirs, shared)
         evaluation = self._factory.evaluation(model_dir, samplers.environments)
-        if evaluation is not None:
-            self._handles.append(evaluation)
-        parts = TrainingActors(policy, samplers, reference, evaluation)
+        own = (reference, *teachers.values(), evaluation)
+        self._handles += [handle for handle in own if handle is not None]
+        parts = TrainingActors(policy, samplers, reference, evaluation, teachers)
         if not self._factory.demands["rollout"].shared:
             await self._ready()
             self._parts = parts
@@ -205,8 +206,9 @@ class Cluster:
             own = EvaluationEngines(policy, pool, rewards, timeout_s=timeout_s)
         probe = EngineProbe(policy, rollouts, own)
         return Workers(
-            rollouts, rewards, reference, policy, sync, reference_sync, usage, self.where_stuck, probe, own
-        )
+            rollouts, rewards, reference, policy, sync, reference_sync, usage, self.where_stuck, probe, own,
+            parts.teachers,
+        )  # fmt: skip
 
     async def _shared_devices(self, policy: PolicyGroup) -> SharedDevices | None:
         """Return the GPUs of policy ranks, which all others share; None: they have their own, or there are

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class TrainingActors:
     samplers: SamplingActors
     reference: ReferencePool | None
     evaluation: RolloutPool | None = None  # engines for evaluation alone
+    teachers: Mapping[str, ReferencePool] = field(default_factory=dict)
 
     def engines(self) -> list[RolloutPool]:
         """Return the pools of engines: of training, and of evaluation if it has its own."""
@@ -55,7 +56,8 @@ class TrainingActors:
     def frozen_models(self) -> dict[str, ReferencePool | RewardModelPool]:
         """Return the roles that hold a model which is not trained, by name."""
         reference = {"reference": self.reference} if self.reference else {}
-        return reference | {f"reward_model {m.name}": m for m in self.samplers.rewards.models}
+        teachers = {f"teacher {name}": teacher for name, teacher in self.teachers.items()}
+        return reference | teachers | {f"reward_model {m.name}": m for m in self.samplers.rewards.models}
 
     def teams(self) -> dict[str, list[Team]]:
         """Return the teams of each role by the role's name in metrics."""
@@ -67,6 +69,7 @@ class TrainingActors:
             "reward": [rewards.team],
             "reward_model": [model.team for model in rewards.models],
             "reference": [self.reference.team] if self.reference else [],
+            "teacher": [teacher.team for teacher in self.teachers.values()],
             "policy": [self.policy.team],
         }
 
@@ -159,6 +162,30 @@ class Factory:
             temperature=config.sampling.temperature,
             chunk_mib=config.policy.logprob_chunk_mib,
         )
+
+    def teachers(
+        self, model_dirs: Mapping[str, Path], shared: SharedDevices | None
+    ) -> dict[str, ReferencePool]:
+        """Create the workers of the teachers with models of their own. ``model_dirs``: by their names."""
+        config, pools = self._config, {}
+        teachers = config.distillation.of_own_models
+        if not teachers:
+            return {}
+        if shared:  # one copy of each on every GPU
+            teachers = tuple(t.model_copy(update={"num_workers": len(shared.ranks)}) for t in teachers)
+        every = self._actors("teachers", shared.ranks * len(teachers) if shared else ())
+        left = iter(every.actor_options or ())
+        for teacher in teachers:
+            own = None if every.actor_options is None else list(islice(left, teacher.num_workers))
+            pools[teacher.name] = ReferencePool(
+                teacher,
+                replace(every, actor_options=own),
+                model=config.model,
+                model_dir=str(model_dirs[teacher.name]),
+                temperature=config.sampling.temperature,
+                chunk_mib=config.policy.logprob_chunk_mib,
+            )
+        return pools
 
     def _actors(self, role: str, shared: Sequence[Devices] = ()) -> ActorSpec:
         """Return options, placement and restarts of a role's actors; ``shared``: devices of each, if others

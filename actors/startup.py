@@ -30,7 +30,7 @@ STAGES: dict[type, tuple[str, str]] = {
     EnvironmentPool: ("environments", "start their sandbox"),
     RewardPool: ("reward workers", "start grader processes"),
     RewardModelPool: ("reward models", "load"),
-    ReferencePool: ("reference", "loads the model"),
+    ReferencePool: ("reference and teachers", "load their models"),
     PolicyGroup: ("policy ranks", "join, load the model and set up DeepSpeed"),
 }
 _ASK_S = 2.0  # between two questions to an actor how far it is

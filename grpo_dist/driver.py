@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from grpo_dist.config import Config
+from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.health.watch import HealthWatch
 from grpo_dist.loop.chores import Checkpointer, Chores, StatefulParts
@@ -44,11 +45,13 @@ async def run(
     checkpoints: Checkpointer,
     progress: Progress | None = None,
     *,
+    demonstrations: Sequence[Demonstration] = (),
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> None:
     """Train to step ``config.steps``, from that of ``progress``, whose version the engines hold on entry.
 
-    Once ``stop_requested`` is true, the run saves the current step and ends; while samples are still missing
+    ``demonstrations``: those that `config.demonstrations` names, for the cross-entropy in every update. Once
+    ``stop_requested`` is true, the run saves the current step and ends; while samples are still missing
     it saves the step before, with the finished groups.
 
     Raises what a worker raises; TimeoutError naming a stage of `cluster.timeouts`; Unhealthy and Rollback
@@ -56,7 +59,7 @@ async def run(
     """
     progress = progress or Progress()
     pipeline = Pipeline(config, workers, prompts, first=progress.step, state=progress.pipeline)
-    staging = Staging(config, workers.policy, progress.rewards)
+    staging = Staging(config, workers.policy, progress.rewards, demonstrations)
     probe = SyncProbe(config, workers, prompts, recorder, start=progress.step)
     health = HealthWatch(config, recorder, progress.health)
     kl = KLController(config.algorithm.kl, progress.kl_coef)
@@ -77,7 +80,8 @@ async def run(
             with timer("stage"):
                 staged = await staging.take(step, batch, kl_coef=kl.coef)
             staging.begin(step + 1, pipeline.oldest)
-            metrics = rollout_metrics(batch.sampled, version=step) | await probe.finish(step, timer)
+            metrics = rollout_metrics(batch.sampled, version=step) | staged.metrics
+            metrics |= await probe.finish(step, timer)
             trainable, metrics = health.judge_batch(step + 1, batch.groups, metrics)
             with timer("update"):
                 if trainable:

@@ -4,8 +4,8 @@ implement these protocols.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -115,12 +115,13 @@ class Workers:
     """Handles to all workers of a run.
 
     Attributes:
-        reference: None exactly when the KL coefficient is 0.
+        reference: None where neither a KL term nor a teacher needs it.
         reference_sync: None when the reference stays frozen.
         usage: None when nobody measures what the workers do.
         where_stuck: describes where each worker is in its code, for a deadline that has passed.
         probe: None where there is no engine to probe, as with simulated workers.
         evaluation: None where evaluation uses the engines of training.
+        teachers: by name, those with a model of their own.
     """
 
     rollouts: RolloutHandle
@@ -133,3 +134,4 @@ class Workers:
     where_stuck: Callable[[], Awaitable[str]] | None = None
     probe: ProbeHandle | None = None
     evaluation: EvaluationHandle | None = None
+    teachers: Mapping[str, ReferenceHandle] = field(default_factory=dict)

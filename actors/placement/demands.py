@@ -5,6 +5,7 @@ GPU 0 1 2     policy ranks             GPU 0 1 2 3 4 5 6 7   rollout engines, wh
 GPU 3 4 5     rollout engines          GPU 0 1 2 3 4 5 6 7   a copy of each reward model, while they score
 GPU 6         a reward model           GPU 0 1 2 3 4 5 6 7   a copy of the reference, while it is asked
 GPU 7         the reference            GPU 0 1 2 3 4 5 6 7   policy ranks, while they train
+              (a teacher likewise)
 GPU 8         evaluation's own engine  GPU 8                 evaluation's own engine
 
 `actors.colocation` says how they take turns.
@@ -160,6 +161,10 @@ def _demands(config: Config, has: Resources, *, training: bool, colocated: bool)
     if training and has_reference(config, colocated=shared):
         workers = on_each or reference.num_workers
         demands["reference"] = Demand(workers, on_gpu, reference.threads or 1, shared=shared)
+    if training and (teachers := config.distillation.of_own_models):
+        workers = sum(on_each or teacher.num_workers for teacher in teachers)
+        threads = max(teacher.threads or 1 for teacher in teachers)
+        demands["teachers"] = Demand(workers, on_gpu, threads, shared=shared)
     if config.is_supervised:
         demands = {"policy": demands["policy"]}
     return _with_cpus(demands, has, colocated=colocated)
@@ -196,7 +201,7 @@ def _check_gpus(config: Config, demands: dict[str, Demand], gpus: int) -> None:
         if "policy" in demands and not demands["rollout"].shared and _not_colocated(config) is None:
             colocate = f"set cluster.placement=colocated ({demands['policy'].workers} GPUs), "
         keys += ", `rollout.num_workers`, `rollout.tensor_parallel_size` or the `num_workers` of "
-        keys += "`rewards.models`"
+        keys += "`rewards.models` or `distillation.teachers`"
     if "evaluation" in demands:
         keys += ", `evaluation.num_workers`"
     raise UserError(
@@ -208,6 +213,7 @@ def _check_gpus(config: Config, demands: dict[str, Demand], gpus: int) -> None:
 def _check_cpus(demands: dict[str, Demand], cpus: int, tensor_parallel_size: int) -> None:
     keys = {role: f"{role}.num_workers" for role in ("rollout", "policy", "reference", "evaluation")}
     keys["reward_models"] = "rewards.models[*].num_workers"
+    keys["teachers"] = "distillation.teachers[*].num_workers"
     for role, key in keys.items():
         if role in demands and demands[role].workers > cpus:
             raise UserError(

@@ -59,6 +59,9 @@ class PolicySpec:
             loss=replace(
                 loss_settings(config.algorithm),
                 objective="cross_entropy" if config.is_supervised else "policy",
+                teacher_coef=config.distillation.coef,
+                teacher_estimator=config.distillation.estimator,
+                demonstration_coef=config.demonstrations.coef if config.demonstrations else 0.0,
             ),
             temperature=config.sampling.temperature,
             token_budget=config.batch.micro_batch_tokens,

@@ -1,4 +1,4 @@
-"""Reference workers: log-probs of sampled completions under the frozen initial model."""
+"""Reference workers: log-probs of sampled completions under a frozen model, the initial one or a teacher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from actors.transfer.broadcasts import Transport
 from actors.transfer.connections import Seat
 from actors.transfer.stream import receive
 from actors.transfer.transport import open_transport
-from grpo_dist.config import ModelConfig, ReferenceConfig, TransferBackend
+from grpo_dist.config import ModelConfig, ReferenceConfig, TeacherConfig, TransferBackend
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.group_logprobs import group_logprobs
 from grpo_dist.policy.micro_batches import MicroBatches
@@ -43,7 +43,7 @@ class ReferenceWorker(Metered, Probeable):
 
     def __init__(
         self,
-        settings: ReferenceConfig,
+        settings: ReferenceConfig | TeacherConfig,
         *,
         model: ModelConfig,
         model_dir: str,
@@ -127,11 +127,13 @@ class ReferenceWorker(Metered, Probeable):
 
 
 class ReferencePool:
-    """Driver-side handle: sends each group to the worker with the fewest outstanding groups."""
+    """Driver-side handle of the reference, or of one teacher: sends each group to the worker with the fewest
+    outstanding groups.
+    """
 
     def __init__(
         self,
-        settings: ReferenceConfig,
+        settings: ReferenceConfig | TeacherConfig,
         actors: ActorSpec,
         *,
         model: ModelConfig,
@@ -148,8 +150,12 @@ class ReferencePool:
             temperature=temperature,
             chunk_mib=chunk_mib,
         )
-        irreplaceable = _RENEWED if settings.refresh_every else actors.irreplaceable
-        self.team = Team("reference", made, replace(actors, irreplaceable=irreplaceable))
+        name = "reference"
+        if isinstance(settings, TeacherConfig):
+            name = f"teacher-{settings.name}"
+        elif settings.refresh_every:
+            actors = replace(actors, irreplaceable=_RENEWED)
+        self.team = Team(name, made, actors)
         self.workers = self.team.workers
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # see `Colocation`
 

@@ -18,6 +18,7 @@ from grpo_dist.config.data import (
     ModelConfig,
     SamplingConfig,
 )
+from grpo_dist.config.distillation import DemonstrationStreamConfig, DistillationConfig, TeacherConfig
 from grpo_dist.config.environments import EnvironmentsConfig, SandboxConfig
 from grpo_dist.config.monitoring import (
     CheckpointConfig,
@@ -55,7 +56,9 @@ __all__ = [
     "Count",
     "DataConfig",
     "DataSourceConfig",
+    "DemonstrationStreamConfig",
     "DemonstrationsConfig",
+    "DistillationConfig",
     "DynamicSamplingConfig",
     "EnvironmentsConfig",
     "EvaluationConfig",
@@ -84,6 +87,7 @@ __all__ = [
     "SandboxConfig",
     "Section",
     "SupervisedConfig",
+    "TeacherConfig",
     "TimeoutsConfig",
     "TrackingConfig",
     "TransferBackend",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
+from grpo_dist.config.distillation_checks import distillation_contradictions
 from grpo_dist.config.episode_checks import episode_contradictions
 from grpo_dist.config.sections import Sections
 
@@ -22,8 +23,10 @@ _OTHER_REWARDS = {
 
 
 def learns_from_equal_rewards(config: Sections) -> bool:
-    """Return whether a group of equal rewards can have advantages other than 0."""
-    return config.algorithm.advantage in _LEARN_FROM_EQUAL_REWARDS or config.rewards.shuffle
+    """Return whether a step can learn from groups of equal rewards, or beside them."""
+    other_streams = bool(config.distillation.teachers) or config.demonstrations is not None
+    estimates = config.algorithm.advantage in _LEARN_FROM_EQUAL_REWARDS
+    return estimates or config.rewards.shuffle or other_streams
 
 
 def corrects(config: Sections) -> bool:
@@ -39,6 +42,7 @@ def contradictions(config: Sections) -> Iterator[str]:
     yield from _bench_lengths_fit(config)
     yield from _of_the_algorithm(config)
     yield from episode_contradictions(config)
+    yield from distillation_contradictions(config)
     yield from _of_the_updates(config)
     yield from _of_the_samples(config)
     yield from _of_the_ranks(config)
@@ -272,10 +276,11 @@ def _of_the_algorithm(config: Sections) -> Iterator[str]:
             "`algorithm.advantage` = gdpo normalises every reward separately, which contradicts a gate "
             f"between two rewards; remove `gate` = {gated[0]}"
         )
-    if config.reference.refresh_every and a.kl.coef == 0:
+    if config.reference.refresh_every and not config.needs_reference:
         yield (
-            "`reference.refresh_every` needs a reference, but with `algorithm.kl.coef` = 0 none is "
-            "created; set `algorithm.kl.coef` above 0, or remove `reference.refresh_every`"
+            "`reference.refresh_every` needs a reference, but with `algorithm.kl.coef` = 0 and no teacher "
+            "that is the reference none is created; set `algorithm.kl.coef` above 0, or remove "
+            "`reference.refresh_every`"
         )
     if a.add_token_level_kl and a.kl.estimator.endswith("+"):
         yield (

@@ -11,6 +11,7 @@ from grpo_dist.config.base import Count, DirectoryName, Section, Seed
 from grpo_dist.config.bench import BenchConfig
 from grpo_dist.config.cluster import ClusterConfig
 from grpo_dist.config.data import BatchConfig, DataConfig, DynamicSamplingConfig, ModelConfig, SamplingConfig
+from grpo_dist.config.distillation import DemonstrationStreamConfig, DistillationConfig
 from grpo_dist.config.environments import EnvironmentsConfig
 from grpo_dist.config.monitoring import (
     CheckpointConfig,
@@ -40,6 +41,10 @@ class Sections(Section):
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    distillation: DistillationConfig = DistillationConfig()
+    demonstrations: DemonstrationStreamConfig | None = Field(
+        None, description="demonstrations beside the samples of every step; null: none"
+    )
     rewards: RewardsConfig = RewardsConfig()
     environments: EnvironmentsConfig = EnvironmentsConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -61,8 +66,14 @@ class Sections(Section):
     )
 
     @property
-    def needs_reference(self) -> bool:
+    def has_kl_term(self) -> bool:
+        """Whether the policy is held near the reference."""
         return self.algorithm.kl.coef > 0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything asks for the reference's log-probs: the KL term, or a teacher."""
+        return self.has_kl_term or not all(t.has_workers for t in self.distillation.teachers)
 
     @property
     def has_environments(self) -> bool:

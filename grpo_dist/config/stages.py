@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -59,7 +59,7 @@ class DemonstrationsConfig(Section):
         return self
 
 
-def _as_sources(value: Any) -> Any:
+def as_sources(value: Any) -> Any:
     """Convert a path, or paths in a list, to the mappings of `DemonstrationsConfig` they abbreviate."""
     values = [value] if isinstance(value, str | dict) else value
     if not isinstance(values, list | tuple):
@@ -72,11 +72,13 @@ class SFTConfig(Section):
     trains in one process, in float32; the sft stage of a pipeline trains on the ranks of `policy`.
     """
 
+    section: ClassVar[str] = "sft"
+
     model: str = Field(
         description="local directory, GGUF file, `demo:<name>` for a demo model of this project, or in a "
         "pipeline a hub id"
     )
-    data: Annotated[tuple[DemonstrationsConfig, ...], Field(min_length=1), BeforeValidator(_as_sources)] = (
+    data: Annotated[tuple[DemonstrationsConfig, ...], Field(min_length=1), BeforeValidator(as_sources)] = (
         Field(description="a path as in `sft.data.0.path`, or a list of sources to mix")
     )
     examples: PositiveInt | None = Field(

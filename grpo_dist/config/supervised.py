@@ -30,7 +30,15 @@ class SupervisedConfig(Config):
             | {"optimizer": plain["policy"]["optimizer"] | sft.model_dump(include=OPTIMIZER)},
             "health": plain["health"] | {"min_signal_groups": 0},
         }
-        unused = {"algorithm", "dynamic_sampling", "reference", "weight_sync", "bench"}
+        unused = {
+            "algorithm",
+            "distillation",
+            "demonstrations",
+            "dynamic_sampling",
+            "reference",
+            "weight_sync",
+            "bench",
+        }
         kept = {key: value for key, value in plain.items() if key not in unused}
         return checked(kept | changes, f"{config.name}: supervised training", cls)
 

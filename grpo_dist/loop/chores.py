@@ -243,7 +243,11 @@ class Chores(StepChores):
         self._recorder.ledger(
             step,
             ledger_entry(
-                batch.groups, batch.discarded, with_signal=staged.groups_with_signal, skipped=skipped
+                batch.groups,
+                batch.discarded,
+                with_signal=staged.groups_with_signal,
+                skipped=skipped,
+                demonstrations=staged.demonstrations,
             ),
         )
         self._recorder.log(step, metrics)

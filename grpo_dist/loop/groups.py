@@ -3,6 +3,7 @@
 rollouts    | sample | greedy sample (ReMax)
 rewards              | score
 reference            | log-probs              as soon as the samples are there, at the same time as the score
+teachers             | log-probs              those that teach the prompt's source
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from grpo_dist.config import SamplingConfig
+from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.progress import SampledBatch
 from grpo_dist.runtime.concurrency import gather, sampled_again
 from grpo_dist.runtime.seeds import request_seed
@@ -24,11 +26,12 @@ from grpo_dist.workers import RolloutsRef, Workers
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
     """A group ready to train on. ``ref_logprobs``: float32 [C] for each row of each sample; empty
-    without a reference.
+    without a KL term. ``teacher_logprobs``: likewise, of each of its teachers by name.
     """
 
     group: Group
     ref_logprobs: list[np.ndarray]
+    teacher_logprobs: Mapping[str, list[np.ndarray]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class GroupScorer:
         seed: the run's.
         samples: per prompt.
         with_baseline: score a greedy sample of each prompt too, ReMax's baseline.
+        scored_by: whose log-probs the samples get.
         finished: groups that a checkpoint kept, by batch number; they are not sampled again.
     """
 
@@ -76,9 +80,11 @@ class GroupScorer:
         samples: int,
         with_baseline: bool,
         finished: Mapping[int, Sequence[Group]],
+        scored_by: FrozenModels,
     ) -> None:
         self._workers, self._sampling = workers, sampling
         self._seed, self._samples, self._with_baseline = seed, samples, with_baseline
+        self._models = scored_by
         self._finished = {
             batch: {group.prompt.uid: group for group in groups} for batch, groups in finished.items()
         }
@@ -111,7 +117,7 @@ class GroupScorer:
         return SampledBatch(groups[:wanted], groups[wanted:])
 
     async def with_reference(self, batch: SampledBatch) -> ScoredBatch:
-        """Compute the reference log-probs of groups that are sampled and scored already."""
+        """Compute the log-probs of reference and teachers of groups that are sampled and scored already."""
         return ScoredBatch(await gather(self._referenced(g) for g in batch.groups), batch.discarded)
 
     def finished(self, batch: int) -> list[Group]:
@@ -131,13 +137,13 @@ class GroupScorer:
         return await self.scored(prompt, await self._sample(prompt, batch), batch)
 
     async def scored(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> ScoredGroup:
-        """Score samples of ``prompt`` that exist already; reward and reference run at the same time."""
-        if self._workers.reference is None:
+        """Score samples of ``prompt`` that exist already; reward, reference and teachers at the same time."""
+        if not self._models:
             return ScoredGroup(await self._graded(prompt, rollouts, batch), [])
-        group, ref_logprobs = await gather(
-            [self._graded(prompt, rollouts, batch), self._ref_logprobs(prompt, rollouts)]
+        group, known = await gather(
+            [self._graded(prompt, rollouts, batch), self._models.logprobs(prompt, rollouts)]
         )
-        return ScoredGroup(group, ref_logprobs)
+        return ScoredGroup(group, *known)
 
     async def _group(self, prompt: Prompt, batch: int) -> Group:
         if kept := self._kept(prompt, batch):
@@ -189,9 +195,4 @@ class GroupScorer:
         )
 
     async def _referenced(self, group: Group) -> ScoredGroup:
-        return ScoredGroup(group, await self._ref_logprobs(group.prompt, group.rollouts))
-
-    async def _ref_logprobs(self, prompt: Prompt, rollouts: RolloutsRef) -> list[np.ndarray]:
-        if self._workers.reference is None:
-            return []
-        return await self._workers.reference.logprobs(prompt, rollouts)
+        return ScoredGroup(group, *await self._models.logprobs(group.prompt, group.rollouts))

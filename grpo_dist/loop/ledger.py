@@ -2,7 +2,8 @@
 
     {"step": 7, "trained": ["gsm8k:12", ...], "no_signal": [...], "unscored": [...], "put_aside": [...]}
 
-A prompt that a step sampled is in exactly one of the lists. A resumed run writes the lines after its
+A prompt that a step sampled is in exactly one of the lists. With `demonstrations` in the configuration, the
+line of a step that was trained on also lists their uids. A resumed run writes the lines after its
 checkpoint again, so the file always describes one uninterrupted run.
 """
 
@@ -20,7 +21,7 @@ from grpo_dist.runtime.recorder import LedgerEntry
 from grpo_dist.types import Group
 
 DROPPED = "dropped.jsonl"  # in the same directory: rows of the training files that became no prompts, and why
-TRAINED = "trained"
+TRAINED, DEMONSTRATIONS = "trained", "demonstrations"
 # Why a prompt was sampled and not trained on, in the words of the closing line.
 REASONS = {
     "no_signal": "without signal (no advantage but 0)",
@@ -36,18 +37,21 @@ def ledger_entry(
     *,
     with_signal: Collection[int],
     skipped: bool = False,
+    demonstrations: Sequence[str] = (),
 ) -> LedgerEntry:
     """Sort the uids of a step by the outcome of their groups.
 
     Args:
-        with_signal: indices of ``groups`` with an advantage that is not 0.
+        with_signal: indices of ``groups`` that the update learns from.
         skipped: the step, or an update of it, was not trained on.
+        demonstrations: uids of those of the step.
     """
     entry: dict[str, list[str]] = {name: [] for name in (TRAINED, *REASONS)}
     for index, group in enumerate(groups):
         outcome = _outcome(group, has_signal=index in with_signal, skipped=skipped)
         entry[outcome].append(group.prompt.uid)
     entry["put_aside"] = [group.prompt.uid for group in discarded]
+    entry[DEMONSTRATIONS] = [] if skipped else list(demonstrations)
     return {name: uids for name, uids in entry.items() if uids}
 
 
@@ -81,8 +85,10 @@ def summary(path: Path, *, dropped: int = 0) -> str:
     found = totals(path)
     parts = [f"{found[TRAINED]:,} trained"]
     parts += [f"{found[name]:,} {words}" for name, words in REASONS.items() if found[name]]
+    shown = sum(len(line.get(DEMONSTRATIONS, ())) for line in read(path))
+    beside = f"; beside them {shown:,} demonstrations" if shown else ""
     never = f"; {dropped:,} rows dropped before, too long ({DROPPED})" if dropped else ""
-    return f"ledger: {sum(found.values()):,} prompts sampled = {' + '.join(parts)}{never}"
+    return f"ledger: {sum(found.values()):,} prompts sampled = {' + '.join(parts)}{beside}{never}"
 
 
 def audit(
@@ -106,7 +112,7 @@ def audit(
     if [line["step"] for line in lines] != list(range(1, steps + 1)):
         return f"{path}: steps {[line['step'] for line in lines]}, expected 1 to {steps}, once each"
     for line in lines:
-        lists = {name: uids for name, uids in line.items() if name != "step"}
+        lists = {name: uids for name, uids in line.items() if name not in ("step", DEMONSTRATIONS)}
         uids = [uid for own in lists.values() for uid in own]
         if len(set(uids)) < len(uids):
             return f"{path}: step {line['step']} has a prompt twice"

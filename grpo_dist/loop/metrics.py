@@ -6,14 +6,15 @@ that two runs can be compared without them.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from typing import get_args
 
 import numpy as np
 
 from grpo_dist.batch.rows import has_logprobs
 from grpo_dist.config.environments import BudgetOutcome
+from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.types import Group, Rollout, has_signal, of_sampled
 
 OUTCOMES = ("correct", "wrong", "no_answer", "timeout", "error")
@@ -78,6 +79,29 @@ def episode_metrics(episodes: Sequence[Rollout]) -> dict[str, float]:
         metrics["time/tool_call_mean_s"] = float(seconds.mean())
         metrics["time/tool_call_p95_s"] = float(np.percentile(seconds, 95))
     return metrics
+
+
+def distillation_metrics(scored: Sequence[ScoredGroup], with_signal: Collection[int]) -> dict[str, float]:
+    """Compute the divergence from each teacher, in nats per sampled token; {} without teachers.
+
+    ``with_signal``: indices of the groups that the step learns from, of which a teacher makes more.
+    """
+    sums, tokens = defaultdict[str, float](float), Counter[str]()
+    for own in scored:
+        rows = [row for rollout in own.group.rollouts for row in rollout.rows]
+        for name, known in own.teacher_logprobs.items():
+            for row, theirs in zip(rows, known, strict=True):
+                gap = of_sampled(row, row.logprobs).astype(np.float64) - of_sampled(row, theirs)
+                gap = gap[np.isfinite(gap)]  # a token without a log-prob is not trained on
+                sums[name] += float(gap.sum())
+                tokens[name] += len(gap)
+    if not tokens:
+        return {}
+    found = {f"teacher/kl/{name}": sums[name] / max(count, 1) for name, count in tokens.items()}
+    return found | {
+        "teacher/kl": sum(sums.values()) / max(sum(tokens.values()), 1),
+        "group/no_signal_share": 1 - len(with_signal) / len(scored),
+    }
 
 
 def throughput_metrics(groups: Sequence[Group], times: dict[str, float]) -> dict[str, float]:

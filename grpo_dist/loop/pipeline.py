@@ -16,6 +16,7 @@ from grpo_dist.config import Config
 from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
 from grpo_dist.data.stream import PromptStream
+from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.groups import GroupScorer, ScoredBatch
 from grpo_dist.loop.progress import PipelineState
 from grpo_dist.runtime.concurrency import deadline, finished_unless_stopped
@@ -43,6 +44,7 @@ class Pipeline:
             samples=config.batch.samples_per_prompt,
             with_baseline="baselines" in ADVANTAGE_INPUTS.get(config.algorithm.advantage, ()),
             finished=state.partial,
+            scored_by=FrozenModels(workers, config.distillation.teachers, with_kl=config.has_kl_term),
         )
         self._next_batch = first
         self._restored = dict(state.ahead)

@@ -9,7 +9,7 @@ staging                                   | stage |    advantages, padding, rows
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -17,8 +17,10 @@ from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.batch.token_values import TokenValues, ValuesOfSamples, by_sample, values_of_rows
 from grpo_dist.config import Config
+from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.loop.groups import ScoredBatch
-from grpo_dist.loop.updates import make_batches, reward_moments
+from grpo_dist.loop.metrics import distillation_metrics
+from grpo_dist.loop.updates import learning_rows, make_batches, reward_moments, step_demonstrations
 from grpo_dist.types import TrainBatch
 from grpo_dist.workers import PolicyHandle, StagedRef
 
@@ -31,12 +33,14 @@ class Staged:
     rows: int  # of all updates together
     tokens: int  # of these rows; a prompt counts with each of its samples
     loss_tokens: int  # of these tokens, those in the loss
-    groups_with_signal: frozenset[int]  # groups, by index in the batch, with an advantage that is not 0
+    groups_with_signal: frozenset[int]  # groups, by index in the batch, that the update learns from
     source: ScoredBatch
     kl_coef: float | None  # weight of the KL term inside the advantages; None: it is not part of them
     values: Mapping[int, TokenValues] | None  # by row id; None: samples are not recorded
     tokens_recorded: bool  # the log-probs of the policy belong to ``values``
     rewards: Moments  # of all steps up to this one
+    demonstrations: Sequence[str]  # uids of the step's
+    metrics: dict[str, float]  # of teachers
 
 
 async def recorded_values(staged: Staged, policy: PolicyHandle, *, trained: bool) -> ValuesOfSamples | None:
@@ -54,10 +58,17 @@ class Staging:
     """Stages a batch in `take`, or ahead of it after `begin`. The numbers are the same.
 
     ``rewards``: reward moments of all steps taken so far. A step staged ahead counts once it is taken.
+    ``demonstrations``: of the run.
     """
 
-    def __init__(self, config: Config, policy: PolicyHandle, rewards: Moments) -> None:
-        self._config, self._policy = config, policy
+    def __init__(
+        self,
+        config: Config,
+        policy: PolicyHandle,
+        rewards: Moments,
+        demonstrations: Sequence[Demonstration] = (),
+    ) -> None:
+        self._config, self._policy, self._demonstrations = config, policy, demonstrations
         self.rewards = rewards
         self._ahead: asyncio.Task[Staged | None] | None = None
 
@@ -101,20 +112,25 @@ class Staging:
             kl_coef=kl_coef,
             moments=rewards,
             advantages=batch.advantages,
+            demonstrations=self._demonstrations,
         )
+        with_signal = frozenset(chain.from_iterable(map(_groups_with_signal, updates)))
+        shown = step_demonstrations(self._config.demonstrations, self._demonstrations, step)
         tokens_recorded = tracking.samples and is_due(step + 1, tracking.token_values_every)
         values = values_of_rows(updates, tokens=tokens_recorded) if tracking.samples else None
         return Staged(
             updates=self._policy.stage(updates, keep_logprobs=tokens_recorded),
             rows=sum(map(len, updates)),
             tokens=sum(int(update.lengths.sum()) for update in updates),
-            loss_tokens=round(sum(update.num_tokens for update in updates)),
-            groups_with_signal=frozenset(chain.from_iterable(map(_groups_with_signal, updates))),
+            loss_tokens=round(sum(update.num_tokens + update.num_demonstrated for update in updates)),
+            groups_with_signal=with_signal,
             source=batch,
             kl_coef=self._inside(kl_coef),
             values=values,
             tokens_recorded=tokens_recorded,
             rewards=rewards,
+            demonstrations=[demonstration.uid for demonstration in shown],
+            metrics=distillation_metrics(batch.scored, with_signal),
         )
 
     def _inside(self, kl_coef: float) -> float | None:
@@ -123,5 +139,5 @@ class Staging:
 
 
 def _groups_with_signal(update: TrainBatch) -> list[int]:
-    groups: list[int] = update.rows.group_ids.numpy()[update.advantages.numpy().any(axis=1)].tolist()
+    groups: list[int] = update.rows.group_ids.numpy()[learning_rows(update)].tolist()
     return groups

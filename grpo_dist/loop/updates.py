@@ -15,7 +15,16 @@ from grpo_dist.batch.credit_assignment import (
     token_advantages,
 )
 from grpo_dist.batch.rows import make_batch, split_updates
-from grpo_dist.config import AlgorithmConfig, Config, RewardsConfig
+from grpo_dist.batch.streams import with_demonstrations
+from grpo_dist.config import (
+    AlgorithmConfig,
+    Config,
+    DemonstrationStreamConfig,
+    DistillationConfig,
+    RewardsConfig,
+)
+from grpo_dist.data.demonstrations import Demonstration
+from grpo_dist.data.order import step_indices
 from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.types import Group, TrainBatch
@@ -42,6 +51,7 @@ def make_batches(
     kl_coef: float,
     moments: Moments | None = None,
     advantages: Sequence[np.ndarray] | None = None,
+    demonstrations: Sequence[Demonstration] = (),
 ) -> list[TrainBatch]:
     """Make one TrainBatch per optimiser update. Advantages see the whole step before it is split.
 
@@ -50,24 +60,93 @@ def make_batches(
             during a run when `algorithm.kl.target` is set. The weight in the loss goes to the update itself.
         moments: see `reward_moments`; None: those of this step alone.
         advantages: float32 [G] of each group, used as they are; None: those of `algorithm.advantage`.
+        demonstrations: of the run; those of the step are a function of seed and step.
     """
     groups = [s.group for s in scored]
     if config.rewards.shuffle:
         groups = shuffle_rewards(groups, derived_seed(config.seed, f"shuffle rewards of step {step}"))
     moments = reward_moments(config.algorithm, scored, Moments()) if moments is None else moments
-    settings = replace(advantage_settings(config.algorithm, config.rewards, kl_coef), moments=moments)
+    settings = replace(
+        advantage_settings(config.algorithm, config.rewards, kl_coef),
+        moments=moments,
+        reward_coef=config.distillation.reward_coef,
+        teacher_coef=_coef_in_advantages(config.distillation),
+    )
     batch = make_batch(
         groups,
         sample_advantages(groups, settings) if advantages is None else advantages,
-        ref_logprobs=[row for s in scored for row in s.ref_logprobs] if config.needs_reference else None,
+        ref_logprobs=[row for s in scored for row in s.ref_logprobs] if config.has_kl_term else None,
         max_new_tokens=config.sampling.max_new_tokens,
         mask_truncated=config.algorithm.mask_truncated,
         mask_outcomes=config.environments.mask_outcomes,
+        teacher_logprobs=_teacher_logprobs(scored, config.distillation, given=advantages is not None),
+        trains_taught=settings.teacher_coef > 0 and advantages is None,
     )
     if advantages is None:
         batch = token_advantages(batch, groups, settings)
     updates = split_updates(batch, num_groups=len(groups), num_updates=config.batch.updates_per_step)
-    return [_without_idle_rows(config.algorithm, config.needs_reference, update) for update in updates]
+    updates = [_without_idle_rows(config.algorithm, config.has_kl_term, update) for update in updates]
+    shown = step_demonstrations(config.demonstrations, demonstrations, step)
+    return _with_demonstrations(updates, shown, first_row=len(batch))
+
+
+def step_demonstrations(
+    settings: DemonstrationStreamConfig | None, demonstrations: Sequence[Demonstration], step: int
+) -> list[Demonstration]:
+    """Return the demonstrations of ``step``; none where there is no such stream."""
+    if settings is None:
+        return []
+    return [
+        demonstrations[i]
+        for i in step_indices(len(demonstrations), settings.rows_per_step, settings.seed, step)
+    ]
+
+
+def _with_demonstrations(
+    updates: Sequence[TrainBatch], shown: Sequence[Demonstration], *, first_row: int
+) -> list[TrainBatch]:
+    """Give each update an equal share of the demonstrations, in order."""
+    if not shown:
+        return list(updates)
+    each = len(shown) // len(updates)
+    assert each * len(updates) == len(shown), (len(shown), len(updates))
+    return [
+        with_demonstrations(
+            update, [d.as_group() for d in shown[i * each : (i + 1) * each]], first_row=first_row + i * each
+        )
+        for i, update in enumerate(updates)
+    ]
+
+
+def _coef_in_advantages(distillation: DistillationConfig) -> float:
+    in_advantages = distillation.teachers and distillation.kl_as == "advantage"
+    return distillation.coef if in_advantages else 0.0
+
+
+def _teacher_logprobs(
+    scored: Sequence[ScoredGroup], distillation: DistillationConfig, *, given: bool
+) -> list[np.ndarray | None] | None:
+    """Return for each row the mean of its teachers' log-probs, None where it has no teacher; None where no
+    teacher's log-probs are used. ``given``: the advantages are, and get no part of a teacher.
+    """
+    if not distillation.teachers or (given and distillation.kl_as == "advantage"):
+        return None
+    found: list[np.ndarray | None] = []
+    for own in scored:
+        if own.teacher_logprobs:
+            rows = zip(*own.teacher_logprobs.values(), strict=True)
+            found += [np.asarray(np.mean(np.stack(row), axis=0), np.float32) for row in rows]
+        else:
+            found += [None] * sum(len(rollout.rows) for rollout in own.group.rollouts)
+    return found
+
+
+def learning_rows(batch: TrainBatch) -> np.ndarray:
+    """Return which samples have an advantage other than 0 or a teacher in the loss, bool [B]."""
+    learns = batch.advantages != 0
+    if batch.taught is not None:
+        learns |= batch.taught
+    return np.asarray(learns.numpy().any(axis=1))
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
@@ -106,15 +185,16 @@ def advantage_settings(
     )
 
 
-def _without_idle_rows(algorithm: AlgorithmConfig, needs_reference: bool, batch: TrainBatch) -> TrainBatch:
-    """Drop rows that add nothing to the gradient: every advantage is 0, and the loss has no other term.
+def _without_idle_rows(algorithm: AlgorithmConfig, has_kl_term: bool, batch: TrainBatch) -> TrainBatch:
+    """Drop rows that add nothing to the gradient: every advantage is 0, no token is taught, and the loss has
+    no other term.
 
     The denominators stay, so the gradient stays; only forward passes are saved. If no row would be left, all
     stay, so that the step still has metrics.
     """
-    other_terms = (needs_reference and not algorithm.add_token_level_kl) or algorithm.entropy_coef
+    other_terms = (has_kl_term and not algorithm.add_token_level_kl) or algorithm.entropy_coef
     ranked = algorithm.top_entropy_share < 1.0  # which tokens are trained depends on all of them
     if other_terms or ranked or not algorithm.skip_idle_rows:
         return batch
-    busy = np.flatnonzero(batch.advantages.numpy().any(axis=1)).tolist()
+    busy = np.flatnonzero(learning_rows(batch)).tolist()
     return batch.select(busy) if 0 < len(busy) < len(batch) else batch

@@ -37,6 +37,8 @@ _LAYOUT = (
     "policy.sequence_parallel", "policy.threads", "policy.logprob_chunk_mib", "policy.offload.nvme_path",
     "reference.num_workers", "reference.threads", "reference.micro_batch_tokens",
     "rewards.num_workers", "rewards.processes_per_worker", "environments.num_workers",
+    "distillation.teachers.*.num_workers", "distillation.teachers.*.threads",
+    "distillation.teachers.*.micro_batch_tokens",
     "rewards.models.*.num_workers", "rewards.models.*.micro_batch_tokens",
     "rollout.num_workers", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization",
     "rollout.kv_cache_gib", "rollout.max_num_seqs", "rollout.threads", "rollout.enforce_eager",
@@ -100,11 +102,15 @@ def fingerprint(config: Config) -> str:
 
 
 def data_digest(prompts: Sequence[Prompt]) -> str:
-    """Return a hash of the training prompts, in order: their uids (of problem and answer) and token ids."""
+    """Return a hash of all that is trained on, in order: uids (of problem and answer, or of a demonstration),
+    and the token ids that the policy and its teachers read.
+    """
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(prompt.uid.encode())
         digest.update(prompt.token_ids.tobytes())
+        for teacher, token_ids in sorted(prompt.teacher_ids.items()):
+            digest.update(teacher.encode() + token_ids.tobytes())
     return digest.hexdigest()[:16]
 
 

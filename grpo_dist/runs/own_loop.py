@@ -202,7 +202,7 @@ def _prepare(config: Config) -> tuple[Prepared, Cluster]:
         prepared = prepare(config, print_line, device="cuda" if has.gpus else "cpu")
     for warning in prepared.warnings:
         print_line(warning)
-    actors = Cluster(config)
+    actors = Cluster(config, prepared.teacher_dirs)
     actors.connect()
     return prepared, actors
 

@@ -22,6 +22,7 @@ from grpo_dist.config import (
     SamplingConfig,
     SFTConfig,
 )
+from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.prompts import BuiltPrompts, Dropped, PromptFormat, build_prompts, check_overlap
 from grpo_dist.data.readers import DataRow, read_all, source_name
 from grpo_dist.data.tasks import own_problems, source_tasks
@@ -32,6 +33,7 @@ from grpo_dist.rewards.gold import count_unreadable
 from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.registry import reward_problems
 from grpo_dist.runs.cold_start import base_model, run_sft
+from grpo_dist.runs.prepare_teachers import load_stream, load_teachers
 from grpo_dist.runs.start_checks import model_problems, readable_model, setting_problems
 from grpo_dist.runtime.hardware import DeviceType, device_type, quiet_libraries
 from grpo_dist.runtime.stage_log import stage
@@ -45,6 +47,13 @@ class Prepared:
     eval_sets: list[EvalSet]
     dropped: list[Dropped] = field(default_factory=list)  # training rows that became no prompts
     warnings: list[str] = field(default_factory=list)  # about the data; they have been printed
+    teacher_dirs: Mapping[str, Path] = field(default_factory=dict)  # of the teachers' models, by name
+    demonstrations: Sequence[Demonstration] = ()  # of `config.demonstrations`
+
+    @property
+    def trained(self) -> list[Prompt]:
+        """Return all that is trained on: prompts, and demonstrations beside them."""
+        return [*self.prompts, *self.demonstrations]
 
 
 def prepare(
@@ -105,7 +114,19 @@ def prepared(
             f"without repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
     eval_sets = prepare_eval(*sections, eval_rows, tokenizer, prompts, warn)
-    return Prepared(model_dir, prompts, eval_sets, loaded.dropped, warnings)
+    with stage("teachers and demonstrations", "are read"):
+        prompts, teacher_dirs = load_teachers(
+            config.distillation,
+            config.model,
+            config.data,
+            prompts,
+            (model_dir, tokenizer),
+            lengths=(config.max_length, config.longest_completion),
+            resolve=lambda model: resolve_model(model, None, config.seed, say),
+            tokenizer_of=lambda path: load_tokenizer(path, config.model.trust_remote_code),
+        )
+        shown = load_stream(config.demonstrations, config.max_length, tokenizer)
+    return Prepared(model_dir, prompts, eval_sets, loaded.dropped, warnings, teacher_dirs, shown)
 
 
 def train_prompts(

@@ -59,7 +59,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
                 checkpoints = Checkpoints(
                     run_dir / CHECKPOINTS,
                     config,
-                    prepared.prompts,
+                    prepared.trained,
                     identity=identity,
                     wandb_id=tracker.wandb_id,
                 )
@@ -87,7 +87,7 @@ def _prepare(run_dir: Path, config: Config, identity: Config) -> tuple[Prepared,
             has = fit(config)
         load = prepare_supervised if config.is_supervised else prepare
         prepared = load(config, print_line, device="cuda" if has.gpus else "cpu")
-        point = load_resume_point(newest, state, prepared.prompts)
+        point = load_resume_point(newest, state, prepared.trained)
     check_unfinished(config.steps, run_dir, point.step)
     return prepared, point
 
@@ -120,7 +120,7 @@ async def _session(run: Run, first: ResumePoint) -> dict[str, float]:
 
     config, prepared = run.config, run.prepared
     interruption = Interruption(grace_s=config.checkpoint.grace_s, say=print_line)
-    actors = (SupervisedCluster if config.is_supervised else Cluster)(config)
+    actors = (SupervisedCluster if config.is_supervised else Cluster)(config, prepared.teacher_dirs)
     async with interruption, actors as cluster, run.settled():
         interruption.listen()  # Ray has installed a handler of its own
         start = partial(_start, run, cluster, first)
@@ -155,7 +155,8 @@ def _loop(run: Run, workers: Workers) -> Callable[..., Awaitable[None]]:
     config, prepared = run.config, run.prepared
     if isinstance(prepared, PreparedDemonstrations):
         return partial(supervised.run, config, workers, prepared.prompts, prepared.held_out)
-    return partial(driver.run, config, workers, prepared.prompts, prepared.eval_sets)
+    shown = prepared.demonstrations
+    return partial(driver.run, config, workers, prepared.prompts, prepared.eval_sets, demonstrations=shown)
 
 
 async def _finish(run: Run, workers: Workers) -> None:

@@ -20,6 +20,7 @@ from grpo_dist.errors import SamplesLost, UserError
 from grpo_dist.evaluation.sampling import evaluate
 from grpo_dist.health.state import HealthState
 from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
+from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.groups import GroupScorer, ScoredBatch, ScoredGroup
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.metrics import rollout_metrics
@@ -86,8 +87,9 @@ class Verbs:
             samples=config.batch.samples_per_prompt,
             with_baseline="baselines" in ADVANTAGE_INPUTS.get(config.algorithm.advantage, ()),
             finished={},
+            scored_by=FrozenModels(workers, config.distillation.teachers, with_kl=config.has_kl_term),
         )
-        self._staging = Staging(config, workers.policy, Moments())
+        self._staging = Staging(config, workers.policy, Moments(), self.prepared.demonstrations)
         self._probe = SyncProbe(config, workers, self.prepared.prompts, self._notes, start=0)
         self._health = HealthWatch(config, self._notes, HealthState())
         self._kl = KLController(config.algorithm.kl)

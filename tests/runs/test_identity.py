@@ -22,6 +22,7 @@ from grpo_dist.runs.resume import load_state
 from tests.support import fakes, made_checkpoints
 
 MODEL = {"name": "quality", "path": "p"}
+TEACHER = {"name": "large", "model": "p"}
 
 
 def config(**changed):
@@ -30,7 +31,7 @@ def config(**changed):
 
 def test_the_keys_that_may_change_exist():
     """A renamed key would silently become part of the identity again."""
-    everything = flat(config().model_dump(mode="json"))
+    everything = flat(config(distillation={"teachers": [TEACHER]}).model_dump(mode="json"))
     for pattern in _LAYOUT:
         own = pattern.replace("*", "0")
         assert own in everything and Change(own, 1, 2).is_layout, pattern
@@ -49,6 +50,8 @@ def test_the_keys_that_may_change_exist():
         ({"rewards": {"models": [MODEL | {"weight": 2}]}}, "rewards.models.0.weight", True),
         ({"rewards": {"models": [MODEL], "timeout_s": 9}}, "rewards.timeout_s", True),
         ({"bench": {"steps": 9}}, "bench.steps", False),
+        ({"distillation": {"teachers": [TEACHER]}}, "distillation.teachers.0.model", True),
+        ({"demonstrations": {"data": "d.jsonl"}}, "demonstrations", True),
         ({"sft": {"model": "demo:tiny", "data": "demo:add3"}}, "sft", False),
         ({"policy": {"lora": {}}}, "policy.lora", True),
         ({"health": {"min_signal_groups": 3}}, "health.min_signal_groups", True),

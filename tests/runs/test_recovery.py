@@ -270,7 +270,7 @@ def saved(tmp_path):
         made_checkpoints.save(tmp_path / CHECKPOINTS, step)
     (tmp_path / CHECKPOINTS / "step_000002" / "state.json").write_text("torn")
     warned = []
-    prepared = SimpleNamespace(prompts=made_checkpoints.PROMPTS)
+    prepared = SimpleNamespace(trained=made_checkpoints.PROMPTS)
     tracker = SimpleNamespace(warn=warned.append)
 
     def run(save_s):

@@ -75,12 +75,15 @@ def timed(bench: BenchConfig, steps: Sequence[StepRecord]) -> list[StepRecord]:
 async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[StepRecord]:
     from actors.cluster import Cluster
 
-    async with Cluster(config) as cluster:
+    async with Cluster(config, prepared.teacher_dirs) as cluster:
         async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded"):
             workers = await cluster.start_training(prepared.model_dir)
         recorder = BenchRecorder(config.seed, directory, lambda step, m: print_line(step_line(step, m)))
         forced = replace(workers, rollouts=ForcedLengths(workers.rollouts, config.bench.lengths))
-        await driver.run(config, forced, prepared.prompts, [], recorder, NoCheckpoints())
+        beside = prepared.demonstrations
+        await driver.run(
+            config, forced, prepared.prompts, [], recorder, NoCheckpoints(), demonstrations=beside
+        )
     return recorder.steps
 
 

@@ -47,7 +47,7 @@ def check_resume(context: Context) -> str:
         return f"a new run, in {run_dir}"
     state = load_state(found[-1], config)
     if context.prepared is not None:
-        check_data(found[-1], state, context.prepared.prompts)
+        check_data(found[-1], state, context.prepared.trained)
     check_unfinished(config.steps, run_dir, state.step)
     layout = other_layout(found[-1], config)
     return f"resumes from step {state.step} of {config.steps}, {found[-1]}{layout}"

@@ -75,7 +75,7 @@ async def run_steps(config: Config, task: CheckTask) -> list[StepRecord]:
     from actors.cluster import Cluster  # needs Ray, which other lines do not
 
     prepared = prepare(config, print_line, device=device_type())
-    async with Cluster(config) as cluster:
+    async with Cluster(config, prepared.teacher_dirs) as cluster:
         async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded"):
             workers = await cluster.start_training(prepared.model_dir)
         recorder = BenchRecorder(config.seed, task.directory, lambda step, m: print_line(step_line(step, m)))

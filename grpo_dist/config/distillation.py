@@ -1,0 +1,101 @@
+"""On-policy distillation from teachers, and demonstrations mixed into the batches of GRPO."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+
+from grpo_dist.config.base import Count, Fraction, NonNegative, Section, Seed
+from grpo_dist.config.stages import DemonstrationsConfig, as_sources
+
+REFERENCE = "reference"  # a teacher of this model is the reference itself
+
+
+class TeacherConfig(Section):
+    """A model whose log-probs of the policy's own tokens the policy learns."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="label in metrics")
+    model: str = Field(
+        description="as `model.path`, with the policy's tokenizer; reference: the policy's initial weights, "
+        "or with `reference.refresh_every` the copy that follows it"
+    )
+    revision: str | None = Field(None, description="branch, tag or commit of a hub model")
+    sources: tuple[str, ...] = Field(
+        (), description="names of the sources of `data.train` whose samples it teaches; empty: all"
+    )
+    prompt: str | None = Field(
+        None,
+        description="what it reads as the problem: text with {problem}, {answer} and {name of a column}, "
+        "e.g. the solution; null: what the policy reads",
+    )
+    num_workers: PositiveInt = Field(
+        1, description="actors, each with a full model; colocated on GPUs: one on each of the policy's"
+    )
+    threads: Count = Field(0, description="CPU threads of a worker; 0: one")
+    micro_batch_tokens: PositiveInt | None = Field(
+        None, description="tokens in one forward pass; null: 16384 on a GPU, 4096 elsewhere"
+    )
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether it has workers of its own."""
+        return self.model != REFERENCE
+
+    def teaches(self, source: str) -> bool:
+        """Return whether it teaches the samples of ``source``."""
+        return not self.sources or source in self.sources
+
+
+class DistillationConfig(Section):
+    """On-policy distillation: each sampled token moves towards the teacher's distribution."""
+
+    teachers: tuple[TeacherConfig, ...] = Field(
+        (), description="teachers; a sample with several learns from the mean of their log-probs"
+    )
+    coef: PositiveFloat = Field(1.0, description="weight of the KL to the teacher")
+    kl_as: Literal["advantage", "loss"] = Field(
+        "advantage",
+        description="advantage: log p of the teacher minus that of the policy is added to a token's "
+        "advantage; loss: a KL term with a mean over taught tokens of its own",
+    )
+    estimator: Literal["k2", "k3", "k1+", "k3+"] = Field(
+        "k3+",
+        description="of the KL term in the loss, as `algorithm.kl.estimator`; all but k3 have the gradient "
+        "of the reverse KL",
+    )
+    reward_coef: NonNegative = Field(
+        1.0, description="weight of the rewards' advantages; 0: rewards are only measured"
+    )
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> DistillationConfig:
+        names = [teacher.name for teacher in self.teachers]
+        if doubled := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ValueError(f"two teachers have the name {doubled[0]!r}; give each its own `name`")
+        return self
+
+    @property
+    def of_own_models(self) -> tuple[TeacherConfig, ...]:
+        """Return the teachers with workers of their own."""
+        return tuple(teacher for teacher in self.teachers if teacher.has_workers)
+
+
+class DemonstrationStreamConfig(Section):
+    """Demonstrations in the batches of GRPO: cross-entropy on their completions beside the policy loss."""
+
+    section: ClassVar[str] = "demonstrations"
+
+    data: Annotated[tuple[DemonstrationsConfig, ...], Field(min_length=1), BeforeValidator(as_sources)] = (
+        Field(description="a path as in `sft.data.0.path`, or a list of sources to mix")
+    )
+    rows_per_step: PositiveInt = Field(16, description="demonstrations per step, over all of its updates")
+    coef: PositiveFloat = Field(0.1, description="weight of the mean of -log p over their tokens")
+    examples: PositiveInt | None = Field(None, description="as `sft.examples`")
+    noise: Fraction = Field(0.0, description="as `sft.noise`")
+    max_length: PositiveInt | None = Field(
+        None,
+        description="longest prompt + completion, tokens; longer pairs are refused; null: the run's longest "
+        "sequence",
+    )
+    seed: Seed = Field(0, description="random seed of their order and of generated demonstrations")

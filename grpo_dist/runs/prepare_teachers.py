@@ -1,0 +1,235 @@
+"""Loads and checks the teachers of a run (models, tokenizers, the prompts that they read) and its stream of
+demonstrations.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_dist.config import (
+    DataConfig,
+    DemonstrationStreamConfig,
+    DistillationConfig,
+    ModelConfig,
+    TeacherConfig,
+)
+from grpo_dist.data.demonstrations import Demonstration, load_demonstrations
+from grpo_dist.data.prompts import PromptFormat
+from grpo_dist.policy.lora import empty_model
+from grpo_dist.policy.model import check_supported
+from grpo_dist.runs.start_checks import position_limit, readable_model
+from grpo_dist.types import Prompt
+
+_NAME = re.compile(r"\{(\w+)\}")
+
+
+def model_of(policy: ModelConfig, teacher: TeacherConfig) -> ModelConfig:
+    """Return the policy's model section with the teacher's model."""
+    return policy.model_copy(update={"path": teacher.model, "revision": teacher.revision})
+
+
+def key_of(teacher: TeacherConfig) -> str:
+    """Return how a message names the teacher."""
+    return f"distillation.teachers {teacher.name}"
+
+
+def load_teachers(
+    distillation: DistillationConfig,
+    model: ModelConfig,
+    data: DataConfig,
+    prompts: Sequence[Prompt],
+    policy: tuple[Path, Any],
+    *,
+    lengths: tuple[int, int],
+    resolve: Callable[[ModelConfig], Path],
+    tokenizer_of: Callable[[Path], Any],
+) -> tuple[list[Prompt], dict[str, Path]]:
+    """Return ``prompts`` with what teachers read in their place, and the directories of the teachers' models
+    by name. Raises ValueError with one message for teachers that cannot be used.
+
+    Args:
+        model: section of the policy's model; ``policy``: its directory and tokenizer.
+        lengths: tokens of the run's longest sequence, and of its longest completion.
+        resolve: finds a model's directory, as `model.path` names it.
+    """
+    _refuse(source_problems(distillation, prompts))
+    directories = {t.name: _directory(model, t, resolve) for t in distillation.of_own_models}
+    tokenizers = {name: tokenizer_of(directory) for name, directory in directories.items()}
+    prompts = with_teacher_prompts(distillation, data, prompts, policy[1])
+    _refuse(teacher_problems(distillation.teachers, model, prompts, tokenizers, policy, directories, lengths))
+    return prompts, directories
+
+
+def load_stream(
+    settings: DemonstrationStreamConfig | None, max_length: int, tokenizer: Any
+) -> list[Demonstration]:
+    """Return the demonstrations that are mixed into the batches; none without ``settings``.
+
+    Raises ValueError for a row that cannot be used. ``max_length``: of the run's sequences.
+    """
+    if settings is None:
+        return []
+    longest = settings.max_length or max_length
+    return load_demonstrations(settings.model_copy(update={"max_length": longest}), tokenizer)
+
+
+def _directory(policy: ModelConfig, teacher: TeacherConfig, resolve: Callable[[ModelConfig], Path]) -> Path:
+    if teacher.model == "sft":
+        raise ValueError(
+            f"{key_of(teacher)}: `model` = sft is the policy's own cold start; use reference, which begins "
+            "with its weights"
+        )
+    try:
+        return resolve(model_of(policy, teacher))
+    except ValueError as error:
+        raise ValueError(f"{key_of(teacher)}: {str(error).replace('model.path', '`model`')}") from error
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    if found := list(problems):
+        raise ValueError("; ".join(found))
+
+
+def source_problems(distillation: DistillationConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Yield a message for every source that a teacher names and the data lacks, and for sources that nothing
+    is learned from.
+    """
+    teachers, known = distillation.teachers, sorted({prompt.source for prompt in prompts})
+    for teacher in teachers:
+        if unknown := sorted(set(teacher.sources) - set(known)):
+            yield (
+                f"{key_of(teacher)}: `sources` has {unknown[0]}, which no source of data.train is named; "
+                f"expected {', '.join(known)}"
+            )
+    idle = [source for source in known if not any(teacher.teaches(source) for teacher in teachers)]
+    if teachers and distillation.reward_coef == 0 and idle:
+        yield (
+            f"`distillation.reward_coef` = 0, and source {idle[0]} has no teacher, so nothing is learned "
+            "from its samples; name it in `sources` of a teacher, raise `distillation.reward_coef`, or "
+            "remove it from data.train"
+        )
+
+
+def with_teacher_prompts(
+    distillation: DistillationConfig, data: DataConfig, prompts: Sequence[Prompt], tokenizer: Any
+) -> list[Prompt]:
+    """Return ``prompts`` with what each teacher with a prompt of its own reads in their place.
+
+    Raises ValueError where a teacher's prompt names a column that a problem lacks.
+    """
+    shown = [(t, t.prompt) for t in distillation.teachers if t.prompt is not None]
+    if not shown:
+        return list(prompts)
+    rendered = PromptFormat.of(data)
+
+    def read_by(teacher: TeacherConfig, template: str, prompt: Prompt) -> np.ndarray:
+        text = _filled(template, prompt, key_of(teacher))
+        return np.asarray(rendered.token_ids(text, tokenizer), np.int32)
+
+    return [
+        replace(
+            prompt,
+            teacher_ids={t.name: read_by(t, text, prompt) for t, text in shown if t.teaches(prompt.source)},
+        )
+        for prompt in prompts
+    ]
+
+
+def _filled(template: str, prompt: Prompt, key: str) -> str:
+    """Return ``template`` with {problem}, {answer} and {name of a column} replaced; "{}" stays."""
+    known: Mapping[str, Any] = {**prompt.columns, "problem": prompt.text, "answer": prompt.answer}
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in known:
+            raise ValueError(
+                f"{key}: `prompt` has {match[0]}, and problem {prompt.uid} has no such column; expected one "
+                f"of {', '.join(sorted(known))}, and further columns in `data.train.*.columns`"
+            )
+        return str(known[match[1]])
+
+    return _NAME.sub(value, template)
+
+
+def teacher_problems(
+    teachers: Sequence[TeacherConfig],
+    model: ModelConfig,
+    prompts: Sequence[Prompt],
+    tokenizers: Mapping[str, Any],
+    policy: tuple[Path, Any],
+    directories: Mapping[str, Path],
+    lengths: tuple[int, int],
+) -> Iterator[str]:
+    """Yield a message for every teacher that cannot give log-probs of the policy's tokens. Reads no weights.
+
+    Args:
+        tokenizers: of the teachers with models of their own, by name, as are ``directories``.
+        policy, lengths: as `load_teachers` takes them.
+    """
+    (model_dir, tokenizer), (max_length, completion) = policy, lengths
+    for teacher in teachers:
+        settings = model_of(model, teacher) if teacher.has_workers else model
+        directory = directories.get(teacher.name, model_dir)
+        longest = max((len(_read(teacher, prompt)) for prompt in prompts), default=0)
+        limit, needed = position_limit(settings, directory), longest + completion
+        if limit is not None and max(needed, max_length) > limit:
+            yield (
+                f"{key_of(teacher)}: prompt + completion may be {max(needed, max_length)} tokens, but "
+                f"{directory.name} has max_position_embeddings = {limit}; shorten its `prompt`, or lower "
+                "data.max_prompt_tokens or sampling.max_new_tokens"
+            )
+        if teacher.has_workers:
+            yield from _foreign_tokens(teacher, tokenizers[teacher.name], tokenizer)
+            yield from _unusable(teacher, model.trust_remote_code, directory, model_dir)
+
+
+def _read(teacher: TeacherConfig, prompt: Prompt) -> np.ndarray:
+    return prompt.teacher_ids.get(teacher.name, prompt.token_ids)
+
+
+def _foreign_tokens(teacher: TeacherConfig, theirs: Any, ours: Any) -> Iterator[str]:
+    """Compare the vocabularies: a token id must be the same text for both."""
+    own, expected = theirs.get_vocab(), ours.get_vocab()
+    if own == expected:
+        return
+    differ = sorted(token for token in own.keys() | expected.keys() if own.get(token) != expected.get(token))
+    token = differ[0]
+    yield (
+        f"{key_of(teacher)}: `model` = {teacher.model} has another tokenizer than the policy: {len(differ)} "
+        f"tokens differ, e.g. {token!r} is {_id(own, token)} there and {_id(expected, token)} here; its "
+        "log-probs would be those of other text. Use a teacher with the policy's vocabulary"
+    )
+
+
+def _id(vocabulary: Mapping[str, int], token: str) -> str:
+    return f"id {vocabulary[token]}" if token in vocabulary else "missing"
+
+
+def _unusable(teacher: TeacherConfig, trusted: bool, directory: Path, model_dir: Path) -> Iterator[str]:
+    if trusted:  # a model's own code may need weights to run
+        return
+    with readable_model(directory, "architecture"):
+        own = empty_model(directory, trust_remote_code=False)
+    with readable_model(model_dir, "architecture"):
+        policy = empty_model(model_dir, trust_remote_code=False)
+    try:
+        check_supported(own, str(directory))
+    except ValueError as error:
+        yield f"{key_of(teacher)}: {error}"
+    rows, needed = _vocabulary(own), _vocabulary(policy)
+    if rows < needed:
+        yield (
+            f"{key_of(teacher)}: `model` = {teacher.model} has {rows} token embeddings and the policy "
+            f"{needed}, so a token that the policy samples may be none of the teacher's; use a teacher with "
+            "at least as many"
+        )
+
+
+def _vocabulary(model: Any) -> int:
+    size: int = model.get_input_embeddings().num_embeddings
+    return size

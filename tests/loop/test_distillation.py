@@ -1,0 +1,198 @@
+"""Teachers and demonstrations in the driver's loop: who is asked for what, and what reaches the batch."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist import driver
+from grpo_dist.data.demonstrations import Demonstration
+from grpo_dist.loop.ledger import audit, summary
+from tests.support import fakes
+
+
+class Teacher:
+    """Gives every token the log-prob ``value``, and records the prompts it reads."""
+
+    def __init__(self, value):
+        self.value, self.asked = value, []
+
+    async def logprobs(self, prompt, rollouts):
+        self.asked.append(prompt)
+        return [np.full(len(r.completion_ids), self.value, np.float32) for r in rollouts]
+
+
+class EqualRewards(fakes.World):
+    """No group has a signal of its own. ``unscored``: of these prompts no sample has a reward."""
+
+    unscored = ()
+
+    async def score(self, prompt, rollouts):
+        group = await super().score(prompt, rollouts)
+        reward = np.nan if prompt.uid in self.unscored else 1.0
+        return replace(group, rewards=np.full_like(group.rewards, reward))
+
+
+def two_sources(count=8):
+    prompts = fakes.prompts(count)
+    return [replace(p, source="even" if i % 2 == 0 else "odd") for i, p in enumerate(prompts)]
+
+
+def train(world, config, prompts, teachers=None, *, reference=False, demonstrations=(), progress=None):
+    workers = replace(world.workers(reference=reference), teachers=teachers or {})
+    asyncio.run(
+        driver.run(config, workers, prompts, [], world, world, progress, demonstrations=demonstrations)
+    )
+    return [update for updates in world.updates for update in updates]
+
+
+def teacher(name, **how):
+    return {"name": name, "model": "/elsewhere"} | how
+
+
+def test_each_sample_learns_from_exactly_the_teachers_of_its_source():
+    world, asked = EqualRewards(), {"of_even": Teacher(-3.0), "of_all": Teacher(-2.0)}
+    config = fakes.config(
+        steps=2,
+        distillation={"teachers": [teacher("of_even", sources=["even"]), teacher("of_all")], "coef": 0.5},
+    )
+    batches = train(world, config, two_sources(), asked)
+    assert {p.source for p in asked["of_even"].asked} == {"even"}
+    assert {p.source for p in asked["of_all"].asked} == {"even", "odd"}
+    prompts = {p.uid: p for p in two_sources()}
+    for step, batch in enumerate(batches):
+        sources = [prompts[g.prompt.uid].source for g in world.sampled_groups[f"step_{step + 1:06d}"]]
+        for row, group in enumerate(batch.group_ids.tolist()):
+            # -(log p - mean of its teachers' log p) at half weight; engines gave -1.
+            expected = 0.5 * (-2.5 + 1 if sources[group] == "even" else -2 + 1)
+            assert batch.advantages[row][batch.loss_mask[row]].tolist() == [expected] * 2
+        assert batch.teacher_logprobs is None and batch.taught is None, "it is part of the advantages"
+    assert world.logged[1]["teacher/kl/of_even"] == 2.0 and world.logged[1]["teacher/kl/of_all"] == 1.0
+    first = [prompts[g.prompt.uid].source for g in world.sampled_groups["step_000001"]]
+    even = first.count("even")
+    assert 0 < even < 4 and world.logged[1]["teacher/kl"] == pytest.approx((2.0 * even + 4) / (even + 4))
+
+
+@pytest.mark.parametrize("kl_as", ["advantage", "loss"])
+@pytest.mark.parametrize("reward_coef", [0.0, 1.0])
+def test_groups_without_reward_signal_are_trained_on_where_they_have_a_teacher(kl_as, reward_coef):
+    """Also samples without a reward; no health check, no idle row and no ledger line says otherwise."""
+    world = EqualRewards()
+    world.unscored = ("p1",)
+    config = fakes.config(
+        steps=2,
+        health={"min_signal_groups": 1, "idle_steps_above": 1},
+        distillation={"teachers": [teacher("t")], "kl_as": kl_as, "reward_coef": reward_coef},
+    )
+    batches = train(world, config, fakes.prompts(8), {"t": Teacher(-3.0)})
+    assert len(batches) == 2 and not world.warnings
+    assert sorted(uid for e in world.ledger_entries.values() for uid in e["trained"]) == [
+        f"p{i}" for i in range(8)
+    ]
+    assert all(metrics["group/no_signal_share"] == 0.0 for metrics in world.logged.values())
+    for batch in batches:
+        taught = batch.loss_mask if kl_as == "advantage" else batch.taught
+        assert taught.sum() == 16 and len(batch) == 8
+        if kl_as == "loss":
+            assert batch.num_taught == 16.0 and not batch.advantages.any()
+            assert torch.equal(batch.teacher_logprobs, torch.where(batch.taught, -3.0, 0.0))
+
+
+def test_rewards_and_teacher_are_weighed_in_the_advantage():
+    """Two groups of the same samples: with the weight 0 of rewards only the teacher's part is left."""
+    parts = {}
+    for reward_coef in (0.0, 1.0, 3.0):
+        config = fakes.config(
+            steps=1, distillation={"teachers": [teacher("t")], "coef": 2.0, "reward_coef": reward_coef}
+        )
+        (batch,) = train(fakes.World(jitter=False), config, fakes.prompts(8), {"t": Teacher(-1.25)})
+        parts[reward_coef] = torch.where(batch.loss_mask, batch.advantages, 0.0)
+    (plain,) = train(fakes.World(jitter=False), fakes.config(steps=1), fakes.prompts(8))
+    rows = plain.row_ids
+    assert set(parts[0.0][batch.loss_mask].tolist()) == {-0.5}
+    for weight in (1.0, 3.0):
+        torch.testing.assert_close((parts[weight] - parts[0.0])[rows], weight * plain.advantages)
+
+
+def test_a_teacher_reads_its_own_prompt_and_the_policy_does_not():
+    shown = [replace(p, teacher_ids={"t": np.array([9, 9, 9, 9], np.int32)}) for p in fakes.prompts(4)]
+    asked = Teacher(-2.0)
+    config = fakes.config(steps=1, distillation={"teachers": [teacher("t")]})
+    (batch,) = train(EqualRewards(), config, shown, {"t": asked})
+    assert [p.token_ids.tolist() for p in asked.asked] == [[9] * 4] * 4
+    assert all(not p.teacher_ids for p in asked.asked)
+    assert batch.tokens[:, :3].tolist() == [[1, 2, 3]] * 8
+
+
+def test_a_teacher_that_is_the_reference_is_asked_without_a_kl_term():
+    config = fakes.config(steps=1, distillation={"teachers": [teacher("own", model="reference")]})
+    assert config.needs_reference and not config.has_kl_term
+    (batch,) = train(EqualRewards(), config, fakes.prompts(4), reference=True)
+    assert batch.ref_logprobs is None
+    assert not batch.advantages.any(), "the reference gives -1, as the engine does"
+
+
+def demonstrations(count):
+    learned = np.array([7, 8, 2], np.int32)
+    return [
+        Demonstration(f"d{i}", np.array([5, i], np.int32), "", "shown", completion_ids=learned)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_demonstrations_of_a_step_are_a_function_of_seed_and_step(updates):
+    """Every demonstration once in an epoch, and the same rows after a resume."""
+    config = fakes.config(
+        steps=4,
+        batch={"prompts_per_step": 4, "samples_per_prompt": 2, "updates_per_step": updates},
+        demonstrations={"data": "shown.jsonl", "rows_per_step": 4, "coef": 0.1},
+        checkpoint={"every": 2},
+    )
+    shown, world = demonstrations(8), fakes.World(jitter=False)
+    batches = train(world, config, fakes.prompts(40), demonstrations=shown)
+    assert len(batches) == 4 * updates
+    for batch in batches:
+        rows = batch.demonstrated.any(dim=1)
+        assert rows.sum() == 4 // updates and batch.num_demonstrated == 3 * rows.sum()
+        assert not batch.loss_mask[rows].any() and not batch.advantages[rows].any()
+        assert len(set(batch.row_ids.tolist())) == len(batch)
+    of_steps = [world.ledger_entries[step]["demonstrations"] for step in range(1, 5)]
+    for epoch in (of_steps[:2], of_steps[2:]):
+        assert sorted(epoch[0] + epoch[1]) == [f"d{i}" for i in range(8)]
+    again = fakes.World(jitter=False)
+    again.version = 2
+    resumed = train(again, config, fakes.prompts(40), demonstrations=shown, progress=world.saved[2])
+    assert [again.ledger_entries[step]["demonstrations"] for step in (3, 4)] == of_steps[2:]
+    for one, other in zip(batches[2 * updates :], resumed, strict=True):
+        assert torch.equal(one.demonstrated, other.demonstrated) and torch.equal(one.tokens, other.tokens)
+
+
+def test_demonstrations_change_no_metric_of_the_samples_and_no_row_of_theirs():
+    plain, joined = fakes.World(jitter=False), fakes.World(jitter=False)
+    train(plain, fakes.config(steps=2), fakes.prompts(16))
+    config = fakes.config(steps=2, demonstrations={"data": "shown.jsonl", "rows_per_step": 3})
+    train(joined, config, fakes.prompts(16), demonstrations=demonstrations(5))
+    for step in (1, 2):
+        own, other = plain.logged[step], joined.logged[step]
+        names = [name for name in own if name.startswith(("reward/", "rollout/", "group/", "outcome/"))]
+        assert len(names) > 10 and {n: other[n] for n in names} == {n: own[n] for n in names}
+        assert other["train/rows"] == own["train/rows"] + 3
+        assert other["train/loss_tokens"] == own["train/loss_tokens"] + 9
+        ledger = dict(joined.ledger_entries[step])
+        assert len(ledger.pop("demonstrations")) == 3 and ledger == plain.ledger_entries[step]
+
+
+def test_a_ledger_with_demonstrations_balances_and_counts_them(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    path.write_text(
+        '{"step": 1, "trained": ["a", "b"], "demonstrations": ["d1", "d1", "d2"]}\n'
+        '{"step": 2, "trained": ["c"], "no_signal": ["a"], "demonstrations": ["d1", "d2", "d3"]}\n'
+    )
+    assert audit(path, steps=2, prompts_per_step=2) is None
+    assert summary(path) == (
+        "ledger: 4 prompts sampled = 3 trained + 1 without signal (no advantage but 0); beside them 6 "
+        "demonstrations"
+    )
