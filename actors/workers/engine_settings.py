@@ -122,6 +122,10 @@ def set_environment() -> None:
     # OMP_NUM_THREADS already limits the threads of this engine.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if device_type() == "cpu":
+        # With several threads, the attention would divide long contexts between them where a step has few
+        # requests: the last digit of a log-prob would depend on what else is sampled. (Read by vLLM for each
+        # batch; a single request with a long context is slower without it.)
+        os.environ.setdefault("VLLM_CPU_ATTN_SPLIT_KV", "0")
         # Run the model in the process of the engine's scheduler: a second process, woken at every token,
         # takes CPU time from the model.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

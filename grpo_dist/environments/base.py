@@ -59,6 +59,31 @@ class Environment:
         """Answer an action without tool calls. An environment of tools alone is then done."""
         return Step(done=True)
 
+    @classmethod
+    def step_batch(
+        cls, episodes: Sequence[Any], actions: Sequence[str]
+    ) -> Sequence[Step] | Awaitable[Sequence[Step]]:
+        """Answer an action of each of several episodes at once. Define it instead of `step` where one call
+        for many is cheaper, such as a request to a model.
+
+        All episodes of a worker then live in one process. The call takes the actions that came during the
+        one before it, so which of them share a call differs between runs; no answer may depend on that.
+
+        Args:
+            episodes: instances of this class, each once.
+            actions: one for each of them, in the same order. So are the answers.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def preload(cls, **kwargs: Any) -> None:
+        """Load what all episodes share, such as a file. Called once, in the process that those of the
+        episodes are forked from: they find it in memory. It must leave no threads and no connections behind.
+
+        Args:
+            kwargs: the arguments of the environment.
+        """
+
     def close(self) -> Awaitable[None] | None:
         """Release what the episode held, at its end. Not called where its process is killed or has failed."""
 

@@ -27,6 +27,7 @@ class Description:
         sandboxed: whether it has the tool `python`.
         asks: whether it has a `start` of its own.
         stateless: it has neither `start` nor `step` of its own, so an episode can continue in a new process.
+        batched: it has `step_batch`.
         has_problems: whether it brings its own problems.
     """
 
@@ -34,6 +35,7 @@ class Description:
     sandboxed: bool
     asks: bool
     stateless: bool
+    batched: bool
     has_problems: bool
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -24,11 +23,22 @@ _REASON = 2000  # characters of an error that the policy reads
 _ROWS = 500  # problems of one reply
 
 
-def __getattr__(name: str) -> Callable[..., Program]:
-    """Return the program of the environment ``name``, as in ``program:my_module:Guess``."""
+def __getattr__(name: str) -> EnvironmentPrograms:
+    """Return the programs of the environment ``name``, as in ``program:my_module:Guess``."""
     if name.startswith("__"):
         raise AttributeError(name)
-    return partial(Program, load_environment(name))
+    return EnvironmentPrograms(load_environment(name))
+
+
+class EnvironmentPrograms:
+    """Makes the programs of one environment, in a process that has preloaded what they share."""
+
+    def __init__(self, environment: type[Environment]) -> None:
+        self._environment = environment
+        self.preload = environment.preload
+
+    def __call__(self, **kwargs: Any) -> Program:
+        return Program(self._environment, **kwargs)
 
 
 class Program:
@@ -50,26 +60,28 @@ class Program:
         """Tell what preparation and failures need to know.
 
         ``asks``: it has a `start` of its own. ``stateless``: an episode can continue in a new process.
+        ``batched``: it answers many episodes at once.
         """
-        asks = self._class.start is not Environment.start
+        asks, batched = self._class.start is not Environment.start, self._has_own("step_batch")
         return {
             "tools": [tool.schema for tool in self._tools.values()],
             "sandboxed": any(tool.function is python for tool in self._tools.values()),
             "asks": asks,
-            "stateless": not asks and self._class.step is Environment.step,
-            "has_problems": self._has_problems(),
+            "stateless": not asks and not batched and self._class.step is Environment.step,
+            "batched": batched,
+            "has_problems": self._has_own("problems"),
         }
 
-    def _has_problems(self) -> bool:
-        own = self._class.problems
-        return getattr(own, "__func__", own) is not getattr(Environment.problems, "__func__", None)
+    def _has_own(self, class_method: str) -> bool:
+        own, general = getattr(self._class, class_method), getattr(Environment, class_method)
+        return getattr(own, "__func__", own) is not general.__func__
 
     async def _start(self, problem: Mapping[str, Any]) -> Any:
         """Begin an episode and return what it asks, as messages or text."""
         if self._environment is not None:
             await self._close()
         self._environment = self._class(**self._kwargs)
-        asked = await _awaited(self._environment.start(Problem(**problem)))
+        asked = await awaited(self._environment.start(Problem(**problem)))
         return _observation(asked, "start")
 
     async def _problems(self, split: str, count: int | None) -> list[dict[str, Any]]:
@@ -82,7 +94,7 @@ class Program:
         self, problem: Mapping[str, Any], begin: bool, name: str, arguments: str, raw: bool
     ) -> dict[str, Any]:
         """Call a tool. Returns its result and outcome, or the code that the sandbox is to run."""
-        await self._begin(problem, begin)
+        await self.begin(problem, begin)
         tool = self._tools.get(name)
         if tool is None:
             there = ", ".join(self._tools) or "none"
@@ -95,7 +107,7 @@ class Program:
             return {"code": given["code"]}
         began = time.monotonic()
         try:
-            result, outcome = as_text(await _awaited(tool.function(**given))), "ok"
+            result, outcome = as_text(await awaited(tool.function(**given))), "ok"
         except MemoryError:
             result, outcome = "out of memory", "memory"
         except Exception as error:
@@ -103,21 +115,14 @@ class Program:
         return _result(result, outcome, time.monotonic() - began)
 
     async def _step(self, problem: Mapping[str, Any], begin: bool, action: str) -> dict[str, Any]:
-        environment = await self._begin(problem, begin)
-        step = await _awaited(environment.step(action))
-        if not isinstance(step, Step):
-            raise TypeError(f"step returned a {type(step).__name__}, expected a Step")
-        if step.observation is None and not step.done:
-            raise ValueError("step returned neither an observation nor done=True")
-        reward = None if step.reward is None else float(step.reward)
-        observation = "" if step.observation is None else _observation(step.observation, "step")
-        return {"observation": observation, "reward": reward, "done": bool(step.done)}
+        environment = await self.begin(problem, begin)
+        return answer_of(await awaited(environment.step(action)))
 
     async def _close(self) -> None:
         if self._environment is not None:
-            await _awaited(self._environment.close())
+            await awaited(self._environment.close())
 
-    async def _begin(self, problem: Mapping[str, Any], begin: bool) -> Environment:
+    async def begin(self, problem: Mapping[str, Any], begin: bool) -> Environment:
         """Return the episode's environment. ``begin``: this is the first request of the episode."""
         if self._environment is None:
             if not begin and not (await self._describe())["stateless"]:
@@ -125,6 +130,17 @@ class Program:
             await self._start(problem)
         assert self._environment is not None
         return self._environment
+
+
+def answer_of(step: Any) -> dict[str, Any]:
+    """Return the reply for a `Step`. Raises TypeError or ValueError for what is none."""
+    if not isinstance(step, Step):
+        raise TypeError(f"step returned a {type(step).__name__}, expected a Step")
+    if step.observation is None and not step.done:
+        raise ValueError("step returned neither an observation nor done=True")
+    reward = None if step.reward is None else float(step.reward)
+    observation = "" if step.observation is None else _observation(step.observation, "step")
+    return {"observation": observation, "reward": reward, "done": bool(step.done)}
 
 
 def _result(text: str, outcome: str, seconds: float = 0.0) -> dict[str, Any]:
@@ -146,5 +162,6 @@ def _observation(given: Any, method: str) -> Any:
     return messages
 
 
-async def _awaited(value: Any) -> Any:
+async def awaited(value: Any) -> Any:
+    """Return the result of a function that may be asynchronous."""
     return await value if inspect.isawaitable(value) else value

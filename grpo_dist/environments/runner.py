@@ -3,7 +3,8 @@
     action with calls      each tool in the environment's process; `python` in the sandbox
     action without calls   the environment's step
 
-Code of users runs in a process per episode. The environments of this package hold no user code and run here.
+Code of users runs in a process per episode, or with `step_batch` in one for all. The environments of this
+package hold no user code and run here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 
 from grpo_dist.config import EnvironmentsConfig, SandboxConfig
 from grpo_dist.environments.base import Problem
+from grpo_dist.environments.batches import BATCHES, BatchHost
 from grpo_dist.environments.program import PROGRAM, Program
 from grpo_dist.environments.records import Action, Call, Observed, without_surrogates
 from grpo_dist.environments.registry import BUILTIN
@@ -62,18 +64,24 @@ class _LocalHost:
         self._live.clear()
 
 
-def host_of(environment: str, kwargs: Mapping[str, Any], settings: EnvironmentsConfig) -> Host:
-    """Return the host of an environment's programs. Raises ValueError for a missing code path."""
+def host_of(
+    environment: str, kwargs: Mapping[str, Any], settings: EnvironmentsConfig, *, batched: bool = False
+) -> Host:
+    """Return the host of an environment's programs. Raises ValueError for a missing code path.
+
+    ``batched``: its episodes share a process, and are answered many at once.
+    """
     if environment in BUILTIN:
         return _LocalHost(partial(Program, BUILTIN[environment], **kwargs))
-    return ProcessHost(
-        f"{PROGRAM}:{environment}",
+    host = ProcessHost(
+        f"{BATCHES if batched else PROGRAM}:{environment}",
         dict(kwargs),
         limits=Limits(memory_mb=settings.memory_mb),
         isolation=None,
         code_paths=settings.code_paths,
         python=settings.python,
     )
+    return BatchHost(host) if batched else host
 
 
 @dataclass(slots=True)
@@ -153,7 +161,8 @@ class EpisodeRunner:
     def _host(self, task: Task) -> Host:
         key = f"{task.environment} {json.dumps(dict(task.kwargs), sort_keys=True)}"
         if key not in self._hosts:
-            self._hosts[key] = host_of(task.environment, task.kwargs, self._settings)
+            kwargs, batched = task.kwargs, task.batched
+            self._hosts[key] = host_of(task.environment, kwargs, self._settings, batched=batched)
         return self._hosts[key]
 
     async def _ask(self, episode: str, known: _Episode, kind: str, **payload: Any) -> Any:

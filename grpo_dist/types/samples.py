@@ -36,12 +36,14 @@ class Task:
         kwargs: arguments of the environment's class.
         messages: the prompt as chat messages, which later turns are rendered after; () for plain text.
         tools: JSON schemas of the tools that the policy may call, as chat templates take them.
+        batched: the environment answers the actions of many episodes at once (`step_batch`).
     """
 
     environment: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    batched: bool = False
 
 
 @dataclass(frozen=True, slots=True)

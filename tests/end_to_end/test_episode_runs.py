@@ -34,13 +34,12 @@ _SAMPLED = (
 
 
 def check_same_run(ours, theirs):
-    """Check that two runs sampled the same tokens, and have the same numbers up to rounding: which requests
-    share a step of the engine depends on when environments answer, and changes the last digit of log-probs.
+    """Check that two runs sampled the same tokens, and have the same numbers to the last digit: an engine's
+    arithmetic does not depend on which episodes share its steps, and so not on when environments answer.
     """
     tokens = [[{name: row[name] for name in _SAMPLED} for row in rows(run)] for run in (ours, theirs)]
     assert tokens[0] == tokens[1] != []
-    for line, other in zip(numbers(ours), numbers(theirs), strict=True):
-        assert line == pytest.approx(other, rel=1e-5, abs=1e-6)
+    assert numbers(ours) == numbers(theirs)
 
 
 def rows(directory):
@@ -87,12 +86,14 @@ def test_episodes_sampled_ahead_continue_under_new_weights(tmp_path):
 
 @pytest.mark.evidence
 def test_a_run_of_episodes_that_is_ended_and_killed_resumes_with_the_same_numbers(tmp_path):
-    """Finished groups of the step under way are kept, unfinished ones are sampled again."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    play(whole, "steps=6")
-    killed = play(parts, "steps=6", check=False, kill_after="step_000003")
+    """Finished groups of the step under way are kept, unfinished ones are sampled again. With two threads the
+    engine could divide a request between them, or not, by what else is in the batch.
+    """
+    whole, parts, own = tmp_path / "whole", tmp_path / "parts", ("steps=6", "rollout.threads=2")
+    play(whole, *own)
+    killed = play(parts, *own, check=False, kill_after="step_000003")
     assert killed.returncode == -signal.SIGKILL
-    play(parts, "steps=6")
+    play(parts, *own)
     check_same_run(parts, whole)
     books = [directory / "runs/run/ledger.jsonl" for directory in (whole, parts)]
     assert books[0].read_text() == books[1].read_text()

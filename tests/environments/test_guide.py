@@ -74,6 +74,23 @@ def test_an_episode_of_the_guide_reaches_its_end(here: Path) -> None:
     assert last.done and last.reward == 1.0
 
 
+def test_check_shows_the_environment_that_answers_in_batches(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = "\n".join(f'{{"problem": "say {n}", "answer": "{n}"}}' for n in range(4))
+    (here / "rows.jsonl").write_text(rows)
+    text = (
+        (here / "guess.yaml")
+        .read_text()
+        .replace('environment: "games:Guess"', 'environment: "judged:Judged", path: rows.jsonl')
+    )
+    (here / "judged.yaml").write_text(text.replace(", split: test", ""))
+    status = main(["check", "judged.yaml", "data.overlap=warn", "data.eval=[]"])
+    told = capsys.readouterr().out
+    assert status == 0, told
+    assert "judged:Judged" in told and "reward 1" in told
+
+
 @pytest.mark.parametrize(("part", "broken", "words"), [
     ("def start(self, problem):", "def start(self):", ["Guess/train:1", "start: TypeError", "every row"]),
     ("return Step(reward=1.0, done=True)", "return 1.0", ["trial action failed", "a float, expected a Step"]),

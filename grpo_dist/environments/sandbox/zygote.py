@@ -50,7 +50,9 @@ class Zygote:
         self._isolation = Isolation(**settings["isolation"]) if settings["isolation"] else None
         self._arguments: dict[str, Any] = settings["arguments"]
         module, _, name = settings["program"].partition(":")
-        self._program: type = getattr(importlib.import_module(module), name)
+        self._program: Callable[..., object] = getattr(importlib.import_module(module), name)
+        if (preload := getattr(self._program, "preload", None)) is not None:
+            preload(**self._arguments)
         self._kept: dict[int, _Kept] = {}  # by process id
         self._free: list[int] = []  # slots of ended episodes
         self._slots = 0

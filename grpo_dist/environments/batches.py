@@ -1,0 +1,181 @@
+"""Environments with `step_batch`: one process holds all their episodes of a worker, and answers many at once.
+
+episode a   ask --+               +-- ask --+              one request after the other; each takes all that
+episode b   ask --+--> request 1  |         +--> request 2   came during the one before
+episode c         +-- ask --------+
+
+A request starts, calls tools and closes for each episode by itself, then steps all the others together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_dist.environments.base import Environment
+from grpo_dist.environments.program import Program, answer_of, awaited
+from grpo_dist.environments.registry import load_environment
+from grpo_dist.environments.sandbox.failure import ProcessFailure
+from grpo_dist.environments.sandbox.host import ProcessHost
+
+BATCHES = "grpo_dist.environments.batches"
+_ALL = "all"  # the one process, for its host
+_CLOSE_S = 60.0  # deadline for the end of an episode; nobody waits for it
+
+
+def __getattr__(name: str) -> BatchPrograms:
+    """Return the programs of the environment ``name``, as in ``batches:my_module:Guess``."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return BatchPrograms(load_environment(name))
+
+
+class BatchPrograms:
+    """Makes the program of one environment, in a process that has preloaded what its episodes share."""
+
+    def __init__(self, environment: type[Environment]) -> None:
+        self._environment = environment
+        self.preload = environment.preload
+
+    def __call__(self, **kwargs: Any) -> BatchProgram:
+        return BatchProgram(self._environment, kwargs)
+
+
+class BatchProgram:
+    """Episodes by name. What raises fails its own episode, and `step_batch` all that it was given."""
+
+    def __init__(self, environment: type[Environment], kwargs: dict[str, Any]) -> None:
+        self._class, self._kwargs = environment, kwargs
+        self._live: dict[str, Program] = {}
+
+    async def handle(self, kind: str, payload: list[tuple[str, str, dict[str, Any]]]) -> list[list[Any]]:
+        """Answer requests of (episode, kind, payload) in order, by ["ok", result] or ["error", reason]."""
+        steps = [index for index, (_, kind, _) in enumerate(payload) if kind == "step"]
+        answers: list[Any] = await asyncio.gather(
+            *(self._begin(e, p) if k == "step" else self._handle(e, k, p) for e, k, p in payload),
+            return_exceptions=True,
+        )
+        begun = [index for index in steps if not isinstance(answers[index], BaseException)]
+        if begun:
+            actions = [payload[index][2]["action"] for index in begun]
+            for index, step in zip(
+                begun, await self._step([answers[i] for i in begun], actions), strict=True
+            ):
+                answers[index] = step
+        return [_reply(answer) for answer in answers]
+
+    async def _begin(self, episode: str, payload: dict[str, Any]) -> Environment:
+        return await self._program(episode).begin(payload["problem"], payload["begin"])
+
+    async def _handle(self, episode: str, kind: str, payload: dict[str, Any]) -> Any:
+        if kind != "close":
+            return await self._program(episode).handle(kind, payload)
+        if (program := self._live.pop(episode, None)) is not None:
+            await program.handle(kind, payload)
+        return None
+
+    async def _step(self, episodes: Sequence[Environment], actions: Sequence[str]) -> list[Any]:
+        """Return an answer, or what was raised, for each action."""
+        try:
+            steps = list(await awaited(self._class.step_batch(episodes, actions)))
+            if len(steps) != len(actions):
+                raise ValueError(f"step_batch returned {len(steps)} answers to {len(actions)} actions")
+        except Exception as error:
+            return [error] * len(actions)
+        return [_answer(step) for step in steps]
+
+    def _program(self, episode: str) -> Program:
+        if episode not in self._live:
+            self._live[episode] = Program(self._class, **self._kwargs)
+        return self._live[episode]
+
+
+def _answer(step: Any) -> dict[str, Any] | Exception:
+    try:
+        return answer_of(step)
+    except Exception as error:
+        return error
+
+
+def _reply(answer: Any) -> list[Any]:
+    if isinstance(answer, BaseException):
+        return ["error", f"{type(answer).__name__}: {answer}"]
+    return ["ok", answer]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    episode: str
+    kind: str
+    payload: Any
+    timeout_s: float
+    answer: asyncio.Future[Any]
+
+
+class BatchHost:
+    """The process of such an environment. Where it is lost, all its episodes are."""
+
+    def __init__(self, host: ProcessHost) -> None:
+        self._host = host
+        self._waiting: list[_Asked] = []
+        self._sending: asyncio.Task[None] | None = None
+
+    async def ask(self, episode: str, kind: str, payload: Any, *, timeout_s: float) -> Any:
+        """Return the answer to a request of ``episode``. Raises ProcessFailure.
+
+        ``timeout_s``: of the request that it shares with others, which may be the next but one.
+        """
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Asked(episode, kind, payload, timeout_s, answer))
+        if self._sending is None or self._sending.done():
+            # Behind the other episodes that ask now.
+            self._sending = asyncio.create_task(self._send(), name="batches of an environment")
+        return await answer
+
+    async def end(self, episode: str) -> None:
+        """End an episode, also one whose action was abandoned: its place in the process is freed."""
+        if self._host.is_live(_ALL):
+            with suppress(ProcessFailure):
+                await self.ask(episode, "close", {}, timeout_s=_CLOSE_S)
+
+    async def close(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+        for asked in self._waiting:
+            asked.answer.cancel()
+        self._waiting = []
+        await self._host.close()
+
+    async def _send(self) -> None:
+        while self._waiting:
+            batch = [asked for asked in self._waiting if not asked.answer.done()]  # others were abandoned
+            self._waiting = []
+            if not batch:
+                return
+            requests = [[asked.episode, asked.kind, asked.payload] for asked in batch]
+            longest = max(asked.timeout_s for asked in batch)
+            try:
+                replies = await self._host.ask(_ALL, "batch", requests, timeout_s=longest)
+            except BaseException as error:
+                for asked in batch:
+                    _fail(asked.answer, error)
+                if not isinstance(error, ProcessFailure):
+                    raise
+                continue
+            for asked, (status, value) in zip(batch, replies, strict=True):
+                if status == "error":
+                    _fail(asked.answer, ProcessFailure("error", str(value), lost=False))
+                elif not asked.answer.done():
+                    asked.answer.set_result(value)
+
+
+def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
+    if answer.done():
+        return
+    if isinstance(error, asyncio.CancelledError):
+        answer.cancel()
+    else:
+        answer.set_exception(error)
