@@ -92,7 +92,7 @@ class EvaluationEngines:
 
     async def loaded(self) -> None:
         """Wait until the engines hold ``version``, or cannot be given it. The caller holds the deadline."""
-        await self._is_loaded.wait()
+        await self._is_loaded.wait()  # bounded: the caller has a deadline
 
     @contextmanager
     def _ends_the_wait_if_it_fails(self) -> Iterator[None]:
@@ -123,7 +123,12 @@ class EvaluationEngines:
         names = {name: w for name, w in self.rollouts.team.named().items() if w is worker}
         stage = f"evaluation: version {snapshot.version} is loaded"
         async with deadline_of(names, self._timeout_s, stage):
-            reported = await result(worker.load_snapshot.remote(snapshot))
+            await worker.abandon.remote()  # requests of an evaluation that was given up
+            await worker.open_transfer.remote("gloo", (), self._timeout_s, file=str(snapshot.file))
+            await worker.begin_update.remote()
+            received = snapshot.parameters, snapshot.bucket_bytes, snapshot.adapter_scale
+            await worker.receive_weights.remote(*received)
+            reported = await result(worker.finish_update.remote(snapshot.version))
         if reported != snapshot.version:
             raise RuntimeError(
                 f"evaluation: engines should hold version {snapshot.version} but report {reported}"

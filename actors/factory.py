@@ -121,7 +121,8 @@ class Factory:
         """Create the engines on which evaluation runs while training continues; None: there are none."""
         if "evaluation" not in self.demands:
             return None
-        spec, actors = EngineSpec.of_evaluation(self._config, model_dir), self._actors("evaluation")
+        spec = EngineSpec.of(self._config, model_dir).for_evaluation(self._config.evaluation)
+        actors = self._actors("evaluation")
         return RolloutPool(spec, actors, environments=environments, role="evaluation")
 
     def rewards(self, model_dir: Path, shared: SharedDevices | None) -> RewardPool:

@@ -14,7 +14,7 @@ from actors.connection import (
     local_resources,
     resources_of,
 )
-from actors.placement.demands import Demand, describe, is_colocated, placement
+from actors.placement.demands import describe, is_colocated, placement
 from actors.placement.fitting import bundles, too_large
 from actors.placement.reservation import expected
 from grpo_dist.config import Config
@@ -28,11 +28,6 @@ class Fit(NamedTuple):
 
     words: str
     gpus: int
-
-
-def check_fits(config: Config, *, training: bool = True) -> str:
-    """Check that the run fits, and describe its placement; see `fit`."""
-    return fit(config, training=training).words
 
 
 def fit(config: Config, *, training: bool = True) -> Fit:
@@ -59,8 +54,3 @@ def fit(config: Config, *, training: bool = True) -> Fit:
         # Raises UserError unless they are colocated.
         transfer_backend("ipc", "cuda", one_host=True, colocated=colocated)
     return Fit(describe(demands, has), has.gpus)
-
-
-def local_demands(config: Config) -> dict[str, Demand]:
-    """Return what every role of a training run takes of this machine alone."""
-    return placement(config, local_resources(config.cluster), training=True)

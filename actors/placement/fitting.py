@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from actors.placement.demands import Demand, Resources, placement
-from grpo_dist.config import AutoscalingConfig, Config
+from grpo_dist.config import AutoscalingConfig, ClusterConfig, Config, EvaluationConfig
 from grpo_dist.config.files import changed
 from grpo_dist.errors import UserError
 
@@ -165,7 +165,7 @@ def nearest(config: Config, nodes: Sequence[Node], *, training: bool) -> dict[st
     for changes in _smaller(config):
         if has.gpus and _least_gpus(config, changes) > free:
             continue  # a large configuration has hundreds of thousands of smaller ones
-        for own in _likewise(config, changes, has, nodes):
+        for own in _likewise(config.cluster, config.evaluation, changes, has, nodes):
             try:
                 wanted = bundles(placement(changed(config, own), has, training=training))
             except ValueError:
@@ -185,14 +185,18 @@ def _least_gpus(config: Config, changes: dict[str, Any]) -> int:
 
 
 def _likewise(
-    config: Config, changes: dict[str, Any], has: Resources, nodes: Sequence[Node]
+    cluster: ClusterConfig,
+    evaluation: EvaluationConfig,
+    changes: dict[str, Any],
+    has: Resources,
+    nodes: Sequence[Node],
 ) -> Iterator[dict[str, Any]]:
     """Yield ``changes`` alone, then with further overrides that save devices."""
     yield changes
-    if has.gpus and config.evaluation.num_workers:
+    if has.gpus and evaluation.num_workers:
         yield changes | {"evaluation.num_workers": 0}
     if has.gpus:
-        if config.cluster.placement == "auto":
+        if cluster.placement == "auto":
             yield changes | {"cluster.placement": "colocated"}
         return
     most = int(max((node.free_cpus for node in nodes), default=0))

@@ -12,6 +12,7 @@ from grpo_dist.config import (
     Config,
     DataConfig,
     EnvironmentsConfig,
+    EvaluationConfig,
     ModelConfig,
     RolloutConfig,
     WeightSyncConfig,
@@ -65,13 +66,11 @@ class EngineSpec:
     data: DataConfig | None = None
     niceness: int = 0
 
-    @classmethod
-    def of_evaluation(cls, config: Config, model_dir: Path) -> EngineSpec:
+    def for_evaluation(self, settings: EvaluationConfig) -> EngineSpec:
         """Return the specification of an engine on which evaluation runs while training continues."""
-        count, settings = config.evaluation.num_workers, config.evaluation
         return replace(
-            cls.of(config, model_dir),
-            rollout=config.rollout.model_copy(update={"num_workers": count}),
+            self,
+            rollout=self.rollout.model_copy(update={"num_workers": settings.num_workers}),
             in_flight=0,  # as many as the cache has room for: an evaluation sends all prompts at once
             sampling=(Sampling(settings.temperature, settings.top_p, settings.top_k),),
             niceness=_NICENESS if settings.threads == 0 else 0,

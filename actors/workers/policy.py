@@ -6,35 +6,30 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import ray
 
 from actors.lifecycle.probe import Probeable
 from actors.placement.demands import Devices
-from actors.transfer.broadcasts import Transport
-from actors.transfer.connections import Seat
 from actors.transfer.group_store import with_store
-from actors.transfer.stream import send
-from actors.transfer.transport import free_port, open_transport
+from actors.transfer.transport import free_port
+from actors.workers.weight_sender import WeightSender
 from grpo_dist.config import (
     AlgorithmConfig,
     ModelConfig,
     PolicyConfig,
     ProfileConfig,
-    TransferBackend,
 )
 from grpo_dist.health.bounds import Bound
 from grpo_dist.observe.profiling import profiled, trace_path
 from grpo_dist.policy.extensions import build_in_own_directory
 from grpo_dist.policy.loss import LossSettings
 from grpo_dist.policy.ranks import Rank
-from grpo_dist.policy.snapshots import SnapshotWriter
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
-from grpo_dist.policy.weight_buckets import ParameterSpec
-from grpo_dist.runtime.hardware import DeviceType, one_thread
-from grpo_dist.runtime.metering import Metered, metered
+from grpo_dist.runtime.hardware import DeviceType
+from grpo_dist.runtime.metering import metered
 from grpo_dist.types import Prompt, Rollout, TrainBatch
 
 
@@ -49,14 +44,11 @@ class RankUpdates:
 Held = Literal["nothing", "weights", "all"]
 
 
-class PolicyWorker(Metered, Probeable):
+class PolicyWorker(WeightSender, Probeable):
     """One rank. Its methods are called on all ranks at once; calls run one at a time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._trainer: Any = None
-        self._transports: dict[str, Transport] = {}
-        self._snapshots = SnapshotWriter()
         self._trace: Path | None = None
         self._profile = ProfileConfig()
 
@@ -107,50 +99,6 @@ class PolicyWorker(Metered, Probeable):
         """Return `Trainer.base_logprobs` of groups: the samples of each of ``prompts``."""
         found: list[list[np.ndarray]] = self._trainer.base_logprobs(list(zip(prompts, rollouts, strict=True)))
         return found
-
-    def parameter_specs(self, adapters_only: bool = False, as_held: bool = False) -> list[ParameterSpec]:
-        return self._trainer.weights.specs(adapters_only=adapters_only, as_held=as_held)
-
-    def open_transfer(self, group: str, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:
-        self.close_transfer(group)
-        self._transports[group] = open_transport(backend, seat, timeout_s=timeout_s)
-
-    def close_transfer(self, group: str) -> None:
-        """Leave the group, if this rank is in it."""
-        if transport := self._transports.pop(group, None):
-            transport.close()
-
-    @metered("sync")
-    def send_weights(
-        self, bucket_bytes: int, group: str, adapters_only: bool, as_held: bool = False
-    ) -> dict[str, float]:
-        """Gather the weights; where this rank has a transport for ``group``, send all buckets and a checksum.
-
-        Returns the bytes sent and the seconds it took. After an error this rank leaves the group, by which
-        the others notice at once; they discard what they received.
-        """
-        which = {"adapters_only": adapters_only, "as_held": as_held}
-        weights = self._trainer.weights.buckets(bucket_bytes, **which)
-        specs = self._trainer.weights.specs(**which)
-        try:
-            with one_thread():
-                return send(self._transports.get(group), weights, specs, bucket_bytes)
-        except Exception:
-            self.close_transfer(group)
-            raise
-
-    @metered("snapshot")
-    def snapshot(self, file: str, bucket_bytes: int, adapters_only: bool) -> list[ParameterSpec]:
-        """Gather the weights; rank 0 copies them, and writes them to ``file`` while updates follow, until
-        `is_saved`. Returns what is in the file.
-        """
-        weights = self._trainer.weights.buckets(bucket_bytes, adapters_only=adapters_only)
-        specs = self.parameter_specs(adapters_only)
-        first = self._trainer.rank.index == 0
-        if first:
-            self._snapshots.begin(Path(file))
-        send(self._snapshots if first else None, weights, specs, bucket_bytes)
-        return specs
 
     def hold(self, what: Held) -> None:
         """Keep on the device all, what `send_weights` needs, or nothing; the rest waits in host memory."""

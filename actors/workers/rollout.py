@@ -18,7 +18,6 @@ from actors.workers.environment import EnvironmentAddresses
 from actors.workers.episodes import EpisodeSampler, episode_sampler
 from grpo_dist.config import TransferBackend
 from grpo_dist.environments.episode import Generation
-from grpo_dist.policy.snapshots import Snapshot
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.hardware import device_type
 from grpo_dist.runtime.load_balancer import Load
@@ -204,12 +203,14 @@ class RolloutWorker(Metered, Probeable):
         """Return where the pending calls wait."""
         return pending_calls()
 
-    async def open_transfer(self, backend: TransferBackend, seats: Sequence[Seat], timeout_s: float) -> None:
+    async def open_transfer(
+        self, backend: TransferBackend, seats: Sequence[Seat], timeout_s: float, *, file: str | None = None
+    ) -> None:
         """Have every process of the engine join a transfer group with its seat, and leave the group
-        before.
+        before. ``file``: read the next weights from this snapshot instead.
         """
         await self._end_old_update()
-        info = {"backend": backend, "seats": list(seats), "timeout_s": timeout_s}
+        info = {"backend": backend, "seats": list(seats), "timeout_s": timeout_s, "file": file}
         await self._engine.init_transfer(info)
 
     @metered("sync")
@@ -249,16 +250,6 @@ class RolloutWorker(Metered, Probeable):
         reported: int = await self._engine.set_weight_version(version)
         await self._engine.resume()
         return reported
-
-    async def load_snapshot(self, snapshot: Snapshot) -> int:
-        """Abort pending requests and load a snapshot of the weights; return the version that the engine
-        reports.
-        """
-        await self.abandon()
-        await self._engine.init_transfer({"file": str(snapshot.file)})
-        await self.begin_update()
-        await self.receive_weights(snapshot.parameters, snapshot.bucket_bytes, snapshot.adapter_scale)
-        return await self.finish_update(snapshot.version)
 
     async def abandon(self) -> None:
         """Abort pending requests: the run resumes from before they were made."""

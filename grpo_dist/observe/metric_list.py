@@ -205,6 +205,8 @@ METRICS = (
            "uncertainty of that measure", "a difference below two of them is noise"),
     Metric("eval/<set>/tool_call_share", "share", "mean over problems",
            "episodes with a tool call, in sets with an environment", "rises where the tool helps"),
+    Metric("eval/step", "steps", "of the driver",
+           "at wandb alone, with `evaluation.num_workers`: the step of the evaluated weights", ""),
     Metric("eval/<set>/length_tokens", "tokens", "mean over samples", "length of an evaluated completion",
            ""),
     Metric("eval/<set>/unscored", "samples", "count", "evaluated samples without a verdict, left out",

@@ -82,7 +82,7 @@ class SnapshotWriter:
     def begin(self, path: Path) -> None:
         """Write the next weights to ``path``. Waits for those before, which need the same memory."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join()  # bounded: by the disk; the caller has a deadline
         self._path, self._thread, self._failed = path, None, None
 
     def outgoing(self, sizes: Sequence[int]) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,7 +47,14 @@ class TrainingCluster:
 
     def __init__(self, config: Config) -> None:
         """Raises UserError for settings that only `train` follows."""
-        _check(config)
+        only_train = {
+            "dynamic_sampling.enabled": config.dynamic_sampling.enabled,
+            "evaluation.num_workers": config.evaluation.num_workers > 0,
+        }
+        for key in (key for key, is_set in only_train.items() if is_set):
+            raise UserError(f"`{key}` is followed by train() alone; remove it for a loop of your own")
+        if config.is_supervised:
+            raise UserError("a supervised stage samples nothing, so the four verbs have no use; call train()")
         self._config = config
         self._loop: _LoopThread | None = None
         self._work: Verbs | None = None
@@ -55,7 +62,7 @@ class TrainingCluster:
     def open(self) -> TrainingCluster:
         """Start all workers. Raises UserError for input that cannot be used, before any worker starts."""
         with stages_logged(enabled=self._config.tracking.console):
-            prepared, actors = _prepare(self._config)
+            prepared, actors = self._prepare()
             self._loop = _LoopThread()
             self._work = Verbs(self._config, prepared, actors)
             try:
@@ -158,6 +165,20 @@ class TrainingCluster:
         self._call(self._opened.export(path))
         return path
 
+    def _prepare(self) -> tuple[Prepared, Cluster]:
+        """Check all input and connect to Ray, in the thread of the caller."""
+        with stage("actors", "their code is loaded"):
+            from actors.cluster import Cluster  # Ray takes seconds to import
+            from actors.fit import fit
+        with refusals():
+            has = fit(self._config)
+            prepared = prepare(self._config, print_line, device="cuda" if has.gpus else "cpu")
+        for warning in prepared.warnings:
+            print_line(warning)
+        actors = Cluster(self._config, prepared.teacher_dirs)
+        actors.connect()
+        return prepared, actors
+
     @property
     def _opened(self) -> Verbs:
         if self._work is None:
@@ -188,36 +209,8 @@ class _LoopThread:
 
     def end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._thread.join()  # bounded: the loop was just stopped
         self._loop.close()
-
-
-def _prepare(config: Config) -> tuple[Prepared, Cluster]:
-    """Check all input and connect to Ray, in the thread of the caller."""
-    with stage("actors", "their code is loaded"):
-        from actors.cluster import Cluster  # Ray takes seconds to import
-        from actors.fit import fit
-    with refusals():
-        has = fit(config)
-        prepared = prepare(config, print_line, device="cuda" if has.gpus else "cpu")
-    for warning in prepared.warnings:
-        print_line(warning)
-    actors = Cluster(config, prepared.teacher_dirs)
-    actors.connect()
-    return prepared, actors
-
-
-def _check(config: Config) -> None:
-    """Raise UserError for settings that need the loop of `train`."""
-    found: dict[str, Callable[[], bool]] = {
-        "dynamic_sampling.enabled": lambda: config.dynamic_sampling.enabled,
-        "evaluation.num_workers": lambda: config.evaluation.num_workers > 0,
-    }
-    for key, is_set in found.items():
-        if is_set():
-            raise UserError(f"`{key}` is followed by train() alone; remove it for a loop of your own")
-    if config.is_supervised:
-        raise UserError("a supervised stage samples nothing, so the four verbs have no use; call train()")
 
 
 def _refuse_others(verb: str, name: str, given: Sequence[Any], kind: type, expected: str) -> None:

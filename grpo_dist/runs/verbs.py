@@ -131,7 +131,7 @@ class Verbs:
         self, scored: Sequence[ScoredGroup], advantages: Sequence[np.ndarray] | None
     ) -> dict[str, float]:
         step, timer, groups = self.step, Stopwatch(), [s.group for s in scored]
-        _check_division(self._config, len(groups))
+        _check_division(self._config.batch.updates_per_step, len(groups))
         metrics = rollout_metrics(groups, version=step)
         self._check_staleness(metrics["rollout/staleness_max"])
         own = None if advantages is None else _checked(advantages, groups)
@@ -198,9 +198,8 @@ async def _fetched(rollouts: Any) -> tuple[Rollout, ...]:
     return found
 
 
-def _check_division(config: Config, groups: int) -> None:
+def _check_division(updates: int, groups: int) -> None:
     """Raise UserError where the groups cannot be split into the updates of a step."""
-    updates = config.batch.updates_per_step
     if groups == 0 or groups % updates:
         raise UserError(
             f"update(): {groups} groups cannot be split into `batch.updates_per_step` = {updates} equal "

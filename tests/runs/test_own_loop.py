@@ -43,7 +43,8 @@ def started(monkeypatch):
     def start(world, config, reference=False):
         held = [EvalSet("held", [dataclasses.replace(p, uid=f"held {p.uid}") for p in PROMPTS[:2]])]
         actors = FakeActors(world, reference)
-        monkeypatch.setattr(own_loop, "_prepare", lambda _: (Prepared(Path(), PROMPTS, held), actors))
+        made = Prepared(Path(), PROMPTS, held), actors
+        monkeypatch.setattr(own_loop.TrainingCluster, "_prepare", lambda _: made)
         world.actors = actors
         return grpo_dist.cluster(config)
 

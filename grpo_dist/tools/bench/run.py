@@ -125,10 +125,11 @@ def _limits(
     """Return the limits, operations per second of a matrix product on the policy's threads, and single steps
     of an engine.
     """
-    from actors.fit import local_demands
+    from actors.connection import local_resources
+    from actors.placement.demands import placement
     from actors.transfer.transport import free_port
 
-    demands = local_demands(config)
+    demands = placement(config, local_resources(config.cluster), training=True)
     print_line("limits: generation")
     generation, decode_steps = generation_limit(config, model_dir, steps, threads=demands["rollout"].threads)
     print_line("limits: training")

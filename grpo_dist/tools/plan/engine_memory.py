@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo_dist.config import Config, RolloutConfig
+from grpo_dist.config import Config, PolicyConfig, RolloutConfig
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.memory import CPU_RUNTIME, GPU_RUNTIME, Footprint, Sizes, lora_parameters
 from grpo_dist.tools.plan.models import ModelShape
@@ -39,26 +39,20 @@ class EngineFootprint(Footprint):
         return min(self.most, int(max(0, self.cache) // self.token_bytes // max(1.0, tokens)))
 
 
-def evaluation_engine(
-    config: Config, model: ModelShape, sizes: Sizes, workload: Workload, *, memory: int
+def with_snapshot(
+    engine: EngineFootprint, policy: PolicyConfig, model: ModelShape, sizes: Sizes, *, engines: int
 ) -> EngineFootprint:
-    """Return the memory of an engine on which evaluation runs while training continues, with its share of the
-    snapshot of the weights that policy rank 0 keeps in host memory.
+    """Return the memory of one of the ``engines`` of evaluation with its share of the snapshot of the weights
+    that policy rank 0 keeps in host memory.
     """
-    from actors.workers.engine_settings import EngineSpec
-
-    count = config.evaluation.num_workers
-    sequences = EngineSpec.of_evaluation(config, Path()).max_num_seqs
-    rollout = config.rollout.model_copy(update={"num_workers": count, "max_num_seqs": sequences})
-    own = config.model_copy(update={"rollout": rollout})
-    found = rollout_engine(own, model, sizes, workload, memory=memory)
+    only_adapters = policy.lora is not None and policy.lora.sync == "adapter"
     copied = (
-        lora_parameters(config.policy, model) * sizes.itemsize
-        if config.policy.lora is not None and config.policy.lora.sync == "adapter"
+        lora_parameters(policy, model) * sizes.itemsize
+        if only_adapters
         else model.weight_bytes(sizes.itemsize, fp8=False)
     )
-    snapshot = {"snapshot": copied // count}
-    return replace(found, host=snapshot) if sizes.gpu else replace(found, parts=found.parts | snapshot)
+    snapshot = {"snapshot": copied // engines}
+    return replace(engine, host=snapshot) if sizes.gpu else replace(engine, parts=engine.parts | snapshot)
 
 
 def is_quantised(rollout: RolloutConfig) -> bool:

@@ -61,22 +61,19 @@ def planned_evaluation(option: Option, step_s: float) -> PlannedEvaluation | Non
             assumed.append(source_name(source))
     each = config.evaluation.samples_per_prompt
     seconds = evaluation_s(_scenario(option), sizes) if sizes else 0.0
-    waited_s = waited(config, count, seconds, step_s) if config.evaluation.num_workers else None
+    exported = config.evaluation.after and config.checkpoint.export
+    waited_s = None
+    if config.evaluation.num_workers:
+        every, steps_s = config.evaluation.every, config.steps * step_s
+        waited_s = waited(count - exported, seconds, every * step_s or steps_s) + exported * seconds
     return PlannedEvaluation(sum(sizes), each, seconds, count, tuple(assumed), tuple(left_out), waited_s)
 
 
-def waited(config: Config, count: int, seconds: float, step_s: float) -> float:
-    """Return the seconds that a run waits for ``count`` evaluations on engines of their own: for each that
-    takes longer than the steps until the next, for the last one, and for that of the exported model.
+def waited(count: int, seconds: float, between_s: float) -> float:
+    """Return the seconds that training waits for ``count`` evaluations of ``seconds`` on own engines:
+    what each takes beyond the ``between_s`` until the next, and all of one after the last step.
     """
-    settings = config.evaluation
-    exported = settings.after and config.checkpoint.export
-    concurrent = count - exported
-    late = max(0.0, seconds - settings.every * step_s) if settings.every else 0.0
-    last = seconds if concurrent else 0.0
-    if concurrent == 1 and not settings.every:  # that before training
-        last = max(0.0, seconds - config.steps * step_s)
-    return max(0, concurrent - 1) * late + last + exported * seconds
+    return max(0, count - 1) * max(0.0, seconds - between_s) + (seconds if count else 0.0)
 
 
 def evaluations(config: Config) -> int:

@@ -14,7 +14,7 @@ from grpo_dist.policy.deepspeed_config import deepspeed_config
 from grpo_dist.runtime.hardware import GIB, resolve_dtype
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.calibration import Calibration
-from grpo_dist.tools.plan.engine_memory import EngineFootprint, evaluation_engine, rollout_engine
+from grpo_dist.tools.plan.engine_memory import EngineFootprint, rollout_engine, with_snapshot
 from grpo_dist.tools.plan.failures import FailureRates
 from grpo_dist.tools.plan.memory import USABLE, Footprint, Sizes, policy_rank, reference_worker
 from grpo_dist.tools.plan.models import ModelShape
@@ -27,6 +27,7 @@ from grpo_dist.tools.plan.simulation import Simulated, simulate
 from grpo_dist.tools.plan.stragglers import NO_STRAGGLERS, Stragglers
 from grpo_dist.tools.plan.workload import Workload
 
+_EVALUATED_AT_ONCE = 256  # sequences of an engine of evaluation: see `EngineSpec.for_evaluation`
 _SIGNAL_SHARE = 0.6  # of groups under dynamic sampling: about half of the prompts of a fitting difficulty
 
 
@@ -146,7 +147,11 @@ def footprints(
     if "reference" in roles.workers:
         found["reference"] = reference_worker(config.max_length, model, sizes, workload)
     if "evaluation" in roles.workers:
-        found["evaluation"] = evaluation_engine(config, model, sizes, workload, memory=memory)
+        count = config.evaluation.num_workers
+        decoded = {"num_workers": count, "max_num_seqs": config.rollout.max_num_seqs or _EVALUATED_AT_ONCE}
+        own = config.model_copy(update={"rollout": config.rollout.model_copy(update=decoded)})
+        engine = rollout_engine(own, model, sizes, workload, memory=memory)
+        found["evaluation"] = with_snapshot(engine, config.policy, model, sizes, engines=count)
     for judge in reward_models:
         found[role_of(judge.settings)] = reward_model_worker(config.max_length, judge, sizes)
     return shared(config, model, sizes, found, sharing) if sharing else found

@@ -43,7 +43,7 @@ from grpo_dist.tools.recipe.config import ResolvedPipeline, ResolvedStage
 
 def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
     """Check the stages ``todo``. Raises UserError, naming the stage, for the first problem."""
-    from actors.fit import check_fits  # imports Ray
+    from actors.fit import fit  # imports Ray
 
     with refusals():
         check_writable(pipeline.directory)
@@ -59,7 +59,7 @@ def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
                 _check_rows_to_come(stage, pipeline)
             _CHECKS[stage.kind](stage, config)
             if stage.kind != "sft" or evaluates(config.data, config.evaluation):
-                check_fits(config, training=stage.kind == "grpo")
+                fit(config, training=stage.kind == "grpo")
 
 
 @contextmanager
@@ -119,11 +119,11 @@ def _check_sft(stage: ResolvedStage, config: Config) -> None:
 
 def _check_ranks(config: SupervisedConfig) -> None:
     """Check what the policy's ranks would refuse, and that they fit the cluster."""
-    from actors.fit import check_fits  # imports Ray
+    from actors.fit import fit  # imports Ray
 
     refuse(setting_problems(config, device_type()))
     refuse(model_problems(config, device_type(), Path(config.model.path)))
-    check_fits(config)
+    fit(config)
 
 
 def _check_rows_to_come(stage: ResolvedStage, pipeline: ResolvedPipeline) -> None:

@@ -182,7 +182,7 @@ def test_a_cluster_of_the_runs_own_does_not_grow(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(fit.ray, "is_initialized", lambda: False)
     asked = _growing(config(), AutoscalingConfig(nodes=2, gpus=8, cpus=64))
-    for starts, settings in ((fit.check_fits, asked), (connection.connect, asked.cluster)):
+    for starts, settings in ((fit.fit, asked), (connection.connect, asked.cluster)):
         with pytest.raises(UserError, match=r"`cluster\.grows_to` is set, and the run has a cluster"):
             starts(settings)
 

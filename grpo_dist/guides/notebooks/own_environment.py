@@ -1,0 +1,178 @@
+import marimo
+
+__generated_with = "0.25.2"
+app = marimo.App(width="medium")
+
+
+@app.cell(hide_code=True)
+def _(mo):
+    mo.md("""
+    # Your own environment
+
+    An environment answers the policy over several turns. You write one, play an episode of it by hand,
+    let `check` look at it, and train two steps on it. It takes about two minutes on two CPU cores.
+    """)
+    return
+
+
+@app.cell
+def _():
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    import marimo as mo
+    import pyarrow.parquet as pq
+
+    steps = mo.cli_args().get("steps") or 2
+    return Path, mo, pq, steps, subprocess, sys
+
+
+@app.cell(hide_code=True)
+def _(mo):
+    mo.md("""
+    ## The class
+
+    One instance serves one episode. `start` returns the user's message, `step` answers an action of the
+    policy. Tools are plain functions; here the policy may use the calculator that comes with grpo-dist.
+    """)
+    return
+
+
+@app.cell
+def _(Path):
+    Path("games.py").write_text('''\
+from grpo_dist.environments.base import Environment, Step
+from grpo_dist.environments.builtin import calculator
+
+
+class Guess(Environment):
+    """The policy guesses a number below 100; it may use the calculator."""
+
+    tools = [calculator]
+
+    def start(self, problem):
+        self.number = int(problem.answer)
+        return "Guess a number below 100. Answer with the number alone."
+
+    def step(self, action):
+        if not action.strip().isdigit():
+            return Step("Answer with a number.", reward=-0.1)
+        guess = int(action)
+        if guess == self.number:
+            return Step(reward=1.0, done=True)
+        return Step("Too low." if guess < self.number else "Too high.", reward=0.0)
+
+    @classmethod
+    def problems(cls, split, count):
+        yield from ({"problem": f"number {n}", "answer": str(n)} for n in range(split == "test", 100, 2))
+''')
+    return
+
+
+@app.cell(hide_code=True)
+def _(mo):
+    mo.md("""
+    ## Play it by hand
+
+    It is a plain class: look for the number 42 by halving, and see what it answers.
+    """)
+    return
+
+
+@app.cell
+def _(mo):
+    import importlib
+
+    from grpo_dist.environments.base import Problem
+
+    games = importlib.import_module("games")
+    game = games.Guess()
+    opening = game.start(Problem("number 42", "42", {}))
+    low, high, turns = 0, 100, []
+    while True:
+        guess = (low + high) // 2
+        step = game.step(str(guess))
+        turns.append({"action": guess, "observation": step.observation, "reward": step.reward})
+        if step.done:
+            break
+        low, high = (guess + 1, high) if step.observation == "Too low." else (low, guess)
+    assert turns[-1] == {"action": 42, "observation": "", "reward": 1.0}
+    mo.vstack([mo.md(f"> {opening}"), mo.ui.table(turns, selection=None)])
+    return (turns,)
+
+
+@app.cell(hide_code=True)
+def _(mo):
+    mo.md("""
+    ## Check it
+
+    The tokens of an episode are those that the policy sampled and those that it was given; only the
+    first are trained. `check` shows the first prompt, the tools, and what the environment answers.
+    """)
+    return
+
+
+@app.cell
+def _(Path, mo, steps, subprocess, sys, turns):
+    assert turns
+    Path("guess.yaml").write_text(f"""\
+name: guess
+steps: {steps}
+model: {{path: "demo:tiny"}}
+data:
+  train: [{{environment: "games:Guess"}}]
+environments: {{code_paths: [.], max_turns: 4}}
+rewards: {{functions: [{{function: environment}}]}}
+batch: {{prompts_per_step: 2, samples_per_prompt: 4}}
+sampling: {{max_new_tokens: 100}}
+rollout: {{threads: 1}}
+""")
+
+    def grpo_dist(*arguments: str) -> str:
+        """Run a command in a process of its own, and return its output."""
+        done = subprocess.run(  # bounded: the command has deadlines
+            [sys.executable, "-m", "grpo_dist.cli", *arguments], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    checked = grpo_dist("check", "guess.yaml")
+    mo.plain_text(checked)
+    return checked, grpo_dist
+
+
+@app.cell(hide_code=True)
+def _(mo):
+    mo.md("""
+    ## Train on it
+
+    A model of random weights will not guess a number. What you see is that its episodes run: turns,
+    observations and rewards are in `samples/`, and `grpo-dist report runs/guess` shows each with its
+    tokens.
+    """)
+    return
+
+
+@app.cell
+def _(checked, grpo_dist, mo, pq):
+    assert checked
+    grpo_dist("train", "guess.yaml", "checkpoint.resume=never")
+    rows = pq.read_table("runs/guess/samples/step_000001.parquet").to_pylist()
+    mo.ui.table(
+        [{"problem": r["problem"], "reward": r["reward"], "ended by": r["finish_reason"]} for r in rows],
+        selection=None,
+    )
+    return
+
+
+@app.cell(hide_code=True)
+def _(mo):
+    mo.md("""
+    More: tools, sandboxed code and budgets are in [write an environment](../write_an_environment.md).
+    """)
+    return
+
+
+if __name__ == "__main__":
+    app.run()
