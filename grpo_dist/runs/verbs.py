@@ -138,6 +138,7 @@ class Verbs:
         staged = await self._staging.take(
             step, ScoredBatch(list(scored), advantages=own), kl_coef=self._kl.coef
         )
+        metrics |= staged.metrics
         if self._synced == step:
             metrics |= await self._probe.finish(step, timer)
         trainable, metrics = self._health.judge_batch(step + 1, groups, metrics)
