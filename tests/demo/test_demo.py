@@ -54,7 +54,7 @@ def test_noise_is_the_share_of_demonstrations_with_one_wrong_step_that_propagate
 @pytest.mark.parametrize(
     ("name", "pattern", "sizes"),
     [
-        ("add2", r"(\d\d)\+(\d\d)=", (300, 4000)),
+        ("add2", r"(\d\d)\+(\d\d)=", (360, 7000)),
         ("add3", r"(\d{3})\+(\d{3})=", (1000, 8000)),
         ("add4", r"(\d{4})\+(\d{4})=", (1000, 8000)),
         ("products", r"(\d{3})\*(\d\d)=", (1000, 8000)),
