@@ -6,6 +6,8 @@ reads ``svamp.jsonl`` and ``mawps.jsonl`` (``problem``, ``answer``; SVAMP's ``Eq
 
     train.jsonl, test.jsonl   problem, answer: the unchanged problems
     sft.jsonl                 prompt, completion: demonstrations on some of the training problems
+    gsm8k_easier.jsonl        problem, answer: of ``gsm8k_test.jsonl``, where that is there, problems whose
+                              solution has at most two steps; for evaluation alone
     model/                    a small Qwen2 with random weights, and a tokenizer trained on the training text
 
     problem      There are 87 oranges and 290 bananas in Philip's collection. If the bananas are organized ...
@@ -42,6 +44,8 @@ from grpo_dist.data.readers import read
 from grpo_dist.demo.model import write_word_model
 
 FILES = ("svamp.jsonl", "mawps.jsonl")
+GSM8K = "gsm8k_test.jsonl"
+EASY_STEPS = 2  # of a solution of GSM8K, marked <<16-3-4=9>>
 DEMONSTRATED = 0.7  # share of the training problems
 VARIANTS = 12  # copies of a demonstrated problem with other numbers
 NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+")
@@ -104,6 +108,13 @@ def load(source_dir: Path) -> list[WordProblem]:
                 problem = " ".join(row.problem.split())
                 found.setdefault(problem, WordProblem(problem, row.answer, expression))
     return list(found.values())
+
+
+def easier(path: Path) -> list[dict[str, str]]:
+    """Return the problems of GSM8K's file ``path`` whose solution has at most two steps."""
+    rows = read(DataSourceConfig(path=str(path), columns=("solution",)))
+    easy = (row for row in rows if row.columns["solution"].count("<<") <= EASY_STEPS)
+    return [{"problem": row.problem, "answer": row.answer} for row in easy]
 
 
 def numbers_in(text: str) -> list[str]:
@@ -231,6 +242,8 @@ def write(source_dir: Path, out_dir: Path) -> dict[str, int]:
         "test.jsonl": [{"problem": p.problem, "answer": p.answer} for p in problems if p.is_test],
         "sft.jsonl": demonstrations(problems),
     }
+    if (source_dir / GSM8K).exists():
+        files["gsm8k_easier.jsonl"] = easier(source_dir / GSM8K)
     out_dir.mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

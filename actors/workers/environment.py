@@ -48,6 +48,15 @@ class Act:
     turn: int
 
 
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """An episode that will act."""
+
+    episode: str
+    task: Task
+    problem: Problem
+
+
 @dataclass(frozen=True)
 class EnvironmentAddresses:
     """The workers that engines may use. ``number``: the highest is the newest. ``failure``: why there will be
@@ -86,6 +95,13 @@ class EnvironmentWorker(Metered, Probeable):
         """Return what the user must know of this worker, such as how strong its sandbox is."""
         return self._notes
 
+    async def prepare(self, begins: Sequence[Begin]) -> None:
+        """Start the processes of episodes whose first actions are still sampled."""
+        running = [begin for begin in begins if not self._why_over(begin.episode)]
+        for begin in running:
+            self._episodes[_engine_of(begin.episode)].add(begin.episode)
+        await asyncio.gather(*(self._runner.begin(b.episode, b.task, b.problem) for b in running))
+
     @metered("act")
     async def act(self, acts: Sequence[Act]) -> list[Observed | None]:
         """Give each action to its environment. Returns the answers that are there at once; None: `answer`
@@ -113,16 +129,19 @@ class EnvironmentWorker(Metered, Probeable):
             self._acting.pop(episode, None)
 
     async def _act(self, act: Act) -> Observed:
-        engine = _engine_of(act.episode)
-        if engine in self._lost_engines:  # its last calls may arrive after `end_all`
-            return Observed(failed="the engine is lost")
-        if act.episode in self._ended:
-            return Observed(failed="the episode has ended")
-        self._episodes[engine].add(act.episode)
+        if why := self._why_over(act.episode):
+            return Observed(failed=why)
+        self._episodes[_engine_of(act.episode)].add(act.episode)
         observed: Observed = await self._runner.act(
             act.episode, act.task, act.problem, act.action, turn=act.turn
         )
         return observed
+
+    def _why_over(self, episode: str) -> str:
+        """Return why an episode cannot go on; "": it can. Its last calls may arrive after its end."""
+        if _engine_of(episode) in self._lost_engines:
+            return "the engine is lost"
+        return "the episode has ended" if episode in self._ended else ""
 
     async def end(self, episodes: Sequence[str]) -> None:
         """End episodes, those that are here, with their processes."""

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from actors.workers.environment import Act
+from actors.workers.environment import Act, Begin
 from grpo_dist.environments.records import Observed
 
 _END_S = 0.05  # ends of episodes are collected for so long
@@ -24,8 +24,15 @@ class EnvironmentLine:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._acts: list[tuple[Act, asyncio.Future[Observed | None]]] = []
+        self._begins: list[Begin] = []
         self._ends: list[str] = []
         self._calls: set[asyncio.Task[None]] = set()
+
+    def begin(self, begin: Begin) -> None:
+        """Tell that an episode will act, so that its process starts meanwhile. Nobody waits for it."""
+        if not self._begins:
+            asyncio.get_running_loop().call_soon(self._send_begins)
+        self._begins.append(begin)
 
     async def act(self, act: Act) -> Observed:
         """Give an action to its environment; return the answer."""
@@ -44,6 +51,10 @@ class EnvironmentLine:
         if not self._ends:
             asyncio.get_running_loop().call_later(_END_S, self._send_ends)
         self._ends.append(episode)
+
+    def _send_begins(self) -> None:
+        begins, self._begins = self._begins, []
+        self._worker.prepare.remote(begins)
 
     def _send_ends(self) -> None:
         ends, self._ends = self._ends, []

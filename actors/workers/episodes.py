@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError
 
 from actors.lifecycle.calls import LOST, reason
 from actors.workers.engine_settings import EngineSpec
-from actors.workers.environment import Act, EnvironmentAddresses
+from actors.workers.environment import Act, Begin, EnvironmentAddresses
 from actors.workers.environment_line import EnvironmentLine
 from actors.workers.tool_calls import call_parser
 from grpo_dist.config import EnvironmentsConfig
@@ -91,6 +91,7 @@ class EpisodeSampler:
             rows = Dialogue(self._renderer, prompt)
             line = self._lines.setdefault(worker, EnvironmentLine(worker))
             ends = _Ends(self, line, name, prompt, sampling, length)
+            ends.begin()
             try:
                 budgets = Budgets.of(self._settings, tokens=sampling.max_new_tokens)
                 finish_reason = await play(rows, ends, ends, budgets, seed=seed)
@@ -141,10 +142,15 @@ class _Ends:
         sampling: Sampling,
         length: int | None,
     ) -> None:
-        self._sampler, self._line, self._name, self._prompt = sampler, line, name, prompt
+        self._sampler, self._line, self._name = sampler, line, name
         self._sampling, self._length = sampling, length
-        self._problem = Problem(prompt.text, prompt.answer, prompt.columns)
+        assert prompt.task is not None, "a prompt without a task has no turns"
+        self._task, self._problem = prompt.task, Problem(prompt.text, prompt.answer, prompt.columns)
         self._requests = 0
+
+    def begin(self) -> None:
+        """Have the environment's process started while the first action is sampled."""
+        self._line.begin(Begin(self._name, self._task, self._problem))
 
     async def generate(self, token_ids: list[int], seed: int, max_tokens: int) -> Generation:
         exact, meter = self._length is not None, self._sampler._meter
@@ -164,9 +170,8 @@ class _Ends:
         return output
 
     async def act(self, action: Action, turn: int) -> Observed:
-        begin, task = time.perf_counter(), self._prompt.task
-        assert task is not None, "a prompt without a task has no turns"
-        observed = await self._line.act(Act(self._name, task, self._problem, action, turn))
+        begin = time.perf_counter()
+        observed = await self._line.act(Act(self._name, self._task, self._problem, action, turn))
         self._sampler._meter.count("turns", 1)
         self._sampler._meter.count("tool_wait_s", time.perf_counter() - begin)
         return observed

@@ -135,6 +135,10 @@ class BatchHost:
             self._sending = asyncio.create_task(self._send(), name="batches of an environment")
         return await answer
 
+    async def begin(self, episode: str) -> None:
+        """Start the process that this episode will share."""
+        await self._host.begin(_ALL)
+
     async def end(self, episode: str) -> None:
         """End an episode, also one whose action was abandoned: its place in the process is freed."""
         if self._host.is_live(_ALL):

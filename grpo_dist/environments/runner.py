@@ -40,6 +40,7 @@ class UnknownEpisode(Exception):
 class Host(Protocol):
     """Where the programs of one environment run, one per episode."""
 
+    async def begin(self, episode: str) -> object: ...
     async def ask(self, episode: str, kind: str, payload: Any, *, timeout_s: float) -> Any: ...
     async def end(self, episode: str) -> None: ...
     async def close(self) -> None: ...
@@ -51,6 +52,9 @@ class _LocalHost:
     def __init__(self, program: partial[Program]) -> None:
         self._program = program
         self._live: dict[str, Program] = {}
+
+    async def begin(self, episode: str) -> None:
+        """Do nothing: it has no process."""
 
     async def ask(self, episode: str, kind: str, payload: Any, *, timeout_s: float) -> Any:
         if episode not in self._live:
@@ -112,8 +116,15 @@ class EpisodeRunner:
         self._sandbox = _sandbox_of(self._settings.sandbox)
         return await self._sandbox.start()
 
+    async def begin(self, episode: str, task: Task, problem: Problem) -> None:
+        """Start the process of an episode ahead of its first action. What fails is raised by that action."""
+        if episode not in self._episodes:
+            with suppress(ProcessFailure, ValueError):
+                known = self._episodes[episode] = _Episode(self._host(task), asdict(problem))
+                await known.host.begin(episode)
+
     async def act(self, episode: str, task: Task, problem: Problem, action: Action, *, turn: int) -> Observed:
-        """Answer an action. The first one of an episode begins it.
+        """Answer an action. The first one of an episode begins it, unless `begin` has.
 
         Raises UnknownEpisode for a later one of an episode that was begun elsewhere. A failure of the
         environment is no exception but `Observed.failed`.

@@ -301,6 +301,8 @@ def test_real_word_problems_are_split_without_leaks_and_demonstrated_correctly(s
     shown = [(r["completion"], answers[r["prompt"]]) for r in read["sft.jsonl"] if r["prompt"] in answers]
     assert len(shown) > 900
     assert all(words.WordProblem(r["prompt"], "", "").template in template for r in read["sft.jsonl"])
+    easy = read["gsm8k_easier.jsonl"]
+    assert 300 < len(easy) < 1319 and not {r["problem"] for r in easy} & (train | test)
     for completion, answer in shown[::50]:
         assert grade(completion, answer, accept_arithmetic=True).outcome == "correct"
 

@@ -401,6 +401,34 @@ def test_no_process_is_started_to_close_an_episode_whose_action_was_cancelled(
     _play(settings, played)
 
 
+def test_an_episode_that_has_begun_finds_its_process_there(
+    settings: EnvironmentsConfig,
+) -> None:
+    """Also one that ends before it acts; what fails in between is told to its first action."""
+    task, problem = Task("guessing:Guess"), Problem("?", "7")
+
+    async def played() -> None:
+        runner = EpisodeRunner(settings)
+        try:
+            await asyncio.gather(*(runner.begin(name, task, problem) for name in ("a", "never acts")))
+            host = runner._hosts["guessing:Guess {}"]
+            assert isinstance(host, ProcessHost) and host.is_live("a") and host.is_live("never acts")
+            pid = host._live["a"].number
+            await runner.end("never acts")
+            observed = await runner.act("a", task, problem, Action("7"), turn=0)
+            assert (observed.reward, observed.done) == (1.0, True) and host._live["a"].number == pid
+            assert not host.is_live("never acts")
+            await runner.begin("broken", Task("guessing:Absent"), problem)
+            failed = await runner.act("broken", Task("guessing:Absent"), problem, Action("7"), turn=0)
+            assert "no such class" in failed.failed
+            await runner.begin("builtin", Task("calculator"), problem)
+            assert (await runner.act("builtin", Task("calculator"), problem, Action("x"), turn=0)).done
+        finally:
+            await runner.close()
+
+    asyncio.run(played())
+
+
 def test_a_code_path_that_is_gone_fails_one_sample_and_not_its_worker(settings: EnvironmentsConfig) -> None:
     gone = settings.model_copy(update={"code_paths": ("/no/such",)})
 

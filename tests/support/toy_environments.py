@@ -25,6 +25,9 @@ class ToyRunner:
     async def start(self):
         return ["toys, which nothing confines"]
 
+    async def begin(self, episode, task, problem):
+        assert not self.episodes[episode], "an episode begins once, before it acts"
+
     async def act(self, episode, task, problem, action, *, turn):
         assert self.episodes[episode] == turn, "a turn is missing, or came twice"
         if task.kwargs.get("kills"):

@@ -112,7 +112,7 @@ class ProcessHost:
             self._lost.remove(episode)
             raise ProcessFailure("died", "the process had ended, with the one that starts others")
         request = json.dumps([kind, payload]).encode()
-        live = self._live.get(episode) or await self._begin(episode)
+        live = self._live.get(episode) or await self.begin(episode)
         async with live.lock:
             number = secrets.token_bytes(TOKEN_BYTES)
             try:
@@ -180,7 +180,8 @@ class ProcessHost:
         body, output = await receive_soon(channel, size), await receive_soon(channel, printed)
         return OUTCOMES[index], body, output.decode(errors="replace"), seconds, used_s
 
-    async def _begin(self, episode: str) -> LiveEpisode:
+    async def begin(self, episode: str) -> LiveEpisode:
+        """Fork the process of an episode that has none, as its first request does. Raises ProcessFailure."""
         await self.start()
         if (begun := self._live.get(episode)) is not None:  # by another request meanwhile
             return begun

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from actors.workers import environment_line
-from actors.workers.environment import Act
+from actors.workers.environment import Act, Begin
 from actors.workers.environment_line import EnvironmentLine
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.records import Action, Observed
@@ -19,7 +19,7 @@ class FakeWorker:
 
     def __init__(self):
         self.calls = []
-        for name in ("act", "answer", "end"):
+        for name in ("prepare", "act", "answer", "end"):
             setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
     async def _act(self, acts):
@@ -33,6 +33,9 @@ class FakeWorker:
         self.calls.append(episode)
         return Observed(f"late {episode}")
 
+    def _prepare(self, begins):
+        self.calls.append(("prepare", [begin.episode for begin in begins]))
+
     def _end(self, episodes):
         self.calls.append(("end", episodes))
 
@@ -43,6 +46,18 @@ def act(episode):
 
 def run(session):
     return asyncio.run(asyncio.wait_for(session, HANG_S))
+
+
+def test_episodes_of_one_moment_begin_in_one_call_before_they_act():
+    async def session():
+        worker = FakeWorker()
+        line = EnvironmentLine(worker)
+        for name in ("e:0", "e:1"):
+            line.begin(Begin(name, Task("toy"), Problem("p", "1")))
+        await line.act(act("e:0"))
+        return worker.calls
+
+    assert run(session()) == [("prepare", ["e:0", "e:1"]), ["e:0"]]
 
 
 def test_actions_of_one_moment_travel_in_one_call_and_slow_answers_are_fetched_alone():
