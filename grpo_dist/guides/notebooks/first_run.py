@@ -52,7 +52,7 @@ def _(Path, steps):
         "    return sum(c.isdigit() for c in completion) / max(1, len(completion))\n"
     )
     config = Path("first_run.yaml")
-    config.write_text(f"""\
+    _size = config.write_text(f"""\
 name: first_run
 steps: {steps}
 model: {{path: "demo:tiny"}}

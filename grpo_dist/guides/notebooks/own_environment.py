@@ -41,7 +41,7 @@ def _(mo):
 
 @app.cell
 def _(Path):
-    Path("games.py").write_text('''\
+    _size = Path("games.py").write_text('''\
 from grpo_dist.environments.base import Environment, Step
 from grpo_dist.environments.builtin import calculator
 

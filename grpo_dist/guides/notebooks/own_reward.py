@@ -45,7 +45,7 @@ def _(mo):
 
 @app.cell
 def _(Path):
-    Path("my_rewards.py").write_text('''\
+    _size = Path("my_rewards.py").write_text('''\
 def half_digits(completion: str, target: float = 0.5) -> float | None:
     """Return 1 for the target share of digits, less the farther from it; None for an empty answer."""
     if not completion:

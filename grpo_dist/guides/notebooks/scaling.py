@@ -31,7 +31,7 @@ def _():
 def _(Path):
     Path("problems.jsonl").write_text('{"question": "2+3=", "answer": "5"}\n' * 64)
     config = Path("scaling.yaml")
-    config.write_text("""\
+    _size = config.write_text("""\
 name: scaling
 steps: 200
 model: {path: Qwen/Qwen2.5-1.5B-Instruct}
