@@ -130,7 +130,7 @@ class Factory:
         return RewardPool(
             config.rewards,
             self._actors("rewards"),
-            max_new_tokens=config.sampling.max_new_tokens,
+            max_new_tokens=config.sampling.longest,
             models=self._reward_models(model_dir, shared),
             outcome_rewards=config.environments.outcome_rewards,
         )
@@ -160,7 +160,7 @@ class Factory:
             self._actors("reference", shared.ranks if shared else ()),
             model=config.model,
             model_dir=str(model_dir),
-            temperature=config.sampling.temperature,
+            temperature=config.sampling.first_temperature,
             chunk_mib=config.policy.logprob_chunk_mib,
         )
 
@@ -183,7 +183,7 @@ class Factory:
                 replace(every, actor_options=own),
                 model=config.model,
                 model_dir=str(model_dirs[teacher.name]),
-                temperature=config.sampling.temperature,
+                temperature=config.sampling.first_temperature,
                 chunk_mib=config.policy.logprob_chunk_mib,
             )
         return pools

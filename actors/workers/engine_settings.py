@@ -104,7 +104,7 @@ class EngineSpec:
 
 def _ways_to_sample(config: Config) -> tuple[Sampling, ...]:
     """Return the different ways in which training, evaluation and rejection sampling sample."""
-    ways = [Sampling(config.sampling.temperature)]
+    ways = [Sampling(config.sampling.first_temperature)]
     for own in (config.evaluation, config.rejection):
         ways.append(Sampling(own.temperature, own.top_p, own.top_k))
     return tuple(dict.fromkeys(ways))

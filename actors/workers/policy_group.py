@@ -63,7 +63,7 @@ class PolicySpec:
                 teacher_estimator=config.distillation.estimator,
                 demonstration_coef=config.demonstrations.coef if config.demonstrations else 0.0,
             ),
-            temperature=config.sampling.temperature,
+            temperature=config.sampling.first_temperature,
             token_budget=config.batch.micro_batch_tokens,
             epochs=config.batch.epochs_per_batch,
             total_updates=config.total_updates,

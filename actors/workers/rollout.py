@@ -110,7 +110,7 @@ class RolloutWorker(Metered, Probeable):
         """
         ids, most = prompt.token_ids.tolist(), sampling.max_new_tokens
         outputs = await asyncio.gather(*(self._generate(ids, seed, sampling, most) for seed in seeds))
-        return tuple(self._rollout(prompt.uid, i, output) for i, output in enumerate(outputs))
+        return tuple(drawn(self._rollout(prompt.uid, i, o), sampling) for i, o in enumerate(outputs))
 
     async def finished(self, at_least: int) -> Load:
         """Wait for ``at_least`` finished sequences; return the load finished since this engine started."""
@@ -126,13 +126,14 @@ class RolloutWorker(Metered, Probeable):
         try:
             if prompt.task is not None:
                 assert self._episodes is not None, "the configuration has no environment"
-                return await self._episodes.sample(prompt, sample, seed, sampling, length)
+                episode = await self._episodes.sample(prompt, sample, seed, sampling, length)
+                return drawn(episode, sampling)
             most, exact = length or sampling.max_new_tokens, length is not None
             stop = () if exact else sampling.stop
             ids = prompt.token_ids.tolist()
             output = await self._generate(ids, seed, sampling, most, exact=exact, stop=stop)
             self.meter.count("tokens", len(output.token_ids))
-            return self._rollout(prompt.uid, sample, output)
+            return drawn(self._rollout(prompt.uid, sample, output), sampling)
         finally:
             self._finished = self._finished.plus(outstanding(prompt, 1, sampling))
             async with self._progress:
@@ -295,6 +296,11 @@ def _generation(request: RequestOutput) -> Generation:
         output.finish_reason,
         request.num_cached_tokens or 0,
     )
+
+
+def drawn(rollout: Rollout, sampling: Sampling) -> Rollout:
+    """Return ``rollout`` with the settings that it was drawn with."""
+    return replace(rollout, temperature=sampling.temperature, max_new_tokens=sampling.max_new_tokens)
 
 
 def outstanding(prompt: Prompt, sequences: int, sampling: Sampling) -> Load:

@@ -1,11 +1,15 @@
-"""What is due when, and the learning rate, as functions of the step or update number, so that resuming needs
-nothing but that number.
+"""What is due when, the learning rate and other schedules, as functions of the step or update number, so that
+resuming needs nothing but that number; and the steering of a temperature.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Literal
+
+_LARGEST_ERROR = 0.2  # of a steered value in a single step
 
 
 def learning_rate(
@@ -35,3 +39,35 @@ def learning_rate(
 def is_due(step: int, every: int) -> bool:
     """Return whether ``step`` (from 1) is a multiple of ``every``; never if that is 0."""
     return every > 0 and step % every == 0
+
+
+def latest(points: Sequence[tuple[int, int]], step: int) -> int:
+    """Return the value of the last of ``points`` (step, value) that is not after ``step``: of (0, 8), (5, 16)
+    it is 8 up to step 4, and 16 from step 5 on. The first point is at step 0.
+    """
+    return points[bisect_right([at for at, _ in points], step) - 1][1]
+
+
+def interpolated(points: Sequence[tuple[int, float]], step: int) -> float:
+    """Return the value at ``step``, linear between ``points`` (step, value) and constant after the last: of
+    (0, 1.0), (10, 0.5) it is 0.75 at step 5. The first point is at step 0.
+    """
+    after = bisect_right([at for at, _ in points], step)
+    if after == len(points):
+        return points[-1][1]
+    (begin, low), (end, high) = points[after - 1], points[after]
+    return low + (high - low) * (step - begin) / (end - begin)
+
+
+def next_temperature(temperature: float, entropy: float, *, target: float, gain: float) -> float:
+    """Return ``temperature`` * (1 - gain * clip(entropy / target - 1, -0.2, 0.2)).
+
+    The proportional controller of Ziegler et al. 2019 (arXiv:1909.08593, section 2.2) with the opposite sign:
+    entropy rises with the temperature, so one that is too low raises it.
+
+    Args:
+        entropy: measured, nats per token.
+        target: wanted, nats per token, above 0.
+    """
+    error = min(max(entropy / target - 1.0, -_LARGEST_ERROR), _LARGEST_ERROR)
+    return temperature * (1.0 - gain * error)

@@ -81,6 +81,7 @@ def make_batch(
         sample_tokens=None if sample_tokens is None else torch.from_numpy(sample_tokens),
         teacher_logprobs=None if teacher_logprobs is None else of_tokens(teacher_logprobs, has_teacher),
         taught=None if teacher_logprobs is None else torch.from_numpy(taught),
+        temperatures=_temperatures(samples, owner),
         **_denominators(loss_mask, sample_tokens, taught),
     )
 
@@ -99,6 +100,12 @@ def _are_known(values: Sequence[np.ndarray | None] | None, rows: int) -> np.ndar
 def _sample_tokens(loss_mask: np.ndarray, owner: np.ndarray) -> np.ndarray:
     """Return for each row the trained tokens of all rows of its sample, int64 [B]."""
     return np.bincount(owner, np.count_nonzero(loss_mask, axis=1))[owner].astype(np.int64)
+
+
+def _temperatures(samples: Sequence[Rollout], owner: np.ndarray) -> torch.Tensor | None:
+    known = [r.temperature for r in samples if r.temperature is not None]
+    assert len(known) in (0, len(samples)), "either all samples have a temperature or none"
+    return torch.from_numpy(np.array(known, np.float64)[owner]) if known else None
 
 
 def has_logprobs(rollout: Rollout) -> bool:

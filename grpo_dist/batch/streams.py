@@ -42,6 +42,8 @@ def with_demonstrations(update: TrainBatch, groups: Sequence[Group], *, first_ro
         row_ids=torch.arange(first_row, first_row + count),
         group_ids=torch.arange(first_group, first_group + count),
         prompt_lengths=torch.zeros(count, dtype=torch.long),
+        # Cross-entropy is that of the model itself, whatever its samples were drawn at.
+        temperatures=None if update.temperatures is None else torch.ones(count, dtype=torch.float64),
     )
     update = replace(update, group_ids=samples.group_ids, prompt_lengths=samples.prompt_lengths)
     joined: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from grpo_dist.config.data import (
     DataSourceConfig,
     DynamicSamplingConfig,
     ModelConfig,
-    SamplingConfig,
+    PoolsConfig,
 )
 from grpo_dist.config.distillation import DemonstrationStreamConfig, DistillationConfig, TeacherConfig
 from grpo_dist.config.environments import EnvironmentsConfig, SandboxConfig
@@ -31,6 +31,7 @@ from grpo_dist.config.monitoring import (
 )
 from grpo_dist.config.rewards import GatedConfig, RewardConfig, RewardModelConfig, RewardsConfig
 from grpo_dist.config.root import Config
+from grpo_dist.config.sampling import LengthSchedule, SamplingConfig, TemperatureSchedule
 from grpo_dist.config.stages import DemonstrationsConfig, RejectionConfig, SFTConfig
 from grpo_dist.config.supervised import SupervisedConfig
 from grpo_dist.config.workers import (
@@ -66,6 +67,7 @@ __all__ = [
     "GatedConfig",
     "HealthConfig",
     "KLConfig",
+    "LengthSchedule",
     "LengthsConfig",
     "LoRAConfig",
     "MlflowConfig",
@@ -74,6 +76,7 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "PolicyConfig",
+    "PoolsConfig",
     "ProfileConfig",
     "ReferenceConfig",
     "RejectionConfig",
@@ -88,6 +91,7 @@ __all__ = [
     "Section",
     "SupervisedConfig",
     "TeacherConfig",
+    "TemperatureSchedule",
     "TimeoutsConfig",
     "TrackingConfig",
     "TransferBackend",

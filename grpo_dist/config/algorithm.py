@@ -131,7 +131,7 @@ class AlgorithmConfig(Section):
     ] = Field(
         "token-mean",
         description="how token losses are reduced: over all tokens, or per sequence first; "
-        "seq-mean-token-sum-norm divides each sum by sampling.max_new_tokens",
+        "seq-mean-token-sum-norm divides each sum by the sampling.max_new_tokens of its step",
     )
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()

@@ -61,6 +61,8 @@ def contradictions(config: Sections) -> Iterator[str]:
             f"`batch.prompts_per_step` = {config.batch.prompts_per_step}, so no step would be trained on; "
             "lower the first or raise the second"
         )
+    if config.data.order == "pools" and config.data.pools is None:
+        yield "`data.order` = pools needs `data.pools`, e.g. data.pools={by: source}; set it"
     if config.model.path == "sft" and config.sft is None:
         yield "`model.path` = sft needs an `sft` section that configures that model's training"
 
@@ -154,7 +156,7 @@ def _of_the_samples(config: Sections) -> Iterator[str]:
         "`algorithm.advantage` = remax": a.advantage == "remax",
         "`algorithm.advantage` = turn": a.advantage == "turn",
         "`dynamic_sampling.enabled`": dynamic,
-        "`data.order` = pass_rate": config.data.order == "pass_rate",
+        f"`data.order` = {config.data.order}": config.data.order != "epochs",
     }
     for setting in (name for name, is_set in reads_unshuffled.items() if is_set and config.rewards.shuffle):
         yield (
@@ -321,10 +323,10 @@ def _lengths_fit(config: Sections) -> Iterator[str]:
 
 def _bench_lengths_fit(config: Sections) -> Iterator[str]:
     tokens = config.bench.lengths.tokens or 0
-    if tokens > config.sampling.max_new_tokens:
+    if tokens > config.sampling.longest:
         yield (
             f"`bench.lengths.tokens` = {tokens} is above `sampling.max_new_tokens` = "
-            f"{config.sampling.max_new_tokens}; lower the first or raise the second"
+            f"{config.sampling.longest}; lower the first or raise the second"
         )
 
 

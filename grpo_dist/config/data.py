@@ -1,4 +1,4 @@
-"""Model, data, batches and sampling."""
+"""Model, data and batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from grpo_dist.config.base import Section, Temperature
+from grpo_dist.config.base import Section
 
 
 class ModelConfig(Section):
@@ -43,8 +43,8 @@ class DataSourceConfig(Section):
 
     path: str | None = Field(
         None,
-        description="JSONL or Parquet file, local data set directory, hub id, or `demo:<name>`; null: the "
-        "environment brings the problems",
+        description="JSONL or Parquet file, local data set directory, hub id, `demo:<name>`, or "
+        "`reasoning_gym:<task>`; null: the environment brings the problems",
     )
     split: str = Field("train", description="split of the data set, if it has several")
     name: str | None = Field(
@@ -58,12 +58,31 @@ class DataSourceConfig(Section):
     answer_pattern: str | None = Field(None, description="regular expression; its group 1 is the answer")
     columns: tuple[str, ...] = Field((), description="further columns passed to rewards")
     max_rows: PositiveInt | None = Field(None, description="rows to use, from the start; null: all")
+    kwargs: dict[str, Any] = Field(
+        {},
+        description="settings of a `reasoning_gym` task, e.g. {max_terms: 3, seed: 1}; size: `max_rows`",
+    )
     environment: str | None = Field(
         None,
         description="`none`, `python`, `calculator`, `my_module:Class`, `verifiers:<environment>`, "
         "`reasoning_gym:<task>` or `openenv:<url>`; null: `data.environment`",
     )
     environment_kwargs: dict[str, Any] = Field({}, description="arguments of the environment")
+
+    @property
+    def is_generated_by_reasoning_gym(self) -> bool:
+        return self.path is not None and self.path.startswith("reasoning_gym:")
+
+    @model_validator(mode="after")
+    def _kwargs_have_a_task(self) -> DataSourceConfig:
+        if self.kwargs and not self.is_generated_by_reasoning_gym:
+            raise ValueError(
+                f"kwargs = {self.kwargs} are settings of a path `reasoning_gym:<task>`, but path = "
+                f"{self.path}; remove them (an environment has `environment_kwargs`)"
+            )
+        if "size" in self.kwargs:
+            raise ValueError(f"kwargs.size = {self.kwargs['size']}: expected `max_rows` for it; set that")
+        return self
 
     @model_validator(mode="after")
     def _pattern_has_a_group(self) -> DataSourceConfig:
@@ -78,6 +97,15 @@ class DataSourceConfig(Section):
                 f"answer_pattern {self.answer_pattern!r} has no group; put ( ) around the answer"
             )
         return self
+
+
+class PoolsConfig(Section):
+    """Pools of prompts, which `data.order: pools` draws from where the policy can learn now."""
+
+    by: str = Field("source", description="what divides prompts into pools: `source`, or a column")
+    half_life: Annotated[float, Field(gt=0)] = Field(
+        10.0, description="steps after which an outcome counts half: the policy moves"
+    )
 
 
 class DataConfig(Section):
@@ -98,8 +126,13 @@ class DataConfig(Section):
     template_kwargs: dict[str, Any] = Field({}, description="further arguments of the chat template")
     max_prompt_tokens: PositiveInt = Field(512, description="longest prompt, including the chat template")
     overlong: Literal["refuse", "drop"] = Field("refuse", description="what to do with longer prompts")
-    order: Literal["epochs", "pass_rate"] = Field(
-        "epochs", description="pass_rate: draw prompts with an intermediate pass rate more often"
+    order: Literal["epochs", "pass_rate", "pools"] = Field(
+        "epochs",
+        description="pass_rate: draw prompts with an intermediate pass rate more often; pools: draw from the "
+        "pools and prompts that the policy can learn from now, by Thompson sampling",
+    )
+    pools: PoolsConfig | None = Field(
+        None, description="pools of `order`; with any order, the metrics of each pool (`pool/...`)"
     )
     overlap: Literal["refuse", "warn"] = Field(
         "warn", description="what to do with evaluation problems found in the training set"
@@ -136,16 +169,4 @@ class DynamicSamplingConfig(Section):
     )
     oversample: Annotated[float, Field(ge=1)] = Field(
         1.0, description="extra prompts launched at once per missing group"
-    )
-
-
-class SamplingConfig(Section):
-    """Sampling of training completions: from the full distribution, with a temperature only."""
-
-    temperature: Temperature = Field(1.0, description="temperature of samples and of all log-probs")
-    max_new_tokens: PositiveInt = Field(512, description="longest completion; longer ones are truncated")
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        (),
-        description='texts that end a completion, of evaluations as well, e.g. ["\\n"]; the token that '
-        "completes one belongs to the completion. The end-of-sequence token ends it, too",
     )

@@ -55,6 +55,9 @@ def _keys(location: tuple[Any, ...], root: Any) -> tuple[Any, ...]:
         if isinstance(part, int):
             annotation = next((inner for a in alternatives if (inner := _element(a)) is not None), None)
         elif model := next((a for a in alternatives if _is_section(a)), None):
+            if len(alternatives) > 1 and part not in model.model_fields:  # the alternative's tag
+                annotation = model
+                continue
             field = model.model_fields.get(part)
             annotation = field.annotation if field else None
         elif len(alternatives) > 1:

@@ -21,7 +21,7 @@ class EvaluationConfig(Section):
         1.0, description="sample from the likeliest tokens with this total probability; 1: from all"
     )
     top_k: Count = Field(0, description="sample from this many likeliest tokens; 0: from all")
-    max_new_tokens: PositiveInt | None = Field(None, description="null: sampling.max_new_tokens")
+    max_new_tokens: PositiveInt | None = Field(None, description="null: the largest sampling.max_new_tokens")
     k: tuple[PositiveInt, ...] = Field((1,), description="pass@k to report; each at most samples_per_prompt")
     max_prompts: PositiveInt | None = Field(
         None, description="prompts of each set, from the start; null: all"

@@ -10,7 +10,7 @@ from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.base import Count, DirectoryName, Section, Seed
 from grpo_dist.config.bench import BenchConfig
 from grpo_dist.config.cluster import ClusterConfig
-from grpo_dist.config.data import BatchConfig, DataConfig, DynamicSamplingConfig, ModelConfig, SamplingConfig
+from grpo_dist.config.data import BatchConfig, DataConfig, DynamicSamplingConfig, ModelConfig
 from grpo_dist.config.distillation import DemonstrationStreamConfig, DistillationConfig
 from grpo_dist.config.environments import EnvironmentsConfig
 from grpo_dist.config.monitoring import (
@@ -21,6 +21,7 @@ from grpo_dist.config.monitoring import (
     TrackingConfig,
 )
 from grpo_dist.config.rewards import RewardsConfig
+from grpo_dist.config.sampling import SamplingConfig
 from grpo_dist.config.stages import RejectionConfig, SFTConfig
 from grpo_dist.config.workers import PolicyConfig, ReferenceConfig, RolloutConfig, WeightSyncConfig
 
@@ -111,4 +112,4 @@ class Sections(Section):
     def longest_completion(self) -> int:
         """Most tokens of a completion in training, evaluation and rejection sampling."""
         others = (self.evaluation.max_new_tokens, self.rejection.max_new_tokens)
-        return max(self.sampling.max_new_tokens, *(tokens or 0 for tokens in others))
+        return max(self.sampling.longest, *(tokens or 0 for tokens in others))

@@ -21,7 +21,7 @@ class RejectionConfig(Section):
         description="sample from the likeliest tokens with this total probability; 1: from all",
     )
     top_k: Count = Field(0, description="sample from this many likeliest tokens; 0: from all")
-    max_new_tokens: PositiveInt | None = Field(None, description="null: sampling.max_new_tokens")
+    max_new_tokens: PositiveInt | None = Field(None, description="null: the largest sampling.max_new_tokens")
     min_reward: float = Field(1.0, description="keep samples with at least this total reward")
     keep_per_prompt: PositiveInt = Field(1, description="most distinct completions kept per prompt")
     prefer: Literal["shortest", "first", "random"] = Field(

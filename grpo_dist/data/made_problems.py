@@ -10,6 +10,9 @@ A demonstration may contain one slip, a sum that is off by one, whose error prop
 trained on them knows the algorithm but answers correctly only about as often as the demonstrations do.
 Reinforcement learning can close that gap.
 
+`demo:add2` and `demo:add4` are the same with two and with four digits: easier and harder problems of one
+kind.
+
 `demo:products`, five-digit products of a three-digit and a two-digit number, which a small model cannot do
 in its head:
 
@@ -44,13 +47,14 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 Split = Literal["train", "test"]
 _SIZES: dict[str, int] = {"train": 8000, "test": 1000}
+_PLACES = {"add2": 2, "add3": 3, "add4": 4}
 _SIZES_OF_SUMS2: dict[str, int] = {"train": 7000, "test": 360}  # of 8100 problems, 363 of the test split
-_OPERATORS = {"add3": "+", "products": "*"}
+_OPERATORS = {"add3": "+", "products": "*", "add2": "+", "add4": "+"}
 _EXAMPLES = {
     "sums2": "12 + 25 = 37\n41 + 7 = 48\n36 + 28 = 64\n",
     "sums3": "412 + 125 = 537\n641 + 137 = 778\n236 + 528 = 764\n",
@@ -65,7 +69,7 @@ def problems(name: str, split: str) -> list[dict[str, str]]:
     _check(name, "data set", (*_OPERATORS, *_EXAMPLES))
     if split not in _SIZES:
         raise ValueError(f"demo:{name}: no split `{split}`; expected train or test")
-    sizes = _SIZES_OF_SUMS2 if name == "sums2" else _SIZES
+    sizes = _SIZES_OF_SUMS2 if name in ("sums2", "add2") else _SIZES
     pairs = _pairs(name, split, sizes[split])
     return [{"problem": problem_of(name, a, b), "answer": str(_answer(name, a, b))} for a, b in pairs]
 
@@ -73,7 +77,7 @@ def problems(name: str, split: str) -> list[dict[str, str]]:
 def demonstrations(name: str, count: int, *, noise: float, seed: int) -> list[dict[str, Any]]:
     """Generate ``count`` rows of ``prompt`` and ``completion`` on training problems from ``seed``.
 
-    ``noise``: of add3, the share with a slip; of products, the share of guesses.
+    ``noise``: of sums, the share with a slip; of products, the share of guesses.
     """
     _check(name, "demonstrations", (*_OPERATORS,))
     rng = random.Random(f"demonstrations {seed}")
@@ -86,11 +90,13 @@ def demonstrations(name: str, count: int, *, noise: float, seed: int) -> list[di
     return out
 
 
-def demonstration(a: int, b: int, rng: random.Random, *, noise: float) -> str:
-    """Write the worked solution of a + b. With probability ``noise`` one sum is wrong and propagates."""
-    wrong = rng.randrange(3) if rng.random() < noise else None
+def demonstration(a: int, b: int, rng: random.Random, *, noise: float, places: int = 3) -> str:
+    """Write the worked solution of a + b, of ``places`` digits each. With probability ``noise`` one sum is
+    wrong and propagates.
+    """
+    wrong = rng.randrange(places) if rng.random() < noise else None
     steps, digits, carry = [], [], 0
-    for place in range(3):
+    for place in range(places):
         x, y = a // 10**place % 10, b // 10**place % 10
         total = x + y + carry
         if place == wrong:
@@ -98,7 +104,7 @@ def demonstration(a: int, b: int, rng: random.Random, *, noise: float) -> str:
         steps.append(f"{x}+{y}+{carry}={total}")
         digits.append(total % 10)
         carry = total // 10
-    answer = carry * 1000 + sum(d * 10**i for i, d in enumerate(digits))
+    answer = carry * 10**places + sum(d * 10**i for i, d in enumerate(digits))
     return f"<think>{','.join(steps)}</think>\\boxed{{{answer}}}"
 
 
@@ -120,7 +126,7 @@ def product_demonstration(
 
 
 _DEMONSTRATIONS: Mapping[str, Callable[..., Any]] = {
-    "add3": demonstration,
+    **{name: partial(demonstration, places=places) for name, places in _PLACES.items()},
     "products": product_demonstration,
 }
 
@@ -149,7 +155,8 @@ def _answer(name: str, a: int, b: int) -> int:
 
 def _draw(name: str, rng: random.Random) -> tuple[int, int]:
     if name != "products":
-        low, high = (10, 99) if name == "sums2" else (100, 999)
+        places = _PLACES.get(name, 2 if name == "sums2" else 3)
+        low, high = 10 ** (places - 1), 10**places - 1
         return rng.randint(low, high), rng.randint(low, high)
     while True:
         a, b = rng.randint(100, 999), rng.randint(10, 99)

@@ -20,12 +20,15 @@ from grpo_dist.types import Group
 class OrderState:
     """State of an order in a checkpoint.
 
-    ``position`` and ``waiting`` belong to `stream.PromptStream`, ``pass_rates`` to `curriculum.Curriculum`.
+    ``position`` and ``waiting`` belong to `stream.PromptStream`, ``pass_rates`` to `curriculum.Curriculum`,
+    ``pools`` (useful, useless) and ``outcomes`` (right, wrong, by uid) to `pools.PoolOrder`.
     """
 
     position: int = 0
     waiting: tuple[int, ...] = ()
     pass_rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    pools: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    outcomes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 class PromptOrder(Protocol):

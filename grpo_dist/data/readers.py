@@ -15,6 +15,7 @@ from grpo_dist.config import DataSourceConfig
 from grpo_dist.config.text import check_characters
 from grpo_dist.data.made_problems import problems
 from grpo_dist.data.patterns import PatternSearch, PatternTimeout
+from grpo_dist.environments.registry import load_environment
 
 # Yields location and record of every row of a source without a `path`.
 OwnProblems = Callable[[DataSourceConfig], Iterator[tuple[str, Mapping[str, Any]]]]
@@ -106,7 +107,8 @@ def source_name(source: DataSourceConfig) -> str:
         return source.name
     if source.path is None:  # the problems are the environment's: its last part, without what a name excludes
         return (source.environment or "environment").rpartition(":")[2].rstrip("/").rpartition("/")[2]
-    return source.path.removeprefix("demo:") if source.path.startswith("demo:") else Path(source.path).stem
+    kind, _, rest = source.path.partition(":")
+    return rest if kind in ("demo", "reasoning_gym") else Path(source.path).stem
 
 
 def _records(
@@ -118,6 +120,12 @@ def _records(
                 "a data source has no `path`, and nothing here runs environments; set its `path`"
             )
         yield from own(source)
+        return
+    if source.is_generated_by_reasoning_gym:
+        # The package is optional; the adapter that imports it is the environment's.
+        adapter = load_environment(source.path)
+        rows = adapter.problems(source.split, source.max_rows, **source.kwargs)
+        yield from ((f"{source.path}/{source.split}:{i}", row) for i, row in enumerate(rows, 1))
         return
     if source.path.startswith("demo:"):
         name = source.path.removeprefix("demo:")
@@ -222,7 +230,9 @@ def _guard(load: Callable[[], Any], source: DataSourceConfig) -> Any:
 def _row(
     record: Mapping[str, Any], location: str, source: DataSourceConfig, label: str, pattern: PatternSearch
 ) -> DataRow:
-    if source.path is None:  # the environment's own: all columns are its, and it may score without an answer
+    if (
+        source.path is None or source.is_generated_by_reasoning_gym
+    ):  # all columns are its, and it may score without an answer
         return _own_row(record, location, source, label)
     problem = _text(record, source.problem_column, location, "problem_column")
     answer = _text(record, source.answer_column, location, "answer_column").strip()

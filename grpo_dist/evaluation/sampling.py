@@ -42,7 +42,7 @@ class Draw:
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
-            max_new_tokens=settings.max_new_tokens or config.sampling.max_new_tokens,
+            max_new_tokens=settings.max_new_tokens or config.sampling.longest,
             stop=config.sampling.stop,
         )
         return cls(sampling, settings.samples_per_prompt, config.seed, config.cluster.timeouts.sample_s)

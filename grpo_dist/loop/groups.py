@@ -14,12 +14,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from grpo_dist.config import SamplingConfig
 from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.progress import SampledBatch
 from grpo_dist.runtime.concurrency import gather, sampled_again
 from grpo_dist.runtime.seeds import request_seed
-from grpo_dist.types import Group, Prompt, Sampling, has_signal
+from grpo_dist.types import Group, Prompt, Rollout, Sampling, has_signal
 from grpo_dist.workers import RolloutsRef, Workers
 
 
@@ -63,7 +62,7 @@ class GroupScorer:
     """Samples and scores groups, and keeps the finished ones of each batch until it is trained on.
 
     Args:
-        sampling: temperature and length of training samples.
+        sampling: of each launched batch, by number.
         seed: the run's.
         samples: per prompt.
         with_baseline: score a greedy sample of each prompt too, ReMax's baseline.
@@ -74,7 +73,7 @@ class GroupScorer:
     def __init__(
         self,
         workers: Workers,
-        sampling: SamplingConfig,
+        sampling: Mapping[int, Sampling],
         *,
         seed: int,
         samples: int,
@@ -175,24 +174,26 @@ class GroupScorer:
 
     async def _sample(self, prompt: Prompt, batch: int) -> RolloutsRef:
         seeds = [request_seed(self._seed, batch, prompt.uid, i) for i in range(self._samples)]
-        return await self._workers.rollouts.sample(
-            prompt, seeds=seeds, sampling=self._with_temperature(self._sampling.temperature)
-        )
+        return await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=self._sampling[batch])
 
     async def _greedy_reward(self, prompt: Prompt, batch: int) -> float:
         """Return the reward of the most likely completion."""
         seed = request_seed(self._seed, batch, prompt.uid, -1)
         rollouts = await self._workers.rollouts.sample(
-            prompt, seeds=[seed], sampling=self._with_temperature(0.0)
+            prompt, seeds=[seed], sampling=replace(self._sampling[batch], temperature=0.0)
         )
         return float((await self._workers.rewards.score(prompt, rollouts)).rewards[0])
 
-    def _with_temperature(self, temperature: float) -> Sampling:
-        return Sampling(
-            temperature=temperature,
-            max_new_tokens=self._sampling.max_new_tokens,
-            stop=self._sampling.stop,
-        )
-
     async def _referenced(self, group: Group) -> ScoredGroup:
         return ScoredGroup(group, *await self._models.logprobs(group.prompt, group.rollouts))
+
+
+def as_drawn(groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+    """Return ``groups`` whose samples all say how they were drawn: those of an earlier version do not."""
+
+    def drawn(rollout: Rollout) -> Rollout:
+        if rollout.temperature is not None:
+            return rollout
+        return replace(rollout, temperature=sampling.temperature, max_new_tokens=sampling.max_new_tokens)
+
+    return [replace(group, rollouts=tuple(map(drawn, group.rollouts))) for group in groups]

@@ -13,7 +13,9 @@ from typing import get_args
 import numpy as np
 
 from grpo_dist.batch.rows import has_logprobs
+from grpo_dist.config import PoolsConfig
 from grpo_dist.config.environments import BudgetOutcome
+from grpo_dist.data.pools import pool_metrics
 from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.types import Group, Rollout, has_signal, of_sampled
 
@@ -21,16 +23,18 @@ OUTCOMES = ("correct", "wrong", "no_answer", "timeout", "error")
 ENDS = ("stop", *get_args(BudgetOutcome), "error")  # of an episode
 
 
-def rollout_metrics(groups: list[Group], *, version: int) -> dict[str, float]:
+def rollout_metrics(
+    groups: list[Group], *, version: int, pools: PoolsConfig | None = None
+) -> dict[str, float]:
     """Compute rewards, lengths, outcomes and staleness of the groups that a step sampled.
 
-    ``version``: the policy's before the update; a token sampled at that version has staleness 0.
+    ``version``: the policy's before the update; a token sampled at that version has staleness 0. ``pools``:
+    add the metrics of each.
     """
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
     scored = rewards[np.isfinite(rewards)]
     rollouts = [r for g in groups for r in g.rollouts]
     lengths = np.array([r.num_tokens for r in rollouts])
-    reasons = Counter(r.finish_reason for r in rollouts)
     versions = [of_sampled(row, row.policy_versions) for r in rollouts for row in r.rows]
     staleness = version - np.concatenate(versions)
     metrics = {
@@ -40,13 +44,17 @@ def rollout_metrics(groups: list[Group], *, version: int) -> dict[str, float]:
         "group/no_signal_share": float(np.mean([not has_signal(g.rewards) for g in groups])),
         "rollout/length_tokens": float(lengths.mean()),
         "rollout/length_max_tokens": float(lengths.max()),
-        "rollout/truncated_share": reasons["length"] / len(lengths),
+        "rollout/truncated_share": truncated_share(groups),
+        "rollout/entropy": sampled_entropy(groups),
         "rollout/nan_logprobs": float(sum(not has_logprobs(r) for r in rollouts)),
         "rollout/garbage_share": sum(g.garbage for g in groups) / len(lengths),
         "rollout/tokens": float(len(staleness)),
         "rollout/staleness_mean": float(staleness.mean()) if len(staleness) else 0.0,
         "rollout/staleness_max": float(staleness.max(initial=0)),
     }
+    if (first := rollouts[0]).temperature is not None and first.max_new_tokens is not None:
+        metrics["sampling/temperature"] = first.temperature
+        metrics["sampling/max_new_tokens"] = float(first.max_new_tokens)
     for name in groups[0].reward_parts:
         part = np.concatenate([g.reward_parts[name] for g in groups]).astype(np.float64)
         known = part[np.isfinite(part)]
@@ -55,7 +63,25 @@ def rollout_metrics(groups: list[Group], *, version: int) -> dict[str, float]:
     outcomes = Counter(o for g in groups for o in g.outcomes if o)
     if outcomes:
         metrics |= {f"outcome/{o}": float(outcomes[o]) for o in OUTCOMES}
+    if pools is not None:
+        metrics |= pool_metrics(groups, pools.by)
     return metrics | episode_metrics([r for r in rollouts if r.turns])
+
+
+def sampled_entropy(groups: Sequence[Group]) -> float:
+    """Return the mean of -log p over all sampled tokens, nats: an unbiased estimate of the entropy at the
+    temperature that they were sampled at, and known before they are trained on. NaN without any.
+    """
+    rows = [row for g in groups for r in g.rollouts for row in r.rows]
+    logprobs = np.concatenate([of_sampled(row, row.logprobs) for row in rows]).astype(np.float64)
+    known = logprobs[np.isfinite(logprobs)]
+    return float(-known.mean()) if len(known) else float("nan")
+
+
+def truncated_share(groups: Sequence[Group]) -> float:
+    """Return the share of samples that were cut off at `sampling.max_new_tokens`."""
+    reasons = [r.finish_reason for g in groups for r in g.rollouts]
+    return reasons.count("length") / len(reasons)
 
 
 def episode_metrics(episodes: Sequence[Rollout]) -> dict[str, float]:

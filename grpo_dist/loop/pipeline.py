@@ -15,10 +15,12 @@ from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
 from grpo_dist.config import Config
 from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
+from grpo_dist.data.pools import PoolOrder
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.loop.frozen_models import FrozenModels
-from grpo_dist.loop.groups import GroupScorer, ScoredBatch
-from grpo_dist.loop.progress import PipelineState
+from grpo_dist.loop.groups import GroupScorer, ScoredBatch, as_drawn
+from grpo_dist.loop.progress import PipelineState, SampledBatch
+from grpo_dist.loop.sampling_schedule import SamplingSchedule
 from grpo_dist.runtime.concurrency import deadline, finished_unless_stopped
 from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
@@ -37,17 +39,21 @@ class Pipeline:
         self._dynamic, self._per_step = config.dynamic_sampling, config.batch.prompts_per_step
         self._drains = config.weight_sync.mode == "drain"
         self._sample_s = config.cluster.timeouts.sample_s
+        self._schedule = SamplingSchedule(config.sampling, state.schedule)
+        self._sampling = dict(state.sampling)  # of launched batches
+        for batch in (*state.ahead, *state.partial):  # an earlier version did not keep it
+            self._sampling.setdefault(batch, self._schedule.of(batch))
         self._scorer = GroupScorer(
             workers,
-            config.sampling,
+            self._sampling,
             seed=config.seed,
             samples=config.batch.samples_per_prompt,
             with_baseline="baselines" in ADVANTAGE_INPUTS.get(config.algorithm.advantage, ()),
-            finished=state.partial,
+            finished={b: as_drawn(groups, self._sampling[b]) for b, groups in state.partial.items()},
             scored_by=FrozenModels(workers, config.distillation.teachers, with_kl=config.has_kl_term),
         )
         self._next_batch = first
-        self._restored = dict(state.ahead)
+        self._restored = {b: self._as_drawn(b, own) for b, own in state.ahead.items()}
         self._order_indices = dict(state.order_indices)
         self._order = order_of(config, prompts, state.order)
         self._launched: deque[tuple[int, asyncio.Task[ScoredBatch]]] = deque()
@@ -58,6 +64,7 @@ class Pipeline:
             batch = self._next_batch
             if batch not in self._order_indices:
                 self._order_indices[batch] = self._order.take(batch)
+            self._sampling.setdefault(batch, self._schedule.of(batch))
             self._launched.append((batch, asyncio.create_task(self._batch(batch), name=f"batch {batch}")))
             self._next_batch += 1
 
@@ -78,6 +85,7 @@ class Pipeline:
         self._launched.popleft()
         done = task.result()  # bounded: it is done
         self._order.trained(self._order_indices.pop(batch), done.sampled)
+        self._schedule.observe(done.sampled, self._sampling.pop(batch))
         self._restored.pop(batch, None)
         self._scorer.forget(batch)
         return done
@@ -124,7 +132,14 @@ class Pipeline:
             for batch, _ in self._launched
             if batch not in ahead and (groups := self._scorer.finished(batch))
         }
-        return PipelineState(ahead, partial, dict(self._order_indices), self._order.state)
+        return PipelineState(
+            ahead,
+            partial,
+            dict(self._order_indices),
+            self._order.state,
+            dict(self._sampling),
+            self._schedule.state,
+        )
 
     async def cancel(self) -> None:
         """Cancel launched batches; `state` keeps their finished groups."""
@@ -142,6 +157,10 @@ class Pipeline:
     async def _wait(self, batch: int, task: asyncio.Task[ScoredBatch]) -> ScoredBatch:
         async with self._deadline(batch):
             return await task
+
+    def _as_drawn(self, batch: int, restored: SampledBatch) -> SampledBatch:
+        sampling = self._sampling[batch]
+        return SampledBatch(as_drawn(restored.groups, sampling), as_drawn(restored.discarded, sampling))
 
     def _deadline(self, batch: int) -> AbstractAsyncContextManager[None]:
         stage = f"sample: batch {batch} sampled and scored"
@@ -170,6 +189,8 @@ def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> Pr
     most = max(own, min(own + extra, len(prompts) // (config.max_staleness + 1)))
     if config.data.order == "pass_rate":
         return Curriculum([p.uid for p in prompts], most, seed=config.seed, rates=state.pass_rates)
+    if config.data.order == "pools" and config.data.pools is not None:
+        return PoolOrder(prompts, most, config.data.pools, seed=config.seed, state=state)
     if dynamic.enabled:
         return PromptStream(prompts, most, seed=config.seed, state=state)
     return EpochOrder(len(prompts), own, seed=config.seed)

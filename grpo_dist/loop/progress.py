@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.data.order import OrderState
 from grpo_dist.health.state import HealthState
-from grpo_dist.types import Group
+from grpo_dist.types import Group, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,18 @@ class SampledBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class ScheduleState:
+    """What steered settings of sampling are now; None: as at the start, or not steered.
+
+    ``above``: steps in a row whose share of truncated samples was too large.
+    """
+
+    temperature: float | None = None
+    max_new_tokens: int | None = None
+    above: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineState:
     """The batches on their way. Each is numbered by the step that trains on it.
 
@@ -28,12 +40,16 @@ class PipelineState:
         partial: finished groups of batches that are not finished themselves.
         order_indices: indices into the prompt order that each batch has taken.
         order: state of the prompt order.
+        sampling: how each launched batch is sampled, by number.
+        schedule: state of `sampling`, where that is steered.
     """
 
     ahead: Mapping[int, SampledBatch] = field(default_factory=dict)
     partial: Mapping[int, list[Group]] = field(default_factory=dict)
     order_indices: Mapping[int, list[int]] = field(default_factory=dict)
     order: OrderState = field(default_factory=OrderState)
+    sampling: Mapping[int, Sampling] = field(default_factory=dict)
+    schedule: ScheduleState = field(default_factory=ScheduleState)
 
 
 @dataclass(frozen=True, slots=True)

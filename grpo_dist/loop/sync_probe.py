@@ -199,8 +199,8 @@ class SyncProbe:
         prompts = [self._prompts[(step * _PROMPTS + i) % count] for i in range(min(_PROMPTS, count))]
         seeds = [derived_seed(self._seed, f"sync probe {step}, sample {i}") for i in range(_SAMPLES)]
         sampling = Sampling(
-            temperature=self._sampling.temperature,
-            max_new_tokens=min(_TOKENS, self._sampling.max_new_tokens),
+            temperature=self._sampling.first_temperature,
+            max_new_tokens=min(_TOKENS, self._sampling.longest),
         )
         answers = await gather(self._probes.sample(e, prompts, seeds, sampling) for e in engines.values())
         return {

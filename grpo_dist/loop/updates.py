@@ -76,7 +76,7 @@ def make_batches(
         groups,
         sample_advantages(groups, settings) if advantages is None else advantages,
         ref_logprobs=[row for s in scored for row in s.ref_logprobs] if config.has_kl_term else None,
-        max_new_tokens=config.sampling.max_new_tokens,
+        max_new_tokens=longest_allowed(groups) or config.sampling.longest,
         mask_truncated=config.algorithm.mask_truncated,
         mask_outcomes=config.environments.mask_outcomes,
         teacher_logprobs=_teacher_logprobs(scored, config.distillation, given=advantages is not None),
@@ -147,6 +147,15 @@ def learning_rows(batch: TrainBatch) -> np.ndarray:
     if batch.taught is not None:
         learns |= batch.taught
     return np.asarray(learns.numpy().any(axis=1))
+
+
+def longest_allowed(groups: Sequence[Group]) -> int | None:
+    """Return the length that the samples of a step were drawn with; None: they do not say.
+
+    It is the constant of seq-mean-token-sum-norm. So a step after a rise of `sampling.max_new_tokens` has the
+    loss of a run that is started anew with the new length.
+    """
+    return max((r.max_new_tokens or 0 for g in groups for r in g.rollouts), default=0) or None
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:

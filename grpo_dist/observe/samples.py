@@ -19,7 +19,10 @@ from grpo_dist.runtime.records import fields_of
 from grpo_dist.types import FurtherRow, Group, Prompt, Rollout, ToolCall, Turn
 
 _PART = "reward/"
-_REPEATED = ["uid", "source", "problem", "answer", "outcome", "finish_reason", "policy_versions.list.element"]
+_REPEATED = [
+    "uid", "source", "problem", "answer", "outcome", "finish_reason", "temperature", "max_new_tokens",
+    "policy_versions.list.element",
+]  # fmt: skip
 _OF_TOKENS = ("advantages", "ref_logprobs", "trainer_logprobs")
 _FLOATS, _INTS, _BOOLS = pa.list_(pa.float32()), pa.list_(pa.int32()), pa.list_(pa.bool_())
 _CALL = pa.struct(
@@ -99,6 +102,8 @@ def _table(groups: list[Group], values: ValuesOfSamples) -> pa.Table:
         "reward": _joined([g.rewards for g in groups], pa.float32()),
         "outcome": pa.array([o for g in groups for o in g.outcomes], pa.string()),
         "finish_reason": pa.array([r.finish_reason for r in rollouts], pa.string()),
+        "temperature": pa.array([r.temperature for r in rollouts], pa.float64()),
+        "max_new_tokens": pa.array([r.max_new_tokens for r in rollouts], pa.int32()),
         "completion_ids": _lists([r.completion_ids for r in rollouts], _INTS),
         "logprobs": _lists([r.logprobs for r in rollouts], _FLOATS),
         "policy_versions": _lists([r.policy_versions for r in rollouts], _INTS),
@@ -203,6 +208,8 @@ def _rollout(row: dict) -> Rollout:
             for turn in row.get("turns") or ()
         ),
         further_rows=tuple(FurtherRow(**_arrays(further)) for further in row.get("further_rows") or ()),
+        temperature=row.get("temperature"),  # an older table has neither
+        max_new_tokens=row.get("max_new_tokens"),
     )
 
 

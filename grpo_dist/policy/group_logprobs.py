@@ -53,14 +53,16 @@ class _SampleRow:
     start: int  # P
     shared: int  # tokens that it shares with the other rows of its group
     sampled: np.ndarray | None  # bool [C]
+    temperature: float | None = None  # of its sample
 
 
 def _rows(prompt: Prompt, samples: Sequence[Rollout]) -> list[_SampleRow]:
     made = []
-    for row in (row for sample in samples for row in sample.rows):
+    for owner, row in ((sample, row) for sample in samples for row in sample.rows):
         context = context_ids(prompt, row)
         tokens = np.concatenate([context, row.completion_ids])
-        made.append(_SampleRow(tokens, len(context), shared_tokens(prompt, row), row.sampled))
+        shared = shared_tokens(prompt, row)
+        made.append(_SampleRow(tokens, len(context), shared, row.sampled, owner.temperature))
     return made
 
 
@@ -75,4 +77,8 @@ def _layout(rows: Sequence[_SampleRow], micro: MicroBatches) -> Layout:
             wanted[i, row.start : len(row.tokens)] = torch.from_numpy(row.sampled.copy())
     lengths, shared = (torch.tensor(v) for v in ([len(r.tokens) for r in rows], [r.shared for r in rows]))
     group_ids = torch.zeros(len(rows), dtype=torch.long)
-    return micro.layout(Rows(tokens.to(micro.device), lengths, wanted.to(micro.device), group_ids, shared))
+    own = [row.temperature for row in rows if row.temperature is not None]
+    temperatures = torch.tensor(own, dtype=torch.float64) if len(own) == len(rows) else None
+    return micro.layout(
+        Rows(tokens.to(micro.device), lengths, wanted.to(micro.device), group_ids, shared, temperatures)
+    )

@@ -64,21 +64,34 @@ def selected_logprobs(
     lm_head_weight: Float[Tensor, "V D"],
     targets: Int[Tensor, " M"],
     *,
-    temperature: float | int,
+    temperature: float | int | Float[Tensor, " M"],
     chunk_tokens: int,
     bias: Float[Tensor, " V"] | None = None,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
-    """Do as `token_logprobs`, for hidden states and the tokens they predict."""
-    if temperature <= 0 or chunk_tokens < 1:
+    """Do as `token_logprobs`, for hidden states and the tokens they predict; ``temperature`` may be one for
+    each of them.
+    """
+    if (least := _least(temperature)) <= 0 or chunk_tokens < 1:
         raise ValueError(
-            f"temperature = {temperature}, chunk_tokens = {chunk_tokens}: expected a temperature above 0 and "
+            f"temperature = {least}, chunk_tokens = {chunk_tokens}: expected a temperature above 0 and "
             "at least one token a chunk"
         )
     values, entropies = _ChunkedLogprobs.apply(
-        rows, lm_head_weight, bias, targets, float(temperature), chunk_tokens, with_entropy
+        rows, lm_head_weight, bias, targets, temperature, chunk_tokens, with_entropy
     )
     return values, entropies if with_entropy else None
+
+
+def _least(temperature: float | Tensor) -> float:
+    if not isinstance(temperature, Tensor):
+        return float(temperature)
+    return float(temperature.min()) if temperature.numel() else 1.0
+
+
+def _of(temperature: float | Tensor, part: slice) -> float | Tensor:
+    """Return the temperature of some rows, float32 [n, 1] where each has its own."""
+    return temperature[part, None].float() if isinstance(temperature, Tensor) else float(temperature)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -94,17 +107,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
+        temperature: float | Tensor,
         chunk: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(rows, weight, bias, targets)
         ctx.temperature, ctx.chunk = temperature, chunk
-        head = _Head(rows, weight, bias, temperature)
+        head = _Head(rows, weight, bias)
         values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
         entropies = torch.zeros_like(values)
         for part in _parts(len(rows), chunk):
-            logits = head.logits(rows[part])
+            logits = head.logits(rows[part], _of(temperature, part))
             logits -= logits.amax(dim=1, keepdim=True)
             logits -= logits.exp().sum(dim=1, keepdim=True).log()
             values[part] = logits.gather(1, targets[part, None])[:, 0]
@@ -117,16 +130,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, weight, bias, targets = ctx.saved_tensors
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        head = _Head(rows, weight, bias, ctx.temperature)
+        head = _Head(rows, weight, bias)
         grad_rows = torch.empty_like(rows) if needs_rows else None
         grad_weight = torch.zeros_like(weight, dtype=head.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=head.dtype) if needs_bias else None
         for part in _parts(len(rows), ctx.chunk):
+            own = _of(ctx.temperature, part)
+            each = own[:, 0] if isinstance(own, Tensor) else own
             d_logits = _logit_gradient(
-                head.logits(rows[part]),
+                head.logits(rows[part], own),
                 targets[part],
-                None if grad is None else grad[part] / ctx.temperature,
-                None if entropy_grad is None else entropy_grad[part] / ctx.temperature,
+                None if grad is None else grad[part] / each,
+                None if entropy_grad is None else entropy_grad[part] / each,
             )
             if grad_bias is not None:
                 grad_bias += d_logits.sum(dim=0)
@@ -171,18 +186,19 @@ class _Head:
     float32; only the gradient of the logits is rounded to bfloat16 there. Elsewhere operands are widened.
     """
 
-    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> None:
+    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.dtype = torch.promote_types(rows.dtype, torch.float32)
         self._tensor_cores = rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16
         self._operand = weight.dtype if self._tensor_cores else self.dtype
         self.weight = self.operand(weight)
-        self._bias, self._temperature = bias, temperature
+        self._bias = bias
 
-    def logits(self, rows: Tensor) -> Tensor:
+    def logits(self, rows: Tensor, temperature: float | Tensor) -> Tensor:
         out = self.product(rows, self.weight.T)
         if self._bias is not None:
             out += self._bias
-        return out.div_(self._temperature) if self._temperature != 1.0 else out
+        warm = isinstance(temperature, Tensor) or temperature != 1.0
+        return out.div_(temperature) if warm else out
 
     def operand(self, t: Tensor) -> Tensor:
         """Return ``t`` in the type that products take."""

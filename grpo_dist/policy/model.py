@@ -114,8 +114,9 @@ def attention_cost(model: Any) -> float:
 class TokenLogprobs(nn.Module):
     """Wraps a transformers causal LM; ``forward`` returns per-token log-probs instead of logits.
 
-    ``chunk_mib``: size of a block of float32 logits, of which at most two exist at once, MiB. ``ranks``: the
-    ranks that share the tokens of a layout; `forward` is then collective over them.
+    ``temperature``: of layouts without their own. ``chunk_mib``: size of a block of float32 logits, of which
+    at most two exist at once, MiB. ``ranks``: the ranks that share the tokens of a layout; `forward` is then
+    collective over them.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class TokenLogprobs(nn.Module):
         decoder = self.model.get_decoder()
         hidden = decoder(input_ids=layout.tokens, use_cache=False, **where).last_hidden_state
         rows = hidden.flatten(0, 1).index_select(0, layout.sources)
-        return self.head(rows, layout.targets, with_entropy)
+        return self.head(rows, layout.targets, with_entropy, layout.temperature)
 
 
 class _LMHead(nn.Module):
@@ -166,13 +167,17 @@ class _LMHead(nn.Module):
         self._temperature, self._chunk_bytes = temperature, chunk_mib * 2**20
 
     def forward(
-        self, rows: Float[Tensor, "M D"], targets: Int[Tensor, " M"], with_entropy: bool
+        self,
+        rows: Float[Tensor, "M D"],
+        targets: Int[Tensor, " M"],
+        with_entropy: bool,
+        temperature: float | Float[Tensor, " M"] | None,
     ) -> tuple[Tensor, Tensor | None]:
         return selected_logprobs(
             rows,
             self.weight,
             targets,
-            temperature=self._temperature,
+            temperature=self._temperature if temperature is None else temperature,
             chunk_tokens=max(1, self._chunk_bytes // (4 * self.weight.shape[0])),
             bias=self.bias,
             with_entropy=with_entropy,

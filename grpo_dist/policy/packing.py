@@ -39,6 +39,7 @@ class Layout:
     sources: Int[Tensor, " M"]
     targets: Int[Tensor, " M"]
     mask: Bool[Tensor, "B T"]  # the wanted tokens, as rows
+    temperature: float | Float[Tensor, " M"] | None = None  # of the wanted tokens; None: the model's own
 
     def as_rows(self, values: Float[Tensor, " M"]) -> Float[Tensor, "B T"]:
         """Return the values of the wanted tokens at their positions in the rows, 0 elsewhere."""
@@ -47,10 +48,12 @@ class Layout:
         )
 
 
-def padded(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Layout:
+def padded(
+    tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], temperatures: Float[Tensor, " B"] | None = None
+) -> Layout:
     """Lay rows out as they are. The first token of a row is never wanted: nothing predicts it."""
     indices = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
-    return _layout(tokens, None, None, tokens, indices, mask)
+    return _layout(tokens, None, None, tokens, indices, mask, temperatures)
 
 
 def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1) -> Layout:
@@ -68,7 +71,7 @@ def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1) -> Layout:
     positions[0, indices[inside]] = columns[inside]
     spans = kernel.spans([own[:length] for own, length in zip(indices, lengths, strict=True)], size, device)
     tokens, position_ids, index = (torch.from_numpy(a).to(device) for a in (stream, positions, indices))
-    return _layout(tokens, position_ids, spans, rows.tokens, index, rows.wanted)
+    return _layout(tokens, position_ids, spans, rows.tokens, index, rows.wanted, rows.temperatures)
 
 
 def _layout(
@@ -78,11 +81,23 @@ def _layout(
     tokens: Tensor,
     indices: Int[Tensor, "B T"],
     mask: Tensor,
+    temperatures: Tensor | None,
 ) -> Layout:
     """The one place where logits are shifted: the token at t is predicted by the hidden state at t - 1."""
     wanted = mask[:, 1:]
     shifted = torch.cat([torch.zeros_like(mask[:, :1]), wanted], dim=1)
-    return Layout(stream, positions, spans, indices[:, :-1][wanted], tokens[:, 1:][wanted], shifted)
+    sources, targets = indices[:, :-1][wanted], tokens[:, 1:][wanted]
+    return Layout(stream, positions, spans, sources, targets, shifted, _of_tokens(temperatures, shifted))
+
+
+def _of_tokens(temperatures: Tensor | None, wanted: Bool[Tensor, "B T"]) -> float | Tensor | None:
+    """Return one number where all rows have the same, as almost always: the division is then a scalar's."""
+    if temperatures is None:
+        return None
+    different = temperatures.unique().tolist()
+    if len(different) == 1:
+        return float(different[0])
+    return temperatures.to(wanted.device)[:, None].expand(wanted.shape)[wanted]
 
 
 def _stream_indices(lengths: list[int], groups: list[int], prompts: list[int]) -> np.ndarray:

@@ -57,6 +57,7 @@ class SequenceGroup:
             spans=_UlyssesSpans(layout.spans, self),
             sources=layout.sources[own] - start,
             targets=layout.targets[own],
+            temperature=_of_part(layout.temperature, own),
         )
         return part, own
 
@@ -64,6 +65,10 @@ class SequenceGroup:
         """Return the values of all slices, ``count`` in all, on every rank. Collective."""
         placed = torch.zeros(count, dtype=own.dtype, device=own.device).index_copy(0, index, own)
         return _SumOfParts.apply(placed, self.group)
+
+
+def _of_part(temperature: float | Tensor | None, own: Tensor) -> float | Tensor | None:
+    return temperature[own] if isinstance(temperature, Tensor) else temperature
 
 
 def check_heads(model: Any, size: int) -> None:

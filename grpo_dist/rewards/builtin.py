@@ -150,7 +150,7 @@ class Language(Builtin):
 
 
 class Overlong(Builtin):
-    """DAPO's soft length penalty: 0 to -1 over the last ``buffer_tokens`` of `sampling.max_new_tokens`."""
+    """DAPO's soft length penalty: 0 to -1 over the last ``buffer_tokens`` of the length in force."""
 
     buffer_tokens: PositiveInt
 

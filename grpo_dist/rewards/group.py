@@ -37,7 +37,7 @@ class CompletionGroup:
     finish_reasons: tuple[str, ...]  # [G], as in `Rollout`
     gold: str
     columns: Mapping[str, Any]  # `problem` and the further columns of the data
-    max_new_tokens: int  # `sampling.max_new_tokens`
+    max_new_tokens: int  # the longest that they could be
     thought: Thought = NO_THOUGHT  # the tags around a thought, and whether the prompt opens it
     turns: tuple[Turns, ...] = ()  # [G], see `turns_for_rewards`; (): no environment
     given: tuple[int, ...] = ()  # [G] tokens that the environment put in; (): none
@@ -54,7 +54,8 @@ class CompletionGroup:
     ) -> CompletionGroup:
         """Collect the completions of ``prompt``.
 
-        ``settings`` may override the thought found in the prompt.
+        ``max_new_tokens``: of samples that do not say their own. ``settings`` may override the thought found
+        in the prompt.
         """
         return cls(
             completions=tuple(r.text for r in rollouts),
@@ -62,7 +63,7 @@ class CompletionGroup:
             finish_reasons=tuple(r.finish_reason for r in rollouts),
             gold=prompt.answer,
             columns={"problem": prompt.text, **prompt.columns},
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=next((r.max_new_tokens for r in rollouts if r.max_new_tokens), max_new_tokens),
             thought=thought_for(prompt.thought, settings) if settings else prompt.thought,
             turns=tuple(turns_for_rewards(r.turns) for r in rollouts),
             given=tuple(r.num_tokens - len(r.sampled_ids) for r in rollouts),

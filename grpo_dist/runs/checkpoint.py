@@ -6,8 +6,8 @@
         ahead/*.parquet finished groups of batches launched ahead of training (max_staleness > 0), of whole
                         and of unfinished batches
         state.json      step, fingerprints of configuration and data, KL coefficient, prompts taken and their
-                        order, tracker run id, state of the health checks, moments of all rewards so far,
-                        evaluations that were not finished
+                        order, how launched batches are sampled, tracker run id, state of the health checks,
+                        moments of all rewards so far, evaluations that were not finished
         config.yaml     the configuration of the run
         manifest.json   size and checksum of every other file
 
@@ -61,6 +61,8 @@ class CheckpointState:
     unassessed: bool = False
     rewards: Mapping[str, Any] = field(default_factory=dict)  # moments, for `algorithm.reward_norm` running
     evaluations: Sequence[int] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # of launched batches, by number
+    schedule: Mapping[str, Any] = field(default_factory=dict)  # what `sampling` was steered to
 
 
 class Checkpoints:
@@ -139,6 +141,8 @@ class Checkpoints:
             progress.evaluation_pending,
             asdict(progress.rewards),
             progress.evaluations,
+            {str(batch): asdict(own) for batch, own in pipeline.sampling.items()},
+            asdict(pipeline.schedule),
         )
         (partial / STATE).write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))

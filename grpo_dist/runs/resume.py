@@ -15,13 +15,13 @@ from grpo_dist.config import Config, PolicyConfig
 from grpo_dist.config.files import dump_config
 from grpo_dist.data.order import OrderState
 from grpo_dist.health import state as health_state
-from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch
+from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch, ScheduleState
 from grpo_dist.observe.samples import read_groups
 from grpo_dist.policy.offload import offload_devices
 from grpo_dist.runs.checkpoint import STATE, CheckpointState
 from grpo_dist.runs.identity import Change, changes, data_digest, describe, fingerprint
 from grpo_dist.secrets import HIDDEN
-from grpo_dist.types import Prompt
+from grpo_dist.types import Prompt, Sampling
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,10 @@ def load_progress(checkpoint: Path, state: CheckpointState, prompts: Sequence[Pr
     taken = {int(batch): indices for batch, indices in state.taken.items()}
     health = health_state.from_json(state.health)
     rewards = TypeAdapter(Moments).validate_python(dict(state.rewards))
-    pipeline = PipelineState(ahead, unfinished, taken, order_state(state))
+    drawn = TypeAdapter(Sampling)
+    sampling = {int(batch): drawn.validate_python(own) for batch, own in state.sampling.items()}
+    schedule = ScheduleState(**state.schedule)
+    pipeline = PipelineState(ahead, unfinished, taken, order_state(state), sampling, schedule)
     due = tuple(state.evaluations)
     return Progress(state.step, pipeline, health, state.kl_coef, state.unassessed, rewards, due)
 

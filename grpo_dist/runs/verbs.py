@@ -25,6 +25,8 @@ from grpo_dist.loop.groups import GroupScorer, ScoredBatch, ScoredGroup
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.metrics import rollout_metrics
 from grpo_dist.loop.pipeline import order_of
+from grpo_dist.loop.progress import ScheduleState
+from grpo_dist.loop.sampling_schedule import SamplingSchedule
 from grpo_dist.loop.staging import Staging
 from grpo_dist.loop.sync_probe import SyncProbe
 from grpo_dist.runs.notes import Notes
@@ -80,9 +82,11 @@ class Verbs:
 
     def _parts(self, workers: Workers) -> None:
         config = self._config
+        self._schedule = SamplingSchedule(config.sampling, ScheduleState())
+        self._sampling: dict[int, Sampling] = {}  # of the step at hand
         self._scorer = GroupScorer(
             workers,
-            config.sampling,
+            self._sampling,
             seed=config.seed,
             samples=config.batch.samples_per_prompt,
             with_baseline="baselines" in ADVANTAGE_INPUTS.get(config.algorithm.advantage, ()),
@@ -103,8 +107,7 @@ class Verbs:
         if self._synced == self.step != self._probed:
             self._probed = self.step
             self._probe.begin(self.step)
-        count, settings = samples or self._config.batch.samples_per_prompt, self._config.sampling
-        sampling = Sampling(settings.temperature, max_new_tokens=settings.max_new_tokens)
+        count, sampling = samples or self._config.batch.samples_per_prompt, self._sampling_now()
 
         async def one(prompt: Prompt, first: int) -> SampledGroup:
             seeds = [request_seed(self._config.seed, self.step, prompt.uid, first + i) for i in range(count)]
@@ -117,7 +120,12 @@ class Verbs:
             self._drawn[prompt.uid] += count
         return await self._within("sampled", asked)
 
+    def _sampling_now(self) -> Sampling:
+        return self._sampling.setdefault(self.step, self._schedule.of(self.step))
+
     async def score(self, sampled: Sequence[SampledGroup]) -> list[ScoredGroup]:
+        self._sampling_now()  # a greedy baseline is drawn like the samples
+
         async def one(group: SampledGroup) -> ScoredGroup:
             try:
                 known = group.rollouts if group.reference is None else group.reference
@@ -132,12 +140,13 @@ class Verbs:
     ) -> dict[str, float]:
         step, timer, groups = self.step, Stopwatch(), [s.group for s in scored]
         _check_division(self._config.batch.updates_per_step, len(groups))
-        metrics = rollout_metrics(groups, version=step)
+        metrics = rollout_metrics(groups, version=step, pools=self._config.data.pools)
         self._check_staleness(metrics["rollout/staleness_max"])
         own = None if advantages is None else _checked(advantages, groups)
         staged = await self._staging.take(
             step, ScoredBatch(list(scored), advantages=own), kl_coef=self._kl.coef
         )
+        metrics |= staged.metrics
         if self._synced == step:
             metrics |= await self._probe.finish(step, timer)
         trainable, metrics = self._health.judge_batch(step + 1, groups, metrics)
@@ -153,6 +162,8 @@ class Verbs:
         metrics[TRAINED_TOKENS] = float(staged.loss_tokens if trainable else 0)
         alarms, counts = self._health.examine(step + 1, metrics)
         self._order.trained(self._indices, groups)
+        self._schedule.observe(groups, self._sampling_now())
+        self._sampling.clear()
         self._indices, self._drawn, self.step = [], Counter(), step + 1
         self._scorer.forget(step)
         self._health.act(self.step, alarms, metrics | counts, groups)

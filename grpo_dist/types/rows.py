@@ -26,6 +26,7 @@ class Rows:
     wanted: Bool[Tensor, "B T"]
     group_ids: Int[Tensor, " B"]
     prompt_lengths: Int[Tensor, " B"]
+    temperatures: Float[Tensor, " B"] | None = None  # as in `TrainBatch`
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class TrainBatch:
     num_taught: float = 0.0
     demonstrated: Bool[Tensor, "B T"] | None = None  # tokens to learn of demonstrations; None: there are none
     num_demonstrated: float = 0.0
+    # At which each row was sampled, float64; None: that of the trainer's settings.
+    temperatures: Float[Tensor, " B"] | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -82,7 +85,7 @@ class TrainBatch:
         groups, prompts = self.group_ids, self.prompt_lengths
         if groups is None or prompts is None:
             groups, prompts = torch.arange(len(self)), torch.zeros(len(self), dtype=torch.long)
-        return Rows(self.tokens, self.lengths, self.wanted, groups, prompts)
+        return Rows(self.tokens, self.lengths, self.wanted, groups, prompts, self.temperatures)
 
     def select(self, rows: list[int]) -> Self:
         """Return these rows, cut to their own longest; the global denominators stay."""

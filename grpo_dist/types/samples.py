@@ -143,6 +143,9 @@ class Rollout:
     sampled: np.ndarray | None = None
     turns: tuple[Turn, ...] = ()  # () without an environment
     further_rows: tuple[FurtherRow, ...] = ()
+    # How it was drawn; None: as the numbers in `sampling` say.
+    temperature: float | None = None
+    max_new_tokens: int | None = None
 
     @property
     def rows(self) -> tuple[Rollout | FurtherRow, ...]:
@@ -198,7 +201,10 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[Any, ...]:
     parts = [(r.completion_ids, r.policy_versions, r.logprobs.view(np.int32)) for r in rollouts]
     flat = np.concatenate([part for own in parts for part in own]) if parts else np.empty(0, np.int32)
     assert len(flat) == 3 * sum(lengths), "ids, versions and log-probs of a sample differ in length"
-    rest = [(r.prompt_uid, r.sample, r.finish_reason, r.text, _episode(r)) for r in rollouts]
+    rest = [
+        (r.prompt_uid, r.sample, r.finish_reason, r.text, _episode(r), r.temperature, r.max_new_tokens)
+        for r in rollouts
+    ]
     return flat, lengths, rest
 
 
@@ -212,12 +218,12 @@ def unpack_rollouts(flat: np.ndarray, lengths: list[int], rest: list[tuple[Any, 
     """Return rollouts whose arrays are views of ``flat``."""
     logprobs = flat.view(np.float32)
     rollouts, start = [], 0
-    for length, (uid, sample, reason, text, episode) in zip(lengths, rest, strict=True):
+    for length, (uid, sample, reason, text, episode, *how) in zip(lengths, rest, strict=True):
         ids, versions, end = start + length, start + 2 * length, start + 3 * length
         mask, turns, further = episode or (None, (), ())
         sampled = None if mask is None else np.frombuffer(mask, dtype=bool)
         tokens, known, own = flat[start:ids], logprobs[versions:end], flat[ids:versions]
-        rollouts.append(Rollout(uid, sample, tokens, known, reason, text, own, sampled, turns, further))
+        rollouts.append(Rollout(uid, sample, tokens, known, reason, text, own, sampled, turns, further, *how))
         start = end
     return tuple(rollouts)
 

@@ -52,17 +52,23 @@ def test_noise_is_the_share_of_demonstrations_with_one_wrong_step_that_propagate
 
 
 @pytest.mark.parametrize(
-    ("name", "pattern"), [("add3", r"(\d{3})\+(\d{3})="), ("products", r"(\d{3})\*(\d\d)=")]
+    ("name", "pattern", "sizes"),
+    [
+        ("add2", r"(\d\d)\+(\d\d)=", (360, 7000)),
+        ("add3", r"(\d{3})\+(\d{3})=", (1000, 8000)),
+        ("add4", r"(\d{4})\+(\d{4})=", (1000, 8000)),
+        ("products", r"(\d{3})\*(\d\d)=", (1000, 8000)),
+    ],
 )
-def test_no_problem_of_the_test_split_is_ever_trained_or_demonstrated(name, pattern):
+def test_no_problem_of_the_test_split_is_ever_trained_or_demonstrated(name, pattern, sizes):
     test = {p["problem"] for p in problems(name, "test")}
     train = {p["problem"] for p in problems(name, "train")}
     shown = {d["prompt"] for d in demonstrations(name, 20_000, noise=0.5, seed=3)}
-    assert (len(test), len(train)) == (1000, 8000)
+    assert (len(test), len(train)) == sizes
     assert not test & train and not test & shown
     for problem in problems(name, "test"):
         a, b = map(int, re.fullmatch(pattern, problem["problem"]).groups())
-        assert int(problem["answer"]) == (a + b if name == "add3" else a * b)
+        assert int(problem["answer"]) == (a * b if name == "products" else a + b)
 
 
 @pytest.mark.parametrize("name", ["add3", "products"])

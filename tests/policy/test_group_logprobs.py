@@ -1,5 +1,7 @@
 """Log-probs of a frozen model for every row of every sample of a group."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -42,3 +44,20 @@ def test_each_row_of_an_episode_has_the_log_probs_of_the_row_alone_and_0_for_giv
                 expected = alone(padded(tokens, mask))[0][0, len(context) :].numpy()
             assert values.dtype == np.float32 and not values[~row.sampled].any()
             np.testing.assert_allclose(values[row.sampled], expected[row.sampled], atol=2e-5)
+
+
+@pytest.mark.parametrize("kernel", [None, BlockKernel()], ids=["padded", "packed"])
+def test_samples_have_the_log_probs_of_the_temperature_that_they_were_drawn_at(tiny_model, kernel):
+    """In one micro-batch with others of another temperature, too: a reference knows nothing of steps."""
+    module = loaded(str(tiny_model), kernel is not None)
+    group = made_groups.group(0, np.random.default_rng(0))
+
+    def at(*temperatures):
+        rollouts = [replace(r, temperature=t) for r, t in zip(group.rollouts, temperatures, strict=True)]
+        micro = MicroBatches(10_000, kernel, 1, CPU)
+        return group_logprobs(lambda layout: module(layout)[0], [(group.prompt, rollouts)], micro)[0]
+
+    hot, own, mixed = at(*[1.6] * 4), at(*[None] * 4), at(1.6, 0.8, 1.6, 0.8)
+    for i in range(4):
+        np.testing.assert_allclose(mixed[i], (hot, own)[i % 2][i], atol=1e-6)
+        assert np.abs(hot[i] - own[i]).max() > 1e-3

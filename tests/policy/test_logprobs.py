@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_dist.policy import logprobs
 from grpo_dist.policy.logprobs import token_logprobs
+from grpo_dist.policy.packing import padded
 
 B, T, D, V = 3, 7, 5, 41
 
@@ -239,3 +240,31 @@ def test_a_temperature_or_chunk_of_zero_is_refused(change):
     (hidden, weight, _), tokens, _ = problem()
     with pytest.raises(ValueError, match="expected a temperature above 0 and at least one token a chunk"):
         token_logprobs(hidden, weight, tokens, **({"temperature": 1.0, "chunk_tokens": 1} | change))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
+def test_each_token_has_the_log_probs_entropy_and_gradients_of_its_own_temperature(chunk_tokens):
+    """Row by row against calls with one temperature, in float64."""
+    (hidden, weight, bias), tokens, mask = problem(torch.float64)
+    temperatures = torch.tensor([0.5, 1.0, 1.7], dtype=torch.float64)
+    layout = padded(tokens, mask, temperatures)
+    found = logprobs.selected_logprobs(
+        hidden.flatten(0, 1)[layout.sources], weight, layout.targets,
+        temperature=layout.temperature, chunk_tokens=chunk_tokens, bias=bias, with_entropy=True,
+    )  # fmt: skip
+    values, entropies = (layout.as_rows(v) for v in found)
+    expected = [dense([hidden, weight, bias], tokens, mask, float(t)) for t in temperatures]
+    for row in range(B):
+        # float32 holds 1.7 to 1e-7 of its size
+        assert torch.allclose(values[row], expected[row][0][row], atol=1e-5)
+        assert torch.allclose(entropies[row], expected[row][1][row], atol=1e-5)
+    own = torch.stack([expected[row][0][row] + expected[row][1][row] for row in range(B)])
+    leaves = (hidden, weight, bias)
+    pairs = zip(gradients(values + entropies, leaves), gradients(own, leaves), strict=True)
+    assert all(relative(a, b) < 1e-6 for a, b in pairs)
+
+
+def test_rows_of_one_temperature_are_computed_as_with_that_number():
+    _, tokens, mask = problem()
+    assert padded(tokens, mask, torch.full((B,), 0.7, dtype=torch.float64)).temperature == 0.7
+    assert padded(tokens, mask).temperature is None

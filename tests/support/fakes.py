@@ -73,6 +73,8 @@ class World:
                 finish_reason="stop",
                 text="x",
                 policy_versions=np.full(2, version, np.int32),
+                temperature=sampling.temperature,
+                max_new_tokens=sampling.max_new_tokens,
             )
             for i, seed in enumerate(seeds)
         )

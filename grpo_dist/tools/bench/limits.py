@@ -50,7 +50,7 @@ def generation_limit(
     jobs = [
         {
             "spec": EngineSpec.of(config, model_dir),
-            "temperature": config.sampling.temperature,
+            "temperature": config.sampling.first_temperature,
             "batches": [batch[i::workers] for batch in batches],
             "repeats": REPEATS,
         }

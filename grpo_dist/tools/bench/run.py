@@ -63,7 +63,9 @@ def as_benchmark(config: Config) -> Config:
     checkpoint = config.checkpoint.model_copy(update={"every": 0, "export": False, "resume": "never"})
     health = config.health.model_copy(update={"min_signal_groups": 0})  # every step does the same work
     tracking = config.tracking.model_copy(update={"samples": False})
+    sampling = config.sampling.at_its_longest
     parts = {"evaluation": evaluation, "checkpoint": checkpoint, "health": health, "tracking": tracking}
+    parts |= {"sampling": sampling}
     return config.model_copy(update={"steps": steps} | parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from grpo_dist.data.demonstrations import source_pairs
+from grpo_dist.data.pools import pool_sizes
 from grpo_dist.data.readers import read, source_name
 from grpo_dist.data.tasks import own_problems
 from grpo_dist.runs.prepare import load_tokenizer, prepared, resolve_model
@@ -77,6 +78,9 @@ def check_prompts(context: Context) -> str:
     tokenizer = load_tokenizer(found.model_dir, context.config.model.trust_remote_code)
     text = tokenizer.decode(found.prompts[0].token_ids)
     dots = "..." if len(text) > _SHOWN else ""
+    if (pools := context.config.data.pools) is not None:
+        sizes = pool_sizes(found.prompts, pools.by)
+        notes.append("pools: " + ", ".join(f"{name} {size}" for name, size in sizes.items()))
     lines = [
         f"{len(found.prompts)} prompts, {sum(len(s.prompts) for s in found.eval_sets)} held out",
         *notes,

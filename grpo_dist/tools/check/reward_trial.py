@@ -66,7 +66,7 @@ def try_rewards(rewards: RewardsConfig, sampling: SamplingConfig, prompt: Prompt
     )
     ungraded = {"functions": functions, "models": (), "num_workers": 1, "processes_per_worker": 1}
     settings = placed(rewards.model_copy(update=ungraded))
-    worker = RewardWorker(settings, max_new_tokens=sampling.max_new_tokens)
+    worker = RewardWorker(settings, max_new_tokens=sampling.longest)
     # A user's function may return None for a form of answer that it does not know.
     own = {f.name or f.function for f in functions if ":" in f.function}
     tried: list[RewardTrial] = []

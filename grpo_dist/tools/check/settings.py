@@ -6,6 +6,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
+from grpo_dist.config import LengthSchedule, SamplingConfig, TemperatureSchedule
 from grpo_dist.config.presets import described
 from grpo_dist.observe.settings import check_trackers
 from grpo_dist.runs.environment import installed
@@ -54,10 +55,21 @@ def check_batch(context: Context) -> str:
         f"{b.updates_per_step} optimiser update(s) of {samples // b.updates_per_step} samples over "
         f"{config.policy.num_workers} rank(s)"
     )
+    text += _changing_samples(config.sampling)
     if context.prepared is None:
         return text
     count = len(context.prepared.prompts)
     return f"{text}; {config.steps} steps = {config.steps * b.prompts_per_step / count:.2f} epochs of {count}"
+
+
+def _changing_samples(sampling: SamplingConfig) -> str:
+    """Describe a schedule of sampling; "" without one."""
+    text = ""
+    if isinstance(sampling.max_new_tokens, LengthSchedule):
+        text += f"; completions of up to {sampling.shortest}, later {sampling.longest} tokens"
+    if isinstance(sampling.temperature, TemperatureSchedule):
+        text += f"; temperature {sampling.first_temperature:g} at first"
+    return text
 
 
 def check_tracking(context: Context) -> str:

@@ -32,7 +32,7 @@ async def sampled(
     rollouts: Any, cluster: ClusterConfig, settings: SamplingConfig, seeds: Sequence[int]
 ) -> list[Rollout]:
     """Return a sample of `PROMPT` for each of ``seeds``, of `sampling.max_new_tokens` tokens."""
-    tokens, limit_s = settings.max_new_tokens, cluster.timeouts.sample_s
+    tokens, limit_s = settings.longest, cluster.timeouts.sample_s
     sampling = Sampling(max_new_tokens=tokens, lengths=(tokens,) * len(seeds))
     async with deadline(limit_s, "samples of the check"):
         return list(await (await rollouts.sample(PROMPT, seeds=list(seeds), sampling=sampling)))

@@ -90,7 +90,7 @@ def make_trainer(config: Config, model_dir: str, ranks: Ranks) -> Trainer:
     build_in_own_directory()
     settings = TrainerSettings(
         loss=LossSettings(),
-        temperature=config.sampling.temperature,
+        temperature=config.sampling.first_temperature,
         token_budget=config.batch.micro_batch_tokens,
         epochs=1,
         total_updates=10,

@@ -47,6 +47,7 @@ def make_plan(
     ``failure_hours``: mean time between failures of a GPU, 0: none. ``splits``: which splits of the GPUs to
     try; "own": at the configured batch and staleness, "sweep": at others, too. Raises UserError.
     """
+    config = config.model_copy(update={"sampling": config.sampling.at_its_longest})  # the dearest steps
     shape = parse_cluster(cluster, price=price)
     setting = made_setting(
         config,

@@ -218,7 +218,7 @@ def _sample(stage: ResolvedStage, settings: Settings, pipeline: ResolvedPipeline
     engine, scenario = option.engine, option.scenario
     if engine.longest < 1:
         raise UserError("; ".join(p for p in option.problems if p.startswith("rollout: ")))
-    cap = rejection.max_new_tokens or config.sampling.max_new_tokens
+    cap = rejection.max_new_tokens or config.sampling.longest
     workload = replace(setting.workload, cap=cap)
     prompts, assumed = _prompts(stage, pipeline)
     held = workload.prompt_tokens / rejection.samples_per_prompt + workload.mean

@@ -70,7 +70,7 @@ def workload_of(
     """Take lengths from `bench.lengths`; where they are natural, from ``measured`` or an assumption. None:
     assumed. Without environments there is one turn.
     """
-    cap, lengths = config.sampling.max_new_tokens, config.bench.lengths
+    cap, lengths = config.sampling.longest, config.bench.lengths
     assumed = []
     if prompt_tokens is None:
         prompt_tokens = max(1, round(config.data.max_prompt_tokens * _PROMPT_SHARE))

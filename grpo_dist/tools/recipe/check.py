@@ -134,7 +134,7 @@ def _check_rows_to_come(stage: ResolvedStage, pipeline: ResolvedPipeline) -> Non
         if not _to_come(source.path):
             continue
         maker = pipeline[source.path.removeprefix("stage:").partition("/")[0]]
-        completion = maker.config.rejection.max_new_tokens or maker.config.sampling.max_new_tokens
+        completion = maker.config.rejection.max_new_tokens or maker.config.sampling.longest
         made = maker.config.data.max_prompt_tokens + completion
         if made > longest:
             raise ValueError(

@@ -51,6 +51,10 @@ SECTIONS = (
             Chart("outcomes", (r"outcome/.+",)),
             Chart("groups without signal", (r"group/no_signal_share",)),
             Chart("extra prompts drawn", (r"group/extra_prompts",)),
+            Chart("share of each pool", (r"pool/.+/share",)),
+            Chart("pass rate of each pool", (r"pool/.+/pass_rate",)),
+            Chart("usefulness of each pool", (r"pool/.+/usefulness",)),
+            Chart("tokens of each pool", (r"pool/.+/tokens",)),
         ),
     ),
     ChartSection(
@@ -58,6 +62,8 @@ SECTIONS = (
         (
             Chart("length", (r"rollout/length_tokens", r"rollout/length_max_tokens")),
             Chart("truncated, degenerate text", (r"rollout/truncated_share", r"rollout/garbage_share")),
+            Chart("sampling temperature", (r"sampling/temperature",)),
+            Chart("longest completion allowed", (r"sampling/max_new_tokens",)),
             Chart("staleness", (r"rollout/staleness_mean", r"rollout/staleness_max")),
             Chart("tokens sampled", (r"rollout/tokens",)),
             Chart("tokens in the loss", (r"train/loss_tokens",)),
@@ -68,7 +74,7 @@ SECTIONS = (
         (
             Chart("KL to the reference", (r"ref/kl",)),
             Chart("KL to the previous policy", (r"policy/approx_kl",)),
-            Chart("entropy", (r"policy/entropy",)),
+            Chart("entropy", (r"policy/entropy", r"rollout/entropy")),
             Chart("clipped", (r"policy/(?:clip_low|clip_high|dual_clip)_share",)),
             Chart("ratio", (r"policy/ratio_mean", r"policy/ratio_max")),
             Chart("loss", (r"loss/.+", r"validation/loss")),

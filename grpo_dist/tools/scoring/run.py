@@ -49,7 +49,7 @@ def score(
     rows = read_rows(path, columns)
     with refusals():
         _check_output(target)
-        check_rewards(config.rewards, max_new_tokens=config.sampling.max_new_tokens)
+        check_rewards(config.rewards, max_new_tokens=config.sampling.shortest)
         tokenizer = _tokenizer(config, say)
     if config.rewards.models:
         names = ", ".join(model.name for model in config.rewards.models)

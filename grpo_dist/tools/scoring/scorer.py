@@ -110,7 +110,7 @@ def _group(
         finish_reasons=row.finish_reasons,
         gold=row.answer,
         columns=row.columns,
-        max_new_tokens=sampling.max_new_tokens,
+        max_new_tokens=sampling.longest,
         thought=shown_by(row.completions, rewards),
         turns=row.turns,
     )

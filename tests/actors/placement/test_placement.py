@@ -255,3 +255,36 @@ def test_restarted_workers_keep_their_reservation(monkeypatch):
     assert reservation.waited_for is own._config
     asyncio.run(own.stop_workers())
     assert reservation.given_back
+
+
+EVALUATED = {
+    "data": {"train": [{"path": "demo:add3"}], "eval": [{"path": "demo:add3", "split": "test"}]},
+    "evaluation": {"num_workers": 1},
+}
+
+
+@pytest.mark.parametrize("where", ["separate", "colocated"])
+def test_evaluation_with_engines_of_its_own_takes_gpus_that_nobody_shares(where):
+    wanted = config(
+        **EVALUATED, policy={"num_workers": 2}, rollout={"num_workers": 2}, cluster={"placement": where}
+    )
+    demand = placement(wanted, NODE, training=True)["evaluation"]
+    assert demand == Demand(1, 1, 1, shared=False, cpus=1)
+    assert "evaluation" not in placement(wanted, NODE, training=False)
+    with pytest.raises(UserError, match=r"5 GPUs are needed|3 GPUs are needed") as refused:
+        placement(wanted, Resources(64, 2), training=True)
+    assert "`evaluation.num_workers`" in str(refused.value)
+
+
+def test_evaluation_without_gpus_has_threads_besides_those_of_the_others():
+    plain = config(**EVALUATED | {"evaluation": {}})
+    own, without = (placement(c, LAPTOP, training=True) for c in (config(**EVALUATED), plain))
+    assert own.pop("evaluation") == Demand(1, 0, 1) and own == without
+    more = config(**EVALUATED | {"evaluation": {"num_workers": 1, "threads": 2}})
+    assert placement(more, LAPTOP, training=True)["evaluation"].threads == 2
+
+
+def test_reward_models_that_take_turns_with_the_policy_cannot_score_beside_it():
+    wanted = config(**EVALUATED, **MODELS, cluster={"placement": "colocated"})
+    with pytest.raises(UserError, match=r"`evaluation.num_workers` = 1: .* take turns with it"):
+        placement(wanted, NODE, training=True)

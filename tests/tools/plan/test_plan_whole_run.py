@@ -10,7 +10,7 @@ from grpo_dist.tools.bench.flops import Shape
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.checkpoints import checkpoints, planned_checkpoints
 from grpo_dist.tools.plan.command import make_plan
-from grpo_dist.tools.plan.evaluation import evaluation_s, evaluations, planned_evaluation
+from grpo_dist.tools.plan.evaluation import evaluation_s, evaluations, planned_evaluation, waited
 from grpo_dist.tools.plan.memory import Sizes, rank_bytes
 from grpo_dist.tools.plan.models import ModelShape, published
 from grpo_dist.tools.plan.options import Setting, option_of, planned
@@ -226,3 +226,23 @@ def test_sets_of_unknown_size_are_left_out_with_a_warning():
     assert "warning: evaluation of hard, 7 time(s), is left out" in text
     assert "plan with evaluation.max_prompts" in text and "evaluations (see the warning)" in text
     assert "evaluation: " not in text
+
+
+def test_training_waits_for_evaluations_on_their_own_engines_only_where_they_are_late():
+    assert waited(0, 10.0, 60.0) == 0.0
+    assert waited(3, 10.0, 60.0) == 10.0  # the last one, after the last step
+    assert waited(3, 70.0, 60.0) == 2 * 10.0 + 70.0
+
+
+def test_a_plan_counts_the_memory_and_the_wait_of_engines_of_evaluation():
+    settings = {"before": False, "after": False, "every": 3, "max_prompts": 8}
+    shared = option(wide(**EVAL, evaluation=settings))
+    own = option(wide(**EVAL, evaluation=settings | {"num_workers": 1}))
+    assert own.roles.gpus == shared.roles.gpus + 1 and own.roles.workers["evaluation"] == 1
+    added = own.memory.pop("evaluation")
+    assert own.memory == shared.memory
+    assert added.parts["weights"] == shared.memory["rollout"].parts["weights"]
+    assert added.host == {"snapshot": 2 * published("Qwen/Qwen2.5-1.5B").parameters}
+    waits, beside = planned_evaluation(shared, 1.0), planned_evaluation(own, 1.0)
+    assert (waits.count, waits.waited_s) == (2, None) and waits.total_s == 2 * waits.seconds
+    assert beside.total_s == max(0.0, beside.seconds - 3.0) + beside.seconds

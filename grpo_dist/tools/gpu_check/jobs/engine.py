@@ -55,7 +55,7 @@ async def _eager(config: Config) -> Findings:
     found = Findings()
     engine = await _started(config, found, "engine-eager")
     alone = await _sample(engine, config.sampling, [1])
-    found.equal("tokens of a request", len(alone[0].completion_ids), config.sampling.max_new_tokens, "asked")
+    found.equal("tokens of a request", len(alone[0].completion_ids), config.sampling.longest, "asked")
     if device_type() == "cuda":
         await _sleep(engine, config, found, "engine-eager", keep_weights=True)
         again = await _sample(engine, config.sampling, [1])
@@ -68,9 +68,7 @@ async def _graphs(config: Config) -> dict[str, Findings]:
     started, seeds = Findings(), Findings()
     engine = await _started(config, started, "engine-graphs")
     first = await _sample(engine, config.sampling, [1])
-    started.equal(
-        "tokens of a request", len(first[0].completion_ids), config.sampling.max_new_tokens, "asked"
-    )
+    started.equal("tokens of a request", len(first[0].completion_ids), config.sampling.longest, "asked")
     again, other = await _sample(engine, config.sampling, [1]), await _sample(engine, config.sampling, [2])
     seeds.true("the same seed, the same tokens", same(first, again), _ALONE)
     seeds.true("another seed, other tokens", not same(first, other), "each sample has its own generator")
@@ -114,7 +112,7 @@ async def _started(config: Config, found: Findings, name: str) -> Any:
 
 
 async def _sample(engine: Any, settings: SamplingConfig, seeds: Sequence[int]) -> list[Rollout]:
-    tokens = settings.max_new_tokens
+    tokens = settings.longest
     sampling = Sampling(max_new_tokens=tokens, lengths=(tokens,) * len(seeds))
     _, rollouts = await engine.sample(PROMPT, list(seeds), sampling)
     return list(rollouts)

@@ -50,6 +50,6 @@ def _differences(config: Config, rollouts: Sequence[Rollout]) -> np.ndarray:
     """Return trainer - engine of every sampled token, in nats."""
     rewards = np.zeros(len(rollouts), np.float32)
     group = Group(PROMPT, tuple(rollouts), rewards, {}, ("",) * len(rollouts))
-    batch = make_batch([group], [rewards], ref_logprobs=None, max_new_tokens=config.sampling.max_new_tokens)
+    batch = make_batch([group], [rewards], ref_logprobs=None, max_new_tokens=config.sampling.longest)
     own: np.ndarray = trainer_logprobs(config, batch) - batch.rollout_logprobs.numpy()
     return own[batch.loss_mask.numpy()]

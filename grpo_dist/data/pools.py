@@ -1,0 +1,175 @@
+"""Prompt pools: most samples go where the policy can learn now, chosen by Thompson sampling.
+
+Prompts are divided by source or by a column. What a group of n samples with pass rate p teaches is
+proportional to the variance of its rewards. Here that is u = 4 p (1 - p) n / (n - 1), at most 1: on average
+1 where half of all samples would be right, 0 where all would be right or all wrong.
+
+    pool     theta ~ Beta(1 + useful, 1 + useless)     sums of u and of 1 - u over the pool's groups
+             each place of a batch goes to the pool with the largest theta that has prompts left
+    prompt   q ~ Beta(right + 2 m, wrong + 2 (1 - m))  of its own samples, and two at the pool's rate m
+             the prompts of a pool with the largest q (1 - q) are admitted
+
+All counts are halved every `half_life` steps, because the policy moves. The posterior of a pool or prompt
+that is drawn no more widens to its prior, so it is tried again. Outcomes are known ``max_staleness`` batches
+late, which a random choice tolerates.
+
+Sources: fractional updates of the pools, Agrawal and Goyal 2012 (arXiv:1111.1797), section 2; pools whose
+reward is the learning signal, the self-evolving curriculum (arXiv:2505.14970); posteriors of single prompts
+with forgetting, MoPPS (arXiv:2507.04632).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from grpo_dist.config import PoolsConfig
+from grpo_dist.data.order import OrderState
+from grpo_dist.types import Group, Prompt, correctness
+
+_BORROWED = 2.0  # samples of its pool that the posterior of a prompt begins with
+_FORGOTTEN = 1e-3  # counts below are 0, so that a checkpoint holds recent ones only
+
+
+class PoolOrder:
+    """Draws prompts by pool and pass rate, deterministic in state, seed and batch.
+
+    An order index is the index of a prompt.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        per_batch: int,
+        settings: PoolsConfig,
+        *,
+        seed: int,
+        state: OrderState,
+    ) -> None:
+        """``per_batch`` is the number of prompts a batch takes, including those it may not need.
+
+        Raises ValueError if it exceeds the number of prompts, or for a prompt without the pools' column.
+        """
+        if per_batch > len(prompts):
+            raise ValueError(
+                f"{per_batch} prompts a batch cannot be drawn from {len(prompts)} without repetition"
+            )
+        own = [pool_of(prompt, settings.by) for prompt in prompts]
+        self._names = sorted(set(own))
+        self._members = [np.flatnonzero(np.array(own) == name) for name in self._names]
+        self._pool = {prompt.uid: self._names.index(name) for prompt, name in zip(prompts, own, strict=True)}
+        self._index = {prompt.uid: i for i, prompt in enumerate(prompts)}
+        self._uids = [prompt.uid for prompt in prompts]
+        self._per_batch, self._settings, self._seed = per_batch, settings, seed
+        self._keep = 0.5 ** (1.0 / settings.half_life)
+        # of each pool: useful, useless; of each prompt: right, wrong
+        self._pools = np.array([state.pools.get(name, (0.0, 0.0)) for name in self._names], np.float64)
+        self._prompts = np.zeros((len(prompts), 2))
+        for uid, counts in state.outcomes.items():
+            self._prompts[self._index[uid]] = counts
+
+    @property
+    def state(self) -> OrderState:
+        seen = np.flatnonzero(self._prompts.any(axis=1)).tolist()
+        pools = dict(zip(self._names, _pairs(self._pools), strict=True))
+        outcomes = dict(zip([self._uids[i] for i in seen], _pairs(self._prompts[seen]), strict=True))
+        return OrderState(pools=pools, outcomes=outcomes)
+
+    def prompt(self, index: int) -> int:
+        return index
+
+    def trained(self, indices: Sequence[int], sampled: Sequence[Group]) -> None:
+        """Forget a part of what was known, and add the outcomes of these groups."""
+        self._pools *= self._keep
+        self._prompts *= self._keep
+        self._prompts[self._prompts < _FORGOTTEN] = 0.0
+        for group in sampled:
+            right = correctness(group)
+            known = right[~np.isnan(right)]
+            if not len(known):
+                continue
+            correct = float(known.sum())
+            self._prompts[self._index[group.prompt.uid]] += correct, len(known) - correct
+            useful = usefulness(correct, len(known))
+            self._pools[self._pool[group.prompt.uid]] += useful, 1.0 - useful
+
+    def take(self, batch: int) -> list[int]:
+        """Draw the prompts of ``batch``, none twice."""
+        random = np.random.default_rng((self._seed, batch, 3))
+        useful, useless = 1.0 + self._pools.T
+        theta = random.beta(useful, useless, size=(self._per_batch, len(self._names)))
+        ranked = [iter(self._ranked(pool, random)) for pool in range(len(self._names))]
+        chosen: list[int] = []
+        for place in theta:
+            for pool in np.argsort(-place, kind="stable").tolist():
+                index = next(ranked[pool], None)
+                if index is not None:
+                    chosen.append(index)
+                    break
+        return chosen
+
+    def _ranked(self, pool: int, random: np.random.Generator) -> list[int]:
+        """Return the first prompts of a pool, by q (1 - q) of a pass rate q drawn for each."""
+        members = self._members[pool]
+        own = self._prompts[members]
+        total = own.sum(axis=0)
+        borrowed = _BORROWED * (total + 1.0) / (total.sum() + 2.0)
+        right, wrong = (own + borrowed).T
+        rates = random.beta(right, wrong)
+        order = np.argsort(-rates * (1.0 - rates), kind="stable")[: self._per_batch]
+        found: list[int] = members[order].tolist()
+        return found
+
+
+def _pairs(counts: np.ndarray) -> list[tuple[float, float]]:
+    return [(a, b) for a, b in counts.tolist()]
+
+
+def usefulness(right: float, scored: int) -> float:
+    """Return 4 p (1 - p) n / (n - 1), at most 1: the variance of a group's rewards as a share of the largest.
+
+    of 8 samples   0 right -> 0   1 -> 0.5   2 -> 0.857   4 -> 1   8 -> 0
+    """
+    if scored < 2:
+        return 0.0
+    share = right / scored
+    return min(1.0, 4.0 * share * (1.0 - share) * scored / (scored - 1))
+
+
+def pool_of(prompt: Prompt, by: str) -> str:
+    """Return the name of the pool of ``prompt``: its source, or its value in the column ``by``.
+
+    Raises ValueError where it has no such column.
+    """
+    if by == "source":
+        return prompt.source
+    if by not in prompt.columns:
+        has = ", ".join(prompt.columns) or "none"
+        raise ValueError(
+            f"data.pools.by = {by}: a prompt of source {prompt.source} has no such column; it has: {has}. "
+            "Add the column to `columns` of every source in `data.train`, or set data.pools.by to source"
+        )
+    return str(prompt.columns[by]).replace("/", "_")
+
+
+def pool_sizes(prompts: Sequence[Prompt], by: str) -> dict[str, int]:
+    """Count the prompts of each pool. Raises ValueError as `pool_of` does."""
+    return dict(sorted(Counter(pool_of(prompt, by) for prompt in prompts).items()))
+
+
+def pool_metrics(groups: Sequence[Group], by: str) -> Mapping[str, float]:
+    """Return for each pool its share of the groups of a step, their pass rate, and how many had no signal."""
+    metrics: dict[str, float] = {}
+    pools = [pool_of(group.prompt, by) for group in groups]
+    for name in sorted(set(pools)):
+        own = [group for group, pool in zip(groups, pools, strict=True) if pool == name]
+        right = np.concatenate([correctness(group) for group in own])
+        known = right[~np.isnan(right)]
+        useful = [usefulness(float(np.nansum(c)), int((~np.isnan(c)).sum())) for c in map(correctness, own)]
+        metrics[f"pool/{name}/share"] = len(own) / len(groups)
+        metrics[f"pool/{name}/pass_rate"] = float(known.mean()) if len(known) else float("nan")
+        metrics[f"pool/{name}/usefulness"] = float(np.mean(useful))
+        metrics[f"pool/{name}/tokens"] = float(sum(len(r.sampled_ids) for g in own for r in g.rollouts))
+    return metrics

@@ -1,0 +1,69 @@
+"""`sampling` during a run: by step, or steered by what the samples of earlier steps were like.
+
+A batch is given its settings when it is launched, and keeps them. What is steered therefore knows the steps
+up to ``max_staleness`` before it; each sample says how it was drawn, and its log-probs are computed that way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from grpo_dist.algorithms.schedules import interpolated, latest, next_temperature
+from grpo_dist.config import LengthSchedule, SamplingConfig, TemperatureSchedule
+from grpo_dist.loop.metrics import sampled_entropy, truncated_share
+from grpo_dist.loop.progress import ScheduleState
+from grpo_dist.types import Group, Sampling
+
+
+class SamplingSchedule:
+    """``state``: of what is steered, from a checkpoint."""
+
+    def __init__(self, settings: SamplingConfig, state: ScheduleState) -> None:
+        self._settings, self.state = settings, state
+
+    def of(self, batch: int) -> Sampling:
+        """Return how a batch is sampled that is launched now; step ``batch`` (from 0) trains on it."""
+        temperature, length = self._temperature(batch), self._length(batch)
+        return Sampling(temperature, max_new_tokens=length, stop=self._settings.stop)
+
+    def observe(self, groups: Sequence[Group], drawn: Sampling) -> None:
+        """Steer by the ``groups`` of the next step, which were ``drawn`` that way."""
+        temperature, length, above = self.state.temperature, self.state.max_new_tokens, self.state.above
+        heat, longest = self._settings.temperature, self._settings.max_new_tokens
+        if isinstance(heat, TemperatureSchedule) and heat.schedule is None:
+            temperature = self._steered(heat, sampled_entropy(groups))
+        if isinstance(longest, LengthSchedule) and longest.schedule is None:
+            length, above = self._raised(longest, truncated_share(groups), drawn.max_new_tokens)
+        self.state = ScheduleState(temperature, length, above)
+
+    def _temperature(self, batch: int) -> float:
+        own = self._settings.temperature
+        if isinstance(own, TemperatureSchedule) and own.schedule is not None:
+            return interpolated(own.schedule, batch)
+        return self.state.temperature or self._settings.first_temperature
+
+    def _length(self, batch: int) -> int:
+        own = self._settings.max_new_tokens
+        if isinstance(own, LengthSchedule) and own.schedule is not None:
+            return latest(own.schedule, batch)
+        return self.state.max_new_tokens or self._settings.shortest
+
+    def _steered(self, settings: TemperatureSchedule, entropy: float) -> float:
+        now = self._temperature(0)
+        if settings.entropy is None or not math.isfinite(entropy):
+            return now
+        found = next_temperature(now, entropy, target=settings.entropy, gain=settings.gain)
+        return min(max(found, settings.lowest), settings.highest)
+
+    def _raised(self, settings: LengthSchedule, truncated: float, drawn: int) -> tuple[int, int]:
+        """Return the length and the steps in a row above the bound. Samples that were launched before the
+        last rise say nothing about the new length.
+        """
+        now = self._length(0)
+        if drawn != now or settings.largest is None:
+            return now, self.state.above
+        above = self.state.above + 1 if truncated > settings.truncated_above else 0
+        if above < settings.patience or now == settings.largest:
+            return now, min(above, settings.patience)
+        return min(round(now * settings.factor), settings.largest), 0

@@ -1,0 +1,21 @@
+"""The own scorers of reasoning-gym as a reward, for sources with the path `reasoning_gym:<task>`:
+
+rewards: {functions: [{function: "grpo_dist.rewards.reasoning_gym:score"}]}
+
+It runs like a function of a user, in the graders' processes with their limits of time and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_dist.environments.reasoning_gym import score_answer
+
+
+def score(completion: str, reasoning_gym: Mapping[str, Any]) -> float:
+    """Return the task's own score of the answer in ``completion``, 0 to 1.
+
+    ``reasoning_gym``: the column that says how the problem was made.
+    """
+    return score_answer(completion, reasoning_gym)

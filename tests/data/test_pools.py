@@ -1,0 +1,180 @@
+"""Prompt pools: Thompson sampling by hand-worked posteriors, forgetting, exploration and state."""
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from grpo_dist.config import PoolsConfig
+from grpo_dist.config.files import ConfigError, load_config
+from grpo_dist.data.order import OrderState
+from grpo_dist.data.pools import PoolOrder, pool_metrics, pool_of, pool_sizes, usefulness
+from grpo_dist.driver import run
+from grpo_dist.types import Group
+from tests.support import fakes
+from tests.support.made_groups import group_of
+
+RATES = {"easy": 1.0, "middle": 0.5, "hard": 0.0}
+
+
+def prompts(count=60, names=tuple(RATES)):
+    return [replace(p, source=names[i % len(names)]) for i, p in enumerate(fakes.prompts(count))]
+
+
+def order(own, per_batch=6, *, half_life=10.0, seed=0, state=None, by="source"):
+    settings = PoolsConfig(by=by, half_life=half_life)
+    return PoolOrder(own, per_batch, settings, seed=seed, state=state or OrderState())
+
+
+def outcome(prompt, right, scored=8):
+    """Return a group of ``prompt`` with so many right samples."""
+    made = group_of([1.0] * right + [0.0] * (scored - right), [1] * scored)
+    return replace(made, prompt=prompt, outcomes=("correct",) * right + ("wrong",) * (scored - right))
+
+
+def play(pools, own, steps, rates, *, first=0, delay=0):
+    """Take and train ``steps`` batches, outcomes ``delay`` batches late; return the pools of each batch."""
+    random, waiting, seen = np.random.default_rng(9), [], []
+    for batch in range(first, first + steps):
+        taken = pools.take(batch)
+        seen.append(Counter(own[i].source for i in taken))
+        waiting.append((taken, [outcome(own[i], random.binomial(8, rates[own[i].source])) for i in taken]))
+        if len(waiting) > delay:
+            pools.trained(*waiting.pop(0))
+    return seen
+
+
+def test_usefulness_is_the_unbiased_variance_as_a_share_of_the_largest():
+    assert [round(usefulness(r, 8), 3) for r in (0, 1, 2, 4, 8)] == [0, 0.5, 0.857, 1, 0]
+    assert usefulness(1, 1) == 0.0
+    means = [  # E[p (1 - p)] n / (n - 1) = q (1 - q): exact where nothing is above 1
+        np.mean([usefulness(r, 50) for r in np.random.default_rng(0).binomial(50, q, 20000)])
+        for q in (0.02, 0.1, 0.2)
+    ]
+    assert means == pytest.approx([4 * q * (1 - q) for q in (0.02, 0.1, 0.2)], rel=0.02)
+
+
+def test_posteriors_by_hand_and_halved_every_half_life():
+    own = prompts(3)
+    pools = order(own, 3, half_life=1.0)
+    pools.trained([0, 1, 2], [outcome(own[1], 4), outcome(own[0], 8), outcome(own[2], 1)])
+    assert pools.state.pools == {"easy": (0.0, 1.0), "hard": (0.5, 0.5), "middle": (1.0, 0.0)}
+    assert pools.state.outcomes == {"p0": (8.0, 0.0), "p1": (4.0, 4.0), "p2": (1.0, 7.0)}
+    pools.trained([1], [outcome(own[1], 2)])
+    assert pools.state.pools["middle"] == (0.5 + usefulness(2, 8), 0.0 + 1 - usefulness(2, 8))
+    assert pools.state.outcomes["p1"] == (2.0 + 2.0, 2.0 + 6.0)
+    for _ in range(20):
+        pools.trained([], [])
+    assert pools.state.outcomes == {}  # forgotten: a checkpoint holds recent outcomes only
+
+
+def test_a_group_without_a_score_teaches_nothing():
+    own = prompts(3)
+    pools = order(own, 3)
+    pools.trained([0], [replace(outcome(own[0], 4), outcomes=("error",) * 8)])
+    assert pools.state == order(own, 3).state
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_most_samples_go_to_the_pool_with_mixed_groups_and_the_others_are_tried_again(delay):
+    own = prompts(600)
+    pools = order(own, 8)
+    seen = play(pools, own, 60, RATES, delay=delay)
+    late = sum(seen[20:], Counter())
+    assert late["middle"] > 0.75 * late.total()
+    assert late["easy"] > 0 and late["hard"] > 0
+    # The policy learns the middle pool and begins to solve the hard one: the samples follow.
+    seen = play(pools, own, 80, {"easy": 1.0, "middle": 1.0, "hard": 0.5}, first=60, delay=delay)
+    assert sum(seen[50:], Counter())["hard"] > 0.6 * sum(seen[50:], Counter()).total()
+
+
+def test_within_a_pool_prompts_that_are_always_right_or_wrong_are_admitted_rarely():
+    own = [replace(p, source="one") for p in fakes.prompts(40)]
+    rate = {p.uid: (0.0, 0.5, 1.0, 1.0)[i % 4] for i, p in enumerate(own)}
+    pools, random, seen = order(own, 4), np.random.default_rng(1), Counter()
+    for batch in range(80):
+        taken = pools.take(batch)
+        seen.update(rate[own[i].uid] for i in taken if batch >= 20)
+        pools.trained(taken, [outcome(own[i], random.binomial(8, rate[own[i].uid])) for i in taken])
+    assert seen[0.5] > 2 * 0.25 * seen.total()  # a quarter of the prompts
+    assert seen[0.0] > 0 and seen[1.0] > 0
+
+
+def test_a_draw_repeats_has_no_prompt_twice_and_survives_the_files_of_a_checkpoint():
+    own = prompts(30)
+    first, second = order(own, 12), order(own, 12)
+    play(first, own, 7, RATES), play(second, own, 7, RATES)
+    drawn = first.take(7)
+    assert drawn == second.take(7) and len(set(drawn)) == 12
+    state = TypeAdapter(OrderState).validate_python(json.loads(json.dumps(asdict(first.state))))
+    assert order(own, 12, state=state).take(7) == drawn
+    assert order(own, 12, state=state, seed=1).take(7) != drawn
+    assert sorted(order(own, 30).take(0)) == list(range(30))  # small pools run out; others take their places
+    with pytest.raises(ValueError, match="31 prompts a batch cannot be drawn from 30"):
+        order(own, 31)
+
+
+def test_pools_by_a_column():
+    own = [replace(p, columns={"difficulty": i % 2}) for i, p in enumerate(fakes.prompts(5))]
+    assert pool_sizes(own, "difficulty") == {"0": 3, "1": 2}
+    with pytest.raises(ValueError, match=r"data.pools.by = level: .* it has: difficulty. Add the column"):
+        pool_of(own[0], "level")
+
+
+def test_metrics_of_each_pool():
+    own = prompts(3)
+    found = pool_metrics([outcome(own[0], 8), outcome(own[1], 4), outcome(own[1], 0)], "source")
+    assert found["pool/middle/share"] == 2 / 3 and found["pool/middle/pass_rate"] == 0.25
+    assert found["pool/middle/usefulness"] == 0.5 and found["pool/easy/usefulness"] == 0.0
+    assert found["pool/easy/tokens"] == 8.0
+
+
+def test_pools_without_their_section_are_refused(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text('{model: {path: "demo:tiny"}, data: {train: [{path: "demo:add3"}], order: pools}}')
+    with pytest.raises(ConfigError, match=r"`data.order` = pools needs `data.pools`"):
+        load_config(str(path), [])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_the_loop_draws_by_pools_alike_with_any_timing_and_across_a_resume(staleness, dynamic):
+    own = prompts(48)
+    config = fakes.config(
+        steps=12,
+        max_staleness=staleness,
+        checkpoint={"every": 6},
+        batch={"prompts_per_step": 4, "samples_per_prompt": 4},
+        data={"train": [{"path": "demo:add3"}], "order": "pools", "pools": {"by": "source"}},
+        **({"dynamic_sampling": {"enabled": True, "max_extra_prompts": 8}} if dynamic else {}),
+    )
+    worlds = []
+    for jitter, start in ((True, 0), (False, 0), (True, 6)):
+        world = fakes.World(jitter=jitter)
+        world.version, world.score = start, graded
+        kept = worlds[0].saved[6] if start else None
+        workers = world.workers()
+        asyncio.run(run(config, workers, own, [], world, world, kept))
+        worlds.append(world)
+    whole, other, resumed = (w.updates for w in worlds)
+    pairs = [*zip(whole, other, strict=True), *zip(whole[6:], resumed, strict=True)]
+    assert all(torch.equal(a[0].tokens, b[0].tokens) for a, b in pairs)
+    assert worlds[0].saved[12].pipeline.order == worlds[2].saved[12].pipeline.order
+    shares = [worlds[0].logged[step].get("pool/middle/share", 0.0) for step in range(1, 13)]
+    assert np.mean(shares[6:]) > 1 / 3
+    for entry in worlds[0].ledger_entries.values():
+        uids = [uid for uids in entry.values() for uid in uids]
+        assert len(set(uids)) == len(uids) == 4 + len(entry.get("put_aside", ()))
+
+
+async def graded(prompt, rollouts):
+    rates = RATES[prompt.source]
+    rewards = np.array([float(r.completion_ids[0] / 100 < rates) for r in rollouts], np.float32)
+    return Group(
+        prompt, rollouts, rewards, {"math": rewards}, tuple("correct" if r else "wrong" for r in rewards)
+    )

@@ -1,0 +1,204 @@
+"""`sampling` that changes during a run: by step, or steered; the real loop on fake workers."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.algorithms.schedules import interpolated, latest, next_temperature
+from grpo_dist.config import Config
+from grpo_dist.config.files import ConfigError, dump_config, load_config
+from grpo_dist.driver import run
+from grpo_dist.loop.progress import Progress
+from grpo_dist.loop.sampling_schedule import SamplingSchedule
+from grpo_dist.loop.updates import make_batches
+from grpo_dist.runs.checkpoint import Checkpoints
+from grpo_dist.runs.identity import changes, fingerprint
+from grpo_dist.runs.resume import load_progress, load_state
+from grpo_dist.types import Sampling
+from tests.support import fakes
+from tests.support.made_groups import group_of
+
+LENGTHS = {"schedule": [[0, 4], [2, 8], [4, 16]]}
+HEAT = {"schedule": [[0, 1.0], [4, 0.6]]}
+RAISED = {"start": 4, "largest": 16, "factor": 2.0, "truncated_above": 0.2, "patience": 2}
+HELD = {"start": 1.0, "entropy": 0.5, "gain": 1.0, "lowest": 0.7, "highest": 1.2}
+
+
+class Drawing(fakes.World):
+    """Its samples say how they were asked for. The share that is truncated, and the entropy, depend on it."""
+
+    def __init__(self, **how) -> None:
+        super().__init__(**how)
+        self.asked: dict[str, Sampling] = {}
+
+    async def sample(self, prompt, *, seeds, sampling):
+        self.asked[prompt.uid] = sampling
+        rollouts = await super().sample(prompt, seeds=seeds, sampling=sampling)
+        return tuple(
+            r.__class__(
+                **{name: getattr(r, name) for name in r.__slots__}
+                | {
+                    "finish_reason": "length" if seed % 20 > sampling.max_new_tokens else "stop",
+                    "logprobs": np.full(2, -(sampling.temperature**2) * (1 + seed % 7 / 10), np.float32),
+                }
+            )
+            for r, seed in zip(rollouts, seeds, strict=True)
+        )
+
+
+def train(world, config, **kwargs):
+    workers = world.workers(reference=config.needs_reference)
+    asyncio.run(run(config, workers, fakes.prompts(80), [], world, world, **kwargs))
+    return world
+
+
+def drawn(world, steps):
+    """Return temperature and length of each step, as its metrics have them."""
+    names = "sampling/temperature", "sampling/max_new_tokens"
+    return [tuple(world.logged[step][name] for name in names) for step in range(1, steps + 1)]
+
+
+def test_values_of_a_schedule_by_hand():
+    assert [latest([(0, 8), (5, 16)], step) for step in (0, 4, 5, 99)] == [8, 8, 16, 16]
+    assert [interpolated([(0, 1.0), (10, 0.5)], step) for step in (0, 5, 10, 99)] == [1.0, 0.75, 0.5, 0.5]
+    # entropy 10 % too low: up by half of 10 %; far too high: down by half of the largest error, 20 %
+    assert next_temperature(0.8, 0.45, target=0.5, gain=0.5) == pytest.approx(0.8 * 1.05)
+    assert next_temperature(0.8, 5.0, target=0.5, gain=0.5) == pytest.approx(0.8 * 0.9)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_each_step_is_sampled_as_its_number_says_however_early_it_is_launched(staleness):
+    config = fakes.config(max_staleness=staleness, sampling={"max_new_tokens": LENGTHS, "temperature": HEAT})
+    world = train(Drawing(), config)
+    expected = [(1.0, 4), (0.9, 4), (0.8, 8), (0.7, 8), (0.6, 16), (0.6, 16)]
+    assert np.allclose(drawn(world, 6), expected)
+    for step, updates in enumerate(world.updates):
+        assert torch.allclose(updates[0].temperatures, torch.tensor(expected[step][0]).double())
+        assert updates[0].max_tokens == expected[step][1]  # the constant of seq-mean-token-sum-norm
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("saved_at", [2, 3, 5])
+def test_steered_sampling_resumes_as_if_it_had_not_been_interrupted(staleness, saved_at, tmp_path):
+    """Through the files of a checkpoint, with batches in flight."""
+    steered = {"max_new_tokens": RAISED, "temperature": HELD | {"entropy": 0.9}}
+    config = fakes.config(steps=9, max_staleness=staleness, checkpoint={"every": 1}, sampling=steered)
+    whole = train(Drawing(), config)
+    how = drawn(whole, 9)
+    assert len({length for _, length in how}) == 3 and len({heat for heat, _ in how}) > 3, how
+    progress = through_files(tmp_path, config, whole.saved[saved_at])
+    second = Drawing()
+    second.version = saved_at
+    train(second, config, progress=progress)
+    for step in range(saved_at + 1, 10):
+        assert second.logged[step]["sampling/temperature"] == how[step - 1][0]
+        assert second.logged[step]["sampling/max_new_tokens"] == how[step - 1][1]
+    for a, b in zip(whole.updates[saved_at:], second.updates, strict=True):
+        assert torch.equal(a[0].tokens, b[0].tokens) and torch.equal(a[0].temperatures, b[0].temperatures)
+
+
+def through_files(directory, config, progress) -> Progress:
+    """Return ``progress`` as a checkpoint's files give it back."""
+    prompts = fakes.prompts(80)
+    writer = Checkpoints(directory, config, prompts)
+
+    class Policy:
+        async def save(self, path, *, blocking):
+            path.mkdir()
+            (path / "weights").write_text("")
+
+        async def saved(self):
+            """Nothing is written in the background."""
+
+    async def save():
+        await writer.save(progress.step, fakes.Workers(None, None, None, Policy(), None), progress)
+        await writer.settle()
+
+    asyncio.run(save())
+    (found,) = directory.iterdir()
+    return load_progress(found, load_state(found, config), prompts)
+
+
+def steered_by(settings, observations):
+    """Return the length or temperature after each observation of (share truncated, entropy, drawn length)."""
+    schedule = SamplingSchedule(fakes.config(sampling=settings).sampling, Progress().pipeline.schedule)
+    found = []
+    for truncated, entropy, length in observations:
+        group = group_of([1.0] * 10, [2] * 10, reasons=["length"] * truncated + ["stop"] * (10 - truncated))
+        for rollout in group.rollouts:
+            rollout.logprobs[:] = -entropy
+        schedule.observe([group], Sampling(1.0, max_new_tokens=length))
+        found.append(schedule.of(99))
+    return found
+
+
+def test_the_length_is_raised_after_enough_steps_in_a_row_that_were_drawn_with_it():
+    rows = [
+        (3, 1, 4),
+        (2, 1, 4),
+        (3, 1, 4),
+        (3, 1, 4),
+        (9, 1, 4),
+        (9, 1, 4),
+        (9, 1, 8),
+        (9, 1, 8),
+        (9, 1, 16),
+    ]
+    found = steered_by({"max_new_tokens": RAISED}, rows)
+    # One above, one at the bound, two above: raised. Two more of the old length, then two of the new: raised.
+    assert [s.max_new_tokens for s in found] == [4, 4, 4, 8, 8, 8, 8, 16, 16]
+
+
+def test_the_temperature_follows_the_entropy_within_its_bounds():
+    found = steered_by({"temperature": HELD}, [(0, 0.45, 4), (0, 0.1, 4), (0, float("nan"), 4), (0, 9.0, 4)])
+    assert [s.temperature for s in found] == pytest.approx([1.1, 1.2, 1.2, 0.96])
+
+
+def test_numbers_stay_numbers_and_schedules_are_part_of_the_identity():
+    plain, other = fakes.config(), fakes.config(sampling={"max_new_tokens": LENGTHS, "temperature": HELD})
+    numbers = {"temperature": 1.0, "max_new_tokens": 4, "stop": []}
+    assert plain.model_dump(mode="json")["sampling"] == numbers
+    assert fingerprint(plain) != fingerprint(other)
+    assert any(change.decides(other) for change in changes(dump_config(plain), other))
+    assert Config.model_validate(json.loads(other.model_dump_json())) == other
+    assert (other.sampling.shortest, other.sampling.longest, other.max_length) == (4, 16, 512 + 16)
+    assert other.sampling.at_its_longest.model_dump(mode="json") == numbers | {"max_new_tokens": 16}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("max_new_tokens", {"schedule": [[1, 8]]}, "expected rising ones, the first of them 0"),
+        ("max_new_tokens", {"schedule": [[0, 8], [0, 9]]}, "expected rising ones"),
+        ("max_new_tokens", {"schedule": [[0, 0]]}, "sampling.max_new_tokens.schedule.0.1"),
+        ("max_new_tokens", {"start": 8}, "expected `schedule`, or `start` and `largest`"),
+        ("max_new_tokens", {"start": 8, "largest": 8}, "largest = 8 must be above start = 8"),
+        ("max_new_tokens", {"schedule": [[0, 8]], "patience": 2}, "`schedule` leaves nothing to `patience`"),
+        ("max_new_tokens", {"0": 8}, "sampling.max_new_tokens.0"),
+        ("temperature", {"start": 2.0, "entropy": 0.3}, "start = 2 must be between lowest = 0.5 and highest"),
+        ("temperature", {"schedule": [[0, 0.001]]}, "sampling.temperature.schedule.0.1"),
+        ("temperature", "hot", "sampling.temperature"),
+    ],
+)
+def test_an_impossible_schedule_is_refused_with_its_key(tmp_path, key, value, said):
+    path = tmp_path / "run.yaml"
+    base = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
+    path.write_text(json.dumps(base | {"sampling": {key: value}}))
+    with pytest.raises(ConfigError) as error:
+        load_config(str(path), [])
+    assert said in str(error.value) and "changing" not in str(error.value), error.value
+
+
+def test_a_step_is_divided_by_the_length_it_was_drawn_with_and_by_the_configured_one_without():
+    from dataclasses import replace
+
+    from grpo_dist.loop.groups import ScoredGroup
+
+    group = group_of([0.0, 1.0], [2, 2])
+    long = replace(group, rollouts=tuple(replace(r, max_new_tokens=32) for r in group.rollouts))
+    for own, expected in ((group, 4), (long, 32)):
+        (update,) = make_batches(fakes.config(), [ScoredGroup(own, [])], 0, kl_coef=0.0)
+        assert update.max_tokens == expected
