@@ -12,6 +12,7 @@ from grpo_dist.config import CheckpointConfig, Config, ModelConfig, PolicyConfig
 from grpo_dist.config.files import changed
 from grpo_dist.policy.deepspeed_config import deepspeed_config
 from grpo_dist.runtime.hardware import GIB, resolve_dtype
+from grpo_dist.tools.plan import teachers
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.calibration import Calibration
 from grpo_dist.tools.plan.engine_memory import EngineFootprint, rollout_engine, with_snapshot
@@ -154,6 +155,8 @@ def footprints(
         found["evaluation"] = with_snapshot(engine, config.policy, model, sizes, engines=count)
     for judge in reward_models:
         found[role_of(judge.settings)] = reward_model_worker(config.max_length, judge, sizes)
+    for teacher in config.distillation.of_own_models:
+        found[teachers.role_of(teacher)] = teachers.teacher_worker(teacher, config, sizes, workload)
     return shared(config, model, sizes, found, sharing) if sharing else found
 
 
@@ -206,6 +209,8 @@ def _remedy(role: str, config: Config) -> str:
         return "lower `rollout.gpu_memory_utilization`"
     if role == "reference":
         return "its weights are a whole copy on one GPU; lower `reference.micro_batch_tokens`, or use LoRA"
+    if role.startswith("teacher "):
+        return "its weights are a whole copy on one GPU; lower its `micro_batch_tokens`, or use a smaller one"
     if role in (SYNC, REFRESH):
         return (
             "raise `policy.zero_stage` or `rollout.tensor_parallel_size`, or set cluster.placement=separate"

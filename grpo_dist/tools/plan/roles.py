@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from grpo_dist.config import Config, PolicyConfig, RolloutConfig
 from grpo_dist.errors import UserError
+from grpo_dist.tools.plan import teachers
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.reward_models import role_of
@@ -46,13 +47,19 @@ def made_roles(config: Config, has: Resources) -> Roles:
     demands = placement(config, has, training=True)
     rollout, policy = demands.get("rollout"), demands["policy"]  # supervised training has no engine
     shared = {role for role, demand in demands.items() if demand.shared}
-    workers = {role: demand.workers for role, demand in demands.items() if role != "reward_models"}
+    several = {"reward_models", "teachers"}  # each of them is a role of its own here
+    workers = {role: demand.workers for role, demand in demands.items() if role not in several}
     for model in config.rewards.models:
         turns = "reward_models" in shared
         workers[role_of(model)] = policy.workers if turns else model.num_workers
-    sharing = shared - {"reward_models"} | {"policy"} if shared else set()
+    for teacher in config.distillation.of_own_models:
+        own = policy.workers if "teachers" in shared else teacher.num_workers
+        workers[teachers.role_of(teacher)] = own
+    sharing = shared - several | {"policy"} if shared else set()
     if "reward_models" in shared:
         sharing |= {role_of(model) for model in config.rewards.models}
+    if "teachers" in shared:
+        sharing |= {teachers.role_of(teacher) for teacher in config.distillation.of_own_models}
     return Roles(
         rollout is not None and is_colocated(config, has),
         sum(d.workers * d.gpus for d in demands.values() if not d.shared),

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
-from grpo_dist.config import Config, HealthConfig
+from grpo_dist.config import Config, HealthConfig, TeacherConfig
+from grpo_dist.tools.plan import teachers
 from grpo_dist.tools.plan.failures import NO_FAILURES, FailureRates
 from grpo_dist.tools.plan.rates import Rates
 from grpo_dist.tools.plan.reward_models import KnownRewardModel, role_of
@@ -47,6 +48,10 @@ class Scenario:
         ranks = self.reference_is_base or "reference" in self.sharing
         return (self.config.policy if ranks else self.config.reference).num_workers
 
+    def teacher_workers(self, teacher: TeacherConfig) -> int:
+        shares = teachers.role_of(teacher) in self.sharing
+        return self.config.policy.num_workers if shares else teacher.num_workers
+
     def reward_model_workers(self, model: KnownRewardModel) -> int:
         shares = role_of(model.settings) in self.sharing
         return self.config.policy.num_workers if shares else model.settings.num_workers
@@ -75,6 +80,15 @@ def as_planned(scenario: Scenario) -> Config:
         "reference": config.reference.model_copy(update={"refresh_every": 0}),
         "rewards": config.rewards.model_copy(update={"models": (), "shuffle": False}),
         "algorithm": config.algorithm.model_copy(update=_ESTIMATOR) if not greedy else config.algorithm,
+        # Groups of a plan have no sources, so each teacher is asked about all of them.
+        "distillation": config.distillation.model_copy(
+            update={
+                "teachers": tuple(
+                    teacher.model_copy(update={"sources": ()}) for teacher in config.distillation.teachers
+                )
+            }
+        ),
+        "demonstrations": None,
         "data": config.data.model_copy(update={"order": "epochs"}),
         "tracking": config.tracking.model_copy(update={"samples": False}),
     }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from grpo_dist.config import Config
+from grpo_dist.tools.plan import teachers
 from grpo_dist.tools.plan.engines import Engine
 from grpo_dist.tools.plan.failures import SimulatedFailures
 from grpo_dist.tools.plan.reward_models import role_of
@@ -54,7 +56,14 @@ class SimulatedCluster:
         roles: tuple[Any, ...] = (
             self.rollouts, rewards, reference if config.needs_reference else None, policy, sync,
         )  # fmt: skip
-        self.workers = Workers(*roles)
+        own = {
+            t.name: TimedReference(
+                teachers.rates_of(t, rates), trace, gpus,
+                turn=teachers.role_of(t), workers=scenario.teacher_workers(t), name=f"teacher-{t.name}",
+            )
+            for t in config.distillation.of_own_models
+        }  # fmt: skip
+        self.workers = replace(Workers(*roles), teachers=cast(Any, own))
 
     async def begin(self) -> Workers:
         return self.workers
@@ -80,6 +89,8 @@ def simulated_gpus(scenario: Scenario, trace: SimulationTrace) -> SimulatedGpus:
     turn_s = {ENGINES: rates.turn_s(), POLICY: rates.turn_s()}
     if "reference" in scenario.sharing:
         turn_s["reference"] = rates.reference_turn_s()
+    for teacher in scenario.config.distillation.of_own_models:
+        turn_s[teachers.role_of(teacher)] = teachers.rates_of(teacher, rates).reference_turn_s()
     for model in scenario.reward_models:
         turn_s[role_of(model.settings)] = rates.reward_model_turn_s(model)
     return SimulatedGpus(trace, turn_s, resend_s=rates.resend_s())

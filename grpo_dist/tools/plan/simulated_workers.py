@@ -165,13 +165,20 @@ class TimedRewards:
 
 
 class TimedReference:
-    """``turn``: the role in whose turn it computes, on shared GPUs."""
+    """The reference, or the teacher ``name``. ``turn``: in which it computes, on shared GPUs."""
 
     def __init__(
-        self, rates: Rates, trace: SimulationTrace, gpus: SimulatedGpus, *, turn: str, workers: int
+        self,
+        rates: Rates,
+        trace: SimulationTrace,
+        gpus: SimulatedGpus,
+        *,
+        turn: str,
+        workers: int,
+        name: str = "reference",
     ) -> None:
         self._rates, self._trace, self._gpus, self._turn = rates, trace, gpus, turn
-        self._workers = WorkerQueue(trace, "reference", workers)
+        self._workers = WorkerQueue(trace, name, workers)
 
     async def logprobs(self, prompt: Prompt, rollouts: RolloutsRef) -> list[np.ndarray]:
         with self._trace.excluded():

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_dist.config import BatchConfig, Config, PolicyConfig, WeightSyncConfig
+from grpo_dist.tools.plan import teachers
 from grpo_dist.tools.plan.options import Option, Planned, Setting, option_or_reason, planned
 from grpo_dist.tools.plan.rates import UpdateWork
 from grpo_dist.tools.plan.reward_models import role_of
@@ -145,6 +146,7 @@ def _splits(config: Config, setting: Setting) -> Iterator[Changes]:
     if cluster.card is None:
         return
     free = cluster.gpus - reference - sum(model.num_workers for model in config.rewards.models)
+    free -= sum(teacher.num_workers for teacher in config.distillation.of_own_models)
     for size in (t for t in _TENSOR_PARALLEL if t <= cluster.gpus_per_node):
         for ranks in _ranks(free, cluster.gpus_per_node):
             if engines := (free - ranks) // size:
@@ -239,6 +241,11 @@ def _between_s(scenario: Scenario, prompt: int, lengths: tuple[int, ...]) -> dic
         role = POLICY if scenario.reference_is_base and scenario.sharing else "reference"
         turn_s = rates.reference_turn_s() if role in scenario.sharing - {POLICY} else 0.0
         found[role] = group_s * groups / scenario.reference_workers + turn_s
+    for teacher in config.distillation.of_own_models:
+        role, own = teachers.role_of(teacher), teachers.rates_of(teacher, rates)
+        turn_s = own.reference_turn_s() if role in scenario.sharing else 0.0
+        group_s = own.reference_s(UpdateWork(((prompt, lengths),)))
+        found[role] = group_s * groups / scenario.teacher_workers(teacher) + turn_s
     for model in scenario.reward_models:
         role = role_of(model.settings)
         turn_s = rates.reward_model_turn_s(model) if role in scenario.sharing else 0.0

@@ -53,7 +53,9 @@ def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
             ancestors[stage.name] = _ancestor(stage, ancestors)
             if stage.name not in todo:
                 continue
-            config = stage.config.model_copy(update={"model": _model(stage, ancestors[stage.name])})
+            config = stage.config.model_copy(
+                update={"model": _model(stage, ancestors[stage.name]), **_other_streams(stage, ancestors)}
+            )
             if stage.kind == "sft":
                 _check_ranks(SupervisedConfig.of(config))
                 _check_rows_to_come(stage, pipeline)
@@ -94,6 +96,24 @@ def _ancestor(stage: ResolvedStage, ancestors: dict[str, Path]) -> Path:
 
 def _model(stage: ResolvedStage, ancestor: Path) -> Any:
     return stage.config.model.model_copy(update={"path": str(ancestor)})
+
+
+def _other_streams(stage: ResolvedStage, ancestors: dict[str, Path]) -> dict[str, Any]:
+    """Return `distillation` with the models that teachers of earlier stages derive from, and `demonstrations`
+    without the files that earlier stages will write.
+    """
+    own, shown = stage.config.distillation, stage.config.demonstrations
+    symbolic = stage.symbolic.distillation.teachers
+    names = [t.model.removeprefix("stage:") if _to_come(t.model) else None for t in symbolic]
+    teachers = tuple(
+        teacher.model_copy(update={"model": str(ancestors[name])}) if name else teacher
+        for teacher, name in zip(own.teachers, names, strict=True)
+    )
+    if shown is not None and stage.symbolic.demonstrations is not None:
+        there = [not _to_come(source.path) for source in stage.symbolic.demonstrations.data]
+        data = tuple(compress(shown.data, there))
+        shown = shown.model_copy(update={"data": data}) if data else None
+    return {"distillation": own.model_copy(update={"teachers": teachers}), "demonstrations": shown}
 
 
 def _check_sft(stage: ResolvedStage, config: Config) -> None:

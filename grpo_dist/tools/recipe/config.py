@@ -306,6 +306,10 @@ def paths(config: Config) -> Iterator[tuple[str, str, bool]]:
     if config.sft is not None:
         yield "sft.model", config.sft.model, True
         yield from ((f"sft.data.{i}.path", source.path, False) for i, source in enumerate(config.sft.data))
+    for i, teacher in enumerate(config.distillation.teachers):
+        yield f"distillation.teachers.{i}.model", teacher.model, True
+    for i, source in enumerate(config.demonstrations.data if config.demonstrations else ()):
+        yield f"demonstrations.data.{i}.path", source.path, False
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -31,7 +31,10 @@ FILE = "stage.json"
 
 # Sections that do not affect the result of a stage.
 _PLACES = {"name", "output_dir", "checkpoint", "tracking", "cluster"}
-_OF_STEPS = {"batch", "algorithm", "reference", "weight_sync", "steps", "max_staleness"}
+_OF_STEPS = {
+    "batch", "algorithm", "distillation", "demonstrations", "reference", "weight_sync", "steps",
+    "max_staleness",
+}  # fmt: skip
 _UNUSED: dict[Kind, set[str]] = {
     "sft": _PLACES | _OF_STEPS | {"rejection"},
     "grpo": _PLACES | {"rejection"},

@@ -99,4 +99,5 @@ class NodeSizes:
 def _most_nodes(config: Config) -> int:
     """Return the number of nodes at which each computing worker has its own; more cannot help."""
     models = sum(model.num_workers for model in config.rewards.models)
+    models += sum(teacher.num_workers for teacher in config.distillation.of_own_models)
     return config.rollout.num_workers + config.policy.num_workers + config.reference.num_workers + models

@@ -52,7 +52,7 @@ def gradient_of_the_whole(tiny_model, batch, loss_of=None):
     """Compute it at once, in float64, in this process, without DeepSpeed."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
-    logprobs, entropy = module(padded(batch.tokens, batch.loss_mask), with_entropy=True)
+    logprobs, entropy = module(padded(batch.tokens, batch.wanted), with_entropy=True)
     own = batch if isinstance(batch, PreparedBatch) else PreparedBatch.of(batch)
     loss, _ = batch_loss(logprobs, own, loss_of or loss_settings(ALGORITHM), entropy=entropy)
     loss.backward()
@@ -108,6 +108,45 @@ def test_the_gradient_of_episodes_is_that_of_the_whole_batch(
     (gradients, metrics), _ = asyncio.run(gradients_of(tiny_model, episodes, **how))
     loss, expected = gradient_of_the_whole(tiny_model, episodes)
     assert metrics["loss/total"] == pytest.approx(loss, rel=1e-5)
+    assert relative(flat(gradients), expected) < 1e-5
+
+
+STREAMS = LossSettings(
+    kl_coef=0.05, entropy_coef=0.01, correction_kind="tis", aggregation="seq-mean-token-mean",
+    teacher_coef=0.7, demonstration_coef=0.3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "micro_batch_tokens", "how"),
+    [
+        (2, 2, 60, {}),
+        *drawn(
+            "streams",
+            [(1, 0, 10_000, {"packing": False}), (2, 3, 40, {}), (2, 1, 60, {"shared": 2}), (3, 2, 60, {})],
+            1,
+        ),
+    ],
+)
+def test_the_gradient_of_rewards_teacher_and_demonstrations_is_that_of_the_whole_batch(
+    forked_ranks, tiny_model, ranks, stage, micro_batch_tokens, how
+):
+    """Completions, episodes and demonstrations in one batch, each token in its streams."""
+    batch, shared = made_groups.mixed_batch(), how.get("shared", 1)
+
+    async def on_ranks():
+        group = start(tiny_model, ranks=ranks, stage=stage, micro_batch_tokens=micro_batch_tokens, **how)
+        await group.ready()
+        own = [PreparedBatch.of(s) for s in shard(batch, ranks // shared) for _ in range(shared)]
+        calls = [r.gradients_with.remote(s, STREAMS) for r, s in zip(group.ranks, own, strict=True)]
+        results = await asyncio.gather(*calls)
+        await group.shutdown()
+        return results[0]
+
+    gradients, metrics = asyncio.run(on_ranks())
+    loss, expected = gradient_of_the_whole(tiny_model, batch, STREAMS)
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["loss/teacher"] > 0 and metrics["loss/demonstrations"] > 0
     assert relative(flat(gradients), expected) < 1e-5
 
 

@@ -1,0 +1,92 @@
+"""Whole runs with teachers and demonstrations, on real engines, teachers and ranks."""
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_dist.data.prompts import PromptFormat
+from grpo_dist.demo.model import cached_model
+from tests.support.real_runs import metrics, run, without_clock
+
+pytestmark = pytest.mark.machine
+
+TEACHERS = (
+    "distillation.teachers=[{name: small, model: 'demo:micro', sources: [add3]},"
+    " {name: shown, model: reference, prompt: '{problem} It is {answer}.'}]"
+)
+COMMON = (
+    "steps=3",
+    "checkpoint.every=1",
+    "rollout.threads=1",
+    "policy.threads=1",
+    "algorithm.kl.coef=0",
+    "tracking.samples=true",
+    TEACHERS,
+    "demonstrations={data: 'demo:add3', examples: 20, rows_per_step: 4, max_length: 48}",
+    "data.max_prompt_tokens=64",
+)
+
+
+def numbers(directory):
+    lines = without_clock(metrics(directory))
+    return [{k: v for k, v in line.items() if not k.startswith("restarts/")} for line in lines]
+
+
+def logprobs_of(model, prompt_ids, completion_ids):
+    """In float64, one row at a time, without anything of this project."""
+    tokens = torch.tensor([[*prompt_ids, *completion_ids]])
+    with torch.no_grad():
+        logits = model(tokens).logits[0].double().log_softmax(dim=-1)
+    own = torch.tensor(completion_ids)
+    return logits[len(prompt_ids) - 1 : -1].gather(1, own[:, None])[:, 0].numpy()
+
+
+def test_teachers_and_demonstrations_give_the_same_digits_in_turns_and_after_a_kill(tmp_path):
+    """A model of its own for one source, and the policy's initial weights that read the answer. What they say
+    of the samples of the first step is what transformers says of the same tokens.
+    """
+    apart, turns = tmp_path / "apart", tmp_path / "turns"
+    for directory in (apart, turns):
+        directory.mkdir()
+    run(apart, *COMMON, "cluster.placement=separate")
+    shared = (*COMMON, "cluster.placement=colocated")
+    run(turns, *shared, check=False, kill_after="step_000002")
+    run(turns, *shared)
+    assert numbers(turns)[-1] == numbers(apart)[-1]
+    found = numbers(apart)
+    assert [line["step"] for line in found if "loss/total" in line] == [1, 2, 3]
+    assert all(line["demonstrations/nll"] > 0 for line in found if "loss/total" in line)
+    ledgers = [(directory / "runs/run/ledger.jsonl").read_text() for directory in (apart, turns)]
+    assert ledgers[0] == ledgers[1] and ledgers[0].count("demonstrations") == 3
+
+    samples = pq.read_table(apart / "runs/run/samples/step_000001.parquet").to_pylist()
+    tokenizer = AutoTokenizer.from_pretrained(cached_model("tiny", seed=0))
+    small, own = (
+        AutoModelForCausalLM.from_pretrained(cached_model(name, seed=0), dtype=torch.float64)
+        for name in ("micro", "tiny")
+    )
+    gaps = {"small": [], "shown": []}
+    for row in samples:
+        plain, shown = (
+            PromptFormat().token_ids(text, tokenizer)
+            for text in (row["problem"], f"{row['problem']} It is {row['answer']}.")
+        )
+        engine, ids = np.array(row["logprobs"]), row["completion_ids"]
+        theirs = {"small": logprobs_of(small, plain, ids), "shown": logprobs_of(own, shown, ids)}
+        for name, values in theirs.items():
+            gaps[name].append(engine - values)
+    for name, values in gaps.items():
+        expected = np.concatenate(values).mean()
+        assert found[0][f"teacher/kl/{name}"] == pytest.approx(expected, abs=2e-5), name
+    assert abs(np.concatenate(gaps["shown"]).mean()) > 1e-4, "the answer changes what it says"
+
+
+def test_a_teacher_with_another_vocabulary_is_refused_before_anything_starts(tmp_path):
+    other = "distillation.teachers=[{name: words, model: 'demo:words'}]"
+    done = run(tmp_path, other, "steps=1", check=False)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert "distillation.teachers words: `model` = demo:words has another tokenizer" in line
+    assert not (tmp_path / "runs").exists()
