@@ -4,9 +4,10 @@ rewards [G] of each group     clipped, normalised                  reward_clip, 
                               (what is not finite: not scored)
   -> advantages [G]           the estimator                        advantage, std
   -> advantages [B, T]        spread over tokens, or of steps      process, turn
+                              weighed                              reward_coef
                               less the KL still to come            kl_coef
-                              whitened over tokens                 whiten
-                              weighed, plus those of a teacher     reward_coef, teacher_coef
+                              whitened over tokens                 whiten, then the weight
+                              plus those of a teacher              teacher_coef
                               clipped                              clip
 """
 
@@ -53,7 +54,7 @@ class AdvantageSettings:
     kl_coef: float = 0.0  # of the KL term in the reward; 0: no such term
     kl_estimator: str = "k1"
     whiten: bool = False
-    reward_coef: float = 1.0  # weight of the advantages of rewards
+    reward_coef: float = 1.0  # weight of the advantages of rewards; whitened: not with a KL term
     teacher_coef: float = 0.0  # weight of a teacher's advantages; 0: it is no part of them
     clip: float | None = None  # advantages are clipped to +- this
 
@@ -95,6 +96,7 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Advan
     minus that of the policy that sampled (on-policy distillation, thinkingmachines.ai, October 2025). The
     batch is then without ``teacher_logprobs``.
     """
+    assert not (settings.whiten and settings.kl_coef) or settings.reward_coef == 1.0, "refused by the config"
     whole, advantages = batch, batch.advantages
     if settings.teacher_coef:  # a sample without a reward has none of its advantages, whatever follows
         batch = replace(batch, loss_mask=batch.loss_mask & _scored_rows(groups)[:, None])
@@ -102,15 +104,16 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Advan
         advantages = _process(batch, groups, settings)
     if settings.estimator == TURN:
         advantages = _turn_level(batch, groups, settings)
+    if not settings.whiten:  # which would undo any weight but 0
+        advantages = advantages * settings.reward_coef
     if settings.kl_coef:
         kl = _kl_to_go(batch, settings.kl_estimator, _samples_of_rows(groups))
         advantages = advantages - settings.kl_coef * kl
     if settings.whiten:
         # A KL that is not finite must not become advantage 0: the loss is then NaN, and the update refused.
         broken = batch.loss_mask & ~torch.isfinite(advantages)
-        advantages = torch.where(broken, torch.nan, whiten(advantages, batch.loss_mask))
-    if settings.reward_coef != 1.0:
-        advantages = advantages * settings.reward_coef
+        whitened = settings.reward_coef * whiten(advantages, batch.loss_mask)
+        advantages = torch.where(broken, torch.nan, whitened)
     if settings.teacher_coef:
         advantages = advantages + settings.teacher_coef * _nearer_to_teacher(whole)
         whole = replace(whole, teacher_logprobs=None, taught=None, num_taught=0.0)

@@ -137,6 +137,12 @@ class AlgorithmConfig(Section):
     correction: CorrectionConfig = CorrectionConfig()
 
     @property
+    def whitens(self) -> bool:
+        """Whether advantages are whitened. REINFORCE++ has no baseline but the mean of all tokens."""
+        by_default = self.advantage in ("reinforce_pp", "reinforce_pp_baseline")
+        return by_default if self.whiten_advantages is None else self.whiten_advantages
+
+    @property
     def shifts_rewards(self) -> bool:
         """Whether `reward_norm` subtracts the mean."""
         return _takes_part(self.reward_shift, self.reward_scale)

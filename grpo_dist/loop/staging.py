@@ -122,7 +122,7 @@ class Staging:
             updates=self._policy.stage(updates, keep_logprobs=tokens_recorded),
             rows=sum(map(len, updates)),
             tokens=sum(int(update.lengths.sum()) for update in updates),
-            loss_tokens=round(sum(update.num_tokens + update.num_demonstrated for update in updates)),
+            loss_tokens=sum(map(_trained_tokens, updates)),
             groups_with_signal=with_signal,
             source=batch,
             kl_coef=self._inside(kl_coef),
@@ -136,6 +136,12 @@ class Staging:
     def _inside(self, kl_coef: float) -> float | None:
         """Return the weight if the advantages contain it; otherwise the update takes it as an argument."""
         return kl_coef if self._config.algorithm.add_token_level_kl else None
+
+
+def _trained_tokens(update: TrainBatch) -> int:
+    """Return the tokens of all streams of the update, each once. Rows left out as idle count too."""
+    taught_only = 0 if update.taught is None else int((update.taught & ~update.loss_mask).sum())
+    return round(update.num_tokens + update.num_demonstrated) + taught_only
 
 
 def _groups_with_signal(update: TrainBatch) -> list[int]:

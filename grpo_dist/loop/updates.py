@@ -29,9 +29,6 @@ from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.types import Group, TrainBatch
 
-# REINFORCE++ has no baseline but the mean of all tokens.
-_WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
-
 
 def reward_moments(algorithm: AlgorithmConfig, scored: Sequence[ScoredGroup], before: Moments) -> Moments:
     """Add the rewards of a step to ``before``, the moments of all earlier steps.
@@ -174,7 +171,6 @@ def advantage_settings(
     algorithm: AlgorithmConfig, rewards: RewardsConfig, kl_coef: float
 ) -> AdvantageSettings:
     """Translate the configuration: the maths takes numbers."""
-    whitened = algorithm.whiten_advantages
     return AdvantageSettings(
         estimator=algorithm.advantage,
         std=algorithm.std or "group",
@@ -189,7 +185,7 @@ def advantage_settings(
         reward_scale=algorithm.scales_rewards,
         kl_coef=kl_coef if algorithm.add_token_level_kl else 0.0,
         kl_estimator=algorithm.kl.estimator,
-        whiten=algorithm.advantage in _WHITENED if whitened is None else whitened,
+        whiten=algorithm.whitens,
         clip=algorithm.advantage_clip,
     )
 

@@ -42,6 +42,23 @@ def test_kl_in_the_reward_subtracts_from_each_token_its_own_and_all_later_kl():
     torch.testing.assert_close(got[1], torch.tensor([0, 0, -0.5, 0, 0]))
 
 
+@pytest.mark.parametrize("weight", [0.0, 0.5, 3.0])
+def test_the_weight_of_rewards_leaves_the_kl_in_the_reward_as_it_is(weight):
+    reference = [np.array([-1.5, -1.0, -3.0], np.float32), np.array([-1.0], np.float32)]  # k1: .5, 0, 2; 0
+    settings = AdvantageSettings(std="none", kl_coef=0.1, kl_estimator="k1", reward_coef=weight)
+    got = credited([group_of([1, 0], [3, 1])], settings, reference)
+    half = 0.5 * weight
+    torch.testing.assert_close(got[0], torch.tensor([0, 0, half - 0.25, half - 0.2, half - 0.2]))
+    torch.testing.assert_close(got[1], torch.tensor([0, 0, -half, 0, 0]))
+
+
+def test_whitened_advantages_are_weighed_after_whitening():
+    groups = [group_of([1, 0], [2, 2]), group_of([3, 0], [1, 3], prompt_tokens=1)]
+    plain = AdvantageSettings(estimator="reinforce_pp", whiten=True)
+    expected = 0.5 * credited(groups, plain)
+    torch.testing.assert_close(credited(groups, replace(plain, reward_coef=0.5)), expected)
+
+
 def test_whitening_comes_after_the_kl_and_covers_the_whole_step():
     groups = [group_of([1, 0], [2, 2]), group_of([3, 0], [1, 3], prompt_tokens=1)]
     got = credited(groups, AdvantageSettings(estimator="reinforce_pp", whiten=True))

@@ -100,6 +100,19 @@ def test_groups_without_reward_signal_are_trained_on_where_they_have_a_teacher(k
             assert torch.equal(batch.teacher_logprobs, torch.where(batch.taught, -3.0, 0.0))
 
 
+@pytest.mark.parametrize("unscored", [("p0", "p1", "p2", "p3"), ("p1",), ()])
+@pytest.mark.parametrize("kl_as", ["advantage", "loss"])
+def test_a_token_that_only_a_teacher_trains_is_a_trained_token(kl_as, unscored):
+    """Tokens of two streams count once, and the run does not end as one that trains on none."""
+    world = EqualRewards()
+    world.unscored = unscored
+    config = fakes.config(
+        steps=2, health={"idle_steps_above": 1}, distillation={"teachers": [teacher("t")], "kl_as": kl_as}
+    )
+    train(world, config, fakes.prompts(4), {"t": Teacher(-3.0)})
+    assert [metrics["train/loss_tokens"] for metrics in world.logged.values()] == [16.0, 16.0]
+
+
 def test_rewards_and_teacher_are_weighed_in_the_advantage():
     """Two groups of the same samples: with the weight 0 of rewards only the teacher's part is left."""
     parts = {}
