@@ -65,7 +65,9 @@ class DistillationConfig(Section):
         "of the reverse KL",
     )
     reward_coef: NonNegative = Field(
-        1.0, description="weight of the rewards' advantages; 0: rewards are only measured"
+        1.0,
+        description="weight of the rewards' advantages, without a KL term inside them; 0: rewards are only "
+        "measured",
     )
 
     @model_validator(mode="after")

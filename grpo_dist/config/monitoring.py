@@ -69,7 +69,8 @@ class HealthConfig(Section):
     min_signal_groups: Count = Field(
         1,
         description="skip a step with fewer groups of unequal rewards; 0: never. Ignored by estimators that "
-        "learn from equal rewards (remax, gdpo, process, reinforce_pp)",
+        "learn from equal rewards (remax, gdpo, process, reinforce_pp), and with `distillation.teachers` or "
+        "`demonstrations`",
     )
     skipped_steps_above: PositiveInt | None = Field(
         10,

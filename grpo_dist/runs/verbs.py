@@ -142,6 +142,8 @@ class Verbs:
         _check_division(self._config.batch.updates_per_step, len(groups))
         metrics = rollout_metrics(groups, version=step, pools=self._config.data.pools)
         self._check_staleness(metrics["rollout/staleness_max"])
+        if advantages is not None:
+            _check_teachers(self._config)
         own = None if advantages is None else _checked(advantages, groups)
         staged = await self._staging.take(
             step, ScoredBatch(list(scored), advantages=own), kl_coef=self._kl.coef
@@ -215,6 +217,15 @@ def _check_division(updates: int, groups: int) -> None:
         raise UserError(
             f"update(): {groups} groups cannot be split into `batch.updates_per_step` = {updates} equal "
             "parts; pass a multiple of it"
+        )
+
+
+def _check_teachers(config: Config) -> None:
+    """Raise UserError where advantages of the caller would replace those of teachers."""
+    if config.distillation.teachers and config.distillation.kl_as == "advantage":
+        raise UserError(
+            "update(): advantages replace the KL to `distillation.teachers`, which is part of the run's own; "
+            "set `distillation.kl_as` = loss, or remove the teachers"
         )
 
 

@@ -109,6 +109,22 @@ def test_advantages_of_the_caller_are_used_as_they_are(started):
             cluster.update(groups[:1], advantages=[np.array([0.0, np.nan])])
 
 
+def test_advantages_of_the_caller_are_refused_where_they_replace_those_of_a_teacher(started):
+    distillation = {"teachers": [{"name": "t", "model": "reference"}]}
+    for kl_as in ("advantage", "loss"):
+        config = fakes.config(distillation=distillation | {"kl_as": kl_as})
+        with started(world := fakes.World(jitter=False), config, reference=True) as cluster:
+            groups = cluster.score(cluster.sample(next(cluster.batches())))
+            own = [np.array([1.0, -1.0])] * 4
+            if kl_as == "advantage":
+                with pytest.raises(UserError, match=r"`distillation\.kl_as` = loss"):
+                    cluster.update(groups, advantages=own)
+                cluster.update(groups)
+            else:
+                cluster.update(groups, advantages=own)
+                assert world.updates[0][0].taught.any()
+
+
 def test_verbs_in_the_wrong_order_are_refused_with_what_to_do(started):
     world = fakes.World(jitter=False)
     with started(world, fakes.config(batch={"prompts_per_step": 4, "samples_per_prompt": 2})) as cluster:

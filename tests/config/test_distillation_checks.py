@@ -1,0 +1,76 @@
+"""Settings of teachers that contradict others, or that a run would ignore, are refused by key."""
+
+import pytest
+from pydantic import ValidationError
+
+from tests.support import fakes
+
+OWN, REFERENCE = {"name": "large", "model": "/elsewhere"}, {"name": "self", "model": "reference"}
+WITHOUT_REWARDS = {"teachers": [OWN], "reward_coef": 0}
+WHITENED = {"advantage": "reinforce_pp", "add_token_level_kl": True, "kl": {"coef": 0.1}}
+POOLS = {"train": [{"path": "demo:add3"}], "order": "pools", "pools": {"by": "source"}}
+SHOWN = {"data": "shown.jsonl", "rows_per_step": 4}
+
+
+def alone(**changes):
+    """Return the section of a reference that teaches without rewards."""
+    return {"distillation": {"teachers": [REFERENCE | changes], "reward_coef": 0}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (alone(), ["self", "`distillation.reward_coef` = 0", "teaches itself", "`prompt`"]),
+        (alone() | {"reference": {"refresh_every": 2}}, ["teaches itself"]),
+        (alone() | {"algorithm": {"kl": {"coef": 0.1}}}, ["teaches itself"]),
+        (
+            {"distillation": WITHOUT_REWARDS, "data": POOLS},
+            ["`data.order` = pools", "`distillation.reward_coef` = 0", "epochs"],
+        ),
+        (
+            {"distillation": WITHOUT_REWARDS, "data": {**POOLS, "order": "pass_rate"}},
+            ["`data.order` = pass_rate"],
+        ),
+        (
+            {"distillation": {"teachers": [OWN], "reward_coef": 0.5}, "algorithm": WHITENED},
+            ["`distillation.reward_coef` = 0.5", "`algorithm.add_token_level_kl`", "whiten_advantages"],
+        ),
+        *(
+            (
+                {"distillation": {"teachers": [REFERENCE | {key: 3}]}},
+                [f"self: `{key}` = 3", f"set `reference.{key}`"],
+            )
+            for key in ("num_workers", "threads", "micro_batch_tokens")
+        ),
+        ({"distillation": {"teachers": [REFERENCE | {"revision": "v1"}]}}, ["self: `revision` = v1"]),
+        ({"distillation": {"reward_coef": 0}}, ["`distillation.reward_coef` has no effect"]),
+    ],
+)
+def test_a_contradiction_is_refused_with_key_and_remedy(changes, words):
+    with pytest.raises(ValidationError) as refusal:
+        fakes.config(**changes)
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        alone(prompt="{problem} {answer}"),
+        alone() | {"demonstrations": SHOWN},
+        {"distillation": {"teachers": [OWN, REFERENCE], "reward_coef": 0}},
+        {"distillation": {"teachers": [REFERENCE], "reward_coef": 0.1}},
+        {"distillation": {"teachers": [REFERENCE | {"num_workers": 1, "threads": 0}]}},
+        {"distillation": {"teachers": [OWN], "reward_coef": 0.1}, "data": POOLS},
+        {"distillation": {"teachers": [OWN]}, "algorithm": WHITENED},
+        {
+            "distillation": {"teachers": [OWN], "reward_coef": 0.5},
+            "algorithm": WHITENED | {"whiten_advantages": False},
+        },
+        {
+            "distillation": {"teachers": [OWN], "reward_coef": 0.5},
+            "algorithm": WHITENED | {"add_token_level_kl": False},
+        },
+    ],
+)
+def test_what_still_learns_is_not_refused(changes):
+    fakes.config(**changes)
