@@ -16,6 +16,6 @@ from grpo_dist.environments.reasoning_gym import score_answer
 def score(completion: str, reasoning_gym: Mapping[str, Any]) -> float:
     """Return the task's own score of the answer in ``completion``, 0 to 1.
 
-    ``reasoning_gym``: the column that says how the problem was made.
+    ``reasoning_gym``: the column with the package's entry of the problem.
     """
     return score_answer(completion, reasoning_gym)
