@@ -124,7 +124,7 @@ def prepared(
             config.data,
             prompts,
             (model_dir, tokenizer),
-            lengths=(config.max_length, config.longest_completion),
+            longest=config.sampling.longest,
             resolve=lambda model: resolve_model(model, None, config.seed, say),
             tokenizer_of=lambda path: load_tokenizer(path, config.model.trust_remote_code),
         )

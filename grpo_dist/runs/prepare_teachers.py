@@ -46,7 +46,7 @@ def load_teachers(
     prompts: Sequence[Prompt],
     policy: tuple[Path, Any],
     *,
-    lengths: tuple[int, int],
+    longest: int,
     resolve: Callable[[ModelConfig], Path],
     tokenizer_of: Callable[[Path], Any],
 ) -> tuple[list[Prompt], dict[str, Path]]:
@@ -55,14 +55,14 @@ def load_teachers(
 
     Args:
         model: section of the policy's model; ``policy``: its directory and tokenizer.
-        lengths: tokens of the run's longest sequence, and of its longest completion.
+        longest: completion that is trained on, tokens.
         resolve: finds a model's directory, as `model.path` names it.
     """
     _refuse(source_problems(distillation, prompts))
     directories = {t.name: _directory(model, t, resolve) for t in distillation.of_own_models}
     tokenizers = {name: tokenizer_of(directory) for name, directory in directories.items()}
     prompts = with_teacher_prompts(distillation, data, prompts, policy[1])
-    _refuse(teacher_problems(distillation.teachers, model, prompts, tokenizers, policy, directories, lengths))
+    _refuse(teacher_problems(distillation.teachers, model, prompts, tokenizers, policy, directories, longest))
     return prompts, directories
 
 
@@ -163,25 +163,26 @@ def teacher_problems(
     tokenizers: Mapping[str, Any],
     policy: tuple[Path, Any],
     directories: Mapping[str, Path],
-    lengths: tuple[int, int],
+    longest: int,
 ) -> Iterator[str]:
     """Yield a message for every teacher that cannot give log-probs of the policy's tokens. Reads no weights.
 
     Args:
         tokenizers: of the teachers with models of their own, by name, as are ``directories``.
-        policy, lengths: as `load_teachers` takes them.
+        policy, longest: as `load_teachers` takes them.
     """
-    (model_dir, tokenizer), (max_length, completion) = policy, lengths
+    model_dir, tokenizer = policy
     for teacher in teachers:
         settings = model_of(model, teacher) if teacher.has_workers else model
         directory = directories.get(teacher.name, model_dir)
-        longest = max((len(_read(teacher, prompt)) for prompt in prompts), default=0)
-        limit, needed = position_limit(settings, directory), longest + completion
-        if limit is not None and max(needed, max_length) > limit:
+        limit, taught = position_limit(settings, directory), [p for p in prompts if teacher.teaches(p.source)]
+        read = max((len(_read(teacher, prompt)) for prompt in taught), default=0)
+        if limit is not None and read + longest > limit:
+            remedy = "lower data.max_prompt_tokens" if teacher.prompt is None else "shorten its `prompt`"
             yield (
-                f"{key_of(teacher)}: prompt + completion may be {max(needed, max_length)} tokens, but "
-                f"{directory.name} has max_position_embeddings = {limit}; shorten its `prompt`, or lower "
-                "data.max_prompt_tokens or sampling.max_new_tokens"
+                f"{key_of(teacher)}: it reads up to {read} tokens of a prompt and {longest} of a completion, "
+                f"but {directory.name} has max_position_embeddings = {limit}; {remedy}, or lower "
+                "sampling.max_new_tokens"
             )
         if teacher.has_workers:
             yield from _foreign_tokens(teacher, tokenizers[teacher.name], tokenizer)

@@ -14,7 +14,7 @@ import numpy as np
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.schedules import is_due
-from grpo_dist.config import Config
+from grpo_dist.config import Config, DistillationConfig
 from grpo_dist.data.order import OrderState
 from grpo_dist.errors import SamplesLost, UserError
 from grpo_dist.evaluation.sampling import evaluate
@@ -143,7 +143,7 @@ class Verbs:
         metrics = rollout_metrics(groups, version=step, pools=self._config.data.pools)
         self._check_staleness(metrics["rollout/staleness_max"])
         if advantages is not None:
-            _check_teachers(self._config)
+            _check_teachers(self._config.distillation)
         own = None if advantages is None else _checked(advantages, groups)
         staged = await self._staging.take(
             step, ScoredBatch(list(scored), advantages=own), kl_coef=self._kl.coef
@@ -220,9 +220,9 @@ def _check_division(updates: int, groups: int) -> None:
         )
 
 
-def _check_teachers(config: Config) -> None:
+def _check_teachers(distillation: DistillationConfig) -> None:
     """Raise UserError where advantages of the caller would replace those of teachers."""
-    if config.distillation.teachers and config.distillation.kl_as == "advantage":
+    if distillation.teachers and distillation.kl_as == "advantage":
         raise UserError(
             "update(): advantages replace the KL to `distillation.teachers`, which is part of the run's own; "
             "set `distillation.kl_as` = loss, or remove the teachers"
