@@ -21,7 +21,8 @@ class OrderState:
     """State of an order in a checkpoint.
 
     ``position`` and ``waiting`` belong to `stream.PromptStream`, ``pass_rates`` to `curriculum.Curriculum`,
-    ``pools`` (useful, useless) and ``outcomes`` (right, wrong, by uid) to `pools.PoolOrder`.
+    ``pools`` (useful, useless), ``outcomes`` (right, wrong, by uid) and ``reward_range`` to
+    `pools.PoolOrder`.
     """
 
     position: int = 0
@@ -29,6 +30,7 @@ class OrderState:
     pass_rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     pools: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     outcomes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    reward_range: tuple[float, float] | None = None  # smallest and largest seen
 
 
 class PromptOrder(Protocol):

@@ -1,8 +1,13 @@
 """Prompt pools: most samples go where the policy can learn now, chosen by Thompson sampling.
 
-Prompts are divided by source or by a column. What a group of n samples with pass rate p teaches is
-proportional to the variance of its rewards. Here that is u = 4 p (1 - p) n / (n - 1), at most 1: on average
-1 where half of all samples would be right, 0 where all would be right or all wrong.
+Prompts are divided by source or by a column. What a group of n samples teaches is proportional to the
+variance of its rewards. With rewards x as shares of the range that was observed so far, m their mean:
+
+    u = 4 (m (1 - m) - mean(x (1 - x))) n / (n - 1), at most 1
+
+This is the unbiased variance of x as a share of 1/4, the largest that values of 0 to 1 can have (Popoviciu
+1935). With two values of reward the second term is 0, and u = 4 p (1 - p) n / (n - 1) for the pass rate p: on
+average 1 where half of all samples would be right, 0 where all would be right or all wrong.
 
     pool     theta ~ Beta(1 + useful, 1 + useless)     sums of u and of 1 - u over the pool's groups
              each place of a batch goes to the pool with the largest theta that has prompts left
@@ -14,8 +19,9 @@ that is drawn no more widens to its prior, so it is tried again. Outcomes are kn
 late, which a random choice tolerates.
 
 Sources: fractional updates of the pools, Agrawal and Goyal 2012 (arXiv:1111.1797), section 2; pools whose
-reward is the learning signal, the self-evolving curriculum (arXiv:2505.14970); posteriors of single prompts
-with forgetting, MoPPS (arXiv:2507.04632).
+reward is the learning signal, the self-evolving curriculum (arXiv:2505.14970), and the variance of a group's
+rewards as that signal, VCRL (arXiv:2509.19803); posteriors of single prompts with
+forgetting, MoPPS (arXiv:2507.04632).
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_dist.config import PoolsConfig
+from grpo_dist.config import DataConfig, PoolsConfig
 from grpo_dist.data.order import OrderState
 from grpo_dist.types import Group, Prompt, correctness
 
@@ -67,6 +73,7 @@ class PoolOrder:
         # of each pool: useful, useless; of each prompt: right, wrong
         self._pools = np.array([state.pools.get(name, (0.0, 0.0)) for name in self._names], np.float64)
         self._prompts = np.zeros((len(prompts), 2))
+        self._range = state.reward_range
         for uid, counts in state.outcomes.items():
             self._prompts[self._index[uid]] = counts
 
@@ -75,7 +82,7 @@ class PoolOrder:
         seen = np.flatnonzero(self._prompts.any(axis=1)).tolist()
         pools = dict(zip(self._names, _pairs(self._pools), strict=True))
         outcomes = dict(zip([self._uids[i] for i in seen], _pairs(self._prompts[seen]), strict=True))
-        return OrderState(pools=pools, outcomes=outcomes)
+        return OrderState(pools=pools, outcomes=outcomes, reward_range=self._range)
 
     def prompt(self, index: int) -> int:
         return index
@@ -85,14 +92,16 @@ class PoolOrder:
         self._pools *= self._keep
         self._prompts *= self._keep
         self._prompts[self._prompts < _FORGOTTEN] = 0.0
+        self._range = _reward_range(sampled, self._range)
         for group in sampled:
-            right = correctness(group)
-            known = right[~np.isnan(right)]
-            if not len(known):
+            scaled = _scaled(group, self._range)
+            if not len(scaled):
                 continue
-            correct = float(known.sum())
-            self._prompts[self._index[group.prompt.uid]] += correct, len(known) - correct
-            useful = usefulness(correct, len(known))
+            graded = correctness(group) if any(group.outcomes) else scaled
+            graded = graded[~np.isnan(graded)]
+            correct = float(graded.sum())
+            self._prompts[self._index[group.prompt.uid]] += correct, len(graded) - correct
+            useful = usefulness(scaled)
             self._pools[self._pool[group.prompt.uid]] += useful, 1.0 - useful
 
     def take(self, batch: int) -> list[int]:
@@ -127,15 +136,60 @@ def _pairs(counts: np.ndarray) -> list[tuple[float, float]]:
     return [(a, b) for a, b in counts.tolist()]
 
 
-def usefulness(right: float, scored: int) -> float:
-    """Return 4 p (1 - p) n / (n - 1), at most 1: the variance of a group's rewards as a share of the largest.
+def usefulness(scaled: np.ndarray) -> float:
+    """Return u of a group, see above: the variance of its rewards as a share of the largest.
+
+    ``scaled``: float64 [n], the rewards as shares of their range, 0 to 1.
 
     of 8 samples   0 right -> 0   1 -> 0.5   2 -> 0.857   4 -> 1   8 -> 0
     """
-    if scored < 2:
+    count = len(scaled)
+    if count < 2:
         return 0.0
-    share = right / scored
-    return min(1.0, 4.0 * share * (1.0 - share) * scored / (scored - 1))
+    mean, within = float(scaled.mean()), float((scaled * (1.0 - scaled)).mean())
+    return min(1.0, max(0.0, 4.0 * (mean * (1.0 - mean) - within) * count / (count - 1)))
+
+
+def _known_rewards(group: Group) -> np.ndarray:
+    """Return the rewards of the samples that could be scored, float64."""
+    return group.rewards[~np.isnan(group.rewards) & ~np.isnan(correctness(group))].astype(np.float64)
+
+
+def _reward_range(
+    groups: Sequence[Group], known: tuple[float, float] | None = None
+) -> tuple[float, float] | None:
+    """Return the smallest and the largest reward, those ``known`` included; None without any."""
+    rewards = np.concatenate([np.array(known or ()), *map(_known_rewards, groups)])
+    return (float(rewards.min()), float(rewards.max())) if len(rewards) else None
+
+
+def _scaled(group: Group, bounds: tuple[float, float] | None) -> np.ndarray:
+    """Return the known rewards of ``group`` as shares of the range; right or wrong while that is empty."""
+    rewards = _known_rewards(group)
+    low, high = bounds or (0.0, 0.0)
+    return (rewards - low) / (high - low) if high > low else (rewards > 0.5).astype(np.float64)
+
+
+def check_pools(data: DataConfig, prompts: Sequence[Prompt], names: Sequence[str]) -> None:
+    """Check what `data.pools` divides. ``names``: of the sources in `data.train`.
+
+    Raises ValueError where a prompt has no pool, where sources share a pool by their name alone, and where
+    `data.order: pools` has a single pool.
+    """
+    if data.pools is None:
+        return
+    sizes = pool_sizes(prompts, data.pools.by)
+    if data.pools.by == "source" and (twice := [name for name, times in Counter(names).items() if times > 1]):
+        raise ValueError(
+            f"data.train: several sources have the name {twice[0]}, so they would be one pool of "
+            "`data.pools.by` = source; give each its own `name`"
+        )
+    if data.order == "pools" and len(sizes) < 2:
+        raise ValueError(
+            f"data.pools.by = {data.pools.by}: all {len(prompts)} prompts are in the pool "
+            f"{next(iter(sizes))}, but `data.order` = pools chooses among two or more; divide them by "
+            "another column, or into sources of different `name`, or set data.order to epochs"
+        )
 
 
 def pool_of(prompt: Prompt, by: str) -> str:
@@ -162,12 +216,12 @@ def pool_sizes(prompts: Sequence[Prompt], by: str) -> dict[str, int]:
 def pool_metrics(groups: Sequence[Group], by: str) -> Mapping[str, float]:
     """Return for each pool its share of the groups of a step, their pass rate, and how many had no signal."""
     metrics: dict[str, float] = {}
-    pools = [pool_of(group.prompt, by) for group in groups]
+    pools, bounds = [pool_of(group.prompt, by) for group in groups], _reward_range(groups)
     for name in sorted(set(pools)):
         own = [group for group, pool in zip(groups, pools, strict=True) if pool == name]
         right = np.concatenate([correctness(group) for group in own])
         known = right[~np.isnan(right)]
-        useful = [usefulness(float(np.nansum(c)), int((~np.isnan(c)).sum())) for c in map(correctness, own)]
+        useful = [usefulness(_scaled(group, bounds)) for group in own]
         metrics[f"pool/{name}/share"] = len(own) / len(groups)
         metrics[f"pool/{name}/pass_rate"] = float(known.mean()) if len(known) else float("nan")
         metrics[f"pool/{name}/usefulness"] = float(np.mean(useful))

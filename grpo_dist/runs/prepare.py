@@ -23,7 +23,7 @@ from grpo_dist.config import (
     SFTConfig,
 )
 from grpo_dist.data.demonstrations import Demonstration
-from grpo_dist.data.pools import pool_sizes
+from grpo_dist.data.pools import check_pools
 from grpo_dist.data.prompts import BuiltPrompts, Dropped, PromptFormat, build_prompts, check_overlap
 from grpo_dist.data.readers import DataRow, read_all, source_name
 from grpo_dist.data.tasks import own_problems, source_tasks
@@ -114,8 +114,7 @@ def prepared(
             f"data.train: {len(prompts)} prompts, but `batch.prompts_per_step` = {needed} must be drawn "
             f"without repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
-    if config.data.pools is not None:
-        pool_sizes(prompts, config.data.pools.by)  # every prompt must have a pool
+    check_pools(config.data, prompts, [source_name(source) for source, _ in train_rows])
     eval_sets = prepare_eval(*sections, eval_rows, tokenizer, prompts, warn)
     with stage("teachers and demonstrations", "are read"):
         prompts, teacher_dirs = load_teachers(

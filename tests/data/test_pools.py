@@ -10,10 +10,11 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from grpo_dist.config import PoolsConfig
+from grpo_dist.config import DataConfig, PoolsConfig
 from grpo_dist.config.files import ConfigError, load_config
 from grpo_dist.data.order import OrderState
-from grpo_dist.data.pools import PoolOrder, pool_metrics, pool_of, pool_sizes, usefulness
+from grpo_dist.data.pools import PoolOrder, check_pools, pool_metrics, pool_of, pool_sizes, usefulness
+from grpo_dist.data.readers import source_name
 from grpo_dist.driver import run
 from grpo_dist.types import Group
 from tests.support import fakes
@@ -49,14 +50,69 @@ def play(pools, own, steps, rates, *, first=0, delay=0):
     return seen
 
 
+def of(right, scored=8):
+    """Return the usefulness of so many right answers."""
+    return usefulness(np.array([1.0] * right + [0.0] * (scored - right)))
+
+
 def test_usefulness_is_the_unbiased_variance_as_a_share_of_the_largest():
-    assert [round(usefulness(r, 8), 3) for r in (0, 1, 2, 4, 8)] == [0, 0.5, 0.857, 1, 0]
-    assert usefulness(1, 1) == 0.0
+    assert [round(of(r), 3) for r in (0, 1, 2, 4, 8)] == [0, 0.5, 0.857, 1, 0]
+    assert of(1, 1) == 0.0
+    shares = np.random.default_rng(3).random(8)  # partial credit
+    assert usefulness(shares) == pytest.approx(4 * shares.var(ddof=1))
     means = [  # E[p (1 - p)] n / (n - 1) = q (1 - q): exact where nothing is above 1
-        np.mean([usefulness(r, 50) for r in np.random.default_rng(0).binomial(50, q, 20000)])
+        np.mean([of(r, 50) for r in np.random.default_rng(0).binomial(50, q, 20000)])
         for q in (0.02, 0.1, 0.2)
     ]
     assert means == pytest.approx([4 * q * (1 - q) for q in (0.02, 0.1, 0.2)], rel=0.02)
+
+
+@pytest.mark.parametrize(("scale", "offset"), [(0.3, 0.0), (2.0, -1.0)])
+def test_a_weight_or_an_offset_of_the_rewards_changes_nothing(scale, offset):
+    """Rewards of weight 0.3 are never above 0.5, and yet they teach."""
+    own, rewards = prompts(6), np.random.default_rng(0).integers(0, 2, (6, 8)).astype(np.float32)
+    states = []
+    for a, b in ((1.0, 0.0), (scale, offset)):
+        groups = [replace(group_of([0.0] * 8, [1] * 8), prompt=p, rewards=np.float32(a) * r + np.float32(b))
+                  for p, r in zip(own, rewards, strict=True)]  # fmt: skip
+        pools = order(own)
+        pools.trained(range(6), groups)
+        states.append(pools.state)
+    assert states[0].reward_range == (0.0, 1.0)
+    for name, counts in states[0].pools.items():
+        assert sum(counts) == 2.0 and states[1].pools[name] == pytest.approx(counts) and counts[0] > 1.0
+    for uid, counts in states[0].outcomes.items():
+        assert states[1].outcomes[uid] == pytest.approx(counts)
+    found = pool_metrics(groups, "source")
+    assert found["pool/easy/usefulness"] == pytest.approx(states[0].pools["easy"][0] / 2)
+
+
+def test_small_differences_count_by_the_range_of_all_groups_not_of_their_own():
+    own = prompts(3)
+    wide = replace(group_of([0.0, 1.0] * 4, [1] * 8), prompt=own[0])
+    close = replace(group_of([0.95, 1.0] * 4, [1] * 8), prompt=own[1])
+    pools = order(own, 3)
+    pools.trained([0], [wide])
+    pools.trained([1], [close])
+    assert pools.state.pools["middle"][0] == pytest.approx(4 * np.var([0.95, 1.0] * 4, ddof=1), rel=1e-4)
+    restored = order(own, 3, state=pools.state)
+    assert restored.state == pools.state
+
+
+@pytest.mark.parametrize(
+    ("train", "settings", "said"),
+    [
+        ([{"path": "reasoning_gym:chain_sum", "kwargs": {"max_terms": n}} for n in (2, 6)], {},
+         "several sources have the name chain_sum"),
+        ([{"path": "demo:add3"}], {}, r"all 4 prompts are in the pool math, .*different `name`"),
+    ],
+)  # fmt: skip
+def test_a_single_pool_is_refused_and_so_are_sources_that_would_share_one(train, settings, said):
+    data = DataConfig(train=train, order="pools", pools=settings)
+    own = [replace(p, source="math") for p in fakes.prompts(4)]
+    with pytest.raises(ValueError, match=said):
+        check_pools(data, own, [source_name(source) for source in data.train])
+    check_pools(data.model_copy(update={"order": "epochs"}), own, ["a", "b"])
 
 
 def test_posteriors_by_hand_and_halved_every_half_life():
@@ -66,7 +122,7 @@ def test_posteriors_by_hand_and_halved_every_half_life():
     assert pools.state.pools == {"easy": (0.0, 1.0), "hard": (0.5, 0.5), "middle": (1.0, 0.0)}
     assert pools.state.outcomes == {"p0": (8.0, 0.0), "p1": (4.0, 4.0), "p2": (1.0, 7.0)}
     pools.trained([1], [outcome(own[1], 2)])
-    assert pools.state.pools["middle"] == (0.5 + usefulness(2, 8), 0.0 + 1 - usefulness(2, 8))
+    assert pools.state.pools["middle"] == (0.5 + of(2), 0.0 + 1 - of(2))
     assert pools.state.outcomes["p1"] == (2.0 + 2.0, 2.0 + 6.0)
     for _ in range(20):
         pools.trained([], [])
