@@ -8,12 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from grpo_dist.algorithms.schedules import interpolated, latest, next_temperature
 from grpo_dist.config import LengthSchedule, SamplingConfig, TemperatureSchedule
 from grpo_dist.loop.metrics import sampled_entropy, truncated_share
 from grpo_dist.loop.progress import ScheduleState
 from grpo_dist.types import Group, Sampling
+
+
+def drawn_with(groups: Sequence[Group], asked: Sampling) -> Sampling:
+    """Return how ``groups`` were drawn, by what their samples say. Where some were drawn otherwise than
+    ``asked``, return that: a mixture must not steer what is asked now.
+    """
+    rollouts = [r for group in groups for r in group.rollouts]
+    heats = [r.temperature for r in rollouts if r.temperature not in (None, asked.temperature)]
+    lengths = [r.max_new_tokens for r in rollouts if r.max_new_tokens not in (None, asked.max_new_tokens)]
+    temperature, length = (*heats, asked.temperature)[0], (*lengths, asked.max_new_tokens)[0]
+    assert temperature is not None and length is not None
+    return replace(asked, temperature=temperature, max_new_tokens=length)
 
 
 class SamplingSchedule:
@@ -32,7 +45,7 @@ class SamplingSchedule:
         temperature, length, above = self.state.temperature, self.state.max_new_tokens, self.state.above
         heat, longest = self._settings.temperature, self._settings.max_new_tokens
         if isinstance(heat, TemperatureSchedule) and heat.schedule is None:
-            temperature = self._steered(heat, sampled_entropy(groups))
+            temperature = self._steered(heat, sampled_entropy(groups), drawn.temperature)
         if isinstance(longest, LengthSchedule) and longest.schedule is None:
             length, above = self._raised(longest, truncated_share(groups), drawn.max_new_tokens)
         self.state = ScheduleState(temperature, length, above)
@@ -49,9 +62,12 @@ class SamplingSchedule:
             return latest(own.schedule, batch)
         return self.state.max_new_tokens or self._settings.shortest
 
-    def _steered(self, settings: TemperatureSchedule, entropy: float) -> float:
+    def _steered(self, settings: TemperatureSchedule, entropy: float, drawn: float) -> float:
+        """Return the next temperature. Samples that were launched before the last correction would repeat it,
+        which overshoots.
+        """
         now = self._temperature(0)
-        if settings.entropy is None or not math.isfinite(entropy):
+        if drawn != now or settings.entropy is None or not math.isfinite(entropy):
             return now
         found = next_temperature(now, entropy, target=settings.entropy, gain=settings.gain)
         return min(max(found, settings.lowest), settings.highest)
@@ -66,4 +82,4 @@ class SamplingSchedule:
         above = self.state.above + 1 if truncated > settings.truncated_above else 0
         if above < settings.patience or now == settings.largest:
             return now, min(above, settings.patience)
-        return min(round(now * settings.factor), settings.largest), 0
+        return min(max(now + 1, round(now * settings.factor)), settings.largest), 0

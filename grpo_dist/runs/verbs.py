@@ -26,7 +26,7 @@ from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.metrics import rollout_metrics
 from grpo_dist.loop.pipeline import order_of
 from grpo_dist.loop.progress import ScheduleState
-from grpo_dist.loop.sampling_schedule import SamplingSchedule
+from grpo_dist.loop.sampling_schedule import SamplingSchedule, drawn_with
 from grpo_dist.loop.staging import Staging
 from grpo_dist.loop.sync_probe import SyncProbe
 from grpo_dist.runs.notes import Notes
@@ -164,7 +164,7 @@ class Verbs:
         metrics[TRAINED_TOKENS] = float(staged.loss_tokens if trainable else 0)
         alarms, counts = self._health.examine(step + 1, metrics)
         self._order.trained(self._indices, groups)
-        self._schedule.observe(groups, self._sampling_now())
+        self._schedule.observe(groups, drawn_with(groups, self._sampling_now()))
         self._sampling.clear()
         self._indices, self._drawn, self.step = [], Counter(), step + 1
         self._scorer.forget(step)

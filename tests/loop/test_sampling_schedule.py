@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from grpo_dist.config import Config
 from grpo_dist.config.files import ConfigError, dump_config, load_config
 from grpo_dist.driver import run
 from grpo_dist.loop.progress import Progress
-from grpo_dist.loop.sampling_schedule import SamplingSchedule
+from grpo_dist.loop.sampling_schedule import SamplingSchedule, drawn_with
 from grpo_dist.loop.updates import make_batches
 from grpo_dist.runs.checkpoint import Checkpoints
 from grpo_dist.runs.identity import changes, fingerprint
@@ -88,7 +89,9 @@ def test_steered_sampling_resumes_as_if_it_had_not_been_interrupted(staleness, s
     config = fakes.config(steps=9, max_staleness=staleness, checkpoint={"every": 1}, sampling=steered)
     whole = train(Drawing(), config)
     how = drawn(whole, 9)
-    assert len({length for _, length in how}) == 3 and len({heat for heat, _ in how}) > 3, how
+    # A correction waits for the first batch drawn with the last one: with staleness 2, every third step.
+    heats = {0: 4, 1: 4, 2: 3}[staleness]
+    assert len({length for _, length in how}) == 3 and len({heat for heat, _ in how}) >= heats, how
     progress = through_files(tmp_path, config, whole.saved[saved_at])
     second = Drawing()
     second.version = saved_at
@@ -123,14 +126,17 @@ def through_files(directory, config, progress) -> Progress:
 
 
 def steered_by(settings, observations):
-    """Return the length or temperature after each observation of (share truncated, entropy, drawn length)."""
+    """Return the length or temperature after each observation of (samples of 10 that are truncated, entropy,
+    length drawn with) and, unless it is the one in force, the temperature drawn with.
+    """
     schedule = SamplingSchedule(fakes.config(sampling=settings).sampling, Progress().pipeline.schedule)
     found = []
-    for truncated, entropy, length in observations:
+    for truncated, entropy, length, *heat in observations:
         group = group_of([1.0] * 10, [2] * 10, reasons=["length"] * truncated + ["stop"] * (10 - truncated))
         for rollout in group.rollouts:
             rollout.logprobs[:] = -entropy
-        schedule.observe([group], Sampling(1.0, max_new_tokens=length))
+        drawn_at = heat[0] if heat else schedule.of(99).temperature
+        schedule.observe([group], Sampling(drawn_at, max_new_tokens=length))
         found.append(schedule.of(99))
     return found
 
@@ -155,6 +161,33 @@ def test_the_length_is_raised_after_enough_steps_in_a_row_that_were_drawn_with_i
 def test_the_temperature_follows_the_entropy_within_its_bounds():
     found = steered_by({"temperature": HELD}, [(0, 0.45, 4), (0, 0.1, 4), (0, float("nan"), 4), (0, 9.0, 4)])
     assert [s.temperature for s in found] == pytest.approx([1.1, 1.2, 1.2, 0.96])
+
+
+def test_samples_drawn_before_the_last_correction_do_not_repeat_it():
+    """With staleness 2 the batches in flight would raise 1.0 three times for one error."""
+    found = steered_by(
+        {"temperature": HELD}, [(0, 0.45, 4), (0, 0.45, 4, 1.0), (0, 0.45, 4, 1.0), (0, 0.5, 4)]
+    )
+    assert [s.temperature for s in found] == pytest.approx([1.1, 1.1, 1.1, 1.1])
+
+
+def test_a_factor_that_rounds_to_no_change_raises_the_length_by_one():
+    small = RAISED | {"factor": 1.1, "patience": 1}
+    found = steered_by({"max_new_tokens": small}, [(9, 1, 4), (9, 1, 5), (9, 1, 6)])
+    assert [s.max_new_tokens for s in found] == [5, 6, 7]
+
+
+def test_what_samples_were_drawn_with_is_read_from_them():
+    """A loop of one's own may train on samples of an earlier step."""
+    now, group = Sampling(1.1, max_new_tokens=8, stop=("x",)), group_of([0.0, 1.0], [2, 2])
+    own = [replace(r, temperature=1.1, max_new_tokens=8) for r in group.rollouts]
+    old = replace(own[1], temperature=1.0, max_new_tokens=4)
+    for rollouts, expected in (
+        (group.rollouts, now),  # they do not say it
+        (own, now),
+        ((own[0], old), replace(now, temperature=1.0, max_new_tokens=4)),
+    ):
+        assert drawn_with([replace(group, rollouts=tuple(rollouts))], now) == expected
 
 
 def test_numbers_stay_numbers_and_schedules_are_part_of_the_identity():
@@ -193,8 +226,6 @@ def test_an_impossible_schedule_is_refused_with_its_key(tmp_path, key, value, sa
 
 
 def test_a_step_is_divided_by_the_length_it_was_drawn_with_and_by_the_configured_one_without():
-    from dataclasses import replace
-
     from grpo_dist.loop.groups import ScoredGroup
 
     group = group_of([0.0, 1.0], [2, 2])

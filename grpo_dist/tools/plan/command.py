@@ -47,6 +47,7 @@ def make_plan(
     ``failure_hours``: mean time between failures of a GPU, 0: none. ``splits``: which splits of the GPUs to
     try; "own": at the configured batch and staleness, "sweep": at others, too. Raises UserError.
     """
+    begins_with = config.sampling.shortest
     config = config.model_copy(update={"sampling": config.sampling.at_its_longest})  # the dearest steps
     shape = parse_cluster(cluster, price=price)
     setting = made_setting(
@@ -77,7 +78,7 @@ def make_plan(
         raise UserError(f"{config.name} on {setting.cluster}: {refused}")
     found = _own_first(config.batch, config.max_staleness, found)
     whole = whole_run(simulated or found[0])
-    return Plan(setting, option, simulated, refused, found, whole, tried)
+    return Plan(setting, option, simulated, refused, found, whole, tried, begins_with)
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,11 @@ def _head(plan: Plan) -> list[str]:
         *_turns(workload),
         f"times: {calibration.reached.source if calibration else 'data sheet with assumed efficiencies'}",
     ]
+    if plan.begins_with < workload.cap:
+        lines.append(
+            f"upper bound: `sampling.max_new_tokens` begins with {plan.begins_with:,} tokens, but every step "
+            f"is planned with its longest, {workload.cap:,}"
+        )
     if workload.assumed:
         lines.append(f"assumed: {workload.assumed}")
     if setting.reward_models:

@@ -14,7 +14,7 @@ class Plan:
     """``configured``: the configuration as it is, with ``simulated`` what it would do; None where ``refused``
     says why it cannot run. ``found``: the best option of each cell of the sweep, the configuration's own cell
     first. ``tried``: what was looked at in that cell. ``whole``: the run of ``simulated``, or of the first of
-    ``found``.
+    ``found``. ``begins_with``: tokens, the shortest `sampling.max_new_tokens` of the run.
     """
 
     setting: Setting
@@ -24,3 +24,4 @@ class Plan:
     found: list[Planned]
     whole: WholeRun
     tried: list[Tried]
+    begins_with: int

@@ -437,6 +437,16 @@ def printed(made):
     return console.export_text()
 
 
+def test_a_plan_of_a_length_schedule_says_that_it_is_an_upper_bound():
+    lengths = ("sampling.max_new_tokens={schedule: [[0, 128], [9, 256]]}", "sampling.max_new_tokens=256")
+    texts = []
+    for own in lengths:
+        loaded = load_config(GPU, ["batch.prompts_per_step=16", own])
+        texts.append(printed(make_plan(loaded, "1x8xH100", splits="none")))
+    words = "upper bound: `sampling.max_new_tokens` begins with 128 tokens"
+    assert words in " ".join(texts[0].split()) and "upper bound" not in texts[1]
+
+
 def test_the_command_prints_a_plan_and_writes_its_timeline(tmp_path, capsys):
     trace = tmp_path / "plan.json"
     small = ["batch.prompts_per_step=16", "sampling.max_new_tokens=256"]
