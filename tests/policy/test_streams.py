@@ -88,6 +88,22 @@ def test_every_stream_has_its_tokens_and_its_denominator(mixed):
     assert (own & ~taught).any() and torch.equal(mixed.wanted, own | taught | shown)
 
 
+def test_a_sample_has_the_temperature_it_was_drawn_at_and_a_demonstration_that_of_the_model(mixed):
+    """Against a softmax of each row alone."""
+    shown, tiny = mixed.demonstrated.any(dim=1), Tiny(torch.float64)
+    assert set(mixed.temperatures[shown].tolist()) == {1.0} and len(set(mixed.temperatures.tolist())) == 7
+    with torch.no_grad():
+        found, _ = tiny(mixed)
+        for i, group in enumerate(mixed.group_ids.tolist()):
+            steps = torch.arange(1, mixed.tokens.shape[1] + 1)[:, None]
+            hidden = torch.tanh(tiny.embedding[mixed.tokens[i]].cumsum(dim=0) / steps)
+            temperature = 1.0 if shown[i] else 0.55 + 0.2 * group
+            logprobs = torch.log_softmax(hidden @ tiny.head.T / temperature, dim=1)
+            expected = logprobs[:-1].gather(1, mixed.tokens[i, 1:, None])[:, 0]
+            own = mixed.wanted[i, 1:]
+            torch.testing.assert_close(found[i, 1:][own], expected[own])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())

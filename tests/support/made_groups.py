@@ -1,5 +1,7 @@
 """Random but valid groups, for tests of everything after sampling."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from grpo_dist.batch.rows import make_batch
@@ -129,13 +131,19 @@ def demonstrations(count: int, *, seed: int = 0, longest: int = 9):
     return made
 
 
+def drawn_at(group: Group, temperature: float) -> Group:
+    return replace(group, rollouts=tuple(replace(r, temperature=temperature) for r in group.rollouts))
+
+
 def mixed_batch(*, samples: int = 4, seed: int = 0, with_reference: bool = True):
     """Return rows of all three streams: four groups of completions and two of episodes, of which the first
-    half has a teacher; a sample without a reward in each half; and five demonstrations.
+    half has a teacher; a sample without a reward in each half; and five demonstrations. Every group has a
+    temperature of its own.
     """
     rng = np.random.default_rng(seed)
     made = [group(i, rng, samples=samples) for i in range(4)]
     made += [episode_group(i, rng, samples=samples) for i in range(4, 6)]
+    made = [drawn_at(g, 0.55 + 0.2 * i) for i, g in enumerate(made)]
     for index in (0, 3):
         made[index].rewards[1] = np.nan
     advantages = [rng.standard_normal(samples).astype(np.float32) for _ in made]

@@ -2,14 +2,17 @@
 
 import torch
 
-from grpo_dist.policy.logprobs import token_logprobs
+from grpo_dist.policy.logprobs import selected_logprobs
 from grpo_dist.policy.loss import add_stats, batch_loss, finish_stats
+from grpo_dist.policy.packing import padded
 
 VOCABULARY = 108  # as in `made_groups`
 
 
 class Tiny(torch.nn.Module):
-    """A causal model of two matrices: hidden states are running means of embeddings."""
+    """A causal model of two matrices: hidden states are running means of embeddings. The temperature is 0.9
+    where rows have none of their own.
+    """
 
     def __init__(self, dtype):
         super().__init__()
@@ -22,8 +25,16 @@ class Tiny(torch.nn.Module):
     def forward(self, batch):
         steps = torch.arange(1, batch.tokens.shape[1] + 1)[:, None]
         hidden = torch.tanh(self.embedding[batch.tokens].cumsum(dim=1) / steps)
-        how = {"temperature": 0.9, "chunk_tokens": 16, "mask": batch.wanted}
-        return token_logprobs(hidden, self.head, batch.tokens, with_entropy=True, **how)
+        layout = padded(batch.tokens, batch.wanted, batch.temperatures)
+        values, entropies = selected_logprobs(
+            hidden.flatten(0, 1)[layout.sources],
+            self.head,
+            layout.targets,
+            temperature=0.9 if layout.temperature is None else layout.temperature,
+            chunk_tokens=16,
+            with_entropy=True,
+        )
+        return layout.as_rows(values), layout.as_rows(entropies)
 
     def gradient(self, parts, settings):
         """Return flat gradient and metrics for ``parts`` processed in sequence."""

@@ -52,7 +52,8 @@ def gradient_of_the_whole(tiny_model, batch, loss_of=None):
     """Compute it at once, in float64, in this process, without DeepSpeed."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
-    logprobs, entropy = module(padded(batch.tokens, batch.wanted), with_entropy=True)
+    layout = padded(batch.tokens, batch.wanted, batch.temperatures)
+    logprobs, entropy = module(layout, with_entropy=True)
     own = batch if isinstance(batch, PreparedBatch) else PreparedBatch.of(batch)
     loss, _ = batch_loss(logprobs, own, loss_of or loss_settings(ALGORITHM), entropy=entropy)
     loss.backward()
