@@ -12,6 +12,7 @@ from grpo_dist.runtime.concurrency import gather
 from grpo_dist.types import Prompt
 from grpo_dist.workers import ReferenceHandle, RolloutsRef, Workers
 
+_AS_POLICY = ""  # the reference, with the prompt that the policy reads; no teacher has this name
 Logprobs = list[np.ndarray]  # float32 [C] for each row of each sample of a group
 
 
@@ -31,16 +32,32 @@ class FrozenModels:
         return self._reference is not None or bool(self._teachers)
 
     async def logprobs(
-        self, prompt: Prompt, rollouts: RolloutsRef
+        self, prompt: Prompt, rollouts: RolloutsRef, before: Mapping[str, Logprobs] | None = None
     ) -> tuple[Logprobs, Mapping[str, Logprobs]]:
-        """Return those of the reference, [] without a KL term, and those of each teacher by name."""
-        asked = [] if self._reference is None else [self._reference.logprobs(prompt, rollouts)]
-        own = [(teacher.name, handle) for teacher, handle in self._teachers if teacher.teaches(prompt.source)]
-        found = await gather(
-            [*asked, *(handle.logprobs(_as_read_by(name, prompt), rollouts) for name, handle in own)]
-        )
-        taught = dict(zip((name for name, _ in own), found[len(asked) :], strict=True))
-        return (found[0] if asked else []), taught
+        """Return those of the reference, [] without a KL term, and those of each teacher by name.
+
+        The reference is asked once about the prompt that the policy reads, for the KL term and for teachers.
+
+        Args:
+            before: of the teachers, of the same samples, before the reference changed: teachers with models
+                of their own are not asked again.
+        """
+        own = [(teacher, handle) for teacher, handle in self._teachers if teacher.teaches(prompt.source)]
+        known = {t.name: before[t.name] for t, _ in own if before and t.has_workers and t.name in before}
+        asked = {} if self._reference is None else {_AS_POLICY: self._reference.logprobs(prompt, rollouts)}
+        for teacher, handle in own:
+            name = _asked_as(teacher, prompt)
+            if name not in known and name not in asked:
+                asked[name] = handle.logprobs(_as_read_by(teacher.name, prompt), rollouts)
+        found = known | dict(zip(asked, await gather(asked.values()), strict=True))
+        taught = {teacher.name: found[_asked_as(teacher, prompt)] for teacher, _ in own}
+        return ([] if self._reference is None else found[_AS_POLICY]), taught
+
+
+def _asked_as(teacher: TeacherConfig, prompt: Prompt) -> str:
+    """Return what two teachers with the same answer have in common."""
+    is_policys = not teacher.has_workers and teacher.name not in prompt.teacher_ids
+    return _AS_POLICY if is_policys else teacher.name
 
 
 def _handle(workers: Workers, teacher: TeacherConfig) -> ReferenceHandle:

@@ -119,6 +119,11 @@ class GroupScorer:
         """Compute the log-probs of reference and teachers of groups that are sampled and scored already."""
         return ScoredBatch(await gather(self._referenced(g) for g in batch.groups), batch.discarded)
 
+    async def renewed(self, batch: ScoredBatch) -> ScoredBatch:
+        """Return ``batch`` with the log-probs of a reference that has changed since."""
+        scored = await gather(self._referenced(s.group, s.teacher_logprobs) for s in batch.scored)
+        return replace(batch, scored=scored)
+
     def finished(self, batch: int) -> list[Group]:
         """Return the groups of ``batch`` that are sampled and scored."""
         return list(self._finished.get(batch, {}).values())
@@ -184,8 +189,10 @@ class GroupScorer:
         )
         return float((await self._workers.rewards.score(prompt, rollouts)).rewards[0])
 
-    async def _referenced(self, group: Group) -> ScoredGroup:
-        return ScoredGroup(group, *await self._models.logprobs(group.prompt, group.rollouts))
+    async def _referenced(
+        self, group: Group, before: Mapping[str, list[np.ndarray]] | None = None
+    ) -> ScoredGroup:
+        return ScoredGroup(group, *await self._models.logprobs(group.prompt, group.rollouts, before))
 
 
 def as_drawn(groups: Sequence[Group], sampling: Sampling) -> list[Group]:

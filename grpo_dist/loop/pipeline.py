@@ -112,7 +112,7 @@ class Pipeline:
         await refresh()
         for i, done in enumerate(finished):
             batch = self._launched[i][0]
-            work = self._scorer.with_reference(done.without_reference())
+            work = self._scorer.renewed(done)
             renewed = asyncio.create_task(work, name=f"batch {batch}")
             await self._wait(batch, renewed)
             self._launched[i] = (batch, renewed)

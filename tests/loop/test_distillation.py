@@ -1,6 +1,7 @@
 """Teachers and demonstrations in the driver's loop: who is asked for what, and what reaches the batch."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -145,6 +146,50 @@ def test_a_teacher_that_is_the_reference_is_asked_without_a_kl_term():
     (batch,) = train(EqualRewards(), config, fakes.prompts(4), reference=True)
     assert batch.ref_logprobs is None
     assert not batch.advantages.any(), "the reference gives -1, as the engine does"
+
+
+class CountingReference(EqualRewards):
+    """Counts how often the reference is asked about each prompt, by the tokens it reads."""
+
+    def __init__(self):
+        super().__init__(jitter=False)
+        self.asked = Counter()
+
+    async def logprobs(self, prompt, rollouts):
+        self.asked[prompt.uid, len(prompt.token_ids)] += 1
+        return await super().logprobs(prompt, rollouts)
+
+    async def refresh(self):
+        self.events.append("refresh")
+
+
+def test_the_reference_is_asked_once_for_the_kl_term_and_all_teachers_that_read_the_same():
+    """Also where a teacher with a model of its own is named as the reference is."""
+    own = [teacher(name, model="reference") for name in ("own", "again", "shown")]
+    config = fakes.config(
+        steps=1, algorithm={"kl": {"coef": 0.1}}, distillation={"teachers": [*own, teacher("reference")]}
+    )
+    shown = [replace(p, teacher_ids={"shown": np.array([9] * 4, np.int32)}) for p in fakes.prompts(4)]
+    world, large = CountingReference(), Teacher(-3.0)
+    (batch,) = train(world, config, shown, {"reference": large}, reference=True)
+    assert world.asked == {(f"p{i}", tokens): 1 for i in range(4) for tokens in (3, 4)}
+    assert len(large.asked) == 4 and torch.equal(batch.ref_logprobs, -1.0 * batch.loss_mask)
+    # The mean of -1, -1, -1 and -3, less the engine's -1.
+    assert batch.advantages[batch.loss_mask].tolist() == [-0.5] * 16
+
+
+def test_a_refresh_of_the_reference_asks_no_teacher_with_a_model_of_its_own_again():
+    teachers = [teacher("large"), teacher("own", model="reference")]
+    config = fakes.config(
+        steps=4, max_staleness=1, reference={"refresh_every": 1}, distillation={"teachers": teachers}
+    )
+    world, large = CountingReference(), Teacher(-3.0)
+    workers = replace(world.workers(reference=True), teachers={"large": large}, reference_sync=world)
+    asyncio.run(driver.run(config, workers, fakes.prompts(16), [], world, world))
+    assert world.events.count("refresh") >= 3 and max(world.asked.values()) == 2
+    assert sorted(p.uid for p in large.asked) == sorted(f"p{i}" for i in range(16))
+    for (batch,) in world.updates:
+        assert batch.advantages[batch.loss_mask].tolist() == [-1.0] * 16
 
 
 def demonstrations(count):
