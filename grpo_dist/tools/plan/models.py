@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import Config, RewardModelConfig
+from grpo_dist.config import Config, ModelConfig, RewardModelConfig
 from grpo_dist.errors import UserError
 from grpo_dist.policy.gguf_model import gguf_config, is_gguf
 from grpo_dist.runtime.json_files import read_json
@@ -157,11 +157,13 @@ def published(hub_id: str) -> ModelShape | None:
     return from_config_json(found, hub_id) if found else None
 
 
-def model_of(config: Config) -> ModelShape:
-    """Return the sizes of `model.path`: a directory, `demo:`, `random:`, the cold start's model, or a hub id
-    in the local cache or the table here. Nothing is fetched. Raises UserError where they are unknown.
+def model_of(config: Config, model: ModelConfig | None = None) -> ModelShape:
+    """Return the sizes of ``model``, None: of the policy's: a directory, `demo:`, `random:`, the cold start's
+    model, or a hub id in the local cache or the table here. Nothing is fetched. Raises UserError where they
+    are unknown.
     """
-    path = config.model.path
+    model = model or config.model
+    path = model.path
     if path == "sft":
         assert config.sft is not None  # the configuration was checked
         path = config.sft.model
@@ -182,7 +184,7 @@ def model_of(config: Config) -> ModelShape:
             return from_config_json(gguf_config(Path(path).expanduser(), _policy(path)), path)
         except ValueError as error:
             raise UserError(str(error)) from error
-    if found := _known_locally(path, config.model.revision, _policy(path)):
+    if found := _known_locally(path, model.revision, _policy(path)):
         return found
     raise UserError(
         f"{_policy(path)}: {_NOWHERE} ({', '.join(_PUBLISHED)}); fetch its config.json and plan with "

@@ -18,7 +18,7 @@ from grpo_dist.tools.plan.calibration import Calibration
 from grpo_dist.tools.plan.engine_memory import EngineFootprint, rollout_engine, with_snapshot
 from grpo_dist.tools.plan.failures import FailureRates
 from grpo_dist.tools.plan.memory import USABLE, Footprint, Sizes, policy_rank, reference_worker
-from grpo_dist.tools.plan.models import ModelShape
+from grpo_dist.tools.plan.models import ModelShape, model_of
 from grpo_dist.tools.plan.rates import Peaks, Rates, Reached
 from grpo_dist.tools.plan.reward_models import KnownRewardModel, reward_model_worker, role_of
 from grpo_dist.tools.plan.roles import Roles, roles_of
@@ -156,7 +156,9 @@ def footprints(
     for judge in reward_models:
         found[role_of(judge.settings)] = reward_model_worker(config.max_length, judge, sizes)
     for teacher in config.distillation.of_own_models:
-        found[teachers.role_of(teacher)] = teachers.teacher_worker(teacher, config, sizes, workload)
+        own_shape = model_of(config, teachers.model_section(teacher, config.model))
+        worker = teachers.teacher_worker(teacher, config.max_length, own_shape, sizes, workload)
+        found[teachers.role_of(teacher)] = worker
     return shared(config, model, sizes, found, sharing) if sharing else found
 
 
