@@ -80,6 +80,7 @@ class EvaluationEngines:
         """
         snapshot = await in_thread(lambda: read_snapshot(directory))
         if snapshot is None:
+            self._is_loaded.set()  # the loop learns of it from the evaluation
             return False
         async with self._loading:
             self._held, self.version = snapshot, snapshot.version
@@ -108,7 +109,12 @@ class EvaluationEngines:
         return read_snapshot(directory) is not None
 
     async def discard(self, directory: Path) -> None:
-        """Delete the snapshot in ``directory``."""
+        """Delete the snapshot in ``directory``. An engine that replaces a lost one then loads none: it gets
+        the next.
+        """
+        async with self._loading:
+            if self._held is not None and self._held.file.parent == directory:
+                self._held = None
         await in_thread(lambda: discard(directory))
 
     async def _load(self, worker: Any, snapshot: Snapshot) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,9 @@ from grpo_dist.config import (
     EnvironmentsConfig,
     EvaluationConfig,
     ModelConfig,
+    RejectionConfig,
     RolloutConfig,
+    SamplingConfig,
     WeightSyncConfig,
 )
 from grpo_dist.config.engine_arguments import engine_problems
@@ -47,10 +50,10 @@ class EngineSpec:
     """The specification of an engine.
 
     ``max_length``: prompt and completion together, tokens. ``in_flight``: training samples on one engine at
-    once. ``colocated``: it shares the GPUs of policy ranks, and sleeps while they train. ``sampling``: each
-    way in which the run samples, with which the engine is warmed up. ``environments``, and ``data`` with the
-    chat template's settings: None where no prompt has an environment. ``niceness``: added to that of its
-    process where it computes on CPUs.
+    once. ``engines``: of the run, training's and evaluation's. ``colocated``: it shares the GPUs of policy
+    ranks, and sleeps while they train. ``sampling``: each way in which the run samples, with which the engine
+    is warmed up. ``environments``, and ``data`` with the chat template's settings: None where no prompt has
+    an environment. ``niceness``: added to that of its process where it computes on CPUs.
     """
 
     rollout: RolloutConfig
@@ -60,6 +63,7 @@ class EngineSpec:
     max_length: int
     seed: int
     in_flight: int = 0
+    engines: int = 1
     colocated: bool = False
     sampling: tuple[Sampling, ...] = (Sampling(),)
     environments: EnvironmentsConfig | None = None
@@ -89,8 +93,9 @@ class EngineSpec:
             config.max_length,
             config.seed,
             in_flight=config.samples_in_flight // config.rollout.num_workers,
+            engines=config.rollout.num_workers + config.evaluation.num_workers,
             colocated=colocated,
-            sampling=_ways_to_sample(config),
+            sampling=_ways_to_sample(config.sampling, config.evaluation, config.rejection),
             environments=config.environments if config.has_environments else None,
             data=config.data if config.has_environments else None,
         )
@@ -102,10 +107,12 @@ class EngineSpec:
         return self.rollout.max_num_seqs or min(max(self.in_flight, low), high)
 
 
-def _ways_to_sample(config: Config) -> tuple[Sampling, ...]:
+def _ways_to_sample(
+    training: SamplingConfig, evaluation: EvaluationConfig, rejection: RejectionConfig
+) -> tuple[Sampling, ...]:
     """Return the different ways in which training, evaluation and rejection sampling sample."""
-    ways = [Sampling(config.sampling.first_temperature)]
-    for own in (config.evaluation, config.rejection):
+    ways = [Sampling(training.first_temperature)]
+    for own in (evaluation, rejection):
         ways.append(Sampling(own.temperature, own.top_p, own.top_k))
     return tuple(dict.fromkeys(ways))
 
@@ -130,10 +137,19 @@ def set_environment() -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # vLLM's own cache of compiled models goes by the model's path. Without a GPU vLLM 0.32 writes it and
         # cannot read it back ("'function' object has no attribute 'finalize_loading'"), so that every start
-        # compiles. Inductor's cache goes by what a graph computes, and nothing compiled is ever stale.
+        # compiles. Inductor's cache goes by what a graph computes.
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
-        # torch's own choice is a directory of temporary files.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "compiled"))
+        # torch's own choice is a directory of temporary files. Its keys do not name the processor, and a home
+        # directory may be that of several machines: code for another one's instructions would crash.
+        compiled = cache_dir() / "compiled" / _processor()
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+
+
+def _processor(described: Path = Path("/proc/cpuinfo")) -> str:
+    """Return a name for this processor's model and instructions: 16 hexadecimal digits."""
+    wanted = ("model name", "flags", "Features", "CPU part")  # the latter two on ARM
+    lines = {line for line in described.read_text().splitlines() if line.startswith(wanted)}
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
 
 
 def fitting_arguments(spec: EngineSpec) -> dict[str, Any]:
@@ -207,7 +223,7 @@ def _cache_bytes(spec: EngineSpec, bytes_per_token: int, free_memory: int) -> in
     vLLM keeps one block for itself.
     """
     sequence = -(-spec.max_length // _CPU_BLOCK) * _CPU_BLOCK * bytes_per_token
-    bound = int(free_memory * _SHARE_OF_FREE_MEMORY) // spec.rollout.num_workers
+    bound = int(free_memory * _SHARE_OF_FREE_MEMORY) // spec.engines
     return max(min(spec.max_num_seqs * sequence, bound), sequence) + _CPU_BLOCK * bytes_per_token
 
 

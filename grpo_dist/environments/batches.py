@@ -163,13 +163,16 @@ class BatchHost:
             longest = max(asked.timeout_s for asked in batch)
             try:
                 replies = await self._host.ask(_ALL, "batch", requests, timeout_s=longest)
+                answered = list(zip(batch, replies, strict=True))
             except BaseException as error:
-                for asked in batch:
+                ends = not isinstance(error, ProcessFailure)
+                for asked in [*batch, *(self._waiting if ends else ())]:
                     _fail(asked.answer, error)
-                if not isinstance(error, ProcessFailure):
+                if ends:
+                    self._waiting = []
                     raise
                 continue
-            for asked, (status, value) in zip(batch, replies, strict=True):
+            for asked, (status, value) in answered:
                 if status == "error":
                     _fail(asked.answer, ProcessFailure("error", str(value), lost=False))
                 elif not asked.answer.done():

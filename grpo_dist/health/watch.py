@@ -50,9 +50,10 @@ class HealthWatch:
         self.state = state
 
     def judge_batch(
-        self, step: int, groups: list[Group], metrics: Mapping[str, float]
+        self, step: int, groups: list[Group], metrics: Mapping[str, float], *, own_advantages: bool = False
     ) -> tuple[bool, dict[str, float]]:
         """Decide whether to train on the batch of ``step``; return that, and ``metrics`` with its counts.
+        ``own_advantages``: they do not come from the rewards, which then need no signal.
 
         A batch is not trained on after a rollback from its step, when too few groups carry a signal, or when
         its metrics pass a bound of `health` and the action is skip.
@@ -68,7 +69,7 @@ class HealthWatch:
         if step in self.state.avoid:
             self._recorder.warn(f"step {step}: not trained on, the run was rolled back from it")
             return False, metrics
-        if with_signal < self._needed:
+        if with_signal < self._needed and not own_advantages:
             self._recorder.warn(
                 f"step {step}: not trained on, rewards differ within {with_signal} of {len(groups)} groups "
                 f"(`health.min_signal_groups` = {self._needed})"

@@ -199,8 +199,9 @@ class Chores(StepChores):
             await self._concurrent.resume(step, due, self._stop_requested)
         elif left_out := [at for at in due if at != step]:
             self._recorder.warn(
-                f"the evaluation of step {left_out[0]} was not finished and is left out: "
-                "`evaluation.num_workers` = 0, and the policy has other weights by now"
+                f"the evaluation of step {', '.join(map(str, left_out))} was not finished and is left out: "
+                "`evaluation.num_workers` = 0, and the policy has other weights by now. You may delete its "
+                f"snapshot in {self._recorder.directory / 'evaluation'}"
             )
         pending = progress.evaluation_pending or (self._concurrent is None and step in due)
         if pending or (step == 0 and self._config.evaluation.before):

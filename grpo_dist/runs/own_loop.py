@@ -50,6 +50,7 @@ class TrainingCluster:
         only_train = {
             "dynamic_sampling.enabled": config.dynamic_sampling.enabled,
             "evaluation.num_workers": config.evaluation.num_workers > 0,
+            "health.action: rollback": config.health.action == "rollback",
         }
         for key in (key for key, is_set in only_train.items() if is_set):
             raise UserError(f"`{key}` is followed by train() alone; remove it for a loop of your own")
@@ -60,11 +61,15 @@ class TrainingCluster:
         self._work: Verbs | None = None
 
     def open(self) -> TrainingCluster:
-        """Start all workers. Raises UserError for input that cannot be used, before any worker starts."""
+        """Start all workers. Raises UserError for input that cannot be used, before any worker starts, and
+        where they have started already.
+        """
+        if self._work is not None:
+            raise UserError("the cluster is open already; `with` opens it, so call open() or use `with`")
         with stages_logged(enabled=self._config.tracking.console):
             prepared, actors = self._prepare()
-            self._loop = _LoopThread()
             self._work = Verbs(self._config, prepared, actors)
+            self._loop = _LoopThread()
             try:
                 self._loop.run(self._work.start())
             except BaseException:
@@ -77,8 +82,10 @@ class TrainingCluster:
         work, self._work = self._work, None
         loop, self._loop = self._loop, None
         if work is not None and loop is not None:
-            loop.run(work.stop())
-            loop.end()
+            try:
+                loop.run(work.stop())
+            finally:
+                loop.end()
 
     def __enter__(self) -> TrainingCluster:
         return self.open()

@@ -62,6 +62,7 @@ class Verbs:
         self._actors, self._stack = actors, AsyncExitStack()
         self._notes = Notes()
         self._order = order_of(config, prepared.prompts, OrderState())
+        self._known = {prompt.uid for prompt in prepared.prompts}  # the caller may sample others, too
         self._indices: list[int] = []
         self._drawn = Counter[str]()  # samples of each prompt since the last update
         self._synced = 0  # version that the engines hold
@@ -151,8 +152,8 @@ class Verbs:
         metrics |= staged.metrics
         if self._synced == step:
             metrics |= await self._probe.finish(step, timer)
-        trainable, metrics = self._health.judge_batch(step + 1, groups, metrics)
-        trainable = trainable or advantages is not None  # which do not come from the rewards
+        judged = self._health.judge_batch(step + 1, groups, metrics, own_advantages=advantages is not None)
+        trainable, metrics = judged
         if trainable:
             bounds = self._health.update_bounds()
             policy = self._workers.policy
@@ -163,7 +164,7 @@ class Verbs:
         metrics |= self._kl.observe(metrics)
         metrics[TRAINED_TOKENS] = float(staged.loss_tokens if trainable else 0)
         alarms, counts = self._health.examine(step + 1, metrics)
-        self._order.trained(self._indices, groups)
+        self._order.trained(self._indices, [g for g in groups if g.prompt.uid in self._known])
         self._schedule.observe(groups, drawn_with(groups, self._sampling_now()))
         self._sampling.clear()
         self._indices, self._drawn, self.step = [], Counter(), step + 1

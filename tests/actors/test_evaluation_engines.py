@@ -108,6 +108,29 @@ def test_a_lost_engine_is_replaced_by_one_with_the_same_snapshot(world, tmp_path
     assert world.difference(found, weights) < 1e-5
 
 
+def test_an_engine_lost_between_evaluations_is_replaced_though_its_snapshot_is_gone(world, tmp_path):
+    """Its replacement asked for the deleted file, again and again, until no restart was left."""
+    world.move(5)
+    world.run(world.load(tmp_path / "first", 7))
+    world.run(world.engines.discard(tmp_path / "first"))
+
+    async def replaced():
+        lost = await world.rollouts.workers[0].process.remote()
+        os.kill(lost, signal.SIGKILL)
+        team = world.rollouts.team
+        await team.find_dead(list(team.alive()))
+        while not team.alive():
+            team.check()
+            await asyncio.sleep(0.1)
+        return lost != await team.alive()[0].process.remote()
+
+    assert world.run(replaced())
+    weights = world.move(6)
+    world.run(world.load(tmp_path / "second", 8))
+    found = world.run(world.sample_all())
+    assert world.difference(found, weights) < 1e-5
+
+
 def test_a_damaged_snapshot_is_refused(world, tmp_path):
     world.run(world.engines.snapshot(tmp_path, 6))
     assert not world.engines.has_snapshot(tmp_path) and not world.run(world.engines.load(tmp_path))

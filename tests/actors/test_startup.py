@@ -11,6 +11,8 @@ from actors.startup import StartProgress, wait_until_ready
 from grpo_dist.runtime import stage_log
 from grpo_dist.runtime.stage_log import StageLog
 
+A_MOMENT_S = 0.05  # of following actors, which goes on until they are up
+
 
 class FakeTeam:
     """Actors by name; each answers with its phases, or with an error."""
@@ -44,7 +46,7 @@ def followed(team, seconds=0.0):
     async def asked():
         for name in team.answers:
             with suppress(TimeoutError):
-                await asyncio.wait_for(progress.follow(team, name, name), 0.05)
+                await asyncio.wait_for(progress.follow(team, name, name), A_MOMENT_S)
 
     asyncio.run(asked())
     now += seconds

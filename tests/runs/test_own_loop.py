@@ -125,6 +125,38 @@ def test_advantages_of_the_caller_are_refused_where_they_replace_those_of_a_teac
                 assert world.updates[0][0].taught.any()
 
 
+def test_advantages_of_the_caller_do_not_pass_a_bound_of_health(started):
+    """They stand in for the signal of rewards, not for a sound batch."""
+
+    class Cut(fakes.World):
+        async def sample(self, prompt, **settings):
+            whole = await super().sample(prompt, **settings)
+            return tuple(dataclasses.replace(rollout, finish_reason="length") for rollout in whole)
+
+    world = Cut(jitter=False)
+    with started(world, fakes.config(health={"action": "skip", "truncated_above": 0.5})) as cluster:
+        groups = cluster.score(cluster.sample(next(cluster.batches())))
+        metrics = cluster.update(groups, advantages=[[1.0, -1.0]] * 4)
+    assert metrics["health/skipped_updates"] == 1 and not world.updates
+
+
+def test_prompts_of_the_callers_own_leave_the_pools_as_they_are(started):
+    config = fakes.config(data={"train": [{"path": "demo:add3"}], "order": "pools"})
+    with started(fakes.World(jitter=False), config) as cluster:
+        own = [dataclasses.replace(p, uid=f"own {p.uid}") for p in PROMPTS[:4]]
+        cluster.update(cluster.score(cluster.sample(own)))
+        assert cluster.step == 1
+
+
+def test_an_open_cluster_is_not_opened_again(started):
+    """The first one's workers would be out of reach, and hold their GPUs."""
+    with started(world := fakes.World(jitter=False), fakes.config()) as cluster:
+        with pytest.raises(UserError, match="the cluster is open already"):
+            cluster.open()
+        assert cluster.step == 0
+    assert world.actors.ended
+
+
 def test_verbs_in_the_wrong_order_are_refused_with_what_to_do(started):
     world = fakes.World(jitter=False)
     with started(world, fakes.config(batch={"prompts_per_step": 4, "samples_per_prompt": 2})) as cluster:
@@ -193,3 +225,5 @@ def test_workers_end_when_the_loop_fails_or_its_start_does(started):
 def test_settings_that_only_train_follows_are_refused():
     with pytest.raises(UserError, match=r"`dynamic_sampling\.enabled` is followed by train\(\) alone"):
         grpo_dist.cluster(fakes.config(dynamic_sampling={"enabled": True}))
+    with pytest.raises(UserError, match=r"`health\.action: rollback` is followed by train\(\) alone"):
+        grpo_dist.cluster(fakes.config(health={"action": "rollback"}))

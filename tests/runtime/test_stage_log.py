@@ -278,7 +278,7 @@ def test_the_start_of_a_role_names_the_actors_that_are_still_starting(said):
         makers = [lambda name, up=up: Actor(up) for up in ups]
         handle = object.__new__(kind)
         handle.team = Team("rollout", makers, ActorSpec(start_s=60), start=start, health=health)
-        handle.models = []
+        handle.models, handle.role = [], "rollout"
         handle.ready = handle.team.ready
         coming = asyncio.create_task(wait_until_ready(handle))
         for up in ups:

@@ -10,10 +10,10 @@ QWEN = Qwen2Config(hidden_size=384, num_hidden_layers=6, num_attention_heads=6, 
 GIB = 2**30
 
 
-def spec(in_flight=0, colocated=False, max_length=256, dtype="float32", sampling=(), **rollout):
+def spec(in_flight=0, engines=1, colocated=False, max_length=256, dtype="float32", sampling=(), **rollout):
     model = ModelConfig(path="m", dtype=dtype)
-    own = RolloutConfig(**rollout), WeightSyncConfig(), model, "m", max_length, 0, in_flight, colocated
-    return EngineSpec(*own, sampling=sampling)
+    own = RolloutConfig(**rollout), WeightSyncConfig(), model, "m", max_length, 0
+    return EngineSpec(*own, in_flight=in_flight, engines=engines, colocated=colocated, sampling=sampling)
 
 
 def arguments(device="cpu", free=100 * GIB, **settings):

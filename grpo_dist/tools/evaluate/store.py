@@ -135,7 +135,7 @@ def settings_of(config: Config) -> dict[str, Any]:
         "seed": config.seed,
         "model": {"dtype": str(resolve_dtype(config.model.dtype)).removeprefix("torch.")},
         "data": {key: tree["data"][key] for key in prompt},
-        "sampling": {"max_new_tokens": config.sampling.max_new_tokens}
+        "sampling": {"max_new_tokens": config.sampling.longest}
         | ({"stop": list(config.sampling.stop)} if config.sampling.stop else {}),
         "evaluation": {
             "samples_per_prompt": draw.samples,

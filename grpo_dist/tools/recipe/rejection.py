@@ -22,8 +22,8 @@ from grpo_dist.types import Group, Prompt, Rollout
 
 # Why a sample is dropped, in the order of the checks.
 REASONS = (
-    "unscored", "below_min_reward", "truncated", "hidden_tokens", "no_text", "duplicate", "too_easy",
-    "enough",
+    "unscored", "below_min_reward", "truncated", "stop_text", "hidden_tokens", "no_text", "duplicate",
+    "too_easy", "enough",
 )  # fmt: skip
 
 
@@ -103,6 +103,8 @@ class Selection:
             return "below_min_reward"
         if rollout.finish_reason != "stop" or (rollout.turns and cannot_be_shown(rollout, self._tokenizer)):
             return "truncated"  # training would teach an end that the model did not produce
+        if not rollout.turns and rollout.completion_ids[-1] not in self._special:
+            return "stop_text"  # so it would here: a demonstration ends with EOS, not with `sampling.stop`
         if self._hides_tokens(rollout):
             return "hidden_tokens"
         text = "".join(part["text"] for part in self._segments(rollout))

@@ -322,6 +322,13 @@ def test_verdicts_of_different_graders_are_not_mixed(monkeypatch):
     assert after == before | {"versions": {"math-verify": "99.0"}}
 
 
+def test_a_schedule_of_lengths_is_stored_as_its_longest():
+    """The settings become JSON, which knows no schedule."""
+    plain = store.settings_of(fakes.config(sampling={"max_new_tokens": 16}))
+    lengths = {"max_new_tokens": {"schedule": [[0, 8], [2, 16]]}}
+    assert json.dumps(store.settings_of(fakes.config(sampling=lengths))) == json.dumps(plain)
+
+
 def test_a_second_data_set_leaves_the_result_of_the_first(here, capsys):
     _, first, rows = evaluate()
     write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])

@@ -85,6 +85,7 @@ def test_the_shortest_right_answer_of_a_prompt_is_kept_and_every_other_sample_ac
         "unscored": 1,
         "below_min_reward": 1,
         "truncated": 1,
+        "stop_text": 0,
         "hidden_tokens": 1,
         "no_text": 1,
         "duplicate": 1,
@@ -104,6 +105,16 @@ def test_a_sample_with_tokens_unknown_to_the_tokenizer_is_dropped(tokenizer):
     hidden = replace(sampled, rollouts=(replace(rollout, completion_ids=ids),))
     records, report = select(tokenizer, [hidden])
     assert records == [] and report["dropped"]["hidden_tokens"] == 1
+
+
+def test_an_answer_that_a_stop_text_ended_is_dropped(tokenizer):
+    """A demonstration ends with EOS, which the policy did not sample there."""
+    (whole,) = one_prompt(tokenizer, ("12", 1.0))
+    (rollout,) = whole.rollouts
+    stopped = replace(rollout, completion_ids=rollout.completion_ids[:-1])
+    records, report = select(tokenizer, [replace(whole, rollouts=(stopped,))])
+    assert not records and report["dropped"]["stop_text"] == 1
+    assert kept(select(tokenizer, [whole])[0]) == ["12"]
 
 
 def test_several_answers_of_a_prompt_may_be_kept_and_the_preference_is_a_setting(tokenizer):
