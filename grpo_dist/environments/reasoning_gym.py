@@ -75,7 +75,7 @@ def rows(
                 if "refused" in row:
                     raise ValueError(row["refused"])
                 yield row
-            if child.wait():
+            if child.wait():  # bounded: its output has ended, with it the process
                 raise ValueError(f"reasoning_gym:{name}: making problems ended with code {child.returncode}")
         finally:
             child.kill()  # its reader may need no more

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,8 @@ def prepared(
         )
     check_pools(config.data, prompts, [source_name(source) for source, _ in train_rows])
     eval_sets = prepare_eval(*sections, eval_rows, tokenizer, prompts, warn)
-    with stage("teachers and demonstrations", "are read"):
+    further = config.distillation.teachers or config.demonstrations is not None
+    with stage("teachers and demonstrations", "are read") if further else nullcontext():
         prompts, teacher_dirs = load_teachers(
             config.distillation,
             config.model,

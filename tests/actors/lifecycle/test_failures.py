@@ -153,8 +153,9 @@ DYNAMIC = {"dynamic_sampling": {"enabled": True}}  # whose reference is given th
 )
 def test_lost_samples_are_drawn_again_identically(who, changes, caplog):
     def trained(world):
-        prompts = fakes.prompts(24)
-        asyncio.run(run(fakes.config(**changes), world.workers(reference=True), prompts, [], world, world))
+        config = fakes.config(algorithm={"kl": {"coef": 0.1}}, **changes)
+        workers = world.workers(reference=True)
+        asyncio.run(run(config, workers, fakes.prompts(24), [], world, world))
         return [[batch.tokens.tolist() for batch in step] for step in world.updates]
 
     world = LosesSamples(who)
