@@ -119,7 +119,8 @@ def _(mo):
 def _(Path, json, plt, trained):
     assert trained
     run = Path("runs/first_run")
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = [line for line in lines if "reward/mean" in line]  # the others are of evaluations alone
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3), layout="constrained")
     for name in ("reward/digits", "reward/math"):
         left.plot([m["step"] for m in metrics], [m[name] for m in metrics], label=name)

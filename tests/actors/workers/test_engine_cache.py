@@ -45,7 +45,8 @@ def test_a_second_start_compiles_nothing_also_from_another_path(ray_cluster, tin
     other = tmp_path / "the same model elsewhere"
     shutil.copytree(tiny_model, other)
     cache = tmp_path / "cache"
-    environment = thread_environment(1) | {"GRPO_DIST_CACHE": str(cache)}
+    # Named here: an earlier test's engine settings may be in the environment that the actors inherit.
+    environment = thread_environment(1) | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
     compiled, phases, first = started(tiny_model, environment)
     kernels = built(cache)
     assert compiled > 0 and kernels
