@@ -48,7 +48,9 @@ def _(json, run):
     def lines(name: str) -> list[dict]:
         return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
-    metrics, events = lines("metrics.jsonl"), lines("events.jsonl")
+    # The other lines are of evaluations alone.
+    metrics = [line for line in lines("metrics.jsonl") if "reward/mean" in line]
+    events = lines("events.jsonl")
     last = metrics[-1]
     return events, last, lines, metrics
 
