@@ -17,6 +17,7 @@ from grpo_dist.runs.prepare import Prepared
 from tests.support import fakes
 
 PROMPTS = fakes.prompts(40)
+SOURCES = {"train": [{"path": "demo:add3"}]}
 
 
 class FakeActors:
@@ -141,7 +142,7 @@ def test_advantages_of_the_caller_do_not_pass_a_bound_of_health(started):
 
 
 def test_prompts_of_the_callers_own_leave_the_pools_as_they_are(started):
-    config = fakes.config(data={"train": [{"path": "demo:add3"}], "order": "pools"})
+    config = fakes.config(data={**SOURCES, "order": "pools", "pools": {"by": "source"}})
     with started(fakes.World(jitter=False), config) as cluster:
         own = [dataclasses.replace(p, uid=f"own {p.uid}") for p in PROMPTS[:4]]
         cluster.update(cluster.score(cluster.sample(own)))
