@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -21,9 +21,11 @@ from actors.workers.reference import ReferencePool
 from actors.workers.reward import RewardPool
 from actors.workers.reward_model import RewardModelPool
 from actors.workers.rollout_pool import RolloutPool
-from grpo_dist.config import Config
+from grpo_dist.config import Config, RewardModelConfig, TeacherConfig
 from grpo_dist.environments.registry import may_run_code
 from grpo_dist.runtime.hardware import thread_environment
+
+ModelT = TypeVar("ModelT", RewardModelConfig, TeacherConfig)
 
 # An actor on the policy's GPUs has the memory for its start only in its own turn, which may not come again
 # before its answers are there.
@@ -136,18 +138,10 @@ class Factory:
         )
 
     def _reward_models(self, model_dir: Path, shared: SharedDevices | None) -> list[RewardModelPool]:
-        models = self._config.rewards.models
-        if not models:
-            return []
-        if shared:  # one copy of each on every GPU
-            models = tuple(m.model_copy(update={"num_workers": len(shared.ranks)}) for m in models)
-        every, pools = self._actors("reward_models", shared.ranks * len(models) if shared else ()), []
-        left = iter(every.actor_options or ())
-        for model in models:
-            own = None if every.actor_options is None else list(islice(left, model.num_workers))
-            actors = replace(every, actor_options=own)
-            pools.append(RewardModelPool(model, actors, policy=self._config.model, policy_dir=str(model_dir)))
-        return pools
+        return [
+            RewardModelPool(model, actors, policy=self._config.model, policy_dir=str(model_dir))
+            for model, actors in self._by_model("reward_models", self._config.rewards.models, shared)
+        ]
 
     def reference(self, model_dir: Path, shared: SharedDevices | None) -> ReferencePool | None:
         """Create the reference workers; None where the run needs none."""
@@ -168,25 +162,32 @@ class Factory:
         self, model_dirs: Mapping[str, Path], shared: SharedDevices | None
     ) -> dict[str, ReferencePool]:
         """Create the workers of the teachers with models of their own. ``model_dirs``: by their names."""
-        config, pools = self._config, {}
-        teachers = config.distillation.of_own_models
-        if not teachers:
-            return {}
-        if shared:  # one copy of each on every GPU
-            teachers = tuple(t.model_copy(update={"num_workers": len(shared.ranks)}) for t in teachers)
-        every = self._actors("teachers", shared.ranks * len(teachers) if shared else ())
-        left = iter(every.actor_options or ())
-        for teacher in teachers:
-            own = None if every.actor_options is None else list(islice(left, teacher.num_workers))
-            pools[teacher.name] = ReferencePool(
+        config = self._config
+        return {
+            teacher.name: ReferencePool(
                 teacher,
-                replace(every, actor_options=own),
+                actors,
                 model=config.model,
                 model_dir=str(model_dirs[teacher.name]),
                 temperature=config.sampling.first_temperature,
                 chunk_mib=config.policy.logprob_chunk_mib,
             )
-        return pools
+            for teacher, actors in self._by_model("teachers", config.distillation.of_own_models, shared)
+        }
+
+    def _by_model(
+        self, role: str, models: Sequence[ModelT], shared: SharedDevices | None
+    ) -> Iterator[tuple[ModelT, ActorSpec]]:
+        """Yield each model of a role that has several, with its share of the role's actors."""
+        if not models:
+            return
+        if shared:  # one copy of each on every GPU
+            models = [model.model_copy(update={"num_workers": len(shared.ranks)}) for model in models]
+        every = self._actors(role, shared.ranks * len(models) if shared else ())
+        left = iter(every.actor_options or ())
+        for model in models:
+            own = None if every.actor_options is None else list(islice(left, model.num_workers))
+            yield model, replace(every, actor_options=own)
 
     def _actors(self, role: str, shared: Sequence[Devices] = ()) -> ActorSpec:
         """Return options, placement and restarts of a role's actors; ``shared``: devices of each, if others

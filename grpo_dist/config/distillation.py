@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from grpo_dist.config.base import Count, Fraction, NonNegative, Section, Seed
+from grpo_dist.config.data import ModelConfig
 from grpo_dist.config.stages import DemonstrationsConfig, as_sources
 
 REFERENCE = "reference"  # a teacher of this model is the reference itself
@@ -41,6 +42,10 @@ class TeacherConfig(Section):
     def has_workers(self) -> bool:
         """Whether it has workers of its own."""
         return self.model != REFERENCE
+
+    def model_section(self, policy: ModelConfig) -> ModelConfig:
+        """Return the policy's section `model` with the teacher's model."""
+        return policy.model_copy(update={"path": self.model, "revision": self.revision})
 
     def teaches(self, source: str) -> bool:
         """Return whether it teaches the samples of ``source``."""

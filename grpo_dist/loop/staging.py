@@ -105,6 +105,7 @@ class Staging:
         """Runs in a thread, so that the loop keeps admitting and receiving groups."""
         tracking = self._config.tracking
         rewards = reward_moments(self._config.algorithm, batch.scored, self.rewards)
+        shown = step_demonstrations(self._config.demonstrations, self._demonstrations, step)
         updates = make_batches(
             self._config,
             batch.scored,
@@ -112,10 +113,9 @@ class Staging:
             kl_coef=kl_coef,
             moments=rewards,
             advantages=batch.advantages,
-            demonstrations=self._demonstrations,
+            demonstrations=shown,
         )
         with_signal = frozenset(chain.from_iterable(map(_groups_with_signal, updates)))
-        shown = step_demonstrations(self._config.demonstrations, self._demonstrations, step)
         tokens_recorded = tracking.samples and is_due(step + 1, tracking.token_values_every)
         values = values_of_rows(updates, tokens=tokens_recorded) if tracking.samples else None
         return Staged(

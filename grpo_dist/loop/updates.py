@@ -57,7 +57,7 @@ def make_batches(
             during a run when `algorithm.kl.target` is set. The weight in the loss goes to the update itself.
         moments: see `reward_moments`; None: those of this step alone.
         advantages: float32 [G] of each group, used as they are; None: those of `algorithm.advantage`.
-        demonstrations: of the run; those of the step are a function of seed and step.
+        demonstrations: of this step, see `step_demonstrations`.
     """
     groups = [s.group for s in scored]
     if config.rewards.shuffle:
@@ -83,8 +83,7 @@ def make_batches(
         batch = token_advantages(batch, groups, settings)
     updates = split_updates(batch, num_groups=len(groups), num_updates=config.batch.updates_per_step)
     updates = [_without_idle_rows(config.algorithm, config.has_kl_term, update) for update in updates]
-    shown = step_demonstrations(config.demonstrations, demonstrations, step)
-    return _with_demonstrations(updates, shown, first_row=len(batch))
+    return _with_demonstrations(updates, demonstrations, first_row=len(batch))
 
 
 def step_demonstrations(
@@ -150,7 +149,7 @@ def longest_allowed(groups: Sequence[Group]) -> int | None:
     """Return the length that the samples of a step were drawn with; None: they do not say.
 
     It is the constant of seq-mean-token-sum-norm. So a step after a rise of `sampling.max_new_tokens` has the
-    loss of a run that is started anew with the new length.
+    loss of a run that starts with the new length.
     """
     return max((r.max_new_tokens or 0 for g in groups for r in g.rollouts), default=0) or None
 

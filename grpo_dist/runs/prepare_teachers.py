@@ -29,11 +29,6 @@ from grpo_dist.types import Prompt
 _NAME = re.compile(r"\{(\w+)\}")
 
 
-def model_of(policy: ModelConfig, teacher: TeacherConfig) -> ModelConfig:
-    """Return the policy's model section with the teacher's model."""
-    return policy.model_copy(update={"path": teacher.model, "revision": teacher.revision})
-
-
 def key_of(teacher: TeacherConfig) -> str:
     """Return how a message names the teacher."""
     return f"distillation.teachers {teacher.name}"
@@ -86,7 +81,7 @@ def _directory(policy: ModelConfig, teacher: TeacherConfig, resolve: Callable[[M
             "with its weights"
         )
     try:
-        return resolve(model_of(policy, teacher))
+        return resolve(teacher.model_section(policy))
     except ValueError as error:
         raise ValueError(f"{key_of(teacher)}: {str(error).replace('model.path', '`model`')}") from error
 
@@ -173,7 +168,7 @@ def teacher_problems(
     """
     model_dir, tokenizer = policy
     for teacher in teachers:
-        settings = model_of(model, teacher) if teacher.has_workers else model
+        settings = teacher.model_section(model) if teacher.has_workers else model
         directory = directories.get(teacher.name, model_dir)
         limit, taught = position_limit(settings, directory), [p for p in prompts if teacher.teaches(p.source)]
         read = max((len(_read(teacher, prompt)) for prompt in taught), default=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from grpo_dist.config import ModelConfig, TeacherConfig
+from grpo_dist.config import TeacherConfig
 from grpo_dist.runtime.hardware import micro_batch_tokens
 from grpo_dist.tools.plan.memory import Footprint, Sizes, reference_worker
 from grpo_dist.tools.plan.models import ModelShape, model_of
@@ -15,11 +15,6 @@ from grpo_dist.tools.plan.workload import Workload
 def role_of(teacher: TeacherConfig) -> str:
     """Return its row in a table of memory."""
     return f"teacher {teacher.name}"
-
-
-def model_section(teacher: TeacherConfig, policy: ModelConfig) -> ModelConfig:
-    """Return the policy's section with the teacher's model."""
-    return policy.model_copy(update={"path": teacher.model, "revision": teacher.revision})
 
 
 def teacher_worker(
@@ -33,5 +28,5 @@ def teacher_worker(
 
 def rates_of(teacher: TeacherConfig, rates: Rates) -> Rates:
     """Return ``rates`` for the teacher's model."""
-    shape = model_of(rates.config, model_section(teacher, rates.config.model))
+    shape = model_of(rates.config, teacher.model_section(rates.config.model))
     return Rates(rates.config, shape, rates.sizes, rates.peaks, rates.reached)
