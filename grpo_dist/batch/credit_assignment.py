@@ -13,6 +13,7 @@ rewards [G] of each group     clipped, normalised                  reward_clip, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -227,7 +228,9 @@ def _process(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageSett
     for group in groups:
         scored = zip(group.step_rewards or (), group.step_ends or (), strict=True)
         for sample, (values, last) in enumerate(scored):
-            rewards += values.tolist()
+            # A sample without a reward is not trained, so its steps are in no statistic of its siblings.
+            is_scored = np.isfinite(group.rewards[sample])
+            rewards += values.tolist() if is_scored else [math.nan] * len(values)
             ends += (last.astype(np.int64) + len(group.prompt.token_ids)).tolist()
             rows += [row + sample] * len(values)
         if group.step_rewards is None and not any(r.turns for r in group.rollouts):

@@ -84,6 +84,18 @@ def test_step_rewards_become_token_advantages_at_their_positions():
         credited([group_of([1, 0], [1, 1])], AdvantageSettings(estimator="process"))
 
 
+def test_steps_of_a_sample_without_a_reward_do_not_move_the_others():
+    """The third sample has step scores, but its reward failed: its group must look as without it."""
+    steps = [np.array(own, np.float32) for own in ([1.0, 0.0], [1.0], [9.0, -7.0])]
+    ends = [np.array(own, np.int32) for own in ([0, 2], [1], [0, 1])]
+    how = AdvantageSettings(estimator="process", eps=0)
+    two = group_of([1, 0], [3, 2], step_rewards=tuple(steps[:2]), step_ends=tuple(ends[:2]))
+    three = group_of([1, 0, np.nan], [3, 2, 2], step_rewards=tuple(steps), step_ends=tuple(ends))
+    got = credited([three], how)
+    torch.testing.assert_close(got[:2], credited([two], how))
+    assert got[:2].any() and not got[2].any()
+
+
 def test_gdpo_normalises_each_reward_separately():
     parts = {"math": np.array([1, 1, 0, 0], np.float32), "format": np.array([0, 0, 0, 1], np.float32)}
     made = group_of([1, 1, 0, 1], [1] * 4, parts=parts)
