@@ -41,14 +41,24 @@ class RewardModelConfig(GatedConfig):
     kind: Literal["outcome", "process"] = Field(
         "outcome", description="outcome: one score per completion; process: one per reasoning step"
     )
+    format: Literal["classifier", "qwen", "math_shepherd", "rlhflow", "skywork", "prefixes"] = Field(
+        "classifier",
+        description="process: how steps are shown and scored. classifier: a token classifier, at "
+        "`step_mark`; qwen: Qwen2.5-Math-PRM, at <extra_0>; math_shepherd, rlhflow: a causal model, by its "
+        "verdict tokens; skywork: Skywork-o1-Open-PRM, by its value head; prefixes: a sequence classifier, "
+        "on the solution up to each step",
+    )
     reduce: Literal["min", "mean", "last"] = Field(
         "min", description="process: how the step scores become the reward of the completion"
     )
     step_separator: str = Field("\n\n", min_length=1, description="process: text between two steps")
     step_mark: str | None = Field(
         None,
-        description="process: text appended to each step; the score is read at its last token; null: "
-        "step_separator",
+        description="process: text appended to each step; the score is read at its last token; null: that of "
+        "the format, or for classifier step_separator",
+    )
+    verdict_tokens: tuple[str, str] | None = Field(
+        None, description="math_shepherd, rlhflow: tokens of a good and a bad step; null: + and -"
     )
     num_workers: PositiveInt = Field(
         1, description="actors that run the model, one GPU each; colocated: one on each of the policy's"
@@ -61,13 +71,19 @@ class RewardModelConfig(GatedConfig):
 
     @model_validator(mode="after")
     def _settings_of_its_kind(self) -> RewardModelConfig:
-        of_process = ("reduce", "step_mark", "step_separator")
+        of_process = ("format", "reduce", "step_mark", "step_separator", "verdict_tokens")
         foreign = [n for n in of_process if getattr(self, n) != type(self).model_fields[n].default]
         if self.kind == "outcome" and foreign:
             raise ValueError(
                 f"{', '.join(foreign)}: settings of kind process, but `kind` is outcome; remove them "
                 "or set kind: process"
             )
+        unused = {"step_mark": ("rlhflow", "prefixes")} | {
+            "verdict_tokens": ("classifier", "qwen", "skywork", "prefixes")
+        }
+        for name, formats in unused.items():
+            if self.kind == "process" and self.format in formats and getattr(self, name) is not None:
+                raise ValueError(f"{name}: format {self.format} has none; remove it or use another format")
         return self
 
 

@@ -1,46 +1,52 @@
-"""Reward models: Hugging Face classifiers that score the completions of a problem.
+"""Reward models: Hugging Face models that score the completions of a problem.
 
     outcome   sequence classifier, one score per completion; input in the model's own chat template
-    process   token classifier, one score per step:   problem  step 1 <mark>  step 2 <mark> ...
-                                                                      ^ score 1       ^ score 2
+    process   one score per step, in a published format of `model_inputs`:
+              problem  step 1 <mark>  step 2 <mark> ...
+                               ^ score 1       ^ score 2
 
-The score is the logit of a model with one label, or the probability of the second of two labels.
+The score of a classifier is the logit of a model with one label, or the probability of the second of two.
+Formats with a head of their own give probabilities, see `model_heads`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 
 from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.config import RewardModelConfig
 from grpo_dist.rewards.group import ModelScores
+from grpo_dist.rewards.model_heads import StepHead, check_logits, load_with_head, verdict_ids
+from grpo_dist.rewards.model_inputs import ModelInput, Steps, check_inputs, conversation, process_inputs
 from grpo_dist.rewards.steps import decoded_length, split_steps, token_ends
 from grpo_dist.runtime.hardware import device_type, quiet_libraries, resolve_dtype
 from grpo_dist.runtime.host_copies import HostCopies, release_cache
 
 logger = logging.getLogger(__name__)
 
-_HEADS = {"outcome": "ForSequenceClassification", "process": "ForTokenClassification"}
+# What the name of the architecture ends with; None: a name of the model's own.
+_HEADS = {
+    "outcome": "ForSequenceClassification",
+    "classifier": "ForTokenClassification",
+    "prefixes": "ForSequenceClassification",
+    "math_shepherd": "ForCausalLM",
+    "rlhflow": "ForCausalLM",
+    "qwen": None,
+    "skywork": None,
+}
+_OWN_HEADS = ("qwen", "skywork", "math_shepherd", "rlhflow")
 _REDUCE: dict[str, Callable[[np.ndarray], float]] = {
     "min": lambda scores: float(scores.min()),
     "mean": lambda scores: float(scores.mean()),
     "last": lambda scores: float(scores[-1]),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Model input of one completion."""
-
-    token_ids: list[int]
-    read_at: list[int]  # process: positions of the step scores
 
 
 class Classifier:
@@ -52,14 +58,22 @@ class Classifier:
         device = device_type()
         self._device = torch.device(device)
         self._tokenizer = _load_tokenizer(settings)
-        model = _load_model(settings, resolve_dtype(settings.dtype, device))
+        dtype = resolve_dtype(settings.dtype, device)
+        self._head: StepHead | None = None
+        if settings.kind == "process" and settings.format in _OWN_HEADS:
+            model, head = load_with_head(settings, _source(settings), self._tokenizer, dtype)
+            self._head = head.to(self._device).eval().requires_grad_(False)
+        else:
+            model = _load_model(settings, dtype)
+        # Nothing is generated, so a cache of keys and values of all layers would only take memory.
+        model.config.get_text_config().use_cache = model.config.use_cache = False
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._longest = _longest(model.config, self._tokenizer)
         self._memory, self._warned = HostCopies(self._device, constant=True), False
 
     def sleep(self) -> None:
         """Move the model to host memory; nothing but `wake_up` may follow."""
-        self._memory.offload(self._model.parameters())
+        self._memory.offload([*self._model.parameters(), *(self._head.parameters() if self._head else ())])
         release_cache()
 
     def wake_up(self) -> None:
@@ -77,10 +91,10 @@ class Classifier:
             token_ids: int32 [C] of each, by ``policy_tokenizer``; used by process models only.
         """
         if self._settings.kind == "outcome":
-            scores = self._scores([self._conversation(problem, text) for text in completions])
+            scores = self._scores([conversation(self._tokenizer, problem, text) for text in completions])
             return ModelScores(np.array([s[0] for s in scores], dtype=np.float32))
         steps = [split_steps(text, self._settings.step_separator) for text in completions]
-        scores = self._scores([self._marked(problem, [text for text, _ in own]) for own in steps])
+        scores = self._step_scores(problem, completions, steps)
         ends = [
             token_ends([end for _, end in own], len(ids), decoded_length(policy_tokenizer, ids))
             for own, ids in zip(steps, token_ids, strict=True)
@@ -89,37 +103,19 @@ class Classifier:
         rewards = np.array([reduce(s) for s in scores], dtype=np.float32)
         return ModelScores(rewards, tuple(scores), tuple(ends))
 
-    def _conversation(self, problem: str, completion: str) -> _Row:
-        tokenizer = self._tokenizer
-        if not getattr(tokenizer, "chat_template", None):
-            return _Row(tokenizer(f"{problem}\n{completion}")["input_ids"], [])
-        turns = [{"role": "user", "content": problem}, {"role": "assistant", "content": completion}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-        return _Row(tokenizer(text, add_special_tokens=False)["input_ids"], [])
-
-    def _marked(self, problem: str, steps: Sequence[str]) -> _Row:
-        """Join the steps with marks.
-
-        Steps and marks are tokenised separately, so that a mark has the same tokens after any step, as in
-        training (e.g. by TRL's PRMTrainer).
-        """
-        settings, tokenizer = self._settings, self._tokenizer
-        mark_text = settings.step_separator if settings.step_mark is None else settings.step_mark
-        mark = tokenizer(mark_text, add_special_tokens=False)["input_ids"]
-        if getattr(tokenizer, "chat_template", None):
-            turn = [{"role": "user", "content": problem}]
-            head = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-            ids = list(tokenizer(head, add_special_tokens=False)["input_ids"])
-        else:
-            ids = list(tokenizer(f"{problem}\n")["input_ids"])
-        read_at = []
-        for step in steps:
-            ids += tokenizer(step, add_special_tokens=False)["input_ids"] + mark
-            read_at.append(len(ids) - 1)
-        return _Row(ids, read_at)
+    def _step_scores(
+        self, problem: str, completions: Sequence[str], steps: Sequence[Steps]
+    ) -> list[np.ndarray]:
+        """Return float32 [S] of each completion, whose steps may be spread over several rows."""
+        rows = [
+            process_inputs(self._settings, self._tokenizer, problem, text, own)
+            for text, own in zip(completions, steps, strict=True)
+        ]
+        scores = iter(self._scores([row for own in rows for row in own]))
+        return [np.concatenate([next(scores) for _ in own]) for own in rows]
 
     @torch.no_grad()
-    def _scores(self, rows: Sequence[_Row]) -> list[np.ndarray]:
+    def _scores(self, rows: Sequence[ModelInput]) -> list[np.ndarray]:
         """Score each row: float32 [S] for S step positions, else [1]. NaN for a row that is too long."""
         out = [np.full(max(1, len(row.read_at)), np.nan, np.float32) for row in rows]
         fits = [i for i, row in enumerate(rows) if len(row.token_ids) <= self._longest]
@@ -128,16 +124,13 @@ class Classifier:
         lengths = [len(rows[i].token_ids) for i in fits]
         for batch in micro_batches(lengths, self._settings.micro_batch_tokens):
             chosen = [fits[b] for b in batch]
-            scores = self._forward([rows[i].token_ids for i in chosen])
-            for i, own in zip(chosen, scores, strict=True):
-                out[i] = own[rows[i].read_at] if rows[i].read_at else own.reshape(1)
+            for i, own in zip(chosen, self._forward([rows[i] for i in chosen]), strict=True):
+                out[i] = own
         return out
 
-    def _forward(self, rows: Sequence[list[int]]) -> np.ndarray:
-        """Run the model on right-padded rows.
-
-        Returns float32 [B] for an outcome, [B, T] for a process model.
-        """
+    def _forward(self, inputs: Sequence[ModelInput]) -> list[np.ndarray]:
+        """Run the model on right-padded rows. Returns float32 [S] of each: S = 1 without positions."""
+        rows = [own.token_ids for own in inputs]
         padding = _unused_id(rows, self._model.config.get_text_config().vocab_size)
         # A sequence classifier locates the end of a row by the padding id of its configuration. With EOS as
         # padding it would skip the EOS that ends the completion.
@@ -148,11 +141,15 @@ class Classifier:
         for i, row in enumerate(rows):
             tokens[i, : len(row)] = torch.tensor(row)
             mask[i, : len(row)] = 1
-        logits = self._model(
-            input_ids=tokens.to(self._device), attention_mask=mask.to(self._device)
-        ).logits.float()
-        scores = logits[..., 0] if logits.shape[-1] == 1 else logits.softmax(-1)[..., 1]
-        return torch.where(scores.isfinite(), scores, torch.nan).cpu().numpy()
+        output = self._model(input_ids=tokens.to(self._device), attention_mask=mask.to(self._device))
+        values = output.logits if self._head is None else output.last_hidden_state
+        if inputs[0].read_at:  # [B, T, labels or H] -> [all steps, labels or H]
+            of_row = [i for i, own in enumerate(inputs) for _ in own.read_at]
+            values = values[of_row, [at for own in inputs for at in own.read_at]]
+        scores = _probability(values) if self._head is None else self._head(values)
+        scores = torch.where(scores.isfinite(), scores, torch.nan).cpu().numpy()
+        ends = np.cumsum([max(1, len(own.read_at)) for own in inputs])
+        return np.split(scores, ends[:-1])
 
     def _warn(self, length: int) -> None:
         if not self._warned:
@@ -162,6 +159,11 @@ class Classifier:
                 "%d; such samples are not scored",
                 self._settings.name, length, self._longest,
             )  # fmt: skip
+
+
+def _probability(logits: Float[torch.Tensor, "N labels"]) -> Float[torch.Tensor, " N"]:
+    logits = logits.float()
+    return logits[:, 0] if logits.shape[-1] == 1 else logits.softmax(-1)[:, 1]
 
 
 def check_model(settings: RewardModelConfig) -> None:
@@ -179,22 +181,39 @@ def check_model(settings: RewardModelConfig) -> None:
         config = AutoConfig.from_pretrained(
             _source(settings), revision=settings.revision, trust_remote_code=settings.trust_remote_code
         )
-        _load_tokenizer(settings)
+        tokenizer = _load_tokenizer(settings)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{where}: configuration or tokenizer cannot be loaded ({str(error).splitlines()[0]}); check the "
             "name, the network and HF_TOKEN"
         ) from error
+    try:
+        _check_format(settings, config, tokenizer)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _check_format(settings: RewardModelConfig, config: Any, tokenizer: Any) -> None:
+    """Raise ValueError for a model that is not of `settings.kind` and `settings.format`."""
+    process = settings.kind == "process"
+    if process:
+        check_inputs(settings, tokenizer)
+    if process and settings.format in ("math_shepherd", "rlhflow"):
+        check_logits(config)
+        verdict_ids(settings, tokenizer)
+    head = _HEADS[settings.format if process else "outcome"]
+    if head is None:
+        return  # the architecture's name is the model's own; its head is looked for when it is loaded
     architectures = config.architectures or []
-    head = _HEADS[settings.kind]
     if not settings.trust_remote_code and not any(name.endswith(head) for name in architectures):
         raise ValueError(
-            f"{where}: its architecture is {', '.join(architectures) or 'unknown'}, but kind "
-            f"{settings.kind} needs one of ...{head}; use another model or kind"
+            f"its architecture is {', '.join(architectures) or 'unknown'}, but kind {settings.kind}"
+            f"{f' of format {settings.format}' if process else ''} needs one of ...{head}; use another "
+            "model, kind or format"
         )
-    if config.num_labels not in (1, 2):
+    if head != "ForCausalLM" and config.num_labels not in (1, 2):
         raise ValueError(
-            f"{where}: it has {config.num_labels} labels; expected 1 (the score) or 2 (the second is good)"
+            f"it has {config.num_labels} labels; expected 1 (the score) or 2 (the second is good)"
         )
 
 
@@ -202,9 +221,8 @@ def _load_model(settings: RewardModelConfig, dtype: torch.dtype) -> Any:
     # heavy, as in `check_model`
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-    auto = (
-        AutoModelForSequenceClassification if settings.kind == "outcome" else AutoModelForTokenClassification
-    )
+    of_rows = settings.kind == "outcome" or settings.format == "prefixes"
+    auto = AutoModelForSequenceClassification if of_rows else AutoModelForTokenClassification
     model, info = auto.from_pretrained(
         _source(settings), revision=settings.revision, dtype=dtype,
         trust_remote_code=settings.trust_remote_code, output_loading_info=True,
@@ -215,8 +233,6 @@ def _load_model(settings: RewardModelConfig, dtype: torch.dtype) -> Any:
             f"{', '.join(sorted(info['missing_keys'])[:3])}; expected a trained classifier of kind "
             f"{settings.kind}"
         )
-    # Nothing is generated, so a cache of keys and values of all layers would only take memory.
-    model.config.get_text_config().use_cache = model.config.use_cache = False
     return model
 
 

@@ -1,0 +1,196 @@
+"""Published process reward models, each by a small random one of its architecture: their scores are those of
+a plain forward pass in the layout of the model's card, one row at a time.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
+
+from grpo_dist.config import RewardModelConfig
+from grpo_dist.demo.tokenizer import END
+from grpo_dist.rewards.model_inputs import QWEN_SYSTEM_PROMPT, process_inputs
+from grpo_dist.rewards.models import Classifier, check_model
+from tests.support import made_classifiers
+from tests.support.made_process_models import (
+    made_math_shepherd,
+    made_qwen_prm,
+    made_rlhflow,
+    made_skywork_prm,
+    marked_tokenizer,
+)
+
+TOKENIZER = marked_tokenizer()
+PROBLEM = "1+1?"
+TEXTS = ["one\n\ntwo\n\nso 2", "2", "a\n\nb"]
+STEPS = [["one", "two", "so 2"], ["2"], ["a", "b"]]
+
+
+def settings(path, of_format, **more):
+    return RewardModelConfig(name="steps", path=str(path), kind="process", format=of_format, **more)
+
+
+def scored(path, of_format, texts=TEXTS, **more):
+    check_model(settings(path, of_format, **more))
+    ids = [np.array([*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id], np.int32) for text in texts]
+    return Classifier(settings(path, of_format, **more)).score(PROBLEM, texts, ids, TOKENIZER)
+
+
+def encode(text):
+    return torch.tensor([TOKENIZER(text, add_special_tokens=False)["input_ids"]])
+
+
+def agrees(scores, expected):
+    for own, wanted in zip(scores.step_rewards, expected, strict=True):
+        np.testing.assert_allclose(own, wanted, rtol=0, atol=1e-6)
+    flat = np.concatenate(expected)
+    assert len(np.unique(np.round(flat, 4))) == len(flat)  # each step has a score of its own
+    np.testing.assert_allclose(scores.rewards, [min(own) for own in expected], rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_qwen_is_read_at_each_extra_token(tmp_path):
+    model, expected = made_qwen_prm(tmp_path), []
+    for steps in STEPS:
+        answer = "<extra_0>".join(steps) + "<extra_0>"
+        ids = encode(f"<|system|>{QWEN_SYSTEM_PROMPT}<|user|>{PROBLEM}<|assistant|>{answer}{END}")
+        at = ids[0] == TOKENIZER.convert_tokens_to_ids("<extra_0>")
+        expected.append(model(ids)[0, at].softmax(-1)[:, 1].numpy())
+    agrees(scored(tmp_path, "qwen"), expected)
+
+
+def test_a_completion_cannot_write_scores_of_its_own(tmp_path):
+    made_qwen_prm(tmp_path)
+    texts = ["a <extra_0> b\n\nc", "<extra<extra_0>_0> b"]
+    scores = scored(tmp_path, "qwen", texts)
+    assert [len(own) for own in scores.step_rewards] == [2, 1] and np.isfinite(scores.rewards).all()
+
+
+@torch.no_grad()
+def test_math_shepherd_is_read_by_its_verdicts_at_the_step_tag(tmp_path):
+    model, expected = made_math_shepherd(tmp_path), []
+    verdicts = TOKENIZER.convert_tokens_to_ids(["+", "-"])
+    for steps in STEPS:
+        ids = encode(f"{PROBLEM} " + "\n".join(f"Step {i}: {s} ки" for i, s in enumerate(steps, 1)))
+        at = ids[0] == TOKENIZER.convert_tokens_to_ids("ки")
+        expected.append(model(ids).logits[0, at][:, verdicts].softmax(-1)[:, 0].numpy())
+    agrees(scored(tmp_path, "math_shepherd"), expected)
+
+
+def test_the_step_tag_within_a_word_is_no_step():
+    (row,) = process_inputs(settings("p", "math_shepherd"), TOKENIZER, "руки?", "", [("Step 1: руки", 0)])
+    assert TOKENIZER.decode(row.token_ids) == "руки? Step 1: руки ки"
+    assert row.read_at == [len(row.token_ids) - 1]
+
+
+@torch.no_grad()
+def test_rlhflow_is_asked_step_by_step(tmp_path):
+    """The model's own script runs the conversation anew for each step and reads before the last +."""
+    model, expected = made_rlhflow(tmp_path), []
+    verdicts = TOKENIZER.convert_tokens_to_ids(["+", "-"])
+    for steps in STEPS:
+        turns = []
+        for k, step in enumerate(steps):
+            turns.append(f"<|user|>{f'{PROBLEM} ' if k == 0 else ''}{step}<|assistant|>+{END}")
+            logits = model(encode("".join(turns))).logits[0, -3, verdicts]
+            turns_score = logits.softmax(-1)[0].item()
+            expected.append(turns_score)
+    ends = np.cumsum([len(steps) for steps in STEPS])[:-1]
+    agrees(scored(tmp_path, "rlhflow"), np.split(np.array(expected), ends))
+
+
+@torch.no_grad()
+def test_skywork_is_read_by_its_value_head(tmp_path):
+    (model, head), expected = made_skywork_prm(tmp_path), []
+    for steps in STEPS:
+        ids = encode(f"{PROBLEM}\n" + "".join(f"{step}\n" for step in steps))
+        hidden = model(ids, output_hidden_states=True).hidden_states[-1]
+        ends = np.cumsum([len(PROBLEM) + 1, *(len(step) + 1 for step in steps)])[1:] - 1
+        expected.append(head(hidden)[0, ends, 0].sigmoid().numpy())
+    agrees(scored(tmp_path, "skywork"), expected)
+
+
+@torch.no_grad()
+def test_a_sequence_classifier_scores_the_solution_up_to_each_step(tmp_path):
+    path, expected = made_classifiers.random(tmp_path, "outcome"), []
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    for text in TEXTS:
+        pieces = text.split("\n\n")
+        prefixes = ["\n\n".join(pieces[: k + 1]) for k in range(len(pieces))]
+        rows = [encode(f"<|user|>{PROBLEM}<|assistant|>{prefix}{END}") for prefix in prefixes]
+        hidden = [model.model(input_ids=ids).last_hidden_state[0, -1] for ids in rows]
+        expected.append(np.array([model.score(last).item() for last in hidden]))
+    scores = scored(path, "prefixes")
+    agrees(scores, expected)
+    ids = [np.arange(len(text) + 1, dtype=np.int32) for text in TEXTS]
+    whole = Classifier(RewardModelConfig(name="m", path=path)).score(PROBLEM, TEXTS, ids, TOKENIZER)
+    np.testing.assert_allclose([own[-1] for own in scores.step_rewards], whole.rewards, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("of_format", "make"),
+    [
+        ("qwen", made_qwen_prm), ("math_shepherd", made_math_shepherd), ("rlhflow", made_rlhflow),
+        ("skywork", made_skywork_prm),
+    ],
+)  # fmt: skip
+def test_batches_do_not_change_scores_of_steps(tmp_path, of_format, make):
+    make(tmp_path)
+    texts = [*TEXTS, "long " * 20, "\n\n".join("abcdef"), ""]
+    one, many = (scored(tmp_path, of_format, texts, micro_batch_tokens=budget) for budget in (1, 10_000))
+    for own, other in zip(one.step_rewards, many.step_rewards, strict=True):
+        np.testing.assert_allclose(own, other, rtol=0, atol=1e-5)
+    assert [ends.tolist() for ends in one.step_ends] == [ends.tolist() for ends in many.step_ends]
+
+
+def test_a_step_too_far_for_the_model_is_not_scored_and_those_before_are(tmp_path):
+    """Prefixes are rows of their own: the first fits into 64 positions, the second does not."""
+    path = made_classifiers.by_hand(tmp_path, "outcome")
+    scores = scored(path, "prefixes", ["3\n\n" + "3" * 80])
+    assert np.isnan(scores.step_rewards[0]).tolist() == [False, True] and np.isnan(scores.rewards[0])
+
+
+def refused(path, of_format, **more):
+    with pytest.raises(ValueError) as refusal:
+        check_model(settings(path, of_format, **more))
+    assert "rewards.models steps: path = " in str(refusal.value)
+    return str(refusal.value)
+
+
+def test_models_of_another_format_are_refused_without_loading(tmp_path):
+    made_qwen_prm(tmp_path / "qwen")
+    made_math_shepherd(tmp_path / "shepherd")
+    outcome = made_classifiers.by_hand(tmp_path / "outcome", "outcome")
+    message = refused(tmp_path / "qwen", "math_shepherd")
+    assert (
+        "Qwen2ForProcessRewardModel" in message
+        and "of format math_shepherd needs one of ...ForCausalLM" in message
+    )
+    assert "no single token '<extra_0>'" in refused(outcome, "qwen")
+    message = refused(tmp_path / "shepherd", "math_shepherd", verdict_tokens=("+", "+"))
+    assert "does not tell the verdicts ['+', '+'] apart" in message
+    made_math_shepherd(tmp_path / "capped")
+    file = tmp_path / "capped" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"final_logit_softcapping": 30.0}))
+    assert "final_logit_softcapping = 30.0" in refused(tmp_path / "capped", "math_shepherd")
+
+
+def test_a_model_without_the_head_of_its_format_is_refused(tmp_path):
+    made_skywork_prm(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = {name: value for name, value in load_file(file).items() if name != "v_head.summary.bias"}
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"no head of format skywork .*v_head\.summary\.bias"):
+        Classifier(settings(tmp_path, "skywork"))
+
+
+def test_settings_of_another_format_are_refused():
+    with pytest.raises(ValueError, match="verdict_tokens: format qwen has none"):
+        settings("p", "qwen", verdict_tokens=("a", "b"))
+    with pytest.raises(ValueError, match="step_mark: format rlhflow has none"):
+        settings("p", "rlhflow", step_mark="x")
+    with pytest.raises(ValueError, match="format: settings of kind process"):
+        RewardModelConfig(name="m", path="p", format="qwen")
