@@ -4,6 +4,7 @@ rewards [G] of each group     clipped, normalised                  reward_clip, 
                               (what is not finite: not scored)
   -> advantages [G]           the estimator                        advantage, std
   -> advantages [B, T]        spread over tokens, or of steps      process, turn
+                              plus those of steps                  outcome_coef, process_coef
                               weighed                              reward_coef
                               less the KL still to come            kl_coef
                               whitened over tokens                 whiten, then the weight
@@ -46,6 +47,8 @@ class AdvantageSettings:
     eps: float = 1e-6
     k: int = 4  # of pass_at_k
     turn_discount: float = 1.0  # of turn
+    outcome_coef: float = 1.0  # with process_coef: weight of the estimator's advantages
+    process_coef: float = 0.0  # weight of the advantages of steps beside them; 0: they have none
     weights: Mapping[str, float] = field(default_factory=dict)  # of each reward, for gdpo
     reward_clip: float | None = None  # rewards are clipped to +- this
     reward_norm: str = "none"
@@ -63,9 +66,9 @@ class AdvantageSettings:
 def sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[np.ndarray]:
     """Return advantages [G] for each group; zeros with the estimators `process` and `turn`.
 
-    float64 where whitening, a KL term or a teacher's term still follows, which `token_advantages` ends in
-    float32: whitening looks at differences, of which float32 keeps few digits where the mean is large.
-    float32 otherwise.
+    float64 where whitening, or a term of the KL, of steps or of a teacher still follows, which
+    `token_advantages` ends in float32: whitening looks at differences, of which float32 keeps few digits
+    where the mean is large. float32 otherwise.
     """
     sizes = [len(g.rewards) for g in groups]
     if settings.estimator in (PROCESS, TURN):
@@ -79,7 +82,7 @@ def sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> l
     estimator = named(ADVANTAGES, settings.estimator, "advantage")
     inputs = {name: _INPUTS[name](groups, settings) for name in ADVANTAGE_INPUTS.get(settings.estimator, ())}
     advantages = estimator(rewards, ids, **inputs)
-    follows = settings.whiten or settings.kl_coef or settings.teacher_coef
+    follows = settings.whiten or settings.kl_coef or settings.teacher_coef or settings.process_coef
     return [part.numpy() for part in (advantages if follows else advantages.float()).split(sizes)]
 
 
@@ -105,6 +108,10 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Advan
         advantages = _process(batch, groups, settings)
     if settings.estimator == TURN:
         advantages = _turn_level(batch, groups, settings)
+    if settings.process_coef:
+        # PRIME (Cui et al. 2025, arXiv:2502.01456), equation 6: each has a baseline of its own.
+        steps = _process(batch, groups, settings)
+        advantages = settings.outcome_coef * advantages + settings.process_coef * steps
     if not settings.whiten:  # which would undo any weight but 0
         advantages = advantages * settings.reward_coef
     if settings.kl_coef:
@@ -219,6 +226,11 @@ def _samples_of_rows(groups: Sequence[Group]) -> Int[Tensor, " B"] | None:
     return torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
 
 
+def _wants_steps(settings: AdvantageSettings) -> str:
+    by_coef = f"algorithm.process_coef = {settings.process_coef:g}"
+    return by_coef if settings.process_coef else "algorithm.advantage = process"
+
+
 def _process(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageSettings) -> Tensor:
     """Take the steps of a process reward model, or the turns that have a reward."""
     spans = [span for span in _turn_spans(groups) if span.turn.reward is not None]
@@ -235,8 +247,8 @@ def _process(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageSett
             rows += [row + sample] * len(values)
         if group.step_rewards is None and not any(r.turns for r in group.rollouts):
             raise ValueError(
-                f"algorithm.advantage = process, but {group.prompt.uid} has no step rewards; add a process "
-                "reward model to rewards.models, or use an environment that rewards turns"
+                f"{_wants_steps(settings)}, but {group.prompt.uid} has no step rewards; add a process reward "
+                "model to rewards.models, or use an environment that rewards turns"
             )
         row += sum(len(r.rows) for r in group.rollouts)
     return process(

@@ -70,6 +70,14 @@ class AlgorithmConfig(Section):
     )
     advantage_eps: PositiveFloat = Field(1e-6, description="added to the standard deviation that divides")
     pass_k: PositiveInt = Field(4, description="k of advantage pass_at_k; below batch.samples_per_prompt")
+    outcome_coef: NonNegative = Field(
+        1.0, description="with process_coef: weight of the advantages of `advantage`, those of outcomes"
+    )
+    process_coef: NonNegative = Field(
+        0.0,
+        description="weight of the advantages of step rewards, which are normalised by themselves and added "
+        "to those of `advantage` (PRIME); 0: step rewards only enter the total reward",
+    )
     turn_discount: Fraction = Field(1.0, description="factor of later turns in the return of advantage turn")
     reward_clip: PositiveFloat | None = Field(None, description="clip rewards to +- this; null: off")
     reward_norm: RewardNorm = Field(

@@ -8,6 +8,7 @@ from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
 from grpo_dist.config.distillation_checks import distillation_contradictions
 from grpo_dist.config.episode_checks import episode_contradictions
 from grpo_dist.config.sections import Sections
+from grpo_dist.config.step_checks import step_contradictions
 
 # Settings that each choice of `algorithm` reads; a run would silently ignore any other.
 _USE_STD = ("grpo", "gdpo", "process", "turn")
@@ -25,7 +26,7 @@ _OTHER_REWARDS = {
 def learns_from_equal_rewards(config: Sections) -> bool:
     """Return whether a step can learn from groups of equal rewards, or beside them."""
     other_streams = bool(config.distillation.teachers) or config.demonstrations is not None
-    estimates = config.algorithm.advantage in _LEARN_FROM_EQUAL_REWARDS
+    estimates = config.algorithm.advantage in _LEARN_FROM_EQUAL_REWARDS or config.algorithm.process_coef > 0
     return estimates or config.rewards.shuffle or other_streams
 
 
@@ -45,6 +46,7 @@ def contradictions(config: Sections) -> Iterator[str]:
     yield from distillation_contradictions(config)
     yield from _of_the_updates(config)
     yield from _of_the_samples(config)
+    yield from step_contradictions(config)
     yield from _of_the_ranks(config)
     yield from _of_the_offload(config)
     yield from _without_effect(config)
@@ -153,6 +155,7 @@ def _of_the_samples(config: Sections) -> Iterator[str]:
     reads_unshuffled = {
         "`algorithm.advantage` = gdpo": a.advantage == "gdpo",
         "`algorithm.advantage` = process": a.advantage == "process",
+        "`algorithm.process_coef`": a.process_coef > 0,
         "`algorithm.advantage` = remax": a.advantage == "remax",
         "`algorithm.advantage` = turn": a.advantage == "turn",
         "`dynamic_sampling.enabled`": dynamic,

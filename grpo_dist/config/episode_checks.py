@@ -15,12 +15,6 @@ def episode_contradictions(config: Sections) -> Iterator[str]:
     data, advantage, rewards = config.data, config.algorithm.advantage, config.rewards
     without = [str(source.path) for source in data.train if data.environment_of(source) is None]
     scores_steps = any(model.kind == "process" for model in rewards.models)
-    if advantage == "process" and not scores_steps and without:
-        yield (
-            "`algorithm.advantage` = process needs scores of reasoning steps or turns, but `rewards.models` "
-            f"has no model of `kind: process`, and source {without[0]} of `data.train` no environment; add "
-            "one of them"
-        )
     if scores_steps and len(without) < len(data.train):
         yield (
             "`rewards.models` has a model of `kind: process`, which scores the steps of a single completion, "

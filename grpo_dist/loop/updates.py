@@ -176,6 +176,8 @@ def advantage_settings(
         eps=algorithm.advantage_eps,
         k=algorithm.pass_k,
         turn_discount=algorithm.turn_discount,
+        outcome_coef=algorithm.outcome_coef,
+        process_coef=algorithm.process_coef,
         weights={r.name or r.function: r.weight for r in rewards.functions}
         | {m.name: m.weight for m in rewards.models},
         reward_clip=algorithm.reward_clip,

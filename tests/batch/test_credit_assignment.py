@@ -84,6 +84,38 @@ def test_step_rewards_become_token_advantages_at_their_positions():
         credited([group_of([1, 0], [1, 1])], AdvantageSettings(estimator="process"))
 
 
+def with_steps(rewards=(1, 0)):
+    steps = (np.array([1.0, 0.0], np.float32), np.array([1.0], np.float32))
+    ends = (np.array([0, 2], np.int32), np.array([1], np.int32))
+    return group_of(list(rewards), [3, 2], step_rewards=steps, step_ends=ends)
+
+
+def test_advantages_of_outcomes_and_steps_add_up_with_their_weights():
+    """Outcomes 1, 0 centred: .5, -.5. Steps 1, 0, 1 centred: 1/3, -2/3, 1/3, summed from behind."""
+    how = AdvantageSettings(std="none", outcome_coef=2.0, process_coef=3.0)
+    got = credited([with_steps()], how)
+    torch.testing.assert_close(got[0], torch.tensor([0, 0, 1 - 1.0, 1 - 2.0, 1 - 2.0]))
+    torch.testing.assert_close(got[1], torch.tensor([0, 0, -1 + 1.0, -1 + 1.0, 0]))
+    halved = credited([with_steps()], replace(how, reward_coef=0.5))
+    torch.testing.assert_close(halved, 0.5 * got)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "dr_grpo", "reinforce_pp_baseline", "opo"])
+def test_steps_beside_an_estimator_are_the_sum_of_both_alone(estimator):
+    groups = [with_steps(), with_steps((0, 3))]
+    outcome = credited(groups, AdvantageSettings(estimator=estimator))
+    steps = credited(groups, AdvantageSettings(estimator="process"))
+    both = credited(groups, AdvantageSettings(estimator=estimator, outcome_coef=0.5, process_coef=2.0))
+    torch.testing.assert_close(both, 0.5 * outcome + 2.0 * steps)
+
+
+def test_equal_outcomes_leave_the_signal_of_steps():
+    got = credited([with_steps((1, 1))], AdvantageSettings(process_coef=1.0))
+    torch.testing.assert_close(got, credited([with_steps()], AdvantageSettings(estimator="process")))
+    with pytest.raises(ValueError, match=r"algorithm\.process_coef = 1, but .* has no step rewards"):
+        credited([group_of([1, 0], [1, 1])], AdvantageSettings(process_coef=1.0))
+
+
 def test_steps_of_a_sample_without_a_reward_do_not_move_the_others():
     """The third sample has step scores, but its reward failed: its group must look as without it."""
     steps = [np.array(own, np.float32) for own in ([1.0, 0.0], [1.0], [9.0, -7.0])]
