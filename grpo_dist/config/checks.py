@@ -12,7 +12,7 @@ from grpo_dist.config.step_checks import step_contradictions
 
 # Settings that each choice of `algorithm` reads; a run would silently ignore any other.
 _USE_STD = ("grpo", "gdpo", "process", "turn")
-# Estimators that can learn from a group of equal rewards, which dynamic sampling would drop.
+# Estimators that can learn from a group of equal rewards.
 _LEARN_FROM_EQUAL_REWARDS = ("remax", "gdpo", "process", "turn", "reinforce_pp")
 # Estimators that read more than the total reward of each sample, and what they read.
 _OTHER_REWARDS = {
@@ -136,10 +136,12 @@ def _of_the_engines(config: Sections) -> Iterator[str]:
 
 def _of_the_samples(config: Sections) -> Iterator[str]:
     a, dynamic = config.algorithm, config.dynamic_sampling.enabled
-    if dynamic and a.advantage in _LEARN_FROM_EQUAL_REWARDS:
+    metric, rewards = config.dynamic_sampling.metric, config.rewards
+    known = [r.name or r.function for r in rewards.functions] + [m.name for m in rewards.models]
+    if metric is not None and metric != "accuracy" and metric not in known:
         yield (
-            f"`dynamic_sampling.enabled` drops groups of equal rewards, but `algorithm.advantage` = "
-            f"{a.advantage} can learn from them; set `dynamic_sampling.enabled` to false"
+            f"`dynamic_sampling.metric` = {metric}: no such reward; expected accuracy or one of "
+            f"{', '.join(known)}"
         )
     if a.advantage in ("gdpo", "process", "turn") and a.reward_clip is not None:
         yield (
@@ -225,6 +227,11 @@ def _without_effect(config: Sections) -> Iterator[str]:
         (
             "dynamic_sampling.max_extra_prompts",
             dynamic.max_extra_prompts is not None and not dynamic.enabled,
+            "dynamic_sampling.enabled=true",
+        ),
+        (
+            "dynamic_sampling.metric",
+            dynamic.metric is not None and not dynamic.enabled,
             "dynamic_sampling.enabled=true",
         ),
         (

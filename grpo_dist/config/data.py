@@ -159,14 +159,23 @@ class BatchConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """DAPO: replace groups of equal rewards by groups of extra prompts, the next of the epoch."""
+    """DAPO: replace groups without a signal by groups of extra prompts, the next of the epoch."""
 
-    enabled: bool = Field(False, description="replace groups of equal rewards")
+    enabled: bool = Field(
+        False, description="replace each group without a signal as soon as it is found, e.g. of equal rewards"
+    )
+    metric: str | None = Field(
+        None,
+        description="what must differ within a group: the name of a reward, or `accuracy` (right or wrong, "
+        "as in evaluations); null: what algorithm.advantage looks at, mostly the total reward",
+    )
     max_extra_prompts: PositiveInt | None = Field(
         None,
         description="most extra prompts per step; null: three times batch.prompts_per_step. Fewer with small "
         "data, as all batches in flight take at most one epoch",
     )
     oversample: Annotated[float, Field(ge=1)] = Field(
-        1.0, description="extra prompts launched at once per missing group"
+        1.0,
+        description="extra prompts launched per group still missing once the groups of the step's own "
+        "prompts are known; 1: one for each group without a signal",
     )

@@ -138,7 +138,8 @@ PEER_TABLE = (
     row("algorithm.old_logprobs", "verl's bypass_mode and ROLL's force_disable_old_logprobs_recompute: "
         "rollout", verl="algorithm.rollout_correction.bypass_mode",
         roll="force_disable_old_logprobs_recompute enable_old_logprobs_recompute"),
-    row("dynamic_sampling.enabled", verl="algorithm.filter_groups.enable algorithm.filter_groups.metric",
+    row("dynamic_sampling.enabled", "verl's metric is `dynamic_sampling.metric`: acc is accuracy, the others "
+        "null", verl="algorithm.filter_groups.enable algorithm.filter_groups.metric",
         openrlhf="algo.dynamic_filtering_enable dynamic_filtering algo.dynamic_filtering_range "
         "dynamic_filtering_reward_range", roll="query_filter_config is_use_additional_prompts"),
     row("dynamic_sampling.max_extra_prompts", "prompts; verl counts batches: (batches - 1) * "

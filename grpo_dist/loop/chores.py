@@ -16,7 +16,7 @@ from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
 from grpo_dist.loop.concurrent_evaluation import ConcurrentEvaluation
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.ledger import ledger_entry
-from grpo_dist.loop.metrics import throughput_metrics
+from grpo_dist.loop.metrics import sampling_cost, throughput_metrics
 from grpo_dist.loop.pipeline import Pipeline
 from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.staging import Staged, Staging
@@ -234,7 +234,7 @@ class Chores(StepChores):
         if self._concurrent is not None:
             self._concurrent.check()
         metrics = metrics | await self._final_metrics(staged, batch.sampled, timer, trained=trained)
-        metrics["group/extra_prompts"] = float(len(batch.discarded))
+        metrics |= sampling_cost(batch.groups, batch.discarded, staged.groups_with_signal)
         alarms, counts = health.examine(step, metrics)
         metrics |= counts
         usage = self._workers.usage

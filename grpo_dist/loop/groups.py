@@ -9,16 +9,18 @@ teachers             | log-probs              those that teach the prompt's sour
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.progress import SampledBatch
+from grpo_dist.loop.refill import Refill
 from grpo_dist.runtime.concurrency import gather, sampled_again
 from grpo_dist.runtime.seeds import request_seed
-from grpo_dist.types import Group, Prompt, Rollout, Sampling, has_signal
+from grpo_dist.types import Group, Prompt, Rollout, Sampling
 from grpo_dist.workers import RolloutsRef, Workers
 
 
@@ -93,27 +95,19 @@ class GroupScorer:
         return ScoredBatch(await gather(self._scored(prompt, batch) for prompt in prompts))
 
     async def score_with_signal(
-        self, prompts: Sequence[Prompt], batch: int, *, wanted: int, oversample: float
+        self,
+        prompts: Sequence[Prompt],
+        batch: int,
+        *,
+        wanted: int,
+        oversample: float,
+        has_signal: Callable[[Group], bool],
     ) -> SampledBatch:
-        """Sample dynamically: return ``wanted`` groups, those with a signal first, and the discarded surplus.
-
-        Args:
-            prompts: ``wanted`` of the step itself, then those to draw on where groups have no signal. When
-                they run out, groups without a signal fill the batch.
-            oversample: prompts to draw per missing group.
+        """Sample dynamically, see `refill.Refill`: ``prompts`` are ``wanted`` of the step itself, then those
+        to draw on where groups have no signal.
         """
-        extra = prompts[wanted:]
-        useful: list[Group] = []
-        silent: list[Group] = []
-        asked, used = prompts[:wanted], 0
-        while asked:
-            for group in await gather(self._group(prompt, batch) for prompt in asked):
-                (useful if has_signal(group.rewards) else silent).append(group)
-            missing = max(wanted - len(useful), 0)
-            asked = extra[used : used + math.ceil(missing * oversample)]
-            used += len(asked)
-        groups = useful + silent
-        return SampledBatch(groups[:wanted], groups[wanted:])
+        sample = partial(self._group, batch=batch)
+        return await Refill(sample, has_signal, prompts, wanted=wanted, oversample=oversample).batch()
 
     async def with_reference(self, batch: SampledBatch) -> ScoredBatch:
         """Compute the log-probs of reference and teachers of groups that are sampled and scored already."""

@@ -130,11 +130,38 @@ def distillation_metrics(scored: Sequence[ScoredGroup], with_signal: Collection[
     }
 
 
+def sampling_cost(
+    groups: Sequence[Group], discarded: Sequence[Group], with_signal: Collection[int]
+) -> dict[str, float]:
+    """Compute what a step sampled for what it learns from; the ratios are left out where that is nothing.
+
+    Args:
+        groups: of the batch.
+        discarded: sampled for the step besides.
+        with_signal: indices of ``groups`` that the update learns from.
+    """
+    trained = [group for i, group in enumerate(groups) if i in with_signal]
+    metrics = {"group/extra_prompts": float(len(discarded))}
+    if trained:
+        drawn = [*groups, *discarded]
+        metrics["group/samples_per_trained"] = _samples(drawn) / _samples(trained)
+        metrics["group/tokens_per_trained"] = _tokens(drawn) / max(_tokens(trained), 1)
+    return metrics
+
+
+def _samples(groups: Sequence[Group]) -> int:
+    return sum(len(group.rollouts) for group in groups)
+
+
+def _tokens(groups: Sequence[Group]) -> int:
+    """Count the tokens that the policy sampled."""
+    return sum(len(rollout.sampled_ids) for group in groups for rollout in group.rollouts)
+
+
 def throughput_metrics(groups: Sequence[Group], times: dict[str, float]) -> dict[str, float]:
     """Return ``times``, seconds of one step by `Stopwatch`, and sampled tokens and samples per second."""
-    completion = sum(len(r.sampled_ids) for g in groups for r in g.rollouts)
+    completion, samples = _tokens(groups), _samples(groups)
     prompts = sum(len(g.prompt.token_ids) * len(g.rollouts) for g in groups)
-    samples = sum(len(g.rollouts) for g in groups)
     return times | {
         "throughput/completion_tokens_per_s": completion / times["time/step_s"],
         "throughput/tokens_per_s": (completion + prompts) / times["time/step_s"],

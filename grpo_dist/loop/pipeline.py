@@ -21,6 +21,7 @@ from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.groups import GroupScorer, ScoredBatch, as_drawn
 from grpo_dist.loop.progress import PipelineState, SampledBatch
 from grpo_dist.loop.sampling_schedule import SamplingSchedule
+from grpo_dist.loop.updates import signal_rule
 from grpo_dist.runtime.concurrency import deadline, finished_unless_stopped
 from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
@@ -37,6 +38,7 @@ class Pipeline:
     ) -> None:
         self._prompts, self._where_stuck = prompts, workers.where_stuck
         self._dynamic, self._per_step = config.dynamic_sampling, config.batch.prompts_per_step
+        self._has_signal = signal_rule(config.algorithm, config.rewards, config.dynamic_sampling.metric)
         self._drains = config.weight_sync.mode == "drain"
         self._sample_s = config.cluster.timeouts.sample_s
         self._schedule = SamplingSchedule(config.sampling, state.schedule)
@@ -173,7 +175,11 @@ class Pipeline:
         if not self._dynamic.enabled:
             return await self._scorer.score(prompts, batch)
         sampled = await self._scorer.score_with_signal(
-            prompts, batch, wanted=self._per_step, oversample=self._dynamic.oversample
+            prompts,
+            batch,
+            wanted=self._per_step,
+            oversample=self._dynamic.oversample,
+            has_signal=self._has_signal,
         )
         return await self._scorer.with_reference(sampled)
 

@@ -15,6 +15,7 @@ from grpo_dist.batch.credit_assignment import (
     token_advantages,
 )
 from grpo_dist.batch.rows import make_batch, split_updates
+from grpo_dist.batch.signal import SignalRule
 from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.config import (
     AlgorithmConfig,
@@ -189,6 +190,12 @@ def advantage_settings(
         whiten=algorithm.whitens,
         clip=algorithm.advantage_clip,
     )
+
+
+def signal_rule(algorithm: AlgorithmConfig, rewards: RewardsConfig, metric: str | None) -> SignalRule:
+    """Return which groups dynamic sampling keeps. ``metric``: `dynamic_sampling.metric`."""
+    settings = advantage_settings(algorithm, rewards, 0.0)
+    return SignalRule(settings.estimator, metric, settings.weights, settings.turn_discount)
 
 
 def _without_idle_rows(algorithm: AlgorithmConfig, has_kl_term: bool, batch: TrainBatch) -> TrainBatch:

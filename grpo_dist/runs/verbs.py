@@ -23,7 +23,7 @@ from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
 from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.groups import GroupScorer, ScoredBatch, ScoredGroup
 from grpo_dist.loop.kl_controller import KLController
-from grpo_dist.loop.metrics import rollout_metrics
+from grpo_dist.loop.metrics import rollout_metrics, sampling_cost
 from grpo_dist.loop.pipeline import order_of
 from grpo_dist.loop.progress import ScheduleState
 from grpo_dist.loop.sampling_schedule import SamplingSchedule, drawn_with
@@ -149,7 +149,7 @@ class Verbs:
         staged = await self._staging.take(
             step, ScoredBatch(list(scored), advantages=own), kl_coef=self._kl.coef
         )
-        metrics |= staged.metrics
+        metrics |= staged.metrics | sampling_cost(groups, [], staged.groups_with_signal)
         if self._synced == step:
             metrics |= await self._probe.finish(step, timer)
         judged = self._health.judge_batch(step + 1, groups, metrics, own_advantages=advantages is not None)

@@ -19,15 +19,22 @@ T = TypeVar("T")
 _ASK_S = 0.2  # between two checks whether to stop waiting
 
 
-async def gather(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Return the results in order. The first failure cancels the others and is raised itself, not in a
-    group.
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A group of tasks, which may create further ones; ends when all are done. The first failure cancels the
+    others and is raised itself, not in a group.
     """
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(c) for c in coroutines]
+            yield group
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from failures.exceptions[0].__cause__
+
+
+async def gather(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Return the results in order. Fails as `task_group` does."""
+    async with task_group() as group:
+        tasks = [group.create_task(c) for c in coroutines]
     return [task.result() for task in tasks]  # bounded: they are done
 
 

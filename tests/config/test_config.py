@@ -94,6 +94,7 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
         ),
         ("algorithm.reward_shift=false", ["`algorithm.reward_shift` has no effect without"]),
         ("dynamic_sampling.oversample=2", ["has no effect without dynamic_sampling.enabled=true"]),
+        ("dynamic_sampling.metric=math", ["has no effect without dynamic_sampling.enabled=true"]),
         ("reference.refresh_mix=0.5", ["has no effect without reference.refresh_every"]),
         (
             "algorithm={policy_loss: policy_gradient, old_logprobs: rollout}",
@@ -146,7 +147,6 @@ def test_bad_value_is_refused_with_key_value_and_remedy(base, override, words):
         (["algorithm={advantage: turn, process_coef: 1}"], ["use an estimator of outcomes"]),
         (["algorithm={outcome_coef: 0, process_coef: 1}"], ["set `algorithm.advantage` = process"]),
         (["algorithm.advantage=process", "rewards.shuffle=true"], ["the run is no control"]),
-        (["algorithm.advantage=turn", "dynamic_sampling.enabled=true"], ["drops groups of equal rewards"]),
     ],
 )
 def test_what_turns_of_an_environment_exclude_is_refused(base, overrides, words):
@@ -183,7 +183,10 @@ def test_cyclic_defaults_are_refused(tmp_path):
             ["algorithm.policy_loss=policy_gradient", "batch.epochs_per_batch=2"],
             ["nothing bounds a second update", "set both to 1"],
         ),
-        (["algorithm.advantage=remax", "dynamic_sampling.enabled=true"], ["can learn from them"]),
+        (
+            ["dynamic_sampling={enabled: true, metric: acc}"],
+            ["`dynamic_sampling.metric` = acc: no such reward; expected accuracy or one of math"],
+        ),
         (["algorithm.advantage=gdpo", "rewards.shuffle=true"], ["`rewards.shuffle` = true", "gdpo"]),
         (["data.order=pass_rate", "rewards.shuffle=true"], ["`data.order` = pass_rate"]),
         (["data.environment=pyton"], ["`data.environment`", "'pyton' is unknown", "my_module:Class"]),

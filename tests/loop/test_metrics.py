@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grpo_dist.loop.metrics import rollout_metrics
+from grpo_dist.loop.metrics import rollout_metrics, sampling_cost
 from grpo_dist.types import FurtherRow, Rollout, ToolCall, Turn
 from tests.support.made_groups import group, group_of
 
@@ -76,3 +76,15 @@ def test_a_run_without_environments_has_no_metrics_of_episodes():
     metrics = rollout_metrics([group_of([1, 0], [3, 2])], version=0)
     assert not any(name.startswith(("episode/", "time/")) for name in metrics)
     assert metrics["rollout/tokens"] == 5.0 and metrics["rollout/length_tokens"] == 2.5
+
+
+def test_the_cost_of_a_step_by_hand():
+    """Of two groups of the batch one teaches; the third was discarded."""
+    groups = [group_of([0, 1], [2, 4]), group_of([1, 1], [3, 3])]
+    discarded = [group_of([0, 0, 0], [1, 1, 4])]
+    assert sampling_cost(groups, discarded, {0}) == {
+        "group/extra_prompts": 1.0,
+        "group/samples_per_trained": 3.5,
+        "group/tokens_per_trained": 3.0,
+    }
+    assert sampling_cost(groups, [], set()) == {"group/extra_prompts": 0.0}

@@ -51,6 +51,7 @@ SECTIONS = (
             Chart("outcomes", (r"outcome/.+",)),
             Chart("groups without signal", (r"group/no_signal_share",)),
             Chart("extra prompts drawn", (r"group/extra_prompts",)),
+            Chart("drawn for each trained", (r"group/(?:samples|tokens)_per_trained",)),
             Chart("share of each pool", (r"pool/.+/share",)),
             Chart("pass rate of each pool", (r"pool/.+/pass_rate",)),
             Chart("usefulness of each pool", (r"pool/.+/usefulness",)),

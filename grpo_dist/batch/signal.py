@@ -1,0 +1,102 @@
+"""Whether a group has a signal: something that its estimator turns into an advantage other than 0.
+
+    estimator        what must differ within the group
+    gdpo             any reward whose weight is not 0
+    process          the rewards of steps, or of turns
+    turn             the returns of a turn, over the episodes that have it
+    remax            the reward of a sample, from that of the greedy answer
+    any other        the total reward
+
+REINFORCE++ compares with the whole batch, so it also learns from a group of equal rewards; what dynamic
+sampling replaces is such a group all the same (DAPO, arXiv:2503.14476, equation 11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from grpo_dist.algorithms.turn_level import turn_level
+from grpo_dist.batch.credit_assignment import PROCESS, TURN
+from grpo_dist.types import Group, correctness, has_signal
+
+ACCURACY = "accuracy"  # a metric of every run: right or wrong
+
+
+@dataclass(frozen=True, slots=True)
+class SignalRule:
+    """Which groups have a signal.
+
+    Attributes:
+        estimator: name in the registry of advantages.
+        metric: reward whose values must differ, or `ACCURACY`; None: what the estimator looks at.
+        weights: of each reward, for gdpo.
+        turn_discount: of the estimator turn.
+    """
+
+    estimator: str = "grpo"
+    metric: str | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
+    turn_discount: float = 1.0
+
+    def __call__(self, group: Group) -> bool:
+        """Return whether ``group`` has a signal. A sample without a total reward has no part in it."""
+        if self.metric is not None:
+            return has_signal(_of_scored(group, self._metric(group)))
+        if self.estimator == "gdpo":
+            parts = [part for name, part in group.reward_parts.items() if self.weights.get(name)]
+            return any(has_signal(_of_scored(group, part)) for part in parts)
+        if self.estimator == PROCESS:
+            return has_signal(_step_rewards(group))
+        if self.estimator == TURN:
+            return _turns_differ(group, self.turn_discount)
+        if self.estimator == "remax":
+            return _differs_from_greedy(group)
+        return has_signal(group.rewards)
+
+    def _metric(self, group: Group) -> np.ndarray:
+        """Return the metric of each sample [G]: the total reward where the group's source has no such
+        reward.
+        """
+        assert self.metric is not None
+        if self.metric == ACCURACY and ACCURACY not in group.reward_parts:
+            return correctness(group)
+        return group.reward_parts.get(self.metric, group.rewards)
+
+
+def _of_scored(group: Group, values: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(group.rewards) & np.isfinite(values), values, np.nan)
+
+
+def _step_rewards(group: Group) -> np.ndarray:
+    """Return the rewards of all steps and turns of the scored samples, end to end."""
+    scored = np.isfinite(group.rewards)
+    steps = [own for own, is_scored in zip(group.step_rewards or (), scored, strict=False) if is_scored]
+    samples = zip(group.rollouts, scored, strict=True)
+    turns = [turn.reward for sample, is_scored in samples if is_scored for turn in sample.turns]
+    given = np.array([reward for reward in turns if reward is not None], dtype=np.float64)
+    found = np.concatenate([given, *steps]).astype(np.float64)
+    return np.where(np.isfinite(found), found, np.nan)
+
+
+def _turns_differ(group: Group, discount: float) -> bool:
+    turns = [(sample, turn.reward or 0.0) for sample, r in enumerate(group.rollouts) for turn in r.turns]
+    rewards = np.where(np.isfinite(group.rewards), group.rewards, np.nan).astype(np.float64)
+    advantages = turn_level(
+        torch.tensor([reward for _, reward in turns], dtype=torch.float64),
+        torch.tensor([sample for sample, _ in turns], dtype=torch.long),
+        torch.from_numpy(rewards),
+        torch.zeros(len(rewards), dtype=torch.long),
+        discount=discount,
+        std="none",
+    )
+    return bool(advantages.any())
+
+
+def _differs_from_greedy(group: Group) -> bool:
+    assert group.baseline_reward is not None, "remax has a greedy answer of every prompt"
+    known = group.rewards[np.isfinite(group.rewards)]
+    return bool(np.any(known != np.float32(group.baseline_reward)))

@@ -1,0 +1,94 @@
+"""Which groups have a signal, by estimator and by a chosen metric."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from grpo_dist.batch.signal import SignalRule
+from grpo_dist.types import Turn
+from tests.support.made_groups import group_of
+
+NAN = float("nan")
+
+
+def parts(**values):
+    return {name: np.array(own, np.float32) for name, own in values.items()}
+
+
+def with_turns(group, *rewards):
+    """Give each sample turns with these rewards."""
+    rollouts = [
+        replace(r, turns=tuple(Turn(0, i + 1, "", reward=value) for i, value in enumerate(own)))
+        for r, own in zip(group.rollouts, rewards, strict=True)
+    ]
+    return replace(group, rollouts=tuple(rollouts))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_pp", "opo", "pass_at_k", "somebodys_own"])
+def test_most_estimators_need_total_rewards_that_differ(estimator):
+    rule = SignalRule(estimator)
+    assert rule(group_of([0, 1], [3, 3]))
+    assert not rule(group_of([0.7, 0.7, NAN], [3, 3, 3]))
+    assert not rule(group_of([NAN, 1], [3, 3]))
+
+
+def test_a_metric_decides_in_place_of_the_total_reward():
+    both_right = group_of([1.0, 0.8], [3, 9], parts=parts(math=[1, 1], brevity=[0, -0.2]))
+    assert SignalRule()(both_right)
+    assert not SignalRule(metric="math")(both_right)
+    assert SignalRule(metric="brevity")(both_right)
+
+
+def test_accuracy_is_what_the_grader_says_and_else_whether_the_reward_is_above_a_half():
+    graded = replace(group_of([0.9, 0.6], [3, 3]), outcomes=("correct", "no_answer"))
+    assert SignalRule(metric="accuracy")(graded)
+    assert not SignalRule(metric="accuracy")(replace(graded, outcomes=("correct", "correct")))
+    assert not SignalRule(metric="accuracy")(group_of([0.9, 0.6], [3, 3]))
+    assert SignalRule(metric="accuracy")(group_of([0.9, 0.4], [3, 3]))
+    own = group_of([1, 1], [3, 3], parts=parts(accuracy=[0, 1]))
+    assert SignalRule(metric="accuracy")(own)  # a reward of that name is meant
+
+
+def test_a_sample_that_cannot_be_trained_on_is_no_part_of_the_signal():
+    group = group_of([1, NAN], [3, 3], parts=parts(math=[1, 0], judge=[0, NAN]))
+    assert not SignalRule(metric="math")(group)
+
+
+def test_a_group_without_the_chosen_reward_is_judged_by_its_total():
+    group = group_of([0, 1], [3, 3], parts=parts(judge=[0, 1]))
+    assert SignalRule(metric="math")(group)
+
+
+def test_gdpo_needs_any_weighted_reward_to_differ_even_if_the_totals_are_equal():
+    group = group_of([1, 1], [3, 3], parts=parts(a=[1, 0], b=[0, 1], c=[2, 3]))
+    assert SignalRule("gdpo", weights={"a": 1.0, "b": 1.0, "c": 0.0})(group)
+    assert not SignalRule("gdpo", weights={"a": 0.0, "b": 0.0, "c": 0.0})(group)
+    assert not SignalRule("gdpo", weights={"a": 1.0})(replace(group, reward_parts=parts(a=[1, 1])))
+
+
+def test_process_needs_step_rewards_that_differ():
+    steps = (np.array([0.5, 0.5], np.float32), np.array([0.5], np.float32))
+    ends = (np.array([0, 2], np.int32), np.array([2], np.int32))
+    equal = replace(group_of([0, 1], [3, 3]), step_rewards=steps, step_ends=ends)
+    assert not SignalRule("process")(equal)
+    other = (steps[0], np.array([0.25], np.float32))
+    assert SignalRule("process")(replace(equal, step_rewards=other))
+    unscored = group_of([0, NAN], [3, 3])
+    assert not SignalRule("process")(replace(unscored, step_rewards=other, step_ends=ends))
+    assert SignalRule("process")(with_turns(group_of([1, 1], [3, 3]), [0.0], [0.5]))
+
+
+def test_turn_level_needs_returns_of_one_turn_that_differ():
+    same = group_of([1, 1], [3, 3])
+    assert SignalRule("turn")(with_turns(same, [0.5, 0.0], [0.0, 0.0]))
+    assert not SignalRule("turn")(with_turns(same, [0.5], [0.5]))
+    # Equal sums: the first turn returns 1.5 in both, and only one has a second. With a discount it differs.
+    assert not SignalRule("turn")(with_turns(same, [0.0, 0.5], [0.5]))
+    assert SignalRule("turn", turn_discount=0.5)(with_turns(same, [0.0, 0.5], [0.5]))
+
+
+def test_remax_compares_with_the_greedy_answer():
+    group = group_of([0.7, 0.7], [3, 3], baseline_reward=0.7)
+    assert not SignalRule("remax")(group)  # float32(0.7) is no other reward than 0.7
+    assert SignalRule("remax")(replace(group, baseline_reward=0.0))
