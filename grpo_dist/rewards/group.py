@@ -41,6 +41,7 @@ class CompletionGroup:
     thought: Thought = NO_THOUGHT  # the tags around a thought, and whether the prompt opens it
     turns: tuple[Turns, ...] = ()  # [G], see `turns_for_rewards`; (): no environment
     given: tuple[int, ...] = ()  # [G] tokens that the environment put in; (): none
+    source: str = ""  # name of the data set that the problem came from
     rewarded_ends: frozenset[str] = frozenset()  # finish reasons in `environments.outcome_rewards`
 
     @classmethod
@@ -62,6 +63,7 @@ class CompletionGroup:
             token_ids=tuple(r.sampled_ids for r in rollouts),
             finish_reasons=tuple(r.finish_reason for r in rollouts),
             gold=prompt.answer,
+            source=prompt.source,
             columns={"problem": prompt.text, **prompt.columns},
             max_new_tokens=next((r.max_new_tokens for r in rollouts if r.max_new_tokens), max_new_tokens),
             thought=thought_for(prompt.thought, settings) if settings else prompt.thought,

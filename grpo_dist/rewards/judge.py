@@ -11,13 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from math import nan
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr
+from pydantic import Field, PositiveInt, PrivateAttr, model_validator
 
-from grpo_dist.config import Count, Section
+from grpo_dist.config import Section
 from grpo_dist.rewards.builtin import Builtin, Note
-from grpo_dist.rewards.chat_server import ChatServer, ChatSettings, NoReply, api_key
+from grpo_dist.rewards.chat_server import ChatServer, ChatSettings
+from grpo_dist.rewards.endpoint import NoReply, api_key
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.math import gold_text
+from grpo_dist.rewards.served import ServedSection
+from grpo_dist.rewards.template import fill, placeholders
 from grpo_dist.rewards.text import boxes
 from grpo_dist.rewards.verdict_cache import VerdictCache
 from grpo_dist.secrets import masked
@@ -51,7 +54,7 @@ EXAMPLES = (
 )
 
 
-class LLMJudge(Builtin):
+class LLMJudge(ServedSection, Builtin):
     """1 if the judge replies Yes, 0 if No; 1 without a request if the math grader accepts the answer.
 
     NaN when a request fails after all retries, or the reply is neither Yes nor No.
@@ -59,19 +62,32 @@ class LLMJudge(Builtin):
 
     base_url: str = Field(description="URL of the server, e.g. http://localhost:8000/v1")
     model: str = Field(description="name of the judge model on the server")
-    api_key_env: str | None = Field(None, description="environment variable that holds the key")
     only_when: Literal["wrong", "always"] = Field(
         "wrong", description="wrong: ask only if the math grader rejects the answer"
     )
     instruction: str = INSTRUCTION
     examples: tuple[Example, ...] = EXAMPLES
-    max_retries: Count = 3
-    timeout_s: PositiveFloat = Field(30.0, description="of one attempt")
-    requests_per_minute: PositiveFloat | None = Field(None, description="of the whole run")
-    max_concurrency: PositiveInt = Field(8, description="concurrent requests of one reward worker")
+    template: str | None = Field(
+        None,
+        description="the whole question in place of instruction and examples, with {reference} and "
+        "{candidate}, or %(expression1)s and %(expression2)s as in simple-evals, and optionally {problem}",
+    )
     max_tokens: PositiveInt = Field(8, description="longest reply")
     cache_path: str | None = Field(None, description="file of verdicts kept across runs; null: in memory")
     extra_body: dict[str, Any] = Field({}, description="further fields of each request")
+
+    @model_validator(mode="after")
+    def _shows_both_answers(self) -> LLMJudge:
+        if self.template is None:
+            return self
+        if self.instruction != INSTRUCTION or self.examples != EXAMPLES:
+            raise ValueError("template is the whole question; remove instruction and examples, or template")
+        if not {"reference", "candidate"} <= placeholders(self.template):
+            raise ValueError(
+                "template lacks a placeholder; expected {reference} and {candidate}, or %(expression1)s and "
+                "%(expression2)s"
+            )
+        return self
 
     _server: ChatServer = PrivateAttr()
     _cache: VerdictCache = PrivateAttr()
@@ -84,7 +100,7 @@ class LLMJudge(Builtin):
         server = self._connect(workers=1)
         where = f"the judge {self.model} at kwargs.base_url = {masked(self.base_url)}"
         try:
-            reply = server.reply(self.messages("4", "4"))
+            reply = server.reply(self.messages("4", "4", "What is 2+2?"))
         except NoReply as error:
             raise ValueError(
                 f"{where} does not reply ({error}); start it, or check base_url, model and api_key_env"
@@ -108,14 +124,14 @@ class LLMJudge(Builtin):
         accepted = [False] * len(group.completions)
         if self.only_when == "wrong":
             accepted = [correct == 1.0 for correct in verdicts.correct]
-        gold = gold_text(group.gold)
+        gold, problem = gold_text(group.gold), str(group.columns.get("problem", ""))
         candidates = [
             None if right else candidate(completion, gold)
             for right, completion in zip(accepted, group.outside_thoughts, strict=True)
         ]
         distinct = sorted({c for c in candidates if c})  # samples often agree; ask about each answer once
         judged = dict(
-            zip(distinct, self._threads.map(lambda c: self._verdict(gold, c), distinct), strict=True)
+            zip(distinct, self._threads.map(lambda c: self._verdict(gold, c, problem), distinct), strict=True)
         )
         return [
             1.0 if right else judged[c] if c else 0.0 for right, c in zip(accepted, candidates, strict=True)
@@ -126,8 +142,11 @@ class LLMJudge(Builtin):
         self._server.close()
         self._cache.close()
 
-    def messages(self, gold: str, answer: str) -> list[dict[str, str]]:
+    def messages(self, gold: str, answer: str, problem: str = "") -> list[dict[str, str]]:
         """Build the request as one user turn, because some models take no system prompt."""
+        if self.template is not None:
+            texts = {"reference": gold, "candidate": answer, "problem": problem}
+            return [{"role": "user", "content": fill(self.template, texts)}]
         shown = "\n\n".join(
             f"{_comparison(e.reference, e.candidate)}{'Yes' if e.equal else 'No'}" for e in self.examples
         )
@@ -135,17 +154,12 @@ class LLMJudge(Builtin):
         return [{"role": "user", "content": "\n\n".join(part for part in parts if part)}]
 
     def _connect(self, workers: int) -> ChatServer:
-        settings = ChatSettings(
-            timeout_s=self.timeout_s,
-            max_retries=self.max_retries,
-            requests_per_minute=self.requests_per_minute and self.requests_per_minute / workers,
-            max_tokens=self.max_tokens,
-            extra_body=self.extra_body,
-        )
-        return ChatServer(self.base_url, self.model, settings, api_key=api_key(self.api_key_env))
+        settings = ChatSettings(max_tokens=self.max_tokens, extra_body=self.extra_body)
+        key = api_key(self.api_key_env)
+        return ChatServer(self.base_url, self.model, settings, self.sending(workers), api_key=key)
 
-    def _verdict(self, gold: str, answer: str) -> float:
-        messages = self.messages(gold, answer)
+    def _verdict(self, gold: str, answer: str, problem: str) -> float:
+        messages = self.messages(gold, answer, problem)
         question = [self.base_url, self.model, self.extra_body, self.max_tokens, messages]
         equal = self._cache.get(question)
         if equal is None:

@@ -19,9 +19,11 @@ from grpo_dist.rewards import builtin
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.combine import Term, as_part, combine
 from grpo_dist.rewards.episodes import failure_of, with_outcome_rewards
+from grpo_dist.rewards.generative import Generative
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.judge import LLMJudge
 from grpo_dist.rewards.pool import Failure, GraderPool
+from grpo_dist.rewards.remote import Remote
 from grpo_dist.runtime.files import code_files
 from grpo_dist.secrets import masked_text, shown_value
 
@@ -38,6 +40,8 @@ REWARDS: dict[str, type[Builtin]] = {
     "cosine_length": builtin.CosineLength,
     "relative_length": builtin.RelativeLength,
     "judge": LLMJudge,
+    "remote": Remote,
+    "generative": Generative,
     "parity": builtin.Parity,
     "random": builtin.Random,
     "environment": builtin.EnvironmentSum,

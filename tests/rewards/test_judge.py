@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from grpo_dist.config import RewardConfig, RewardsConfig
-from grpo_dist.rewards.chat_server import ChatServer, ChatSettings, NoReply, RateLimit
+from grpo_dist.rewards.chat_server import ChatServer, ChatSettings
+from grpo_dist.rewards.endpoint import EndpointSettings, NoReply, RateLimit
 from grpo_dist.rewards.judge import LLMJudge, candidate, yes_or_no
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards, placed
@@ -28,7 +29,7 @@ def pool():
 
 def server(stand_in, **settings):
     sleep = settings.pop("sleep", lambda s: None)
-    return ChatServer(stand_in.base_url, "m", ChatSettings(**settings), sleep=sleep)
+    return ChatServer(stand_in.base_url, "m", ChatSettings(), EndpointSettings(**settings), sleep=sleep)
 
 
 def scores(pool, stand_in, completions, gold, **kwargs):
@@ -84,6 +85,35 @@ def test_the_request_is_greedy_and_shows_examples_before_the_pair(pool):
             "Reference: 8\nCandidate: 7\nSame:",
         }
     ]
+
+
+def test_a_template_is_the_whole_question(pool):
+    """In the notation of simple-evals, with texts of the model that look like placeholders themselves."""
+    template = "Expression 1: %(expression1)s\nExpression 2: %(expression2)s\nof {problem}, $\\frac{a}{b}$"
+    with StandIn(says_yes_to()) as stand_in:
+        scorer = Scorer(
+            [
+                spec(
+                    "judge",
+                    "judge",
+                    kwargs={"base_url": stand_in.base_url, "model": "m", "template": template},
+                )
+            ],
+            pool,
+        )
+        scorer.score(completion_group(["\\boxed{{reference}}"], "8", columns={"problem": "4+4 {candidate}"}))
+        scorer.close()
+    (body,) = stand_in.requests
+    expected = "Expression 1: 8\nExpression 2: {reference}\nof 4+4 {candidate}, $\\frac{a}{b}$"
+    assert body["messages"] == [{"role": "user", "content": expected}]
+
+
+def test_a_template_without_both_answers_is_refused():
+    assert "template lacks a placeholder" in refused(
+        base_url="http://127.0.0.1:9/v1", template="{reference}?"
+    )
+    both = {"template": "{reference} {candidate}", "instruction": "Same?"}
+    assert "remove instruction and examples" in refused(base_url="http://127.0.0.1:9/v1", **both)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +214,7 @@ def test_a_connection_that_breaks_within_a_reply_is_retried():
 def test_an_absent_server_is_a_connection_error():
     with StandIn(lambda body, number: "Yes") as stand_in:
         pass
-    with pytest.raises(NoReply, match="APIConnectionError"):
+    with pytest.raises(NoReply, match="ConnectError"):
         server(stand_in, max_retries=1).reply(QUESTION)
 
 
@@ -215,7 +245,7 @@ def test_the_rate_limit_spaces_requests_evenly():
 
 def test_workers_share_the_rate_limit(pool):
     judge = LLMJudge(base_url="http://127.0.0.1:9/v1", model="m", requests_per_minute=60)
-    intervals = [judge._connect(workers)._limit._interval for workers in (1, 4)]
+    intervals = [judge._connect(workers).endpoint._limit._interval for workers in (1, 4)]
     assert intervals == pytest.approx([1.0, 4.0])
 
 
@@ -223,7 +253,7 @@ def test_attempts_count_against_the_rate_limit():
     with StandIn(lambda body, number: failing(500)) as stand_in:
         limited = server(stand_in, max_retries=2, requests_per_minute=6000)
         waits = Counter()
-        limited._limit.wait = lambda: waits.update(["wait"])
+        limited.endpoint._limit.wait = lambda: waits.update(["wait"])
         with pytest.raises(NoReply):
             limited.reply(QUESTION)
     assert waits["wait"] == 3

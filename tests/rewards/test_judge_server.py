@@ -13,6 +13,7 @@ import pytest
 
 from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.rewards.chat_server import ChatServer, ChatSettings
+from grpo_dist.rewards.endpoint import EndpointSettings
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards
 from tests.support.made_completions import completion_group, spec
@@ -99,7 +100,7 @@ def test_a_real_server_passes_the_check_and_an_unknown_model_does_not(base_url):
 
 @pytest.mark.evidence
 def test_an_unconstrained_reply_has_the_requested_length(base_url):
-    server = ChatServer(base_url, "judge", ChatSettings(timeout_s=120.0, max_tokens=3))
+    server = ChatServer(base_url, "judge", ChatSettings(max_tokens=3), EndpointSettings(timeout_s=120.0))
     replies = {server.reply([{"role": "user", "content": "2+2="}]) for _ in range(2)}
     assert len(replies) == 1 and len(replies.pop()) <= 3 * len("\\boxed{")
     server.close()

@@ -21,6 +21,7 @@ class StandIn:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.drip = 0  # bytes sent every 50 ms; 0 for all at once
+        self.drip_headers = 0  # the same of the headers
         self.most_at_once, self._at_once, self._lock = 0, 0, threading.Lock()
         stand_in = self
 
@@ -47,12 +48,21 @@ class StandIn:
                 for name, value in {"Content-Type": "application/json", **headers}.items():
                     self.send_header(name, value)
                 self.send_header("Content-Length", str(len(content)))
+                if stand_in.drip_headers:
+                    self._drip_headers()
                 self.end_headers()
                 size = stand_in.drip or len(content)
                 with suppress(ConnectionError):  # the client gave up
                     for first in range(0, len(content), size):
                         self.wfile.write(content[first : first + size])
                         time.sleep(0.05 if stand_in.drip else 0)
+
+            def _drip_headers(self) -> None:
+                lines, self._headers_buffer = b"".join(self._headers_buffer), []
+                with suppress(ConnectionError):  # the client gave up
+                    for first in range(0, len(lines), stand_in.drip_headers):
+                        self.wfile.write(lines[first : first + stand_in.drip_headers])
+                        time.sleep(0.05)
 
             def log_message(self, *arguments: Any) -> None:
                 pass
@@ -75,6 +85,11 @@ def chat(text: str | None) -> bytes:
     return json.dumps(
         {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
     ).encode()
+
+
+def replied(value: Any) -> Reply:
+    """Reply with any JSON."""
+    return 200, json.dumps(value).encode(), {}
 
 
 def failing(status: int, **headers: str) -> Reply:

@@ -1,0 +1,292 @@
+"""A server that scores over HTTP: deadlines, retries, a rate limit and a circuit breaker.
+
+threads of rewards --post--> retries --> one attempt --> event loop of the endpoint, one thread
+                             |           deadline over name look-up, connection, headers and body
+                             |           rate limit over attempts
+                             breaker     after several failed requests in a row: no more for a while
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from grpo_dist.secrets import masked_text
+
+if TYPE_CHECKING:
+    import httpx
+
+_TRANSIENT = frozenset({408, 409, 425, 429})  # statuses worth a retry, like any of 500 and above
+_LONGEST_REASON = 300  # characters
+_LONGEST_REPLY = 1 << 24  # bytes; far above any score or verdict
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_SLACK_S = 30.0  # for the event loop of a busy machine to end an attempt that is past its deadline
+_CLOSE_S = 10.0
+
+
+class NoReply(Exception):
+    """The server gave no usable reply after all retries; the message says why.
+
+    ``status`` is that of the last HTTP reply; None where there was none.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message, status)
+        self.status = status
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSettings:
+    """How requests are sent.
+
+    Attributes:
+        timeout_s: deadline of one attempt in seconds, from its start to the last byte of the reply.
+        max_retries: further attempts after a connection error, a timeout or a transient status.
+        requests_per_minute: rate limit over attempts; None for no limit.
+        break_after: failed requests in a row after which the breaker opens.
+        break_s: seconds for which it first stays open; it doubles up to `CircuitBreaker.LONGEST_S`.
+        headers: of every request.
+    """
+
+    timeout_s: float = 30.0
+    max_retries: int = 3
+    requests_per_minute: float | None = None
+    break_after: int = 5
+    break_s: float = 10.0
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class RateLimit:
+    """Evenly spaced permits, shared by threads.
+
+    Each `wait` returns at least 60 / ``per_minute`` seconds after the previous one. Permits do not accumulate
+    into bursts, so a server that counts requests in windows never sees more than the limit.
+    """
+
+    def __init__(
+        self,
+        per_minute: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._interval, self._clock, self._sleep = 60.0 / per_minute, clock, sleep
+        self._lock, self._next = threading.Lock(), clock()
+
+    def wait(self) -> None:
+        """Block until the next permit."""
+        with self._lock:
+            now = self._clock()
+            permitted = max(now, self._next)
+            self._next = permitted + self._interval
+        if permitted > now:
+            self._sleep(permitted - now)
+
+
+class CircuitBreaker:
+    """Stops requests to a server that is gone, so that a step does not wait for every retry of every sample.
+
+    closed --``after`` failures in a row--> open --``first_s``--> one trial --success--> closed
+                                             ^-----twice as long------failure
+    """
+
+    LONGEST_S = 300.0
+
+    def __init__(self, after: int, first_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._after, self._first_s, self._clock = after, first_s, clock
+        self._lock = threading.Lock()
+        self._failures, self._pause_s, self._opens_at = 0, first_s, 0.0
+
+    def permits(self) -> bool:
+        """Return whether a request may be sent. While the breaker is open, one is after each pause."""
+        with self._lock:
+            if self._failures < self._after:
+                return True
+            if self._clock() < self._opens_at:
+                return False
+            self._opens_at = self._clock() + self._pause_s  # the others wait for the outcome of this one
+            return True
+
+    @property
+    def is_open(self) -> bool:
+        return self._failures >= self._after
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._failures, self._pause_s = 0, self._first_s
+
+    def failed(self) -> None:
+        with self._lock:
+            if self._failures >= self._after:
+                self._pause_s = min(2 * self._pause_s, self.LONGEST_S)
+            self._failures += 1
+            self._opens_at = self._clock() + self._pause_s
+
+
+class Endpoint:
+    """Posts JSON to one server, from any thread.
+
+    Args:
+        api_key: sent as a bearer token; None for a server without keys.
+        extra_secrets: a tree whose secret values are masked in messages, e.g. a body's further fields.
+        sleep: replaces `time.sleep` between attempts in tests.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        settings: EndpointSettings = EndpointSettings(),
+        *,
+        api_key: str | None = None,
+        extra_secrets: Any = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._url, self._settings, self._sleep = base_url.rstrip("/"), settings, sleep
+        headers = dict(settings.headers) | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        # An error message may quote the request, so secrets are masked in what is shown.
+        self._secrets = {"api_key": api_key, "url": base_url, "headers": headers, "extra": extra_secrets}
+        self._limit = RateLimit(settings.requests_per_minute) if settings.requests_per_minute else None
+        self.breaker = CircuitBreaker(settings.break_after, settings.break_s)
+        self._loop = _ClientLoop(headers)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Return the reply to ``body``, parsed. Raises NoReply."""
+        try:
+            sent = json.dumps(body).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise NoReply(self._shown(f"the request is no JSON ({type(error).__name__}: {error})")) from error
+        if not self.breaker.permits():
+            raise NoReply(f"not asked: the last {self._settings.break_after} requests or more failed")
+        # An open breaker's trial is one attempt: its only question is whether the server is back.
+        attempts = 1 if self.breaker.is_open else self._settings.max_retries + 1
+        for attempt in range(attempts):
+            if self._limit is not None:
+                self._limit.wait()  # bounded: by the configured rate
+            reason, status, pause = "", None, None
+            try:
+                status, retry_after, content = self._loop.post(
+                    f"{self._url}{path}", sent, self._settings.timeout_s
+                )
+            except ConnectionError as error:
+                reason = str(error)
+            else:
+                if 200 <= status < 300:
+                    return self._parsed(content)
+                reason, pause = f"HTTP {status}: {_message(content)}", retry_after
+                if status < 500 and status not in _TRANSIENT:
+                    self.breaker.succeeded()  # it is there
+                    raise NoReply(self._shown(reason), status)
+            if attempt < attempts - 1:
+                self._sleep(min(_LONGEST_PAUSE_S, pause if pause is not None else _pause(attempt)))
+        self.breaker.failed()
+        raise NoReply(f"{self._shown(reason)} (after {attempts} tries)", status)
+
+    def close(self) -> None:
+        self._loop.close()
+
+    def _parsed(self, content: bytes) -> Any:
+        self.breaker.succeeded()
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise NoReply(self._shown(f"malformed reply ({type(error).__name__}: {error})")) from error
+
+    def _shown(self, message: str) -> str:
+        return masked_text(message, self._secrets)[:_LONGEST_REASON]
+
+
+class _ClientLoop:
+    """An asynchronous HTTP client on an event loop of its own thread. Only there can a deadline cover a name
+    look-up, headers and body together: a blocking client's timeouts are of single reads, which a slow server
+    never exceeds.
+    """
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self._headers = {"Content-Type": "application/json"} | dict(headers)
+        self._client: httpx.AsyncClient | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
+        self._thread.start()
+
+    def post(self, url: str, body: bytes, timeout_s: float) -> tuple[int, float | None, bytes]:
+        """Return status, Retry-After in seconds and body. Raises ConnectionError, at the deadline too."""
+        future = self._submit(self._post(url, body, timeout_s))
+        try:
+            return future.result(timeout_s + _SLACK_S)
+        except TimeoutError as error:
+            future.cancel()
+            raise ConnectionError(f"the reply has not ended after {timeout_s:g} s") from error
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._submit(self._client.aclose()).result(_CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+
+    def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    async def _post(self, url: str, body: bytes, timeout_s: float) -> tuple[int, float | None, bytes]:
+        import httpx  # a third of a second, and few runs ask a server
+
+        if self._client is None:
+            # No limit of connections: the callers' threads are the limit. Deadlines are those of `post`.
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+            self._client = httpx.AsyncClient(headers=self._headers, timeout=None, limits=limits)
+        content = b""
+        async with asyncio.timeout(timeout_s):
+            try:
+                async with self._client.stream("POST", url, content=body) as response:
+                    async for part in response.aiter_bytes():
+                        content += part
+                        if len(content) > _LONGEST_REPLY:
+                            raise ConnectionError(f"the reply is longer than {_LONGEST_REPLY} bytes")
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                raise ConnectionError(f"{type(error).__name__}: {error}") from error
+        return response.status_code, _seconds(response.headers.get("retry-after", "")), content
+
+
+def api_key(variable: str | None) -> str | None:
+    """Read the key from environment variable ``variable``; None for None.
+
+    Raises ValueError when it is unset.
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise ValueError(
+            f"kwargs.api_key_env = {variable}: the variable is not set; export it (on every node of an "
+            "existing cluster), or leave api_key_env out for a server without keys"
+        )
+    return key
+
+
+def _message(content: bytes) -> str:
+    """Return the message of an error's body, as OpenAI-compatible servers write it, else its beginning."""
+    text = content[:_LONGEST_REASON].decode(errors="replace")
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, TypeError, LookupError, RecursionError):  # any other body
+        return text
+
+
+def _pause(attempt: int) -> float:
+    """Return seconds before the next attempt: doubling, with jitter so that workers do not retry at once."""
+    return _FIRST_PAUSE_S * 2**attempt * random.uniform(0.75, 1.25)
+
+
+def _seconds(header: str) -> float | None:
+    """Return a Retry-After in seconds; None when absent or given as a date."""
+    return float(header) if header.replace(".", "", 1).isdigit() else None

@@ -1,0 +1,27 @@
+"""Fills the question to a judge with texts of a model, none of which can bring in another.
+
+"{problem}: {completion}", completion "{answer}" -> "1+1: {answer}"
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+# Any other use of braces, such as LaTeX's, stays as it is.
+_NAMED = re.compile(r"\{([a-z_][a-z0-9_]*)\}|%\((expression[12])\)s")
+_SIMPLE_EVALS = {"expression1": "reference", "expression2": "candidate"}
+
+
+def placeholders(template: str) -> set[str]:
+    """Return the names in ``template``: "{a} %(expression1)s" -> {"a", "reference"}."""
+    return {_name(found) for found in _NAMED.finditer(template)}
+
+
+def fill(template: str, values: Mapping[str, str]) -> str:
+    """Replace each placeholder of ``template`` that ``values`` has, in one pass; others stay."""
+    return _NAMED.sub(lambda found: values.get(_name(found), found[0]), template)
+
+
+def _name(found: re.Match[str]) -> str:
+    return found[1] or _SIMPLE_EVALS[found[2]]

@@ -1,0 +1,259 @@
+"""Rewards of a server against a fake one: whole groups, deadlines, the breaker, replies and secrets."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+
+from grpo_dist.config import RewardConfig, RewardsConfig
+from grpo_dist.rewards.endpoint import CircuitBreaker, Endpoint, EndpointSettings, NoReply
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import Scorer, check_rewards
+from grpo_dist.rewards.remote import scores_of
+from tests.support.fake_openai import StandIn, after, failing, replied
+from tests.support.made_completions import completion_group, spec
+from tests.support.patience import HANG_S
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with GraderPool(1, timeout_s=HANG_S) as pool:
+        yield pool
+
+
+def scored(pool, function, group, **kwargs):
+    scorer = Scorer([spec("served", function, kwargs=kwargs)], pool)
+    try:
+        return scorer.score(group).rewards, scorer
+    finally:
+        scorer.close()
+
+
+def endpoint(stand_in, **settings):
+    sleep = settings.pop("sleep", lambda s: None)
+    return Endpoint(stand_in.base_url, EndpointSettings(**settings), sleep=sleep)
+
+
+def test_a_group_is_one_request_with_what_the_server_may_need(pool):
+    group = completion_group(
+        ["1", "2"], "2", columns={"problem": "1+1", "level": 3, "other": "x"}, lengths=[2, 3],
+        reasons=["stop", "length"],
+    )  # fmt: skip
+    with StandIn(lambda body, number: replied({"scores": [0.5, None]})) as server:
+        rewards, scorer = scored(
+            pool, "remote", group, url=server.base_url, columns=["level"], send_token_ids=True
+        )
+    np.testing.assert_array_equal(rewards, [0.5, np.nan])
+    assert scorer.failures == {}  # null is intended
+    assert server.requests == [
+        {
+            "problem": "1+1", "answer": "2", "completions": ["1", "2"], "finish_reasons": ["stop", "length"],
+            "source": "", "columns": {"level": 3}, "token_ids": [[0, 1], [0, 1, 2]],
+        }
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        ({"scores": [1]}, "1 scores for 2 completions"),
+        ({"scores": "11"}, "expected"),
+        ({"scores": [1, "2"]}, "a score is '2', no number"),
+        ({"detail": "x"}, "expected"),
+        (3, "expected"),
+    ],
+)
+def test_a_reply_that_is_not_one_score_each_scores_nothing(pool, reply, words):
+    with StandIn(lambda body, number: replied(reply)) as server:
+        rewards, scorer = scored(pool, "remote", completion_group(["a", "b"], ""), url=server.base_url)
+    assert np.isnan(rewards).all()
+    assert [words in reason for reason in scorer.failures["served"]] == [True]
+
+
+def test_scores_may_be_a_list_or_named_rewards():
+    assert scores_of([1, 0.5], 2) == scores_of({"rewards": [1, 0.5]}, 2) == [1.0, 0.5]
+    assert scores_of([10**400], 1) == [math.inf]
+
+
+def test_the_deadline_covers_headers_and_body_together():
+    """Each byte of the headers comes within a twentieth of a second, so any limit of one read would hold."""
+    with StandIn(lambda body, number: replied([1])) as server:
+        server.drip = server.drip_headers = 1
+        begin = time.monotonic()
+        with pytest.raises(NoReply, match=r"not ended after 0\.4 s \(after 1 tries\)"):
+            endpoint(server, timeout_s=0.4, max_retries=0).post("", {})
+    assert time.monotonic() - begin < HANG_S
+
+
+def test_a_server_that_is_gone_is_not_asked_for_every_sample():
+    """Two requests of two attempts each open the breaker; then one attempt after each pause."""
+    down = [True]
+    with StandIn(lambda body, number: failing(503) if down[0] else replied([1])) as server:
+        asked = endpoint(server, max_retries=1, break_after=2, break_s=60)
+        now = [100.0]
+        asked.breaker._clock = lambda: now[0]
+        for _ in range(2):
+            with pytest.raises(NoReply, match="HTTP 503: not now"):
+                asked.post("", {})
+        assert len(server.requests) == 4
+        for _ in range(10):
+            with pytest.raises(NoReply, match="not asked: the last 2 requests or more failed"):
+                asked.post("", {})
+        assert len(server.requests) == 4
+        now[0] += 60
+        with pytest.raises(NoReply, match="after 1 tries"):
+            asked.post("", {})
+        assert len(server.requests) == 5
+        down[0] = False
+        now[0] += 60
+        with pytest.raises(NoReply, match="not asked"):  # the pause has doubled
+            asked.post("", {})
+        now[0] += 60
+        assert [asked.post("", {}), asked.post("", {})] == [[1], [1]]
+        asked.close()
+
+
+def test_the_pause_of_a_breaker_doubles_up_to_its_bound():
+    now = [0.0]
+    breaker, pauses = CircuitBreaker(1, 100.0, clock=lambda: now[0]), []
+    breaker.failed()
+    for _ in range(4):
+        start = now[0]
+        while not breaker.permits():
+            now[0] += 1.0
+        pauses.append(now[0] - start)
+        breaker.failed()
+    assert pauses == [100.0, 200.0, 300.0, 300.0]
+    breaker.succeeded()
+    assert breaker.permits() and not breaker.is_open
+
+
+def test_while_one_request_tries_a_server_that_is_gone_the_others_are_not_sent():
+    breaker = CircuitBreaker(1, 10.0, clock=lambda: 10.0)
+    breaker._failures = 1
+    assert [breaker.permits() for _ in range(3)] == [True, False, False]
+
+
+def test_a_refused_request_does_not_open_the_breaker():
+    """The server is there: a prompt too long for it says nothing of the next."""
+    with StandIn(lambda body, number: failing(400) if number < 3 else replied([1])) as server:
+        asked = endpoint(server, break_after=1)
+        for _ in range(3):
+            with pytest.raises(NoReply, match="HTTP 400") as refusal:
+                asked.post("", {})
+            assert refusal.value.status == 400
+        assert asked.post("", {}) == [1]
+        asked.close()
+
+
+def test_what_is_no_json_is_not_sent():
+    with StandIn(lambda body, number: replied([1])) as server, pytest.raises(NoReply, match="no JSON"):
+        endpoint(server).post("", {"when": object()})
+    assert server.requests == []
+
+
+def test_secrets_are_masked_in_reasons_and_refusals(pool, monkeypatch):
+    monkeypatch.setenv("SCORER_KEY", "s3cretkey")
+    heard = failing(401)[0], b'{"error": {"message": "s3cretkey and t0ken and pa55 are wrong"}}', {}
+    with StandIn(lambda body, number: heard) as server:
+        kwargs = {
+            "url": f"{server.base_url}?token=pa55",
+            "api_key_env": "SCORER_KEY",
+            "headers": {"X-Api-Key": "t0ken"},
+        }
+        _, scorer = scored(pool, "remote", completion_group(["a"], ""), **kwargs)
+        settings = RewardsConfig(functions=(RewardConfig(function="remote", kwargs=kwargs),))
+        with pytest.raises(ValueError) as refusal:
+            check_rewards(settings, max_new_tokens=10)
+    assert {h["authorization"] for h in server.headers} == {"Bearer s3cretkey"}
+    assert {h["x-api-key"] for h in server.headers} == {"t0ken"}
+    (reason,) = scorer.failures["served"]
+    for text in (reason, str(refusal.value)):
+        assert "*** and *** and *** are wrong" in text
+        assert not any(secret in text for secret in ("s3cretkey", "t0ken", "pa55"))
+
+
+def test_a_server_is_tried_before_the_run_and_may_refuse_the_trial():
+    with StandIn(lambda body, number: failing(422)) as server:
+        kwargs = {"url": server.base_url, "max_retries": 0}
+        settings = RewardsConfig(functions=(RewardConfig(function="remote", kwargs=kwargs),))
+        check_rewards(settings, max_new_tokens=10)  # it knows no problem of the check
+    with pytest.raises(ValueError, match=r"kwargs\.url = http.* does not reply \(ConnectError"):
+        check_rewards(settings, max_new_tokens=10)
+
+
+def test_a_generative_model_is_asked_once_about_each_completion(pool):
+    replies = {"good": "Score: 3, no, Score: 10", "bad": "rating 0", "odd": "no idea", "high": "Score: 11"}
+
+    def reply(body, number):
+        return replies[body["messages"][-1]["content"].rpartition("Response:\n")[2]]
+
+    texts = ["good", "bad", "good", "odd", "high"]
+    with StandIn(reply) as server:
+        rewards, scorer = scored(
+            pool, "generative", completion_group(texts, "2", columns={"problem": "1+1"}),
+            base_url=server.base_url, model="m", system="Be strict.",
+        )  # fmt: skip
+    np.testing.assert_array_equal(rewards, [1.0, 0.0, 1.0, np.nan, np.nan])
+    assert len(server.requests) == 4
+    assert server.requests[0]["messages"][0] == {"role": "system", "content": "Be strict."}
+    assert "Problem:\n1+1\n\nReference answer:\n2" in server.requests[0]["messages"][1]["content"]
+    assert sorted(reason[:9] for reason in scorer.failures["served"]) == ["no score ", "score 11 "]
+
+
+def test_verdicts_of_a_generative_model_have_values(pool):
+    replies = {"a": "VERDICT yes", "b": "verdict No", "c": "verdict maybe"}
+    with StandIn(lambda body, number: replies[body["messages"][0]["content"]]) as server:
+        rewards, _ = scored(
+            pool, "generative", completion_group(["a", "b", "c"], ""), base_url=server.base_url, model="m",
+            prompt="{completion}", pattern=r"(?i)verdict (\w+)", verdicts={"yes": 1.0, "no": -1.0},
+        )  # fmt: skip
+    np.testing.assert_array_equal(rewards, [1.0, -1.0, np.nan])
+
+
+def test_a_whole_group_is_compared_in_one_request(pool):
+    with StandIn(lambda body, number: "I think [1, 2]. So: [0, null, 10]") as server:
+        rewards, _ = scored(
+            pool, "generative", completion_group(["x", "y {problem}", "z"], "", columns={"problem": "P"}),
+            base_url=server.base_url, model="m", prompt="{problem}\n{completions}",
+        )  # fmt: skip
+    np.testing.assert_array_equal(rewards, [0.0, np.nan, 1.0])
+    (body,) = server.requests
+    asked = "P\nResponse 1:\nx\n\nResponse 2:\ny {problem}\n\nResponse 3:\nz"
+    assert body["messages"][0]["content"] == asked
+
+
+def test_a_generative_model_that_goes_away_scores_nothing_and_comes_back(pool):
+    up = [False]
+    with StandIn(lambda body, number: "Score: 5" if up[0] else after(5, "late")) as server:
+        kwargs = {"base_url": server.base_url, "model": "m", "timeout_s": 0.3, "max_retries": 0}
+        scorer = Scorer(
+            [spec("served", "generative", kwargs=kwargs | {"break_after": 1, "break_s": 0.5})], pool
+        )
+        first = scorer.score(completion_group(["a", "b", "c"], "")).rewards
+        up[0] = True
+        end = time.monotonic() + HANG_S
+        while np.isnan(later := scorer.score(completion_group(["a"], "")).rewards[0]):
+            assert time.monotonic() < end
+            time.sleep(0.2)
+        scorer.close()
+    assert np.isnan(first).all() and later == 0.5
+
+
+def refused(**kwargs):
+    kwargs = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "max_retries": 0} | kwargs
+    settings = RewardsConfig(functions=(RewardConfig(function="generative", kwargs=kwargs),))
+    with pytest.raises(ValueError) as refusal:
+        check_rewards(settings, max_new_tokens=10)
+    return str(refusal.value)
+
+
+def test_settings_of_a_generative_model_that_cannot_score_are_refused():
+    assert "expected {completion}" in refused(prompt="Rate it.")
+    assert "no regular expression" in refused(pattern="(")
+    assert "expected a group around the score" in refused(pattern="Score")
+    assert "expected the least before the largest" in refused(range=[1, 1])
+    assert "the model m at kwargs.base_url = http://127.0.0.1:9/v1 does not reply" in refused()
+    with StandIn(lambda body, number: "It is") as server:
+        assert "raise kwargs.max_tokens = 512" in refused(base_url=server.base_url)
