@@ -23,9 +23,9 @@ from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.health.watch import HealthWatch
 from grpo_dist.loop.chores import Checkpointer, Chores, StatefulParts
+from grpo_dist.loop.first_come import PIPELINES
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.metrics import rollout_metrics
-from grpo_dist.loop.pipeline import Pipeline
 from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.publish import publish
 from grpo_dist.loop.staging import Staging, recorded_values
@@ -58,7 +58,7 @@ async def run(
     from `health`; Preempted once it is saved.
     """
     progress = progress or Progress()
-    pipeline = Pipeline(config, workers, prompts, first=progress.step, state=progress.pipeline)
+    pipeline = PIPELINES[config.batch.order](config, workers, prompts, progress.step, progress.pipeline)
     staging = Staging(config, workers.policy, progress.rewards, demonstrations)
     probe = SyncProbe(config, workers, prompts, recorder, start=progress.step)
     health = HealthWatch(config, recorder, progress.health)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
 from grpo_dist.config.distillation_checks import distillation_contradictions
 from grpo_dist.config.episode_checks import episode_contradictions
+from grpo_dist.config.group_checks import group_contradictions
 from grpo_dist.config.sections import Sections
 from grpo_dist.config.step_checks import step_contradictions
 
@@ -46,6 +47,7 @@ def contradictions(config: Sections) -> Iterator[str]:
     yield from distillation_contradictions(config)
     yield from _of_the_updates(config)
     yield from _of_the_samples(config)
+    yield from group_contradictions(config)
     yield from step_contradictions(config)
     yield from _of_the_ranks(config)
     yield from _of_the_offload(config)
@@ -136,13 +138,6 @@ def _of_the_engines(config: Sections) -> Iterator[str]:
 
 def _of_the_samples(config: Sections) -> Iterator[str]:
     a, dynamic = config.algorithm, config.dynamic_sampling.enabled
-    metric, rewards = config.dynamic_sampling.metric, config.rewards
-    known = [r.name or r.function for r in rewards.functions] + [m.name for m in rewards.models]
-    if metric is not None and metric != "accuracy" and metric not in known:
-        yield (
-            f"`dynamic_sampling.metric` = {metric}: no such reward; expected accuracy or one of "
-            f"{', '.join(known)}"
-        )
     if a.advantage in ("gdpo", "process", "turn") and a.reward_clip is not None:
         yield (
             f"`algorithm.reward_clip` = {a.reward_clip} clips total rewards, but `algorithm.advantage` = "
@@ -227,11 +222,6 @@ def _without_effect(config: Sections) -> Iterator[str]:
         (
             "dynamic_sampling.max_extra_prompts",
             dynamic.max_extra_prompts is not None and not dynamic.enabled,
-            "dynamic_sampling.enabled=true",
-        ),
-        (
-            "dynamic_sampling.metric",
-            dynamic.metric is not None and not dynamic.enabled,
             "dynamic_sampling.enabled=true",
         ),
         (

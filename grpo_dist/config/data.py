@@ -151,6 +151,17 @@ class BatchConfig(Section):
     samples_per_prompt: Annotated[int, Field(ge=2)] = Field(
         8, description="samples per prompt: the group size G"
     )
+    order: Literal["launched", "finished"] = Field(
+        "launched",
+        description="which groups a step takes: launched: the next in the order of their launch, the same in "
+        "every run of a seed; finished: those done first, with the others carried over to later steps, which "
+        "wait for them within max_staleness",
+    )
+    oversample: Annotated[float, Field(ge=1)] | None = Field(
+        None,
+        description="with order finished: groups on their way for each that a step takes, at most 1 + "
+        "max_staleness; null: 1 + max_staleness / 2",
+    )
     updates_per_step: PositiveInt = Field(1, description="optimiser updates per step; 1 is on-policy")
     epochs_per_batch: PositiveInt = Field(1, description="passes over the samples of a step")
     micro_batch_tokens: PositiveInt | None = Field(

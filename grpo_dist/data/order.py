@@ -20,9 +20,10 @@ from grpo_dist.types import Group
 class OrderState:
     """State of an order in a checkpoint.
 
-    ``position`` and ``waiting`` belong to `stream.PromptStream`, ``pass_rates`` to `curriculum.Curriculum`,
-    ``pools`` (useful, useless), ``outcomes`` (right, wrong, by uid) and ``reward_range`` to
-    `pools.PoolOrder`.
+    ``position`` and ``waiting`` belong to `stream.PromptStream`; ``position`` counts the draws of any other
+    order where groups are launched one by one (`batch.order` finished). ``pass_rates`` belong to
+    `curriculum.Curriculum`, ``pools`` (useful, useless), ``outcomes`` (right, wrong, by uid) and
+    ``reward_range`` to `pools.PoolOrder`.
     """
 
     position: int = 0

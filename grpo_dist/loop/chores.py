@@ -234,6 +234,7 @@ class Chores(StepChores):
         if self._concurrent is not None:
             self._concurrent.check()
         metrics = metrics | await self._final_metrics(staged, batch.sampled, timer, trained=trained)
+        metrics |= batch.metrics
         metrics |= sampling_cost(batch.groups, batch.discarded, staged.groups_with_signal)
         alarms, counts = health.examine(step, metrics)
         metrics |= counts

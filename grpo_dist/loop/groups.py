@@ -40,11 +40,13 @@ class ScoredBatch:
     """The groups that one step trains on, and those that dynamic sampling discarded.
 
     ``advantages``: float32 [G] of each group, from a caller with its own estimator; None: the configured one.
+    ``metrics``: of how the batch was put together.
     """
 
     scored: list[ScoredGroup]
     discarded: list[Group] = field(default_factory=list)
     advantages: Sequence[np.ndarray] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def groups(self) -> list[Group]:
@@ -92,7 +94,7 @@ class GroupScorer:
 
     async def score(self, prompts: Sequence[Prompt], batch: int) -> ScoredBatch:
         """Sample a group of each prompt; reward and reference run at the same time."""
-        return ScoredBatch(await gather(self._scored(prompt, batch) for prompt in prompts))
+        return ScoredBatch(await gather(self.scored_group(prompt, batch) for prompt in prompts))
 
     async def score_with_signal(
         self,
@@ -106,32 +108,36 @@ class GroupScorer:
         """Sample dynamically, see `refill.Refill`: ``prompts`` are ``wanted`` of the step itself, then those
         to draw on where groups have no signal.
         """
-        sample = partial(self._group, batch=batch)
+        sample = partial(self.group, batch=batch)
         return await Refill(sample, has_signal, prompts, wanted=wanted, oversample=oversample).batch()
 
     async def with_reference(self, batch: SampledBatch) -> ScoredBatch:
         """Compute the log-probs of reference and teachers of groups that are sampled and scored already."""
-        return ScoredBatch(await gather(self._referenced(g) for g in batch.groups), batch.discarded)
+        return ScoredBatch(await gather(self.referenced(g) for g in batch.groups), batch.discarded)
 
     async def renewed(self, batch: ScoredBatch) -> ScoredBatch:
         """Return ``batch`` with the log-probs of a reference that has changed since."""
-        scored = await gather(self._referenced(s.group, s.teacher_logprobs) for s in batch.scored)
+        scored = await gather(self.referenced(s.group, s.teacher_logprobs) for s in batch.scored)
         return replace(batch, scored=scored)
 
     def finished(self, batch: int) -> list[Group]:
         """Return the groups of ``batch`` that are sampled and scored."""
         return list(self._finished.get(batch, {}).values())
 
-    def forget(self, batch: int) -> None:
-        """Drop the groups of ``batch``: a step takes them."""
-        self._finished.pop(batch, None)
+    def forget(self, batch: int, uid: str | None = None) -> None:
+        """Drop the groups of ``batch``, or the one of prompt ``uid``: a step takes them."""
+        if uid is not None:
+            self._finished.get(batch, {}).pop(uid, None)
+        if uid is None or not self._finished.get(batch):
+            self._finished.pop(batch, None)
 
-    async def _scored(self, prompt: Prompt, batch: int) -> ScoredGroup:
+    async def scored_group(self, prompt: Prompt, batch: int) -> ScoredGroup:
+        """Sample a group and score it; reward, reference and teachers at the same time."""
         return await sampled_again(lambda: self._scored_once(prompt, batch))
 
     async def _scored_once(self, prompt: Prompt, batch: int) -> ScoredGroup:
         if kept := self._kept(prompt, batch):
-            return await self._referenced(kept)
+            return await self.referenced(kept)
         return await self.scored(prompt, await self._sample(prompt, batch), batch)
 
     async def scored(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> ScoredGroup:
@@ -143,7 +149,8 @@ class GroupScorer:
         )
         return ScoredGroup(group, *known)
 
-    async def _group(self, prompt: Prompt, batch: int) -> Group:
+    async def group(self, prompt: Prompt, batch: int) -> Group:
+        """Sample a group and compute its rewards."""
         if kept := self._kept(prompt, batch):
             return kept
 
@@ -183,9 +190,10 @@ class GroupScorer:
         )
         return float((await self._workers.rewards.score(prompt, rollouts)).rewards[0])
 
-    async def _referenced(
+    async def referenced(
         self, group: Group, before: Mapping[str, list[np.ndarray]] | None = None
     ) -> ScoredGroup:
+        """Compute the log-probs of reference and teachers. ``before``: those of teachers that are known."""
         return ScoredGroup(group, *await self._models.logprobs(group.prompt, group.rollouts, before))
 
 

@@ -1,7 +1,7 @@
 """The queue of batches on their way to training, launched in order.
 
 Staleness is bounded by admission: the driver names the last batch it may launch. No finished group is dropped
-for being late, which would favour short answers.
+for being late, which would favour short answers. `first_come` has the other `batch.order`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
 from grpo_dist.data.pools import PoolOrder
 from grpo_dist.data.stream import PromptStream
+from grpo_dist.loop.admission import Admission
 from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.groups import GroupScorer, ScoredBatch, as_drawn
 from grpo_dist.loop.progress import PipelineState, SampledBatch
@@ -34,9 +35,10 @@ class Pipeline:
     """
 
     def __init__(
-        self, config: Config, workers: Workers, prompts: Sequence[Prompt], *, first: int, state: PipelineState
+        self, config: Config, workers: Workers, prompts: Sequence[Prompt], first: int, state: PipelineState
     ) -> None:
         self._prompts, self._where_stuck = prompts, workers.where_stuck
+        self._batch_config, self._max_staleness = config.batch, config.max_staleness
         self._dynamic, self._per_step = config.dynamic_sampling, config.batch.prompts_per_step
         self._has_signal = signal_rule(config.algorithm, config.rewards, config.dynamic_sampling.metric)
         self._drains = config.weight_sync.mode == "drain"
@@ -54,10 +56,14 @@ class Pipeline:
             finished={b: as_drawn(groups, self._sampling[b]) for b, groups in state.partial.items()},
             scored_by=FrozenModels(workers, config.distillation.teachers, with_kl=config.has_kl_term),
         )
+        self._order_indices = {batch: list(own) for batch, own in state.order_indices.items()}
+        self._order = order_of(config, prompts, state.order)
+        self._restore(state, first=first)
+
+    def _restore(self, state: PipelineState, *, first: int) -> None:
+        """Begin with what is on its way in ``state``; ``first`` is the next batch."""
         self._next_batch = first
         self._restored = {b: self._as_drawn(b, own) for b, own in state.ahead.items()}
-        self._order_indices = dict(state.order_indices)
-        self._order = order_of(config, prompts, state.order)
         self._launched: deque[tuple[int, asyncio.Task[ScoredBatch]]] = deque()
 
     def launch(self, *, through: int) -> None:
@@ -191,8 +197,14 @@ def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> Pr
     would be sampled at once, and some prompts twice before others once.
     """
     own, dynamic = config.batch.prompts_per_step, config.dynamic_sampling
+    if config.batch.order == "finished" and config.data.order == "epochs":
+        return PromptStream(prompts, 1, seed=config.seed, state=state)
     extra = (dynamic.max_extra_prompts or 3 * own) if dynamic.enabled else 0
     most = max(own, min(own + extra, len(prompts) // (config.max_staleness + 1)))
+    if config.batch.order == "finished":
+        staleness, count = config.max_staleness, len(prompts)
+        admission = Admission.of(config.batch, dynamic, max_staleness=staleness, prompts=count)
+        most = admission.per_draw(own, count)
     if config.data.order == "pass_rate":
         return Curriculum([p.uid for p in prompts], most, seed=config.seed, rates=state.pass_rates)
     if config.data.order == "pools" and config.data.pools is not None:

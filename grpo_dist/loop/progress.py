@@ -42,6 +42,7 @@ class PipelineState:
         order: state of the prompt order.
         sampling: how each launched batch is sampled, by number.
         schedule: state of `sampling`, where that is steered.
+        lengths: sums of `length_bias.LengthBias`, with `batch.order` finished.
     """
 
     ahead: Mapping[int, SampledBatch] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class PipelineState:
     order: OrderState = field(default_factory=OrderState)
     sampling: Mapping[int, Sampling] = field(default_factory=dict)
     schedule: ScheduleState = field(default_factory=ScheduleState)
+    lengths: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,7 @@ class CheckpointState:
     evaluations: Sequence[int] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)  # of launched batches, by number
     schedule: Mapping[str, Any] = field(default_factory=dict)  # what `sampling` was steered to
+    lengths: Mapping[str, Any] = field(default_factory=dict)  # trained so far, with `batch.order` finished
 
 
 class Checkpoints:
@@ -143,6 +144,7 @@ class Checkpoints:
             progress.evaluations,
             {str(batch): asdict(own) for batch, own in pipeline.sampling.items()},
             asdict(pipeline.schedule),
+            pipeline.lengths,
         )
         (partial / STATE).write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))

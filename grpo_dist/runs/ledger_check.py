@@ -44,7 +44,8 @@ def _find_error(run: Run) -> str | None:
     config, count = run.config, run.config.batch.prompts_per_step
     expected_uids: Callable[[int], set[str]] | None = None
     expected_counts = None
-    if config.data.order == "epochs" and config.dynamic_sampling.enabled:
+    drawn_one_by_one = config.dynamic_sampling.enabled or config.batch.order == "finished"
+    if config.data.order == "epochs" and drawn_one_by_one:
         expected_counts = _expected_counts(run)
     elif config.data.order == "epochs":
         expected_uids = partial(

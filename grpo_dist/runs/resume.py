@@ -144,7 +144,8 @@ def load_progress(checkpoint: Path, state: CheckpointState, prompts: Sequence[Pr
     drawn = TypeAdapter(Sampling)
     sampling = {int(batch): drawn.validate_python(own) for batch, own in state.sampling.items()}
     schedule = ScheduleState(**state.schedule)
-    pipeline = PipelineState(ahead, unfinished, taken, order_state(state), sampling, schedule)
+    lengths = {name: (tokens, samples) for name, (tokens, samples) in state.lengths.items()}
+    pipeline = PipelineState(ahead, unfinished, taken, order_state(state), sampling, schedule, lengths)
     due = tuple(state.evaluations)
     return Progress(state.step, pipeline, health, state.kl_coef, state.unassessed, rewards, due)
 

@@ -79,8 +79,9 @@ async def _run(scenario: Scenario, config: Config) -> tuple[SimulatedCluster, St
     """Run the loop to its last step, with as many restarts as it takes."""
     cluster = SimulatedCluster(scenario, config)
     recorder, checkpoints = StepRecorder(cluster.trace), InMemoryCheckpoints()
-    # Dynamic sampling discards prompts: enough for all batches that are sampled ahead.
-    batches = 4 * (config.max_staleness + 1) if config.dynamic_sampling.enabled else 1
+    # Dynamic sampling discards prompts, and slow groups keep theirs: enough for all that are on their way.
+    spare = config.dynamic_sampling.enabled or config.batch.order == "finished"
+    batches = 4 * (config.max_staleness + 1) if spare else 1
     prompts = fake_records.prompts(batches * config.batch.prompts_per_step, scenario.workload.prompt_tokens)
 
     recovery = Recovery(

@@ -51,6 +51,8 @@ SECTIONS = (
             Chart("outcomes", (r"outcome/.+",)),
             Chart("groups without signal", (r"group/no_signal_share",)),
             Chart("extra prompts drawn", (r"group/extra_prompts",)),
+            Chart("length bias of first-come batches", (r"rollout/length_bias",)),
+            Chart("groups carried over", (r"group/carried_over",)),
             Chart("drawn for each trained", (r"group/(?:samples|tokens)_per_trained",)),
             Chart("share of each pool", (r"pool/.+/share",)),
             Chart("pass rate of each pool", (r"pool/.+/pass_rate",)),

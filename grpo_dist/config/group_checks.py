@@ -1,0 +1,56 @@
+"""Checks of which groups a step samples and takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_dist.config.sections import Sections
+
+
+def group_contradictions(config: Sections) -> Iterator[str]:
+    """Yield a message for each contradiction between settings of groups, and for those without effect."""
+    yield from _of_the_order(config)
+    yield from _of_the_metric(config)
+
+
+def _of_the_order(config: Sections) -> Iterator[str]:
+    batch, bound = config.batch, 1 + config.max_staleness
+    if batch.order != "finished":
+        if batch.oversample is not None:
+            yield (
+                "`batch.oversample` has no effect without batch.order=finished; set that, or remove "
+                "`batch.oversample`"
+            )
+        return
+    if config.max_staleness == 0:
+        yield (
+            "`batch.order` = finished carries slow groups over to later steps, but `max_staleness` = 0 "
+            "allows no older samples; set `max_staleness` to 1 or more, or `batch.order` to launched"
+        )
+    elif batch.oversample is not None and batch.oversample > bound:
+        yield (
+            f"`batch.oversample` = {batch.oversample:g} is above 1 + `max_staleness` = {bound}, the steps "
+            "that a group may be on its way; lower it or raise `max_staleness`"
+        )
+    if config.dynamic_sampling.oversample != 1.0:
+        yield (
+            f"`dynamic_sampling.oversample` = {config.dynamic_sampling.oversample:g} has no effect with "
+            "`batch.order` = finished, which replaces each group by one; use `batch.oversample`"
+        )
+
+
+def _of_the_metric(config: Sections) -> Iterator[str]:
+    metric, rewards = config.dynamic_sampling.metric, config.rewards
+    if metric is None:
+        return
+    known = [r.name or r.function for r in rewards.functions] + [m.name for m in rewards.models]
+    if metric != "accuracy" and metric not in known:
+        yield (
+            f"`dynamic_sampling.metric` = {metric}: no such reward; expected accuracy or one of "
+            f"{', '.join(known)}"
+        )
+    if not config.dynamic_sampling.enabled:
+        yield (
+            "`dynamic_sampling.metric` has no effect without dynamic_sampling.enabled=true; set that, or "
+            "remove `dynamic_sampling.metric`"
+        )
