@@ -6,6 +6,7 @@
     turn             the returns of a turn, over the episodes that have it
     remax            the reward of a sample, from that of the greedy answer
     any other        the total reward
+    process_coef     beside any estimator: the rewards of steps, or of turns
 
 REINFORCE++ compares with the whole batch, so it also learns from a group of equal rewards; what dynamic
 sampling replaces is such a group all the same (DAPO, arXiv:2503.14476, equation 11).
@@ -35,17 +36,22 @@ class SignalRule:
         metric: reward whose values must differ, or `ACCURACY`; None: what the estimator looks at.
         weights: of each reward, for gdpo.
         turn_discount: of the estimator turn.
+        steps: advantages of steps are added, `algorithm.process_coef`.
     """
 
     estimator: str = "grpo"
     metric: str | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
     turn_discount: float = 1.0
+    steps: bool = False
 
     def __call__(self, group: Group) -> bool:
         """Return whether ``group`` has a signal. A sample without a total reward has no part in it."""
         if self.metric is not None:
             return has_signal(_of_scored(group, self._metric(group)))
+        return (self.steps and has_signal(_step_rewards(group))) or self._by_estimator(group)
+
+    def _by_estimator(self, group: Group) -> bool:
         if self.estimator == "gdpo":
             parts = [part for name, part in group.reward_parts.items() if self.weights.get(name)]
             return any(has_signal(_of_scored(group, part)) for part in parts)

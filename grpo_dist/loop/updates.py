@@ -195,7 +195,8 @@ def advantage_settings(
 def signal_rule(algorithm: AlgorithmConfig, rewards: RewardsConfig, metric: str | None) -> SignalRule:
     """Return which groups dynamic sampling keeps. ``metric``: `dynamic_sampling.metric`."""
     settings = advantage_settings(algorithm, rewards, 0.0)
-    return SignalRule(settings.estimator, metric, settings.weights, settings.turn_discount)
+    steps = settings.process_coef > 0
+    return SignalRule(settings.estimator, metric, settings.weights, settings.turn_discount, steps)
 
 
 def _without_idle_rows(algorithm: AlgorithmConfig, has_kl_term: bool, batch: TrainBatch) -> TrainBatch:

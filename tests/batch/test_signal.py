@@ -74,6 +74,8 @@ def test_process_needs_step_rewards_that_differ():
     assert not SignalRule("process")(equal)
     other = (steps[0], np.array([0.25], np.float32))
     assert SignalRule("process")(replace(equal, step_rewards=other))
+    alike = replace(equal, rewards=np.ones(2, np.float32), step_rewards=other)
+    assert not SignalRule("grpo")(alike) and SignalRule("grpo", steps=True)(alike)
     unscored = group_of([0, NAN], [3, 3])
     assert not SignalRule("process")(replace(unscored, step_rewards=other, step_ends=ends))
     assert SignalRule("process")(with_turns(group_of([1, 1], [3, 3]), [0.0], [0.5]))
