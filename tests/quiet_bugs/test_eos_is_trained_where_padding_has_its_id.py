@@ -1,0 +1,51 @@
+"""trl#6357, "Fix EOS being masked when pad_token_id equals eos_token_id", and trl#4970: the mask was taken
+from token ids. Where padding has the id of EOS, which is so for many models, no EOS was ever trained, and the
+model forgot how to stop.
+"""
+
+import numpy as np
+import torch
+
+from grpo_dist.batch.rows import make_batch
+from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.types import PreparedBatch
+from tests.support.made_groups import group_of
+
+EOS = 0  # and padding: `make_batch` fills rows with 0
+COMPLETIONS = [[7, 8, EOS], [9, EOS], [7, EOS, 8, 9]]  # the last one was sampled on behind an EOS
+
+
+def made():
+    group = group_of([1, 0, 0], [len(ids) for ids in COMPLETIONS])
+    for rollout, ids in zip(group.rollouts, COMPLETIONS, strict=True):
+        rollout.completion_ids[:] = ids
+    group.prompt.token_ids[:] = [EOS, 5]  # a chat marker in the prompt has the id, too
+    return make_batch([group], [np.ones(3, np.float32)], ref_logprobs=None, max_new_tokens=4)
+
+
+def test_the_bug_masks_the_end_of_every_completion():
+    batch = made()
+    width = batch.tokens.shape[1] - 2
+    by_id = batch.tokens[:, 2:] != EOS
+    assert by_id.sum(dim=1).tolist() == [2, 1, 3]
+    assert not by_id[0, 2] and not by_id[1, 1] and width == 4
+
+
+def test_every_sampled_token_is_trained_and_no_padding():
+    batch = made()
+    assert not batch.loss_mask[:, :2].any()
+    assert batch.loss_mask[:, 2:].tolist() == [
+        [True, True, True, False],
+        [True, True, False, False],
+        [True, True, True, True],
+    ]
+    assert batch.lengths.tolist() == [5, 4, 6] and batch.num_tokens == 9
+
+
+def test_the_end_of_a_good_completion_becomes_likelier():
+    batch = made()
+    logprobs = torch.full(batch.tokens.shape, -1.0, requires_grad=True)
+    loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), LossSettings())
+    (slope,) = torch.autograd.grad(loss, logprobs)
+    assert slope[0, 4] < 0 and slope[0, 4] == slope[0, 2]
+    assert slope[0, 5] == 0

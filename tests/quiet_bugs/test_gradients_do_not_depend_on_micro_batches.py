@@ -1,0 +1,63 @@
+"""verl at 1dda039, policy loss `geo_mean`: it ends in a plain mean over the rows of a micro-batch, and the
+micro-batches are added up. On eight completions its gradient has norm 0.178 in one micro-batch and 0.710 in
+four, four times as large.
+"""
+
+import pytest
+import torch
+
+from grpo_dist.algorithms.aggregation import MODES
+from grpo_dist.algorithms.sequence_losses import gmpo
+from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.types import PreparedBatch
+from tests.support import made_groups
+
+LOSSES = ("policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "gspo", "gmpo")
+BATCH = made_groups.batch(groups=2, samples=4, reference=False)
+
+
+def log_probs():
+    generator = torch.Generator().manual_seed(4)
+    old = -3 * torch.rand(BATCH.tokens.shape, generator=generator)
+    return old, (old + 0.05 * torch.randn(old.shape, generator=generator)).requires_grad_()
+
+
+def gradient(size, **settings):
+    """The gradient in the log-probs of all rows, added up over micro-batches of ``size`` rows."""
+    old, new = log_probs()
+    for first in range(0, len(BATCH), size):
+        rows = list(range(first, min(first + size, len(BATCH))))
+        part = BATCH.select(rows)
+        width = part.tokens.shape[1]
+        prepared = PreparedBatch.of(part, old_logprobs=old[rows, :width])
+        loss, _ = batch_loss(new[rows, :width], prepared, LossSettings(**settings))
+        loss.backward()
+    return new.grad
+
+
+def gradient_of_the_bug(size):
+    old, new = log_probs()
+    for first in range(0, len(BATCH), size):
+        part = slice(first, first + size)
+        mask = BATCH.loss_mask[part]
+        losses, _ = gmpo(new[part], old[part], BATCH.advantages[part], mask)
+        of_rows = (losses * mask).sum(dim=1) / mask.sum(dim=1)
+        of_rows.mean().backward()
+    return new.grad
+
+
+def test_the_bug_is_four_times_as_large_in_four_micro_batches():
+    one, four = gradient_of_the_bug(8), gradient_of_the_bug(2)
+    torch.testing.assert_close(four, 4 * one, rtol=1e-4, atol=1e-7)
+    assert one.norm() > 0
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_has_one_gradient_under_every_aggregation(name):
+    for mode in MODES:
+        whole = gradient(8, policy_loss=name, aggregation=mode)
+        assert whole.any()
+        for size in (1, 2, 3):
+            torch.testing.assert_close(
+                gradient(size, policy_loss=name, aggregation=mode), whole, rtol=1e-4, atol=1e-6
+            )

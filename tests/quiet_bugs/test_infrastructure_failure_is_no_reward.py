@@ -1,0 +1,85 @@
+"""miles#2800, "drop infra-aborted samples per sample (refill) instead of per group", and NeMo-RL#3470: a
+sample whose sandbox or engine had failed was trained on with reward 0, or its whole group was thrown away.
+The thread counts what that costs: at 5 % of failures and groups of 8, 1 - 0.95^8, a third of all samples.
+"""
+
+import numpy as np
+import pytest
+
+from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages
+from grpo_dist.batch.rows import make_batch
+from grpo_dist.evaluation.estimates import summarise
+from grpo_dist.rewards.combine import Term, combine
+from grpo_dist.rewards.episodes import failure_of
+from grpo_dist.types import Group, correctness
+from tests.support import fakes
+from tests.support.fake_runs import train
+from tests.support.made_groups import group_of
+
+RIGHT, WRONG, FAILED = 1.0, 0.0, float("nan")
+REWARDS = [RIGHT, FAILED, RIGHT, WRONG]
+ESTIMATORS = ["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline"]
+
+
+def advantages(rewards, estimator="dr_grpo"):
+    group = group_of(rewards, [3] * len(rewards))
+    (found,) = sample_advantages([group], AdvantageSettings(estimator=estimator))
+    return found
+
+
+def test_the_bug_lowers_the_baseline_of_the_others_and_blames_the_sample():
+    as_zero = advantages([0.0 if np.isnan(r) else r for r in REWARDS])
+    assert as_zero.tolist() == [0.5, -0.5, 0.5, -0.5]  # for [1, 0, 1, 0], whose mean is 1/2
+    lost = 1 - 0.95**8  # of all groups, with all of their samples
+    assert lost == pytest.approx(0.337, abs=1e-3)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_others_have_the_advantages_of_a_group_without_it(estimator):
+    found = advantages(REWARDS, estimator)
+    np.testing.assert_allclose(found[[0, 2, 3]], advantages([RIGHT, RIGHT, WRONG], estimator), rtol=1e-6)
+    assert found[1] == 0 and found[0] > 0 > found[3]
+
+
+def test_one_sample_is_lost_and_not_its_group():
+    group = group_of(REWARDS, [3] * 4)
+    batch = make_batch([group], [advantages(REWARDS)], ref_logprobs=None, max_new_tokens=3)
+    assert batch.loss_mask.any(dim=1).tolist() == [True, False, True, True]
+    assert (batch.num_tokens, batch.num_sequences) == (9, 3)
+
+
+def test_a_failed_environment_is_named_and_never_trained_on_whatever_its_reward():
+    assert failure_of("error", [{"observation": "no server"}]) == "no server"
+    assert failure_of("stop", [{"observation": "no server"}]) is None
+    group = group_of([RIGHT, WRONG], [3, 3], reasons=["stop", "error"])
+    batch = make_batch([group], [advantages([RIGHT, WRONG])], ref_logprobs=None, max_new_tokens=3)
+    assert batch.loss_mask.any(dim=1).tolist() == [True, False]
+
+
+def test_a_part_that_could_not_be_scored_makes_a_reward_that_is_unknown_and_not_lower():
+    parts = {"math": np.array([1.0, np.nan, 0.0]), "format": np.array([1.0, 1.0, 1.0])}
+    found = combine(parts, [Term("math"), Term("format", weight=0.5)])
+    np.testing.assert_array_equal(found, np.array([1.5, np.nan, 0.5], np.float32))
+
+
+def test_an_evaluation_leaves_it_out_of_its_accuracy():
+    group = group_of([RIGHT, FAILED, RIGHT, RIGHT], [3] * 4)
+    assert summarise([correctness(group)], (1,))["pass@1"] == 1
+    assert np.nan_to_num(group.rewards).mean() == 0.75  # as it would be with 0
+
+
+def test_the_run_counts_it_apart_from_wrong_answers():
+    world = fakes.World(jitter=False)
+
+    async def score(prompt, rollouts):
+        rewards = np.array(REWARDS, np.float32)
+        return Group(prompt, rollouts, rewards, {"fake": rewards}, ("correct", "error", "correct", "wrong"))
+
+    world.score = score
+    batch = {"prompts_per_step": 4, "samples_per_prompt": 4}
+    train(world, fakes.config(steps=1, batch=batch), fakes.prompts(8))
+    metrics = world.logged[1]
+    assert metrics["reward/unscored"] == 4 and metrics["reward/mean"] == pytest.approx(2 / 3)
+    assert metrics["outcome/error"] == 4 and metrics["outcome/wrong"] == 4
+    (update,) = world.updates[0]
+    assert update.num_sequences == 12

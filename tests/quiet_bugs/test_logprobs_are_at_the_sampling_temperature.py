@@ -1,0 +1,61 @@
+"""trl#4159, "vLLM not computing correct log probs when using GRPO with =/=1 temperature", trl#3029 and
+prime-rl#697, "Fix temperature scaling of vLLM logprobs": one side had the log-probs of temperature 1, or
+divided the log-prob itself by the temperature, which is no log-prob.
+
+trl#4159 shows a first-token ratio of 2 at temperature 0.6 where nothing has moved. ms-swift#8442: with top-p
+below 1 the engine's log-probs are those of a smaller vocabulary.
+"""
+
+import pytest
+import torch
+
+from grpo_dist.config import Config
+from grpo_dist.config.files import checked
+from grpo_dist.policy.logprobs import token_logprobs
+from tests.support import fakes
+
+TEMPERATURE, WIDTH, TOKENS = 0.6, 8, 4
+
+
+@pytest.fixture
+def model():
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(1, TOKENS, WIDTH, generator=generator)
+    weight = torch.randn(31, WIDTH, generator=generator)
+    tokens = torch.randint(0, 31, (1, TOKENS), generator=generator)
+    return hidden, weight, tokens
+
+
+def sampled_from(model):
+    """The log-probs [3] of the tokens behind the first, as an engine reports what it drew from."""
+    hidden, weight, tokens = model
+    at = (hidden @ weight.T / TEMPERATURE).log_softmax(-1)[0, :-1]
+    return at.gather(1, tokens[0, 1:, None])[:, 0], at
+
+
+def test_the_bug_takes_the_difference_of_temperatures_for_a_ratio(model):
+    engine, at = sampled_from(model)
+    hidden, weight, tokens = model
+    raw_all = (hidden @ weight.T).log_softmax(-1)[0, :-1]
+    raw = raw_all.gather(1, tokens[0, 1:, None])[:, 0]
+    assert ((raw - engine).exp() - 1).abs().max() > 0.5
+    scaled = raw_all / TEMPERATURE  # the second bug: these are no log-probs
+    assert (at.exp().sum(-1) - 1).abs().max() < 1e-5
+    assert scaled.exp().sum(-1).max() < 0.5
+
+
+def test_the_ratio_of_a_policy_to_itself_is_1(model):
+    hidden, weight, tokens = model
+    mask = torch.tensor([[False, True, True, True]])
+    ours, _ = token_logprobs(hidden, weight, tokens, temperature=TEMPERATURE, chunk_tokens=2, mask=mask)
+    engine, _ = sampled_from(model)
+    torch.testing.assert_close(ours[0, 1:], engine, rtol=1e-5, atol=1e-5)
+    assert ours[0, 0] == 0
+
+
+@pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 50), ("min_p", 0.1)])
+def test_training_samples_come_from_the_whole_distribution(key, value):
+    settings = fakes.config().model_dump(mode="json", exclude_defaults=True)
+    settings["sampling"] = {"max_new_tokens": 4, key: value}
+    with pytest.raises(ValueError, match=rf"sampling\.{key}"):
+        checked(settings, "my.yaml", Config)

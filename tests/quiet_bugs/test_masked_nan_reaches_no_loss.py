@@ -1,0 +1,69 @@
+"""verl#6349, "mask invalid sequence loss values" (and verl#6361): a mask was applied by multiplication, and
+NaN times 0 is NaN.
+
+The thread injects one NaN with mask 0: `actor/pg_loss: nan` in the modes of sequences; only token-mean
+selected its tokens. Its worked example: values [1, NaN, 3] with mask [1, 0, 1] must sum to 4.
+"""
+
+import math
+
+import pytest
+import torch
+
+from grpo_dist.algorithms.aggregation import MODES, aggregate
+from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.types import PreparedBatch
+from tests.support import made_groups
+
+VALUES, MASK = torch.tensor([[1.0, math.nan, 3.0]]), torch.tensor([[True, False, True]])
+
+
+def test_the_bug_makes_nan_of_a_masked_token():
+    assert torch.isnan((VALUES * MASK).sum())
+    assert torch.where(MASK, VALUES, 0.0).sum() == 4
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", 2),
+        ("seq-mean-token-mean", 2),
+        ("seq-mean-token-sum", 4),
+        ("seq-mean-token-sum-norm", 1),
+    ],
+)
+def test_a_masked_nan_is_in_no_mode_of_aggregation(mode, expected):
+    found = aggregate(VALUES, MASK, mode, num_tokens=2, num_sequences=1, max_tokens=4)
+    assert found == expected
+
+
+LOSSES = ("policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "gspo", "gmpo")
+EVERY = [
+    *({"policy_loss": loss} for loss in LOSSES),
+    *({"kl_estimator": kl} for kl in ("k1", "k2", "k3", "k1+", "k3+")),
+    *({"aggregation": mode} for mode in MODES),
+    {"correction_kind": "tis", "correction_level": "sequence"},
+]
+
+
+@pytest.mark.parametrize("own", EVERY, ids=lambda own: next(iter(own.values())))
+def test_the_whole_loss_and_its_gradient_are_those_without_it(own):
+    """NaN at every token that is not trained, in the log-probs of trainer, engine and reference."""
+    batch = PreparedBatch.of(made_groups.batch(groups=2, samples=2))
+    settings = LossSettings(kl_coef=0.1, **{"aggregation": "seq-mean-token-mean"} | own)
+    clean = torch.full(batch.tokens.shape, -1.0)
+
+    def of(garbage):
+        where = batch.loss_mask
+        logprobs = torch.where(where, clean, garbage).requires_grad_()
+        own = {
+            name: torch.where(where, getattr(batch, name), garbage)
+            for name in ("rollout_logprobs", "ref_logprobs", "advantages")
+        }
+        values = {name: getattr(batch, name) for name in PreparedBatch.__dataclass_fields__} | own
+        found, _ = batch_loss(logprobs, PreparedBatch(**values), settings)
+        return found.detach(), torch.autograd.grad(found, logprobs)[0]
+
+    (value, slope), (clean_value, clean_slope) = of(math.nan), of(0.0)
+    assert math.isfinite(value) and value == clean_value
+    assert torch.equal(slope, clean_slope) and not slope[~batch.loss_mask].any()

@@ -1,0 +1,67 @@
+"""verl#6376, "skip tool observations in RF++ reward-to-go", and verl#7278: the scan that adds up what is
+still to come began anew at every token that is not trained, so that an action in front of a tool's answer
+lost the reward behind it.
+
+The thread's numbers: rewards [0, 0, 1], mask [1, 0, 1] and a discount of 0.5 gave [0, 0.5, 1], and must give
+[0.5, 1, 1].
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.algorithms.process import sum_to_go
+from grpo_dist.algorithms.turn_level import turn_level
+from grpo_dist.batch.credit_assignment import AdvantageSettings, token_advantages
+from grpo_dist.batch.rows import make_batch
+from grpo_dist.types import Group, Prompt, Rollout, Turn
+
+SAMPLED = np.array([True, False, True])  # an action, a tool's answer, an action
+
+
+def returns_of_the_bug(rewards, mask, discount, *, resets):
+    """``resets``: a token that is not trained ends what is carried to the tokens before it."""
+    running, found = torch.zeros(rewards.shape[0]), torch.zeros_like(rewards)
+    for t in reversed(range(rewards.shape[1])):
+        if resets:
+            found[:, t] = rewards[:, t] + discount * running
+            running = found[:, t] * mask[:, t]
+        else:
+            running = torch.where(mask[:, t] > 0, rewards[:, t] + discount * running, running)
+            found[:, t] = running
+    return found
+
+
+def episode(sample):
+    ids = np.array([5, 6, 7], np.int32)
+    turns = (Turn(0, 1, "call", "answer"), Turn(0, 3, "end"))
+    logprobs, versions = np.where(SAMPLED, -1.0, 0.0).astype(np.float32), np.where(SAMPLED, 0, -1)
+    return Rollout("p", sample, ids, logprobs, "stop", "end", versions.astype(np.int32), SAMPLED, turns)
+
+
+def test_the_bug_loses_the_reward_in_front_of_the_observation():
+    rewards, mask = torch.tensor([[0.0, 0, 1]]), torch.tensor([[1.0, 0, 1]])
+    assert returns_of_the_bug(rewards, mask, 0.5, resets=True).tolist() == [[0, 0.5, 1]]
+    assert returns_of_the_bug(rewards, mask, 0.5, resets=False).tolist() == [[0.5, 1, 1]]
+
+
+@pytest.mark.parametrize(("discount", "first"), [(0.5, 0.5), (1.0, 1.0)])
+def test_the_first_action_has_the_discounted_reward_of_the_last(discount, first):
+    """Two actions: the first is one turn away from the reward, and the tool's answer is none."""
+    prompt = Prompt("p", np.array([1, 2], np.int32), "", "made")
+    rewards = np.array([1, 0], np.float32)
+    group = Group(prompt, (episode(0), episode(1)), rewards, {}, ("", ""))
+    batch = make_batch([group], [np.zeros(2, np.float32)], ref_logprobs=None, max_new_tokens=9)
+    how = AdvantageSettings(estimator="turn", std="none", turn_discount=discount)
+    found = token_advantages(batch, [group], how).advantages
+    # Less the mean of both samples, whose other one has no reward: half of each return is left.
+    assert (2 * found[0]).tolist() == [0, 0, first, 0, 1]
+    assert (found[0] + found[1]).tolist() == [0] * 5
+
+
+def test_what_is_still_to_come_passes_over_tokens_that_are_not_trained():
+    assert sum_to_go(torch.tensor([[0.0, 0, 1]])).tolist() == [[1, 1, 1]]
+    two = turn_level(
+        torch.tensor([0.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1.0]), torch.tensor([0]), discount=0.5
+    )
+    assert two.tolist() == [0, 0]  # one sample alone has no baseline

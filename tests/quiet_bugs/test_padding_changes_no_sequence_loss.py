@@ -1,0 +1,59 @@
+"""AReaL#1346, "mask 2d sequence advantages": the sequence-level loss averaged advantages over the padding.
+
+The thread's example: mask [T, T, F, F], equal log-probs. Advantages [1, 1, 0, 0] give the loss -1 of every
+trained token; with [1, 1, 10, 10], where only padding differs, it changed.
+"""
+
+import pytest
+import torch
+
+from grpo_dist.algorithms.aggregation import MODES, aggregate
+from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
+from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.types import PreparedBatch
+from tests.support import made_groups
+
+MASK = torch.tensor([[True, True, False, False]])
+CLEAN, CONTAMINATED = torch.tensor([[1.0, 1, 0, 0]]), torch.tensor([[1.0, 1, 10, 10]])
+OF_SEQUENCES = ("gspo", "gmpo")
+LOSSES = ("policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", *OF_SEQUENCES)
+
+
+def test_the_bug_averages_advantages_over_padding():
+    assert -CLEAN.mean(dim=1) == -0.5 and -CONTAMINATED.mean(dim=1) == -5.5
+    masked = [(a * MASK).sum(dim=1) / MASK.sum(dim=1) for a in (CLEAN, CONTAMINATED)]
+    assert masked == [1, 1]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_stands_at_padding_changes_neither_loss_nor_gradient(name):
+    found = []
+    for advantages in (CLEAN, CONTAMINATED):
+        logprobs = torch.zeros(1, 4, requires_grad=True)
+        losses, _ = POLICY_LOSSES[name](logprobs, torch.zeros(1, 4), advantages, MASK)
+        loss = aggregate(losses, MASK, "seq-mean-token-mean", num_tokens=2, num_sequences=1, max_tokens=4)
+        found.append((losses.tolist(), torch.autograd.grad(loss, logprobs)[0].tolist()))
+    assert found[0] == found[1]
+    assert found[0][1][0][2:] == [0, 0]
+    if name in OF_SEQUENCES:
+        assert found[0][0] == [[-1, -1, 0, 0]] and found[0][1] == [[-0.5, -0.5, 0, 0]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", OF_SEQUENCES)
+def test_a_wider_batch_has_the_same_loss(name, mode):
+    """Rows alone, each as wide as itself, against all rows as wide as the longest."""
+    batch = made_groups.batch(groups=3, samples=2, reference=False)
+    settings = LossSettings(policy_loss=name, aggregation=mode)
+    generator = torch.Generator().manual_seed(1)
+    old = -torch.rand(batch.tokens.shape, generator=generator)
+    new = old + 1e-4 * torch.randn(batch.tokens.shape, generator=generator)
+
+    def of(rows):
+        part = batch.select(rows)
+        width = part.tokens.shape[1]
+        prepared = PreparedBatch.of(part, old_logprobs=old[rows, :width])
+        return float(batch_loss(new[rows, :width], prepared, settings)[0])
+
+    apart = sum(of([row]) for row in range(len(batch)))
+    assert of(list(range(len(batch)))) == pytest.approx(apart, rel=1e-5, abs=1e-7)

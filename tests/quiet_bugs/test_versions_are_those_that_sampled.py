@@ -1,0 +1,109 @@
+"""prime-rl#3050, "hold batch ship on the trainer's published version": the review found that the version
+advanced when the weights were published, before the engines had paused. Groups begun in between were labelled
+with the new version while the engine still served the old weights, so staleness was understated.
+
+Here a token's version is the engine's own label at the step that produced it, and the label changes between
+pause and resume, after the last weight has arrived.
+"""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from actors.workers.rollout import RolloutWorker, _generation
+from grpo_dist.loop.metrics import rollout_metrics
+from tests.support.made_groups import group_of
+
+OLD, NEW = 4, 5
+
+
+class Engine:
+    """Serves while it is not paused, and labels what it makes. ``log``: what was called, in order."""
+
+    def __init__(self):
+        self.label, self.weights, self.paused, self.log = OLD, OLD, False, []
+
+    async def pause(self, *, drain):
+        self.paused = True
+        self.log.append("pause")
+
+    async def start_weight_update(self):
+        self.log.append("start")
+
+    async def update_weights(self, info):
+        assert self.paused, "weights are replaced under running requests"
+        self.weights = NEW
+        self.log.append("weights")
+
+    async def finish_weight_update(self):
+        self.log.append("finish")
+
+    async def set_weight_version(self, version):
+        assert self.paused, "the label changes under running requests"
+        self.label = version
+        self.log.append("label")
+        return version
+
+    async def resume(self):
+        self.paused = False
+        self.log.append("resume")
+
+    def token(self):
+        """The label and the weights of a token, if one can be made now."""
+        return None if self.paused else (self.label, self.weights)
+
+
+def test_the_bug_labels_tokens_of_old_weights_with_the_new_version():
+    engine, made = Engine(), []
+
+    async def update():
+        await engine.pause(drain=False)
+        await engine.update_weights({})
+        await engine.resume()
+
+    version = NEW  # published
+    made.append((version, engine.weights))  # a group that begins before the pause
+    asyncio.run(update())
+    assert made == [(NEW, OLD)]
+
+
+def test_an_engine_labels_every_token_with_the_weights_that_made_it():
+    worker, engine, made = RolloutWorker(SimpleNamespace(sync=SimpleNamespace(mode="keep"))), Engine(), []
+    worker._engine = engine
+
+    async def update():
+        made.append(engine.token())
+        assert await worker.begin_update()
+        made.append(engine.token())
+        await worker.receive_weights([], 1, None)
+        made.append(engine.token())
+        assert await worker.finish_update(NEW) == NEW
+        made.append(engine.token())
+
+    asyncio.run(update())
+    assert engine.log == ["pause", "start", "weights", "finish", "label", "resume"]
+    assert made == [(OLD, OLD), None, None, (NEW, NEW)]
+
+
+def test_a_sample_that_spans_an_update_has_both_versions():
+    spans = [SimpleNamespace(start=0, end=2, version="4"), SimpleNamespace(start=2, end=5, version="5")]
+    logprobs = SimpleNamespace(logprobs=[-0.5] * 5, start_indices=list(range(5)))
+    output = SimpleNamespace(
+        finish_reason="stop",
+        logprobs=logprobs,
+        token_ids=[7] * 5,
+        weight_versions=spans,
+        routed_experts=None,
+    )
+    made = _generation(SimpleNamespace(outputs=[output], num_cached_tokens=0))
+    assert made.versions.tolist() == [4, 4, 5, 5, 5]
+
+
+def test_the_staleness_of_a_step_is_counted_from_its_tokens():
+    """Not from the version at which a sample began or ended: 4, 4 and 5 are 3, 3 and 2 behind version 7."""
+    group = group_of([1.0], [3])
+    group.rollouts[0].policy_versions[:] = [4, 4, 5]
+    found = rollout_metrics([group], version=7)
+    assert found["rollout/staleness_max"] == 3
+    assert found["rollout/staleness_mean"] == pytest.approx(8 / 3)
