@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from actors.speculation import drafter
 from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
 from grpo_dist.config import (
     Config,
@@ -202,7 +203,22 @@ def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_m
         arguments["distributed_executor_backend"] = "mp"
     if settings.quantization != "none":
         arguments["quantization"] = _QUANTIZATION[settings.quantization]
-    return arguments | settings.engine
+    return arguments | settings.engine | _speculation(settings)
+
+
+def _speculation(settings: RolloutConfig) -> dict[str, Any]:
+    """Return the arguments of exact speculation; {} where none is wanted."""
+    if not settings.speculation.tokens:
+        return {}
+    own = {drafter.SETTING: settings.speculation.max_sequences}
+    return {
+        "speculative_config": {
+            "method": drafter.METHOD,
+            "model": drafter.NAME,
+            "num_speculative_tokens": settings.speculation.tokens,
+        },
+        "additional_config": settings.engine.get("additional_config", {}) | own,
+    }
 
 
 def _graph_sizes(spec: EngineSpec) -> dict[str, Any]:

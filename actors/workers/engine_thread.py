@@ -119,6 +119,11 @@ class EngineThread:
     async def finish_weight_update(self) -> None:
         await self.call(lambda: self._rpc("finish_weight_update"))
 
+    async def in_worker(self, function: Callable[[Any], T]) -> T:
+        """Call ``function`` with vLLM's worker between two steps; return the result of the first process."""
+        results: list[T] = await self.call(lambda: self._engine.collective_rpc(function))
+        return results[0]
+
     async def set_weight_version(self, version: int) -> int:
         """Label tokens of later steps with ``version``; return the version that the engine reports."""
 

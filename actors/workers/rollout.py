@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actors.lifecycle.probe import Health, Probeable
+from actors.speculation import drafter
 from actors.transfer.connections import Seat
 from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment
 from actors.workers.engine_thread import EngineThread, compilation_began, compiled_graphs
@@ -60,6 +61,8 @@ class RolloutWorker(Metered, Probeable):
             self._episodes.workers.use(environments)
         self._engine = EngineThread(fitting_arguments(self._spec), imported=lambda: self.begin("model"))
         await self._engine.start()
+        if self._spec.rollout.speculation.tokens:
+            await self._engine.in_worker(drafter.require_exact_sampler)
         self._note_compilation()
         self._compiled = compiled_graphs()
         if not self._compiled:
@@ -225,6 +228,9 @@ class RolloutWorker(Metered, Probeable):
         lost, may find all weights here.
         """
         await self._engine.pause(drain=self._spec.sync.mode == "drain")
+        if self._spec.rollout.speculation.tokens:
+            for name, tokens in (await self._engine.in_worker(drafter.take_counts))._asdict().items():
+                self.meter.count(name, tokens)
         if not self._updating:
             await self._engine.start_weight_update()
             self._updating = True

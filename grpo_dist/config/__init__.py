@@ -41,6 +41,7 @@ from grpo_dist.config.workers import (
     PolicyConfig,
     ReferenceConfig,
     RolloutConfig,
+    SpeculationConfig,
     TransferBackend,
     WeightSyncConfig,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "SamplingConfig",
     "SandboxConfig",
     "Section",
+    "SpeculationConfig",
     "SupervisedConfig",
     "TeacherConfig",
     "TemperatureSchedule",

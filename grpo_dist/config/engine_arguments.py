@@ -38,6 +38,10 @@ _SET_BY = {
     "generation_config": "sampling",
     "override_generation_config": "sampling",
     "enable_lora": "policy.lora",
+    "speculative_config": "rollout.speculation",
+    "spec_method": "rollout.speculation",
+    "spec_model": "rollout.speculation",
+    "spec_tokens": "rollout.speculation",
 }
 _OTHER_MODEL = "the engine would not use the trainer's weights unchanged"
 _OTHER_DISTRIBUTION = "the engine's log-probs would not be those of the sampled distribution"
@@ -51,10 +55,6 @@ _CHANGES = {
     "logprobs_mode": _OTHER_DISTRIBUTION,
     "logits_processors": _OTHER_DISTRIBUTION,
     "watermark_config": _OTHER_DISTRIBUTION,
-    "speculative_config": _OTHER_DISTRIBUTION,
-    "spec_method": _OTHER_DISTRIBUTION,
-    "spec_model": _OTHER_DISTRIBUTION,
-    "spec_tokens": _OTHER_DISTRIBUTION,
     "diffusion_config": _OTHER_DISTRIBUTION,
     "skip_tokenizer_init": "the engine could not return texts",
     "runner": "the engine would not generate",

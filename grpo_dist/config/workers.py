@@ -9,6 +9,19 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from grpo_dist.config.base import Count, Fraction, NonNegative, Section
 
 
+class SpeculationConfig(Section):
+    """Drafts that the engine verifies in one pass, which change no sample."""
+
+    tokens: Annotated[int, Field(ge=0, le=128)] = Field(
+        0,
+        description="tokens drafted for a sample at once, at most, from earlier samples and its own text; "
+        "0: none",
+    )
+    max_sequences: PositiveInt = Field(
+        4, description="draft only while an engine decodes at most so many sequences"
+    )
+
+
 class RolloutConfig(Section):
     """The vLLM engines."""
 
@@ -35,6 +48,7 @@ class RolloutConfig(Section):
     enforce_eager: bool = Field(
         False, description="skip compilation and CUDA graphs: faster start, slower decoding"
     )
+    speculation: SpeculationConfig = SpeculationConfig()
     engine: dict[str, Any] = Field(
         {},
         description="further arguments of vLLM's engine, except those that other keys set and those that "

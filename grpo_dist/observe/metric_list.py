@@ -292,7 +292,9 @@ METRICS = (
     Metric("throughput/samples_per_s", "samples/s", _STEP, "samples of a step over its seconds", ""),
     Metric("throughput/<role>_<count>", "of the count", "sum over workers",
            "counts of the workers since the last step: `rollout_tokens`, sampled tokens as they are "
-           "produced; `rollout_turns`, turns of episodes", "steady"),
+           "produced; `rollout_turns`, turns of episodes; `rollout_drafts`, `rollout_drafted_tokens` and "
+           "`rollout_accepted_tokens` of `rollout.speculation`: a draft gains accepted tokens / drafts",
+           "steady"),
     Metric("throughput/episode_cached_share", "share", "sum over turns from the second on",
            "prompt tokens of these turns that the engine found in its cache",
            "above 0.9; less: long observations, a template that rewrites the history, or a cache too small "

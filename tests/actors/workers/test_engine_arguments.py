@@ -31,7 +31,7 @@ def problems(engine, device="cuda", **sections):
         ("weight_transfer_config", {}, "is set by weight_sync.backend"),
         ("generation_config", "auto", "is set by sampling"),
         ("logprobs_mode", "raw_logprobs", "the sampled distribution"),
-        ("speculative_config", {"method": "ngram"}, "the sampled distribution"),
+        ("speculative_config", {"method": "ngram"}, "is set by rollout.speculation"),
         ("quantization", "fp8", "is set by rollout.quantization"),
         ("distributed_executor_backend", "ray", "is set by rollout.tensor_parallel_size"),
         ("load_format", "dummy", "use the trainer's weights unchanged"),
@@ -78,6 +78,24 @@ def test_fp8_needs_a_correction_bfloat16_and_a_gpu():
         fakes.config(**fp8, algorithm={"correction": {"kind": "none"}})
     with pytest.raises(ValueError, match=r"quantization` = fp8 .*`model\.dtype` = float32; set model\.dtype"):
         fakes.config(**fp8, model={"path": "m", "dtype": "float32"})
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"sampling": {"stop": ["\n"]}}, "`sampling.stop` ends a sample at a text"),
+        (
+            {"data": {"train": [{"path": "demo:add3"}], "environment": "calculator"}},
+            "`data.environment` ends a sample at a text",
+        ),
+    ],
+)
+def test_speculation_is_refused_where_a_sample_ends_at_a_text(sections, key):
+    drafting = {"rollout": {"speculation": {"tokens": 4}}}
+    assert not list(contradictions(fakes.config(**drafting)))
+    with pytest.raises(ValueError, match=r"`rollout\.speculation\.tokens` = 4 ") as error:
+        fakes.config(**drafting, **sections)
+    assert key in str(error.value)
 
 
 def test_no_engine_is_made_with_refused_arguments(tmp_path):

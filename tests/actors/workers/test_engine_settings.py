@@ -1,6 +1,7 @@
 """What an engine is asked for by default: settings that fit model and machine."""
 
 import asyncio
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +10,12 @@ from vllm.config.quantization import resolve_quantization_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticChannelSym
 
+from actors.speculation import drafter
 from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
 from actors.workers import rollout
 from actors.workers.engine_settings import EngineSpec, _processor, kv_bytes_per_token
 from actors.workers.rollout import RolloutWorker
+from grpo_dist.config import SpeculationConfig
 from grpo_dist.types import Sampling
 from tests.support import fakes
 from tests.support.engine_arguments import GIB, QWEN, arguments, spec
@@ -120,3 +123,14 @@ def test_fp8_is_one_argument_that_vllm_knows():
 
 def test_further_engine_arguments_come_last():
     assert arguments(engine={"block_size": 64, "seed": 3})["block_size"] == 64
+
+
+def test_speculation_is_a_drafter_that_vllm_loads_by_its_name():
+    assert "speculative_config" not in arguments()
+    drafting = arguments(speculation=SpeculationConfig(tokens=3), engine={"additional_config": {"own": 1}})
+    assert drafting["speculative_config"] == {
+        "method": "custom_class", "model": "actors.speculation.drafter.Drafter", "num_speculative_tokens": 3,
+    }  # fmt: skip
+    assert drafting["additional_config"] == {"own": 1, drafter.SETTING: 4}
+    folder, name = drafter.NAME.rsplit(".", 1)
+    assert getattr(import_module(folder), name) is drafter.Drafter

@@ -1,0 +1,159 @@
+"""Drafts for the samples of a batch that has drained, from texts that the engine has sampled before.
+
+vLLM makes a `Drafter` by its name in ``speculative_config.model`` and asks it after every step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.speculation.history import History
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+METHOD, NAME = "custom_class", "actors.speculation.drafter.Drafter"
+SETTING = "grpo_dist_speculation_max_sequences"  # in vLLM's ``additional_config``
+# A verified token costs part of a step: below this share of right drafts they are not worth it. It is then
+# only looked at in every so many steps whether they have become so.
+_WORTH, _TRIAL = 0.3, 16
+_TOLD_BY = 4  # last tokens by which a row is taken to hold the text of the step before
+_MEMORY = 0.9  # weight of what was before in the running share
+
+
+class DraftCounts(NamedTuple):
+    """Since the last reading: drafts of one sample each, their tokens, and those that were right."""
+
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+class Drafter:
+    """Drafts for at most so many sequences at once; a fuller batch keeps the cores busy without."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        use_exact_sampler()
+        settings: Any = vllm_config.speculative_config
+        self._tokens: int = settings.num_speculative_tokens
+        self._most_sequences: int = vllm_config.additional_config[SETTING]
+        self._history = History()
+        self._texts = np.zeros((0, 0), dtype=np.int32)  # of each row, after the last step
+        self._lengths = np.zeros(0, dtype=np.int64)
+        self._drafts = self._pending = 0  # drafts that the next step verifies, and their tokens
+        self._share = 1.0  # of right drafts, lately
+        self._skipped = 0
+        self._counts = DraftCounts()
+
+    def load_model(self, model: Any) -> None:
+        """Do nothing: no model drafts. vLLM calls it of every drafter."""
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: NDArray[np.int32],
+        token_ids_cpu: NDArray[np.int32],
+        **_: Any,
+    ) -> list[list[int]]:
+        """Return the drafts of each row, [] for none. ``sampled_token_ids``: of the step that has ended;
+        ``num_tokens_no_spec`` [rows], ``token_ids_cpu`` [rows, longest]: each row's text with them.
+        """
+        self._count(sampled_token_ids)
+        rows = len(sampled_token_ids)
+        self._remember(sampled_token_ids, np.array(num_tokens_no_spec[:rows]), token_ids_cpu)
+        drafts: list[list[int]] = [[] for _ in range(rows)]
+        if rows <= self._most_sequences and self._is_worth_it():
+            for i in range(rows):
+                if sampled_token_ids[i]:  # else its prompt is not finished
+                    text = self._texts[i, : self._lengths[i]]
+                    drafts[i] = self._history.continuation(text, self._tokens)
+        self._drafts, self._pending = sum(map(bool, drafts)), sum(map(len, drafts))
+        return drafts
+
+    def take_counts(self) -> DraftCounts:
+        """Return what was counted since the last call."""
+        counts, self._counts = self._counts, DraftCounts()
+        return counts
+
+    def _count(self, sampled: list[list[int]]) -> None:
+        if not self._pending:
+            return
+        right = min(sum(max(len(tokens) - 1, 0) for tokens in sampled), self._pending)
+        now = DraftCounts(self._drafts, self._pending, right)
+        self._counts = DraftCounts(*(a + b for a, b in zip(self._counts, now, strict=True)))
+        self._share = _MEMORY * self._share + (1 - _MEMORY) * right / self._pending
+        self._pending = 0
+
+    def _is_worth_it(self) -> bool:
+        if self._share >= _WORTH:
+            return True
+        self._skipped = (self._skipped + 1) % _TRIAL
+        return self._skipped == 0
+
+    def _remember(
+        self, sampled: list[list[int]], lengths: NDArray[np.int64], texts: NDArray[np.int32]
+    ) -> None:
+        """Keep the texts of rows that have ended: those that hold another text now. Of one that has only
+        moved a part is kept, which does no harm.
+        """
+        going = self._going(sampled, lengths, texts)
+        for i in sorted(set(range(len(self._lengths))) - set(going)):
+            self._history.add(self._texts[i, : self._lengths[i]])
+        self._grow(len(sampled), texts.shape[1])
+        for i in going:
+            self._texts[i, self._lengths[i] : lengths[i]] = sampled[i]
+        for i in sorted(set(range(len(sampled))) - set(going)):
+            self._texts[i, : lengths[i]] = texts[i, : lengths[i]]
+        self._lengths = lengths
+
+    def _going(
+        self, sampled: list[list[int]], lengths: NDArray[np.int64], texts: NDArray[np.int32]
+    ) -> list[int]:
+        """Return the rows that hold the text of the step before and what was sampled since."""
+        rows = min(len(self._lengths), len(sampled))
+        old, at = self._lengths[:rows], np.arange(rows)
+        same = lengths[:rows] == old + np.array([len(tokens) for tokens in sampled[:rows]], dtype=np.int64)
+        for back in range(1, _TOLD_BY + 1):
+            position = np.maximum(old - back, 0)
+            same &= texts[at, position] == self._texts[at, position]
+        return [int(i) for i in np.flatnonzero(same)]
+
+    def _grow(self, rows: int, width: int) -> None:
+        have = self._texts.shape
+        if rows > have[0] or width > have[1]:
+            grown = np.zeros((max(rows, have[0]), max(width, have[1])), dtype=np.int32)
+            grown[: have[0], : have[1]] = self._texts
+            self._texts = grown
+
+
+def use_exact_sampler() -> None:
+    """Have vLLM's model runner verify drafts with `ExactSampler`. The runner makes its drafter first, and
+    then its rejection sampler by the name that is set here.
+    """
+    from vllm.v1.worker import gpu_model_runner
+
+    from actors.speculation.exact_sampler import ExactSampler
+
+    gpu_model_runner.RejectionSampler = ExactSampler
+
+
+def require_exact_sampler(worker: Any) -> None:
+    """Raise RuntimeError unless an engine's worker process verifies drafts with `ExactSampler`."""
+    from actors.speculation.exact_sampler import ExactSampler
+
+    runner = worker.model_runner
+    found = getattr(runner, "rejection_sampler", None)
+    if not isinstance(found, ExactSampler):
+        raise RuntimeError(
+            f"rollout.speculation: vLLM's {type(runner).__module__} verifies drafts with "
+            f"{type(found).__name__}, under which samples would change; set rollout.speculation.tokens to 0"
+        )
+
+
+def take_counts(worker: Any) -> DraftCounts:
+    """Return `Drafter.take_counts` of an engine's worker process."""
+    counts: DraftCounts = worker.model_runner.drafter.take_counts()
+    return counts

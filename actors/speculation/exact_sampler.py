@@ -1,0 +1,135 @@
+"""Verify drafted tokens without changing a sample: a draft is right if it is the token that would be drawn.
+
+vLLM's own rejection sampler draws from the right distribution, but with other random numbers: the same seed
+gives another text. Here the engine's own sampler draws each position with the request's own generator, one
+position after the other, and a request goes on to the next position only where its draft was the token drawn.
+So a request makes the draws that it would have made without drafts, in their order, and no others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+
+class ExactSampler(RejectionSampler):
+    """Takes the place of vLLM's rejection sampler in the engine's model runner."""
+
+    def forward(
+        self,
+        metadata: SpecDecodeMetadata,
+        draft_probs: torch.Tensor | None,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        """Return the tokens drawn of each request [B, D + 1] with D drafts at most, -1 after the last, and
+        their log-probs. ``logits``: [drafts of all requests + B, V], each request's positions together.
+        """
+        check(sampling_metadata)
+        drafted = metadata.num_draft_tokens
+        first = _first_rows(drafted)
+        drafts = _by_request(metadata.draft_token_ids.tolist(), drafted)
+        tokens = torch.full(
+            (len(drafted), max(drafted) + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32, device=logits.device
+        )
+        logprobs: LogprobsTensors | None = None
+        going = list(range(len(drafted)))  # requests whose drafts were right so far
+        for position in range(max(drafted) + 1):
+            rows = [first[request] + position for request in going]
+            own = of_requests(sampling_metadata, going)
+            drawn = self.sampler(logits=logits[rows], sampling_metadata=own)
+            tokens[going, position] = drawn.sampled_token_ids[:, 0]
+            if drawn.logprobs_tensors is not None:
+                logprobs = _noted(logprobs, drawn.logprobs_tensors, tokens.shape, going, position)
+            found = drawn.sampled_token_ids[:, 0].tolist()
+            going = [
+                request
+                for request, token in zip(going, found, strict=True)
+                if drafts[request][position : position + 1] == [token]
+            ]
+            if not going:
+                break
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
+
+
+def check(metadata: SamplingMetadata) -> None:
+    """Raise NotImplementedError for settings that depend on the tokens before: the engines of a run have
+    none of them.
+    """
+    depends = {
+        "penalties": not metadata.no_penalties,
+        "bad words": bool(metadata.bad_words_token_ids),
+        "allowed tokens": metadata.allowed_token_ids_mask is not None,
+        "log-probs of chosen tokens": bool(metadata.logprob_token_ids),
+    }
+    if found := [name for name, used in depends.items() if used]:
+        raise NotImplementedError(f"exact speculation does not know {', '.join(found)}")
+
+
+def of_requests(metadata: SamplingMetadata, requests: list[int]) -> SamplingMetadata:
+    """Return the sampling settings of some requests of a batch, which share their generators with it."""
+
+    def rows(of_all: torch.Tensor | None) -> Any:
+        return None if of_all is None else of_all[requests]
+
+    generators = {
+        row: metadata.generators[request]
+        for row, request in enumerate(requests)
+        if request in metadata.generators
+    }
+    return replace(
+        metadata,
+        temperature=rows(metadata.temperature),
+        top_p=rows(metadata.top_p),
+        top_k=rows(metadata.top_k),
+        generators=generators,
+        output_token_ids=[metadata.output_token_ids[request] for request in requests]
+        if metadata.output_token_ids
+        else [],
+        spec_token_ids=None,
+    )
+
+
+def _first_rows(drafted: list[int]) -> list[int]:
+    """Return the row of each request's first position: [3, 0, 2] drafts -> [0, 4, 5]."""
+    first, row = [], 0
+    for count in drafted:
+        first.append(row)
+        row += count + 1
+    return first
+
+
+def _by_request(drafts: list[int], drafted: list[int]) -> list[list[int]]:
+    result, start = [], 0
+    for count in drafted:
+        result.append(drafts[start : start + count])
+        start += count
+    return result
+
+
+def _noted(
+    noted: LogprobsTensors | None,
+    drawn: LogprobsTensors,
+    shape: torch.Size,
+    requests: list[int],
+    position: int,
+) -> LogprobsTensors:
+    """Enter the log-probs of one position into those of all, [B * (D + 1), tokens asked for]."""
+    if noted is None:
+        count, width = shape.numel(), drawn.logprobs.shape[1]
+        noted = LogprobsTensors(
+            drawn.logprob_token_ids.new_zeros((count, width)),
+            drawn.logprobs.new_zeros((count, width)),
+            drawn.selected_token_ranks.new_zeros(count),
+        )
+    at = [request * shape[1] + position for request in requests]
+    noted.logprob_token_ids[at] = drawn.logprob_token_ids
+    noted.logprobs[at] = drawn.logprobs
+    noted.selected_token_ranks[at] = drawn.selected_token_ranks
+    return noted

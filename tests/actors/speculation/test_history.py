@@ -1,0 +1,124 @@
+"""Drafts from earlier texts, and what the drafter takes to be a text that has ended."""
+
+import numpy as np
+import pytest
+
+from actors.speculation import drafter as drafters
+from actors.speculation.history import History
+
+
+def text(*tokens):
+    return np.array(tokens, dtype=np.int32)
+
+
+def test_the_text_that_agrees_longest_backwards_is_continued():
+    history = History()
+    history.add(text(1, 2, 3, 4, 5, 60, 61))
+    history.add(text(9, 2, 3, 4, 5, 70, 71))
+    assert history.continuation(text(8, 9, 2, 3, 4, 5), 2) == [70, 71]
+    assert history.continuation(text(8, 1, 2, 3, 4, 5), 1) == [60]
+
+
+def test_among_equals_the_text_with_the_longest_common_beginning_is_continued():
+    history = History()
+    history.add(text(7, 7, 8, 0, 2, 3, 4, 5, 60))
+    history.add(text(7, 6, 8, 0, 2, 3, 4, 5, 70))
+    assert history.continuation(text(7, 7, 9, 1, 2, 3, 4, 5), 3) == [60]
+    assert history.continuation(text(7, 6, 9, 1, 2, 3, 4, 5), 3) == [70]
+
+
+def test_a_sample_is_continued_from_its_own_text():
+    assert History().continuation(text(1, 2, 3, 4, 50, 51, 1, 2, 3, 4), 2) == [50, 51]
+
+
+def test_nothing_is_guessed_after_an_n_gram_that_is_new():
+    history = History()
+    history.add(text(1, 2, 3, 4, 5))
+    assert history.continuation(text(2, 3, 4), 4) == []
+    assert history.continuation(text(4, 3, 2, 1, 0), 4) == []
+    assert history.continuation(text(0, 2, 3, 4, 5), 4) == []  # what it ends with has no continuation
+
+
+def test_the_oldest_texts_leave_and_take_their_n_grams_with_them():
+    history = History(capacity=20)
+    for start in range(10, 100, 10):
+        history.add(text(*range(start, start + 10)))
+    assert history.continuation(text(0, 10, 11, 12, 13), 2) == []
+    assert history.continuation(text(0, 90, 91, 92, 93), 2) == [94, 95]
+    assert len(history._texts) == 2 and len(history._index) == 2 * 7
+
+
+class Batch:
+    """Rows as vLLM's model runner has them, and a drafter of them."""
+
+    def __init__(self, monkeypatch, max_sequences=2, tokens=3):
+        monkeypatch.setattr(drafters, "use_exact_sampler", lambda: None)
+        settings = type("", (), {"num_speculative_tokens": tokens})
+        config = type(
+            "",
+            (),
+            {"speculative_config": settings, "additional_config": {drafters.SETTING: max_sequences}},
+        )
+        self.drafter = drafters.Drafter(config)
+        self.texts = np.zeros((8, 64), dtype=np.int32)
+        self.rows: list[list[int]] = []
+
+    def step(self, *sampled):
+        """Append to each row what was sampled of it; return the drafts."""
+        for i, tokens in enumerate(sampled):
+            self.rows[i] = self.rows[i] + tokens
+            self.texts[i, : len(self.rows[i])] = self.rows[i]
+        lengths = np.array([len(row) for row in self.rows] + [0] * (8 - len(self.rows)), dtype=np.int32)
+        return self.drafter.propose(list(sampled), lengths, self.texts)
+
+
+@pytest.fixture
+def batch(monkeypatch):
+    return Batch(monkeypatch)
+
+
+def test_a_row_that_has_ended_drafts_for_its_siblings(batch):
+    batch.rows = [[1, 2, 3, 4], [1, 2, 3, 4]]
+    for token in range(10, 20):
+        assert batch.step([token], []) == [[], []]
+    batch.rows = [[1, 2, 3, 4]]  # the first has ended, and the second has moved to its row
+    batch.step([10])
+    batch.step([11])
+    assert batch.step([12]) == [[13, 14, 15]]
+    assert batch.step([13, 14, 15, 16]) == [[17, 18, 19]]
+
+
+def test_a_full_batch_gets_no_drafts(batch):
+    own = [1, 2, 3, 4, 50, 1, 2, 3]
+    batch.rows = [list(own), list(own), list(own)]
+    assert batch.step([4], [4], [4]) == [[], [], []]
+    batch.rows = batch.rows[:2]
+    assert all(batch.step([50], [50]))
+
+
+def test_a_prompt_that_is_not_finished_gets_no_draft(batch):
+    batch.rows = [[1, 2, 3, 4, 50, 1, 2, 3, 4], [1, 2, 3, 4, 50, 1, 2, 3]]
+    assert batch.step([], [4]) == [[], [50, 1, 2]]
+
+
+def test_right_drafts_are_counted_once(batch):
+    batch.rows = [[1, 2, 3, 4, 50, 51, 1, 2, 3]]
+    assert batch.step([4]) == [[50, 51, 1]]
+    batch.step([50, 51, 9])  # two were right, and then a token that was not drafted
+    counts = batch.drafter.take_counts()
+    assert counts._asdict() == {"drafts": 1, "drafted_tokens": 3, "accepted_tokens": 2}
+    assert batch.drafter.take_counts() == (0, 0, 0)
+
+
+def test_drafts_that_are_never_right_become_rare(batch):
+    def drafted_of(steps):
+        drafted = 0
+        for i in range(steps):
+            batch.rows = [[1, 2, 3, 4, 50, 1, 2, 3]]
+            drafted += bool(batch.step([4])[0])
+            batch.step([i + 100])
+        return drafted
+
+    # The running share starts at 1 and loses a tenth with each wrong draft: 0.9^11 > 0.3 > 0.9^12.
+    assert drafted_of(12) == 12
+    assert drafted_of(8 * drafters._TRIAL) <= 2 * 8

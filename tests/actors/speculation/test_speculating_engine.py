@@ -1,0 +1,43 @@
+"""A real engine that drafts returns the samples of one that does not: the same tokens and log-probs."""
+
+import pytest
+
+from tests.support.drafting_engine import WAYS, Engine
+from tests.support.real_engine import same
+
+pytestmark = pytest.mark.machine
+
+SEEDS = (1, 2, 3)
+OTHER_SEEDS = (3, 4, 5)  # one of them in SEEDS
+
+
+@pytest.fixture(scope="module")
+def expected(ray_cluster, tiny_model):
+    """Samples of an engine without drafts, by way and seeds."""
+    engine = Engine(tiny_model)
+    found = {
+        (way, seeds): engine.sample(seeds, **sampling)
+        for way, sampling in WAYS.items()
+        for seeds in (SEEDS, OTHER_SEEDS)
+    }
+    engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def drafting(expected, tiny_model):  # after the engine without drafts, which has the same name
+    engine = Engine(tiny_model, tokens=4, max_sequences=16)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_samples_are_those_without_drafts_to_the_last_bit(drafting, expected, way):
+    drafting.counts()
+    # The second time every text is known, so nearly every draft is right. Then seeds that were drawn before,
+    # beside new ones: right and wrong drafts in one step of the engine.
+    for seeds in (SEEDS, SEEDS, OTHER_SEEDS):
+        for group, without in zip(drafting.sample(seeds, **WAYS[way]), expected[way, seeds], strict=True):
+            assert same(group, without)
+    drafts, drafted, accepted = drafting.counts()
+    assert 0 < drafts < accepted < drafted

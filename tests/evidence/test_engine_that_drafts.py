@@ -1,0 +1,35 @@
+"""Slow evidence, apart from `make test`: more than 1,000 samples of an engine that drafts are those of one
+that does not, to the last bit.
+
+make evidence ARGS=tests/evidence/test_engine_that_drafts.py
+"""
+
+import pytest
+
+from tests.support.drafting_engine import WAYS, Engine
+from tests.support.real_engine import PROMPTS, same
+
+pytestmark = [pytest.mark.evidence, pytest.mark.timeout(3600)]
+
+SEEDS, OTHER_SEEDS = tuple(range(60)), tuple(range(30, 90))  # half of the second are in the first
+
+
+def test_over_1000_samples_are_those_without_drafts(ray_cluster, tiny_model):
+    plain = Engine(tiny_model)
+    expected = {
+        (way, seeds): plain.sample(seeds, **settings)
+        for way, settings in WAYS.items()
+        for seeds in (SEEDS, OTHER_SEEDS)
+    }
+    plain.close()
+    drafting = Engine(tiny_model, tokens=4, max_sequences=16)
+    samples = 0
+    for (way, seeds), groups in expected.items():
+        for group, without in zip(drafting.sample(seeds, **WAYS[way]), groups, strict=True):
+            assert same(group, without), (way, seeds)
+            samples += len(group)
+    drafts, drafted, accepted = drafting.counts()
+    drafting.close()
+    print(f"{samples} samples; {drafts} drafts of {drafted} tokens, {accepted} of them right")
+    assert samples == 2 * len(WAYS) * len(PROMPTS) * 60 > 1000
+    assert drafts > 0 and 0 < accepted < drafted
