@@ -20,7 +20,7 @@ from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from queue import Empty, Queue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import psutil
 
@@ -36,8 +36,7 @@ T = TypeVar("T")
 # the first few requests alone.
 _BURST_S = 0.002
 
-# Seconds of a step on a GPU in which CPU time counts as progress. A thread that waits for the GPU may keep
-# its core as busy as one that compiles a kernel, for ever if the GPU hangs.
+# Seconds of a GPU's step in which CPU time counts as progress: waiting may keep a core as busy as compiling.
 _COMPILE_S = 120.0
 
 
@@ -61,7 +60,7 @@ class EngineThread:
         self._thread = Thread(target=self._run, args=(dict(arguments), imported), name="engine", daemon=True)
 
     async def start(self) -> None:
-        """Load the model. Raises the error of vLLM when that fails."""
+        """Load the model. Raises vLLM's error when that fails."""
         self._thread.start()
         try:
             await self.call(lambda: None)
@@ -121,8 +120,7 @@ class EngineThread:
 
     async def in_worker(self, function: Callable[[Any], T]) -> T:
         """Call ``function`` with vLLM's worker between two steps; return the result of the first process."""
-        results: list[T] = await self.call(lambda: self._engine.collective_rpc(function))
-        return results[0]
+        return cast(T, (await self.call(lambda: self._engine.collective_rpc(function)))[0])
 
     async def set_weight_version(self, version: int) -> int:
         """Label tokens of later steps with ``version``; return the version that the engine reports."""

@@ -134,13 +134,6 @@ def _of_the_engines(config: Sections) -> Iterator[str]:
             f"`rollout.quantization` = {quantization} multiplies in bfloat16 around it, but `model.dtype` = "
             "float32; set model.dtype to auto or bfloat16, or remove `rollout.quantization`"
         )
-    if (tokens := config.rollout.speculation.tokens) and (config.sampling.stop or config.has_environments):
-        ends = "`sampling.stop`" if config.sampling.stop else "`data.environment`"
-        yield (
-            f"`rollout.speculation.tokens` = {tokens} samples several tokens in a step of the engine, and "
-            f"{ends} ends a sample at a text, which vLLM finds after the step: tokens behind it would stay. "
-            "Set `rollout.speculation.tokens` to 0, or remove what ends samples"
-        )
 
 
 def _of_the_samples(config: Sections) -> Iterator[str]:

@@ -31,6 +31,13 @@ def episode_contradictions(config: Sections) -> Iterator[str]:
             f"`sampling.stop` = {list(config.sampling.stop)} ends single completions, but `data.environment` "
             "makes episodes, whose actions end where their call format says; remove one of the two"
         )
+    if (tokens := config.rollout.speculation.tokens) and (config.sampling.stop or config.has_environments):
+        ends = "`sampling.stop`" if config.sampling.stop else "`data.environment`"
+        yield (
+            f"`rollout.speculation.tokens` = {tokens} samples several tokens in a step of the engine, and "
+            f"{ends} ends a sample at a text, which vLLM finds after the step: tokens behind it would stay. "
+            "Set `rollout.speculation.tokens` to 0, or remove what ends samples"
+        )
     sums = [r.weight for r in rewards.functions if r.function == "environment" and r.weight]
     if sums and without:
         yield (
