@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from actors.speculation import drafter
 from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
+from actors.workers import drafter
 from grpo_dist.config import (
     Config,
     DataConfig,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actors.lifecycle.probe import Health, Probeable
-from actors.speculation import drafter
 from actors.transfer.connections import Seat
+from actors.workers import drafter
 from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment
 from actors.workers.engine_thread import EngineThread, compilation_began, compiled_graphs
 from actors.workers.environment import EnvironmentAddresses

@@ -24,7 +24,7 @@ class DraftingWorker(CountingWorker):
     """An engine that reports what was drafted."""
 
     async def counts(self):
-        from actors.speculation.drafter import take_counts
+        from actors.workers.drafter import take_counts
 
         return tuple(await self._engine.in_worker(take_counts))
 

@@ -10,9 +10,8 @@ from vllm.config.quantization import resolve_quantization_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticChannelSym
 
-from actors.speculation import drafter
 from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
-from actors.workers import rollout
+from actors.workers import drafter, rollout
 from actors.workers.engine_settings import EngineSpec, _processor, kv_bytes_per_token
 from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import SpeculationConfig
@@ -129,7 +128,7 @@ def test_speculation_is_a_drafter_that_vllm_loads_by_its_name():
     assert "speculative_config" not in arguments()
     drafting = arguments(speculation=SpeculationConfig(tokens=3), engine={"additional_config": {"own": 1}})
     assert drafting["speculative_config"] == {
-        "method": "custom_class", "model": "actors.speculation.drafter.Drafter", "num_speculative_tokens": 3,
+        "method": "custom_class", "model": "actors.workers.drafter.Drafter", "num_speculative_tokens": 3,
     }  # fmt: skip
     assert drafting["additional_config"] == {"own": 1, drafter.SETTING: 4}
     folder, name = drafter.NAME.rsplit(".", 1)

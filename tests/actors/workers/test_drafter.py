@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from actors.speculation import drafter as drafters
-from actors.speculation.history import History
+from actors.workers import drafter as drafters
+from actors.workers.draft_history import History
 
 
 def text(*tokens):

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.speculation.history import History
+from actors.workers.draft_history import History
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-METHOD, NAME = "custom_class", "actors.speculation.drafter.Drafter"
+METHOD, NAME = "custom_class", "actors.workers.drafter.Drafter"
 SETTING = "grpo_dist_speculation_max_sequences"  # in vLLM's ``additional_config``
 # A verified token costs part of a step: below this share of right drafts they are not worth it. It is then
 # only looked at in every so many steps whether they have become so.
@@ -135,14 +135,14 @@ def use_exact_sampler() -> None:
     """
     from vllm.v1.worker import gpu_model_runner
 
-    from actors.speculation.exact_sampler import ExactSampler
+    from actors.workers.exact_sampler import ExactSampler
 
     gpu_model_runner.RejectionSampler = ExactSampler
 
 
 def require_exact_sampler(worker: Any) -> None:
     """Raise RuntimeError unless an engine's worker process verifies drafts with `ExactSampler`."""
-    from actors.speculation.exact_sampler import ExactSampler
+    from actors.workers.exact_sampler import ExactSampler
 
     runner = worker.model_runner
     found = getattr(runner, "rejection_sampler", None)
