@@ -56,6 +56,10 @@ class SamplesLost(RuntimeError):
     """Samples are lost with the node that held them, before all readers had them."""
 
 
+class SamplesFailed(RuntimeError):
+    """Engines could not give the samples of a prompt that suffice for its group."""
+
+
 class TransferLost(RuntimeError):
     """A process of a transfer group, or the connection to it, is lost. The driver finds out which."""
 

@@ -19,6 +19,7 @@ from actors.workers.environment import EnvironmentAddresses
 from actors.workers.episodes import EpisodeSampler, episode_sampler
 from grpo_dist.config import TransferBackend
 from grpo_dist.environments.episode import Generation
+from grpo_dist.errors import SamplesFailed
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.hardware import device_type
 from grpo_dist.runtime.load_balancer import Load
@@ -96,16 +97,31 @@ class RolloutWorker(Metered, Probeable):
     ) -> tuple[Load, tuple[Rollout, ...]]:
         """Sample ``len(seeds)`` completions or episodes of ``prompt``, the i-th with ``seeds[i]`` alone.
 
-        Returns the load that this engine has finished since it started, and the samples.
+        Returns the load that this engine has finished since it started, and the samples. Those whose request
+        the engine gave up are left out, as long as ``sampling.least`` are there. Raises SamplesFailed where
+        fewer are.
         """
         lengths = sampling.lengths or [None] * len(seeds)
-        rollouts = await asyncio.gather(
+        found = await asyncio.gather(
             *(
-                self._sample_one(prompt, i, seed, sampling, length)
+                self._sample_or_failure(prompt, i, seed, sampling, length)
                 for i, (seed, length) in enumerate(zip(seeds, lengths, strict=True))
             )
         )
-        return self._finished, tuple(rollouts)
+        rollouts = tuple(own for own in found if isinstance(own, Rollout))
+        if len(rollouts) < (len(seeds) if sampling.least is None else sampling.least):
+            failure = next(own for own in found if not isinstance(own, Rollout))
+            raise SamplesFailed(f"{len(rollouts)} of {len(seeds)} samples of {prompt.uid}: {failure}")
+        return self._finished, rollouts
+
+    async def _sample_or_failure(
+        self, prompt: Prompt, sample: int, seed: int, sampling: Sampling, length: int | None
+    ) -> Rollout | SamplesFailed:
+        """Return the sample, or why the engine gave it up. An engine that fails as a whole raises."""
+        try:
+            return await self._sample_one(prompt, sample, seed, sampling, length)
+        except SamplesFailed as error:
+            return error
 
     async def probe(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> tuple[Rollout, ...]:
         """Sample for the sync probe, outside of admission: it counts neither as work nor as finished load.
@@ -291,7 +307,7 @@ def _generation(request: RequestOutput) -> Generation:
     """Return the finished completion of ``request``, and which weights produced each token."""
     output = request.outputs[0]
     if output.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"rollout: the engine ended a request with {output.finish_reason!r}")
+        raise SamplesFailed(f"rollout: the engine ended a request with {output.finish_reason!r}")
     logprobs, count = output.logprobs, len(output.token_ids)
     versions = np.empty(count, dtype=np.int32)
     for span in output.weight_versions:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from grpo_dist.config.base import Section
+from grpo_dist.config.base import Section, Temperature
 
 
 class ModelConfig(Section):
@@ -57,6 +58,14 @@ class DataSourceConfig(Section):
     answer_column: str = Field("answer", description="column with the answer, or text that ends with it")
     answer_pattern: str | None = Field(None, description="regular expression; its group 1 is the answer")
     columns: tuple[str, ...] = Field((), description="further columns passed to rewards")
+    weight: PositiveFloat | None = Field(
+        None,
+        description="training: share of the prompts drawn from this source, relative to the weights of the "
+        "others; null: in proportion to its number of prompts",
+    )
+    temperature: Temperature | None = Field(
+        None, description="training: sampling temperature of this source; null: sampling.temperature"
+    )
     max_rows: PositiveInt | None = Field(None, description="rows to use, from the start; null: all")
     kwargs: dict[str, Any] = Field(
         {},
@@ -68,6 +77,18 @@ class DataSourceConfig(Section):
         "`reasoning_gym:<task>` or `openenv:<url>`; null: `data.environment`",
     )
     environment_kwargs: dict[str, Any] = Field({}, description="arguments of the environment")
+
+    @property
+    def label(self) -> str:
+        """The name in metrics and samples, and of the source in other sections."""
+        if self.name:
+            return self.name
+        if (
+            self.path is None
+        ):  # the problems are the environment's: its last part, without what a name excludes
+            return (self.environment or "environment").rpartition(":")[2].rstrip("/").rpartition("/")[2]
+        kind, _, rest = self.path.partition(":")
+        return rest if kind in ("demo", "reasoning_gym") else Path(self.path).stem
 
     @property
     def is_generated_by_reasoning_gym(self) -> bool:
@@ -138,6 +159,17 @@ class DataConfig(Section):
         "warn", description="what to do with evaluation problems found in the training set"
     )
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """The share of the prompts that each source gives, by its label; empty: by its number of prompts."""
+        known = {s.label: s.weight for s in self.train if s.weight is not None}
+        return {name: weight / sum(known.values()) for name, weight in known.items()}
+
+    @property
+    def temperatures(self) -> dict[str, float]:
+        """The sampling temperature of sources with their own, by label."""
+        return {s.label: s.temperature for s in self.train if s.temperature is not None}
+
     def environment_of(self, source: DataSourceConfig) -> str | None:
         """Return the environment of a source; None: it has none."""
         name = source.environment or self.environment
@@ -162,11 +194,31 @@ class BatchConfig(Section):
         description="with order finished: groups on their way for each that a step takes, at most 1 + "
         "max_staleness; null: 1 + max_staleness / 2",
     )
+    min_samples: PositiveInt | None = Field(
+        None,
+        description="samples that a group needs where an engine gives the others up; with fewer it is drawn "
+        "again; null: half of samples_per_prompt, at least 2",
+    )
     updates_per_step: PositiveInt = Field(1, description="optimiser updates per step; 1 is on-policy")
     epochs_per_batch: PositiveInt = Field(1, description="passes over the samples of a step")
     micro_batch_tokens: PositiveInt | None = Field(
         None, description="tokens of a rank in one forward pass; null: 16384 on a GPU, 4096 elsewhere"
     )
+
+    @property
+    def least_samples(self) -> int:
+        """Samples that a group needs."""
+        whole = self.samples_per_prompt
+        return min(whole, max(2, -(-whole // 2))) if self.min_samples is None else self.min_samples
+
+    @model_validator(mode="after")
+    def _needs_at_most_all(self) -> BatchConfig:
+        if self.min_samples is not None and self.min_samples > self.samples_per_prompt:
+            raise ValueError(
+                f"min_samples = {self.min_samples} is above samples_per_prompt = {self.samples_per_prompt}; "
+                "lower the first"
+            )
+        return self
 
 
 class DynamicSamplingConfig(Section):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_dist.config.data import DataConfig
+from grpo_dist.config.sampling import SamplingConfig, TemperatureSchedule
 from grpo_dist.config.sections import Sections
 
 
@@ -11,6 +13,7 @@ def group_contradictions(config: Sections) -> Iterator[str]:
     """Yield a message for each contradiction between settings of groups, and for those without effect."""
     yield from _of_the_order(config)
     yield from _of_the_metric(config)
+    yield from _of_the_sources(config.data, config.sampling)
 
 
 def _of_the_order(config: Sections) -> Iterator[str]:
@@ -37,6 +40,41 @@ def _of_the_order(config: Sections) -> Iterator[str]:
             f"`dynamic_sampling.oversample` = {config.dynamic_sampling.oversample:g} has no effect with "
             "`batch.order` = finished, which replaces each group by one; use `batch.oversample`"
         )
+
+
+def _of_the_sources(data: DataConfig, sampling: SamplingConfig) -> Iterator[str]:
+    labels = [source.label for source in data.train]
+    own = [s for s in data.train if s.weight is not None or s.temperature is not None]
+    if twice := [s.label for s in own if labels.count(s.label) > 1]:
+        yield (
+            f"`data.train`: several sources have the name {twice[0]}, and one of them a weight or a "
+            "temperature; give each its own `name`"
+        )
+    weighted = [source.label for source in data.train if source.weight is not None]
+    if weighted and len(weighted) < len(labels):
+        lacking = next(label for label in labels if label not in weighted)
+        yield (
+            f"`data.train`: source {weighted[0]} has a `weight` and {lacking} has none; give each one, or "
+            "none"
+        )
+    if weighted and data.order != "epochs":
+        yield (
+            f"`data.order` = {data.order} chooses the sources itself, so `weight` of {weighted[0]} has no "
+            "effect; remove it, or set `data.order` to epochs"
+        )
+    steered = isinstance(sampling.temperature, TemperatureSchedule) and sampling.temperature.schedule is None
+    if steered and data.temperatures:
+        yield (
+            "`sampling.temperature` follows the entropy of all samples, but source "
+            f"{next(iter(data.temperatures))} has a `temperature` of its own; remove one of them"
+        )
+    for i, source in enumerate(data.eval):
+        for key in ("weight", "temperature"):
+            if getattr(source, key) is not None:
+                yield (
+                    f"`data.eval.{i}.{key}` has no effect: it is of training sources; remove it "
+                    "(`evaluation.temperature` is of all evaluations)"
+                )
 
 
 def _of_the_metric(config: Sections) -> Iterator[str]:

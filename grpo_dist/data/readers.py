@@ -103,12 +103,7 @@ def common_columns(source: DataSourceConfig, own: OwnProblems | None = None) -> 
 
 def source_name(source: DataSourceConfig) -> str:
     """Return the name of a source in metrics and samples."""
-    if source.name:
-        return source.name
-    if source.path is None:  # the problems are the environment's: its last part, without what a name excludes
-        return (source.environment or "environment").rpartition(":")[2].rstrip("/").rpartition("/")[2]
-    kind, _, rest = source.path.partition(":")
-    return rest if kind in ("demo", "reasoning_gym") else Path(source.path).stem
+    return source.label
 
 
 def _records(

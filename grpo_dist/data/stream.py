@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from grpo_dist.data.mixture import Mixture
 from grpo_dist.data.order import OrderState, shuffled
 from grpo_dist.types import Group, Prompt
 
@@ -26,8 +27,17 @@ class PromptStream:
     All below ``position`` were taken, except those ``waiting``: returned or postponed, oldest first.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], per_batch: int, *, seed: int, state: OrderState) -> None:
-        """``per_batch`` is the number of prompts a batch takes, including spare ones.
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        per_batch: int,
+        *,
+        seed: int,
+        state: OrderState,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """``per_batch`` is the number of prompts a batch takes, including spare ones. ``weights``: of each
+        source, see `mixture.Mixture`; none: epochs of all prompts.
 
         Raises ValueError if it exceeds the number of prompts.
         """
@@ -35,6 +45,8 @@ class PromptStream:
             raise ValueError(f"{per_batch} prompts a batch cannot be drawn from {n} without repetition")
         self._prompts, self._per_batch, self._seed = prompts, per_batch, seed
         self._position, self._waiting = state.position, list(state.waiting)
+        sources = [prompt.source for prompt in prompts] if weights else []
+        self._mixture = Mixture(sources, weights, seed=seed) if weights else None
 
     @property
     def state(self) -> OrderState:
@@ -52,6 +64,8 @@ class PromptStream:
         return list(taken.values())
 
     def prompt(self, index: int) -> int:
+        if self._mixture is not None:
+            return self._mixture.prompt(index)
         epoch, at = divmod(index, len(self._prompts))
         return int(shuffled(len(self._prompts), self._seed, epoch)[at])
 

@@ -8,13 +8,19 @@ teachers             | log-probs              those that teach the prompt's sour
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
+from typing import TypeVar
 
 import numpy as np
 
+from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
+from grpo_dist.config import AlgorithmConfig, BatchConfig, DataConfig
+from grpo_dist.errors import SamplesFailed
 from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.progress import SampledBatch
 from grpo_dist.loop.refill import Refill
@@ -22,6 +28,12 @@ from grpo_dist.runtime.concurrency import gather, sampled_again
 from grpo_dist.runtime.seeds import request_seed
 from grpo_dist.types import Group, Prompt, Rollout, Sampling
 from grpo_dist.workers import RolloutsRef, Workers
+
+logger = logging.getLogger("grpo_dist")
+
+T = TypeVar("T")
+
+_DRAWS = 3  # of a group whose samples fail: once may be bad luck
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +74,38 @@ class ScoredBatch:
         return SampledBatch(self.groups, self.discarded)
 
 
+@dataclass(frozen=True, slots=True)
+class GroupDraw:
+    """What is sampled of each prompt.
+
+    Attributes:
+        samples: of a group.
+        least: so many suffice where the engines cannot give the others; with fewer the group is drawn again.
+        with_baseline: a greedy sample too, ReMax's baseline.
+        temperatures: of sources with their own, by name.
+    """
+
+    samples: int
+    least: int
+    with_baseline: bool = False
+    temperatures: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batch: BatchConfig, algorithm: AlgorithmConfig, data: DataConfig) -> GroupDraw:
+        with_baseline = "baselines" in ADVANTAGE_INPUTS.get(algorithm.advantage, ())
+        least = batch.least_samples
+        if algorithm.advantage == "pass_at_k":  # smaller groups have no advantage
+            least = max(least, algorithm.pass_k + 1)
+        return cls(batch.samples_per_prompt, least, with_baseline, data.temperatures)
+
+
 class GroupScorer:
     """Samples and scores groups, and keeps the finished ones of each batch until it is trained on.
 
     Args:
         sampling: of each launched batch, by number.
         seed: the run's.
-        samples: per prompt.
-        with_baseline: score a greedy sample of each prompt too, ReMax's baseline.
+        draw: samples of each prompt.
         scored_by: whose log-probs the samples get.
         finished: groups that a checkpoint kept, by batch number; they are not sampled again.
     """
@@ -80,13 +116,12 @@ class GroupScorer:
         sampling: Mapping[int, Sampling],
         *,
         seed: int,
-        samples: int,
-        with_baseline: bool,
+        draw: GroupDraw,
         finished: Mapping[int, Sequence[Group]],
         scored_by: FrozenModels,
     ) -> None:
         self._workers, self._sampling = workers, sampling
-        self._seed, self._samples, self._with_baseline = seed, samples, with_baseline
+        self._seed, self._draw = seed, draw
         self._models = scored_by
         self._finished = {
             batch: {group.prompt.uid: group for group in groups} for batch, groups in finished.items()
@@ -138,7 +173,11 @@ class GroupScorer:
     async def _scored_once(self, prompt: Prompt, batch: int) -> ScoredGroup:
         if kept := self._kept(prompt, batch):
             return await self.referenced(kept)
-        return await self.scored(prompt, await self._sample(prompt, batch), batch)
+
+        async def scored(seeds: Sequence[int]) -> ScoredGroup:
+            return await self.scored(prompt, await self._sample(prompt, batch, seeds), batch)
+
+        return await self._drawn(prompt, batch, scored)
 
     async def scored(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> ScoredGroup:
         """Score samples of ``prompt`` that exist already; reward, reference and teachers at the same time."""
@@ -154,10 +193,29 @@ class GroupScorer:
         if kept := self._kept(prompt, batch):
             return kept
 
-        async def graded() -> Group:
-            return await self._graded(prompt, await self._sample(prompt, batch), batch)
+        async def graded(seeds: Sequence[int]) -> Group:
+            return await self._graded(prompt, await self._sample(prompt, batch, seeds), batch)
 
-        return await sampled_again(graded)
+        return await sampled_again(lambda: self._drawn(prompt, batch, graded))
+
+    async def _drawn(self, prompt: Prompt, batch: int, work: Callable[[Sequence[int]], Awaitable[T]]) -> T:
+        """Return what ``work`` makes of the samples with these seeds; with further seeds where too few of
+        them can be had. Raises SamplesFailed after three draws.
+        """
+        for number in count(1):
+            first = (number - 1) * self._draw.samples
+            samples = range(first, first + self._draw.samples)
+            try:
+                return await work([request_seed(self._seed, batch, prompt.uid, i) for i in samples])
+            except SamplesFailed as error:
+                least = f"batch.min_samples = {self._draw.least}"
+                if number == _DRAWS:
+                    raise SamplesFailed(
+                        f"{error}; the last of {_DRAWS} draws, expected at least {least}. See the logs of "
+                        "the engines"
+                    ) from error
+                logger.warning("%s, expected at least %s; the group is drawn again", error, least)
+        raise AssertionError("the loop ends by itself")
 
     def _kept(self, prompt: Prompt, batch: int) -> Group | None:
         """Return the group if it was finished before the run was interrupted."""
@@ -169,7 +227,7 @@ class GroupScorer:
         return group
 
     async def _rewarded(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> Group:
-        if not self._with_baseline:
+        if not self._draw.with_baseline:
             return await self._workers.rewards.score(prompt, rollouts)
         group, baseline = await gather(
             [self._workers.rewards.score(prompt, rollouts), self._greedy_reward(prompt, batch)]
@@ -178,9 +236,13 @@ class GroupScorer:
             group = replace(group, rewards=np.full_like(group.rewards, np.nan))
         return replace(group, baseline_reward=baseline)
 
-    async def _sample(self, prompt: Prompt, batch: int) -> RolloutsRef:
-        seeds = [request_seed(self._seed, batch, prompt.uid, i) for i in range(self._samples)]
-        return await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=self._sampling[batch])
+    async def _sample(self, prompt: Prompt, batch: int, seeds: Sequence[int]) -> RolloutsRef:
+        sampling = replace(self.sampling_of(prompt, self._sampling[batch]), least=self._draw.least)
+        return await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
+
+    def sampling_of(self, prompt: Prompt, sampling: Sampling) -> Sampling:
+        """Return ``sampling`` with the temperature of the prompt's source, where that has its own."""
+        return replace(sampling, temperature=self._draw.temperatures.get(prompt.source, sampling.temperature))
 
     async def _greedy_reward(self, prompt: Prompt, batch: int) -> float:
         """Return the reward of the most likely completion."""

@@ -41,6 +41,8 @@ def rollout_metrics(
         "reward/mean": float(scored.mean()) if len(scored) else float("nan"),
         "reward/std": float(scored.std()) if len(scored) else float("nan"),
         "reward/unscored": float(len(rewards) - len(scored)),
+        "group/size_mean": len(rollouts) / len(groups),
+        "group/size_min": float(min(len(g.rollouts) for g in groups)),
         "group/no_signal_share": float(np.mean([not has_signal(g.rewards) for g in groups])),
         "rollout/length_tokens": float(lengths.mean()),
         "rollout/length_max_tokens": float(lengths.max()),
@@ -53,7 +55,9 @@ def rollout_metrics(
         "rollout/staleness_max": float(staleness.max(initial=0)),
     }
     if (first := rollouts[0]).temperature is not None and first.max_new_tokens is not None:
-        metrics["sampling/temperature"] = first.temperature
+        heats = {r.temperature for r in rollouts if r.temperature is not None}
+        mixed = [r.temperature for r in rollouts if r.temperature is not None] if len(heats) > 1 else [*heats]
+        metrics["sampling/temperature"] = sum(mixed) / len(mixed)
         metrics["sampling/max_new_tokens"] = float(first.max_new_tokens)
     for name in groups[0].reward_parts:
         part = np.concatenate([g.reward_parts[name] for g in groups]).astype(np.float64)

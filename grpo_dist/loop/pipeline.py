@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
 from grpo_dist.config import Config
 from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
@@ -19,7 +18,7 @@ from grpo_dist.data.pools import PoolOrder
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.loop.admission import Admission
 from grpo_dist.loop.frozen_models import FrozenModels
-from grpo_dist.loop.groups import GroupScorer, ScoredBatch, as_drawn
+from grpo_dist.loop.groups import GroupDraw, GroupScorer, ScoredBatch, as_drawn
 from grpo_dist.loop.progress import PipelineState, SampledBatch
 from grpo_dist.loop.sampling_schedule import SamplingSchedule
 from grpo_dist.loop.updates import signal_rule
@@ -51,8 +50,7 @@ class Pipeline:
             workers,
             self._sampling,
             seed=config.seed,
-            samples=config.batch.samples_per_prompt,
-            with_baseline="baselines" in ADVANTAGE_INPUTS.get(config.algorithm.advantage, ()),
+            draw=GroupDraw.of(config.batch, config.algorithm, config.data),
             finished={b: as_drawn(groups, self._sampling[b]) for b, groups in state.partial.items()},
             scored_by=FrozenModels(workers, config.distillation.teachers, with_kl=config.has_kl_term),
         )
@@ -198,7 +196,7 @@ def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> Pr
     """
     own, dynamic = config.batch.prompts_per_step, config.dynamic_sampling
     if config.batch.order == "finished" and config.data.order == "epochs":
-        return PromptStream(prompts, 1, seed=config.seed, state=state)
+        return PromptStream(prompts, 1, seed=config.seed, state=state, weights=config.data.weights)
     extra = (dynamic.max_extra_prompts or 3 * own) if dynamic.enabled else 0
     most = max(own, min(own + extra, len(prompts) // (config.max_staleness + 1)))
     if config.batch.order == "finished":
@@ -209,6 +207,6 @@ def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> Pr
         return Curriculum([p.uid for p in prompts], most, seed=config.seed, rates=state.pass_rates)
     if config.data.order == "pools" and config.data.pools is not None:
         return PoolOrder(prompts, most, config.data.pools, seed=config.seed, state=state)
-    if dynamic.enabled:
-        return PromptStream(prompts, most, seed=config.seed, state=state)
+    if dynamic.enabled or config.data.weights:
+        return PromptStream(prompts, most, seed=config.seed, state=state, weights=config.data.weights)
     return EpochOrder(len(prompts), own, seed=config.seed)

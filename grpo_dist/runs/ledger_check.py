@@ -44,8 +44,8 @@ def _find_error(run: Run) -> str | None:
     config, count = run.config, run.config.batch.prompts_per_step
     expected_uids: Callable[[int], set[str]] | None = None
     expected_counts = None
-    drawn_one_by_one = config.dynamic_sampling.enabled or config.batch.order == "finished"
-    if config.data.order == "epochs" and drawn_one_by_one:
+    of_a_stream = config.dynamic_sampling.enabled or config.batch.order == "finished" or config.data.weights
+    if config.data.order == "epochs" and of_a_stream:
         expected_counts = _expected_counts(run)
     elif config.data.order == "epochs":
         expected_uids = partial(
@@ -67,7 +67,8 @@ def _expected_counts(run: Run) -> Counter[str]:
     if state is None or state.step != config.steps:
         raise ValueError(f"{run.directory / CHECKPOINTS}: no checkpoint of step {config.steps}")
     per_batch = config.batch.prompts_per_step
-    stream = PromptStream(run.prepared.prompts, per_batch, seed=config.seed, state=order_state(state))
+    prompts, order = run.prepared.prompts, order_state(state)
+    stream = PromptStream(prompts, per_batch, seed=config.seed, state=order, weights=config.data.weights)
     # Some are still in flight where the run was to have more steps when they were launched.
     return stream.sampled(index for indices in state.taken.values() for index in indices)
 

@@ -24,6 +24,7 @@ from grpo_dist.config import (
     SFTConfig,
 )
 from grpo_dist.data.demonstrations import Demonstration
+from grpo_dist.data.mixture import check_weights
 from grpo_dist.data.pools import check_pools
 from grpo_dist.data.prompts import BuiltPrompts, Dropped, PromptFormat, build_prompts, check_overlap
 from grpo_dist.data.readers import DataRow, read_all, source_name
@@ -116,6 +117,7 @@ def prepared(
             f"without repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
     check_pools(config.data, prompts, [source_name(source) for source, _ in train_rows])
+    check_weights(config.data, prompts, in_flight=config.batch.prompts_per_step * (1 + config.max_staleness))
     eval_sets = prepare_eval(*sections, eval_rows, tokenizer, prompts, warn)
     further = config.distillation.teachers or config.demonstrations is not None
     with stage("teachers and demonstrations", "are read") if further else nullcontext():

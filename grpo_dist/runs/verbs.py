@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.config import Config, DistillationConfig
@@ -21,7 +20,7 @@ from grpo_dist.evaluation.sampling import evaluate
 from grpo_dist.health.state import HealthState
 from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
 from grpo_dist.loop.frozen_models import FrozenModels
-from grpo_dist.loop.groups import GroupScorer, ScoredBatch, ScoredGroup
+from grpo_dist.loop.groups import GroupDraw, GroupScorer, ScoredBatch, ScoredGroup
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.metrics import rollout_metrics, sampling_cost
 from grpo_dist.loop.pipeline import order_of
@@ -89,8 +88,7 @@ class Verbs:
             workers,
             self._sampling,
             seed=config.seed,
-            samples=config.batch.samples_per_prompt,
-            with_baseline="baselines" in ADVANTAGE_INPUTS.get(config.algorithm.advantage, ()),
+            draw=GroupDraw.of(config.batch, config.algorithm, config.data),
             finished={},
             scored_by=FrozenModels(workers, config.distillation.teachers, with_kl=config.has_kl_term),
         )
@@ -112,7 +110,8 @@ class Verbs:
 
         async def one(prompt: Prompt, first: int) -> SampledGroup:
             seeds = [request_seed(self._config.seed, self.step, prompt.uid, first + i) for i in range(count)]
-            found = await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
+            own = self._scorer.sampling_of(prompt, sampling)
+            found = await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=own)
             return SampledGroup(prompt, await _fetched(found), found)
 
         asked = []

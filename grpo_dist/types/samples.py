@@ -67,7 +67,7 @@ class Sampling:
     """How completions are drawn. ``temperature`` 0 is greedy; ``top_p`` 1 and ``top_k`` 0 mean the full
     distribution. ``lengths`` has one entry per sample: exactly so many tokens, EOS and ``stop`` like any
     other; None: completions end by themselves. ``stop``: texts that end a completion, with the token that
-    completes one.
+    completes one. ``least``: so many samples of a group suffice where others cannot be had; None: all.
     """
 
     temperature: float = 1.0
@@ -76,6 +76,7 @@ class Sampling:
     max_new_tokens: int = 512
     lengths: tuple[int, ...] | None = None
     stop: tuple[str, ...] = ()
+    least: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

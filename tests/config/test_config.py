@@ -186,6 +186,26 @@ def test_cyclic_defaults_are_refused(tmp_path):
             ["nothing bounds a second update", "set both to 1"],
         ),
         (
+            ["data.train=[{path: a, weight: 2}, {path: b}]"],
+            ["source a has a `weight` and b has none", "give each one, or none"],
+        ),
+        (
+            ["data.train=[{path: a, name: x, temperature: 0.7}, {path: b, name: x}]"],
+            ["several sources have the name x"],
+        ),
+        (
+            ["data={train: [{path: a, weight: 2}, {path: b, weight: 1}], order: pass_rate}"],
+            ["`data.order` = pass_rate chooses the sources itself", "`weight` of a has no effect"],
+        ),
+        (
+            ["data.train=[{path: a, temperature: 1}]", "sampling.temperature={start: 1, entropy: 0.5}"],
+            ["`sampling.temperature` follows the entropy", "source a has a `temperature` of its own"],
+        ),
+        (
+            ["data.eval=[{path: a, name: e, temperature: 1}]"],
+            ["`data.eval.0.temperature` has no effect", "`evaluation.temperature`"],
+        ),
+        (
             ["batch={order: finished, oversample: 2.5}", "max_staleness=1"],
             ["`batch.oversample` = 2.5 is above 1 + `max_staleness` = 2"],
         ),

@@ -1,0 +1,51 @@
+"""Samples that an engine gives up: the group keeps the others, as long as enough are there."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from actors.workers.rollout import RolloutWorker, _generation
+from grpo_dist.environments.episode import Generation
+from grpo_dist.errors import SamplesFailed
+from grpo_dist.types import Prompt, Sampling
+
+PROMPT = Prompt("p", np.array([1, 2], np.int32), "1", "made")
+
+
+def sampled(failing, sampling, seeds=(10, 11, 12, 13)):
+    worker = RolloutWorker(SimpleNamespace())
+    worker._tokenizer = SimpleNamespace(decode=lambda ids, **_: "text")
+
+    async def generate(ids, seed, *rest, **more):
+        if seed in failing:
+            raise failing[seed]
+        return Generation([seed, 2], np.zeros(2, np.float32), np.zeros(2, np.int32), "stop", 0)
+
+    worker._generate = generate
+    load, rollouts = asyncio.run(worker.sample(PROMPT, list(seeds), sampling))
+    return load.sequences, [(r.sample, int(r.completion_ids[0])) for r in rollouts]
+
+
+def test_the_samples_that_are_there_keep_their_numbers_and_all_count_as_finished():
+    gone = {11: SamplesFailed("rollout: the engine ended a request with 'error'")}
+    assert sampled(gone, Sampling(least=3)) == (4, [(0, 10), (2, 12), (3, 13)])
+
+
+@pytest.mark.parametrize("least", [None, 4])
+def test_fewer_than_suffice_are_none(least):
+    gone = {11: SamplesFailed("rollout: the engine ended a request with 'error'")}
+    with pytest.raises(SamplesFailed, match="3 of 4 samples of p: rollout: the engine ended a request with"):
+        sampled(gone, Sampling(least=least))
+
+
+def test_an_engine_that_fails_as_a_whole_is_no_failed_sample():
+    with pytest.raises(RuntimeError, match="the engine died"):
+        sampled({11: RuntimeError("the engine died")}, Sampling(least=1))
+
+
+def test_an_ending_that_is_no_completion_is_a_failed_sample():
+    output = SimpleNamespace(finish_reason="repetition")
+    with pytest.raises(SamplesFailed, match="ended a request with 'repetition'"):
+        _generation(SimpleNamespace(outputs=[output]))

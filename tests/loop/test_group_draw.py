@@ -1,0 +1,118 @@
+"""What is sampled of each prompt: groups that lack samples, and temperatures of sources."""
+
+import asyncio
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from grpo_dist.driver import run
+from grpo_dist.errors import SamplesFailed
+from tests.support import fakes
+
+
+def train(world, config, prompts):
+    asyncio.run(run(config, world.workers(config.needs_reference), prompts, [], world, world))
+
+
+class Failing(fakes.World):
+    """Engines that give only some samples of a prompt. ``had``: by uid, how many in each draw."""
+
+    def __init__(self, had):
+        super().__init__(jitter=False)
+        self.had, self.draws = had, {}
+
+    async def sample(self, prompt, *, seeds, sampling):
+        number = self.draws[prompt.uid] = self.draws.get(prompt.uid, 0) + 1
+        samples = await super().sample(prompt, seeds=seeds, sampling=sampling)
+        count = ([*self.had.get(prompt.uid, ()), len(seeds)] + [len(seeds)] * number)[number - 1]
+        if count < sampling.least:
+            raise SamplesFailed(f"{count} of {len(seeds)} samples of {prompt.uid}: the engine gave them up")
+        return samples[len(samples) - count :]
+
+
+def config(**changes):
+    batch = {"prompts_per_step": 4, "samples_per_prompt": 6} | changes.pop("batch", {})
+    return fakes.config(steps=1, batch=batch, algorithm={"std": "none", "skip_idle_rows": False}, **changes)
+
+
+@pytest.mark.parametrize("settings", [{}, {"dynamic_sampling": {"enabled": True}}])
+def test_a_group_is_trained_with_the_samples_that_are_there(settings):
+    whole, short = fakes.World(jitter=False), Failing({"p1": [4]})
+    for world in (whole, short):
+        train(world, config(**settings), fakes.prompts(4))
+    assert [len(own[0]) for own in (whole.updates[0], short.updates[0])] == [24, 22]
+    sizes = {g.prompt.uid: len(g.rollouts) for g in short.sampled_groups["step_000001"]}
+    assert sizes == {"p0": 6, "p1": 4, "p2": 6, "p3": 6}
+    assert short.logged[1]["group/size_min"] == 4 and short.logged[1]["group/size_mean"] == 5.5
+    assert whole.logged[1]["group/size_min"] == whole.logged[1]["group/size_mean"] == 6
+    (batch,) = short.updates[0]
+    assert batch.num_sequences == 22 and batch.num_tokens == 44
+    group = next(g for g in short.sampled_groups["step_000001"] if g.prompt.uid == "p1")
+    # The mean of the four samples that are there is the baseline, and the others keep theirs.
+    centred = group.rewards - group.rewards.mean()
+    of_group = [int(i) for i in batch.group_ids.unique() if (batch.group_ids == i).sum() == 4]
+    rows = batch.group_ids == of_group[0]
+    assert np.allclose(
+        batch.advantages[rows].max(dim=1).values + batch.advantages[rows].min(dim=1).values, centred
+    )
+
+
+def test_a_group_with_too_few_samples_is_drawn_again_with_other_seeds(caplog):
+    world = Failing({"p1": [2, 1], "p2": [0]})
+    with caplog.at_level(logging.WARNING, "grpo_dist"):
+        train(world, config(), fakes.prompts(4))
+    assert world.draws == {"p0": 1, "p1": 3, "p2": 2, "p3": 1}
+    seeds = [seed for uid, own, _ in world.sampled if uid == "p1" for seed in own]
+    assert len(seeds) == len(set(seeds)) == 18
+    assert world.logged[1]["group/size_min"] == 6
+    assert "2 of 6 samples of p1" in caplog.text and "batch.min_samples = 3" in caplog.text
+
+
+def test_a_group_that_fails_three_times_ends_the_run_with_its_prompt():
+    world = Failing({"p1": [2, 2, 2]})
+    with pytest.raises(SamplesFailed, match=r"2 of 6 samples of p1.*last of 3 draws.*batch\.min_samples = 3"):
+        train(world, config(), fakes.prompts(4))
+
+
+def test_how_many_samples_suffice_by_hand():
+    def least(**batch):
+        return fakes.config(batch=batch).batch.least_samples
+
+    assert [least(samples_per_prompt=n) for n in (2, 3, 5, 8)] == [2, 2, 3, 4]
+    assert least(samples_per_prompt=8, min_samples=7) == 7
+    with pytest.raises(ValueError, match=r"min_samples = 9 is above samples_per_prompt = 8"):
+        least(samples_per_prompt=8, min_samples=9)
+    world = Failing({"p1": [4]})
+    settings = fakes.config(
+        steps=1,
+        batch={"prompts_per_step": 4, "samples_per_prompt": 6},
+        algorithm={"advantage": "pass_at_k", "pass_k": 4},
+    )
+    train(world, settings, fakes.prompts(4))
+    assert world.draws["p1"] == 2  # four samples have no advantage for the best of four
+
+
+@pytest.mark.parametrize("order", ["launched", "finished"])
+def test_a_source_is_sampled_and_trained_at_its_own_temperature(order):
+    asked = {}
+
+    class Asked(fakes.World):
+        async def sample(self, prompt, *, seeds, sampling):
+            asked[prompt.uid] = sampling.temperature
+            return await super().sample(prompt, seeds=seeds, sampling=sampling)
+
+    prompts = [replace(p, source="code" if i % 4 == 0 else "math") for i, p in enumerate(fakes.prompts(8))]
+    train_sources = [{"path": "math.jsonl"}, {"path": "code.jsonl", "temperature": 0.5}]
+    world = Asked(jitter=False)
+    settings = fakes.config(
+        steps=2, data={"train": train_sources}, max_staleness=1, algorithm={"skip_idle_rows": False},
+        batch={"prompts_per_step": 4, "samples_per_prompt": 2, "order": order}, sampling={"temperature": 0.8},
+    )  # fmt: skip
+    train(world, settings, prompts)
+    assert asked == {f"p{i}": 0.5 if i % 4 == 0 else 0.8 for i in range(8)}
+    heats = sorted(heat for (batch,) in world.updates for heat in batch.temperatures.tolist())
+    assert heats == [0.5] * 4 + [0.8] * 12
+    logged = [world.logged[step]["sampling/temperature"] for step in (1, 2)]
+    assert sum(logged) / 2 == pytest.approx((4 * 0.5 + 12 * 0.8) / 16)
