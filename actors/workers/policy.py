@@ -16,6 +16,7 @@ from actors.placement.demands import Devices
 from actors.transfer.group_store import with_store
 from actors.transfer.transport import free_port
 from actors.workers.weight_sender import WeightSender
+from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
 from grpo_dist.config import (
     AlgorithmConfig,
     ModelConfig,
@@ -136,12 +137,7 @@ def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
     default = "none" if algorithm.old_logprobs == "rollout" else "tis"
     return LossSettings(
         policy_loss=algorithm.policy_loss,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        dual_clip=algorithm.dual_clip,
-        tau_positive=algorithm.tau_positive,
-        tau_negative=algorithm.tau_negative,
-        ratio_cap=algorithm.ratio_cap,
+        **{name: getattr(algorithm, name) for names in POLICY_LOSS_SETTINGS.values() for name in names},
         old_policy=algorithm.old_logprobs,
         top_entropy_share=algorithm.top_entropy_share,
         entropy_coef=algorithm.entropy_coef,

@@ -18,10 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int, Real
+from jaxtyping import Float, Int, Real
 from torch import Tensor
 
-from grpo_dist.algorithms.groups import Groups, is_scored, typed_like
+from grpo_dist.algorithms.best_of_group import gpg, grpo_passk, maxrl
+from grpo_dist.algorithms.groups import Groups, deviation, is_scored, typed_like
 from grpo_dist.algorithms.pass_at_k import pass_at_k
 
 
@@ -50,19 +51,9 @@ def grpo(
     Raises:
         ValueError: ``std`` is none of the four.
     """
-    known = is_scored(rewards)
-    group = Groups(group_ids, known)
+    group = Groups(group_ids, is_scored(rewards))
     centred, spread = group.centre(rewards)
-    if std == "none":
-        scale = torch.ones_like(centred)
-    elif std == "group":
-        scale = (group.sum(centred**2) / (group.count - 1).clamp(min=1)).sqrt()[group.index] + eps
-    elif std == "batch":
-        scale = ((centred**2).sum() / (group.count.sum() - 1).clamp(min=1)).sqrt() + eps
-    elif std == "batch_raw":
-        scale = _deviation(rewards, known) + eps
-    else:
-        raise ValueError(f"std = {std!r}: expected group, batch or none, or batch_raw")
+    scale = deviation(std, centred, rewards, group, eps)
     return typed_like(torch.where(spread, centred / scale, 0.0), rewards)
 
 
@@ -161,13 +152,6 @@ def gdpo(
     return typed_like(torch.where(known, total / scale, 0.0), rewards)
 
 
-def _deviation(rewards: Real[Tensor, " B"], known: Bool[Tensor, " B"]) -> Float[Tensor, ""]:
-    """Sample deviation of all known rewards, in float64."""
-    everyone = Groups(torch.zeros_like(rewards, dtype=torch.long), known)
-    centred, _ = everyone.centre(rewards)
-    return ((centred**2).sum() / (known.sum() - 1).clamp(min=1)).sqrt()
-
-
 def _or_zero(values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
     return torch.where(torch.isfinite(values), values, 0.0)
 
@@ -182,6 +166,9 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "opo": opo,
     "pass_at_k": pass_at_k,
     "gdpo": gdpo,
+    "gpg": gpg,
+    "maxrl": maxrl,
+    "grpo_passk": grpo_passk,
 }
 # Keyword arguments of each estimator, which the caller provides; one that is not here takes none.
 ADVANTAGE_INPUTS: dict[str, tuple[str, ...]] = {
@@ -190,4 +177,5 @@ ADVANTAGE_INPUTS: dict[str, tuple[str, ...]] = {
     "opo": ("lengths",),
     "pass_at_k": ("k", "eps"),
     "gdpo": ("parts", "weights", "std", "eps"),
+    "grpo_passk": ("std", "eps"),
 }

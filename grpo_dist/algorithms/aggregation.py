@@ -6,7 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+MODES = (
+    "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm",
+)  # fmt: skip
 
 
 def aggregate(
@@ -27,6 +29,7 @@ def aggregate(
 
         mode                      each sequence gives   divided by      source
         token-mean                sum of its losses     num_tokens      DAPO, arXiv:2503.14476, equation 8
+        token-sum                 sum of its losses     1               verl; the size of a step counts
         seq-mean-token-mean       mean of its losses    num_sequences   GRPO, arXiv:2402.03300, equation 3
         seq-mean-token-sum        sum of its losses     num_sequences
         seq-mean-token-sum-norm   sum / max_tokens      num_sequences   Dr. GRPO, arXiv:2503.20783
@@ -43,6 +46,8 @@ def aggregate(
     sums = losses.sum(dim=1)
     if mode == "token-mean":
         return sums.sum() / max(num_tokens, 1.0)
+    if mode == "token-sum":
+        return sums.sum()
     sequences = max(num_sequences, 1.0)
     if mode == "seq-mean-token-mean":
         tokens = mask.sum(dim=1) if sequence_tokens is None else sequence_tokens

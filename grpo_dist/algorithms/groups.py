@@ -45,3 +45,32 @@ class Groups:
         )
         spread = (high > low)[self.index] & self._known
         return torch.where(spread, known - mean[self.index], 0.0), spread
+
+
+def deviation(
+    std: str,
+    centred: Float[Tensor, " B"],
+    rewards: Real[Tensor, " B"],
+    group: Groups,
+    eps: float | int,
+) -> Float[Tensor, "*b"]:
+    """Return what ``std`` of `advantages.grpo` divides by, float64: of each sample, or one number.
+
+    Args:
+        centred: as `Groups.centre` returns them.
+        eps: added to the deviation.
+
+    Raises:
+        ValueError: ``std`` is none of group, batch, batch_raw and none.
+    """
+    if std == "none":
+        return torch.ones_like(centred)
+    if std == "group":
+        return (group.sum(centred**2) / (group.count - 1).clamp(min=1)).sqrt()[group.index] + eps
+    if std == "batch":
+        return ((centred**2).sum() / (group.count.sum() - 1).clamp(min=1)).sqrt() + eps
+    if std == "batch_raw":
+        known = is_scored(rewards)
+        everyone, _ = Groups(torch.zeros_like(rewards, dtype=torch.long), known).centre(rewards)
+        return ((everyone**2).sum() / (known.sum() - 1).clamp(min=1)).sqrt() + eps
+    raise ValueError(f"std = {std!r}: expected group, batch or none, or batch_raw")

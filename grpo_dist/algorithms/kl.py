@@ -7,6 +7,7 @@ With d = log pi - log ref and tokens sampled from pi (Schulman 2020, "Approximat
     k2         0.125       0.5       0       biased, low variance; its gradient is that of the KL
     k3         0.1065307   0.7182818 0       unbiased, never negative
     k1+, k3+   as k1, k3                     the gradient of k2
+    abs        0.5         1         0       not a divergence; the same slope at any distance
 
 As terms of a loss k1 and k3 mislead: for tokens sampled from pi the expected gradient of k1 is 0, and that of
 k3 is the gradient of KL(reference || policy). That of k2 is the gradient of KL(policy || reference); ``k1+``
@@ -64,6 +65,11 @@ def k3_straight_through(
     return _with_gradient_of(value, k2(logprobs, ref_logprobs))
 
 
+def absolute(logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """|d|, in nats, whose gradient is the sign of d, and 0 at d = 0: verl's ``abs``."""
+    return _difference(logprobs, ref_logprobs).abs()
+
+
 def _difference(logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     return at_least_float32(logprobs) - at_least_float32(ref_logprobs)
 
@@ -78,4 +84,5 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k3": k3,
     "k1+": k1_straight_through,
     "k3+": k3_straight_through,
+    "abs": absolute,
 }

@@ -9,9 +9,12 @@ neither loss nor gradient. Keywords are a loss's own settings; `loss_settings` n
     ppo_clip         token            no gain beyond 1 - clip_low and 1 + clip_high
     cispo            token            the weight, held inside the bounds; every token keeps its gradient
     sapo             token            a sigmoid gate instead of an edge
-    dppo_tv          token            how far the token's probability moved, not its ratio
+    dppo_tv, dppo_kl token            how far the token's probability moved, not its ratio
     gspo             sequence         as ppo_clip, by the geometric mean of the sequence
     gmpo             token, sequence  log-ratios clipped by token, their mean taken by sequence
+    dro, kimi15      none             a penalty on the squared log-ratio, of the token or the sequence
+    topr             sequence         the weight of bad samples, at most 1; topr_token: of their tokens
+    vespo            sequence         a weight that falls to 0 on both sides of 1
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo_dist.algorithms.dppo import dppo_kl, dppo_tv
+from grpo_dist.algorithms.penalised_losses import dro, kimi15
 from grpo_dist.algorithms.ratios import (
     LOG_LIMIT,
     Stats,
@@ -32,6 +37,7 @@ from grpo_dist.algorithms.ratios import (
     ratio_stats,
 )
 from grpo_dist.algorithms.sequence_losses import gmpo, gspo
+from grpo_dist.algorithms.tapered_losses import topr, topr_token, vespo
 
 
 def policy_gradient(
@@ -94,16 +100,22 @@ def cispo(
     *,
     clip_low: float | int = 1.0,
     clip_high: float | int = 0.2,
+    unified_mask: bool = False,
 ) -> tuple[Float[Tensor, "B T"], Stats]:
     """-stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: the weight is bounded, no token is lost.
 
     MiniMax-M1 (arXiv:2506.13585), equations 4 and 5; the paper has no lower bound, which is ``clip_low`` 1.
+    ``unified_mask`` (equations 6 and 7) drops the tokens that PPO drops: A > 0 beyond the upper bound, A < 0
+    beyond the lower one.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     ratio = log_ratio.detach().clamp(max=LOG_LIMIT).exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses = -weight * advantages * torch.where(mask, at_least_float32(logprobs), 0.0)
     low, high = ratio < 1 - clip_low, ratio > 1 + clip_high
+    if unified_mask:
+        low, high = low & (advantages < 0), high & (advantages > 0)
+        weight = torch.where(low | high, 0.0, weight)
+    losses = -weight * advantages * torch.where(mask, at_least_float32(logprobs), 0.0)
     return losses, ratio_stats(log_ratio, mask, low=low, high=high)
 
 
@@ -126,39 +138,18 @@ def sapo(
     return -gate * advantages, ratio_stats(log_ratio, mask)
 
 
-def dppo_tv(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    clip_low: float | int = 0.2,
-    clip_high: float | int = 0.2,
-    ratio_cap: float | int = 20.0,
-) -> tuple[Float[Tensor, "B T"], Stats]:
-    """-stop_gradient(min(r, ratio_cap)) A log pi, without tokens whose probability itself has moved too far:
-    by more than ``clip_high`` up where A > 0, or more than ``clip_low`` down where A < 0.
-
-    DPPO with the binary total-variation bound (Qi et al. 2026, arXiv:2602.04879). A ratio says little: from
-    0.001 to 0.002 is a ratio of 2 and no divergence, from 0.99 to 0.5 the reverse.
-    """
-    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
-    own = torch.where(mask, at_least_float32(logprobs), 0.0)
-    with torch.no_grad():
-        old = torch.where(mask, at_least_float32(old_logprobs), 0.0)
-        moved = torch.where(mask, own.exp() - old.exp(), 0.0)
-        low, high = (advantages < 0) & (moved < -clip_low), (advantages > 0) & (moved > clip_high)
-        weight = log_ratio.clamp(max=LOG_LIMIT).exp().clamp(max=ratio_cap)
-        weight = torch.where(low | high, 0.0, weight)
-    return -weight * advantages * own, ratio_stats(log_ratio, mask, low=low, high=high)
-
-
 POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Stats]]] = {
     "policy_gradient": policy_gradient,
     "ppo_clip": ppo_clip,
     "cispo": cispo,
     "sapo": sapo,
     "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
     "gspo": gspo,
     "gmpo": gmpo,
+    "dro": dro,
+    "kimi15": kimi15,
+    "topr": topr,
+    "topr_token": topr_token,
+    "vespo": vespo,
 }

@@ -13,8 +13,8 @@ class KLConfig(Section):
     """The penalty on divergence from the reference."""
 
     coef: NonNegative = Field(0.0, description="weight of the KL term; 0: no reference worker is created")
-    estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = Field(
-        "k3", description="k1+, k3+: value of k1 or k3 with the gradient of k2"
+    estimator: Literal["k1", "k2", "k3", "k1+", "k3+", "abs"] = Field(
+        "k3", description="k1+, k3+: value of k1 or k3 with the gradient of k2; abs: the absolute log-ratio"
     )
     target: PositiveFloat | None = Field(
         None, description="KL in nats per token that `coef` is adapted to reach; null: `coef` is constant"
@@ -60,7 +60,7 @@ class AlgorithmConfig(Section):
     )
     advantage: Literal[
         "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "pass_at_k",
-        "gdpo", "process", "turn",
+        "gdpo", "gpg", "maxrl", "grpo_passk", "process", "turn",
     ] = Field("grpo", description="estimator that turns the rewards of a group into advantages")  # fmt: skip
     std: Literal["group", "batch", "batch_raw", "none"] | None = Field(
         None,
@@ -103,9 +103,10 @@ class AlgorithmConfig(Section):
     )
     advantage_clip: PositiveFloat | None = Field(None, description="clip advantages to +- this; null: off")
     add_token_level_kl: bool = Field(False, description="add the KL term to the rewards instead of the loss")
-    policy_loss: Literal["policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "gspo", "gmpo"] = Field(
-        "ppo_clip", description="loss of a token, and how it bounds the policy's change"
-    )
+    policy_loss: Literal[
+        "policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "gspo", "gmpo", "dro",
+        "kimi15", "topr", "topr_token", "vespo",
+    ] = Field("ppo_clip", description="loss of a token, and how it bounds the policy's change")  # fmt: skip
     clip_low: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="lower clip bound; null: the default of the policy loss, e.g. 0.2 for ppo_clip"
     )
@@ -122,7 +123,30 @@ class AlgorithmConfig(Section):
     tau_negative: PositiveFloat | None = Field(
         None, description="sapo: temperature for negative advantages; null: 1.05"
     )
-    ratio_cap: PositiveFloat | None = Field(None, description="dppo_tv: upper bound of the ratio; null: 20")
+    ratio_cap: PositiveFloat | None = Field(
+        None, description="dppo_tv, dppo_kl: upper bound of the ratio; null: 20"
+    )
+    unified_mask: bool | None = Field(
+        None, description="cispo: drop the tokens that ppo_clip drops, too; null: false"
+    )
+    beta: PositiveFloat | None = Field(
+        None, description="dro: weight of the squared log-ratio of a token; null: 0.1"
+    )
+    tau: PositiveFloat | None = Field(
+        None, description="kimi15: weight of the squared log-ratio of a sequence; null: 0.1"
+    )
+    k_positive: NonNegative | None = Field(
+        None, description="vespo: power of the sequence's ratio for advantages of 0 and above; null: 2"
+    )
+    lambda_positive: PositiveFloat | None = Field(
+        None, description="vespo: decay in the sequence's ratio for advantages of 0 and above; null: 3"
+    )
+    k_negative: NonNegative | None = Field(
+        None, description="vespo: power of the sequence's ratio for negative advantages; null: 3"
+    )
+    lambda_negative: PositiveFloat | None = Field(
+        None, description="vespo: decay in the sequence's ratio for negative advantages; null: 2"
+    )
     old_logprobs: Literal["trainer", "rollout"] = Field(
         "trainer",
         description="denominator of the ratios; rollout: the engine's log-probs, without a forward pass of "
@@ -135,10 +159,11 @@ class AlgorithmConfig(Section):
     mask_truncated: bool = Field(False, description="do not train on completions truncated at max_new_tokens")
     skip_idle_rows: bool = Field(True, description="skip samples that add nothing to the gradient")
     aggregation: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+        "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
     ] = Field(
         "token-mean",
-        description="how token losses are reduced: over all tokens, or per sequence first; "
+        description="how token losses are reduced: over all tokens, or per sequence first; token-sum: not "
+        "divided at all; "
         "seq-mean-token-sum-norm divides each sum by the sampling.max_new_tokens of its step",
     )
     kl: KLConfig = KLConfig()

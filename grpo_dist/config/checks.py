@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
+from grpo_dist.config.algorithm_checks import algorithm_contradictions
 from grpo_dist.config.distillation_checks import distillation_contradictions
 from grpo_dist.config.episode_checks import episode_contradictions
 from grpo_dist.config.group_checks import group_contradictions
 from grpo_dist.config.sections import Sections
 from grpo_dist.config.step_checks import step_contradictions
 
-# Settings that each choice of `algorithm` reads; a run would silently ignore any other.
-_USE_STD = ("grpo", "gdpo", "process", "turn")
 # Estimators that can learn from a group of equal rewards.
 _LEARN_FROM_EQUAL_REWARDS = ("remax", "gdpo", "process", "turn", "reinforce_pp")
 # Estimators that read more than the total reward of each sample, and what they read.
@@ -42,10 +40,9 @@ def contradictions(config: Sections) -> Iterator[str]:
     yield from _batch_divides(config)
     yield from _lengths_fit(config)
     yield from _bench_lengths_fit(config)
-    yield from _of_the_algorithm(config)
+    yield from algorithm_contradictions(config)
     yield from episode_contradictions(config)
     yield from distillation_contradictions(config)
-    yield from _of_the_updates(config)
     yield from _of_the_samples(config)
     yield from group_contradictions(config)
     yield from step_contradictions(config)
@@ -92,24 +89,6 @@ def _of_the_ranks(config: Sections) -> Iterator[str]:
         yield (
             "`model.attention` = eager does not support packed rows; use `model.attention` = auto, or set "
             "`model.packing` = false"
-        )
-
-
-def _of_the_updates(config: Sections) -> Iterator[str]:
-    a, b = config.algorithm, config.batch
-    if a.policy_loss != "policy_gradient":
-        return
-    if b.updates_per_step * b.epochs_per_batch > 1:
-        yield (
-            "`algorithm.policy_loss` = policy_gradient has no ratio, so nothing bounds a second update on "
-            f"the same samples: `batch.updates_per_step` = {b.updates_per_step}, "
-            f"`batch.epochs_per_batch` = {b.epochs_per_batch}; set both to 1, or use ppo_clip"
-        )
-    if a.old_logprobs == "rollout":
-        yield (
-            "`algorithm.old_logprobs` = rollout sets the denominator of ratios, but "
-            "`algorithm.policy_loss` = policy_gradient has no ratio; remove it "
-            "(`algorithm.correction` corrects the mismatch)"
         )
 
 
@@ -239,56 +218,6 @@ def _without_effect(config: Sections) -> Iterator[str]:
     for name, is_idle, needed in idle:
         if is_idle:
             yield f"`{name}` has no effect without {needed}; set that, or remove `{name}`"
-
-
-def _of_the_algorithm(config: Sections) -> Iterator[str]:
-    a, loss = config.algorithm, config.algorithm.policy_loss
-    if a.advantage not in _USE_STD and a.std not in (None, "none"):
-        yield (
-            f"`algorithm.std` = {a.std} contradicts `algorithm.advantage` = {a.advantage}, which does not "
-            "divide by a standard deviation; remove `algorithm.std` or use advantage grpo"
-        )
-    own = POLICY_LOSS_SETTINGS.get(loss, ())
-    for name in sorted({n for names in POLICY_LOSS_SETTINGS.values() for n in names} - set(own)):
-        if getattr(a, name) is not None:
-            yield (
-                f"`algorithm.{name}` = {getattr(a, name)} is not a setting of "
-                f"`algorithm.policy_loss` = {loss}, which reads "
-                f"{', '.join(own) or 'none'}; remove it"
-            )
-    if a.advantage == "pass_at_k" and a.pass_k >= config.batch.samples_per_prompt:
-        yield (
-            f"`algorithm.pass_k` = {a.pass_k} must be below `batch.samples_per_prompt` = "
-            f"{config.batch.samples_per_prompt}: every choice of k out of k samples is the same"
-        )
-    if a.old_logprobs == "rollout" and a.correction.kind not in (None, "none"):
-        yield (
-            "`algorithm.old_logprobs` = rollout computes ratios against the engine's log-probs, so "
-            f"`algorithm.correction.kind` = {a.correction.kind} has nothing to correct; set it to none"
-        )
-    if (a.add_token_level_kl or a.kl.target is not None) and a.kl.coef == 0:
-        yield (
-            "`algorithm.kl.coef` = 0 disables the KL term that `add_token_level_kl` and `kl.target` "
-            "configure; set it above 0"
-        )
-    rewards = config.rewards
-    gated = [r.gate for r in (*rewards.functions, *rewards.models) if r.gate is not None]
-    if a.advantage == "gdpo" and gated:
-        yield (
-            "`algorithm.advantage` = gdpo normalises every reward separately, which contradicts a gate "
-            f"between two rewards; remove `gate` = {gated[0]}"
-        )
-    if config.reference.refresh_every and not config.needs_reference:
-        yield (
-            "`reference.refresh_every` needs a reference, but with `algorithm.kl.coef` = 0 and no teacher "
-            "that is the reference none is created; set `algorithm.kl.coef` above 0, or remove "
-            "`reference.refresh_every`"
-        )
-    if a.add_token_level_kl and a.kl.estimator.endswith("+"):
-        yield (
-            f"`algorithm.kl.estimator` = {a.kl.estimator} differs from {a.kl.estimator[:-1]} only in its "
-            "gradient, and a KL term in the reward has no gradient; remove the +"
-        )
 
 
 def _batch_divides(config: Sections) -> Iterator[str]:

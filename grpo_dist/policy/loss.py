@@ -18,8 +18,6 @@ so that no loss of a run meets one; `rollout/nan_logprobs` counts them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -32,42 +30,10 @@ from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.algorithms.ratios import LOG_LIMIT
+from grpo_dist.policy.loss_settings import LossSettings
 from grpo_dist.types import PreparedBatch, TrainBatch
 
 Stats = dict[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class LossSettings:
-    """What the objective is made of; the names are those of the registries in `grpo_dist.algorithms`."""
-
-    # cross_entropy: the mean of -log p over the trained tokens, in place of all terms below.
-    objective: Literal["policy", "cross_entropy"] = "policy"
-    policy_loss: str = "ppo_clip"
-    # Settings of the policy loss; None: its own default. `POLICY_LOSS_SETTINGS` says which it takes.
-    clip_low: float | None = None
-    clip_high: float | None = None
-    dual_clip: float | None = None
-    tau_positive: float | None = None
-    tau_negative: float | None = None
-    ratio_cap: float | None = None
-    # Whose log-probs ratios are taken to: the trainer's before the step, or those of the rollout engine,
-    # where the trainer computes none.
-    old_policy: str = "trainer"
-    top_entropy_share: float = 1.0  # of an update's tokens that the policy loss is taken over
-    entropy_coef: float = 0.0
-    aggregation: str = "token-mean"
-    kl_coef: float = 0.0  # 0: no KL term, and no reference log-probs are looked at
-    kl_estimator: str = "k3"
-    correction_kind: str = "none"  # none: samples count as the trainer's own
-    correction_level: str = "token"
-    correction_low: float = 0.0
-    correction_high: float = 2.0
-    correction_veto: float = 0.0
-    # Of the KL with a teacher, where it is no part of the advantages, and of the cross-entropy.
-    teacher_coef: float = 0.0
-    teacher_estimator: str = "k3+"
-    demonstration_coef: float = 0.0
 
 
 def batch_loss(

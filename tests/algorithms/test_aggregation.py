@@ -9,6 +9,7 @@ from tests.support.numbers_by_hand import NAN, mask_of
 LENGTHS = [5, 3, 1, 4, 2, 5, 2, 3]
 GOLDEN = {
     "token-mean": 1.7960,
+    "token-sum": 44.9,
     "seq-mean-token-mean": 1.85625,
     "seq-mean-token-sum": 5.6125,
     "seq-mean-token-sum-norm": 1.12250,
@@ -57,7 +58,9 @@ def test_a_sequence_without_tokens_does_not_count(mode):
 
 
 def test_an_unknown_aggregation_is_refused():
-    with pytest.raises(ValueError, match="'mean': expected one of token-mean, seq-mean-token-mean"):
+    with pytest.raises(
+        ValueError, match="'mean': expected one of token-mean, token-sum, seq-mean-token-mean"
+    ):
         aggregate(
             torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool), "mean",
             num_tokens=1.0, num_sequences=1.0, max_tokens=1,

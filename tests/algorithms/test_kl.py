@@ -16,11 +16,18 @@ def test_kl_estimators_have_their_golden_values():
     close(k1(reference + d, reference), row(0.5, -1, 0))
     close(k2(reference + d, reference), row(0.125, 0.5, 0))
     close(k3(reference + d, reference), row(0.1065307, 0.7182818, 0))
+    close(KL_ESTIMATORS["abs"](reference + d, reference), row(0.5, 1, 0))
 
 
 @pytest.mark.parametrize("d", [-50.0, -20.0, -12.0, 12.0, 50.0])
 @pytest.mark.parametrize(
-    ("name", "slope"), [("k1", lambda d: 1.0), ("k2", lambda d: d), ("k3", lambda d: -math.expm1(-d))]
+    ("name", "slope"),
+    [
+        ("k1", lambda d: 1.0),
+        ("abs", lambda d: math.copysign(1.0, d)),
+        ("k2", lambda d: d),
+        ("k3", lambda d: -math.expm1(-d)),
+    ],
 )
 def test_the_kl_gradient_does_not_vanish_where_divergence_is_largest(name, slope, d):
     logprobs = torch.tensor([[-60.0 + d]], requires_grad=True)

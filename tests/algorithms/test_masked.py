@@ -63,7 +63,7 @@ def test_the_declared_inputs_are_the_keywords_of_every_function(registry, table)
     ("registry", "name", "words"),
     [
         (ADVANTAGES, "grop", "advantage 'grop': expected one of grpo, dr_grpo.*did you mean grpo"),
-        (POLICY_LOSSES, "vespo", "policy loss 'vespo': expected one of policy_gradient, ppo_clip"),
+        (POLICY_LOSSES, "luspo", "policy loss 'luspo': expected one of policy_gradient, ppo_clip"),
         (KL_ESTIMATORS, "k4", "KL estimator 'k4': expected one of k1, k2, k3"),
     ],
 )

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.aggregation import MODES, aggregate
-from grpo_dist.algorithms.policy_losses import POLICY_LOSSES, cispo, dppo_tv, policy_gradient, sapo
+from grpo_dist.algorithms.dppo import dppo_tv
+from grpo_dist.algorithms.policy_losses import POLICY_LOSSES, cispo, policy_gradient, sapo
 from grpo_dist.algorithms.sequence_losses import gmpo, gspo
 from tests.support.numbers_by_hand import close, mask_of, row
 
@@ -33,6 +34,15 @@ def test_cispo_bounds_the_weight_and_keeps_every_gradient():
     close(gradient, row(-0.5, -1.5, -2.0, 4.0))
     close(losses, row(0.5, 1.5, 2.0, -4.0))  # - weight * A * log-prob, which is -1
     assert stats["clip_low"] == 1 and stats["clip_high"] == 2
+
+
+def test_the_unified_mask_of_cispo_drops_what_ppo_clip_drops():
+    how = {"clip_low": 0.5, "clip_high": 1.0, "unified_mask": True}
+    ratios, advantages = [0.1, 0.1, 4.0, 4.0, 1.5], [1.0, -1.0, 1.0, -2.0, 1.0]
+    losses, gradient, stats = one_row(cispo, ratios, advantages, **how)
+    close(gradient, row(-0.5, 0.0, 0.0, 4.0, -1.5))
+    close(losses, row(0.5, 0.0, 0.0, -4.0, 1.5))
+    assert stats["clip_low"] == stats["clip_high"] == 1
 
 
 def test_sapo_has_ppos_gradient_on_policy_and_fades_away_from_it():

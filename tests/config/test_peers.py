@@ -50,7 +50,7 @@ def test_no_framework_has_one_name_in_two_rows():
     [
         ("actor_rollout_ref.actor.clip_ratio_high=0.28", ["did you mean `algorithm.clip_high`?", "verl's"]),
         ("clip_ratio_high=0.28", ["did you mean `algorithm.clip_high`?"]),
-        ("algorithm.adv_estimator=grpo", ["did you mean `algorithm.advantage`?", "grpo_passk: pass_at_k"]),
+        ("algorithm.adv_estimator=grpo", ["did you mean `algorithm.advantage`?", "grpo_passk alike"]),
         ("data.train_batch_size=8", ["did you mean `batch.prompts_per_step`?", "prompts"]),
         ("actor_rollout_ref={rollout: {n: 8}, actor: {ppo_epochs: 2}}", [
             "`actor_rollout_ref.rollout.n`: did you mean `batch.samples_per_prompt`?",

@@ -22,3 +22,11 @@ def drawn(name, cases, count):
     return [
         pytest.param(*case, marks=[] if i in chosen else pytest.mark.evidence) for i, case in enumerate(cases)
     ]
+
+
+def one_each(name, first, second):
+    """Pair each of ``first`` with one of ``second``, drawn anew in every run; with the seed `all`, with all."""
+    if os.environ[SEED] == "all":
+        return [(a, b) for a in first for b in second]
+    rng = random.Random(f"{os.environ[SEED]} {name}")
+    return [(a, rng.choice(list(second))) for a in first]

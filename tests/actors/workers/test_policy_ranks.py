@@ -24,7 +24,7 @@ from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
-from tests.support.drawn import drawn
+from tests.support.drawn import drawn, one_each
 from tests.support.real_ranks import ALGORITHM, TEMPERATURE, flat, gradients_of, on_all, relative, start
 
 pytestmark = pytest.mark.machine
@@ -158,7 +158,7 @@ LOSSES = [
         entropy_coef=0.01, kl_coef=0.05, correction_kind=CORRECTED[i % 4][0],
         correction_level=CORRECTED[i % 4][1], correction_low=0.5, correction_high=2.0,
     )
-    for i, policy_loss in enumerate(POLICY_LOSSES) for mode in MODES
+    for i, (policy_loss, mode) in enumerate(one_each("losses", POLICY_LOSSES, MODES))
 ]  # fmt: skip
 
 

@@ -1,0 +1,115 @@
+"""DPPO: policy losses whose trust region is how far the probability of a token moved, not its ratio.
+
+Qi et al. 2026 (arXiv:2602.04879). A ratio says little: from 0.001 to 0.002 is a ratio of 2 and no divergence,
+from 0.99 to 0.5 the reverse. With only the sampled token known, its distribution is taken as binary: this
+token or any other.
+
+    from p to q              ratio   |q - p|   KL(p, q) of the binary distributions
+    0.001 -> 0.002           2       0.001     0.0003
+    0.4   -> 0.8             2       0.4       0.3819
+    0.99  -> 0.5             0.505   0.49      0.6371
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo_dist.algorithms.ratios import LOG_LIMIT, Stats, at_least_float32, masked_inputs, ratio_stats
+
+_LEAST_OTHER = 1e-8  # probability that a token leaves for all others, at least: float32 has none below 6e-8
+
+
+def binary_kl(old_logprobs: Float[Tensor, "B T"], new_logprobs: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Return KL(old, new), in nats, of the distributions over "this token" and "any other".
+
+    p log(p / q) + (1 - p) log((1 - p) / (1 - q)) with p = exp(old), q = exp(new). 1 - p and 1 - q are at
+    least 1e-8, so that the value is finite for a token that is certain.
+    """
+    old, new = at_least_float32(old_logprobs), at_least_float32(new_logprobs)
+    other_old, other_new = _log_of_others(old), _log_of_others(new)
+    return old.exp() * (old - new) + other_old.exp() * (other_old - other_new)
+
+
+def total_variation(
+    old_logprobs: Float[Tensor, "B T"], new_logprobs: Float[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """Return |exp(new) - exp(old)|, the total variation between the same binary distributions."""
+    return (at_least_float32(new_logprobs).exp() - at_least_float32(old_logprobs).exp()).abs()
+
+
+def _log_of_others(logprobs: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    return torch.log(-torch.expm1(logprobs.clamp(max=-_LEAST_OTHER)))
+
+
+def dppo_tv(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    clip_low: float | int = 0.2,
+    clip_high: float | int = 0.2,
+    ratio_cap: float | int = 20.0,
+) -> tuple[Float[Tensor, "B T"], Stats]:
+    """-stop_gradient(min(r, ratio_cap)) A log pi, without tokens whose probability itself has moved too far:
+    by more than ``clip_high`` up where A > 0, or more than ``clip_low`` down where A < 0.
+
+    DPPO with the binary total-variation bound (Qi et al. 2026, arXiv:2602.04879).
+    """
+    own, old = _masked(logprobs, mask), _masked(old_logprobs.detach(), mask)
+    divergence = total_variation(old, own.detach())
+    return _gated(
+        logprobs, old_logprobs, advantages, mask, divergence,
+        clip_low=clip_low, clip_high=clip_high, ratio_cap=ratio_cap,
+    )  # fmt: skip
+
+
+def dppo_kl(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    clip_low: float | int = 0.05,
+    clip_high: float | int = 0.05,
+    ratio_cap: float | int = 20.0,
+) -> tuple[Float[Tensor, "B T"], Stats]:
+    """-stop_gradient(min(r, ratio_cap)) A log pi, without tokens whose `binary_kl` from the old policy is
+    above ``clip_high`` where A > 0 and the probability rose, or above ``clip_low`` where A < 0 and it fell.
+
+    DPPO with the binary KL bound (Qi et al. 2026, arXiv:2602.04879); ``clip_low``, ``clip_high``: nats.
+    """
+    own, old = _masked(logprobs, mask), _masked(old_logprobs.detach(), mask)
+    divergence = binary_kl(old, own.detach())
+    return _gated(
+        logprobs, old_logprobs, advantages, mask, divergence,
+        clip_low=clip_low, clip_high=clip_high, ratio_cap=ratio_cap,
+    )  # fmt: skip
+
+
+def _masked(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    return torch.where(mask, at_least_float32(logprobs), 0.0)
+
+
+def _gated(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    divergence: Float[Tensor, "B T"],
+    *,
+    clip_low: float | int,
+    clip_high: float | int,
+    ratio_cap: float | int,
+) -> tuple[Float[Tensor, "B T"], Stats]:
+    """Return the weighted loss without tokens that moved beyond a bound in their advantage's direction."""
+    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
+    with torch.no_grad():
+        low = (advantages < 0) & (log_ratio < 0) & (divergence > clip_low)
+        high = (advantages > 0) & (log_ratio > 0) & (divergence > clip_high)
+        weight = log_ratio.clamp(max=LOG_LIMIT).exp().clamp(max=ratio_cap)
+        weight = torch.where(low | high, 0.0, weight)
+    losses = -weight * advantages * _masked(logprobs, mask)
+    return losses, ratio_stats(log_ratio, mask, low=low, high=high)

@@ -1,0 +1,91 @@
+"""Policy losses that weigh the log-likelihood by a function of the importance ratio, chosen by the sign of
+the advantage. No gradient flows through the weight.
+
+             ratio      weight where A >= 0             weight where A < 0
+    topr     sequence   1                               min(w, 1)
+    topr_token   token  1                               min(r, 1)
+    vespo    sequence   w^k exp(lambda (1 - w))         the same with other k, lambda
+
+w is the product of a sequence's token ratios r.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo_dist.algorithms.ratios import Stats, at_least_float32, masked_inputs, ratio_stats
+
+# Of a sequence's log-ratio, in nats: beyond it the weight of vespo is all but 0.
+_LOG_RANGE = (math.log(1e-8), 20.0)
+
+
+def topr(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+) -> tuple[Float[Tensor, "B T"], Stats]:
+    """-A log pi where A >= 0, -stop_gradient(min(w, 1)) A log pi where A < 0, w the sequence's ratio.
+
+    TOPR, tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv:2503.14286), equation 8: good samples are
+    learned as in supervised training, bad ones lose weight as the policy leaves them, so that nothing pushes
+    their probability without a bound. The sign is that of the advantage; the paper's rewards are +1 and -1.
+    """
+    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
+    total = log_ratio.detach().sum(dim=1, keepdim=True).expand_as(log_ratio)
+    return _tapered(logprobs, log_ratio, total, advantages, mask)
+
+
+def topr_token(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+) -> tuple[Float[Tensor, "B T"], Stats]:
+    """As `topr` with the ratio of each token instead of its sequence's: ROLL's ``pg_variant: topr``."""
+    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
+    return _tapered(logprobs, log_ratio, log_ratio.detach(), advantages, mask)
+
+
+def _tapered(
+    logprobs: Float[Tensor, "B T"],
+    log_ratio: Float[Tensor, "B T"],
+    log_weight: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+) -> tuple[Float[Tensor, "B T"], Stats]:
+    negative = advantages < 0
+    weight = torch.where(negative, log_weight.clamp(max=0.0).exp(), 1.0)
+    losses = -weight * advantages * torch.where(mask, at_least_float32(logprobs), 0.0)
+    return losses, ratio_stats(log_ratio, mask, high=negative & (log_weight > 0))
+
+
+def vespo(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    k_positive: float | int = 2.0,
+    lambda_positive: float | int = 3.0,
+    k_negative: float | int = 3.0,
+    lambda_negative: float | int = 2.0,
+) -> tuple[Float[Tensor, "B T"], Stats]:
+    """-stop_gradient(w^k exp(lambda (1 - w))) A log pi with w the sequence's ratio.
+
+    VESPO (arXiv:2602.10693), section 3.4: the weight is 1 at w = 1, largest at w = k / lambda, and falls to 0
+    on both sides, so that no sequence counts much that the policy finds far more or far less likely than the
+    one that sampled. ``k`` and ``lambda`` by the sign of the advantage; 0 counts as positive.
+    """
+    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
+    log_weight = log_ratio.detach().sum(dim=1, keepdim=True).clamp(*_LOG_RANGE)
+    positive = advantages >= 0
+    k = torch.where(positive, k_positive, k_negative).to(log_ratio.dtype)
+    decay = torch.where(positive, lambda_positive, lambda_negative).to(log_ratio.dtype)
+    weight = (decay + k * log_weight - decay * log_weight.exp()).exp()
+    losses = -weight * advantages * torch.where(mask, at_least_float32(logprobs), 0.0)
+    return losses, ratio_stats(log_ratio, mask)

@@ -1,0 +1,107 @@
+"""Checks of `algorithm`: settings that contradict each other or that a run would ignore."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
+from grpo_dist.config.sections import Sections
+
+# Settings that each choice of `algorithm` reads; a run would silently ignore any other.
+# Built-in rewards that are not only 0 or 1.
+_GRADED = ("repetition", "language", "overlong", "cosine_length", "relative_length", "environment")
+_USE_STD = ("grpo", "gdpo", "grpo_passk", "process", "turn")
+
+
+def algorithm_contradictions(config: Sections) -> Iterator[str]:
+    """Yield a message for each contradiction between settings of the algorithm."""
+    yield from _of_the_algorithm(config)
+    yield from _of_the_updates(config)
+    yield from _of_right_and_wrong(config)
+
+
+def _of_the_algorithm(config: Sections) -> Iterator[str]:
+    a, loss = config.algorithm, config.algorithm.policy_loss
+    if a.advantage not in _USE_STD and a.std not in (None, "none"):
+        yield (
+            f"`algorithm.std` = {a.std} contradicts `algorithm.advantage` = {a.advantage}, which does not "
+            "divide by a standard deviation; remove `algorithm.std` or use advantage grpo"
+        )
+    own = POLICY_LOSS_SETTINGS.get(loss, ())
+    for name in sorted({n for names in POLICY_LOSS_SETTINGS.values() for n in names} - set(own)):
+        if getattr(a, name) is not None:
+            yield (
+                f"`algorithm.{name}` = {getattr(a, name)} is not a setting of "
+                f"`algorithm.policy_loss` = {loss}, which reads "
+                f"{', '.join(own) or 'none'}; remove it"
+            )
+    if a.advantage == "pass_at_k" and a.pass_k >= config.batch.samples_per_prompt:
+        yield (
+            f"`algorithm.pass_k` = {a.pass_k} must be below `batch.samples_per_prompt` = "
+            f"{config.batch.samples_per_prompt}: every choice of k out of k samples is the same"
+        )
+    if a.old_logprobs == "rollout" and a.correction.kind not in (None, "none"):
+        yield (
+            "`algorithm.old_logprobs` = rollout computes ratios against the engine's log-probs, so "
+            f"`algorithm.correction.kind` = {a.correction.kind} has nothing to correct; set it to none"
+        )
+    if (a.add_token_level_kl or a.kl.target is not None) and a.kl.coef == 0:
+        yield (
+            "`algorithm.kl.coef` = 0 disables the KL term that `add_token_level_kl` and `kl.target` "
+            "configure; set it above 0"
+        )
+    rewards = config.rewards
+    gated = [r.gate for r in (*rewards.functions, *rewards.models) if r.gate is not None]
+    if a.advantage == "gdpo" and gated:
+        yield (
+            "`algorithm.advantage` = gdpo normalises every reward separately, which contradicts a gate "
+            f"between two rewards; remove `gate` = {gated[0]}"
+        )
+    if config.reference.refresh_every and not config.needs_reference:
+        yield (
+            "`reference.refresh_every` needs a reference, but with `algorithm.kl.coef` = 0 and no teacher "
+            "that is the reference none is created; set `algorithm.kl.coef` above 0, or remove "
+            "`reference.refresh_every`"
+        )
+    if a.add_token_level_kl and a.kl.estimator.endswith("+"):
+        yield (
+            f"`algorithm.kl.estimator` = {a.kl.estimator} differs from {a.kl.estimator[:-1]} only in its "
+            "gradient, and a KL term in the reward has no gradient; remove the +"
+        )
+
+
+def _of_the_updates(config: Sections) -> Iterator[str]:
+    a, b = config.algorithm, config.batch
+    if a.policy_loss != "policy_gradient":
+        return
+    if b.updates_per_step * b.epochs_per_batch > 1:
+        yield (
+            "`algorithm.policy_loss` = policy_gradient has no ratio, so nothing bounds a second update on "
+            f"the same samples: `batch.updates_per_step` = {b.updates_per_step}, "
+            f"`batch.epochs_per_batch` = {b.epochs_per_batch}; set both to 1, or use ppo_clip"
+        )
+    if a.old_logprobs == "rollout":
+        yield (
+            "`algorithm.old_logprobs` = rollout sets the denominator of ratios, but "
+            "`algorithm.policy_loss` = policy_gradient has no ratio; remove it "
+            "(`algorithm.correction` corrects the mismatch)"
+        )
+
+
+def _of_right_and_wrong(config: Sections) -> Iterator[str]:
+    """Yield what keeps total rewards from being 0 or 1, which advantage maxrl needs."""
+    if config.algorithm.advantage != "maxrl":
+        return
+    rewards, needs = config.rewards, "`algorithm.advantage` = maxrl needs a reward of 0 and 1, but"
+    weighted = [r for r in (*rewards.functions, *rewards.models) if r.weight]
+    if len(weighted) != 1 or weighted[0].weight != 1:
+        yield f"{needs} `rewards` sums {len(weighted)} with their weights; keep one, with `weight` = 1"
+    models = [f"a score of the model {m.name}" for m in rewards.models if m.weight]
+    graded = [f"`{f.function}`" for f in rewards.functions if f.weight and f.function in _GRADED]
+    for part in models + graded:
+        yield f"{needs} {part} has other values; set its `weight` to 0, or use another advantage"
+    if config.algorithm.reward_norm != "none":
+        yield (
+            f"{needs} `algorithm.reward_norm` = {config.algorithm.reward_norm} gives others; remove it, or "
+            "use another advantage"
+        )
