@@ -25,7 +25,7 @@ def drawn(name, cases, count):
 
 
 def one_each(name, first, second):
-    """Pair each of ``first`` with one of ``second``, drawn anew in every run; with the seed `all`, with all."""
+    """Pair each of ``first`` with one of ``second``, drawn in every run; with the seed `all`, with all."""
     if os.environ[SEED] == "all":
         return [(a, b) for a in first for b in second]
     rng = random.Random(f"{os.environ[SEED]} {name}")
