@@ -173,6 +173,7 @@ ALGORITHM_ROWS = (
     ),
     row(
         "dynamic_sampling.enabled",
+        "verl's metric is `dynamic_sampling.metric`: acc is accuracy, the others null",
         verl="algorithm.filter_groups.enable algorithm.filter_groups.metric",
         openrlhf="algo.dynamic_filtering_enable dynamic_filtering algo.dynamic_filtering_range "
         "dynamic_filtering_reward_range",
