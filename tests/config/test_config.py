@@ -70,7 +70,7 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("+algorithm=dap", ["NAME one of cispo, dapo", "did you mean +algorithm=dapo?"]),
+        ("+algorithm=dap", ["NAME one of cispo, ", "did you mean +algorithm=dapo?"]),
         ("+algorithms=dapo", ["expected +algorithm=NAME"]),
         ("algorithm.tau_positive=2", ["`algorithm.tau_positive` = 2.0", "ppo_clip", "clip_low, clip_high"]),
         ("algorithm.add_token_level_kl=true", ["`algorithm.kl.coef` = 0"]),
