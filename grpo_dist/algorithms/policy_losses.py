@@ -133,7 +133,7 @@ def sapo(
     SAPO (Gao et al. 2025, arXiv:2511.20347), equations 5 to 7; ``tau`` by the sign of the advantage.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
-    tau = torch.where(advantages > 0, tau_positive, tau_negative).to(log_ratio.dtype)
+    tau = torch.full_like(log_ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
     gate = torch.sigmoid(tau * (log_ratio.clamp(max=LOG_LIMIT).exp() - 1)) * 4 / tau
     return -gate * advantages, ratio_stats(log_ratio, mask)
 

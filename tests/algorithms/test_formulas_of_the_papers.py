@@ -1,0 +1,232 @@
+"""Every loss, estimator, divergence and aggregation of the registries against its paper's formula, written
+apart from the package in plain numbers (`tests/support/papers.py`), over random inputs in float64.
+
+Gradients are compared with central differences. An entry of a registry without a formula there fails.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
+from grpo_dist.algorithms.aggregation import MODES, aggregate
+from grpo_dist.algorithms.kl import KL_ESTIMATORS
+from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
+from grpo_dist.algorithms.offpolicy import correction
+from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
+from tests.support import papers
+
+REGISTRIES = {
+    "policy loss": (POLICY_LOSSES, papers.POLICY_LOSSES),
+    "advantage": (ADVANTAGES, papers.ADVANTAGES),
+    "KL estimator": (KL_ESTIMATORS, papers.KL),
+    "aggregation": (MODES, papers.AGGREGATIONS),
+}
+# Other settings than the defaults, for those losses that have any.
+SETTINGS = {
+    "clip_low": 0.15, "clip_high": 0.3, "dual_clip": 1.5, "unified_mask": True, "tau_positive": 0.7,
+    "tau_negative": 1.4, "ratio_cap": 1.2, "beta": 0.5, "tau": 0.3, "k_positive": 1.5,
+    "lambda_positive": 2.0, "k_negative": 2.5, "lambda_negative": 1.0,
+}  # fmt: skip
+STEP = 1e-6
+
+
+@pytest.mark.parametrize("what", sorted(REGISTRIES))
+def test_every_entry_of_a_registry_has_its_formula(what):
+    ours, formulas = REGISTRIES[what]
+    assert sorted(set(ours) - set(formulas)) == [], f"write the paper's formula of this {what}"
+
+
+# --- policy losses
+
+
+def sequences(seed, count=4):
+    """Log-probs new and old, and advantages, of sequences of one to seven tokens, of which some moved far."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for length in rng.integers(1, 8, count):
+        old = -rng.uniform(0.05, 3.0, length)
+        far = rng.random(length) < 0.4
+        new = np.minimum(old + np.where(far, rng.normal(0, 0.8, length), rng.normal(0, 0.05, length)), -0.01)
+        advantages = rng.normal(0, 1, length) if seed % 2 else np.full(length, rng.normal(0, 1))
+        made.append((new, old, advantages))
+    return made
+
+
+def padded(rows, width=9):
+    """[B, T] of ``rows``, NaN behind their ends, and the mask."""
+    out = np.full((len(rows), width), math.nan)
+    for row, own in zip(out, rows, strict=True):
+        row[: len(own)] = own
+    return torch.from_numpy(out), torch.from_numpy(~np.isnan(out))
+
+
+def loss_of(formula, new, fixed, old, advantages, settings):
+    found = formula(list(new), list(fixed), list(old), list(advantages), **settings)
+    return found if isinstance(found, list) else [found]
+
+
+def slopes(formula, new, old, advantages, settings):
+    """Central differences of the sum of a sequence's losses; what a stop-gradient holds stays."""
+    found = []
+    for t in range(len(new)):
+        moved = [math.fsum(loss_of(formula, new + h * np.eye(len(new))[t], new, old, advantages, settings))
+                 for h in (STEP, -STEP)]  # fmt: skip
+        found.append((moved[0] - moved[1]) / (2 * STEP))
+    return found
+
+
+def cases():
+    for name in sorted(POLICY_LOSSES):
+        yield pytest.param(name, {}, id=name)
+        if own := {key: SETTINGS[key] for key in POLICY_LOSS_SETTINGS.get(name, ()) if key in SETTINGS}:
+            yield pytest.param(name, own, id=f"{name}, other settings")
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("name", "settings"), cases())
+def test_a_policy_loss_and_its_gradient_are_those_of_the_paper(name, settings, seed):
+    made, formula = sequences(seed), papers.POLICY_LOSSES[name]
+    new, mask = padded([own[0] for own in made])
+    old, advantages = (padded([own[i] for own in made])[0] for i in (1, 2))
+    new.requires_grad_()
+    losses, _ = POLICY_LOSSES[name](new, old, advantages, mask, **settings)
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    assert losses.dtype == torch.float64 and not losses[~mask].any() and not gradient[~mask].any()
+    for row, (own, before, own_advantages) in enumerate(made):
+        expected = loss_of(formula, own, own, before, own_advantages, settings)
+        found = losses[row][mask[row]].tolist()
+        if len(expected) != len(found):  # a loss of the sequence alone
+            found = [math.fsum(found)]
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        by_differences = slopes(formula, own, before, own_advantages, settings)
+        assert gradient[row][mask[row]].tolist() == pytest.approx(by_differences, rel=1e-5, abs=1e-7)
+
+
+def test_the_settings_are_those_that_the_formulas_know():
+    """A setting that a loss has and its formula has not would be compared at its default alone."""
+    for name, formula in papers.POLICY_LOSSES.items():
+        own = inspect.getclosurevars(formula).nonlocals.get("each", formula)
+        keywords = {p.name for p in inspect.signature(own).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        assert keywords >= set(POLICY_LOSS_SETTINGS.get(name, ())), name
+
+
+# --- advantages
+
+
+def drawn(seed, name):
+    """Groups of rewards, each with what an estimator may ask for; some rewards could not be scored."""
+    rng = np.random.default_rng(seed)
+    sizes = [5, 4, 6, 1, 5]
+    rewards = [rng.integers(0, 2, n).astype(float) if name == "maxrl" else rng.normal(1, 2, n) for n in sizes]
+    rewards[4][:] = 1.0  # without a signal
+    unscored = [rng.random(n) < 0.15 if i < 3 else np.zeros(n, bool) for i, n in enumerate(sizes)]
+    return rewards, unscored, rng
+
+
+def inputs(name, rewards, rng):
+    """Keyword arguments of estimator ``name``, as [groups][samples] or as they are."""
+    parts = [[rng.normal(0, 1, len(own)) for own in rewards] for _ in range(2)]
+    choices = {
+        "std": "group", "eps": 1e-6, "k": 3, "weights": [1.0, 0.5], "parts": parts,
+        "lengths": [rng.integers(1, 50, len(own)) for own in rewards],
+        "baselines": [np.full(len(own), rng.normal()) for own in rewards],
+    }  # fmt: skip
+    return {key: choices[key] for key in ADVANTAGE_INPUTS.get(name, ())}
+
+
+def flat(value):
+    """The inputs as our estimators take them: groups end to end."""
+    if isinstance(value, list) and isinstance(value[0], np.ndarray):
+        return torch.from_numpy(np.concatenate(value))
+    if isinstance(value, list) and isinstance(value[0], list):
+        return torch.stack([flat(part) for part in value])
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, list) else value
+
+
+def scored(value, kept):
+    """The inputs as the papers have them: of the scored samples of each group."""
+    if isinstance(value, list) and isinstance(value[0], np.ndarray):
+        return [own[k].tolist() for own, k in zip(value, kept, strict=True)]
+    if isinstance(value, list) and isinstance(value[0], list):
+        return [scored(part, kept) for part in value]
+    return value
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_advantages_are_those_of_the_paper(name, seed):
+    rewards, unscored, rng = drawn(seed, name)
+    own = inputs(name, rewards, rng)
+    for std in ("group", "batch", "batch_raw", "none") if name == "grpo" else ("group",):
+        if "std" in own:
+            own["std"] = std
+        kept = [~lost for lost in unscored]
+        expected = papers.ADVANTAGES[name](
+            scored(rewards, kept), **{key: scored(value, kept) for key, value in own.items()}
+        )
+        values = np.concatenate(rewards)
+        values[np.concatenate(unscored)] = math.nan
+        ids = np.repeat([7, 3, 11, 5, 2], [len(r) for r in rewards])
+        found = ADVANTAGES[name](
+            torch.from_numpy(values),
+            torch.from_numpy(ids),
+            **{key: flat(value) for key, value in own.items()},
+        ).numpy()
+        assert not found[np.concatenate(unscored)].any()
+        np.testing.assert_allclose(
+            found[~np.concatenate(unscored)], np.concatenate(expected), rtol=1e-9, atol=1e-9
+        )
+
+
+# --- divergences, aggregations, corrections
+
+
+@pytest.mark.parametrize("name", sorted(KL_ESTIMATORS))
+def test_divergences_and_their_slopes_are_those_of_the_paper(name):
+    rng = np.random.default_rng(1)
+    reference = torch.from_numpy(-rng.uniform(0, 5, (3, 50)))
+    policy = (reference + torch.from_numpy(rng.normal(0, 1.5, (3, 50)))).requires_grad_()
+    values = KL_ESTIMATORS[name](policy, reference)
+    (gradient,) = torch.autograd.grad(values.sum(), policy)
+    expected = [papers.KL[name](d) for d in (policy - reference).flatten().tolist()]
+    assert values.flatten().tolist() == pytest.approx([value for value, _ in expected], rel=1e-9, abs=1e-12)
+    assert gradient.flatten().tolist() == pytest.approx([slope for _, slope in expected], rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("mode", MODES)
+def test_aggregations_are_those_of_the_paper(mode, seed):
+    """Sequences in one or more rows, one of them without tokens; masked losses are NaN."""
+    rng = np.random.default_rng(seed)
+    rows_of = [1, 3, 1, 2, 1]  # rows of each sequence
+    rows = [rng.normal(0, 1, rng.integers(1, 6)) for _ in range(sum(rows_of))]
+    rows[0] = rows[0][:0]
+    owner = np.repeat(np.arange(len(rows_of)), rows_of)
+    whole = [np.concatenate([r for r, s in zip(rows, owner, strict=True) if s == i]) for i in range(5)]
+    losses, mask = padded(rows)
+    tokens = torch.tensor([len(whole[s]) for s in owner])
+    found = aggregate(
+        losses, mask, mode, num_tokens=float(mask.sum()), num_sequences=4.0, max_tokens=9,
+        sequence_tokens=tokens,
+    )  # fmt: skip
+    assert float(found) == pytest.approx(papers.AGGREGATIONS[mode]([w.tolist() for w in whole], 9), rel=1e-9)
+
+
+@pytest.mark.parametrize("veto", [0.0, 0.3])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("kind", ["tis", "mis", "icepop"])
+def test_corrections_are_those_of_their_definition(kind, level, veto):
+    made = [own for seed in range(6) for own in sequences(seed)]
+    how = {"kind": kind, "level": level, "low": 0.6, "high": 1.7, "veto": veto}
+    (train, mask), (rollout, _) = (padded([own[i] for own in made]) for i in (0, 1))
+    weights, _ = correction(train, rollout, mask, **how)
+    for row, (new, old, _) in enumerate(made):
+        expected = papers.correction(new.tolist(), old.tolist(), **how)
+        assert weights[row][mask[row]].tolist() == pytest.approx(expected, rel=1e-9)
+    assert not weights[~mask].any()
