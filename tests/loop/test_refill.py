@@ -8,6 +8,7 @@ import pytest
 
 from grpo_dist.loop.refill import Refill
 from grpo_dist.types import Group, Prompt
+from tests.support.patience import HANG_S
 
 
 def prompts(signals):
@@ -73,7 +74,7 @@ def test_a_replacement_is_launched_while_a_slow_group_is_still_sampled():
         return await group(prompt)
 
     async def run():
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             return await refill(sample, "x..xx", 2).batch()
 
     batch = asyncio.run(run())
