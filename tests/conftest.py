@@ -13,6 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray starts its workers at the lowest priority: next to several processes of tests they would get no core.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
+# Ray starts a worker for each core beforehand. Actors with variables of their own, as all here, use none.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+
 # Before test files are imported, and for the processes that share them out.
 os.environ.setdefault("GRPO_DIST_TEST_SEED", str(random.SystemRandom().randrange(10**6)))
 
@@ -22,9 +25,19 @@ _CHECKED = ["grpo_dist.algorithms", "grpo_dist.batch", "grpo_dist.policy", "grpo
 install_import_hook(_CHECKED, "tests.support.shapes.checked")
 
 import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
-from tests.support.drawn import SEED  # noqa: E402
+from tests.support.drawn import SEED, draw_families  # noqa: E402
 from tests.support.good_inputs import CONFIG, GOOD, write  # noqa: E402
+
+# An example that is slow, or slow to find, shows a busy machine. Examples of a test share its fixtures.
+settings.register_profile(
+    "suite",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    print_blob=True,
+)
+settings.load_profile("suite")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -38,13 +51,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks select tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files begin first: the others are shared out beside them."""
+    """Draw tests from their families. Long files begin first: the others are shared out beside them."""
+    draw_families(items)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_report_header() -> str:
     return f"cases drawn with {SEED}={os.environ[SEED]}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(f"the same draw of cases: {SEED}={os.environ[SEED]}")
 
 
 @pytest.fixture(scope="session")

@@ -238,7 +238,7 @@ def by_hand(rewards, groups, name):
 REWARD = st.sampled_from([0.0, 1.0, 0.5, -1.0, 0.1, NAN])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(REWARD, st.integers(0, 3)), min_size=1, max_size=24), st.randoms())
 def test_advantages_equal_the_definition_in_any_order_of_samples(samples, rng):
     rng.shuffle(samples)

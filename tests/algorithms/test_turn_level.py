@@ -89,7 +89,7 @@ def by_definition(episodes, rewards, groups, discount, std, eps):
     return out
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     made=st.lists(
         st.tuples(st.lists(st.sampled_from([0.0, 0.5, 1.0, -2.0]), min_size=1, max_size=5),

@@ -49,7 +49,7 @@ def row_by_row(groups, advantages, reference, *, masked=()):
     return out, sequences
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10_000), data=st.data())
 def test_a_batch_of_episodes_equals_one_built_token_by_token(seed, data):
     rng = np.random.default_rng(seed)
@@ -147,7 +147,7 @@ def test_packed_rows_share_the_prompt_only_with_rows_that_begin_with_it(order):
     assert torch.equal(layout.targets, batch.tokens[rows, columns])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 99), ranks=st.integers(1, 5), budget=st.integers(10, 200))
 def test_sharding_and_micro_batches_hold_every_row_of_every_episode_once(seed, ranks, budget):
     batch = made_groups.episode_batch(seed=seed, rewritten=0.6)
@@ -285,7 +285,7 @@ def same(a, b):
     return (a is b) or a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 999))
 def test_episodes_are_sent_and_kept_bit_for_bit(seed, tmp_path_factory):
     path = tmp_path_factory.mktemp("kept") / "groups.parquet"

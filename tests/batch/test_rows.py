@@ -132,7 +132,7 @@ def test_updates_hold_whole_groups_in_order_with_their_own_denominators():
     assert split_updates(batch, num_groups=6, num_updates=1) == [batch]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ranks=st.integers(1, 9), groups=st.integers(1, 6), seed=st.integers(0, 5))
 def test_sharding_deals_every_row_once_balances_tokens_and_keeps_the_denominators(ranks, groups, seed):
     batch = made_groups.batch(groups=groups, samples=3, seed=seed, longest=40)

@@ -50,7 +50,7 @@ def test_every_prompt_occurs_once_per_epoch_even_if_steps_do_not_divide_it():
     assert drawn[:70] != drawn[70:140]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_no_prompt_occurs_twice_in_a_step_and_epochs_are_complete(data):
     n = data.draw(st.integers(1, 16))

@@ -45,24 +45,30 @@ def logprobs_of(model, prompt_ids, completion_ids):
     return logits[len(prompt_ids) - 1 : -1].gather(1, own[:, None])[:, 0].numpy()
 
 
-def test_teachers_and_demonstrations_give_the_same_digits_in_turns_and_after_a_kill(tmp_path):
-    """A model of its own for one source, and the policy's initial weights that read the answer. What they say
-    of the samples of the first step is what transformers says of the same tokens.
-    """
-    apart, turns = tmp_path / "apart", tmp_path / "turns"
-    for directory in (apart, turns):
-        directory.mkdir()
-    run(apart, *COMMON, "cluster.placement=separate")
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("apart")
+    run(directory, *COMMON, "cluster.placement=separate")
+    return directory
+
+
+@pytest.mark.family("same numbers")
+def test_teachers_and_demonstrations_give_the_same_digits_in_turns_and_after_a_kill(apart, tmp_path):
     shared = (*COMMON, "cluster.placement=colocated")
-    run(turns, *shared, check=False, kill_after="step_000002")
-    run(turns, *shared)
-    assert numbers(turns)[-1] == numbers(apart)[-1]
+    run(tmp_path, *shared, check=False, kill_after="step_000002")
+    run(tmp_path, *shared)
+    assert numbers(tmp_path)[-1] == numbers(apart)[-1]
+    ledgers = [(directory / "runs/run/ledger.jsonl").read_text() for directory in (apart, tmp_path)]
+    assert ledgers[0] == ledgers[1]
+
+
+@pytest.mark.family("whole runs")
+def test_teachers_say_of_samples_what_transformers_says_of_the_same_tokens(apart):
+    """A model of its own for one source, and the policy's initial weights that read the answer."""
     found = [line for line in numbers(apart) if "loss/total" in line]  # the others are of evaluations
     assert [line["step"] for line in found] == [1, 2, 3]
     assert all(line["demonstrations/nll"] > 0 for line in found)
-    ledgers = [(directory / "runs/run/ledger.jsonl").read_text() for directory in (apart, turns)]
-    assert ledgers[0] == ledgers[1] and ledgers[0].count("demonstrations") == 3
-
+    assert (apart / "runs/run/ledger.jsonl").read_text().count("demonstrations") == 3
     samples = pq.read_table(apart / "runs/run/samples/step_000001.parquet").to_pylist()
     tokenizer = AutoTokenizer.from_pretrained(cached_model("tiny", seed=0))
     small, own = (

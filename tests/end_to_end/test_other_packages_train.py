@@ -57,6 +57,7 @@ print(json.dumps([made.score_answer(text, entries[question]) for question, text 
 """
 
 
+@pytest.mark.family("other packages")
 def test_a_data_set_of_reasoning_gym_trains_with_the_scores_of_the_package(tmp_path):
     kwargs = "environment_kwargs: {max_terms: 2, max_digits: 1, seed: 3}"
     line = f'{{environment: "reasoning_gym:chain_sum", max_rows: 40, {kwargs}}}'
@@ -99,6 +100,7 @@ class Digits(vf.Taskset[Digit, Config]):
 """
 
 
+@pytest.mark.family("other packages")
 def test_a_taskset_of_verifiers_trains_with_its_weighted_rewards(tmp_path):
     directory = tmp_path / "run"
     directory.mkdir()
@@ -151,6 +153,7 @@ uvicorn.run(app, port=int(sys.argv[1]), log_level="error")
 """
 
 
+@pytest.mark.family("other packages")
 def test_a_server_of_openenv_trains_with_the_rewards_of_its_turns(tmp_path):
     with server_of(_SERVER, interpreter_with("openenv"), tmp_path) as url:
         line = f'{{environment: "openenv:{url}", max_rows: 40, name: game}}'

@@ -1,5 +1,5 @@
 """Ways to run a configuration that must not change its numbers: evaluation on engines of its own, and a loop
-of the caller's own. Real engines, two ranks, reference and graders.
+of the caller's own. Real engines, two ranks, reference and graders; temperature and length change.
 """
 
 import json
@@ -16,7 +16,14 @@ from tests.support.real_runs import CLOCK, metrics, run
 
 pytestmark = [pytest.mark.machine, pytest.mark.long]
 
-EVERY_STEP = ("steps=3", "evaluation.every=1", "evaluation.samples_per_prompt=4", "checkpoint.every=2")
+CHANGING = "{temperature: {schedule: [[0, 1.0], [2, 0.4]]}, max_new_tokens: {schedule: [[0, 6], [2, 16]]}}"
+EVERY_STEP = (
+    "steps=3",
+    "evaluation.every=1",
+    "evaluation.samples_per_prompt=4",
+    "checkpoint.every=2",
+    f"sampling={CHANGING}",
+)
 OWN = "evaluation.num_workers=1"
 LOOP = """
 import asyncio, json, sys
@@ -58,6 +65,21 @@ def assert_same(directory, usual):
     assert list((directory / "runs/run/evaluation").iterdir()) == []
 
 
+@pytest.mark.family("whole runs")
+def test_engine_trainer_and_reference_agree_on_the_log_probs_of_every_temperature(usual):
+    """At one version of the weights: otherwise the mismatch would be that of two temperatures, above 0.1."""
+    lines = [line for line in metrics(usual) if line["step"]]
+    assert [line["sampling/temperature"] for line in lines] == pytest.approx([1.0, 0.7, 0.4])
+    assert [line["sampling/max_new_tokens"] for line in lines] == [6, 6, 16]
+    assert [line["rollout/length_max_tokens"] for line in lines] == [6, 6, 16]
+    assert all(line["mismatch/logprob_diff_max"] < 1e-5 for line in lines)
+    assert lines[0]["first_update/ref/kl"] < 1e-9
+    table = pq.read_table(usual / "runs/run/samples/step_000003.parquet").to_pylist()
+    assert {row["max_new_tokens"] for row in table} == {16}
+    assert [row["temperature"] for row in table] == pytest.approx([0.4] * len(table))
+
+
+@pytest.mark.family("same numbers")
 def test_evaluation_on_an_engine_of_its_own_has_the_same_numbers_to_the_last_digit(usual, tmp_path):
     run(tmp_path, *EVERY_STEP, OWN)
     assert_same(tmp_path, usual)
@@ -73,6 +95,7 @@ def test_a_killed_run_repeats_the_evaluations_that_did_not_finish(usual, tmp_pat
     assert_same(tmp_path, usual)
 
 
+@pytest.mark.family("same numbers")
 def test_the_default_loop_of_four_verbs_has_the_metrics_of_train(usual):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

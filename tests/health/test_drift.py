@@ -16,6 +16,7 @@ from grpo_dist.health.state import from_json, to_json
 from grpo_dist.runs.checkpoint import CheckpointState
 from grpo_dist.runs.resume import load_progress
 from tests.support import fakes
+from tests.support.drawn import drawn
 
 REWARD, ENTROPY = "reward/mean", "policy/entropy"
 CUT, GARBAGE = "rollout/truncated_share", "rollout/garbage_share"
@@ -275,17 +276,22 @@ def through_a_checkpoint(progress, tmp_path):
     return dataclasses.replace(progress, health=load_progress(tmp_path, state, []).health)
 
 
-def test_a_run_resumed_from_any_step_warns_and_counts_as_an_uninterrupted_one(tmp_path):
+@pytest.fixture(scope="module")
+def uninterrupted():
     whole = Drifting(since=25)
-    logged = train(whole)
-    for step in range(1, 48):
-        resumed = Drifting(since=25, sampled=step)
-        resumed.version = step
-        again = train(resumed, progress=through_a_checkpoint(whole.saved[step], tmp_path))
-        assert again == {later: logged[later] for later in range(step + 1, 49)}
-        due = [w for w in whole.warnings if int(w.split(":")[0].removeprefix("step ")) > step]
-        assert resumed.warnings == due
-        assert resumed.saved[48].health == whole.saved[48].health
+    return whole, train(whole)
+
+
+@pytest.mark.parametrize("step", drawn("resumed from a step", [(step,) for step in range(1, 48)], 8))
+def test_a_run_resumed_from_any_step_warns_and_counts_as_an_uninterrupted_one(uninterrupted, tmp_path, step):
+    whole, logged = uninterrupted
+    resumed = Drifting(since=25, sampled=step)
+    resumed.version = step
+    again = train(resumed, progress=through_a_checkpoint(whole.saved[step], tmp_path))
+    assert again == {later: logged[later] for later in range(step + 1, 49)}
+    due = [w for w in whole.warnings if int(w.split(":")[0].removeprefix("step ")) > step]
+    assert resumed.warnings == due
+    assert resumed.saved[48].health == whole.saved[48].health
 
 
 def test_a_checkpoint_of_an_older_version_restarts_tracking():

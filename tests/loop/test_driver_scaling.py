@@ -91,7 +91,7 @@ def same_group(a, b):
     return same
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups=any_groups(), mask_truncated=st.booleans())
 def test_a_batch_equals_one_built_row_by_row_bit_for_bit(groups, mask_truncated):
     rng = np.random.default_rng(0)
@@ -107,7 +107,7 @@ def test_a_batch_equals_one_built_row_by_row_bit_for_bit(groups, mask_truncated)
     assert batch.num_sequences == float(batch.loss_mask.any(dim=1).sum())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(groups=any_groups())
 def test_a_group_is_serialised_in_one_piece_and_arrives_unchanged(groups):
     for group in groups:
@@ -142,7 +142,7 @@ def test_a_batch_arrives_unchanged_in_its_own_memory():
     assert sum(len(bytes(b)) for b in buffers) > 0.9 * len(sent)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(groups=any_groups())
 def test_a_table_of_samples_reads_back_unchanged(groups, tmp_path_factory):
     path = tmp_path_factory.mktemp("table") / "t.parquet"

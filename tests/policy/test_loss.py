@@ -244,7 +244,7 @@ def check_split(whole, dtype, how, split):
 @pytest.mark.parametrize("of", ["completions", "episodes"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_no_split_of_the_rows_changes_gradient_or_metrics(batches, of, dtype, policy_loss, data):
     """For every loss, with any aggregation, KL estimator and correction: relative error 1e-6 in float64, 1e-5
@@ -258,7 +258,7 @@ def test_no_split_of_the_rows_changes_gradient_or_metrics(batches, of, dtype, po
 @pytest.mark.parametrize("of", ["completions", "episodes"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("how", COMBINATIONS, ids=lambda how: "-".join(named(how)))
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_no_split_of_the_rows_changes_gradient_or_metrics_of_any_combination(batches, of, dtype, how, data):
     check_split(batches[of], dtype, how, data.draw(splits(len(batches[of]))))
@@ -321,7 +321,7 @@ def made_up_batches(draw):
     return batch, logprobs
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(made=made_up_batches(), how=st.sampled_from(COMBINATIONS), data=st.data())
 def test_for_any_shape_the_parts_of_a_batch_add_up_to_it(made, how, data):
     batch, logprobs = made

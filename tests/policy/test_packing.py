@@ -277,7 +277,6 @@ def described(drawn):
     return [p + c for p, (_, c) in zip(prompts, drawn, strict=True)], groups, prompts
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 120))
 def test_packed_micro_batches_hold_every_row_once_within_the_budget(drawn, budget):
     lengths, groups, prompts = described(drawn)
@@ -291,7 +290,7 @@ def test_packed_micro_batches_hold_every_row_once_within_the_budget(drawn, budge
     assert len(parts) <= max(1, len(lengths))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LENGTHS, st.integers(1, 5), st.sampled_from([0.0, 0.01]))
 def test_the_busiest_rank_is_no_busier_than_with_single_rows_assigned(drawn, ranks, square):
     lengths, groups, prompts = described(sorted(drawn))

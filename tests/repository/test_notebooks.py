@@ -47,6 +47,7 @@ def test_plan_and_submit_without_a_cluster(tmp_path: Path) -> None:
 
 @pytest.mark.machine
 @pytest.mark.long
+@pytest.mark.family("whole runs")
 def test_a_first_run_and_its_report(tmp_path: Path) -> None:
     execute("first_run", tmp_path, "--steps", "4")
     execute("reading_a_report", tmp_path)

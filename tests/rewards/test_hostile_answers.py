@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_dist.rewards.pool import GraderPool
@@ -40,7 +40,7 @@ PIECES = st.sampled_from([
 ])  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(st.lists(PIECES, max_size=40), st.lists(PIECES, max_size=10), st.text(max_size=40))
 def test_any_text_and_any_gold_get_a_grade(
     pool: GraderPool, pieces: list[str], gold: list[str], text: str
@@ -88,7 +88,7 @@ def test_a_hostile_answer_changes_no_reward_of_another_answer(
     unharmed(pool, calm, HOSTILE[name])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(text=st.lists(PIECES, max_size=60).map("".join) | st.text(max_size=300), thought=st.booleans())
 def test_no_text_changes_the_rewards_of_another_answer(
     pool: GraderPool, calm: Scores, text: str, thought: bool

@@ -100,7 +100,7 @@ def test_a_failure_is_raised_to_all_waiting_and_later_groups():
     asyncio.run(session())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     workers=st.integers(1, 5),
     capacity=st.integers(1, 8),

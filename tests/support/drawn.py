@@ -1,7 +1,12 @@
 """Random choice of test cases in every run of the suite.
 
-pytest prints the seed first, and GRPO_DIST_TEST_SEED=... repeats the choice. With the seed `all`, as in `make
-evidence`, all cases are marked as evidence.
+    drawn("stages", CASES, 1)                       cases of one parametrised test
+    @pytest.mark.family("whole runs")               whole tests, also of several files
+    pytest.mark.family("engines", FILE)             whole files, whose tests share what is started
+
+pytest prints the seed first, and again after a failure; GRPO_DIST_TEST_SEED=... repeats the choice. What is
+not drawn is skipped, and the summary says so. With the seed `all`, as in `make evidence`, all cases are
+marked as evidence instead.
 """
 
 import os
@@ -10,23 +15,68 @@ import random
 import pytest
 
 SEED = "GRPO_DIST_TEST_SEED"
+FILE = "file"
+
+# How many members of each family a run of the suite has.
+FAMILIES = {
+    "whole runs": 2,  # each has features of its own; test_end_to_end.py has those of every run
+    "same numbers": 1,  # ways to run, and interruptions, that change no number of a run
+    "other packages": 1,  # whole runs on environments of other packages
+    "gpu-check engines": 1,  # lines of `gpu-check` with engines
+    "engines": 1,  # real engines, each of another kind
+    "lost engines": 1,  # engines, snapshots and environments that are lost
+}
+
+
+def _is_all():
+    return os.environ[SEED] == "all"
+
+
+def _chosen(name, among, count):
+    return set(random.Random(f"{os.environ[SEED]} {name}").sample(among, count))
+
+
+def _left_out(name):
+    """Return the mark of a case that this run does not have."""
+    if _is_all():
+        return pytest.mark.evidence
+    return pytest.mark.skip(
+        reason=f"not drawn from {name!r} by {SEED}={os.environ[SEED]}; `make evidence` has it"
+    )
 
 
 def drawn(name, cases, count):
-    """Choose ``count`` of ``cases`` (arguments of `pytest.param`); mark the rest as evidence.
+    """Choose ``count`` of ``cases`` (arguments of `pytest.param`); skip the rest.
 
     ``name`` distinguishes draws.
     """
-    count = 0 if os.environ[SEED] == "all" else count
-    chosen = set(random.Random(f"{os.environ[SEED]} {name}").sample(range(len(cases)), count))
-    return [
-        pytest.param(*case, marks=[] if i in chosen else pytest.mark.evidence) for i, case in enumerate(cases)
-    ]
+    chosen = set() if _is_all() else _chosen(name, range(len(cases)), count)
+    marks = [[] if i in chosen else _left_out(name) for i in range(len(cases))]
+    return [pytest.param(*case, marks=own) for case, own in zip(cases, marks, strict=True)]
 
 
 def one_each(name, first, second):
     """Pair each of ``first`` with one of ``second``, drawn in every run; with the seed `all`, with all."""
-    if os.environ[SEED] == "all":
+    if _is_all():
         return [(a, b) for a in first for b in second]
     rng = random.Random(f"{os.environ[SEED]} {name}")
     return [(a, rng.choice(list(second))) for a in first]
+
+
+def draw_families(items):
+    """Choose the tests or files of each of the `FAMILIES` among the collected ones; skip the rest.
+
+    What is collected alone is chosen.
+    """
+    families = {name: {} for name in FAMILIES}
+    for item in items:
+        mark = item.get_closest_marker("family")
+        if mark and not item.get_closest_marker("evidence"):
+            name, *of_file = mark.args
+            member = item.nodeid.partition("::")[0] if of_file == [FILE] else item.nodeid
+            families[name].setdefault(member, []).append(item)
+    for name, members in families.items():
+        count = 0 if _is_all() else min(FAMILIES[name], len(members))
+        chosen = _chosen(name, sorted(members), count)
+        for item in (item for member, own in members.items() if member not in chosen for item in own):
+            item.add_marker(_left_out(name))

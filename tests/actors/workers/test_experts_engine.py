@@ -17,7 +17,7 @@ from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
-from tests.support.drawn import drawn
+from tests.support.drawn import FILE, drawn
 from tests.support.expert_models import SHAPES, expert_model
 from tests.support.real_engine import PROMPTS, World, difference
 from tests.support.real_ranks import (
@@ -31,7 +31,7 @@ from tests.support.real_ranks import (
     start,
 )
 
-pytestmark = pytest.mark.machine
+pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE)]
 
 LIMIT = 1e-5  # nats, engine and trainer in float32
 

@@ -97,8 +97,11 @@ def test_gradient_is_that_of_the_whole_batch(
     ("ranks", "stage", "micro_batch_tokens", "how"),
     [
         (2, 2, 60, {}),
-        (2, 2, 60, {"shared": 2}),
-        *drawn("episodes", [(1, 0, 10_000, {}), (2, 3, 40, {}), (2, 2, 40, {"packing": False})], 1),
+        *drawn(
+            "episodes",
+            [(2, 2, 60, {"shared": 2}), (1, 0, 10_000, {}), (2, 3, 40, {}), (2, 2, 40, {"packing": False})],
+            1,
+        ),
     ],
 )
 def test_the_gradient_of_episodes_is_that_of_the_whole_batch(
@@ -162,7 +165,7 @@ LOSSES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("shared", [1, 2])
+@pytest.mark.parametrize("shared", drawn("losses of episodes", [(1,), (2,)], 1))
 def test_no_loss_and_no_aggregation_of_episodes_depends_on_ranks(forked_ranks, tiny_model, episodes, shared):
     """Two ranks with rows of their own, and two that share sequences; old log-probs apart from the new."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
@@ -194,7 +197,10 @@ def test_no_loss_and_no_aggregation_of_episodes_depends_on_ranks(forked_ranks, t
         assert relative(flat(gradients), expected) < 2e-5, loss_of
 
 
-@pytest.mark.parametrize(("ranks", "stage", "how"), [(2, 3, {}), (2, 2, {"shared": 2, "packing": True})])
+@pytest.mark.parametrize(
+    ("ranks", "stage", "how"),
+    drawn("sync probe", [(2, 3, {}), (2, 2, {"shared": 2, "packing": True})], 1),
+)
 def test_the_sync_probe_gets_the_logprobs_of_every_row_and_changes_nothing(
     forked_ranks, tiny_model, tmp_path, ranks, stage, how
 ):
@@ -291,7 +297,7 @@ async def before_and_after(group, first, second, path):
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "how"),
-    drawn("not finite", [(2, 0, {}), (2, 2, {}), (2, 3, {}), (1, 1, BF16)], 2),
+    drawn("not finite", [(2, 0, {}), (2, 2, {}), (2, 3, {}), (1, 1, BF16)], 1),
 )
 def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
     forked_ranks, tiny_model, tmp_path, ranks, stage, how
@@ -441,7 +447,8 @@ def near_the_models(model_dir, batch):
 
 
 @pytest.mark.parametrize(
-    "how", [{"ranks": 1, "stage": 0}, {"ranks": 2, "stage": 3, "micro_batch_tokens": 40}]
+    "how",
+    drawn("values", [({"ranks": 1, "stage": 0},), ({"ranks": 2, "stage": 3, "micro_batch_tokens": 40},)], 1),
 )
 def test_ranks_keep_the_values_of_each_row_from_before_the_update_where_they_are_asked_to(
     forked_ranks, tiny_model, batch, how

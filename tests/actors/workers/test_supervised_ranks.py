@@ -129,12 +129,13 @@ def test_adapters_alone_are_trained_with_the_same_gradient_on_one_rank_and_on_tw
 
 
 @pytest.mark.parametrize(
-    "how", [{"ranks": 2, "stage": 2, "tokens": 40}, {"ranks": 2, "stage": 3, "shared": 2}]
+    ("ranks", "stage", "how"),
+    drawn("validation", [(2, 2, {"tokens": 40}), (2, 3, {"shared": 2})], 1),
 )
 def test_validation_loss_is_that_of_float64_and_leaves_weights_and_gradients_alone(
-    forked_ranks, tiny_model, demonstrations, how
+    forked_ranks, tiny_model, demonstrations, ranks, stage, how
 ):
-    settings = config(**how)
+    settings = config(ranks=ranks, stage=stage, **how)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     with torch.no_grad():
         expected = float(torch.cat(list(nats(model, demonstrations))).mean())

@@ -439,35 +439,30 @@ def test_a_cut_transfer_and_the_next_one_are_rehearsed(tmp_path):
 
 
 RANKS = [("zero0",), ("zero1",), ("zero2",), ("zero3",), ("speed",), ("sequence-parallel",)]
-ENGINES = [
-    ("engine-eager",),
-    ("seeds",),
-    ("mismatch-float32",),
-    ("replace",),
-    ("tensor-parallel",),
-    ("bench",),
-]
+ENGINES = ["engine-eager", "seeds", "mismatch-float32", "replace", "tensor-parallel", "bench"]
 
 
 @pytest.mark.machine
-@pytest.mark.parametrize("name", drawn("gpu_check ranks", RANKS, 2))
+@pytest.mark.parametrize("name", drawn("gpu_check ranks", RANKS, 1))
 def test_lines_with_ranks_are_rehearsed(tmp_path, name):
     rehearsed(tmp_path, name)
 
 
 @pytest.mark.machine
-@pytest.mark.parametrize("name", drawn("gpu_check engines", ENGINES, 2))
+@pytest.mark.family("gpu-check engines")
+@pytest.mark.parametrize("name", ENGINES)
 def test_lines_with_engines_are_rehearsed(tmp_path, name):
     rehearsed(tmp_path, name)
 
 
 @pytest.mark.machine
+@pytest.mark.family("gpu-check engines")
 def test_three_steps_of_the_real_loop_are_rehearsed(tmp_path):
     found = rehearsed(tmp_path, "steps")
     assert found["sync"].figures["sync/bytes"] > 0 and found["turns"].figures["turns/all_s"] > 0
 
 
 def test_every_line_is_rehearsed_by_a_test():
-    ran = {"device", "attention", "head", "nccl", "steps"} | {name for (name,) in RANKS + ENGINES}
+    ran = {"device", "attention", "head", "nccl", "steps"} | {*ENGINES} | {name for (name,) in RANKS}
     jobs = {job.name for job in JOBS for line in job.lines if line.name in ran}
     assert jobs == {job.name for job in JOBS}
