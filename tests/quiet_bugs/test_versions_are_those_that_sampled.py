@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from actors.workers.engine_settings import EngineSpec
 from actors.workers.rollout import RolloutWorker, _generation
+from grpo_dist.config import ModelConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.loop.metrics import rollout_metrics
 from tests.support.made_groups import group_of
 
@@ -69,7 +71,8 @@ def test_the_bug_labels_tokens_of_old_weights_with_the_new_version():
 
 
 def test_an_engine_labels_every_token_with_the_weights_that_made_it():
-    worker, engine, made = RolloutWorker(SimpleNamespace(sync=SimpleNamespace(mode="keep"))), Engine(), []
+    spec = EngineSpec(RolloutConfig(), WeightSyncConfig(mode="keep"), ModelConfig(path="m"), "m", 256, seed=0)
+    worker, engine, made = RolloutWorker(spec), Engine(), []
     worker._engine = engine
 
     async def update():
