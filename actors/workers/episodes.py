@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import ray
 from ray.exceptions import ActorDiedError
@@ -51,7 +52,8 @@ class EpisodeSampler:
     ) -> None:
         self._generate, self._renderer, self._settings, self._meter = generate, renderer, settings, meter
         self.workers = WorkersOfEpisodes()
-        self._lines: dict[Any, EnvironmentLine] = {}
+        # A line lives as long as an episode or a call of its own needs it: workers come and go.
+        self._lines: WeakValueDictionary[Any, EnvironmentLine] = WeakValueDictionary()
         self._name, self._numbers = ray.get_runtime_context().get_actor_id(), count()
         self._running: set[asyncio.Task[Rollout]] = set()
 

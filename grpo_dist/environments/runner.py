@@ -122,6 +122,8 @@ class EpisodeRunner:
             with suppress(ProcessFailure, ValueError):
                 known = self._episodes[episode] = _Episode(self._host(task), asdict(problem))
                 await known.host.begin(episode)
+                if episode not in self._episodes:  # it ended while its process started
+                    await known.host.end(episode)
 
     async def act(self, episode: str, task: Task, problem: Problem, action: Action, *, turn: int) -> Observed:
         """Answer an action. The first one of an episode begins it, unless `begin` has.

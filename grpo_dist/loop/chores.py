@@ -204,7 +204,8 @@ class Chores(StepChores):
                 f"snapshot in {self._recorder.directory / 'evaluation'}"
             )
         pending = progress.evaluation_pending or (self._concurrent is None and step in due)
-        if pending or (step == 0 and self._config.evaluation.before):
+        first = step == 0 and self._config.evaluation.before and step not in due  # `resume` repeats those
+        if pending or first:
             await self._evaluate(step)
 
     async def after_last_step(self) -> None:

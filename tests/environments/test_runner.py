@@ -429,6 +429,28 @@ def test_an_episode_that_has_begun_finds_its_process_there(
     asyncio.run(played())
 
 
+@pytest.mark.parametrize("acts_again", [False, True])
+def test_an_episode_that_ends_while_its_process_starts_leaves_none(
+    settings: EnvironmentsConfig, acts_again: bool
+) -> None:
+    """Also where the import takes long. An episode of the same name that begins meanwhile keeps its own."""
+    task = _task("Guess")
+
+    async def played(runner: EpisodeRunner) -> None:
+        starting = asyncio.create_task(runner.begin("a", task, _PROBLEM))
+        await asyncio.sleep(0)  # it waits for the process that imports the environment
+        host = runner._hosts["guessing:Guess {}"]
+        assert isinstance(host, ProcessHost) and not host.is_live("a")
+        await runner.end("a")
+        if acts_again:
+            (answered,) = await _acts(runner, "a", task, "7")
+            assert answered.done
+        await starting
+        assert host.is_live("a") == acts_again
+
+    _play(settings, played)
+
+
 def test_a_code_path_that_is_gone_fails_one_sample_and_not_its_worker(settings: EnvironmentsConfig) -> None:
     gone = settings.model_copy(update={"code_paths": ("/no/such",)})
 

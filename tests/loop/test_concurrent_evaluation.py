@@ -172,6 +172,33 @@ def test_a_preempted_run_does_not_wait_and_its_resume_repeats_what_did_not_finis
     assert "the evaluation of step 2 did not finish, and is repeated" in resumed.notes
 
 
+def test_the_evaluation_before_the_first_step_runs_once_after_a_resume(tmp_path):
+    """The run is preempted while it samples its first batch, and the evaluation has not finished."""
+    config, world = fakes.config(steps=2, evaluation=EVERY_2), OwnWorld(tmp_path)
+    world.engines.gate.clear()
+    started = asyncio.Event()
+
+    async def sample(prompt, *, seeds, sampling):
+        started.set()
+        await asyncio.Event().wait()  # bounded: the run ends, and cancels it
+
+    world.sample = sample
+    with pytest.raises(Preempted):
+        train(world, config, stop_requested=started.is_set)
+    assert world.saved[0].evaluations == (0,) and world.kept == ["step_000000"]
+
+    resumed, logged = OwnWorld(tmp_path), []
+    log = resumed.log
+
+    def logging(step, metrics):
+        logged.extend([step] if "eval/held/pass@1" in metrics else [])
+        log(step, metrics)
+
+    resumed.log = logging
+    train(resumed, config, world.saved[0])
+    assert logged == [0, 2]
+
+
 def test_a_resumed_run_repeats_no_evaluation_that_finished_after_its_checkpoint(tmp_path):
     world = OwnWorld(tmp_path)
     world.version, world.updates = 2, [None] * 2

@@ -57,7 +57,7 @@ def check_memory(context: Context) -> str:
     if is_trained_first(config.model, config.sft):
         first = cold_start(config, model, gpu=card is not None, longest=context.longest_demonstration)
         lines.append(f"cold start, before all others: {first.total / GIB:.1f} GiB ({_parts(first)})")
-        wrong += [why] if (why := cold_start_problem(config, first, cluster)) else []
+        wrong += [why] if (why := cold_start_problem(first, cluster)) else []
     lines += _as_stage(config, cluster)
     fail(wrong)
     if context.cluster is None or card is None:

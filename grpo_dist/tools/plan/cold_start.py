@@ -45,7 +45,7 @@ def cold_start(config: Config, model: ModelShape, *, gpu: bool, longest: int | N
     )
 
 
-def cold_start_problem(config: Config, need: Footprint, cluster: ClusterShape) -> str | None:
+def cold_start_problem(need: Footprint, cluster: ClusterShape) -> str | None:
     """Return why it does not fit on a GPU of ``cluster``, and the remedy."""
     if cluster.card is None or need.total <= (limit := int(cluster.card.memory * USABLE)):
         return None

@@ -10,6 +10,7 @@ Recipes for CPUs are planned with the benchmark of this project.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import re
@@ -190,16 +191,20 @@ def _digest(option: Option) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m grpo_dist.tools.plan.heads", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 for a stale head")
+    check = parser.parse_args(arguments).check
     stale = []
     for path in recipes():
         text = path.read_text()
         now = with_head(text, Head.of(path).lines())
         if now != text:
             stale.append(path.name)
-            if "--check" not in arguments:
+            if not check:
                 write_text(path, now)
         print(f"{path.name}: {'changed' if now != text else 'up to date'}", flush=True)
-    return 1 if stale and "--check" in arguments else 0
+    return 1 if stale and check else 0
 
 
 if __name__ == "__main__":

@@ -283,6 +283,6 @@ def _cold_start(setting: Setting, config: Config) -> list[str]:
         f"cold start, before all workers: {need.total / GIB:.1f} GiB of one process with "
         f"{config.sft.batch_size} rows of `sft.max_length` = {config.sft.max_length} tokens ({parts})"
     ]
-    problem = cold_start_problem(config, need, setting.cluster)
+    problem = cold_start_problem(need, setting.cluster)
     more = "; `check` uses the real lengths of the rows"
     return lines + ([f"warning: {problem}{more}"] if problem else [])

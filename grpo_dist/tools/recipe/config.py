@@ -46,6 +46,7 @@ from grpo_dist.config.files import (
     set_key,
     validated,
 )
+from grpo_dist.config.input_paths import input_paths
 from grpo_dist.secrets import masked_setting
 
 Kind = Literal["sft", "grpo", "sample"]
@@ -234,7 +235,7 @@ def _stage(
     config = build(lambda name: str(results[name].result))
     symbolic = build(lambda name: f"stage:{name}")
     _check_kind(written.kind, config, where)
-    for key, value, model in paths(symbolic):
+    for key, value, model in input_paths(symbolic):
         _check_use(key, value, model, results, where)
     return ResolvedStage(written.name, written.kind, directory, config, symbolic, inputs)
 
@@ -294,22 +295,6 @@ def _check_use(key: str, value: str, model: bool, earlier: dict[str, ResolvedSta
             f"{where}: `{key}` = ${{stage:{name}}}{slash}{file}: expected ${{stage:NAME}}/sft.jsonl of a "
             f"sample stage; `{name}` is a {earlier[name].kind} stage"
         )
-
-
-def paths(config: Config) -> Iterator[tuple[str, str, bool]]:
-    """Yield key, value and True for every path of a model; key, value and False for every path of data."""
-    yield "model.path", config.model.path, True
-    yield from ((f"{_SCORING}.{i}.path", m.path, True) for i, m in enumerate(config.rewards.models))
-    for name, sources in (("train", config.data.train), ("eval", config.data.eval)):
-        own = ((f"data.{name}.{i}.path", source.path) for i, source in enumerate(sources))
-        yield from ((key, path, False) for key, path in own if path is not None)
-    if config.sft is not None:
-        yield "sft.model", config.sft.model, True
-        yield from ((f"sft.data.{i}.path", source.path, False) for i, source in enumerate(config.sft.data))
-    for i, teacher in enumerate(config.distillation.teachers):
-        yield f"distillation.teachers.{i}.model", teacher.model, True
-    for i, source in enumerate(config.demonstrations.data if config.demonstrations else ()):
-        yield f"demonstrations.data.{i}.path", source.path, False
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from grpo_dist.config import Config
 from grpo_dist.config.differences import changes, flat, has_place
+from grpo_dist.config.input_paths import input_paths
 from grpo_dist.config.supervised import OPTIMIZER
 from grpo_dist.environments import registry
 from grpo_dist.rewards.registry import own_code
@@ -25,7 +26,7 @@ from grpo_dist.runtime.cache import fingerprint
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.json_files import read_json
 from grpo_dist.secrets import HIDDEN, masked
-from grpo_dist.tools.recipe.config import Kind, ResolvedStage, paths
+from grpo_dist.tools.recipe.config import Kind, ResolvedStage
 
 FILE = "stage.json"
 
@@ -111,9 +112,9 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
     """
     found: dict[str, str | None] = {}
     used = settings(stage)
-    for key, value, _ in paths(stage.symbolic):
+    for key, value, _ in input_paths(stage.symbolic):
         section, name = key.split(".")[:2]
-        if name not in (used.get(section) or ()) or (key, value) == ("model.path", "sft"):
+        if name not in (used.get(section) or ()):
             continue
         if value.startswith("stage:"):
             name = value.removeprefix("stage:").partition("/")[0]

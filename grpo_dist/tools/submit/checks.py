@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import CheckpointConfig, Config, RewardsConfig
+from grpo_dist.config.input_paths import input_paths
 from grpo_dist.errors import UserError
 from grpo_dist.secrets import HIDDEN, masked, masked_setting, masked_text
 from grpo_dist.tools.submit.job import Job, Variable
@@ -119,25 +120,19 @@ def check_output(output_dir: str, reason: str) -> None:
 
 
 def check_not_left_behind(config: Config) -> None:
-    """Raise UserError for data or a model with a path relative to this directory, which does not travel."""
-    for key, value in _named_files(config):
+    """Raise UserError for data, a model or an interpreter with a path relative to this directory, which does
+    not travel.
+    """
+    named = [(key, value) for key, value, _ in input_paths(config)]
+    if config.environments.python is not None:
+        named.append(("environments.python", config.environments.python))
+    for key, value in named:
         path = value.removeprefix("random:")
         if not Path(path).is_absolute() and Path(path).expanduser().exists():
             raise UserError(
                 f"`{key}` = {value} is on this machine and does not travel with the job; put it on storage "
                 "that all nodes see and give its absolute path"
             )
-
-
-def _named_files(config: Config) -> Iterator[tuple[str, str]]:
-    yield "model.path", config.model.path
-    for kind, sources in (("train", config.data.train), ("eval", config.data.eval)):
-        own = ((f"data.{kind}.{i}.path", source.path) for i, source in enumerate(sources))
-        yield from ((key, path) for key, path in own if path is not None)
-    yield from ((f"rewards.models.{i}.path", model.path) for i, model in enumerate(config.rewards.models))
-    if config.sft is not None:
-        yield "sft.model", config.sft.model
-        yield from ((f"sft.data.{i}.path", data.path) for i, data in enumerate(config.sft.data))
 
 
 def variables(named: Sequence[str]) -> tuple[Variable, ...]:

@@ -162,3 +162,12 @@ def test_lost_samples_are_drawn_again_identically(who, changes, caplog):
     assert trained(world) == trained(fakes.World())
     told = sum("samples are lost and sampled again" in line for line in caplog.messages)
     assert told == world.lost and (told > 0) == (who is not None)
+
+
+def test_an_actor_on_a_gpu_has_a_minute_before_it_counts_as_hung():
+    """A kernel that compiles, or a graph that is captured, answers no health check for tens of seconds."""
+    default, chosen = RestartsConfig(), RestartsConfig(hang_s=25)
+    assert ActorSpec(restarts=default, on_gpu=True).hang_s == 60
+    assert ActorSpec(restarts=default, on_gpu=False).hang_s == 13
+    assert [ActorSpec(restarts=chosen, on_gpu=gpu).hang_s for gpu in (True, False)] == [25, 25]
+    assert ActorSpec(start_s=600, on_gpu=True).hang_s == 600  # not watched

@@ -3,12 +3,13 @@ or fakes, and so is the engine.
 """
 
 import asyncio
+import gc
 from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from actors.workers import episodes
+from actors.workers import environment_line, episodes
 from actors.workers.environment import EnvironmentAddresses
 from actors.workers.episodes import EpisodeSampler, WorkersOfEpisodes
 from grpo_dist.config import EnvironmentsConfig
@@ -111,7 +112,7 @@ class FakeWorker:
     def __init__(self, *errors):
         self.errors, self.acts = list(errors), 0
         self.act = SimpleNamespace(remote=self._act)
-        self.end = SimpleNamespace(remote=lambda ended: None)
+        self.prepare = self.end = SimpleNamespace(remote=lambda episodes: None)
 
     async def _act(self, acts):
         self.acts += 1
@@ -164,6 +165,21 @@ def test_an_episode_of_the_only_worker_waits_for_its_replacement_however_long_th
 
     assert asyncio.run(session()) == ("stop", [""])
     assert dead.acts == 1
+
+
+def test_the_calls_of_a_worker_that_serves_no_more_are_forgotten(sampler):
+    workers = [FakeWorker() for _ in range(3)]
+
+    async def session():
+        for worker in workers:  # each replaces the one before
+            sampler.workers.use(EnvironmentAddresses(workers.index(worker) + 1, (worker,)))
+            await sampled(sampler)
+            assert worker in sampler._lines  # the ends of its episodes are not sent yet
+        await asyncio.sleep(2 * environment_line._END_S)
+        gc.collect()
+        return len(sampler._lines)
+
+    assert asyncio.run(session()) == 0
 
 
 def test_a_worker_that_stays_unreachable_is_lost_once_and_serves_again(sampler):

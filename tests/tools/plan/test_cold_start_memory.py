@@ -35,8 +35,8 @@ def test_states_are_four_float32_numbers_per_weight_and_activations_are_those_of
 def test_what_does_not_fit_names_the_keys_to_lower():
     model, cluster = published("Qwen/Qwen2.5-1.5B"), parse_cluster("1x8xH100")
     small, large = (cold_start(config(), model, gpu=True, longest=n) for n in (16, 4096))
-    assert cold_start_problem(config(), small, cluster) is None
-    said = cold_start_problem(config(), large, cluster)
+    assert cold_start_problem(small, cluster) is None
+    said = cold_start_problem(large, cluster)
     assert said.startswith("cold start: ") and "lower `sft.batch_size` or `sft.max_length`" in said
 
 

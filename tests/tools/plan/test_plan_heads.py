@@ -68,6 +68,15 @@ def test_the_command_finds_a_stale_head_and_mends_it(tmp_path, monkeypatch, caps
     assert "small.yaml: changed" in capsys.readouterr().out
 
 
+def test_help_and_unknown_options_write_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("grpo_dist.tools.plan.heads.recipes", lambda: pytest.fail("it plans"))
+    for option, status in (("--help", 0), ("--chekc", 2)):
+        with pytest.raises(SystemExit) as ended:
+            main([option])
+        assert ended.value.code == status
+    assert "--check" in capsys.readouterr().out
+
+
 def test_recipes_are_there_for_every_size():
     own = {re.search(r"as it is, (\S+):", "\n".join(read(path)))[1] for path in CONFIGS.glob("*.yaml")}
     assert own == {"1x0xCPU", "1x1xH100", "1x4xH100", "1x8xH100", "2x8xH100", "8x8xH100", "16x8xH100"}

@@ -319,6 +319,15 @@ def test_dangling_links_are_not_uploaded(project, capsys):
     [
         (("output_dir=runs",), "`output_dir` = runs is relative"),
         (("data.train.0.path=here.jsonl",), "`data.train.0.path` = here.jsonl is on this machine"),
+        (
+            ("distillation={coef: 0.5, teachers: [{name: t, model: rewards}]}",),
+            "`distillation.teachers.0.model` = rewards is on this machine",
+        ),
+        (
+            ("demonstrations={data: here.jsonl, coef: 0.1}",),
+            "`demonstrations.data.0.path` = here.jsonl is on this machine",
+        ),
+        (("environments.python=rewards",), "`environments.python` = rewards is on this machine"),
         (("rewards.code_paths=[../elsewhere]",), "is outside of the current directory"),
         (("rewards.code_paths=[nowhere]",), "nowhere: no such directory here"),
         (("checkpoint.resume=never",), "`checkpoint.resume` = never"),
