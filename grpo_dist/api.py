@@ -18,8 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_dist.config import Config
 from grpo_dist.config.files import ConfigError, load_config, overridden, parser_reason, validated
+from grpo_dist.config.secrets import masked_setting
 from grpo_dist.errors import UserError
-from grpo_dist.secrets import masked_setting
 
 if TYPE_CHECKING:  # imports torch
     from grpo_dist.runs.own_loop import TrainingCluster

@@ -15,7 +15,6 @@ from typing import Any
 
 from grpo_dist.errors import RERUN, RunEnded, UserError
 from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
-from grpo_dist.secrets import masked, masked_command
 from grpo_dist.tools.arguments import add_command
 from grpo_dist.tools.evaluate.arguments import add_commands as add_evaluation
 from grpo_dist.tools.gpu_check.command import add_gpu_check
@@ -40,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return USER_ERROR
     if unknown := [text for text in rest if text.startswith("-") or "=" not in text]:
+        from grpo_dist.config.secrets import masked_command  # imports pydantic
+
         shown = " ".join(masked_command(unknown))
         parser.error(f"unrecognized arguments: {shown}{_peer_settings(unknown)}")
     own = ("command", "config", "overrides")
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report_end(end: UserError | RunEnded | KeyboardInterrupt) -> int:
     """Print why a command ended, without secrets, and return its exit code."""
+    from grpo_dist.config.secrets import masked  # imports pydantic
+
     if isinstance(end, UserError):
         # A name given on the command line need not be text.
         shown = f"error: {masked(str(end))}"

@@ -28,9 +28,9 @@ from grpo_dist.config import Config
 from grpo_dist.config.messages import readable
 from grpo_dist.config.peers import hint
 from grpo_dist.config.presets import PRESETS
+from grpo_dist.config.secrets import masked, masked_setting, masked_text, shown_value
 from grpo_dist.config.text import check_characters, check_key, check_nesting
 from grpo_dist.errors import UserError
-from grpo_dist.secrets import masked, masked_setting, masked_text, shown_value
 
 _OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.\-\[\]]*=")
 _UNREADABLE = re.compile(r"(at input |error at: |the tag )'.*?'(?=\s|$)")

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from grpo_dist.config import Config, TrackingConfig
+from grpo_dist.config.secrets import masked
 from grpo_dist.errors import UserError
-from grpo_dist.secrets import masked
 
 
 def check_trackers(tracking: TrackingConfig) -> str:

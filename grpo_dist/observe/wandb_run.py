@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from grpo_dist.config import Config
+from grpo_dist.config.secrets import masked, masked_command
 from grpo_dist.observe.completions import COLUMNS, Table
-from grpo_dist.secrets import masked, masked_command
 
 _BY_VARIABLE = {"offline": "offline", "dryrun": "offline", "disabled": "disabled"}
 _EVALUATED = "eval/step"  # the x-axis of evaluations that finish during a later step

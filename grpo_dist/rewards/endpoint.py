@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from grpo_dist.secrets import masked_text
+from grpo_dist.config.secrets import masked_text
 
 if TYPE_CHECKING:
     import httpx

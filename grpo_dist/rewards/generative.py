@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import Field, PositiveInt, PrivateAttr, field_validator, model_validator
 
+from grpo_dist.config.secrets import masked
 from grpo_dist.rewards.builtin import Builtin, Note
 from grpo_dist.rewards.chat_server import ChatServer, ChatSettings
 from grpo_dist.rewards.endpoint import NoReply, api_key
@@ -22,7 +23,6 @@ from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.remote import scores_of
 from grpo_dist.rewards.served import ServedSection
 from grpo_dist.rewards.template import fill, placeholders
-from grpo_dist.secrets import masked
 
 PROMPT = (
     "Rate how well the response solves the problem, from 0 (worthless) to 10 (right and complete). Take "

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, PrivateAttr, model_validator
 
 from grpo_dist.config import Section
+from grpo_dist.config.secrets import masked
 from grpo_dist.rewards.builtin import Builtin, Note
 from grpo_dist.rewards.chat_server import ChatServer, ChatSettings
 from grpo_dist.rewards.endpoint import NoReply, api_key
@@ -23,7 +24,6 @@ from grpo_dist.rewards.served import ServedSection
 from grpo_dist.rewards.template import fill, placeholders
 from grpo_dist.rewards.text import boxes
 from grpo_dist.rewards.verdict_cache import VerdictCache
-from grpo_dist.secrets import masked
 
 _TAIL = 300  # last characters of a completion without a box that are judged
 _LONGEST = 1000  # characters; a longer box is not an answer, unless the gold is as long

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from grpo_dist.config import GatedConfig, RewardsConfig
+from grpo_dist.config.secrets import masked_text, shown_value
 from grpo_dist.rewards import builtin
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.combine import Term, as_part, combine
@@ -25,7 +26,6 @@ from grpo_dist.rewards.judge import LLMJudge
 from grpo_dist.rewards.pool import Failure, GraderPool
 from grpo_dist.rewards.remote import Remote
 from grpo_dist.runtime.files import code_files
-from grpo_dist.secrets import masked_text, shown_value
 
 _WARNINGS_PER_REWARD = 20  # distinct messages; a function may put its input in each
 

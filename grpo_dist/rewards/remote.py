@@ -14,11 +14,11 @@ from typing import Any
 
 from pydantic import Field, PrivateAttr
 
+from grpo_dist.config.secrets import masked
 from grpo_dist.rewards.builtin import Builtin, Note
 from grpo_dist.rewards.endpoint import Endpoint, NoReply, api_key
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.served import ServedSection
-from grpo_dist.secrets import masked
 
 _NOT_ITS_PLACE = frozenset({401, 403, 404, 405})  # statuses by which a server refuses the sender or the URL
 

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import torch
 
+from grpo_dist.config.secrets import masked_command
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.hardware import GIB
-from grpo_dist.secrets import masked_command
 
 ENVIRONMENT = "environment.json"
 _PACKAGES = (

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.config import Config, PolicyConfig
 from grpo_dist.config.files import dump_config
+from grpo_dist.config.secrets import HIDDEN
 from grpo_dist.data.order import OrderState
 from grpo_dist.health import state as health_state
 from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch, ScheduleState
@@ -20,7 +21,6 @@ from grpo_dist.observe.samples import read_groups
 from grpo_dist.policy.offload import offload_devices
 from grpo_dist.runs.checkpoint import STATE, CheckpointState
 from grpo_dist.runs.identity import Change, changes, data_digest, describe, fingerprint
-from grpo_dist.secrets import HIDDEN
 from grpo_dist.types import Prompt, Sampling
 
 

@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from grpo_dist.secrets import masked
-
 _NAMED = 3  # items that `names_of` lists
 _WORTH_S = 0.5  # of a stage that the line about the whole start names
 _EVERY_S = 15.0  # below the promised 20 s: a busy machine wakes threads late
@@ -78,7 +76,7 @@ class StageLog:
             shown = not quiet and not self.has_view
             stage.shown = shown
         if shown:
-            self._print(f"{name}: {masked(what) or 'begins'}")
+            self._print(f"{name}: {_masked(what) or 'begins'}")
         return stage
 
     def end(self, stage: Stage, *, failed: bool = False) -> None:
@@ -246,7 +244,13 @@ def note(text: str) -> None:
 def say(text: str) -> None:
     """Log a line of its own, what a stage has found out."""
     if _current is not None:
-        _current.say(masked(text))
+        _current.say(_masked(text))
+
+
+def _masked(text: str) -> str:
+    from grpo_dist.config.secrets import masked  # imports pydantic, and every `--help` imports this module
+
+    return masked(text)
 
 
 def log_ready() -> None:

@@ -1,5 +1,5 @@
 """Slow evidence, apart from `make test`: a real pretrained model solves more real word problems after GRPO
-than after its cold start. It needs the data sets (`configs/word_problems.py`) in the directory that
+than after its cold start. It needs the data sets (`grpo_dist.demo.word_problems`) in the directory that
 WORD_PROBLEMS names, the model's package, 16 GiB and hours.
 
 WORD_PROBLEMS=runs/word_problems_data make evidence ARGS=tests/evidence/test_word_problems_learn.py
@@ -22,7 +22,7 @@ HELD_OUT = "eval/held_out/pass@1"
 def data():
     directory = ROOT / Path(os.environ.get("WORD_PROBLEMS", "runs/word_problems_data"))
     if not (directory / "gsm8k_easier.jsonl").exists():
-        pytest.skip(f"no data in {directory}; make them with configs/word_problems.py")
+        pytest.skip(f"no data in {directory}; make them with grpo_dist/demo/word_problems.py")
     real_model()
 
 

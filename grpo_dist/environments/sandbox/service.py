@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_dist.config.environments import SandboxConfig
+from grpo_dist.config.secrets import masked_text
 from grpo_dist.environments.sandbox import cells
 from grpo_dist.environments.sandbox.failure import ProcessFailure
 from grpo_dist.environments.sandbox.frames import KeptOutput
 from grpo_dist.errors import UserError
-from grpo_dist.secrets import masked_text
 
 if TYPE_CHECKING:
     import httpx

@@ -15,13 +15,13 @@ import torch
 
 from grpo_dist import driver
 from grpo_dist.config import BatchConfig, BenchConfig, Config
+from grpo_dist.config.secrets import masked
 from grpo_dist.errors import refusals
 from grpo_dist.observe.console import step_line
 from grpo_dist.runs.prepare import Prepared, check_writable, choose_run_dir, prepare
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type, resolve_dtype
 from grpo_dist.runtime.stage_log import print_line
-from grpo_dist.secrets import masked
 from grpo_dist.tools.bench.figures import StageLimits, figures
 from grpo_dist.tools.bench.flops import Shape, card_peak
 from grpo_dist.tools.bench.lengths import ForcedLengths

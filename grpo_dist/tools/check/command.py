@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from grpo_dist.config import Config
+from grpo_dist.config.secrets import masked
 from grpo_dist.errors import UserError
-from grpo_dist.secrets import masked
 from grpo_dist.tools.check.context import CheckFailed, CheckSkipped, Context, NotApplicable
 from grpo_dist.tools.check.data import check_cold_start, check_data, check_model, check_prompts
 from grpo_dist.tools.check.devices import check_memory, check_placement

@@ -22,6 +22,7 @@ from typing import Any
 
 from grpo_dist.config import Config, DataConfig, EnvironmentsConfig, ModelConfig, RewardsConfig
 from grpo_dist.config.differences import changes, listed
+from grpo_dist.config.secrets import masked
 from grpo_dist.data.readers import json_lines
 from grpo_dist.environments import registry
 from grpo_dist.evaluation.sampling import Draw
@@ -32,7 +33,6 @@ from grpo_dist.runtime.cache import fingerprint
 from grpo_dist.runtime.files import alone, keep_backup, write_text
 from grpo_dist.runtime.hardware import resolve_dtype
 from grpo_dist.runtime.json_files import read_json
-from grpo_dist.secrets import masked
 from grpo_dist.tools.evaluate.verdicts import Verdict
 from grpo_dist.types import Group
 

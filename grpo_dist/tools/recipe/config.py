@@ -47,7 +47,7 @@ from grpo_dist.config.files import (
     validated,
 )
 from grpo_dist.config.input_paths import input_paths
-from grpo_dist.secrets import masked_setting
+from grpo_dist.config.secrets import masked_setting
 
 Kind = Literal["sft", "grpo", "sample"]
 REFERENCE = re.compile(r"\$\{\s*stage\s*:\s*([^}]*?)\s*\}")

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from grpo_dist.config import Config
 from grpo_dist.config.differences import changes, flat, has_place
 from grpo_dist.config.input_paths import input_paths
+from grpo_dist.config.secrets import HIDDEN, masked
 from grpo_dist.config.supervised import OPTIMIZER
 from grpo_dist.environments import registry
 from grpo_dist.rewards.registry import own_code
@@ -25,7 +26,6 @@ from grpo_dist.runs.identity import FREE_SFT, without_layout
 from grpo_dist.runtime.cache import fingerprint
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.json_files import read_json
-from grpo_dist.secrets import HIDDEN, masked
 from grpo_dist.tools.recipe.config import Kind, ResolvedStage
 
 FILE = "stage.json"

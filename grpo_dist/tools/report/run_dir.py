@@ -13,10 +13,10 @@ import yaml
 
 from grpo_dist.config import presets
 from grpo_dist.config.differences import flat
+from grpo_dist.config.secrets import masked
 from grpo_dist.config.text import check_nesting
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.json_files import parse_json
-from grpo_dist.secrets import masked
 
 TRAINING, ASIDE = "training", "aside"
 _SAMPLES = re.compile(r"(?:eval_(?P<name>.+)_)?step_(?P<step>\d+)\.parquet")

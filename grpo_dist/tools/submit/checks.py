@@ -10,8 +10,8 @@ from typing import Any
 
 from grpo_dist.config import CheckpointConfig, Config, RewardsConfig
 from grpo_dist.config.input_paths import input_paths
+from grpo_dist.config.secrets import HIDDEN, masked, masked_setting, masked_text
 from grpo_dist.errors import UserError
-from grpo_dist.secrets import HIDDEN, masked, masked_setting, masked_text
 from grpo_dist.tools.submit.job import Job, Variable
 
 # Includes the other line ends of editors and YAML.

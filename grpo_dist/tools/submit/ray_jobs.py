@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
+from grpo_dist.config.secrets import HIDDEN
 from grpo_dist.errors import Preempted, UserError
-from grpo_dist.secrets import HIDDEN
 from grpo_dist.tools.submit.checks import check_not_left_behind, check_output
 from grpo_dist.tools.submit.code import CONFIG, Carried, gather
 from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord, read_record

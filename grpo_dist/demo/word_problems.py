@@ -1,6 +1,6 @@
 """Prepares SVAMP and MAWPS word problems for a small model that is trained from scratch, then with GRPO.
 
-    python configs/word_problems.py SOURCE_DIR OUT_DIR
+    python -m grpo_dist.demo.word_problems SOURCE_DIR OUT_DIR
 
 reads ``svamp.jsonl`` and ``mawps.jsonl`` (``problem``, ``answer``; SVAMP's ``Equation`` too) and writes
 
