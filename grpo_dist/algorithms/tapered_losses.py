@@ -83,9 +83,9 @@ def vespo(
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     log_weight = log_ratio.detach().sum(dim=1, keepdim=True).clamp(*_LOG_RANGE)
-    positive = advantages >= 0
-    k = torch.where(positive, k_positive, k_negative).to(log_ratio.dtype)
-    decay = torch.where(positive, lambda_positive, lambda_negative).to(log_ratio.dtype)
+    negative = advantages < 0
+    k = torch.full_like(log_ratio, k_positive).masked_fill(negative, k_negative)
+    decay = torch.full_like(log_ratio, lambda_positive).masked_fill(negative, lambda_negative)
     weight = (decay + k * log_weight - decay * log_weight.exp()).exp()
     losses = -weight * advantages * torch.where(mask, at_least_float32(logprobs), 0.0)
     return losses, ratio_stats(log_ratio, mask)

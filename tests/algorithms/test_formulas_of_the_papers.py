@@ -30,8 +30,8 @@ REGISTRIES = {
 # Other settings than the defaults, for those losses that have any.
 SETTINGS = {
     "clip_low": 0.15, "clip_high": 0.3, "dual_clip": 1.5, "unified_mask": True, "tau_positive": 0.7,
-    "tau_negative": 1.4, "ratio_cap": 1.2, "beta": 0.5, "tau": 0.3, "k_positive": 1.5,
-    "lambda_positive": 2.0, "k_negative": 2.5, "lambda_negative": 1.0,
+    "tau_negative": 1.4, "ratio_cap": 1.2, "beta": 0.6, "tau": 0.3, "k_positive": 1.3,
+    "lambda_positive": 2.1, "k_negative": 2.4, "lambda_negative": 1.1,
 }  # fmt: skip
 STEP = 1e-6
 

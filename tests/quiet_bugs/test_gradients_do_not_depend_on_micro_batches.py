@@ -12,7 +12,10 @@ from grpo_dist.policy.loss import LossSettings, batch_loss
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 
-LOSSES = ("policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "gspo", "gmpo")
+LOSSES = (
+    "policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "gspo", "gmpo", "dro", "kimi15",
+    "topr", "topr_token", "vespo",
+)  # fmt: skip
 BATCH = made_groups.batch(groups=2, samples=4, reference=False)
 
 

@@ -15,8 +15,10 @@ from tests.support import made_groups
 
 MASK = torch.tensor([[True, True, False, False]])
 CLEAN, CONTAMINATED = torch.tensor([[1.0, 1, 0, 0]]), torch.tensor([[1.0, 1, 10, 10]])
-OF_SEQUENCES = ("gspo", "gmpo")
-LOSSES = ("policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", *OF_SEQUENCES)
+OF_SEQUENCES = ("gspo", "gmpo")  # on-policy they are -A at every token
+OTHERS_OF_SEQUENCES = ("kimi15", "topr", "vespo")
+LOSSES = ("policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "topr_token")
+LOSSES += OF_SEQUENCES + OTHERS_OF_SEQUENCES
 
 
 def test_the_bug_averages_advantages_over_padding():
@@ -40,7 +42,7 @@ def test_what_stands_at_padding_changes_neither_loss_nor_gradient(name):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", OF_SEQUENCES)
+@pytest.mark.parametrize("name", OF_SEQUENCES + OTHERS_OF_SEQUENCES)
 def test_a_wider_batch_has_the_same_loss(name, mode):
     """Rows alone, each as wide as itself, against all rows as wide as the longest."""
     batch = made_groups.batch(groups=3, samples=2, reference=False)
