@@ -23,6 +23,7 @@ from grpo_dist.config import (
 )
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.errors import UserError
+from grpo_dist.policy.router_replay import replay_problem
 from grpo_dist.runtime.cache import cache_dir
 from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
 from grpo_dist.types import Sampling
@@ -42,6 +43,8 @@ _NICENESS = 10
 # vLLM captures CUDA graphs for so many sequences at most unless told otherwise, and beyond 256 for multiples
 # of 16; larger batches run without a graph.
 _GRAPHS, _GRAPH_STEP = 512, 16
+# The worker class that records routes where vLLM's own recorder cannot run.
+RECORDING_WORKER = "actors.workers.route_recorder.RecordingWorker"
 # vLLM's name for linear layers and experts in fp8 with a scale for each output channel and each token.
 _QUANTIZATION = {"fp8": "fp8_per_channel"}
 
@@ -54,7 +57,8 @@ class EngineSpec:
     once. ``engines``: of the run, training's and evaluation's. ``colocated``: it shares the GPUs of policy
     ranks, and sleeps while they train. ``sampling``: each way in which the run samples, with which the engine
     is warmed up. ``environments``, and ``data`` with the chat template's settings: None where no prompt has
-    an environment. ``niceness``: added to that of its process where it computes on CPUs.
+    an environment. ``niceness``: added to that of its process where it computes on CPUs. ``router_replay``:
+    it returns the experts of every token.
     """
 
     rollout: RolloutConfig
@@ -70,6 +74,7 @@ class EngineSpec:
     environments: EnvironmentsConfig | None = None
     data: DataConfig | None = None
     niceness: int = 0
+    router_replay: bool = False
 
     def for_evaluation(self, settings: EvaluationConfig) -> EngineSpec:
         """Return the specification of an engine on which evaluation runs while training continues."""
@@ -79,6 +84,7 @@ class EngineSpec:
             in_flight=0,  # as many as the cache has room for: an evaluation sends all prompts at once
             sampling=(Sampling(settings.temperature, settings.top_p, settings.top_k),),
             niceness=_NICENESS if settings.threads == 0 else 0,
+            router_replay=False,
         )
 
     @classmethod
@@ -99,6 +105,7 @@ class EngineSpec:
             sampling=_ways_to_sample(config.sampling, config.evaluation, config.rejection),
             environments=config.environments if config.has_environments else None,
             data=config.data if config.has_environments else None,
+            router_replay=config.policy.router_replay,
         )
 
     @property
@@ -201,6 +208,8 @@ def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_m
         # In a Ray actor with a placement group, vLLM would make its worker processes Ray actors of their own,
         # each in a bundle of one GPU. All GPUs of an engine are in its actor's own bundle.
         arguments["distributed_executor_backend"] = "mp"
+    if spec.router_replay:
+        arguments |= _recording(spec, model, device)
     if settings.quantization != "none":
         arguments["quantization"] = _QUANTIZATION[settings.quantization]
     return arguments | settings.engine | _speculation(settings)
@@ -219,6 +228,20 @@ def _speculation(settings: RolloutConfig) -> dict[str, Any]:
         },
         "additional_config": settings.engine.get("additional_config", {}) | own,
     }
+
+
+def _recording(spec: EngineSpec, model: Any, device: DeviceType) -> dict[str, Any]:
+    """Return the arguments with which the engine records routes. Raises UserError where it cannot."""
+    if problem := replay_problem(model):
+        raise UserError(f"{problem}; remove it")
+    if device != "cpu":
+        return {"enable_return_routed_experts": True}
+    if spec.rollout.tensor_parallel_size > 1:
+        raise UserError(
+            f"policy.router_replay without a GPU: `rollout.tensor_parallel_size` = "
+            f"{spec.rollout.tensor_parallel_size} puts the routers in other processes; set it to 1"
+        )
+    return {"worker_cls": RECORDING_WORKER}
 
 
 def _graph_sizes(spec: EngineSpec) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing import active_children
@@ -303,22 +302,6 @@ class EngineThread:
         self._futures.clear()
 
 
-def compilation_began() -> float | None:
-    """Return when vLLM began to compile the model, seconds of `time.perf_counter`; None: it has not begun, or
-    does so in another process.
-    """
-    monitor = sys.modules.get("vllm.compilation.monitor")  # vLLM may be half imported by the engine's thread
-    return getattr(monitor, "torch_compile_start_time", 0.0) or None
-
-
-def compiled_graphs() -> int:
-    """Return how many graphs this process has compiled for its engine, without those found in a cache."""
-    from torch._dynamo.utils import counters
-    from vllm.compilation.counter import compilation_counter
-
-    return int(counters["inductor"]["fxgraph_cache_miss"] + compilation_counter.num_aot_compiles)
-
-
 def _make(arguments: dict[str, Any], imported: Callable[[], None]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -328,7 +311,12 @@ def _make(arguments: dict[str, Any], imported: Callable[[], None]) -> Any:
     imported()
     # The usage context selects vLLM's defaults for batch use: larger prefills.
     config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
-    return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+    engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+    if "worker_cls" in arguments:  # `engine_settings.RECORDING_WORKER`
+        from actors.workers.route_recorder import attach  # imports vLLM
+
+        attach(engine)
+    return engine
 
 
 def _cpu_seconds(worker: BaseProcess) -> float:

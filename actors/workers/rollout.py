@@ -13,10 +13,12 @@ import numpy as np
 from actors.lifecycle.probe import Health, Probeable
 from actors.transfer.connections import Seat
 from actors.workers import drafter
+from actors.workers.compilation import compilation_began, compiled_graphs
 from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment
-from actors.workers.engine_thread import EngineThread, compilation_began, compiled_graphs
+from actors.workers.engine_thread import EngineThread
 from actors.workers.environment import EnvironmentAddresses
 from actors.workers.episodes import EpisodeSampler, episode_sampler
+from actors.workers.stored_routes import stored
 from grpo_dist.config import TransferBackend
 from grpo_dist.environments.episode import Generation
 from grpo_dist.errors import SamplesFailed
@@ -25,7 +27,7 @@ from grpo_dist.runtime.hardware import device_type
 from grpo_dist.runtime.load_balancer import Load
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.runtime.stacks import pending_calls
-from grpo_dist.types import Prompt, Rollout, Sampling
+from grpo_dist.types import HeldRoutes, Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -129,7 +131,7 @@ class RolloutWorker(Metered, Probeable):
         """
         ids, most = prompt.token_ids.tolist(), sampling.max_new_tokens
         outputs = await asyncio.gather(*(self._generate(ids, seed, sampling, most) for seed in seeds))
-        return tuple(drawn(self._rollout(prompt.uid, i, o), sampling) for i, o in enumerate(outputs))
+        return tuple(stored(drawn(self._rollout(prompt.uid, i, o), sampling)) for i, o in enumerate(outputs))
 
     async def finished(self, at_least: int) -> Load:
         """Wait for ``at_least`` finished sequences; return the load finished since this engine started."""
@@ -146,13 +148,13 @@ class RolloutWorker(Metered, Probeable):
             if prompt.task is not None:
                 assert self._episodes is not None, "the configuration has no environment"
                 episode = await self._episodes.sample(prompt, sample, seed, sampling, length)
-                return drawn(episode, sampling)
+                return stored(drawn(episode, sampling))
             most, exact = length or sampling.max_new_tokens, length is not None
             stop = () if exact else sampling.stop
             ids = prompt.token_ids.tolist()
             output = await self._generate(ids, seed, sampling, most, exact=exact, stop=stop)
             self.meter.count("tokens", len(output.token_ids))
-            return drawn(self._rollout(prompt.uid, sample, output), sampling)
+            return stored(drawn(self._rollout(prompt.uid, sample, output), sampling))
         finally:
             self._finished = self._finished.plus(outstanding(prompt, 1, sampling))
             async with self._progress:
@@ -193,7 +195,9 @@ class RolloutWorker(Metered, Probeable):
             skip_special_tokens=False,  # so that a stop text may be a special token
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        return _generation(await self._engine.generate(token_ids, params))
+        generation = _generation(await self._engine.generate(token_ids, params))
+        assert not self._spec.router_replay or generation.routes is not None, "the engine records no routes"
+        return generation
 
     def _rollout(self, uid: str, sample: int, output: Generation) -> Rollout:
         ids = output.token_ids
@@ -205,6 +209,7 @@ class RolloutWorker(Metered, Probeable):
             finish_reason=output.finish_reason,
             text=self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
             policy_versions=output.versions,
+            routes=output.routes,
         )
 
     async def health(self) -> Health:  # type: ignore[override]  # on the event loop, like all the rest
@@ -318,6 +323,7 @@ def _generation(request: RequestOutput) -> Generation:
         versions,
         output.finish_reason,
         request.num_cached_tokens or 0,
+        None if output.routed_experts is None else HeldRoutes(output.routed_experts),
     )
 
 

@@ -82,6 +82,7 @@ def make_batch(
         teacher_logprobs=None if teacher_logprobs is None else of_tokens(teacher_logprobs, has_teacher),
         taught=None if teacher_logprobs is None else torch.from_numpy(taught),
         temperatures=_temperatures(samples, owner),
+        routes=tuple(row.routes for row in rows) if any(row.routes for row in rows) else None,
         **_denominators(loss_mask, sample_tokens, taught),
     )
 

@@ -51,6 +51,8 @@ def with_demonstrations(update: TrainBatch, groups: Sequence[Group], *, first_ro
         above, below = getattr(update, f.name), getattr(own, f.name)
         if isinstance(above, Tensor) or isinstance(below, Tensor):
             joined[f.name] = _stacked(above, below, update, own)
+    if update.routes is not None:  # no engine has sampled a demonstration
+        joined["routes"] = (*update.routes, *[None] * count)
     return replace(update, **joined, num_demonstrated=own.num_tokens)
 
 

@@ -85,6 +85,16 @@ def _of_the_ranks(config: Sections) -> Iterator[str]:
             "`policy.compile` = true cannot be used with `policy.zero_stage` = 3, which gathers the weights "
             "of a layer inside the compiled region; remove `policy.compile`, or use stage 2"
         )
+    if policy.router_replay and policy.compile:
+        yield (
+            "`policy.router_replay` = true chooses experts outside of the compiled region, but "
+            "`policy.compile` = true compiles the routers; remove one of them"
+        )
+    if policy.router_replay and config.weight_sync.mode == "keep":
+        yield (
+            "`policy.router_replay` = true needs samples of one model, but `weight_sync.mode` = keep goes on "
+            "with new weights, which route the tokens before differently; set it to drain"
+        )
     if model.packing and model.attention == "eager":
         yield (
             "`model.attention` = eager does not support packed rows; use `model.attention` = auto, or set "

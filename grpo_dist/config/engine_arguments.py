@@ -42,6 +42,9 @@ _SET_BY = {
     "spec_method": "rollout.speculation",
     "spec_model": "rollout.speculation",
     "spec_tokens": "rollout.speculation",
+    "enable_return_routed_experts": "policy.router_replay",
+    "aux_output_config": "policy.router_replay",
+    "worker_cls": "policy.router_replay",
 }
 _OTHER_MODEL = "the engine would not use the trainer's weights unchanged"
 _OTHER_DISTRIBUTION = "the engine's log-probs would not be those of the sampled distribution"

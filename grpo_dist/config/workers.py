@@ -135,6 +135,11 @@ class PolicyConfig(Section):
         False,
         description="torch.compile each layer: for long GPU runs, as it takes minutes; not with ZeRO-3",
     )
+    router_replay: bool = Field(
+        False,
+        description="mixtures of experts: train each token with the experts that it took in the engine "
+        "(arXiv:2510.11370); for mixtral, qwen2_moe, qwen3_moe",
+    )
     threads: Count = Field(0, description="CPU threads of a rank; 0: its share of the available threads")
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoRAConfig | None = Field(None, description="train low-rank adapters; null: all weights")

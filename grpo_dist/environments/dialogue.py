@@ -18,7 +18,7 @@ import numpy as np
 from grpo_dist.environments.base import Message
 from grpo_dist.environments.records import Action, Observed
 from grpo_dist.environments.rendering import Rendered, Renderer, result_messages
-from grpo_dist.types import FurtherRow, Prompt, Rollout, ToolCall, Turn
+from grpo_dist.types import FurtherRow, Prompt, Rollout, Routes, ToolCall, Turn
 
 
 @dataclass(slots=True)
@@ -31,13 +31,20 @@ class _GrowingRow:
     versions: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     end: int = 0
+    routes: Routes | None = None  # of the last action's request: all tokens up to ``end`` but the last
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+    def add(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        routes: Routes | None,
+    ) -> None:
         self.ids.extend(map(int, ids))
         self.logprobs.extend(map(float, logprobs))
         self.versions.extend(map(int, versions))
         self.sampled.extend([True] * len(ids))
-        self.end = len(self.ids)
+        self.end, self.routes = len(self.ids), routes
 
     def give(self, ids: Sequence[int]) -> None:
         self.ids.extend(ids)
@@ -85,15 +92,22 @@ class Dialogue:
         length = len(row.context) + len(row.ids) - len(self._prompt.token_ids)
         return max(length, sum(len(row.ids) for row in self._rows))
 
-    def add_action(self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> Action:
+    def add_action(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        routes: Routes | None = None,
+    ) -> Action:
         """Append what the policy sampled, and read it. An unfinished action is continued by the next call.
 
         Args:
             ids: [C] sampled tokens, with EOS where it was sampled.
             logprobs: [C], nats.
             versions: [C], of the weights that produced each token.
+            routes: of the row so far, its last token left out.
         """
-        self._rows[-1].add(ids, logprobs, versions)
+        self._rows[-1].add(ids, logprobs, versions, routes)
         self._action_ids.extend(map(int, ids))
         text = self._renderer.text(self._action_ids)
         self._action = self._renderer.parse(text, self._action_ids, self._task, self._prompt.thought)
@@ -126,7 +140,10 @@ class Dialogue:
             policy_versions=versions,
             sampled=sampled,
             turns=tuple(self._turns),
-            further_rows=tuple(FurtherRow(np.array(r.context, np.int32), *r.arrays()) for r in others),
+            further_rows=tuple(
+                FurtherRow(np.array(r.context, np.int32), *r.arrays(), routes=r.routes) for r in others
+            ),
+            routes=first.routes,
         )
 
     def _told(self, observed: Observed) -> list[Message]:

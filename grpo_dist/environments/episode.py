@@ -25,6 +25,7 @@ import numpy as np
 from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.environments.records import Action, Observed
 from grpo_dist.runtime.seeds import turn_seed
+from grpo_dist.types import Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Generation:
         versions: int32 [C], of the weights that produced each token.
         finish_reason: "stop" (EOS or a stop string) or "length".
         cached: tokens of its prompt that were found in the engine's cache.
+        routes: the experts of the prompt and all sampled tokens but the last; None: they are not recorded.
     """
 
     token_ids: list[int]
@@ -43,6 +45,7 @@ class Generation:
     versions: np.ndarray
     finish_reason: str
     cached: int = 0
+    routes: Routes | None = None
 
 
 class EpisodeEngine(Protocol):
@@ -67,7 +70,11 @@ class EpisodeRows(Protocol):
         ...
 
     def add_action(
-        self, ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        routes: Routes | None = None,
     ) -> Action: ...
     def observe(self, observed: Observed) -> None: ...
 
@@ -131,7 +138,8 @@ async def _sampled(
         room = min(left, budgets.tokens - rows.used)
         own_seed = turn_seed(seed, next(numbers))
         output = await engine.generate(list(rows.context), own_seed, room)
-        action = rows.add_action(output.token_ids, output.logprobs.tolist(), output.versions.tolist())
+        drawn = output.logprobs.tolist(), output.versions.tolist()
+        action = rows.add_action(output.token_ids, *drawn, output.routes)
         left -= len(output.token_ids)
         if rows.used >= budgets.tokens and (output.finish_reason == "length" or action.unfinished):
             return None

@@ -1,6 +1,7 @@
 """Groups as Parquet tables, one row per sample: the samples of a run, and the groups in a checkpoint.
 
-A table holds everything that a Group does: `read_groups` returns what `write_groups` got, bit for bit.
+A table holds everything that a Group does, routes where asked: `read_groups` returns what `write_groups` got,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 from grpo_dist.batch.token_values import TokenValues, ValuesOfSamples, has_tokens
 from grpo_dist.runtime.files import clear, publish
 from grpo_dist.runtime.records import fields_of
-from grpo_dist.types import FurtherRow, Group, Prompt, Rollout, ToolCall, Turn
+from grpo_dist.types import FurtherRow, Group, HeldRoutes, Prompt, Rollout, ToolCall, Turn
 
 _PART = "reward/"
 _REPEATED = [
@@ -38,6 +39,7 @@ _TURN = pa.struct(
         "reward": pa.float64(),
     }.items()
 )
+_ROUTES = pa.struct({"dtype": pa.string(), "shape": _INTS, "bytes": pa.binary()}.items())
 _ROW = {
     "context_ids": _INTS,
     "completion_ids": _INTS,
@@ -47,17 +49,20 @@ _ROW = {
 }
 
 
-def write_groups(path: Path, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
+def write_groups(
+    path: Path, groups: list[Group], values: ValuesOfSamples | None = None, *, with_routes: bool = False
+) -> None:
     """Write ``groups`` atomically: a reader never sees half a file, even after a crash.
 
-    ``values`` of trained samples are added for people to read; `read_groups` ignores them.
+    ``values`` of trained samples are added for people to read; `read_groups` ignores them. ``with_routes``:
+    fetch and write the routes of all samples, too; RuntimeError when some are lost.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     clear(partial)
     # A dictionary of log-probs or token ids would be as long as the data, and cost more than the rest.
     pq.write_table(
-        _table(groups, values or {}),
+        _table(groups, values or {}, with_routes),
         partial,
         compression="zstd",
         compression_level=1,
@@ -85,7 +90,7 @@ def read_groups(path: Path, prompts: Mapping[str, Prompt]) -> list[Group]:
     return [_group(prompts[uid], sorted(by_uid[uid], key=lambda r: r["sample"])) for uid in order]
 
 
-def _table(groups: list[Group], values: ValuesOfSamples) -> pa.Table:
+def _table(groups: list[Group], values: ValuesOfSamples, with_routes: bool) -> pa.Table:
     rollouts = [r for g in groups for r in g.rollouts]
     owner = np.repeat(np.arange(len(groups)), [len(g.rollouts) for g in groups])
 
@@ -116,6 +121,8 @@ def _table(groups: list[Group], values: ValuesOfSamples) -> pa.Table:
         columns["step_rewards"] = pa.array([_own(g.step_rewards, i) for g, i in samples], _FLOATS)
         columns["step_ends"] = pa.array([_own(g.step_ends, i) for g, i in samples], _INTS)
     columns |= _of_episodes(rollouts, values)
+    if with_routes and any(r.routes for r in rollouts):
+        columns["routes"] = pa.array([[_routes(row) for row in r.rows] for r in rollouts], pa.list_(_ROUTES))
     if values:
         own = [values.get((r.prompt_uid, r.sample)) for r in rollouts]
         columns["advantage"] = pa.array([None if v is None else v.advantage for v in own], pa.float32())
@@ -138,6 +145,21 @@ def _of_episodes(rollouts: list[Rollout], values: ValuesOfSamples) -> dict[str, 
         further = [_further(r, values.get((r.prompt_uid, r.sample)), kinds) for r in rollouts]
         columns["further_rows"] = pa.array(further, pa.list_(pa.struct(kinds.items())))
     return columns
+
+
+def _routes(row: Rollout | FurtherRow) -> dict[str, Any] | None:
+    if row.routes is None:
+        return None
+    experts = row.routes.get()
+    return {"dtype": experts.dtype.str, "shape": experts.shape, "bytes": experts.tobytes()}
+
+
+def _read_routes(row: dict, index: int) -> HeldRoutes | None:
+    """Read the routes of a sample's training row ``index``; None: the table has none."""
+    stored = row["routes"][index] if "routes" in row else None
+    if stored is None:
+        return None
+    return HeldRoutes(np.frombuffer(stored["bytes"], stored["dtype"]).reshape(stored["shape"]))
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
@@ -207,9 +229,13 @@ def _rollout(row: dict) -> Rollout:
             Turn(**turn | {"calls": tuple(ToolCall(**call) for call in turn["calls"])})
             for turn in row.get("turns") or ()
         ),
-        further_rows=tuple(FurtherRow(**_arrays(further)) for further in row.get("further_rows") or ()),
+        further_rows=tuple(
+            FurtherRow(**_arrays(further), routes=_read_routes(row, i))
+            for i, further in enumerate(row.get("further_rows") or (), 1)
+        ),
         temperature=row.get("temperature"),  # an older table has neither
         max_new_tokens=row.get("max_new_tokens"),
+        routes=_read_routes(row, 0),
     )
 
 

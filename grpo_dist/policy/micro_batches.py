@@ -60,7 +60,7 @@ class MicroBatches:
 
     def layout(self, rows: Rows) -> Layout:
         if self.kernel is None:
-            return padded(rows.tokens, rows.wanted, rows.temperatures)
+            return padded(rows.tokens, rows.wanted, rows.temperatures, rows.routes)
         return packed(rows, self.kernel, multiple=self.multiple)
 
 
@@ -91,4 +91,5 @@ def _blank(batch: Batch) -> Batch:
         if isinstance(value, Tensor) and value.ndim == 2
     }
     rows |= {"lengths": torch.tensor([2]), "row_ids": torch.tensor([-1])}
-    return replace(batch, **rows, group_ids=None, prompt_lengths=None, sample_tokens=None, temperatures=None)
+    rows |= dict.fromkeys(("group_ids", "prompt_lengths", "sample_tokens", "temperatures", "routes"))
+    return replace(batch, **rows)

@@ -149,6 +149,8 @@ class TokenLogprobs(nn.Module):
     ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
         """Return log-probs and entropies of the wanted tokens."""
         where = {} if layout.spans is None else {"position_ids": layout.positions, "spans": layout.spans}
+        if layout.routes is not None:
+            where["routes"] = layout.routes
         decoder = self.model.get_decoder()
         hidden = decoder(input_ids=layout.tokens, use_cache=False, **where).last_hidden_state
         rows = hidden.flatten(0, 1).index_select(0, layout.sources)

@@ -15,7 +15,8 @@ result, and its gradient is the sum over the samples.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,7 +24,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_dist.policy.attention import Kernel, Spans
-from grpo_dist.types import Rows
+from grpo_dist.policy.router_replay import laid_out, shared_alike
+from grpo_dist.types import Routes, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class Layout:
     targets: Int[Tensor, " M"]
     mask: Bool[Tensor, "B T"]  # the wanted tokens, as rows
     temperature: float | Float[Tensor, " M"] | None = None  # of the wanted tokens; None: the model's own
+    # int16, the experts of each of ``tokens`` in each layer, -1: the model chooses; None: it always does
+    routes: Int[Tensor, "N L K"] | None = None
 
     def as_rows(self, values: Float[Tensor, " M"]) -> Float[Tensor, "B T"]:
         """Return the values of the wanted tokens at their positions in the rows, 0 elsewhere."""
@@ -49,20 +53,35 @@ class Layout:
 
 
 def padded(
-    tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], temperatures: Float[Tensor, " B"] | None = None
+    tokens: Int[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    temperatures: Float[Tensor, " B"] | None = None,
+    routes: Sequence[Routes | None] | None = None,
 ) -> Layout:
     """Lay rows out as they are. The first token of a row is never wanted: nothing predicts it."""
-    indices = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
-    return _layout(tokens, None, None, tokens, indices, mask, temperatures)
+    size = tokens.numel()
+    indices = torch.arange(size, device=tokens.device).view(tokens.shape)
+    layout = _layout(tokens, None, None, tokens, indices, mask, temperatures)
+    if routes is None:
+        return layout
+    experts = [own and own.get() for own in routes]
+    return replace(
+        layout, routes=laid_out(experts, np.arange(size).reshape(tokens.shape), size, tokens.device)
+    )
 
 
 def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1) -> Layout:
-    """Lay rows out end to end, those of one group behind one prompt, on the device of ``rows.tokens``.
+    """Lay rows out end to end, those of one group behind one prompt, on the device of ``rows.tokens``. Rows
+    whose prompt took other experts have a prompt of their own.
 
     Tokens that no row reads fill the stream up to a ``multiple`` of tokens.
     """
     device, lengths = rows.tokens.device, rows.lengths.tolist()
-    indices = _stream_indices(lengths, rows.group_ids.tolist(), rows.prompt_lengths.tolist())
+    groups, prompts = rows.group_ids.tolist(), rows.prompt_lengths.tolist()
+    experts = None if rows.routes is None else [own and own.get() for own in rows.routes]
+    if experts is not None:
+        groups = shared_alike(groups, prompts, experts)
+    indices = _stream_indices(lengths, groups, prompts)
     columns = np.broadcast_to(np.arange(rows.tokens.shape[1]), indices.shape)
     inside = columns < np.asarray(lengths)[:, None]
     size = -(-(int(indices[inside].max()) + 1) // multiple) * multiple
@@ -71,7 +90,8 @@ def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1) -> Layout:
     positions[0, indices[inside]] = columns[inside]
     spans = kernel.spans([own[:length] for own, length in zip(indices, lengths, strict=True)], size, device)
     tokens, position_ids, index = (torch.from_numpy(a).to(device) for a in (stream, positions, indices))
-    return _layout(tokens, position_ids, spans, rows.tokens, index, rows.wanted, rows.temperatures)
+    layout = _layout(tokens, position_ids, spans, rows.tokens, index, rows.wanted, rows.temperatures)
+    return layout if experts is None else replace(layout, routes=laid_out(experts, indices, size, device))
 
 
 def _layout(

@@ -58,6 +58,7 @@ class SequenceGroup:
             sources=layout.sources[own] - start,
             targets=layout.targets[own],
             temperature=_of_part(layout.temperature, own),
+            routes=None if layout.routes is None else layout.routes[start : start + width],
         )
         return part, own
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,21 +25,17 @@ from grpo_dist.policy.deepspeed_config import deepspeed_config
 from grpo_dist.policy.deepspeed_engine import NormGate, initialize, zero3_loading
 from grpo_dist.policy.full_weights import FullWeights
 from grpo_dist.policy.group_logprobs import SampledGroup, group_logprobs
-from grpo_dist.policy.lora import adapters_off, add_adapters, empty_model
+from grpo_dist.policy.lora import adapters_off, empty_model
 from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
 from grpo_dist.policy.micro_batches import MicroBatches, values_by_row
-from grpo_dist.policy.model import (
-    TokenLogprobs,
-    attention_cost,
-    compile_layers,
-    load_causal_lm,
-    reads_packed_rows,
-)
+from grpo_dist.policy.model import TokenLogprobs, attention_cost, reads_packed_rows
 from grpo_dist.policy.offload import check_offload, size_buffers
 from grpo_dist.policy.rank_memory import RankMemory
 from grpo_dist.policy.ranks import Rank, join, least_of_top, over_ranks
+from grpo_dist.policy.router_replay import check_routes
 from grpo_dist.policy.saved_state import SavedState
-from grpo_dist.policy.sequence_parallel import SequenceGroup, check_heads
+from grpo_dist.policy.sequence_parallel import SequenceGroup
+from grpo_dist.policy.trainable_model import trainable_model
 from grpo_dist.runtime.hardware import (
     device_type,
     logprob_chunk_mib,
@@ -95,7 +90,7 @@ class Trainer:
         torch.manual_seed(settings.seed)
         join(rank)
         self._zero3 = zero3_loading(engine_settings) if policy.zero_stage == 3 else None
-        causal_lm = _trainable_model(model_dir, dtype, model, policy, settings.seed)
+        causal_lm = trainable_model(model_dir, dtype, model, policy, settings.seed)
         budget, packs = micro_batch_tokens(settings.token_budget, device), reads_packed_rows(causal_lm)
         kernel = choose_kernel(model.attention, self.device, dtype) if packs else None
         self._micro = MicroBatches(budget, kernel, policy.sequence_parallel, self.device)
@@ -136,6 +131,9 @@ class Trainer:
             `health/refused_<key of the bound>` those that passed a bound. `health/bad_weights` is 1 when
             weights are not finite afterwards.
         """
+        if self._policy.router_replay and self._loss.objective == "policy":
+            for batch in batches:
+                check_routes(batch)
         prepared = [self._prepared(b, moves=i > 0 or self._epochs > 1) for i, b in enumerate(batches)]
         plan = prepared * self._epochs
         self.token_logprobs = {}
@@ -325,25 +323,3 @@ def _of_step(per_update: Sequence[dict[str, float]], *, unmoved: int) -> dict[st
         metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
     shown = ("policy/ratio_mean", "policy/ratio_max", "ref/kl")
     return metrics | {f"first_update/{k}": first[k] for k in shown if k in first}
-
-
-def _trainable_model(
-    model_dir: str, dtype: torch.dtype, model: ModelConfig, policy: PolicyConfig, seed: int
-) -> Any:
-    """Load the transformers model, with adapters where ``policy`` trains those alone. Raises ValueError for
-    one that it cannot train.
-    """
-    causal_lm = load_causal_lm(
-        model_dir,
-        dtype=dtype,
-        attention=model.attention,
-        trust_remote_code=model.trust_remote_code,
-        gradient_checkpointing=model.gradient_checkpointing,
-        packing=model.packing,
-    )
-    if policy.lora is not None:
-        add_adapters(causal_lm, policy.lora, seed=seed)
-    if policy.compile:
-        compile_layers(causal_lm)
-    check_heads(causal_lm, policy.sequence_parallel)
-    return causal_lm

@@ -125,11 +125,11 @@ class Checkpoints:
         """Write the driver's part and rename the directory. A thread does it: the loop keeps receiving."""
         pipeline = progress.pipeline
         for number, batch in pipeline.ahead.items():
-            write_groups(partial / "ahead" / f"batch_{number:06d}.parquet", batch.groups)
+            write_groups(partial / "ahead" / f"batch_{number:06d}.parquet", batch.groups, with_routes=True)
             if batch.discarded:
                 write_groups(partial / "ahead" / f"discarded_{number:06d}.parquet", batch.discarded)
         for number, groups in pipeline.partial.items():
-            write_groups(partial / "ahead" / f"begun_{number:06d}.parquet", groups)
+            write_groups(partial / "ahead" / f"begun_{number:06d}.parquet", groups, with_routes=True)
         state = CheckpointState(
             step,
             self._fingerprint,

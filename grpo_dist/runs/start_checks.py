@@ -21,6 +21,7 @@ from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.deepspeed_config import check_values, deepspeed_config
 from grpo_dist.policy.lora import check_targets, empty_model
 from grpo_dist.policy.model import check_supported
+from grpo_dist.policy.router_replay import replay_problem
 from grpo_dist.policy.sequence_parallel import check_heads
 from grpo_dist.runs.vllm_arguments import call_format_problems, vllm_problems
 from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
@@ -88,6 +89,8 @@ def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Itera
             model = empty_model(model_dir, trust_remote_code=False)
         yield from _refusal(lambda: check_supported(model, str(model_dir)))
         yield from _refusal(lambda: check_heads(model, config.policy.sequence_parallel))
+        if config.policy.router_replay and (problem := replay_problem(model.config)):
+            yield f"model {model_dir}: {problem}; remove it"
         yield from _tensor_parallel(config.rollout, model)
     yield from vllm_problems(config, device, model_dir)
 

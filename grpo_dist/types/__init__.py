@@ -3,6 +3,7 @@
 Each is frozen and complete when made; no field is filled in later. They hold numpy until batching.
 """
 
+from grpo_dist.types.routes import HeldRoutes, Routes
 from grpo_dist.types.rows import PreparedBatch, Rows, TrainBatch
 from grpo_dist.types.samples import (
     NO_THOUGHT,
@@ -26,9 +27,11 @@ __all__ = [
     "NO_THOUGHT",
     "FurtherRow",
     "Group",
+    "HeldRoutes",
     "PreparedBatch",
     "Prompt",
     "Rollout",
+    "Routes",
     "Rows",
     "Sampling",
     "Task",

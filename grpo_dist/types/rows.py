@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from grpo_dist.types.routes import Routes
+
 if TYPE_CHECKING:  # torch takes seconds to import, and workers that only sample or score need none of it
     from jaxtyping import Bool, Float, Int
     from torch import Tensor
@@ -27,6 +29,7 @@ class Rows:
     group_ids: Int[Tensor, " B"]
     prompt_lengths: Int[Tensor, " B"]
     temperatures: Float[Tensor, " B"] | None = None  # as in `TrainBatch`
+    routes: tuple[Routes | None, ...] | None = None  # as in `TrainBatch`
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ class TrainBatch:
     num_demonstrated: float = 0.0
     # At which each row was sampled, float64; None: that of the trainer's settings.
     temperatures: Float[Tensor, " B"] | None = None
+    # [B]: the experts that the tokens of each row took in the engine; None: the model chooses.
+    routes: tuple[Routes | None, ...] | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -85,7 +90,7 @@ class TrainBatch:
         groups, prompts = self.group_ids, self.prompt_lengths
         if groups is None or prompts is None:
             groups, prompts = torch.arange(len(self)), torch.zeros(len(self), dtype=torch.long)
-        return Rows(self.tokens, self.lengths, self.wanted, groups, prompts, self.temperatures)
+        return Rows(self.tokens, self.lengths, self.wanted, groups, prompts, self.temperatures, self.routes)
 
     def select(self, rows: list[int]) -> Self:
         """Return these rows, cut to their own longest; the global denominators stay."""
@@ -99,6 +104,8 @@ class TrainBatch:
             if isinstance(value, torch.Tensor):  # numpy takes rows several times faster
                 array = value.numpy()
                 taken[f.name] = torch.from_numpy(array[index] if array.ndim == 1 else array[index, :width])
+        if self.routes is not None:
+            taken["routes"] = tuple(self.routes[row] for row in rows)
         return replace(self, **taken)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from grpo_dist.types.routes import Routes
+
 
 @dataclass(frozen=True, slots=True)
 class Thought:
@@ -122,6 +124,7 @@ class FurtherRow:
     logprobs: np.ndarray  # float32 [C], as in `Rollout`
     policy_versions: np.ndarray  # int32 [C], as in `Rollout`
     sampled: np.ndarray | None = None  # bool [C], as in `Rollout`
+    routes: Routes | None = None  # as in `Rollout`
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,8 @@ class Rollout:
     # How it was drawn; None: as the numbers in `sampling` say.
     temperature: float | None = None
     max_new_tokens: int | None = None
+    # Of the prompt and all tokens of the first row but its last; None without `policy.router_replay`.
+    routes: Routes | None = None
 
     @property
     def rows(self) -> tuple[Rollout | FurtherRow, ...]:
@@ -203,7 +208,10 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[Any, ...]:
     flat = np.concatenate([part for own in parts for part in own]) if parts else np.empty(0, np.int32)
     assert len(flat) == 3 * sum(lengths), "ids, versions and log-probs of a sample differ in length"
     rest = [
-        (r.prompt_uid, r.sample, r.finish_reason, r.text, _episode(r), r.temperature, r.max_new_tokens)
+        (
+            *(r.prompt_uid, r.sample, r.finish_reason, r.text, _episode(r)),
+            *(r.temperature, r.max_new_tokens, r.routes),
+        )
         for r in rollouts
     ]
     return flat, lengths, rest

@@ -217,6 +217,8 @@ def test_cyclic_defaults_are_refused(tmp_path):
             ["dynamic_sampling={enabled: true, metric: acc}"],
             ["`dynamic_sampling.metric` = acc: no such reward; expected accuracy or one of math"],
         ),
+        (["policy={router_replay: true, compile: true}"], ["`policy.compile` = true compiles the routers"]),
+        (["policy.router_replay=true", "weight_sync.mode=keep"], ["samples of one model", "set it to drain"]),
         (["algorithm.advantage=gdpo", "rewards.shuffle=true"], ["`rewards.shuffle` = true", "gdpo"]),
         (["data.order=pass_rate", "rewards.shuffle=true"], ["`data.order` = pass_rate"]),
         (["data.environment=pyton"], ["`data.environment`", "'pyton' is unknown", "my_module:Class"]),

@@ -24,6 +24,23 @@ def write_shape(directory, kind, **changes):
     return file
 
 
+def tied_model(directory, kind):
+    """Return such a model whose experts are almost tied for every token: rounding decides between them."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    own, source = directory / f"tied-{kind}", expert_model(directory, kind)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in model.get_decoder().layers:
+            gate = layer.mlp.gate.weight
+            gate.copy_(gate[:1] + 1e-8 * torch.randn(gate.shape, generator=generator))
+    model.save_pretrained(own)
+    AutoTokenizer.from_pretrained(source).save_pretrained(own)
+    return own
+
+
 def expert_model(directory, kind, **changes):
     """Return the directory of such a model, created once per shape."""
     return random_model(write_shape(directory, kind, **changes), seed=0)

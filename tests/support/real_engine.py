@@ -146,7 +146,8 @@ class World(OnALoop):
         model = ModelConfig(path="tiny")
         settings = RolloutConfig(max_num_seqs=16, **rollout)
         sync = WeightSyncConfig(bucket_mb=1, mode="keep")
-        spec = EngineSpec(settings, sync, model, str(model_dir), max_length=256, seed=0)
+        replay = policy_settings.router_replay
+        spec = EngineSpec(settings, sync, model, str(model_dir), max_length=256, seed=0, router_replay=replay)
         rollouts = RolloutPool(spec, ACTORS, worker=CountingWorker)
         policy = one_rank(model, model_dir, policy_settings, worker)
         await asyncio.gather(rollouts.ready(), policy.ready())

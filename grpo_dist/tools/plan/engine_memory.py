@@ -2,6 +2,9 @@
 
     weights | activations | logits | runtime | what is left: key-value cache
 
+With `policy.router_replay` host memory holds the routes of all tokens in the cache, and of the samples that
+are not trained on yet.
+
 With `rollout.quantization` = fp8 the linear layers and the experts have a byte a weight; embedding, LM head,
 norms and the cache keep the model's type. The scales, one float32 for each output of a layer, are left out.
 """
@@ -12,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_dist.config import Config, PolicyConfig, RolloutConfig
+from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.memory import CPU_RUNTIME, GPU_RUNTIME, Footprint, Sizes, lora_parameters
 from grpo_dist.tools.plan.models import ModelShape
@@ -90,12 +94,23 @@ def rollout_engine(
         cache = sequences * config.max_length * token_bytes
     parts["key-value cache"] = max(0, cache)
     room = max(0, cache) // token_bytes
+    routes = _routes(config, model, workload, room) if config.policy.router_replay else 0
     mean = workload.prompt_tokens / config.batch.samples_per_prompt + workload.mean
     return EngineFootprint(
-        parts,
+        parts if sizes.gpu or not routes else parts | {"routes": routes},
+        {"routes": routes} if sizes.gpu and routes else {},
         cache=cache,
         token_bytes=token_bytes,
         longest=room // config.max_length,
         mean=min(sequences, int(room // max(1.0, mean))),
         most=sequences,
     )
+
+
+def _routes(config: Config, model: ModelShape, workload: Workload, cached: int) -> int:
+    """Return the bytes of the routes of ``cached`` tokens, and of an engine's share of the samples."""
+    if not model.shape.experts:
+        raise UserError(f"policy.router_replay: model {model.name} has no experts; remove it")
+    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt * (1 + config.max_staleness)
+    tokens = samples * (workload.prompt_tokens + workload.mean) / config.rollout.num_workers
+    return (cached + round(tokens)) * model.route_bytes

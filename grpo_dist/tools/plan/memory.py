@@ -1,6 +1,6 @@
 """The GPU and host memory of a worker in bytes, by purpose.
 
-    policy rank     weights | gradients | optimiser | activations | logits | buckets | runtime
+    policy rank     weights | gradients | optimiser | activations | routes | logits | buckets | runtime
     reference       weights | activations | logits | runtime
 
 Arithmetic only, of what the trainer keeps (`deepspeed_config`, `logprobs`, `attention`) and DeepSpeed 0.19
@@ -108,6 +108,8 @@ def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workl
         attended=attended(config.batch, config.model, workload, tokens),
         checkpointing=config.model.gradient_checkpointing,
     )
+    if policy.router_replay:
+        parts["routes"] = round(2 * tokens) * model.route_numbers  # int16
     blocks = 3 if config.algorithm.entropy_coef else 2
     head = 0 if policy.lora else model.embedding * (4 + b if sizes.gpu and b == 2 else 4)
     parts["logits"] = blocks * sizes.chunk + head
@@ -170,6 +172,12 @@ def states(policy: PolicyConfig, model: ModelShape, sizes: Sizes) -> dict[str, i
     trained = lora_parameters(policy, model)
     held = model.parameters + (trained if policy.lora else 0)
     return _states(policy, trained=trained, held=held, itemsize=sizes.itemsize)[0]
+
+
+def expert_bytes(policy: PolicyConfig, model: ModelShape, itemsize: int) -> int:
+    """Return the bytes of the experts in `states`: their weights and, where these are trained, the rest."""
+    own = model.expert_parameters
+    return sum(_states(policy, trained=0 if policy.lora else own, held=own, itemsize=itemsize)[0].values())
 
 
 def rank_bytes(policy: PolicyConfig, model: ModelShape, sizes: Sizes) -> list[int]:

@@ -65,6 +65,22 @@ class ModelShape:
         """Parameters of the decoder without a head, as in a classifier."""
         return self.parameters if self.tied else self.parameters - self.embedding
 
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of the routed experts of all layers, without shared ones."""
+        s = self.shape
+        return 3 * s.layers * s.experts * s.expert_width * s.hidden
+
+    @property
+    def route_numbers(self) -> int:
+        """Numbers in the routes of one token: an expert for each layer and choice."""
+        return self.shape.layers * self.shape.experts_per_token
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of the routes of one token, as `types.routes` keeps them."""
+        return self.route_numbers * (1 if self.shape.experts <= 256 else 2)
+
     def kv_values(self) -> int:
         """Numbers in the key-value cache for one token."""
         return 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim

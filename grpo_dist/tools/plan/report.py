@@ -12,7 +12,9 @@ from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.bottleneck import STAGES, reason
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
-from grpo_dist.tools.plan.memory import USABLE
+from grpo_dist.tools.plan.engine_memory import is_quantised
+from grpo_dist.tools.plan.memory import USABLE, Sizes, expert_bytes
+from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.options import Option, Planned, Setting, node_host_bytes
 from grpo_dist.tools.plan.rank_failures import RankFailures, rank_failures
 from grpo_dist.tools.plan.report_splits import cost_per_million, splits_lines, splits_table, wide_table
@@ -94,11 +96,28 @@ def _turns(workload: Workload) -> list[str]:
     ]
 
 
+def _experts(config: Config, model: ModelShape, *, gpu: bool) -> list[str]:
+    """Describe the experts of a mixture: their share of the memory of a policy rank and of an engine."""
+    s, b = model.shape, Sizes.of(config, gpu=gpu).itemsize
+    if not s.experts:
+        return []
+    engine = model.expert_parameters * (1 if is_quantised(config.rollout) else b)
+    trained = expert_bytes(config.policy, model, b) / GIB
+    held = engine / config.rollout.tensor_parallel_size / GIB
+    return [
+        f"experts: {model.expert_parameters / 1e9:,.3f} billion of these parameters, {s.experts} in each of "
+        f"{s.layers} layers, {s.experts_per_token} of them for a token; they take {trained:,.1f} GiB of a "
+        f"policy rank and {held:,.1f} GiB of each device of an engine"
+    ]
+
+
 def _head(plan: Plan) -> list[str]:
     setting = plan.setting
     model, workload, calibration = setting.model, setting.workload, setting.calibration
+    shown = plan.simulated or plan.found[0]
     lines = [
         f"{model.name}: {model.parameters / 1e9:,.3f} billion parameters on {setting.cluster}",
+        *_experts(shown.option.config, model, gpu=setting.cluster.card is not None),
         f"lengths: prompts of {workload.prompt_tokens}, completions of {workload.mean:,.0f} tokens on "
         f"average, at most {workload.cap:,}",
         *_turns(workload),

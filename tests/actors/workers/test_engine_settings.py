@@ -96,7 +96,11 @@ class Engine:
         self.now -= 1
         logprobs = SimpleNamespace(logprobs=[-1.0, -1.0], start_indices=[0, 1])
         output = SimpleNamespace(
-            finish_reason="length", token_ids=[5, 6], logprobs=logprobs, weight_versions=[]
+            finish_reason="length",
+            token_ids=[5, 6],
+            logprobs=logprobs,
+            weight_versions=[],
+            routed_experts=None,
         )
         return SimpleNamespace(outputs=[output], num_cached_tokens=None)
 

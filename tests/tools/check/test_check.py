@@ -246,6 +246,11 @@ def test_a_model_whose_heads_cannot_be_divided_is_refused_before_loading(here):
     assert "policy.sequence_parallel = 5: the model has" in found["model"]
 
 
+def test_a_model_without_experts_has_no_routes_to_replay(here):
+    found = wrong(results("policy.router_replay=true"))
+    assert "policy.router_replay: qwen2 has no experts; it replays mixtral" in found["model"]
+
+
 def test_the_cold_start_is_read_and_counted(here, monkeypatch):
     sft = "sft={model: 'demo:tiny', data: [{path: 'demo:add3'}, {path: pairs.jsonl}], examples: 50}"
     assert "pairs.jsonl" in wrong(results("model.path=sft", sft))["cold start"]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_dist.errors import UserError
 from grpo_dist.policy.attention import NAME, BlockKernel, register
 from grpo_dist.policy.packing import packed
 from grpo_dist.tools.plan.accelerators import parse_cluster
@@ -15,6 +16,7 @@ from grpo_dist.tools.plan.memory import (
     Sizes,
     activation_bytes,
     attended,
+    expert_bytes,
     lora_parameters,
     policy_rank,
     reference_worker,
@@ -259,6 +261,53 @@ def test_the_cache_of_an_engine_gets_the_memory_left_by_weights_and_overhead():
         c, model, sizes, LENGTHS, memory=parse_cluster("1x1xL4").card.memory, asleep=2 * GIB
     )
     assert small.cache < engine.cache / 4
+
+
+EXPERTS = 48 * 128 * 3 * 2048 * 768  # of Qwen3-30B-A3B: layers, experts, three matrices
+
+
+@pytest.mark.parametrize(
+    ("policy", "each"),
+    [  # bytes of a weight and its gradient, and of what ranks share: master weights and two moments
+        ({"zero_stage": 3, "num_workers": 8}, (2 + 4 + 12) / 8),
+        ({"zero_stage": 2, "num_workers": 8}, 2 + (4 + 12) / 8),
+        ({"zero_stage": 3, "num_workers": 8, "offload": {"optimizer": "cpu"}}, 2 / 8),
+        ({"zero_stage": 2, "num_workers": 8, "lora": {"rank": 8}}, 2),
+    ],
+)
+def test_experts_take_their_share_of_a_rank(policy, each):
+    c = gpu(model={"path": "Qwen/Qwen3-30B-A3B"}, policy=policy)
+    model = model_of(c)
+    assert model.expert_parameters == EXPERTS
+    assert expert_bytes(c.policy, model, 2) == pytest.approx(each * EXPERTS)
+    if "lora" not in policy:
+        whole = sum(states(c.policy, model, Sizes.of(c, gpu=True)).values())
+        assert expert_bytes(c.policy, model, 2) / whole == pytest.approx(EXPERTS / model.parameters)
+
+
+def test_routes_take_a_byte_for_each_layer_and_expert_of_a_token():
+    """Those of the cache and of an engine's samples, of two steps; int16 for the tokens of a micro-batch."""
+    on, off = (
+        gpu(
+            model={"path": "Qwen/Qwen3-30B-A3B"},
+            policy={"router_replay": replay, "zero_stage": 3, "num_workers": 8},
+            batch={"prompts_per_step": 8, "samples_per_prompt": 4, "micro_batch_tokens": 8192},
+            rollout={"num_workers": 2},
+            max_staleness=1,
+        )
+        for replay in (True, False)
+    )
+    model, sizes, card = model_of(on), Sizes.of(on, gpu=True), parse_cluster("1x8xH100").card
+    engine, plain = (rollout_engine(c, model, sizes, LENGTHS, memory=card.memory) for c in (on, off))
+    cached = engine.cache // engine.token_bytes
+    assert engine.host == {"routes": (cached + 2 * 8 * 4 * (100 + 300) // 2) * 48 * 8}
+    assert (engine.parts, plain.host) == (plain.parts, {})
+    rank = policy_rank(on, model, sizes, LENGTHS).parts
+    assert rank["routes"] == 8192 * 48 * 8 * 2
+    assert policy_rank(off, model, sizes, LENGTHS).parts == {k: v for k, v in rank.items() if k != "routes"}
+    with pytest.raises(UserError, match=r"policy\.router_replay: model .*7B has no experts"):
+        dense = gpu(policy={"router_replay": True})
+        rollout_engine(dense, model_of(dense), sizes, LENGTHS, memory=card.memory)
 
 
 def test_a_reference_keeps_nothing_for_a_backward_pass():

@@ -1,0 +1,35 @@
+"""The experts that each token of a sample took in the engine, for `policy.router_replay`.
+
+    routes [T, L, k]: token, layer of the decoder, expert of that token     uint8, or uint16 above 256 experts
+
+A sample of P prompt and C completion tokens has T = P + C - 1 routes: the engine never computes its last
+token. Layers without experts have arbitrary numbers. With 48 layers of 8 experts a token takes 384 bytes, so
+a sample holds only where its routes are. The driver does not fetch them; a policy rank fetches those of its
+rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+
+@runtime_checkable
+class Routes(Protocol):
+    """Where routes are."""
+
+    def get(self) -> np.ndarray:
+        """Return them, [T, L, k]. Raises RuntimeError when they are lost."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRoutes:
+    """Routes in this process, or inside the message that holds them."""
+
+    experts: np.ndarray
+
+    def get(self) -> np.ndarray:
+        return self.experts

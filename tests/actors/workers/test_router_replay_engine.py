@@ -1,0 +1,147 @@
+"""Router replay with a real engine and a real rank: both compute the same model, also where experts are
+almost tied and rounding decides between them.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import ray
+from ray.exceptions import GetTimeoutError
+
+from actors.workers.engine_settings import RECORDING_WORKER, EngineSpec, engine_arguments
+from actors.workers.policy import loss_settings
+from actors.workers.stored_routes import StoredRoutes
+from grpo_dist.batch.rows import make_batch
+from grpo_dist.config import (
+    AlgorithmConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RolloutConfig,
+    WeightSyncConfig,
+)
+from grpo_dist.errors import UserError
+from grpo_dist.types import Group, PreparedBatch, Prompt
+from tests.support.expert_models import tied_model
+from tests.support.real_engine import World
+from tests.support.real_ranks import OpenWorker
+
+pytestmark = pytest.mark.machine
+
+SAME = 1e-6, 1e-5  # nats in float32: mean and maximum; seen: 7e-7, 2.4e-6
+
+# Longer than a block of the engine's cache, which the samples of a group share.
+PROMPTS = [
+    Prompt(f"p{i}", np.arange(11 + i, 51 + 3 * i, dtype=np.int32) % 97 + 11, "1", "test") for i in range(3)
+]
+
+
+def batch_of(sampled):
+    groups = [
+        Group(prompt, rollouts, np.arange(len(rollouts), dtype=np.float32), {}, ("",) * len(rollouts))
+        for prompt, rollouts in zip(PROMPTS, sampled, strict=True)
+    ]
+    advantages = [np.linspace(-1, 1, len(g.rollouts), dtype=np.float32) for g in groups]
+    return make_batch(groups, advantages, ref_logprobs=None, max_new_tokens=24)
+
+
+def mismatch(world, batch):
+    """Return the mean and the largest |engine - trainer|, nats, as the metrics of an update have them."""
+    settings = loss_settings(AlgorithmConfig())
+    _, metrics = ray.get(world.policy.ranks[0].gradients_with.remote(PreparedBatch.of(batch), settings))
+    return metrics["mismatch/logprob_diff_mean"], metrics["mismatch/logprob_diff_max"]
+
+
+def test_replayed_routes_make_engine_and_trainer_the_same_model(ray_cluster, tmp_path):
+    """With a compiled engine, prompts from its cache, and after an update with its sync. Without replay the
+    mismatch metrics show that both take other experts.
+    """
+    settings = PolicyConfig(
+        zero_stage=2, router_replay=True, optimizer=OptimizerConfig(lr=3e-3, schedule="constant")
+    )
+    world = World(tied_model(tmp_path, "qwen3_moe"), settings, OpenWorker)
+    try:
+        sampled = world.sample_all(PROMPTS)
+        assert max(world.cached()) >= 32
+        batch = batch_of(sampled)
+        assert np.all(np.less(mismatch(world, batch), SAME))
+        mean, largest = mismatch(world, replace(batch, routes=None))
+        assert mean > 0.1
+        assert largest > 1
+        metrics = world.run(world.policy.update(world.policy.stage([batch])))
+        assert metrics["mismatch/logprob_diff_max"] < SAME[1]
+        world.push()
+        again = world.sample_all(PROMPTS)
+        assert np.all(np.less(mismatch(world, batch_of(again)), SAME))
+        before, after = (own[0][0].routes.get()[:40] for own in (sampled, again))  # of the same prompt
+        assert np.mean(before != after) > 0.1
+    finally:
+        world.close()
+
+
+def test_routes_are_those_of_the_blocks_of_a_request():
+    """A token that is not cached is not recorded, and a later one replaces what was in its slot."""
+    from actors.workers.route_recorder import RecordedRoutes, RouteRecorder
+
+    recorder = RouteRecorder(slots=12, block_size=4, layers=2, experts=300, per_token=1)
+    recorder.record(1, np.array([8, 9, 10, 11, 4, -1]), np.array([[1], [2], [3], [4], [299], [7]]))
+    recorder.record(1, np.array([9]), np.array([[5]]))
+    assert recorder.routes([2, 1], 0, 5)[:, 1, 0].tolist() == [1, 5, 3, 4, 299]
+    assert recorder.routes([2, 1], 3, 5)[:, 0, 0].tolist() == [0, 0]
+    blocks = SimpleNamespace(get_block_ids=lambda _: ([2, 1],))
+    routes = RecordedRoutes(SimpleNamespace(kv_cache_manager=blocks), recorder)
+    request = SimpleNamespace(request_id="r", num_tokens=4, is_finished=lambda: False)
+    assert routes.take_output(request, None)[:, 1, 0].tolist() == [1, 5, 3]
+    routes.request_finished(request)  # preempted: what it has is not returned again
+    assert routes.take_output(request, None) is None
+    request.num_tokens = 6
+    assert routes.take_output(request, None)[:, 1, 0].tolist() == [4, 299]
+    request.is_finished = lambda: True
+    routes.request_finished(request)
+    assert routes._taken == {}
+
+
+def test_which_engines_record_routes():
+    """vLLM's own recorder on GPUs, ours elsewhere; dense models and other processes are refused."""
+
+    def arguments(kind="qwen3_moe", device="cpu", **rollout):
+        model = SimpleNamespace(
+            model_type=kind, num_hidden_layers=2, num_key_value_heads=2, num_attention_heads=4, head_dim=32,
+            num_experts=4 if kind != "qwen2" else None,
+        )  # fmt: skip
+        model.get_text_config = lambda: model
+        spec = EngineSpec(
+            RolloutConfig(**rollout),
+            WeightSyncConfig(),
+            ModelConfig(path="m"),
+            "m",
+            64,
+            0,
+            router_replay=True,
+        )
+        made = engine_arguments(spec, model, device=device, free_memory=2**30)
+        return made.get("worker_cls"), made.get("enable_return_routed_experts")
+
+    assert arguments() == (RECORDING_WORKER, None)
+    assert arguments(device="cuda", tensor_parallel_size=2) == (None, True)
+    with pytest.raises(UserError, match=r"policy\.router_replay: qwen2 has no experts"):
+        arguments("qwen2")
+    with pytest.raises(UserError, match="deepseek_v3 has a router that it does not know"):
+        arguments("deepseek_v3")
+    with pytest.raises(UserError, match=r"`rollout\.tensor_parallel_size` = 2"):
+        arguments(tensor_parallel_size=2)
+
+
+def test_routes_that_are_lost_are_an_error_that_sends_the_run_to_its_checkpoint(ray_cluster, monkeypatch):
+    """A RuntimeError of a rank: see `PolicyGroup._cause`."""
+    held = StoredRoutes(ray.put(np.ones((3, 2, 1), np.uint8)))
+    assert held.get().shape == (3, 2, 1)
+
+    def no_answer(reference, *, timeout):
+        raise GetTimeoutError(f"not within {timeout:g} s")
+
+    monkeypatch.setattr(ray, "get", no_answer)
+    with pytest.raises(RuntimeError, match="the routes of a sample are lost: not within 120 s"):
+        held.get()
