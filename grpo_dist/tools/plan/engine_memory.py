@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo_dist.config import Config, PolicyConfig, RolloutConfig
+from grpo_dist.config import BatchConfig, Config, PolicyConfig, RolloutConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.memory import CPU_RUNTIME, GPU_RUNTIME, Footprint, Sizes, lora_parameters
@@ -94,7 +94,11 @@ def rollout_engine(
         cache = sequences * config.max_length * token_bytes
     parts["key-value cache"] = max(0, cache)
     room = max(0, cache) // token_bytes
-    routes = _routes(config, model, workload, room) if config.policy.router_replay else 0
+    routes = 0
+    if config.policy.router_replay:
+        steps = 1 + config.max_staleness
+        routes = _routes(config.batch, model, workload, steps=steps, engines=rollout.num_workers)
+        routes += room * model.route_bytes
     mean = workload.prompt_tokens / config.batch.samples_per_prompt + workload.mean
     return EngineFootprint(
         parts if sizes.gpu or not routes else parts | {"routes": routes},
@@ -107,10 +111,9 @@ def rollout_engine(
     )
 
 
-def _routes(config: Config, model: ModelShape, workload: Workload, cached: int) -> int:
-    """Return the bytes of the routes of ``cached`` tokens, and of an engine's share of the samples."""
+def _routes(batch: BatchConfig, model: ModelShape, workload: Workload, *, steps: int, engines: int) -> int:
+    """Return the bytes of the routes of one engine's share of the samples of ``steps`` steps."""
     if not model.shape.experts:
         raise UserError(f"policy.router_replay: model {model.name} has no experts; remove it")
-    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt * (1 + config.max_staleness)
-    tokens = samples * (workload.prompt_tokens + workload.mean) / config.rollout.num_workers
-    return (cached + round(tokens)) * model.route_bytes
+    samples = steps * batch.prompts_per_step * batch.samples_per_prompt
+    return round(samples * (workload.prompt_tokens + workload.mean) / engines) * model.route_bytes

@@ -5,7 +5,14 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from grpo_dist.config import CheckpointConfig, ClusterConfig, Config, RewardsConfig
+from grpo_dist.config import (
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    PolicyConfig,
+    RewardsConfig,
+    RolloutConfig,
+)
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.runtime.tables import print_lines
 from grpo_dist.tools.bench.table import written
@@ -96,14 +103,14 @@ def _turns(workload: Workload) -> list[str]:
     ]
 
 
-def _experts(config: Config, model: ModelShape, *, gpu: bool) -> list[str]:
+def _experts(policy: PolicyConfig, rollout: RolloutConfig, model: ModelShape, itemsize: int) -> list[str]:
     """Describe the experts of a mixture: their share of the memory of a policy rank and of an engine."""
-    s, b = model.shape, Sizes.of(config, gpu=gpu).itemsize
+    s = model.shape
     if not s.experts:
         return []
-    engine = model.expert_parameters * (1 if is_quantised(config.rollout) else b)
-    trained = expert_bytes(config.policy, model, b) / GIB
-    held = engine / config.rollout.tensor_parallel_size / GIB
+    engine = model.expert_parameters * (1 if is_quantised(rollout) else itemsize)
+    trained = expert_bytes(policy, model, itemsize) / GIB
+    held = engine / rollout.tensor_parallel_size / GIB
     return [
         f"experts: {model.expert_parameters / 1e9:,.3f} billion of these parameters, {s.experts} in each of "
         f"{s.layers} layers, {s.experts_per_token} of them for a token; they take {trained:,.1f} GiB of a "
@@ -115,9 +122,10 @@ def _head(plan: Plan) -> list[str]:
     setting = plan.setting
     model, workload, calibration = setting.model, setting.workload, setting.calibration
     shown = plan.simulated or plan.found[0]
+    itemsize = Sizes.of(shown.option.config, gpu=setting.cluster.card is not None).itemsize
     lines = [
         f"{model.name}: {model.parameters / 1e9:,.3f} billion parameters on {setting.cluster}",
-        *_experts(shown.option.config, model, gpu=setting.cluster.card is not None),
+        *_experts(shown.option.config.policy, shown.option.config.rollout, model, itemsize),
         f"lengths: prompts of {workload.prompt_tokens}, completions of {workload.mean:,.0f} tokens on "
         f"average, at most {workload.cap:,}",
         *_turns(workload),
