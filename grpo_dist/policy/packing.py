@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_dist.policy.attention import Kernel, Spans
-from grpo_dist.policy.router_replay import laid_out, shared_alike
+from grpo_dist.policy.router_replay import fetched, laid_out, shared_alike
 from grpo_dist.types import Routes, Rows
 
 
@@ -64,7 +64,7 @@ def padded(
     layout = _layout(tokens, None, None, tokens, indices, mask, temperatures)
     if routes is None:
         return layout
-    experts = [own and own.get() for own in routes]
+    experts = fetched(routes)
     return replace(
         layout, routes=laid_out(experts, np.arange(size).reshape(tokens.shape), size, tokens.device)
     )
@@ -78,7 +78,7 @@ def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1) -> Layout:
     """
     device, lengths = rows.tokens.device, rows.lengths.tolist()
     groups, prompts = rows.group_ids.tolist(), rows.prompt_lengths.tolist()
-    experts = None if rows.routes is None else [own and own.get() for own in rows.routes]
+    experts = None if rows.routes is None else fetched(rows.routes)
     if experts is not None:
         groups = shared_alike(groups, prompts, experts)
     indices = _stream_indices(lengths, groups, prompts)

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from grpo_dist.types import TrainBatch
+from grpo_dist.types import Routes, TrainBatch
 
 # Architectures whose router in transformers is a softmax over all experts and a top-k of it.
 SUPPORTED = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -80,6 +80,11 @@ class _LayerReplay:
         if getattr(gate, "norm_topk_prob", True):  # Mixtral always does
             replayed = replayed / replayed.sum(dim=-1, keepdim=True)
         return logits, replayed.to(weights.dtype), experts
+
+
+def fetched(routes: Sequence[Routes | None]) -> list[np.ndarray | None]:
+    """Return the routes of each row, [T', L, k]. Raises RuntimeError when some are lost."""
+    return [None if own is None else own.get() for own in routes]
 
 
 def laid_out(
