@@ -20,10 +20,10 @@ class StoredRoutes:
 
     reference: Any  # ray.ObjectRef
 
-    def get(self) -> np.ndarray:
+    def fetch(self) -> np.ndarray:
         """Fetch them. Raises RuntimeError when they are lost."""
         try:
-            routes: np.ndarray = ray.get(self.reference, timeout=_FETCH_S)
+            routes: np.ndarray = ray.get(self.reference, timeout=_FETCH_S)  # bounded: by its timeout
         except RayError as error:
             why = " ".join(str(error).split())[:200]
             raise RuntimeError(f"policy.router_replay: the routes of a sample are lost: {why}") from error
@@ -39,4 +39,4 @@ def stored(rollout: Rollout) -> Rollout:
 
 
 def _put(routes: Any) -> StoredRoutes:
-    return StoredRoutes(ray.put(routes.get()))
+    return StoredRoutes(ray.put(routes.fetch()))

@@ -150,7 +150,7 @@ def _of_episodes(rollouts: list[Rollout], values: ValuesOfSamples) -> dict[str, 
 def _routes(row: Rollout | FurtherRow) -> dict[str, Any] | None:
     if row.routes is None:
         return None
-    experts = row.routes.get()
+    experts = row.routes.fetch()
     return {"dtype": experts.dtype.str, "shape": experts.shape, "bytes": experts.tobytes()}
 
 

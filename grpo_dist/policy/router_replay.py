@@ -84,7 +84,7 @@ class _LayerReplay:
 
 def fetched(routes: Sequence[Routes | None]) -> list[np.ndarray | None]:
     """Return the routes of each row, [T', L, k]. Raises RuntimeError when some are lost."""
-    return [None if own is None else own.get() for own in routes]
+    return [None if own is None else own.fetch() for own in routes]
 
 
 def laid_out(

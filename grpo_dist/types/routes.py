@@ -20,7 +20,7 @@ import numpy as np
 class Routes(Protocol):
     """Where routes are."""
 
-    def get(self) -> np.ndarray:
+    def fetch(self) -> np.ndarray:
         """Return them, [T, L, k]. Raises RuntimeError when they are lost."""
         ...
 
@@ -31,5 +31,5 @@ class HeldRoutes:
 
     experts: np.ndarray
 
-    def get(self) -> np.ndarray:
+    def fetch(self) -> np.ndarray:
         return self.experts

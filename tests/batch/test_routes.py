@@ -43,11 +43,11 @@ def batch_of(groups):
 
 
 def firsts(batch):
-    return [None if own is None else int(own.get()[0, 0, 0]) for own in batch.routes]
+    return [None if own is None else int(own.fetch()[0, 0, 0]) for own in batch.routes]
 
 
 def same(a, b):
-    return a.get().dtype == b.get().dtype and np.array_equal(a.get(), b.get())
+    return a.fetch().dtype == b.fetch().dtype and np.array_equal(a.fetch(), b.fetch())
 
 
 def test_messages_and_checkpoints_keep_routes(tmp_path):

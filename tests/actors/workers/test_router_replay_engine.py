@@ -75,7 +75,7 @@ def test_replayed_routes_make_engine_and_trainer_the_same_model(ray_cluster, tmp
         world.push()
         again = world.sample_all(PROMPTS)
         assert np.all(np.less(mismatch(world, batch_of(again)), SAME))
-        before, after = (own[0][0].routes.get()[:40] for own in (sampled, again))  # of the same prompt
+        before, after = (own[0][0].routes.fetch()[:40] for own in (sampled, again))  # of the same prompt
         assert np.mean(before != after) > 0.1
     finally:
         world.close()
@@ -137,11 +137,11 @@ def test_which_engines_record_routes():
 def test_routes_that_are_lost_are_an_error_that_sends_the_run_to_its_checkpoint(ray_cluster, monkeypatch):
     """A RuntimeError of a rank: see `PolicyGroup._cause`."""
     held = StoredRoutes(ray.put(np.ones((3, 2, 1), np.uint8)))
-    assert held.get().shape == (3, 2, 1)
+    assert held.fetch().shape == (3, 2, 1)
 
     def no_answer(reference, *, timeout):
         raise GetTimeoutError(f"not within {timeout:g} s")
 
     monkeypatch.setattr(ray, "get", no_answer)
     with pytest.raises(RuntimeError, match="the routes of a sample are lost: not within 120 s"):
-        held.get()
+        held.fetch()
