@@ -18,7 +18,7 @@ from actors.workers.engine_settings import EngineSpec
 from actors.workers.environment import EnvironmentPool
 from actors.workers.policy_group import PolicyGroup, PolicySpec
 from actors.workers.reference import ReferencePool
-from actors.workers.reward import RewardPool
+from actors.workers.reward import PolicyTokenizer, RewardPool
 from actors.workers.reward_model import RewardModelPool
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import Config, RewardModelConfig, TeacherConfig
@@ -135,6 +135,7 @@ class Factory:
             max_new_tokens=config.sampling.longest,
             models=self._reward_models(model_dir, shared),
             outcome_rewards=config.environments.outcome_rewards,
+            policy=PolicyTokenizer(str(model_dir), config.model.trust_remote_code),
         )
 
     def _reward_models(self, model_dir: Path, shared: SharedDevices | None) -> list[RewardModelPool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,11 @@ from actors.lifecycle.supervisor import Team
 from actors.workers.reward_model import RewardModelPool
 from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.degenerate_text import is_degenerate
+from grpo_dist.rewards.functions import StepScores
 from grpo_dist.rewards.group import CompletionGroup, ModelScores
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, model_terms, placed, reward_specs
+from grpo_dist.rewards.steps import decoded_length, token_ends
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.types import Group, Prompt, Rollout
@@ -36,6 +38,14 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 2
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyTokenizer:
+    """Where the policy's tokenizer is."""
+
+    directory: str
+    trust_remote_code: bool
+
+
 class RewardWorker(Metered, Probeable):
     """Scores one group a call; several calls run at once and share its grader processes."""
 
@@ -45,9 +55,11 @@ class RewardWorker(Metered, Probeable):
         *,
         max_new_tokens: int,
         outcome_rewards: Mapping[Any, float] | None = None,
+        policy: PolicyTokenizer | None = None,
     ) -> None:
         super().__init__()
         self._max_new_tokens, self._settings = max_new_tokens, settings
+        self._tokenizer = load_tokenizer(policy) if policy and scores_own_steps(settings) else None
         self._pool = GraderPool(
             settings.processes_per_worker,
             timeout_s=settings.timeout_s,
@@ -80,6 +92,8 @@ class RewardWorker(Metered, Probeable):
         )
         scores = self._scorer.score(completions, {name: m.rewards for name, m in modelled.items()})
         group = Group(prompt, tuple(rollouts), scores.rewards, scores.parts, tuple(scores.outcomes))
+        if scores.steps is not None and self._tokenizer is not None:
+            group = with_own_steps(group, scores.steps, self._tokenizer)
         degenerate = sum(is_degenerate(rollout.text) for rollout in rollouts)
         group = replace(with_steps(group, modelled), garbage=degenerate, score_s=time.perf_counter() - begin)
         return group, self._scorer.news()
@@ -104,6 +118,7 @@ class RewardPool:
         models: Sequence[RewardModelPool] = (),
         worker: type = RewardWorker,
         outcome_rewards: Mapping[Any, float] | None = None,
+        policy: PolicyTokenizer | None = None,
     ) -> None:
         settings, concurrent = placed(settings), 2 * settings.processes_per_worker
         actors = replace(actors, options={"max_concurrency": concurrent} | actors.options)
@@ -114,6 +129,7 @@ class RewardPool:
             settings,
             max_new_tokens=max_new_tokens,
             outcome_rewards=outcome_rewards,
+            policy=policy,
         )
         self.team = Team("reward", made, actors)
         self.workers = self.team.workers
@@ -146,6 +162,26 @@ class RewardPool:
     async def shutdown(self) -> None:
         await self.team.shutdown()
         await gather([end(self.workers), *(model.shutdown() for model in self.models)])
+
+
+def scores_own_steps(settings: RewardsConfig) -> bool:
+    """Return whether a function of a user rewards steps, whose ends are found with the policy's tokenizer."""
+    return any(function.kind == "process" for function in settings.functions)
+
+
+def load_tokenizer(policy: PolicyTokenizer) -> Any:
+    from transformers import AutoTokenizer  # heavy: only for rewards of steps
+
+    return AutoTokenizer.from_pretrained(policy.directory, trust_remote_code=policy.trust_remote_code)
+
+
+def with_own_steps(group: Group, steps: StepScores, tokenizer: Any) -> Group:
+    """Add the rewards of a function's steps, and the policy's tokens at which they end."""
+    ends = [
+        token_ends(char_ends, len(r.completion_ids), decoded_length(tokenizer, r.completion_ids))
+        for r, char_ends in zip(group.rollouts, steps.char_ends, strict=True)
+    ]
+    return replace(group, step_rewards=steps.rewards, step_ends=tuple(ends))
 
 
 def with_steps(group: Group, modelled: Mapping[str, ModelScores]) -> Group:

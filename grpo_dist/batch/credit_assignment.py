@@ -245,7 +245,8 @@ def _process(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageSett
             rewards += values.tolist() if is_scored else [math.nan] * len(values)
             ends += (last.astype(np.int64) + len(group.prompt.token_ids)).tolist()
             rows += [row + sample] * len(values)
-        if group.step_rewards is None and not any(r.turns for r in group.rollouts):
+        has_none = group.step_rewards is None and not any(r.turns for r in group.rollouts)
+        if has_none and np.isfinite(group.rewards).any():  # one that was not scored at all trains nothing
             raise ValueError(
                 f"{_wants_steps(settings)}, but {group.prompt.uid} has no step rewards; add a process reward "
                 "model to rewards.models, or use an environment that rewards turns"

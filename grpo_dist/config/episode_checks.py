@@ -14,12 +14,11 @@ def episode_contradictions(config: Sections) -> Iterator[str]:
     yield from _of_the_sandbox(config)
     data, advantage, rewards = config.data, config.algorithm.advantage, config.rewards
     without = [str(source.path) for source in data.train if data.environment_of(source) is None]
-    scores_steps = any(model.kind == "process" for model in rewards.models)
-    if scores_steps and len(without) < len(data.train):
+    if rewards.scores_steps and len(without) < len(data.train):
         yield (
-            "`rewards.models` has a model of `kind: process`, which scores the steps of a single completion, "
-            "but `data.environment` makes episodes; remove the model (`algorithm.advantage` = process then "
-            "takes the rewards of turns), or the environment"
+            "`rewards` has a model or function of `kind: process`, which scores the steps of a single "
+            "completion, but `data.environment` makes episodes; remove it (`algorithm.advantage` = process "
+            "then takes the rewards of turns), or the environment"
         )
     if advantage == "turn" and without:
         yield (

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from grpo_dist.config.base import Section
+
+StepReduction = Annotated[
+    Literal["min", "mean", "last"],
+    Field(description="process: how the step scores become the reward of the completion"),
+]
+StepSeparator = Annotated[str, Field(min_length=1, description="process: text between two steps")]
 
 
 class GatedConfig(Section):
@@ -26,10 +32,31 @@ class RewardConfig(GatedConfig):
     """A reward computed by a function of the completion."""
 
     name: str = Field("", description="label in metrics; empty: the function's name")
+    kind: Literal["outcome", "process"] = Field(
+        "outcome",
+        description="outcome: a number for each completion; process: a function of yours that returns one "
+        "for each of `steps`",
+    )
+    reduce: StepReduction = "min"
+    step_separator: StepSeparator = "\n\n"
     function: str = Field(
         description="a built-in reward (grpo_dist/rewards/README.md lists them), or `module:function`"
     )
     kwargs: dict[str, Any] = Field({}, description="keyword arguments of the function")
+
+    @model_validator(mode="after")
+    def _steps_of_own_functions(self) -> RewardConfig:
+        foreign = [n for n in ("reduce", "step_separator") if getattr(self, n) != _default(self, n)]
+        if self.kind == "outcome" and foreign:
+            raise ValueError(
+                f"{', '.join(foreign)}: settings of kind process; remove them or set kind: process"
+            )
+        if self.kind == "process" and ":" not in self.function:
+            raise ValueError(
+                f"kind = process: built-in reward {self.function} scores no steps; name a function of yours, "
+                "`module:function`"
+            )
+        return self
 
 
 class RewardModelConfig(GatedConfig):
@@ -48,10 +75,8 @@ class RewardModelConfig(GatedConfig):
         "verdict tokens; skywork: Skywork-o1-Open-PRM, by its value head; prefixes: a sequence classifier, "
         "on the solution up to each step",
     )
-    reduce: Literal["min", "mean", "last"] = Field(
-        "min", description="process: how the step scores become the reward of the completion"
-    )
-    step_separator: str = Field("\n\n", min_length=1, description="process: text between two steps")
+    reduce: StepReduction = "min"
+    step_separator: StepSeparator = "\n\n"
     step_mark: str | None = Field(
         None,
         description="process: text appended to each step; the score is read at its last token; null: that of "
@@ -72,7 +97,7 @@ class RewardModelConfig(GatedConfig):
     @model_validator(mode="after")
     def _settings_of_its_kind(self) -> RewardModelConfig:
         of_process = ("format", "reduce", "step_mark", "step_separator", "verdict_tokens")
-        foreign = [n for n in of_process if getattr(self, n) != type(self).model_fields[n].default]
+        foreign = [n for n in of_process if getattr(self, n) != _default(self, n)]
         if self.kind == "outcome" and foreign:
             raise ValueError(
                 f"{', '.join(foreign)}: settings of kind process, but `kind` is outcome; remove them "
@@ -85,6 +110,10 @@ class RewardModelConfig(GatedConfig):
             if self.kind == "process" and self.format in formats and getattr(self, name) is not None:
                 raise ValueError(f"{name}: format {self.format} has none; remove it or use another format")
         return self
+
+
+def _default(section: Section, name: str) -> Any:
+    return type(section).model_fields[name].default
 
 
 class RewardsConfig(Section):
@@ -132,14 +161,25 @@ class RewardsConfig(Section):
             raise ValueError(f"two rewards share a name: {names}; set `name` on each")
         if not names:
             raise ValueError("no functions and no models; configure at least one reward")
-        if sum(m.kind == "process" for m in self.models) > 1:
-            raise ValueError("two models of kind process, but a sample has a single list of steps; keep one")
-        if self.shuffle and any(m.kind == "process" for m in self.models):
+        if [m.kind for m in self.models].count("process") + self._own_steps > 1:
             raise ValueError(
-                "shuffle = true shuffles total rewards only, but a model of kind process also gives step "
+                "two models or functions of kind process, but a sample has a single list of steps; keep one"
+            )
+        if self.shuffle and self.scores_steps:
+            raise ValueError(
+                "shuffle = true shuffles total rewards only, but a reward of kind process also gives step "
                 "rewards, which would stay unshuffled; remove one of them"
             )
         return self
+
+    @property
+    def scores_steps(self) -> bool:
+        """Whether a model or a function rewards the steps of a completion."""
+        return self._own_steps > 0 or any(model.kind == "process" for model in self.models)
+
+    @property
+    def _own_steps(self) -> int:
+        return sum(function.kind == "process" for function in self.functions)
 
     @model_validator(mode="after")
     def _gates_end(self) -> RewardsConfig:

@@ -11,13 +11,13 @@ def step_contradictions(config: Sections) -> Iterator[str]:
     """Yield a message for each setting of step rewards that has none, or that another one excludes."""
     a, data = config.algorithm, config.data
     without = [str(source.path) for source in data.train if data.environment_of(source) is None]
-    scores_steps = any(model.kind == "process" for model in config.rewards.models)
-    if (a.process_coef or a.advantage == "process") and not scores_steps and without:
+    wanted = a.process_coef or a.advantage == "process"
+    if wanted and not config.rewards.scores_steps and without:
         key, value = ("process_coef", a.process_coef) if a.process_coef else ("advantage", "process")
         yield (
-            f"`algorithm.{key}` = {value} needs scores of reasoning steps or turns, but `rewards.models` has "
-            f"no model of `kind: process`, and source {without[0]} of `data.train` no environment; add one "
-            "of them"
+            f"`algorithm.{key}` = {value} needs scores of reasoning steps or turns, but `rewards` has no "
+            f"model or function of `kind: process`, and source {without[0]} of `data.train` no environment; "
+            "add one of them"
         )
     if a.process_coef and a.advantage in ("process", "turn"):
         yield (

@@ -10,6 +10,7 @@ OWN is 1 in a process for the package's own graders, which never runs user code,
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import importlib
 import inspect
@@ -19,7 +20,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
@@ -74,10 +75,15 @@ def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
             # The memory of an import, which may be large, is not charged to the answers.
             limit_address_space(None)
             try:
-                load(*arguments)
+                function, accepted = load(*arguments)
             finally:
                 limit_address_space(memory_mb)
-            return ["ok", None]
+            named = [
+                name
+                for name in inspect.signature(function).parameters
+                if accepted is None or name in accepted
+            ]
+            return ["ok", {"names": named, "is_async": inspect.iscoroutinefunction(function)}]
         return ["ok", _KINDS[kind](*arguments)]
     except MemoryError:
         return ["memory", f"out of memory: more than {memory_mb} MB above the process's size at start"]
@@ -100,8 +106,62 @@ def _find(completion: str) -> str | None:
 
 def _call(path: str, keywords: dict[str, Any]) -> float | None:
     """Call the user's function; None if it returns None or NaN, which mean "cannot be scored"."""
+    return _number(path, _result(path, keywords))
+
+
+def _call_for_all(path: str, keywords: dict[str, Any], size: int) -> list[float | None]:
+    """Call a function that returns ``size`` numbers at once: of a group, or of the steps of a completion."""
+    values = _result(path, keywords)
+    try:
+        given = list(values)
+    except TypeError as error:
+        raise ValueError(f"{path} returned a {type(values).__name__}; expected {size} numbers") from error
+    if len(given) != size:
+        raise ValueError(f"{path} returned {len(given)} numbers; expected {size}")
+    return [_number(path, value) for value in given]
+
+
+def _call_together(path: str, calls: list[dict[str, Any]], timeout_s: float) -> list[list[Any]]:
+    """Await an asynchronous function for all ``calls`` at the same time.
+
+    Returns ["ok", number], ["failed", reason] or ["timeout", reason] of each.
+    """
+
+    async def answers() -> list[list[Any]]:
+        tasks = [asyncio.ensure_future(_awaitable(path, keywords)) for keywords in calls]
+        await asyncio.wait(tasks, timeout=timeout_s)
+        return [_outcome(path, task, timeout_s) for task in tasks]
+
+    return asyncio.run(answers())
+
+
+def _outcome(path: str, task: asyncio.Future[Any], timeout_s: float) -> list[Any]:
+    if not task.done():
+        task.cancel()
+        return ["timeout", f"no result within {timeout_s:g} s"]
+    try:
+        return ["ok", _number(path, task.result())]
+    except BaseException as error:  # as in `_answer`, and a cancelled task
+        return ["failed", f"{type(error).__name__}: {error}"[:500]]
+
+
+def _result(path: str, keywords: dict[str, Any]) -> Any:
+    """Return what the user's function returns, also if it is asynchronous."""
+    value = _awaitable(path, keywords)
+    return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+
+
+def _awaitable(path: str, keywords: dict[str, Any]) -> Any:
     function, accepted = load(path)
-    value = function(**{k: v for k, v in keywords.items() if accepted is None or k in accepted})
+    return function(**{k: v for k, v in keywords.items() if accepted is None or k in accepted})
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _number(path: str, value: Any) -> float | None:
+    """Return ``value`` as a number; None for None and NaN. Raises ValueError for anything else."""
     if value is None:
         return None
     number = float(value)
@@ -112,7 +172,13 @@ def _call(path: str, keywords: dict[str, Any]) -> float | None:
     return None if math.isnan(number) else number
 
 
-_KINDS: dict[str, Callable[..., Any]] = {"grade": _grade, "find": _find, "call": _call}
+_KINDS: dict[str, Callable[..., Any]] = {
+    "grade": _grade,
+    "find": _find,
+    "call": _call,
+    "call_for_all": _call_for_all,
+    "call_together": _call_together,
+}
 
 
 @lru_cache

@@ -12,7 +12,7 @@ Formats with a head of their own give probabilities, see `model_heads`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from grpo_dist.config import RewardModelConfig
 from grpo_dist.rewards.group import ModelScores
 from grpo_dist.rewards.model_heads import StepHead, check_logits, load_with_head, verdict_ids
 from grpo_dist.rewards.model_inputs import ModelInput, Steps, check_inputs, conversation, process_inputs
-from grpo_dist.rewards.steps import decoded_length, split_steps, token_ends
+from grpo_dist.rewards.steps import REDUCE, decoded_length, split_steps, token_ends
 from grpo_dist.runtime.hardware import device_type, quiet_libraries, resolve_dtype
 from grpo_dist.runtime.host_copies import HostCopies, release_cache
 
@@ -42,11 +42,6 @@ _HEADS = {
     "skywork": None,
 }
 _OWN_HEADS = ("qwen", "skywork", "math_shepherd", "rlhflow")
-_REDUCE: dict[str, Callable[[np.ndarray], float]] = {
-    "min": lambda scores: float(scores.min()),
-    "mean": lambda scores: float(scores.mean()),
-    "last": lambda scores: float(scores[-1]),
-}
 
 
 class Classifier:
@@ -99,7 +94,7 @@ class Classifier:
             token_ends([end for _, end in own], len(ids), decoded_length(policy_tokenizer, ids))
             for own, ids in zip(steps, token_ids, strict=True)
         ]
-        reduce = _REDUCE[self._settings.reduce]
+        reduce = REDUCE[self._settings.reduce]
         rewards = np.array([reduce(s) for s in scores], dtype=np.float32)
         return ModelScores(rewards, tuple(scores), tuple(ends))
 

@@ -26,10 +26,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.rewards.math import Grade
+from grpo_dist.rewards.results import Died, Failure, Signature, number_of
 from grpo_dist.runtime.child_python import child_command, code_directories, python_path
 from grpo_dist.runtime.guardian import kill_descendants, kill_marked
 
@@ -38,19 +38,9 @@ _TASKS_PER_PROCESS = 2000  # then the process is replaced, because parsers keep 
 _ATTEMPTS = 2  # a process may die for a reason other than its current answer
 _KILLED_S = 10.0  # limit for a killed process to exit; one that the kernel holds is abandoned
 _LONGEST_REPLY = 1 << 20  # bytes; far above any reply of a grader
+_TOGETHER_S = 2.0  # for an event loop to end calls that are past their deadline
+_OF_USERS = ("load", "call", "call_for_all", "call_together")  # kinds whose first argument is a function
 _MARK = "GRPO_DIST_GRADER"  # environment variable inherited by all that a grader process starts
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A call without a value; ``outcome`` is ``timeout`` or ``error``."""
-
-    outcome: str
-    detail: str
-
-
-class _Died(Failure):
-    """The process died during the call."""
 
 
 class GraderPool:
@@ -111,14 +101,39 @@ class GraderPool:
         tasks = [(function, dict(k)) for k in keywords]
         return list(self._threads.map(self._call_one, tasks))
 
-    def check(self, function: str) -> None:
-        """Raise ValueError if ``module:function`` cannot be loaded."""
+    def call_for_all(
+        self, function: str, keywords: Mapping[str, Any], size: int
+    ) -> list[float | Failure] | Failure:
+        """Call ``module:function`` once for ``size`` numbers, within their deadlines together."""
+        arguments = (function, dict(keywords), size)
+        task = self._threads.submit(self._run, "call_for_all", arguments, max(1, size) * self._timeout_s)
+        result = task.result()  # bounded: by the deadline of the answer and of a process to be free
+        if isinstance(result, Failure):
+            return result
+        return [math.nan if number is None else float(number) for number in result]
+
+    def call_together(self, function: str, keywords: Iterable[Mapping[str, Any]]) -> list[float | Failure]:
+        """Await the asynchronous ``module:function`` with each set of keywords, all at the same time in one
+        process, each within the deadline of an answer.
+        """
+        calls = [dict(k) for k in keywords]
+        arguments = (function, calls, self._timeout_s)
+        task = self._threads.submit(self._run, "call_together", arguments, self._timeout_s + _TOGETHER_S)
+        result = task.result()  # bounded: as in `call_for_all`
+        if isinstance(result, Failure):  # it blocked its event loop, so nothing is known of the others
+            return [result] * len(calls)
+        return [number_of(status, value) for status, value in result]
+
+    def check(self, function: str) -> Signature:
+        """Return the signature of ``module:function``. Raises ValueError if it cannot be loaded."""
         result = self._run("load", (function,))
         if isinstance(result, Failure):
             raise ValueError(
                 f"reward function {function!r}: {result.detail.removeprefix('ValueError: ')}; expected "
                 "`module:function` that can be imported (add its directory to rewards.code_paths)"
             )
+
+        return Signature(frozenset(result["names"]), result["is_async"])
 
     def close(self) -> None:
         """End every process once running calls are done. Safe to call twice."""
@@ -154,18 +169,19 @@ class GraderPool:
             return result
         return math.nan if result is None else float(result)
 
-    def _run(self, kind: str, arguments: tuple[Any, ...]) -> Any:
-        of_user = kind in ("load", "call") and not arguments[0].startswith("grpo_dist.")
+    def _run(self, kind: str, arguments: tuple[Any, ...], timeout_s: float | None = None) -> Any:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        of_user = kind in _OF_USERS and not arguments[0].startswith("grpo_dist.")
         idle = self._idle_for_users if of_user else self._idle
         try:
             # Bounds the time until a process is free: start, import, call, and at worst kill and restart.
-            process = idle.get(timeout=_ATTEMPTS * (3 * _START_S + self._timeout_s + _KILLED_S))
+            process = idle.get(timeout=_ATTEMPTS * (3 * _START_S + timeout_s + _KILLED_S))
         except queue.Empty:
             return Failure("error", "no grader process became free")
         try:
             for _ in range(_ATTEMPTS):
-                result = process.run(kind, arguments, self._timeout_s)
-                if not isinstance(result, _Died):
+                result = process.run(kind, arguments, timeout_s)
+                if not isinstance(result, Died):
                     break
             return result
         finally:
@@ -192,7 +208,7 @@ class _Process:
             return Failure("error", f"cannot be sent to a grader process ({type(error).__name__}: {error})")
         try:
             self._prepare()
-            if kind in ("load", "call") and arguments[0] not in self._loaded:
+            if kind == "load" or (kind in _OF_USERS and arguments[0] not in self._loaded):
                 status, value = self._ask("load", pickle.dumps(arguments[:1]), _START_S)
                 if status == "ok":
                     self._loaded.add(arguments[0])
@@ -205,7 +221,7 @@ class _Process:
             return Failure("timeout", f"no result within {timeout_s:g} s")
         except (OSError, EOFError, ValueError) as error:
             self.kill()
-            return _Died("error", f"the grader process died ({error})")
+            return Died("error", f"the grader process died ({error})")
         if status == "memory":  # its heap is too full for the next answer
             self.kill()
         return value if status == "ok" else Failure("error", value)

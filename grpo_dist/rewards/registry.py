@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,10 +19,11 @@ from grpo_dist.rewards import builtin
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.combine import Term, as_part, combine
 from grpo_dist.rewards.episodes import failure_of, with_outcome_rewards
+from grpo_dist.rewards.functions import OwnFunction, StepScores, StepSettings, noted
 from grpo_dist.rewards.generative import Generative
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.judge import LLMJudge
-from grpo_dist.rewards.pool import Failure, GraderPool
+from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.remote import Remote
 from grpo_dist.runtime.files import code_files
 
@@ -59,6 +59,7 @@ class RewardSpec:
     term: Term
     function: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    steps: StepSettings | None = None  # of kind process
 
     @property
     def name(self) -> str:
@@ -73,16 +74,26 @@ class Scores:
         rewards: float32 [G].
         parts: float32 [G] of each reward by name, before weights and gates.
         outcomes: [G] of the math grader; "" if no reward used it.
+        steps: of a function of kind process.
     """
 
     rewards: np.ndarray
     parts: dict[str, np.ndarray]
     outcomes: list[str]
+    steps: StepScores | None = None
 
 
 def reward_specs(settings: RewardsConfig) -> list[RewardSpec]:
     """Read `rewards.functions` of the configuration."""
-    return [RewardSpec(_term(r.name or r.function, r), r.function, r.kwargs) for r in settings.functions]
+    return [
+        RewardSpec(
+            _term(r.name or r.function, r),
+            r.function,
+            r.kwargs,
+            StepSettings(r.step_separator, r.reduce) if r.kind == "process" else None,
+        )
+        for r in settings.functions
+    ]
 
 
 def model_terms(settings: RewardsConfig) -> list[Term]:
@@ -126,7 +137,7 @@ def reward_problems(settings: RewardsConfig, *, max_new_tokens: int) -> Iterator
     with GraderPool(1, code_paths=settings.code_paths) as pool:
         for spec in custom:
             try:
-                _check_custom(spec, pool)
+                own_function(spec, pool)
             except ValueError as error:
                 yield str(error)
 
@@ -169,9 +180,7 @@ class Scorer:
         names = [term.name for term in self._terms]
         if len(set(names)) != len(names):
             raise ValueError(f"two rewards share a name: {names}; give each `name` once")
-        self._custom = [spec for spec in specs if spec.function not in REWARDS]
-        for spec in self._custom:
-            _check_custom(spec, pool)
+        self._own = {spec.name: own_function(spec, pool) for spec in specs if spec.function not in REWARDS}
         self._builtin = {spec.name: make(spec) for spec in specs if spec.function in REWARDS}
         for name, reward in self._builtin.items():
             reward.start(workers=workers, note=partial(self._note, name))
@@ -179,10 +188,9 @@ class Scorer:
     def score(self, group: CompletionGroup, modelled: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Compute every reward and their combination.
 
-        A user function is called as ``function(completion=, answer=, **columns, **kwargs)`` with the names it
-        accepts, and for episodes with ``turns``, see `turns_for_rewards`. An exception, a timeout, None, NaN
-        and a value that is not finite as float32 all mean "could not be scored", and so does an environment
-        that failed.
+        User functions are called as `functions` says, with the names they accept, for episodes with
+        ``turns``, see `turns_for_rewards`. An exception, a timeout, None, NaN and a value that is not finite
+        as float32 all mean "could not be scored", and so does an environment that failed.
 
         Args:
             modelled: float [G] of each reward model.
@@ -192,12 +200,17 @@ class Scorer:
         values: dict[str, Any] = dict(modelled or {})
         for name, reward in self._builtin.items():
             values[name] = reward.score(group, verdicts)
-        for spec in self._custom:
-            values[spec.name] = self._call(spec, group)
+        steps = None
+        for name, own in self._own.items():
+            results, of_steps = own.score(group)
+            steps = steps or of_steps
+            values[name], reasons = noted(results)
+            for reason in reasons:
+                self._note(name, reason)
         parts = {term.name: as_part(values[term.name]) for term in self._terms}
         for name, part in parts.items():
             self._note_overflow(name, values[name], part)
-        return self._ended(group, Scores(combine(parts, self._terms), parts, verdicts.outcomes))
+        return self._ended(group, Scores(combine(parts, self._terms), parts, verdicts.outcomes, steps))
 
     def news(self) -> tuple[str, ...]:
         """Return messages not returned before: why samples were not scored, and other notes of rewards."""
@@ -208,17 +221,6 @@ class Scorer:
     def close(self) -> None:
         for reward in self._builtin.values():
             reward.close()
-
-    def _call(self, spec: RewardSpec, group: CompletionGroup) -> list[float]:
-        known = {"answer": group.gold, **group.columns, **spec.kwargs}
-        calls = [{**known, "completion": completion} for completion in group.completions]
-        if any(group.turns):
-            calls = [call | {"turns": turns} for call, turns in zip(calls, group.turns, strict=True)]
-        results = self._pool.call(spec.function, calls)
-        for result in results:
-            if isinstance(result, Failure):
-                self._note(spec.name, result.detail)
-        return [math.nan if isinstance(r, Failure) else r for r in results]
 
     def _ended(self, group: CompletionGroup, scores: Scores) -> Scores:
         """Add what the ends of episodes are worth; those whose environment failed are not scored."""
@@ -232,7 +234,7 @@ class Scorer:
                 for values in (rewards, *scores.parts.values()):
                     values[i] = np.nan
                 outcomes[i] = outcomes[i] and "error"
-        return Scores(rewards, scores.parts, outcomes)
+        return Scores(rewards, scores.parts, outcomes, scores.steps)
 
     def _note_overflow(self, name: str, values: Any, part: np.ndarray) -> None:
         """Note scores dropped because they are infinite. NaN and None are intended, so they need no note."""
@@ -285,7 +287,7 @@ def module_and_name(function: str) -> tuple[str, str]:
     return module, name
 
 
-def _check_custom(spec: RewardSpec, pool: GraderPool) -> None:
-    """Raise ValueError for an unknown name or a function that cannot be loaded."""
+def own_function(spec: RewardSpec, pool: GraderPool) -> OwnFunction:
+    """Load a user's reward. Raises ValueError for an unknown name or a function that cannot be loaded."""
     module_and_name(spec.function)
-    pool.check(spec.function)
+    return OwnFunction(spec.function, spec.kwargs, pool, steps=spec.steps)

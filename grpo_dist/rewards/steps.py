@@ -8,6 +8,13 @@ from typing import Any
 
 import numpy as np
 
+# How the scores of steps, at least one, become that of the completion.
+REDUCE: dict[str, Callable[[np.ndarray], float]] = {
+    "min": lambda scores: float(scores.min()),
+    "mean": lambda scores: float(scores.mean()),
+    "last": lambda scores: float(scores[-1]),
+}
+
 
 def split_steps(text: str, separator: str) -> list[tuple[str, int]]:
     """Split ``text`` into steps: (text of the step, character at which the next one begins).

@@ -116,6 +116,15 @@ def test_equal_outcomes_leave_the_signal_of_steps():
         credited([group_of([1, 0], [1, 1])], AdvantageSettings(process_coef=1.0))
 
 
+def test_a_group_that_was_not_scored_at_all_needs_no_steps():
+    """As after the loss of the workers that score steps: it trains nothing, and the others go on."""
+    lost = group_of([np.nan, np.nan], [2, 2])
+    how = AdvantageSettings(estimator="process")
+    got = credited([with_steps(), lost], how)
+    torch.testing.assert_close(got[:2], credited([with_steps()], how))
+    assert not got[2:].any()
+
+
 def test_steps_of_a_sample_without_a_reward_do_not_move_the_others():
     """The third sample has step scores, but its reward failed: its group must look as without it."""
     steps = [np.array(own, np.float32) for own in ([1.0, 0.0], [1.0], [9.0, -7.0])]

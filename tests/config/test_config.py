@@ -80,7 +80,7 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
         ("algorithm={old_logprobs: rollout, correction: {kind: tis}}", ["nothing to correct"]),
         ("algorithm.process_coef=0.5", ["`algorithm.process_coef` = 0.5 needs scores", "add one of them"]),
         ("algorithm.outcome_coef=2", ["`algorithm.outcome_coef` = 2", "`algorithm.process_coef` = 0"]),
-        ("algorithm.advantage=process", ["`rewards.models` has no model", "no environment", "add one"]),
+        ("algorithm.advantage=process", ["`rewards` has no model or function", "no environment", "add one"]),
         ("algorithm.advantage=turn", ["turn compares turns of episodes", "set `data.environment`"]),
         ("algorithm.turn_discount=0.5", ["has no effect without algorithm.advantage=turn"]),
         ("rewards.functions=[{function: environment}]", ["none of its samples would be scored"]),
@@ -136,7 +136,7 @@ def test_bad_value_is_refused_with_key_value_and_remedy(base, override, words):
     [
         (
             ["rewards.models=[{name: steps, path: m, kind: process}]"],
-            ["steps of a single completion", "remove the model"],
+            ["steps of a single completion", "remove it"],
         ),
         (
             ["algorithm.advantage=turn", "rewards.functions=[{function: environment, weight: 2}]"],

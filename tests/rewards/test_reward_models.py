@@ -148,7 +148,7 @@ def test_a_classifier_without_a_head_is_rejected(tmp_path, tiny_model):
 
 def test_conflicting_process_models_are_rejected():
     steps = [{"name": name, "path": "p", "kind": "process"} for name in "ab"]
-    with pytest.raises(ValueError, match="two models of kind process"):
+    with pytest.raises(ValueError, match="two models or functions of kind process"):
         RewardsConfig.model_validate({"models": steps})
     with pytest.raises(ValueError, match="shuffle = true"):
         RewardsConfig.model_validate({"models": steps[:1], "shuffle": True})

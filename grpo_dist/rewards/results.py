@@ -1,0 +1,34 @@
+"""What a call of a grader process gives, and what is known of a user's function."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A call without a value; ``outcome`` is ``timeout`` or ``error``."""
+
+    outcome: str
+    detail: str
+
+
+class Died(Failure):
+    """The process died during the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a user function accepts. ``names``: its parameters, ``**anything`` among them by its name."""
+
+    names: frozenset[str]
+    is_async: bool = False
+
+
+def number_of(status: str, value: Any) -> float | Failure:
+    """Return the number of one of several calls, NaN for none, or why it failed."""
+    if status != "ok":
+        return Failure("timeout" if status == "timeout" else "error", value)
+    return math.nan if value is None else float(value)

@@ -1,0 +1,210 @@
+"""Reward functions of users: of a whole group, asynchronous, of steps, and what their signatures ask for."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from actors.workers.reward import PolicyTokenizer, RewardWorker
+from grpo_dist.config import RewardConfig, RewardsConfig
+from grpo_dist.rewards.functions import StepSettings
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import Scorer, check_rewards, reward_specs
+from grpo_dist.types import Prompt, Rollout
+from tests.support.made_completions import completion_group, spec
+from tests.support.patience import HANG_S
+from tests.support.reward_code import code_directory
+
+CODE = """
+import asyncio, time
+
+def longest(completions, answer, finish_reason, source):
+    assert finish_reason == ["stop", "length", "stop"] and source == "gsm8k"
+    return [None if not text else float(len(text) == max(map(len, completions))) for text in completions]
+
+async def ranked(completions, token_ids):
+    await asyncio.sleep(0.01)
+    return [sum(ids) for ids in token_ids]
+
+def too_few(completions):
+    return [1.0]
+
+def no_list(completions):
+    return 1.0
+
+def one_is_odd(completions):
+    return [1.0, "x", 2.0]
+
+def hangs(completions):
+    while True:
+        pass
+
+async def asked(completion, seconds=0.5):
+    await asyncio.sleep(seconds if completion != "slow" else 60)
+    if completion == "bad":
+        raise RuntimeError("bad one")
+    return None if completion == "none" else len(completion)
+
+async def blocks(completion):
+    time.sleep(60)
+
+def nosy(completion, token_ids, group, source, finish_reason):
+    return 100 * len(token_ids) + 10 * len(group) + (finish_reason == "length") + (source == "gsm8k") / 2
+
+def column(completion, source, group="unused"):
+    return float(source)
+
+def everything(completion, **rest):
+    assert not {"token_ids", "group", "finish_reason", "source"} & set(rest)
+    return 1.0
+
+def right_steps(steps, answer, bonus=0.0):
+    return [float("=" in step) + bonus for step in steps]
+
+async def picky_steps(steps):
+    if "?" in steps[-1]:
+        raise ValueError("a question")
+    return [1.0 if step else None for step in steps][: 1 if "short" in steps[0] else None]
+"""
+code = code_directory(own_rewards=CODE)
+
+
+@pytest.fixture(scope="module")
+def pool(code):
+    with GraderPool(2, timeout_s=HANG_S, code_paths=[code]) as pool:
+        yield pool
+
+
+def group_of(completions, **more):
+    reasons = ["length" if i == 1 else "stop" for i in range(len(completions))]
+    return replace(completion_group(completions, "4", reasons=reasons, **more), source="gsm8k")
+
+
+def scored(pool, name, completions, steps=None, kwargs=None, **more):
+    scorer = Scorer([replace(spec("own", f"own_rewards:{name}", kwargs=kwargs), steps=steps)], pool)
+    return scorer.score(group_of(completions, **more)), scorer
+
+
+def test_a_function_of_completions_is_called_once_for_the_group(pool):
+    scores, scorer = scored(pool, "longest", ["ab", "", "abc"])
+    np.testing.assert_array_equal(scores.rewards, [0.0, np.nan, 1.0])
+    assert scorer.failures == {}
+    scores, _ = scored(pool, "ranked", ["a", "b"], lengths=[3, 4])
+    assert scores.rewards.tolist() == [3.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("too_few", "ValueError: own_rewards:too_few returned 1 numbers; expected 3"),
+        ("no_list", "ValueError: own_rewards:no_list returned a float; expected 3 numbers"),
+        ("one_is_odd", "ValueError: could not convert string to float: 'x'"),
+    ],
+)
+def test_a_group_without_a_number_each_is_not_scored(pool, name, reason):
+    scores, scorer = scored(pool, name, ["a", "b", "c"])
+    assert np.isnan(scores.rewards).all()
+    assert scorer.failures == {"own": {reason: 3}}
+
+
+def test_a_function_of_a_group_that_hangs_is_killed(code):
+    with GraderPool(1, timeout_s=0.5, code_paths=[code]) as own:
+        scores, scorer = scored(own, "hangs", ["a", "b", "c"])
+        assert np.isnan(scores.rewards).all()
+        assert scorer.failures == {"own": {"no result within 1.5 s": 3}}
+
+
+def test_asynchronous_calls_of_a_group_run_at_the_same_time(pool):
+    """Ten calls of half a second each in one process take nowhere near five seconds of sleep."""
+    scored(pool, "asked", ["a"], kwargs={"seconds": 0.0})  # imports the module
+    begin = time.monotonic()
+    scores, scorer = scored(pool, "asked", [*"abcdefg", "bad", "none", "xy"], kwargs={"seconds": 1.0})
+    assert time.monotonic() - begin < 9.0
+    np.testing.assert_array_equal(scores.rewards, [1.0] * 7 + [np.nan, np.nan, 2.0])
+    assert scorer.failures == {"own": {"RuntimeError: bad one": 1}}
+
+
+def test_an_asynchronous_call_past_its_deadline_costs_only_its_own_sample(code):
+    with GraderPool(1, timeout_s=3.0, code_paths=[code]) as own:
+        scores, scorer = scored(own, "asked", ["a", "slow", "abc"])
+        np.testing.assert_array_equal(scores.rewards, [1.0, np.nan, 3.0])
+        assert scorer.failures == {"own": {"no result within 3 s": 1}}
+        own._timeout_s = 0.5
+        scores, scorer = scored(own, "blocks", ["a", "b"])  # its loop cannot end the others
+        assert np.isnan(scores.rewards).all() and scorer.failures == {"own": {"no result within 2.5 s": 2}}
+
+
+def test_a_function_gets_what_its_signature_names(pool):
+    scores, _ = scored(pool, "nosy", ["a", "b"], lengths=[2, 3])
+    assert scores.rewards.tolist() == [220.5, 321.5]
+    scores, _ = scored(pool, "everything", ["a"])
+    assert scores.rewards.tolist() == [1.0]
+
+
+def test_a_column_of_the_data_comes_before_a_name_of_ours(pool):
+    scores, _ = scored(pool, "column", ["a"], columns={"source": "7"})
+    assert scores.rewards.tolist() == [7.0]
+
+
+def test_steps_get_a_reward_each_and_together_one(pool):
+    texts = ["a=1\n\nb\n\nc=2", "x", "y=1"]
+    for reduce, expected in (("min", [0, 0, 1]), ("mean", [2 / 3, 0, 1]), ("last", [1, 0, 1])):
+        scores, _ = scored(pool, "right_steps", texts, StepSettings("\n\n", reduce))
+        assert scores.rewards.tolist() == pytest.approx(expected)
+        assert [own.tolist() for own in scores.steps.rewards] == [[1, 0, 1], [0], [1]]
+        assert scores.steps.char_ends == ([5, 8, 11], [1], [3])
+    scores, _ = scored(pool, "right_steps", texts[1:2], StepSettings("\n\n", "min"), {"bonus": 0.5})
+    assert scores.rewards.tolist() == [0.5]
+
+
+def test_steps_that_cannot_be_scored_are_nan_and_keep_their_ends(pool):
+    scores, scorer = scored(pool, "picky_steps", ["a\n\nb?", "", "short\n\nb"], StepSettings("\n\n", "mean"))
+    assert np.isnan(scores.rewards).all()
+    assert [np.isnan(own).tolist() for own in scores.steps.rewards] == [[True, True], [True], [True, True]]
+    assert sorted(scorer.failures["own"]) == [
+        "ValueError: a question", "ValueError: own_rewards:picky_steps returned 1 numbers; expected 2",
+    ]  # fmt: skip
+
+
+def test_the_group_carries_the_rewards_of_steps_at_the_policys_tokens(code, tiny_model):
+    """One token a character, and EOS: the steps end with tokens 4 and 6, the second sample's with 1."""
+    function = {"function": "own_rewards:right_steps", "kind": "process", "reduce": "mean"}
+    settings = RewardsConfig.model_validate({"functions": [function], "code_paths": [code]})
+    worker = RewardWorker(settings, max_new_tokens=24, policy=PolicyTokenizer(str(tiny_model), False))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    texts = ["a=1\n\nb", "c"]
+    ids = [np.array([*tokenizer(text)["input_ids"], tokenizer.eos_token_id], np.int32) for text in texts]
+    samples = [
+        Rollout("p", i, own, np.zeros(len(own), np.float32), "stop", text, np.zeros(len(own), np.int32))
+        for i, (text, own) in enumerate(zip(texts, ids, strict=True))
+    ]
+    try:
+        group, news = worker.score(Prompt("p", np.array([1], np.int32), "4", "gsm8k"), samples, {})
+    finally:
+        worker.close()
+    assert group.rewards.tolist() == [0.5, 0.0] and news == ()
+    assert [own.tolist() for own in group.step_rewards] == [[1.0, 0.0], [0.0]]
+    assert [ends.tolist() for ends in group.step_ends] == [[4, 6], [1]]
+
+
+def test_the_configuration_says_which_function_scores_steps(code):
+    function = {"function": "own_rewards:right_steps", "kind": "process", "reduce": "last"}
+    settings = RewardsConfig.model_validate({"functions": [function], "code_paths": [code]})
+    assert settings.scores_steps
+    assert [s.steps for s in reward_specs(settings)] == [StepSettings("\n\n", "last")]
+    check_rewards(settings, max_new_tokens=10)
+    wrong = settings.model_copy(
+        update={"functions": (RewardConfig(function="own_rewards:nosy", kind="process"),)}
+    )
+    with pytest.raises(ValueError, match=r"expected a parameter `steps`.*it has completion, finish_reason"):
+        check_rewards(wrong, max_new_tokens=10)
+    with pytest.raises(ValueError, match="built-in reward math scores no steps"):
+        RewardConfig(function="math", kind="process")
+    with pytest.raises(ValueError, match="reduce: settings of kind process"):
+        RewardConfig(function="a:b", reduce="mean")
+    with pytest.raises(ValueError, match="two models or functions of kind process"):
+        RewardsConfig.model_validate(
+            {"functions": [function], "models": [{"name": "m", "path": "p", "kind": "process"}]}
+        )
