@@ -22,6 +22,7 @@ from itertools import product
 from typing import Any, Literal
 
 from grpo_dist.rewards.arithmetic import is_unsolved
+from grpo_dist.rewards.choice import stated_choice
 from grpo_dist.rewards.marks import label, subscripts, unit, without_percent, worded_numbers
 from grpo_dist.rewards.reading import Reading, read
 from grpo_dist.rewards.text import boxes, normalise, percent, same_list, spellings, tagged_answer, tidy
@@ -79,6 +80,8 @@ def grade(completion: str, answer: str, *, accept_arithmetic: bool = False) -> G
     tail = tagged or completion[-_LONGEST_RESPONSE:]
     if tail.strip() and len(tail) <= 4 * len(gold) + 40 and _same_text(tail, gold):
         return Grade.of("correct")
+    if _is_option(gold) and (choice := stated_choice(tail)) is not None:
+        return Grade.of("correct" if choice == normalise(gold) else "wrong")
     reading = read(tail)
     if reading is None:
         return Grade.of("no_answer")
@@ -101,7 +104,7 @@ def answer_found(completion: str) -> str | None:
         return found[-1]
     tagged = tagged_answer(completion) or ""
     reading = read(tagged or completion[-_LONGEST_RESPONSE:])
-    return reading.text if reading is not None else tagged or None
+    return reading.text if reading is not None else tagged or stated_choice(completion)
 
 
 def gold_text(answer: str) -> str:
@@ -112,6 +115,11 @@ def gold_text(answer: str) -> str:
 def gold_is_parsable(answer: str) -> bool:
     """Return whether ``answer`` parses as mathematics; otherwise it is only compared as text."""
     return bool(_readings_of_gold(gold_text(answer)))
+
+
+def _is_option(gold: str) -> bool:
+    """Return whether ``gold`` is the letter of an option; other letters are rather variables."""
+    return re.fullmatch("[A-J]", normalise(gold)) is not None
 
 
 def _box_is_right(found: list[str], gold: str, accept_arithmetic: bool) -> bool:

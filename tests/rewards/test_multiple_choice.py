@@ -1,8 +1,12 @@
 """The math grader on multiple choice: the letter counts in any markup."""
 
+import time
+
 import pytest
 
-from grpo_dist.rewards.math import grade
+from grpo_dist.rewards.choice import stated_choice
+from grpo_dist.rewards.math import answer_found, grade
+from tests.support.patience import HANG_S
 
 LETTERS = "ABCDE"
 DRESSES = [
@@ -32,6 +36,114 @@ def test_several_letters_or_none_are_wrong(box):
     assert grade(f"\\boxed{{{box}}}", "B").outcome == "wrong"
 
 
-def test_a_letter_alone_needs_no_box_and_a_sentence_does():
+STATED = [
+    "The answer is B",
+    "The answer is B.",
+    "The answer is (B).",
+    "the answer is (b)",
+    "Answer: B",
+    "ANSWER: B.",
+    "**Answer: B**",
+    "**Answer:** B",
+    "Answer: **(B)**",
+    "The correct option is \\textbf{(B)}.",
+    "The answer is $B$.",
+    "The correct choice is option B.",
+    "The answer is B) 5 cm",
+    "The answer is (B) Paris.",
+    "The answer is B: Paris",
+    "A is too small. So the answer is B, because 3 < 4.",
+    "The answer is B since C is odd.",
+    'The answer is "B".',
+    "The answer is A. Let me check: 2+2=4. Therefore, the answer is B.",
+    "The final answer is \\(B\\).",
+    "The answer would be B\n",
+    "The answer is Ｂ。",
+    "I doubt A. The answer is B.",
+    "The answer is b.",
+]
+NOT_STATED = [
+    "The answer is B or C.",
+    "The answer is B and C",
+    "The answer is B, C",
+    "The answer is (B), (C)",
+    "The answer is B/C",
+    "The answer is either B or C",
+    "The answer is not B.",
+    "The answer isn't B",
+    "I don't think the answer is B.",
+    "The wrong answer is B.",
+    "If the answer is B, then x = 3.",
+    "The answer is B? No.",
+    "Is the answer is B?",
+    "The answer is B is what a fool says",
+    "The answer is B. No, wait.",
+    "The answer is B... Actually it is C",
+    "The answer is B. Sorry, C.",
+    "The answer is A. But the answer is unclear.",
+    "The answer is",
+    "Options: A) 3 B) 4",
+    "The answer is Brazil",
+    "The answer is B^2",
+    "The answer is B'",
+    "The answer is B + 1",
+    "The answer is B = 4",
+    "Choose B",
+    "It is not true that the answer is B",
+    "Whether the answer is B depends",
+    "B_1: the answer is B_1",
+    "The answer is B-C",
+    "The answer is (B) is wrong",
+    "The answer is B to D",
+    "the answer is B unless it is C",
+]
+
+
+@pytest.mark.parametrize("text", STATED)
+def test_a_sentence_that_states_a_letter_needs_no_box(text):
+    assert grade(text, "B").outcome == grade(text, "(B)").outcome == "correct"
+    assert grade(text, "C").outcome == "wrong"
+    assert stated_choice(text) == "B"
+
+
+@pytest.mark.parametrize("text", NOT_STATED)
+def test_a_sentence_that_hedges_negates_or_takes_back_states_nothing(text):
+    assert stated_choice(text) is None
+    assert grade(text, "B").outcome != "correct"
+
+
+def test_an_article_or_a_variable_is_no_option():
+    for text in (
+        "The answer is a positive number.",
+        "The answer is a",
+        "The answer is A positive number",
+        "answer: i",
+    ):
+        assert stated_choice(text) is None
+    assert stated_choice("The answer is (a).") == stated_choice("The answer is A.") == "A"
+
+
+def test_only_golds_that_are_options_are_compared_with_a_stated_letter():
+    assert grade("The answer is x.", "y").outcome == "no_answer"
+    assert grade("The answer is B.", "Bob").outcome == "no_answer"
+    assert grade("The answer is \\boxed{C}. The answer is B.", "B").outcome == "wrong"  # a box comes first
+    assert grade("<think>The answer is B.", "B").outcome == "no_answer"
+    assert answer_found("So the answer is (B).") == "B"
+
+
+def test_long_texts_are_searched_in_linear_time():
+    begin = time.monotonic()
+    for piece in (
+        "answer is ",
+        "answer: (((((",
+        "the answer is **",
+        "answer is B or ",
+        "\\text{" * 3,
+        "answer " * 5,
+    ):
+        assert stated_choice(piece * 20_000) is None
+    assert time.monotonic() - begin < HANG_S
+
+
+def test_a_letter_alone_needs_no_box():
     assert grade("(B)", "B").outcome == "correct"
-    assert grade("The answer is (B).", "B").outcome == "no_answer"
