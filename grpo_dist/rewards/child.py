@@ -140,7 +140,7 @@ def _outcome(path: str, task: asyncio.Future[Any], timeout_s: float) -> list[Any
         task.cancel()
         return ["timeout", f"no result within {timeout_s:g} s"]
     try:
-        return ["ok", _number(path, task.result())]
+        return ["ok", _number(path, task.result())]  # bounded: it is done
     except BaseException as error:  # as in `_answer`, and a cancelled task
         return ["failed", f"{type(error).__name__}: {error}"[:500]]
 

@@ -25,6 +25,7 @@ from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.judge import LLMJudge
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.remote import Remote
+from grpo_dist.rewards.unit_tests import UnitTests
 from grpo_dist.runtime.files import code_files
 
 _WARNINGS_PER_REWARD = 20  # distinct messages; a function may put its input in each
@@ -45,6 +46,7 @@ REWARDS: dict[str, type[Builtin]] = {
     "parity": builtin.Parity,
     "random": builtin.Random,
     "environment": builtin.EnvironmentSum,
+    "unit_tests": UnitTests,
 }
 
 

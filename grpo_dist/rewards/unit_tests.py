@@ -1,0 +1,190 @@
+"""A reward for code: tests that come with the data, on the sandbox in which tools of episodes run.
+
+a test                            what runs, in an interpreter of its own          it passes
+"assert f(2) == 4"                the solution, then the test                      if the test ends
+{"input": "2\\n", "output": "4"}   the solution, which reads the input              if it prints the output
+
+The test itself runs beside the solution, which could tamper with it; output is compared outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import secrets
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt, PrivateAttr
+
+from grpo_dist.config.environments import SandboxConfig
+from grpo_dist.environments.sandbox.failure import ProcessFailure
+from grpo_dist.environments.sandbox.python import CodeResult, PythonSandbox
+from grpo_dist.rewards.builtin import Builtin, Note
+from grpo_dist.rewards.group import CompletionGroup, Verdicts
+
+_FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_LANGUAGES = ("", "python", "python3", "py")
+_START_S, _CLOSE_S = 400.0, 60.0  # the trial of isolation takes up to 300 s on a busy machine
+_READ_FROM = "import io, sys\nsys.stdin = io.TextIOWrapper(io.BytesIO({data!r}), encoding='utf-8')\n"
+
+
+class UnitTests(Builtin):
+    """1 if the last Python block of the completion passes all tests, else 0, also without a block; with
+    ``reward: share`` the share of tests that it passes. NaN where the sandbox failed or the row has no tests.
+    """
+
+    column: str = Field("tests", description="column of the data with the tests, a list or its JSON")
+    setup_column: str | None = Field(None, description="column of code that runs before the solution")
+    reward: Literal["all", "share"] = Field("all", description="all: 1 or 0; share: of the tests that pass")
+    max_concurrency: PositiveInt = Field(4, description="interpreters of one reward worker at once")
+    sandbox: SandboxConfig = SandboxConfig()
+
+    _code: _CodeLoop = PrivateAttr()
+    _note: Note = PrivateAttr()
+
+    def check(self, *, max_new_tokens: int) -> None:
+        """Run one test, so that a machine without a sandbox is reported before the run starts."""
+        code = _CodeLoop(self.sandbox, 1)
+        try:
+            code.start()
+            passed = code.run(_passed_all("def f(x): return 2 * x", ["assert f(2) == 4"], code))
+        except (ProcessFailure, OSError, RuntimeError, TimeoutError) as error:
+            raise ValueError(
+                f"kwargs.sandbox: no code can be run here ({error}); see grpo_dist/environments/sandbox, or "
+                "set kwargs.sandbox.backend: http with the url of a service"
+            ) from error
+        finally:
+            code.close()
+        if passed != [True]:
+            raise ValueError("kwargs.sandbox: a right solution fails its test; raise its limits")
+
+    def start(self, *, workers: int, note: Note) -> None:
+        self._note, self._code = note, _CodeLoop(self.sandbox, self.max_concurrency)
+        self._code.start()
+
+    def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
+        try:
+            tests = read_tests(group.columns.get(self.column), self.column)
+        except ValueError as error:
+            self._note(str(error))
+            return [math.nan] * len(group.completions)
+        setup = str(group.columns.get(self.setup_column) or "") if self.setup_column else ""
+        solutions = [last_block(text) for text in group.outside_thoughts]
+        distinct = list(dict.fromkeys(code for code in solutions if code is not None))
+        scores = self._code.run(self._scores([f"{setup}\n{code}" for code in distinct], tests))
+        known = dict(zip(distinct, scores, strict=True))
+        return [0.0 if code is None else known[code] for code in solutions]
+
+    def close(self) -> None:
+        self._code.close()
+
+    async def _scores(self, solutions: Sequence[str], tests: Sequence[Any]) -> list[float]:
+        return list(await asyncio.gather(*(self._score_of(code, tests) for code in solutions)))
+
+    async def _score_of(self, solution: str, tests: Sequence[Any]) -> float:
+        try:
+            passed = await _passed_all(solution, tests, self._code, stop=self.reward == "all")
+        except ProcessFailure as failure:  # of the machine or the service: nothing is known
+            self._note(f"the sandbox failed: {failure}")
+            return math.nan
+        return float(all(passed)) if self.reward == "all" else sum(passed) / len(tests)
+
+
+def last_block(text: str) -> str | None:
+    """Return the last fenced block of Python, or of no named language; None without one."""
+    blocks = [found[2] for found in _FENCED.finditer(text) if found[1].lower() in _LANGUAGES]
+    return blocks[-1] if blocks else None
+
+
+def read_tests(value: Any, column: str) -> list[str | dict[str, str]]:
+    """Read the tests of a row. Raises ValueError for what is none."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:  # one test, as HumanEval has it
+            value = [value] if value.strip() else None
+    tests = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
+    for test in tests:
+        pair = isinstance(test, Mapping) and all(isinstance(test.get(k), str) for k in ("input", "output"))
+        if not pair and not isinstance(test, str):
+            tests = []
+    if not tests:
+        raise ValueError(
+            f"column {column} has no tests; expected a list of assertions or of {{input, output}}, in "
+            "`columns` of the data and `kwargs.column`"
+        )
+    return tests
+
+
+async def _passed_all(
+    solution: str, tests: Sequence[Any], code: _CodeLoop, *, stop: bool = False
+) -> list[bool]:
+    """Return whether each test passes, up to the first that does not if ``stop``. Raises ProcessFailure."""
+    passed: list[bool] = []
+    for test in tests:
+        async with code.permits:
+            passed.append(await _passes(solution, test, code.sandbox))
+        if stop and not passed[-1]:
+            break
+    return passed
+
+
+async def _passes(solution: str, test: str | Mapping[str, str], sandbox: PythonSandbox) -> bool:
+    episode = secrets.token_hex(8)
+    try:
+        if isinstance(test, str):
+            if (await sandbox.run(episode, _sendable(solution))).outcome != "ok":
+                return False
+            # Printed behind the test, so that a solution which exits in it has not passed.
+            mark = secrets.token_hex(16)
+            ran = await sandbox.run(episode, _sendable(f"{test}\nprint({mark!r})\n"))
+            return ran.outcome == "ok" and ran.output.rstrip().endswith(mark)
+        await sandbox.run(episode, _READ_FROM.format(data=test["input"].encode()))
+        ran = await sandbox.run(
+            episode, _sendable(f"{solution}\nNone\n")
+        )  # None: its last value is not shown
+        return ran.outcome == "ok" and _same_output(ran, test["output"])
+    finally:
+        await sandbox.end(episode)
+
+
+def _same_output(ran: CodeResult, expected: str) -> bool:
+    """Compare line by line, but for white space at ends of lines and of the text."""
+    ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (ran.output, expected))
+    return ours == theirs
+
+
+def _sendable(code: str) -> str:
+    """Replace halves of surrogate pairs, which no file can hold."""
+    return code.encode(errors="replace").decode()
+
+
+class _CodeLoop:
+    """The sandbox on an event loop of its own thread, for callers that have none."""
+
+    def __init__(self, settings: SandboxConfig, concurrency: int) -> None:
+        self.sandbox, self.permits = PythonSandbox(settings), asyncio.Semaphore(concurrency)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="unit-tests", daemon=True)
+        self._thread.start()
+
+    def start(self) -> None:
+        self._submit(self.sandbox.start()).result(_START_S)
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self._submit(coroutine).result()  # bounded: by the limits of the sandbox on each call
+
+    def close(self) -> None:
+        try:
+            self._submit(self.sandbox.close()).result(_CLOSE_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CLOSE_S)
+
+    def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)

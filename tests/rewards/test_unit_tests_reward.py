@@ -1,0 +1,123 @@
+"""The reward for code: tests of the data on the real sandbox, and solutions that pass without solving."""
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+
+from grpo_dist.config import RewardConfig, RewardsConfig
+from grpo_dist.environments.sandbox.failure import ProcessFailure
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import Scorer, check_rewards
+from grpo_dist.rewards.unit_tests import last_block, read_tests
+from tests.support.made_completions import completion_group, spec
+from tests.support.patience import HANG_S
+
+pytestmark = pytest.mark.machine
+LIMITS = {"call_s": 20.0, "episode_s": HANG_S, "cpu_s": 30.0}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with GraderPool(1, timeout_s=HANG_S) as pool:
+        yield pool
+
+
+def block(code):
+    return f"Here it is:\n```python\n{code}\n```\nDone."
+
+
+def scored(pool, completions, tests, **kwargs):
+    kwargs = {"sandbox": LIMITS} | kwargs
+    scorer = Scorer([spec("code", "unit_tests", kwargs=kwargs)], pool)
+    try:
+        return scorer.score(
+            completion_group(completions, "", columns={"tests": tests, "setup": "K = 2"})
+        ), scorer
+    finally:
+        scorer.close()
+
+
+def test_a_solution_is_right_if_it_passes_all_tests(pool):
+    tests = ["assert double(2) == 4", "assert double(-1) == -2\nassert double(0) == 0"]
+    completions = [
+        block("def double(x):\n    return K * x"),
+        block("def double(x):\n    return 4"),
+        block("def double(x)\n    return 4"),
+        "def double(x): return 2 * x",
+        block("x = 1") + block("def double(x): return x + x"),
+        block("import sys\ndef double(x): sys.exit(0)"),
+        block("import os\ndef double(x): os._exit(0)"),
+        block("raise SystemExit"),
+        "",
+        "<think>" + block("def double(x): return 2 * x"),
+    ]
+    scores, scorer = scored(pool, completions, tests, setup_column="setup")
+    assert scores.rewards.tolist() == [1, 0, 0, 0, 1, 0, 0, 0, 0, 0]
+    assert scorer.failures == {}
+    share, _ = scored(pool, completions[:3], tests, setup_column="setup", reward="share")
+    assert share.rewards.tolist() == [1, 0.5, 0]
+
+
+def test_a_program_is_right_if_it_prints_the_output(pool):
+    tests = [{"input": "2 3\n", "output": "5\n"}, {"input": "1 1", "output": "2  \n\n"}]
+    completions = [
+        block("a, b = map(int, input().split())\nprint(a + b)"),
+        block(
+            "import sys\nif __name__ == '__main__':\n    read = sys.stdin.buffer.read().split()\n"
+            "    print(sum(map(int, read)))"
+        ),
+        block("print(5)"),
+        block("a, b = map(int, input().split())\na + b"),
+        block("print(5); raise ValueError"),
+    ]
+    scores, _ = scored(pool, completions, tests)
+    assert scores.rewards.tolist() == [1, 1, 0, 0, 0]
+
+
+def test_code_that_never_ends_is_wrong_and_a_sandbox_that_fails_is_not(pool, monkeypatch):
+    endless = [block("while True: pass"), block("def f(): return 1")]
+    scores, _ = scored(pool, endless, ["assert f() == 1"], sandbox=LIMITS | {"call_s": 1.0})
+    assert scores.rewards.tolist() == [0, 1]
+    scorer = Scorer([spec("code", "unit_tests", kwargs={"sandbox": LIMITS})], pool)
+
+    async def fails(self, episode, code):
+        await asyncio.sleep(0)
+        raise ProcessFailure("error", "no space left", infrastructure=True)
+
+    monkeypatch.setattr("grpo_dist.environments.sandbox.python.PythonSandbox.run", fails)
+    result = scorer.score(completion_group([endless[1], "no code"], "", columns={"tests": ["f()"]}))
+    scorer.close()
+    np.testing.assert_array_equal(result.rewards, [math.nan, 0.0])
+    assert scorer.failures == {"code": {"the sandbox failed: no space left": 1}}
+
+
+def test_tests_are_a_list_or_its_json():
+    assert read_tests('["assert f()", "assert g()"]', "t") == ["assert f()", "assert g()"]
+    assert read_tests("def check(f): pass\ncheck(f)", "t") == ["def check(f): pass\ncheck(f)"]
+    assert read_tests([{"input": "", "output": ""}], "t") == [{"input": "", "output": ""}]
+    for wrong in (None, "", [], [1], [{"input": "1"}], "3", {"input": "", "output": ""}):
+        with pytest.raises(ValueError, match="column t has no tests"):
+            read_tests(wrong, "t")
+
+
+def test_rows_without_tests_are_not_scored_and_the_sandbox_is_tried_before_the_run(pool):
+    scores, scorer = scored(pool, [block("x = 1")], None)
+    assert np.isnan(scores.rewards).all() and "column tests has no tests" in next(
+        iter(scorer.failures["code"])
+    )
+    settings = RewardsConfig(functions=(RewardConfig(function="unit_tests", kwargs={"sandbox": LIMITS}),))
+    check_rewards(settings, max_new_tokens=10)
+    away = {"sandbox": {"backend": "http", "url": "http://127.0.0.1:9"}}
+    with pytest.raises(ValueError, match=r"unit_tests: kwargs\.sandbox: no code can be run here"):
+        check_rewards(
+            RewardsConfig(functions=(RewardConfig(function="unit_tests", kwargs=away),)), max_new_tokens=10
+        )
+
+
+def test_the_last_block_of_python_counts():
+    assert last_block("```python\na\n```\n```\nb\n```\n```text\nc\n```") == "b\n"
+    assert last_block("```Python3 title\na\n```") == "a\n"
+    assert last_block("```python\nnever closed") is None
+    assert last_block("  ```py\n  a\n  ```") == "  a\n"
