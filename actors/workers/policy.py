@@ -25,6 +25,7 @@ from grpo_dist.config import (
 )
 from grpo_dist.health.bounds import Bound
 from grpo_dist.observe.profiling import profiled, trace_path
+from grpo_dist.plugins.algorithm_pieces import OwnCode
 from grpo_dist.policy.extensions import build_in_own_directory
 from grpo_dist.policy.loss import LossSettings
 from grpo_dist.policy.ranks import Rank
@@ -131,7 +132,7 @@ def devices_of(_: PolicyWorker) -> Devices:
     return Devices(context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", [])))
 
 
-def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
+def loss_settings(algorithm: AlgorithmConfig, code_paths: Sequence[str] = ()) -> LossSettings:
     """Convert the configuration of the algorithm into the numbers that the loss takes."""
     correction = algorithm.correction
     default = "none" if algorithm.old_logprobs == "rollout" else "tis"
@@ -149,4 +150,5 @@ def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
         correction_low=correction.low,
         correction_high=correction.high,
         correction_veto=correction.veto,
+        own=OwnCode(code_paths, algorithm.kwargs),
     )

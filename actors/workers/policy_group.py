@@ -57,7 +57,7 @@ class PolicySpec:
     def of(cls, config: Config, model_dir: Path) -> PolicySpec:
         trainer = TrainerSettings(
             loss=replace(
-                loss_settings(config.algorithm),
+                loss_settings(config.algorithm, config.code_paths),
                 objective="cross_entropy" if config.is_supervised else "policy",
                 teacher_coef=config.distillation.coef,
                 teacher_estimator=config.distillation.estimator,

@@ -25,13 +25,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
-from grpo_dist.algorithms.kl import KL_ESTIMATORS
-from grpo_dist.algorithms.lookup import named
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.normalise import normalise_rewards, whiten
 from grpo_dist.algorithms.process import process, sum_to_go
 from grpo_dist.algorithms.turn_level import turn_level
 from grpo_dist.batch.rows import context_ids
+from grpo_dist.plugins.algorithm_pieces import NO_OWN_CODE, OwnCode, kl_estimate, own_advantages
+from grpo_dist.plugins.inputs import AdvantageInputs
 from grpo_dist.types import Group, TrainBatch, Turn
 
 # The estimators whose advantages belong to tokens from the start: of the steps of a solution, and of turns.
@@ -40,7 +40,9 @@ PROCESS, TURN = "process", "turn"
 
 @dataclass(frozen=True, slots=True)
 class AdvantageSettings:
-    """How rewards become advantages. Names are those of the registries in `grpo_dist.algorithms`."""
+    """How rewards become advantages. Names are those of the registries in `grpo_dist.algorithms`, or of the
+    user's own pieces.
+    """
 
     estimator: str = "grpo"
     std: str = "group"
@@ -61,6 +63,7 @@ class AdvantageSettings:
     reward_coef: float = 1.0  # weight of the advantages of rewards; whitened: not with a KL term
     teacher_coef: float = 0.0  # weight of a teacher's advantages; 0: it is no part of them
     clip: float | None = None  # advantages are clipped to +- this
+    own: OwnCode = NO_OWN_CODE  # where names that are not built in are found
 
 
 def sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[np.ndarray]:
@@ -79,9 +82,13 @@ def sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> l
         rewards, ids, over=settings.reward_norm, shift=settings.reward_shift, scale=settings.reward_scale,
         eps=settings.eps, moments=settings.moments,
     )  # fmt: skip
-    estimator = named(ADVANTAGES, settings.estimator, "advantage")
-    inputs = {name: _INPUTS[name](groups, settings) for name in ADVANTAGE_INPUTS.get(settings.estimator, ())}
-    advantages = estimator(rewards, ids, **inputs)
+    if settings.estimator in ADVANTAGES:
+        names = ADVANTAGE_INPUTS.get(settings.estimator, ())
+        inputs = {name: _INPUTS[name](groups, settings) for name in names}
+        advantages = ADVANTAGES[settings.estimator](rewards, ids, **inputs)
+    else:
+        own = _own_inputs(rewards, ids, groups, settings)
+        advantages = own_advantages(settings.estimator, settings.own, own)
     follows = settings.whiten or settings.kl_coef or settings.teacher_coef or settings.process_coef
     return [part.numpy() for part in (advantages if follows else advantages.float()).split(sizes)]
 
@@ -115,7 +122,7 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Advan
     if not settings.whiten:  # which would undo any weight but 0
         advantages = advantages * settings.reward_coef
     if settings.kl_coef:
-        kl = _kl_to_go(batch, settings.kl_estimator, _samples_of_rows(groups))
+        kl = _kl_to_go(batch, settings.kl_estimator, _samples_of_rows(groups), settings.own)
         advantages = advantages - settings.kl_coef * kl
     if settings.whiten:
         # A KL that is not finite must not become advantage 0: the loss is then NaN, and the update refused.
@@ -178,6 +185,16 @@ _INPUTS: dict[str, Callable[[Sequence[Group], AdvantageSettings], Any]] = {
     "parts": _parts,
     "weights": _weights,
 }
+
+
+def _own_inputs(
+    rewards: Tensor, ids: Tensor, groups: Sequence[Group], settings: AdvantageSettings
+) -> AdvantageInputs:
+    truncated = [r.finish_reason == "length" for g in groups for r in g.rollouts]
+    names = groups[0].reward_parts
+    parts = {n: _finite(torch.from_numpy(np.concatenate([g.reward_parts[n] for g in groups]))) for n in names}
+    lengths = _lengths(groups, settings)
+    return AdvantageInputs(rewards, ids, lengths, torch.tensor(truncated), parts, settings.weights)
 
 
 def _clipped(rewards: Float[Tensor, " B"], clip: float | None) -> Float[Tensor, " B"]:
@@ -281,12 +298,11 @@ def _turn_level(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageS
     return torch.where(batch.loss_mask, out, 0.0)
 
 
-def _kl_to_go(batch: TrainBatch, estimator: str, samples: Int[Tensor, " B"] | None) -> Tensor:
+def _kl_to_go(batch: TrainBatch, estimator: str, samples: Int[Tensor, " B"] | None, own: OwnCode) -> Tensor:
     assert batch.ref_logprobs is not None, "a KL term in the reward needs reference log-probs"
     mask = batch.loss_mask
-    kl = named(KL_ESTIMATORS, estimator, "KL estimator")(
-        torch.where(mask, batch.rollout_logprobs, 0.0).double(),
-        torch.where(mask, batch.ref_logprobs, 0.0).double(),
-    )
+    sampled = torch.where(mask, batch.rollout_logprobs, 0.0).double()
+    ref = torch.where(mask, batch.ref_logprobs, 0.0).double()
+    kl = kl_estimate(estimator, own, sampled, ref)
     kl = torch.where(mask, kl, 0.0)
     return torch.where(mask, sum_to_go(kl, samples), 0.0)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from grpo_dist.config.base import Fraction, NonNegative, Section
+from grpo_dist.config.base import Fraction, NonNegative, Section, choices
+from grpo_dist.plugins.kinds import ADVANTAGE, AGGREGATION, KL, LOSS
+from grpo_dist.plugins.names import OwnAdvantage, OwnAggregation, OwnKL, OwnLoss, OwnPiece
 
 
 class KLConfig(Section):
     """The penalty on divergence from the reference."""
 
     coef: NonNegative = Field(0.0, description="weight of the KL term; 0: no reference worker is created")
-    estimator: Literal["k1", "k2", "k3", "k1+", "k3+", "abs"] = Field(
-        "k3", description="k1+, k3+: value of k1 or k3 with the gradient of k2; abs: the absolute log-ratio"
+    estimator: Literal["k1", "k2", "k3", "k1+", "k3+", "abs"] | OwnKL = Field(
+        "k3",
+        description="k1+, k3+: value of k1 or k3 with the gradient of k2; abs: the absolute log-ratio; or your "
+        "own",
     )
     target: PositiveFloat | None = Field(
         None, description="KL in nats per token that `coef` is adapted to reach; null: `coef` is constant"
@@ -61,7 +65,9 @@ class AlgorithmConfig(Section):
     advantage: Literal[
         "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "pass_at_k",
         "gdpo", "gpg", "maxrl", "grpo_passk", "process", "turn",
-    ] = Field("grpo", description="estimator that turns the rewards of a group into advantages")  # fmt: skip
+    ] | OwnAdvantage = Field(
+        "grpo", description="estimator that turns the rewards of a group into advantages; or your own"
+    )  # fmt: skip
     std: Literal["group", "batch", "batch_raw", "none"] | None = Field(
         None,
         description="standard deviation that divides centred rewards. group: of the group; batch: of all "
@@ -106,7 +112,9 @@ class AlgorithmConfig(Section):
     policy_loss: Literal[
         "policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "gspo", "gmpo", "dro",
         "kimi15", "topr", "topr_token", "vespo",
-    ] = Field("ppo_clip", description="loss of a token, and how it bounds the policy's change")  # fmt: skip
+    ] | OwnLoss = Field(
+        "ppo_clip", description="loss of a token, and how it bounds the policy's change; or your own"
+    )  # fmt: skip
     clip_low: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="lower clip bound; null: the default of the policy loss, e.g. 0.2 for ppo_clip"
     )
@@ -160,14 +168,44 @@ class AlgorithmConfig(Section):
     skip_idle_rows: bool = Field(True, description="skip samples that add nothing to the gradient")
     aggregation: Literal[
         "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-    ] = Field(
+    ] | OwnAggregation = Field(
         "token-mean",
         description="how token losses are reduced: over all tokens, or per sequence first; token-sum: not "
         "divided at all; "
-        "seq-mean-token-sum-norm divides each sum by the sampling.max_new_tokens of its step",
+        "seq-mean-token-sum-norm divides each sum by the sampling.max_new_tokens of its step; or your own",
+    )  # fmt: skip
+    kwargs: dict[str, dict[str, Any]] = Field(
+        {},
+        description="arguments of your own estimator, loss, KL or aggregation, e.g. {policy_loss: {beta: 2}}",
     )
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
+
+    @model_validator(mode="after")
+    def _kwargs_have_a_piece(self) -> AlgorithmConfig:
+        own = {piece.key.split(".")[1] for piece in self.own_pieces}
+        for name in self.kwargs:
+            if name not in own:
+                raise ValueError(
+                    f"kwargs.{name}: expected arguments of a piece of your own, named by "
+                    f"{', '.join(sorted(own)) or 'none here'}; built-in ones have their own keys"
+                )
+        return self
+
+    @property
+    def own_pieces(self) -> tuple[OwnPiece, ...]:
+        """The pieces that are not built in."""
+        named = (
+            (ADVANTAGE, self.advantage, choices(AlgorithmConfig, "advantage"), "advantage"),
+            (LOSS, self.policy_loss, choices(AlgorithmConfig, "policy_loss"), "policy_loss"),
+            (KL, self.kl.estimator, choices(KLConfig, "estimator"), "kl"),
+            (AGGREGATION, self.aggregation, choices(AlgorithmConfig, "aggregation"), "aggregation"),
+        )
+        return tuple(
+            OwnPiece(kind, name, kind.key, self.kwargs.get(key, {}))
+            for kind, name, builtin, key in named
+            if name not in builtin
+        )
 
     @property
     def whitens(self) -> bool:

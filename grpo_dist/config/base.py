@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -56,6 +56,21 @@ class Section(BaseModel):
             if isinstance(item, int | float) and (problem := _misfit(item, name)):
                 raise ValueError(f"{_shown(item)} {problem}")
         return value
+
+
+def choices(section: type[BaseModel], field: str) -> tuple[Any, ...]:
+    """Return the names that a field lists: those of its Literal, which are built in where it also takes
+    others.
+    """
+    return tuple(_literals(section.model_fields[field].annotation))
+
+
+def _literals(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+        return
+    for inner in get_args(annotation):
+        yield from _literals(inner)
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.algorithm_checks import algorithm_contradictions
+from grpo_dist.config.base import choices
 from grpo_dist.config.distillation_checks import distillation_contradictions
 from grpo_dist.config.episode_checks import episode_contradictions
 from grpo_dist.config.group_checks import group_contradictions
@@ -25,7 +27,10 @@ _OTHER_REWARDS = {
 def learns_from_equal_rewards(config: Sections) -> bool:
     """Return whether a step can learn from groups of equal rewards, or beside them."""
     other_streams = bool(config.distillation.teachers) or config.demonstrations is not None
-    estimates = config.algorithm.advantage in _LEARN_FROM_EQUAL_REWARDS or config.algorithm.process_coef > 0
+    # Of a user's own estimator nothing is known, so that nothing is skipped that it could learn from.
+    own = config.algorithm.advantage not in choices(AlgorithmConfig, "advantage")
+    estimates = own or config.algorithm.advantage in _LEARN_FROM_EQUAL_REWARDS
+    estimates = estimates or config.algorithm.process_coef > 0
     return estimates or config.rewards.shuffle or other_streams
 
 

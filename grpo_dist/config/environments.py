@@ -47,7 +47,7 @@ class EnvironmentsConfig(Section):
 
     num_workers: PositiveInt = Field(1, description="actors that run environments and tools")
     code_paths: tuple[str, ...] = Field(
-        (), description="directories of your environments; searched before installed packages"
+        (), description="as `code_paths` at the top: one list for the whole configuration"
     )
     python: str | None = Field(
         None,

@@ -128,7 +128,7 @@ class RewardsConfig(Section):
         1024, description="address space a grader process may add after its start, MB"
     )
     code_paths: tuple[str, ...] = Field(
-        (), description="directories added to the import path, for custom rewards"
+        (), description="as `code_paths` at the top: one list for the whole configuration"
     )
     accept_arithmetic: bool = Field(
         False, description="math: accept unevaluated arithmetic, e.g. 123+456 for 579"

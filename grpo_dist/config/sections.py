@@ -4,7 +4,10 @@ which reads this class; `root.Config` runs them.
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveInt
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, PositiveInt, model_validator
 
 from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.base import Count, DirectoryName, Section, Seed
@@ -24,6 +27,23 @@ from grpo_dist.config.rewards import RewardsConfig
 from grpo_dist.config.sampling import SamplingConfig
 from grpo_dist.config.stages import RejectionConfig, SFTConfig
 from grpo_dist.config.workers import PolicyConfig, ReferenceConfig, RolloutConfig, WeightSyncConfig
+from grpo_dist.plugins.names import OwnPiece
+
+_WITH_CODE = ("rewards", "environments")  # sections that have code paths of their own
+
+
+def _code_paths(section: Any) -> Any:
+    if isinstance(section, Mapping):
+        return section.get("code_paths", ())
+    return getattr(section, "code_paths", ())
+
+
+def _with_code_paths(section: Any, paths: list[str]) -> Any:
+    if isinstance(section, Section):
+        return section.model_copy(update={"code_paths": tuple(paths)})
+    if section is None:
+        return {"code_paths": paths}
+    return {**section, "code_paths": paths} if isinstance(section, Mapping) else section
 
 
 class Sections(Section):
@@ -35,6 +55,11 @@ class Sections(Section):
     steps: PositiveInt = Field(100, description="training steps of the whole run")
     max_staleness: Count = Field(
         0, description="0: synchronous, on-policy; n: sampling runs up to n steps ahead"
+    )
+    code_paths: tuple[str, ...] = Field(
+        (),
+        description="directories of your own code, for every key that takes `my_module:name`; searched "
+        "before installed packages",
     )
     model: ModelConfig
     data: DataConfig
@@ -65,6 +90,28 @@ class Sections(Section):
     rejection: RejectionConfig = Field(
         RejectionConfig(), description="how `grpo-dist sample` draws and selects samples"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_list_of_code_paths(cls, given: Any) -> Any:
+        """Make one list of `code_paths`, `rewards.code_paths` and `environments.code_paths`, and give it to
+        all three: one directory may hold pieces of several kinds.
+        """
+        if not isinstance(given, Mapping):
+            return given
+        lists = [given.get("code_paths", ()), *(_code_paths(given.get(name)) for name in _WITH_CODE)]
+        if not all(isinstance(own, list | tuple) for own in lists):
+            return given  # the fields' own validators refuse it
+        paths = list(dict.fromkeys(path for own in lists for path in own if isinstance(path, str)))
+        if not paths or any(not isinstance(path, str) for own in lists for path in own):
+            return given
+        sections = {name: _with_code_paths(given.get(name), paths) for name in _WITH_CODE}
+        return {**given, **sections, "code_paths": paths}
+
+    @property
+    def own_pieces(self) -> tuple[OwnPiece, ...]:
+        """The pieces of the run that are not built in, environments and rewards among them."""
+        return self.algorithm.own_pieces
 
     @property
     def has_kl_term(self) -> bool:

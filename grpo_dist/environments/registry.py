@@ -50,7 +50,7 @@ def load_environment(name: str) -> type[Environment]:
         module, adapter, package = ADAPTERS[prefix]
         base: type[Environment] = getattr(_imported(module, f"pip install {package}"), adapter)
         return type(base.__name__, (base,), {"target": rest})
-    found: Any = getattr(_imported(prefix, "add its directory to environments.code_paths"), rest, None)
+    found: Any = getattr(_imported(prefix, "add its directory to code_paths"), rest, None)
     if not isinstance(found, type) or not issubclass(found, Environment):
         what = "no such class" if found is None else f"{found!r}, no subclass of Environment"
         raise ValueError(

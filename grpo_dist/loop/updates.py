@@ -27,6 +27,7 @@ from grpo_dist.config import (
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.order import step_indices
 from grpo_dist.loop.groups import ScoredGroup
+from grpo_dist.plugins.algorithm_pieces import OwnCode
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.types import Group, TrainBatch
 
@@ -65,7 +66,7 @@ def make_batches(
         groups = shuffle_rewards(groups, derived_seed(config.seed, f"shuffle rewards of step {step}"))
     moments = reward_moments(config.algorithm, scored, Moments()) if moments is None else moments
     settings = replace(
-        advantage_settings(config.algorithm, config.rewards, kl_coef),
+        advantage_settings(config.algorithm, config.rewards, kl_coef, config.code_paths),
         moments=moments,
         reward_coef=config.distillation.reward_coef,
         teacher_coef=_coef_in_advantages(config.distillation),
@@ -168,7 +169,7 @@ def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
 
 
 def advantage_settings(
-    algorithm: AlgorithmConfig, rewards: RewardsConfig, kl_coef: float
+    algorithm: AlgorithmConfig, rewards: RewardsConfig, kl_coef: float, code_paths: Sequence[str] = ()
 ) -> AdvantageSettings:
     """Translate the configuration: the maths takes numbers."""
     return AdvantageSettings(
@@ -189,6 +190,7 @@ def advantage_settings(
         kl_estimator=algorithm.kl.estimator,
         whiten=algorithm.whitens,
         clip=algorithm.advantage_clip,
+        own=OwnCode(code_paths, algorithm.kwargs),
     )
 
 

@@ -30,6 +30,8 @@ from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.algorithms.ratios import LOG_LIMIT
+from grpo_dist.plugins.algorithm_pieces import aggregated, kl_estimate, own_policy_loss
+from grpo_dist.plugins.inputs import AggregationInputs, PolicyLossInputs
 from grpo_dist.policy.loss_settings import LossSettings
 from grpo_dist.types import PreparedBatch, TrainBatch
 
@@ -97,7 +99,7 @@ def _policy_objective(
         stats["entropy"] = entropy.sum()
     if settings.entropy_coef:
         assert entropy is not None, "an entropy bonus needs entropies"
-        bonus = settings.entropy_coef * _aggregate(entropy, batch, settings.aggregation)
+        bonus = settings.entropy_coef * _aggregate(entropy, batch, settings)
         loss = loss - bonus
         stats["loss_entropy"] = -bonus
     # The trainer's log-probs before it moved, where they are known. With ratios to the engine's own they are
@@ -151,11 +153,17 @@ def _policy_term(
             low=settings.correction_low, high=settings.correction_high, veto=settings.correction_veto,
         )  # fmt: skip
         weights = weights * importance
-    policy_loss = named(POLICY_LOSSES, settings.policy_loss, "policy loss")
     advantages = _without_overflow(batch.advantages, logprobs.detach() - old, weights, batch.loss_mask)
-    token_losses, stats = policy_loss(logprobs, old, advantages, batch.loss_mask, **_own_settings(settings))
+    if settings.policy_loss in POLICY_LOSSES:
+        policy_loss = POLICY_LOSSES[settings.policy_loss]
+        token_losses, stats = policy_loss(
+            logprobs, old, advantages, batch.loss_mask, **_own_settings(settings)
+        )
+    else:
+        inputs = PolicyLossInputs(logprobs, old, batch.rollout_logprobs, advantages, batch.loss_mask)
+        token_losses, stats = own_policy_loss(settings.policy_loss, settings.own, inputs)
     stats |= {f"correction_{name}": value for name, value in weight_stats.items()}
-    return _aggregate(token_losses * weights, batch, settings.aggregation), stats
+    return _aggregate(token_losses * weights, batch, settings), stats
 
 
 def _kl_term(
@@ -166,10 +174,9 @@ def _kl_term(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Return the aggregated KL, still without its coefficient, and its sum over trained tokens, in nats."""
     mask = batch.loss_mask
-    kl = named(KL_ESTIMATORS, settings.kl_estimator, "KL estimator")(
-        torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0)
-    )
-    return _aggregate(kl, batch, settings.aggregation), torch.where(mask, kl, 0.0).sum()
+    own, ref = torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0)
+    kl = kl_estimate(settings.kl_estimator, settings.own, own, ref)
+    return _aggregate(kl, batch, settings), torch.where(mask, kl, 0.0).sum()
 
 
 def add_stats(a: Stats, b: Stats) -> Stats:
@@ -240,12 +247,15 @@ def _own_settings(settings: LossSettings) -> dict[str, float]:
     return {name: value for name, value in own.items() if value is not None}
 
 
-def _aggregate(token_losses: Float[Tensor, "B T"], batch: TrainBatch, mode: str) -> Float[Tensor, ""]:
-    return aggregate(
-        token_losses, batch.loss_mask, mode,
-        num_tokens=batch.num_tokens, num_sequences=batch.num_sequences, max_tokens=batch.max_tokens,
-        sequence_tokens=batch.sample_tokens,
+def _aggregate(
+    token_losses: Float[Tensor, "B T"], batch: TrainBatch, settings: LossSettings
+) -> Float[Tensor, ""]:
+    mask, counts = batch.loss_mask, batch.sample_tokens
+    inputs = AggregationInputs(
+        token_losses, mask, batch.num_tokens, batch.num_sequences, batch.max_tokens,
+        mask.sum(dim=1) if counts is None else counts,
     )  # fmt: skip
+    return aggregated(settings.aggregation, settings.own, inputs)
 
 
 @torch.no_grad()

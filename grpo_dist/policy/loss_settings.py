@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from grpo_dist.plugins.algorithm_pieces import NO_OWN_CODE, OwnCode
+
 
 @dataclass(frozen=True, slots=True)
 class LossSettings:
@@ -44,3 +46,4 @@ class LossSettings:
     teacher_coef: float = 0.0
     teacher_estimator: str = "k3+"
     demonstration_coef: float = 0.0
+    own: OwnCode = NO_OWN_CODE  # where names that are not built in are found

@@ -130,7 +130,7 @@ class GraderPool:
         if isinstance(result, Failure):
             raise ValueError(
                 f"reward function {function!r}: {result.detail.removeprefix('ValueError: ')}; expected "
-                "`module:function` that can be imported (add its directory to rewards.code_paths)"
+                "`module:function` that can be imported (add its directory to code_paths)"
             )
 
         return Signature(frozenset(result["names"]), result["is_async"])
@@ -335,7 +335,7 @@ def _exit_status(child: subprocess.Popen[bytes]) -> int | None:
 
 
 def _environment(code_paths: Sequence[str]) -> dict[str, str]:
-    directories = code_directories("rewards.code_paths", code_paths, "custom rewards")
+    directories = code_directories("code_paths", code_paths, "custom rewards")
     return os.environ | {
         "PYTHONPATH": python_path(directories),
         "OMP_NUM_THREADS": "1",

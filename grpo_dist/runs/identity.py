@@ -24,9 +24,13 @@ from grpo_dist.types import Prompt
 # Sections and keys that may change.
 _FREE = (
     "name", "output_dir", "steps", "evaluation", "rejection", "checkpoint", "tracking", "profile", "cluster",
-    "bench",
+    "bench", "code_paths",
 )  # fmt: skip
-_FREE_KEYS = ("data.overlap", "algorithm.preset", "weight_sync.probe_every", "weight_sync.probe_above")
+_FREE_KEYS = (
+    "data.overlap", "algorithm.preset", "weight_sync.probe_every", "weight_sync.probe_above",
+    # What the files there hold is compared (`CheckpointState.code`), wherever they are.
+    "rewards.code_paths", "environments.code_paths",
+)  # fmt: skip
 # How the policy's state is sharded, and where it is.
 _SHARDING = (
     "policy.num_workers", "policy.zero_stage", "policy.offload.optimizer", "policy.offload.parameters",

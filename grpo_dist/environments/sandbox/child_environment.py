@@ -13,7 +13,7 @@ _HARMLESS = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
 
 def environment_of(code_paths: Sequence[str], *, trusted: bool) -> dict[str, str]:
     """Return the environment of the processes. Raises ValueError for a directory that does not exist."""
-    directories = code_directories("environments.code_paths", code_paths, "environments")
+    directories = code_directories("code_paths", code_paths, "environments")
     own = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if trusted:
         return os.environ | own | {"PYTHONPATH": python_path(directories)}

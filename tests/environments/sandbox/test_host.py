@@ -375,5 +375,5 @@ def ticks(pid: int) -> int:
 
 
 def test_a_code_path_that_is_no_directory_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"environments\.code_paths: '/no/such' is not a directory"):
+    with pytest.raises(ValueError, match=r"code_paths: '/no/such' is not a directory"):
         ProcessHost("a:B", {}, limits=LIMITS, isolation=None, code_paths=["/no/such"])

@@ -1,0 +1,102 @@
+"""Pieces of the algorithm by name, built in or own. The result of an own piece must have the shape that the
+run needs, and no masked token or unscored sample reaches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_dist.algorithms.aggregation import MODES, aggregate
+from grpo_dist.algorithms.kl import KL_ESTIMATORS
+from grpo_dist.algorithms.ratios import Stats, masked_inputs, ratio_stats
+from grpo_dist.plugins.calling import call
+from grpo_dist.plugins.inputs import AdvantageInputs, AggregationInputs, KLInputs, PolicyLossInputs
+from grpo_dist.plugins.kinds import ADVANTAGE, AGGREGATION, KL, LOSS, Kind
+from grpo_dist.plugins.loading import load
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCode:
+    """Where own pieces are found, and their arguments by kind: `algorithm.kwargs`."""
+
+    code_paths: Sequence[str] = ()
+    kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+NO_OWN_CODE = OwnCode()
+
+
+def own_advantages(name: str, own: OwnCode, inputs: AdvantageInputs) -> Float[Tensor, " B"]:
+    """Return float64 advantages; 0 where the reward is not finite. Raises ValueError for a wrong result."""
+    found = _called(ADVANTAGE, name, own, inputs, "advantage").double()
+    _check_shape(ADVANTAGE, name, found, inputs.rewards)
+    found = torch.where(torch.isfinite(inputs.rewards), found, 0.0)
+    if not torch.isfinite(found).all():
+        raise ValueError(f"{ADVANTAGE.title} {name}: an advantage of a scored sample is not finite")
+    return found
+
+
+def own_policy_loss(name: str, own: OwnCode, inputs: PolicyLossInputs) -> tuple[Float[Tensor, "B T"], Stats]:
+    """Return losses, 0 where masked, and statistics of the ratios. Raises ValueError for a wrong shape."""
+    mask = inputs.mask
+    log_ratio, advantages = masked_inputs(inputs.logprobs, inputs.old_logprobs, inputs.advantages, mask)
+    safe = replace(
+        inputs,
+        logprobs=torch.where(mask, inputs.logprobs, 0.0),
+        old_logprobs=torch.where(mask, inputs.old_logprobs, 0.0),
+        rollout_logprobs=torch.where(mask, inputs.rollout_logprobs, 0.0),
+        advantages=advantages,
+    )
+    losses = _called(LOSS, name, own, safe, "policy_loss")
+    _check_shape(LOSS, name, losses, inputs.logprobs)
+    return torch.where(mask, losses, 0.0), ratio_stats(log_ratio, mask)
+
+
+def kl_estimate(
+    name: str, own: OwnCode, logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """Return nats per token, by a built-in or an own estimator. Raises ValueError for a wrong shape."""
+    if name in KL_ESTIMATORS:
+        return KL_ESTIMATORS[name](logprobs, ref_logprobs)
+    found = _called(KL, name, own, KLInputs(logprobs, ref_logprobs), "kl")
+    _check_shape(KL, name, found, logprobs)
+    return found
+
+
+def aggregated(name: str, own: OwnCode, inputs: AggregationInputs) -> Float[Tensor, ""]:
+    """Return the share of these rows in the loss, by a built-in or an own aggregation.
+
+    Raises ValueError for a result that is no scalar.
+    """
+    if name in MODES:
+        return aggregate(
+            inputs.token_losses, inputs.mask, name,
+            num_tokens=inputs.num_tokens, num_sequences=inputs.num_sequences, max_tokens=inputs.max_tokens,
+            sequence_tokens=inputs.sequence_tokens,
+        )  # fmt: skip
+    losses = torch.where(inputs.mask, inputs.token_losses, 0.0)
+    inputs = replace(inputs, token_losses=losses)
+    found = _called(AGGREGATION, name, own, inputs, "aggregation")
+    _check_shape(AGGREGATION, name, found, losses.sum())
+    return found
+
+
+def _called(kind: Kind, name: str, own: OwnCode, inputs: Any, key: str) -> Tensor:
+    found = call(load(kind, name, own.code_paths), inputs, own.kwargs.get(key, {}))
+    if not isinstance(found, Tensor) or not found.is_floating_point():
+        shown = f"a tensor of {found.dtype}" if isinstance(found, Tensor) else repr(type(found).__name__)
+        raise ValueError(f"{kind.title} {name} returned {shown}; expected a tensor of floats")
+    return found
+
+
+def _check_shape(kind: Kind, name: str, found: Tensor, like: Tensor) -> None:
+    if found.shape != like.shape:
+        raise ValueError(
+            f"{kind.title} {name} returned shape {list(found.shape)}; expected {list(like.shape)}"
+        )

@@ -1,0 +1,222 @@
+"""Own estimators, losses, KL and aggregations: their numbers; nothing masked or unscored reaches them."""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages, token_advantages
+from grpo_dist.batch.rows import make_batch
+from grpo_dist.plugins.algorithm_pieces import OwnCode
+from grpo_dist.plugins.calling import call, check_signature
+from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
+from grpo_dist.types import PreparedBatch
+from tests.support.made_groups import group_of
+
+PIECES = """
+import torch
+
+def centred(rewards, group_ids, scale=1.0):
+    out = torch.zeros_like(rewards)
+    for group in group_ids.unique():
+        own = group_ids == group
+        out[own] = (rewards[own] - rewards[own].nanmean()) * scale
+    return out
+
+def per_token(rewards, lengths, truncated, parts):
+    return (parts["form"] / lengths) * ~truncated
+
+def vanilla(logprobs, old_logprobs, advantages, *, factor=1.0):
+    return -factor * torch.exp(logprobs - old_logprobs) * advantages
+
+def to_engine(logprobs, rollout_logprobs, advantages):
+    return -torch.exp(logprobs - rollout_logprobs) * advantages
+
+def absolute(logprobs, ref_logprobs):
+    return (logprobs - ref_logprobs).abs()
+
+def total(token_losses, num_sequences):
+    return token_losses.sum() / num_sequences
+
+def short(advantages):
+    return advantages[:, 1:]
+
+def whole(mask):
+    return mask.long()
+
+def nothing(rewards):
+    return None
+
+def infinite(rewards):
+    return rewards / 0
+"""
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("pieces")
+    (directory / "algorithm_pieces_of_a_user.py").write_text(PIECES)
+    return str(directory)
+
+
+def own(name: str) -> str:
+    return f"algorithm_pieces_of_a_user:{name}"
+
+
+def row(**changes):
+    """Prompt of one token, completion of three, the last of them masked and without any number."""
+    nan = math.nan
+    fields = {
+        "tokens": torch.tensor([[1, 2, 3, 4]]),
+        "lengths": torch.tensor([4]),
+        "loss_mask": torch.tensor([[False, True, True, False]]),
+        "advantages": torch.tensor([[0.0, 2, -3, nan]]),
+        "rollout_logprobs": torch.tensor([[0.0, -1, -2, nan]]),
+        "ref_logprobs": torch.tensor([[0.0, -1.5, -1, nan]]),
+        "row_ids": torch.tensor([0]),
+        "num_tokens": 2.0,
+        "num_sequences": 4.0,
+        "max_tokens": 10,
+        "old_logprobs": torch.tensor([[0.0, -1, -3, nan]]),
+    }
+    return PreparedBatch(**(fields | changes))
+
+
+def loss_of(batch, settings, logprobs):
+    logprobs = logprobs.clone().requires_grad_()
+    loss, stats = batch_loss(logprobs, batch, settings)
+    loss.backward()
+    return loss.item(), logprobs.grad, finish_stats(stats)
+
+
+LOGPROBS = torch.tensor([[0.0, -1, -2, -4]])
+
+
+def test_an_own_loss_gives_the_numbers_worked_by_hand(code):
+    settings = LossSettings(policy_loss=own("vanilla"), own=OwnCode([code], {"policy_loss": {"factor": 0.5}}))
+    loss, gradient, metrics = loss_of(row(), settings, LOGPROBS)
+    # Ratios 1 and e; -0.5 (1 * 2 + e * -3) / 2 tokens.
+    assert loss == pytest.approx((-2 + 3 * math.e) / 4)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, -0.5, 0.75 * math.e, 0.0]]))
+    assert metrics["policy/ratio_max"] == pytest.approx(math.e) and metrics["policy/clip_high_share"] == 0.0
+
+
+def test_an_own_loss_may_use_the_engines_log_probs(code):
+    loss, _, _ = loss_of(row(), LossSettings(policy_loss=own("to_engine"), own=OwnCode([code])), LOGPROBS)
+    assert loss == pytest.approx((-2 + 3) / 2)  # both ratios 1
+
+
+def test_an_own_kl_and_aggregation_give_the_numbers_worked_by_hand(code):
+    settings = LossSettings(
+        policy_loss=own("vanilla"), kl_coef=0.1, kl_estimator=own("absolute"), aggregation=own("total"),
+        own=OwnCode([code]),
+    )  # fmt: skip
+    loss, gradient, metrics = loss_of(row(), settings, LOGPROBS)
+    assert loss == pytest.approx((-2 + 3 * math.e) / 4 + 0.1 * (0.5 + 1.0) / 4)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, (-2 + 0.1) / 4, (3 * math.e - 0.1) / 4, 0.0]]))
+    assert metrics["ref/kl"] == pytest.approx(0.75)
+
+
+def test_own_pieces_add_up_over_any_split_of_the_rows(code):
+    torch.manual_seed(0)
+    shape, mask = (6, 5), torch.rand(6, 5) > 0.3
+    batch = row(
+        tokens=torch.ones(shape, dtype=torch.long), lengths=torch.full((6,), 5), loss_mask=mask,
+        advantages=torch.randn(shape), rollout_logprobs=-torch.rand(shape), ref_logprobs=-torch.rand(shape),
+        old_logprobs=-torch.rand(shape), row_ids=torch.arange(6), num_tokens=float(mask.sum()),
+        num_sequences=6.0,
+    )  # fmt: skip
+    logprobs = -torch.rand(shape)
+    settings = LossSettings(
+        policy_loss=own("vanilla"), kl_coef=0.1, kl_estimator=own("absolute"), aggregation=own("total"),
+        own=OwnCode([code]),
+    )  # fmt: skip
+    whole, gradient, _ = loss_of(batch, settings, logprobs)
+    parts = [([0, 1], logprobs[:2]), ([2, 3, 4, 5], logprobs[2:])]
+    split = [loss_of(batch.select(rows), settings, own_logprobs) for rows, own_logprobs in parts]
+    assert sum(loss for loss, _, _ in split) == pytest.approx(whole, rel=1e-6)
+    torch.testing.assert_close(torch.cat([g for _, g, _ in split]), gradient)
+    stats = [batch_loss(own_logprobs, batch.select(rows), settings)[1] for rows, own_logprobs in parts]
+    assert add_stats(*stats)["tokens"] == mask.sum()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy_loss": "short"}, r"policy loss .*short returned shape \[1, 3\]; expected \[1, 4\]"),
+        ({"policy_loss": "whole"}, r"returned a tensor of torch\.int64; expected a tensor of floats"),
+        ({"aggregation": "short"}, "missing"),
+    ],
+)
+def test_a_result_of_another_shape_is_refused(code, settings, message):
+    named = {key: own(name) for key, name in settings.items()}
+    with pytest.raises((ValueError, TypeError), match=message):
+        loss_of(row(), LossSettings(**named, own=OwnCode([code])), LOGPROBS)
+
+
+def test_an_own_estimator_gets_rewards_lengths_and_parts(code):
+    groups = [group_of([1.0, 0.0, np.nan], [1, 2, 3]), group_of([0.0, 3.0, 3.0], [4, 5, 6])]
+    settings = AdvantageSettings(estimator=own("centred"), own=OwnCode([code], {"advantage": {"scale": 2.0}}))
+    first, second = sample_advantages(groups, settings)
+    np.testing.assert_allclose(first, [1.0, -1.0, 0.0])  # the unscored one has 0
+    np.testing.assert_allclose(second, [-4.0, 2.0, 2.0])
+    group = group_of([1.0, 0.5], [2, 4], parts={"form": np.array([3.0, 2.0])}, reasons=["stop", "length"])
+    (found,) = sample_advantages([group], AdvantageSettings(estimator=own("per_token"), own=OwnCode([code])))
+    np.testing.assert_allclose(found, [1.5, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("nothing", "returned 'NoneType'"), ("infinite", "scored sample is not finite")]
+)
+def test_an_own_estimator_must_give_a_finite_number_to_each_scored_sample(code, name, message):
+    groups = [group_of([1.0, 2.0], [1, 1])]
+    with pytest.raises(ValueError, match=message):
+        sample_advantages(groups, AdvantageSettings(estimator=own(name), own=OwnCode([code])))
+
+
+def test_an_own_kl_works_in_the_rewards_too(code):
+    groups = [group_of([1.0, 0.0], [2, 3])]
+    plain = AdvantageSettings(estimator="dr_grpo", kl_coef=0.5, kl_estimator="k1")
+    refs = [np.full(len(r.completion_ids), -3.0, np.float32) for g in groups for r in g.rollouts]
+
+    def found(settings):
+        advantages = sample_advantages(groups, settings)
+        batch = make_batch(groups, advantages, ref_logprobs=refs, max_new_tokens=10)
+        return token_advantages(batch, groups, settings).advantages
+
+    absolute = found(replace(plain, kl_estimator=own("absolute"), own=OwnCode([code])))
+    assert not torch.equal(absolute, torch.zeros_like(absolute))
+    torch.testing.assert_close(absolute, found(plain))  # all differences are positive here
+
+
+@dataclass(frozen=True)
+class Inputs:
+    a: int = 1
+    b: int = 2
+
+
+def takes(a, beta: float, *, flag: bool = False):
+    return a, beta, flag
+
+
+def test_a_piece_is_called_with_the_inputs_that_it_names():
+    assert call(takes, Inputs(), {"beta": 3}) == (1, 3, False)
+    assert call(lambda **all_of_them: all_of_them, Inputs(), {"c": 4}) == {"a": 1, "b": 2, "c": 4}
+    check_signature(takes, Inputs, {"beta": 3}, "loss takes", "kwargs.loss")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, r"needs `beta`, which is no input of its kind \(a, b\).*set `kwargs.loss.beta`"),
+        ({"beta": 1.0, "gama": 2}, r"`kwargs.loss.gama` = 2: .* no such argument; it takes beta, flag"),
+        ({"beta": 1.0, "a": 2}, r"`kwargs.loss.a`: the run gives loss takes this input"),
+        ({"beta": True}, r"`kwargs.loss.beta` = True: loss takes expects float"),
+        ({"beta": 1.0, "flag": 1}, r"`kwargs.loss.flag` = 1: loss takes expects bool"),
+    ],
+)
+def test_arguments_are_held_against_the_signature(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        check_signature(takes, Inputs, kwargs, "loss takes", "kwargs.loss")

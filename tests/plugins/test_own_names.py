@@ -1,0 +1,142 @@
+"""One resolver for every name: built-in, `module:name` from `code_paths`, or an entry point of a package."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.config import AlgorithmConfig, Config
+from grpo_dist.config.base import choices
+from grpo_dist.config.files import ConfigError, load_config
+from grpo_dist.plugins.kinds import ADVANTAGE, KL, LOSS
+from grpo_dist.plugins.loading import load
+from grpo_dist.plugins.names import package_of, shadowing, target_of
+
+PLAIN = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Return a function that installs a package with entry points: (name, {group: {point: value}})."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+
+    def installed(name: str, groups: dict[str, dict[str, str]]) -> None:
+        info = site / f"{name.replace('-', '_')}-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+        lines = []
+        for group, points in groups.items():
+            lines += [f"[{group}]", *(f"{point} = {value}" for point, value in points.items())]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        (site / f"{name.replace('-', '_')}.py").write_text("def found():\n    return 'of the package'\n")
+        importlib.invalidate_caches()
+
+    return installed
+
+
+def module(directory: Path, name: str, text: str) -> str:
+    directory.mkdir(exist_ok=True)
+    (directory / f"{name}.py").write_text(text)
+    return str(directory)
+
+
+def test_a_name_of_a_package_is_found_by_its_entry_point(install):
+    install("short-answers", {"grpo_dist.losses": {"short": "short_answers:found"}})
+    assert (
+        target_of(LOSS, "short") == "short_answers:found" and package_of(LOSS, "short") == "short-answers 1.2"
+    )
+    assert load(LOSS, "short")() == "of the package"
+    config = Config.model_validate(PLAIN | {"algorithm": {"policy_loss": "short"}})
+    assert [piece.name for piece in config.own_pieces] == ["short"]
+    with pytest.raises(ValueError, match=r"'short': expected a built-in advantage.*grpo_dist\.advantages"):
+        target_of(ADVANTAGE, "short")  # registered for another kind
+
+
+def test_a_package_cannot_replace_a_built_in_piece_and_is_reported(install):
+    install("loud", {"grpo_dist.losses": {"ppo_clip": "loud:found"}})
+    config = Config.model_validate(PLAIN)
+    assert config.algorithm.policy_loss == "ppo_clip" and config.own_pieces == ()
+    (message,) = shadowing(LOSS, choices(AlgorithmConfig, "policy_loss"))
+    assert "loud 1.2" in message and "'ppo_clip'" in message and "loud:found" in message
+    assert list(shadowing(KL, choices(AlgorithmConfig, "policy_loss"))) == []
+
+
+def test_a_name_that_two_packages_register_is_refused(install):
+    install("one", {"grpo_dist.losses": {"mine": "one:found"}})
+    install("two", {"grpo_dist.losses": {"mine": "two:found"}})
+    with pytest.raises(ValueError, match=r"(one|two) 1\.2 and (one|two) 1\.2"):
+        target_of(LOSS, "mine")
+
+
+def test_a_module_is_searched_in_code_paths_first_and_each_directory_has_its_own(tmp_path):
+    first = module(
+        tmp_path / "a", "twice", "import helper_of_twice\ndef f():\n    return helper_of_twice.X\n"
+    )
+    module(tmp_path / "a", "helper_of_twice", "X = 'a'\n")
+    second = module(tmp_path / "b", "twice", "def f():\n    return 'b'\n")
+    before = list(sys.path)
+    assert load(LOSS, "twice:f", (first,))() == "a"
+    assert load(LOSS, "twice:f", (second, first))() == "b"
+    assert load(LOSS, "twice:f", (first,)) is load(LOSS, "twice:f", [first])
+    assert sys.path[: len(before)] == before  # user directories come last
+
+
+WRONG = [
+    ("absent_piece:f", "module `absent_piece` cannot be imported (ModuleNotFoundError"),
+    ("pieces_here:medain", "has no `medain`; did you mean pieces_here:median?"),
+    ("pieces_here:number", "`number` is no function or class"),
+    ("broken_piece:f", "ZeroDivisionError: division by zero"),
+    ("json:loads_it", "has no `loads_it`"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), WRONG)
+def test_a_piece_that_cannot_be_loaded_is_refused_by_name(tmp_path, name, message):
+    code = module(tmp_path, "pieces_here", "number = 3\ndef median():\n    return 1\n")
+    module(tmp_path, "broken_piece", "1 / 0\n")
+    with pytest.raises(ValueError, match="advantage estimator") as caught:
+        load(ADVANTAGE, name, (code,))
+    assert message in str(caught.value) and name in str(caught.value)
+
+
+def test_an_own_module_must_not_have_the_name_of_one_in_use(tmp_path):
+    code = module(tmp_path, "json", "def f():\n    return 1\n")
+    with pytest.raises(ValueError, match="has the name of a module in use"):
+        load(ADVANTAGE, "json:f", (code,))
+
+
+@pytest.mark.parametrize("name", ["grop", "a b:c", "a:", ":b", "a:b c", "1a:b"])
+def test_the_configuration_refuses_what_no_piece_can_be_called(tmp_path, name):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: demo:tiny}\ndata: {train: [{path: demo:add3}]}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [f"algorithm.advantage='{name}'"])
+    assert f"`algorithm.advantage` = '{name}'" in str(caught.value)
+    assert "'grpo'" in str(caught.value) and "`module:name` from `code_paths`" in str(caught.value)
+
+
+def test_code_paths_are_one_list_for_the_whole_configuration():
+    given = {
+        "code_paths": ["top"],
+        "rewards": {"functions": [{"function": "mine:f"}], "code_paths": ["r", "top"]},
+        "environments": {"code_paths": ["e"]},
+    }
+    config = Config.model_validate(PLAIN | given)
+    paths = ("top", "r", "e")
+    assert (config.code_paths, config.rewards.code_paths, config.environments.code_paths) == (paths,) * 3
+    assert config.rewards.functions[0].function == "mine:f"
+    assert Config.model_validate(config.model_dump()) == config
+    assert Config.model_validate(PLAIN).code_paths == ()
+
+
+def test_arguments_need_a_piece_of_ones_own():
+    own = {"policy_loss": "mine:f", "kwargs": {"policy_loss": {"beta": 2}}}
+    config = Config.model_validate(PLAIN | {"algorithm": own})
+    assert config.own_pieces[0].kwargs == {"beta": 2} and config.own_pieces[0].key == "algorithm.policy_loss"
+    with pytest.raises(ValueError, match=r"kwargs\.advantage: expected .* named by policy_loss"):
+        AlgorithmConfig.model_validate(own | {"kwargs": {"advantage": {"beta": 2}}})
+    with pytest.raises(ValueError, match=r"kwargs\.policy_loss: .* none here"):
+        AlgorithmConfig(kwargs={"policy_loss": {"clip": 0.1}})
