@@ -17,8 +17,8 @@ class KLConfig(Section):
     coef: NonNegative = Field(0.0, description="weight of the KL term; 0: no reference worker is created")
     estimator: Literal["k1", "k2", "k3", "k1+", "k3+", "abs"] | OwnKL = Field(
         "k3",
-        description="k1+, k3+: value of k1 or k3 with the gradient of k2; abs: the absolute log-ratio; or your "
-        "own",
+        description="k1+, k3+: value of k1 or k3 with the gradient of k2; abs: the absolute log-ratio; or "
+        "your own",
     )
     target: PositiveFloat | None = Field(
         None, description="KL in nats per token that `coef` is adapted to reach; null: `coef` is constant"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from grpo_dist.config import Config, EnvironmentsConfig, RewardsConfig
+from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.version import __version__
 
@@ -82,7 +82,7 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     Raises UserError for code that cannot travel, and when the files are too large.
     """
     left_out: dict[str, str] = {}
-    for relative in _own_code(config.rewards, config.environments):
+    for relative in _own_code(config.code_paths):
         own = (*excludes, f"/{Path(config.output_dir).name}", into.name)
         _copy(Path(relative), into / relative, own, left_out)
     for package in _PACKAGES:
@@ -101,23 +101,21 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     return carried
 
 
-def _own_code(rewards: RewardsConfig, environments: EnvironmentsConfig) -> Iterator[str]:
-    """Yield directories of users' rewards and environments, relative to this directory; each once."""
-    named = [("rewards.code_paths", path) for path in rewards.code_paths]
-    named += [("environments.code_paths", path) for path in environments.code_paths]
+def _own_code(code_paths: Sequence[str]) -> Iterator[str]:
+    """Yield directories of a user's own code, relative to this directory; each once."""
     found: set[str] = set()
-    for key, given in named:
+    for given in code_paths:
         path = Path(given).expanduser()
         if path.is_absolute():
             continue  # a path on the cluster
         relative = os.path.relpath(path)
         if relative.startswith("..") or not path.resolve().is_relative_to(Path.cwd().resolve()):
             raise UserError(
-                f"`{key}`: {given} is outside of the current directory, and only that travels "
+                f"`code_paths`: {given} is outside of the current directory, and only that travels "
                 "with the job; submit from a parent directory, or give an absolute path on the cluster"
             )
         if not path.is_dir():
-            raise UserError(f"`{key}`: {given}: no such directory here")
+            raise UserError(f"`code_paths`: {given}: no such directory here")
         if relative not in found:
             found.add(relative)
             yield relative
@@ -193,6 +191,6 @@ def _check_size(carried: Carried) -> None:
         largest = sorted(carried.files.items(), key=lambda item: -item[1])[:5]
         shown = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in largest)
         raise UserError(
-            f"`rewards.code_paths`, `environments.code_paths`: {mib:.0f} MiB would travel with the job, and "
+            f"`code_paths`: {mib:.0f} MiB would travel with the job, and "
             f"a Ray cluster accepts {LIMIT_MIB}; name directories with only that code. Largest files: {shown}"
         )

@@ -237,12 +237,10 @@ def stop(record: SubmissionRecord) -> None:
 
 
 def _check_code(job: Job) -> None:
-    config = job.config
-    rewards = (("rewards.code_paths", path) for path in config.rewards.code_paths)
-    for key, path in (*rewards, *(("environments.code_paths", p) for p in config.environments.code_paths)):
+    for path in job.config.code_paths:
         if not PurePosixPath(path).is_absolute():
             raise UserError(
-                f"`{key}`: {path} is relative, and no code travels to a pod; put it into the "
+                f"`code_paths`: {path} is relative, and no code travels to a pod; put it into the "
                 "image or on the volume, and give its absolute path there"
             )
 

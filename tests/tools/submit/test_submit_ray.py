@@ -245,7 +245,7 @@ def test_code_of_environments_travels_as_that_of_rewards(project, tmp_path):
     assert "games/guess.py" in carried.files
     for wrong, words in (("..", "outside of the current directory"), ("nowhere", "no such directory here")):
         config = load_config(config_in(project), [f"environments.code_paths=[{wrong}]"])
-        with pytest.raises(UserError, match=f"`environments.code_paths`: {wrong}.*{words}"):
+        with pytest.raises(UserError, match=f"`code_paths`: {wrong}.*{words}"):
             code.gather(config, tmp_path / f"{len(wrong)}", ())
 
 
