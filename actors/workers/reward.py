@@ -67,13 +67,17 @@ class RewardWorker(Metered, Probeable):
             code_paths=settings.code_paths,
             accept_arithmetic=settings.accept_arithmetic,
         )
-        self._scorer = Scorer(
-            reward_specs(settings),
-            self._pool,
-            models=model_terms(settings),
-            workers=settings.num_workers,
-            outcome_rewards=outcome_rewards,
-        )
+        variants = settings.variants
+        self._scorers = {
+            source: Scorer(
+                reward_specs(own),
+                self._pool,
+                models=model_terms(own),
+                workers=settings.num_workers * len(variants),  # they share what a server allows
+                outcome_rewards=outcome_rewards,
+            )
+            for source, own in variants.items()
+        }
 
     def ready(self) -> None:
         """Return once the grader processes are ready."""
@@ -90,16 +94,18 @@ class RewardWorker(Metered, Probeable):
         completions = CompletionGroup.of(
             prompt, rollouts, max_new_tokens=self._max_new_tokens, settings=self._settings
         )
-        scores = self._scorer.score(completions, {name: m.rewards for name, m in modelled.items()})
+        scorer = self._scorers.get(prompt.source, self._scorers[""])
+        scores = scorer.score(completions, {name: m.rewards for name, m in modelled.items()})
         group = Group(prompt, tuple(rollouts), scores.rewards, scores.parts, tuple(scores.outcomes))
         if scores.steps is not None and self._tokenizer is not None:
             group = with_own_steps(group, scores.steps, self._tokenizer)
         degenerate = sum(is_degenerate(rollout.text) for rollout in rollouts)
         group = replace(with_steps(group, modelled), garbage=degenerate, score_s=time.perf_counter() - begin)
-        return group, self._scorer.news()
+        return group, scorer.news()
 
     def close(self) -> None:
-        self._scorer.close()
+        for scorer in self._scorers.values():
+            scorer.close()
         self._pool.close()
 
 
@@ -145,8 +151,9 @@ class RewardPool:
 
         A group during whose call two workers are lost counts as not scored.
         """
-        scores = await gather(model.score(prompt, rollouts) for model in self.models)
-        modelled = {model.name: own for model, own in zip(self.models, scores, strict=True)}
+        asked = [model for model in self.models if self._scores(model.name, prompt.source)]
+        scores = await gather(model.score(prompt, rollouts) for model in asked)
+        modelled = {model.name: own for model, own in zip(asked, scores, strict=True)}
         try:
             group, news = await self.team.call("score", prompt, rollouts, modelled, attempts=_ATTEMPTS)
         except LOST as error:
@@ -159,6 +166,10 @@ class RewardPool:
                 logger.warning("%s; a sample without a score counts as not scored", detail)
         return group
 
+    def _scores(self, model: str, source: str) -> bool:
+        own = self._settings.by_source.get(source)
+        return own is None or model in own.models
+
     async def shutdown(self) -> None:
         await self.team.shutdown()
         await gather([end(self.workers), *(model.shutdown() for model in self.models)])
@@ -166,7 +177,7 @@ class RewardPool:
 
 def scores_own_steps(settings: RewardsConfig) -> bool:
     """Return whether a function of a user rewards steps, whose ends are found with the policy's tokenizer."""
-    return any(function.kind == "process" for function in settings.functions)
+    return any(function.kind == "process" for function in settings.all_functions)
 
 
 def load_tokenizer(policy: PolicyTokenizer) -> Any:
@@ -192,6 +203,7 @@ def with_steps(group: Group, modelled: Mapping[str, ModelScores]) -> Group:
 
 def not_scored(prompt: Prompt, rollouts: Sequence[Rollout], settings: RewardsConfig) -> Group:
     """Return a group whose samples have no reward: NaN, and outcome "error" if there is a math grader."""
+    settings = settings.of(prompt.source)
     specs = reward_specs(settings)
     nothing = np.full(len(rollouts), np.nan, np.float32)
     names = [spec.name for spec in specs] + [term.name for term in model_terms(settings)]

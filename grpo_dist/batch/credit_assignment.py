@@ -162,8 +162,13 @@ def _baselines(groups: Sequence[Group], settings: AdvantageSettings) -> Float[Te
 
 
 def _parts(groups: Sequence[Group], settings: AdvantageSettings) -> Float[Tensor, "K B"]:
-    """Return each reward before weighting, of the rewards whose weight is not 0."""
-    parts = [np.concatenate([g.reward_parts[name] for g in groups]) for name in _weighted(settings)]
+    """Return each reward before weighting, of the rewards whose weight is not 0. One that a group's source
+    does not have is 0 in it: all equal, it adds nothing.
+    """
+    parts = [
+        np.concatenate([g.reward_parts.get(name, np.zeros_like(g.rewards)) for g in groups])
+        for name in _weighted(settings)
+    ]
     return _finite(torch.from_numpy(np.stack(parts)))
 
 

@@ -29,7 +29,13 @@ from grpo_dist.config.monitoring import (
     TrackingConfig,
     WandbConfig,
 )
-from grpo_dist.config.rewards import GatedConfig, RewardConfig, RewardModelConfig, RewardsConfig
+from grpo_dist.config.rewards import (
+    GatedConfig,
+    RewardConfig,
+    RewardModelConfig,
+    RewardsConfig,
+    SourceRewardsConfig,
+)
 from grpo_dist.config.root import Config
 from grpo_dist.config.sampling import LengthSchedule, SamplingConfig, TemperatureSchedule
 from grpo_dist.config.stages import DemonstrationsConfig, RejectionConfig, SFTConfig
@@ -90,6 +96,7 @@ __all__ = [
     "SamplingConfig",
     "SandboxConfig",
     "Section",
+    "SourceRewardsConfig",
     "SpeculationConfig",
     "SupervisedConfig",
     "TeacherConfig",

@@ -51,7 +51,7 @@ def _of_the_algorithm(config: Sections) -> Iterator[str]:
             "configure; set it above 0"
         )
     rewards = config.rewards
-    gated = [r.gate for r in (*rewards.functions, *rewards.models) if r.gate is not None]
+    gated = [r.gate for r in (*rewards.all_functions, *rewards.models) if r.gate is not None]
     if a.advantage == "gdpo" and gated:
         yield (
             "`algorithm.advantage` = gdpo normalises every reward separately, which contradicts a gate "

@@ -14,6 +14,7 @@ def group_contradictions(config: Sections) -> Iterator[str]:
     yield from _of_the_order(config)
     yield from _of_the_metric(config)
     yield from _of_the_sources(config.data, config.sampling)
+    yield from _of_the_rewards(config)
 
 
 def _of_the_order(config: Sections) -> Iterator[str]:
@@ -77,11 +78,45 @@ def _of_the_sources(data: DataConfig, sampling: SamplingConfig) -> Iterator[str]
                 )
 
 
+def _of_the_rewards(config: Sections) -> Iterator[str]:
+    """Yield what is wrong with the rewards of single sources."""
+    rewards, algorithm = config.rewards, config.algorithm
+    labels = [source.label for source in (*config.data.train, *config.data.eval)]
+    if unknown := [name for name in rewards.by_source if name not in labels]:
+        yield (
+            f"`rewards.by_source` has {unknown[0]}, but no source of `data.train` and `data.eval` has that "
+            f"name; expected one of {', '.join(dict.fromkeys(labels))}"
+        )
+    if not rewards.functions and not rewards.models:
+        for label in dict.fromkeys(label for label in labels if label not in rewards.by_source):
+            yield (
+                f"source {label} has no rewards: `rewards.functions` and `rewards.models` are empty and "
+                f"`rewards.by_source` does not have it; add rewards.by_source.{label}"
+            )
+    variants = list(rewards.variants.values())
+    if algorithm.advantage == "gdpo":
+        for name in rewards.names:
+            weights = {own.weights[name] for own in variants if name in own.weights}
+            if len(weights) > 1:
+                yield (
+                    f"`algorithm.advantage` = gdpo weighs reward {name} alike in all sources, but "
+                    f" `rewards.by_source` gives it {sorted(weights)}; give it one weight or several names"
+                )
+    if algorithm.advantage == "process" or algorithm.process_coef:
+        without = [s.label for s in config.data.train if config.data.environment_of(s) is None]
+        lacking = [n for n in without if n in rewards.by_source and not rewards.of(n).scores_steps]
+        if lacking:
+            yield (
+                "`algorithm.advantage` = process and `algorithm.process_coef` need step rewards of every "
+                f"source, but rewards.by_source.{lacking[0]} has none; add a reward of `kind: process`"
+            )
+
+
 def _of_the_metric(config: Sections) -> Iterator[str]:
     metric, rewards = config.dynamic_sampling.metric, config.rewards
     if metric is None:
         return
-    known = [r.name or r.function for r in rewards.functions] + [m.name for m in rewards.models]
+    known = rewards.names
     if metric != "accuracy" and metric not in known:
         yield (
             f"`dynamic_sampling.metric` = {metric}: no such reward; expected accuracy or one of "

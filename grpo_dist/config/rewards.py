@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from grpo_dist.config.base import Section
 
@@ -116,11 +116,23 @@ def _default(section: Section, name: str) -> Any:
     return type(section).model_fields[name].default
 
 
+class SourceRewardsConfig(Section):
+    """The rewards of one source, in place of those of `rewards`."""
+
+    functions: tuple[RewardConfig, ...] = ()
+    models: tuple[str, ...] = Field((), description="names of those of rewards.models that score this source")
+
+
 class RewardsConfig(Section):
     """The total reward: the sum of weight * reward over functions and models."""
 
     functions: tuple[RewardConfig, ...] = (RewardConfig(function="math"),)
     models: tuple[RewardModelConfig, ...] = Field((), description="reward models, each with its own workers")
+    by_source: dict[str, SourceRewardsConfig] = Field(
+        {},
+        description="rewards of single sources, by the name of the source, in place of the two keys above, "
+        "e.g. {code: {functions: [{function: my_rewards:tests_pass}]}}",
+    )
     num_workers: PositiveInt = Field(1, description="reward actors")
     processes_per_worker: PositiveInt = Field(2, description="killable grader processes of each actor")
     timeout_s: PositiveFloat = Field(5.0, description="deadline for grading one answer, seconds")
@@ -159,7 +171,7 @@ class RewardsConfig(Section):
         names = [r.name or r.function for r in self.functions] + [m.name for m in self.models]
         if len(set(names)) != len(names):
             raise ValueError(f"two rewards share a name: {names}; set `name` on each")
-        if not names:
+        if not names and not self.by_source:
             raise ValueError("no functions and no models; configure at least one reward")
         if [m.kind for m in self.models].count("process") + self._own_steps > 1:
             raise ValueError(
@@ -196,3 +208,55 @@ class RewardsConfig(Section):
                     raise ValueError(f"gates form a cycle: {' -> '.join([*path, gate])}; remove one")
                 path.append(gate)
         return self
+
+    @model_validator(mode="after")
+    def _of_sources(self) -> RewardsConfig:
+        known, defined = {model.name for model in self.models}, dict[str, RewardConfig]()
+        for source, own in self.by_source.items():
+            if unknown := [name for name in own.models if name not in known]:
+                raise ValueError(
+                    f"by_source.{source}.models = {unknown[0]}: no such model; `rewards.models` has: "
+                    f"{', '.join(sorted(known)) or 'none'}"
+                )
+            try:
+                type(self).model_validate(self.of(source).model_dump())
+            except ValidationError as error:
+                raise ValueError(f"by_source.{source}: {error.errors()[0]['msg']}") from error
+        for one in self.all_functions:
+            other = defined.setdefault(one.name or one.function, one)
+            if (one.function, one.kwargs) != (other.function, other.kwargs):
+                raise ValueError(
+                    f"by_source: reward {one.name or one.function} is not the same in all sources, but it is "
+                    "one metric; set `name` on each"
+                )
+        return self
+
+    def of(self, source: str) -> RewardsConfig:
+        """Return the rewards of the prompts of a source."""
+        own = self.by_source.get(source)
+        if own is None:
+            return self.model_copy(update={"by_source": {}})
+        models = tuple(model for model in self.models if model.name in own.models)
+        return self.model_copy(update={"functions": own.functions, "models": models, "by_source": {}})
+
+    @property
+    def variants(self) -> dict[str, RewardsConfig]:
+        """The rewards of each source with its own by name, and those of all others by ""."""
+        return {source: self.of(source) for source in ("", *self.by_source)}
+
+    @property
+    def all_functions(self) -> tuple[RewardConfig, ...]:
+        """The functions of all sources."""
+        return tuple(function for own in self.variants.values() for function in own.functions)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all rewards, each once."""
+        functions = [function.name or function.function for function in self.all_functions]
+        return list(dict.fromkeys([*functions, *(model.name for model in self.models)]))
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each reward; of one that sources weigh differently, the last."""
+        functions = {f.name or f.function: f.weight for f in self.all_functions}
+        return functions | {model.name: model.weight for model in self.models}

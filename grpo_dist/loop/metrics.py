@@ -59,8 +59,9 @@ def rollout_metrics(
         mixed = [r.temperature for r in rollouts if r.temperature is not None] if len(heats) > 1 else [*heats]
         metrics["sampling/temperature"] = sum(mixed) / len(mixed)
         metrics["sampling/max_new_tokens"] = float(first.max_new_tokens)
-    for name in groups[0].reward_parts:
-        part = np.concatenate([g.reward_parts[name] for g in groups]).astype(np.float64)
+    for name in dict.fromkeys(name for g in groups for name in g.reward_parts):
+        own = [g.reward_parts[name] for g in groups if name in g.reward_parts]
+        part = np.concatenate(own).astype(np.float64)
         known = part[np.isfinite(part)]
         metrics[f"reward/{name}"] = float(known.mean()) if len(known) else float("nan")
         metrics[f"reward/{name}_unscored"] = float(len(part) - len(known))

@@ -180,8 +180,7 @@ def advantage_settings(
         turn_discount=algorithm.turn_discount,
         outcome_coef=algorithm.outcome_coef,
         process_coef=algorithm.process_coef,
-        weights={r.name or r.function: r.weight for r in rewards.functions}
-        | {m.name: m.weight for m in rewards.models},
+        weights=rewards.weights,
         reward_clip=algorithm.reward_clip,
         reward_norm=algorithm.reward_norm,
         reward_shift=algorithm.shifts_rewards,

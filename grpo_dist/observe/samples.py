@@ -128,9 +128,17 @@ def _table(groups: list[Group], values: ValuesOfSamples, with_routes: bool) -> p
         columns["advantage"] = pa.array([None if v is None else v.advantage for v in own], pa.float32())
         for name in _OF_TOKENS if has_tokens(values) else ():
             columns[name] = pa.array([None if v is None else getattr(v, name) for v in own], _FLOATS)
-    for name in groups[0].reward_parts if groups else ():
-        columns[_PART + name] = _joined([g.reward_parts[name] for g in groups], pa.float32())
+    for name in dict.fromkeys(name for g in groups for name in g.reward_parts):
+        columns[_PART + name] = _part(groups, name)
     return pa.table(columns)
+
+
+def _part(groups: list[Group], name: str) -> pa.Array:
+    """Return one part of the reward; null, and not NaN, where the group's source has none of that name."""
+    if all(name in group.reward_parts for group in groups):
+        return _joined([group.reward_parts[name] for group in groups], pa.float32())
+    lists = [group.reward_parts.get(name, [None] * len(group.rollouts)) for group in groups]
+    return pa.array([value for own in lists for value in own], pa.float32())
 
 
 def _of_episodes(rollouts: list[Rollout], values: ValuesOfSamples) -> dict[str, pa.Array]:
@@ -186,7 +194,7 @@ def _lists(arrays: list[np.ndarray], kind: pa.ListType) -> pa.Array:
 
 
 def _group(prompt: Prompt, rows: list[dict]) -> Group:
-    parts = [key for key in rows[0] if key.startswith(_PART)]
+    parts = [key for key, value in rows[0].items() if key.startswith(_PART) and value is not None]
     return Group(
         prompt=prompt,
         rollouts=tuple(_rollout(row) for row in rows),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from grpo_dist.config import GatedConfig, RewardsConfig
+from grpo_dist.config import GatedConfig, RewardConfig, RewardsConfig
 from grpo_dist.config.secrets import masked_text, shown_value
 from grpo_dist.rewards import builtin
 from grpo_dist.rewards.builtin import Builtin
@@ -105,13 +105,20 @@ def model_terms(settings: RewardsConfig) -> list[Term]:
 
 def placed(settings: RewardsConfig) -> RewardsConfig:
     """Make the judges' `cache_path` absolute, since an actor may have another working directory."""
-    functions = tuple(
-        r.model_copy(update={"kwargs": r.kwargs | {"cache_path": str(Path(path).expanduser().absolute())}})
-        if r.function == "judge" and isinstance(path := r.kwargs.get("cache_path"), str)
-        else r
-        for r in settings.functions
-    )
-    return settings.model_copy(update={"functions": functions})
+    by_source = {
+        source: own.model_copy(update={"functions": tuple(map(_placed, own.functions))})
+        for source, own in settings.by_source.items()
+    }
+    functions = tuple(map(_placed, settings.functions))
+    return settings.model_copy(update={"functions": functions, "by_source": by_source})
+
+
+def _placed(reward: RewardConfig) -> RewardConfig:
+    path = reward.kwargs.get("cache_path")
+    if reward.function != "judge" or not isinstance(path, str):
+        return reward
+    place = {"cache_path": str(Path(path).expanduser().absolute())}
+    return reward.model_copy(update={"kwargs": reward.kwargs | place})
 
 
 def check_rewards(settings: RewardsConfig, *, max_new_tokens: int) -> None:
@@ -125,15 +132,20 @@ def reward_problems(settings: RewardsConfig, *, max_new_tokens: int) -> Iterator
 
     Loads user functions in a separate process and asks each judge one question.
     """
-    custom = []
-    for spec in reward_specs(settings):
-        if spec.function not in REWARDS:
-            custom.append(spec)
-            continue
-        try:
-            make(spec).check(max_new_tokens=max_new_tokens)
-        except ValueError as error:
-            yield f"rewards.functions {spec.name}: {error}"
+    custom, seen = [], list[tuple[str, Mapping[str, Any]]]()
+    for source, own in settings.variants.items():
+        key = f"rewards.by_source.{source}.functions" if source else "rewards.functions"
+        for spec in reward_specs(own):
+            if (spec.name, spec.kwargs) in seen:
+                continue
+            seen.append((spec.name, spec.kwargs))
+            if spec.function not in REWARDS:
+                custom.append(spec)
+                continue
+            try:
+                make(spec).check(max_new_tokens=max_new_tokens)
+            except ValueError as error:
+                yield f"{key} {spec.name}: {error}"
     if not custom:
         return
     with GraderPool(1, code_paths=settings.code_paths) as pool:
@@ -146,7 +158,7 @@ def reward_problems(settings: RewardsConfig, *, max_new_tokens: int) -> Iterator
 
 def own_code(settings: RewardsConfig) -> Iterator[Path]:
     """Yield source files of user rewards in `code_paths`; all files of a package."""
-    modules = {r.function.partition(":")[0] for r in settings.functions if ":" in r.function}
+    modules = {r.function.partition(":")[0] for r in settings.all_functions if ":" in r.function}
     yield from code_files(settings.code_paths, modules)
 
 

@@ -1,6 +1,11 @@
-"""A custom reward, as a user would write it."""
+"""Custom rewards, as a user would write them."""
 
 
 def digit_share(completion: str) -> float:
     """Return the share of characters that are digits."""
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
+
+
+def brevity(completion: str) -> float:
+    """Return how much shorter than 100 characters the completion is, as a share."""
+    return 1 - len(completion) / 100

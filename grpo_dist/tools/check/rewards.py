@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from grpo_dist.config import RewardsConfig, SamplingConfig
 from grpo_dist.runs.prepare import scoring_problems
 from grpo_dist.tools.check.context import CheckFailed, CheckSkipped, Context, fail
 from grpo_dist.tools.check.reward_trial import ENVIRONMENT, is_blind, try_rewards
@@ -11,19 +12,41 @@ from grpo_dist.types import Prompt
 
 
 def check_reward(context: Context) -> str:
-    """Score a right and a wrong answer to the first prompt with the graders of the run."""
-    fail(scoring_problems(context.config.rewards, context.config.sampling))
-    if not context.config.rewards.functions:
+    """Score a right and a wrong answer to the first prompt with the graders of the run, and to the first of
+    each source with rewards of its own.
+    """
+    rewards, sampling = context.config.rewards, context.config.sampling
+    fail(scoring_problems(rewards, sampling))
+    if not rewards.all_functions:
         raise CheckSkipped("`rewards.functions` is empty, and reward models are not asked before a run")
-    if all(reward.function == ENVIRONMENT for reward in context.config.rewards.functions):
+    if not rewards.by_source:
+        return _check_source(rewards, sampling, _first_prompt(context))
+    if context.prepared is None:
+        raise CheckSkipped("the data cannot be read, so there is no problem of each source to answer")
+    first: dict[str, Prompt] = {}
+    for prompt in context.prepared.prompts:
+        first.setdefault(prompt.source, prompt)
+    found = []
+    for source, prompt in first.items():
+        own = rewards.of(source)
+        try:
+            text = _check_source(own, sampling, prompt) if own.functions else "reward models are not asked"
+        except CheckFailed as error:
+            raise CheckFailed(f"source {source}: {error}") from error
+        found.append(f"source {source}: {text}")
+    return "\n    ".join(found)
+
+
+def _check_source(rewards: RewardsConfig, sampling: SamplingConfig, prompt: Prompt | None) -> str:
+    if all(reward.function == ENVIRONMENT for reward in rewards.functions):
         return "the reward is the sum of what the environment gives for each turn"
-    if (prompt := _first_prompt(context)) is None:
+    if prompt is None:
         raise CheckSkipped("the data cannot be read, so there is no problem to answer")
-    trial = try_rewards(context.config.rewards, context.config.sampling, prompt)
-    text = f"{trial}\n    reward models are not asked" if context.config.rewards.models else str(trial)
+    trial = try_rewards(rewards, sampling, prompt)
+    text = f"{trial}\n    reward models are not asked" if rewards.models else str(trial)
     if trial.unscored:
         raise CheckFailed(f"{text}\n    `{trial.unscored}` gave no score; {'; '.join(trial.reasons)}")
-    if not trial.separates and not is_blind(context.config.rewards):
+    if not trial.separates and not is_blind(rewards):
         raise CheckFailed(
             f"{text}\n    the right one must get more in all: look at the answer {prompt.answer!r} of the "
             "data, and at `rewards.functions`, their weights and the form in which they expect an answer"

@@ -40,13 +40,16 @@ def check_rewards_known(rewards: RewardsConfig) -> None:
     """Raise UserError for an unknown built-in reward. The user's own may exist only on the cluster."""
     from grpo_dist.rewards.registry import REWARDS, module_and_name  # imports numpy
 
-    for i, reward in enumerate(rewards.functions):
+    named = [(f"functions.{i}", reward) for i, reward in enumerate(rewards.functions)]
+    for source, own in rewards.by_source.items():
+        named += [(f"by_source.{source}.functions.{i}", reward) for i, reward in enumerate(own.functions)]
+    for key, reward in named:
         if reward.function not in REWARDS:
             try:
                 module_and_name(reward.function)
             except ValueError as error:
                 reason = str(error).removeprefix(f"reward function {reward.function!r}: ")
-                raise UserError(f"`rewards.functions.{i}.function` = {reward.function}: {reason}") from error
+                raise UserError(f"`rewards.{key}.function` = {reward.function}: {reason}") from error
 
 
 def check_no_secrets(job: Job) -> None:

@@ -1,0 +1,170 @@
+"""Rewards of single sources: who scores what, and what the numbers behind it are."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages
+from grpo_dist.config import RewardsConfig
+from grpo_dist.loop.metrics import rollout_metrics
+from grpo_dist.observe.samples import read_groups, write_groups
+from grpo_dist.rewards.registry import own_code, placed, reward_problems, reward_specs
+from grpo_dist.types import Prompt, Rollout
+from tests.support import fakes
+from tests.support.made_groups import group_of
+from tests.support.patience import HANG_S
+
+SETTINGS = RewardsConfig.model_validate({
+    "functions": [{"function": "math", "weight": 2}],
+    "models": [{"name": "helpful", "path": "a"}, {"name": "safe", "path": "b"}],
+    "by_source": {
+        "words": {"functions": [{"function": "exact"}, {"name": "half", "function": "random", "weight": 0}]},
+        "chat": {"models": ["helpful"]},
+    },
+    "num_workers": 1, "processes_per_worker": 1, "timeout_s": HANG_S,
+})  # fmt: skip
+
+
+def test_each_source_has_its_own_rewards_and_the_others_those_of_all():
+    def names(source):
+        own = SETTINGS.of(source)
+        return [f.name or f.function for f in own.functions], [m.name for m in own.models]
+
+    assert names("words") == (["exact", "half"], [])
+    assert names("chat") == ([], ["helpful"])
+    assert names("anything") == (["math"], ["helpful", "safe"])
+    assert SETTINGS.names == ["math", "exact", "half", "helpful", "safe"]
+    assert SETTINGS.weights == {"math": 2, "exact": 1, "half": 0, "helpful": 1, "safe": 1}
+
+
+@pytest.mark.parametrize(
+    ("by_source", "said"),
+    [
+        ({"a": {}}, r"by_source\.a: .*no functions and no models"),
+        ({"a": {"models": ["x"]}}, r"by_source\.a\.models = x: no such model; `rewards\.models` has: none"),
+        ({"a": {"functions": [{"function": "exact"}] * 2}}, r"by_source\.a: .*two rewards share a name"),
+        ({"a": {"functions": [{"function": "exact", "gate": "math"}]}}, r"by_source\.a: .*gate = math"),
+        ({"a": {"functions": [{"name": "math", "function": "exact"}]}}, "reward math is not the same in all"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(by_source, said):
+    with pytest.raises(ValidationError, match=said):
+        RewardsConfig.model_validate({"by_source": by_source})
+
+
+EXACT = {"functions": [{"function": "exact"}]}
+STEPS = [{"name": "steps", "path": "p", "kind": "process"}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rewards": {"by_source": {"b": EXACT}}}, "has b, but no source.*one of a"),
+        (
+            {
+                "rewards": {"functions": [], "by_source": {"a": EXACT}},
+                "data": {"train": [{"path": "a.jsonl"}], "eval": [{"path": "e.jsonl"}]},
+            },
+            "source e has no rewards",
+        ),
+        (
+            {
+                "rewards": {"by_source": {"a": {"functions": [{"function": "math", "weight": 3}]}}},
+                "algorithm": {"advantage": "gdpo"},
+            },
+            r"gdpo weighs reward math alike.*\[1\.0, 3\.0\]",
+        ),
+        (
+            {
+                "rewards": {"by_source": {"a": {"functions": [{"function": "math"}]}}, "models": STEPS},
+                "algorithm": {"advantage": "process"},
+            },
+            r"rewards\.by_source\.a has none",
+        ),
+    ],
+)
+def test_rewards_that_do_not_fit_the_data_or_the_estimator_are_refused(changes, said):
+    with pytest.raises(ValidationError, match=said):
+        fakes.config(**({"data": {"train": [{"path": "a.jsonl"}]}} | changes))
+
+
+def test_functions_of_every_source_are_checked_found_and_placed(tmp_path):
+    (tmp_path / "graders_of_a_user.py").write_text("def short(completion):\n    return -len(completion)\n")
+    own = [{"function": "graders_of_a_user:short"}, {"function": "numeric", "kwargs": {"relative": -1}}]
+    judge = {"function": "judge", "kwargs": {"base_url": "http://x", "model": "m", "cache_path": "v.sqlite"}}
+    settings = RewardsConfig.model_validate(
+        {"code_paths": [str(tmp_path)], "by_source": {"a": {"functions": own}, "b": {"functions": [judge]}}}
+    )
+    (path,) = [r.kwargs["cache_path"] for r in placed(settings).all_functions if r.function == "judge"]
+    assert path.startswith("/")
+    assert {"graders_of_a_user"} >= {p.stem for p in own_code(settings)}
+    without_judge = settings.model_copy(update={"by_source": {"a": settings.by_source["a"]}})
+    problems = list(reward_problems(without_judge, max_new_tokens=8))
+    assert any(p.startswith("rewards.by_source.a.functions numeric: kwargs.relative = -1") for p in problems)
+    assert [s.name for s in reward_specs(settings.of("b"))] == ["judge"]
+
+
+def test_a_worker_scores_each_source_by_its_own_functions():
+    from actors.workers.reward import RewardWorker, not_scored
+
+    worker = RewardWorker(SETTINGS.model_copy(update={"models": ()}), max_new_tokens=24)
+    ids = np.array([5, 2], np.int32)
+
+    def score(source, answer, *texts):
+        rollouts = [
+            Rollout("p", i, ids, np.zeros(2, np.float32), "stop", text, np.zeros(2, np.int32))
+            for i, text in enumerate(texts)
+        ]
+        group, _ = worker.score(Prompt("p", ids, answer, source), rollouts, {})
+        return group
+
+    try:
+        sums = score("sums", "4", "\\boxed{4}", "\\boxed{5}")
+        assert sums.rewards.tolist() == [2, 0] and list(sums.reward_parts) == ["math"]
+        assert sums.outcomes == ("correct", "wrong")
+        words = score("words", "four", "<answer>four</answer>", "\\boxed{4}")
+        assert words.rewards.tolist() == [1, 0] and list(words.reward_parts) == ["exact", "half"]
+        assert words.outcomes == ("", "")
+        lost = not_scored(Prompt("p", ids, "four", "words"), sums.rollouts, SETTINGS)
+        assert list(lost.reward_parts) == ["exact", "half"] and np.isnan(lost.rewards).all()
+    finally:
+        worker.close()
+
+
+# --- numbers of groups with other rewards
+
+
+def groups():
+    one = group_of([1, 0], [3, 3], parts={"math": np.array([1, 0], np.float32)})
+    parts = {"exact": np.array([0.5, np.nan], np.float32), "safe": np.array([0, 2], np.float32)}
+    other = group_of([0.5, 2], [3, 3], parts=parts)
+    named = replace(other, prompt=replace(other.prompt, uid="q"))
+    return [one, replace(named, rollouts=tuple(replace(r, prompt_uid="q") for r in named.rollouts))]
+
+
+def test_a_metric_is_the_mean_over_the_samples_that_have_the_reward():
+    metrics = rollout_metrics(groups(), version=0)
+    assert (metrics["reward/math"], metrics["reward/exact"], metrics["reward/safe"]) == (0.5, 0.5, 1.0)
+    assert metrics["reward/exact_unscored"] == 1.0 and metrics["reward/math_unscored"] == 0.0
+
+
+def test_samples_are_read_back_with_the_rewards_they_had(tmp_path):
+    made = groups()
+    write_groups(tmp_path / "g.parquet", made)
+    found = read_groups(tmp_path / "g.parquet", {g.prompt.uid: g.prompt for g in made})
+    for before, after in zip(made, found, strict=True):
+        assert list(before.reward_parts) == list(after.reward_parts)
+        for name, part in before.reward_parts.items():
+            np.testing.assert_array_equal(part, after.reward_parts[name])
+
+
+def test_gdpo_takes_each_reward_where_a_source_has_it():
+    """Alone, the group of math has the advantages that it has beside a group without that reward."""
+    one, other = groups()
+    equal = np.full(2, 0.5, np.float32)
+    other = replace(other, rewards=equal, reward_parts={"exact": equal})
+    settings = AdvantageSettings(estimator="gdpo", weights={"math": 1.0, "exact": 1.0})
+    mine, theirs = sample_advantages([one, other], settings)
+    assert mine[0] == -mine[1] > 0 and theirs.tolist() == [0, 0]
