@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from actors.workers.engine_settings import EngineSpec
 from actors.workers.rollout import RolloutWorker, _generation
+from grpo_dist.config import ModelConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.environments.episode import Generation
 from grpo_dist.errors import SamplesFailed
 from grpo_dist.types import Prompt, Sampling
@@ -15,7 +17,8 @@ PROMPT = Prompt("p", np.array([1, 2], np.int32), "1", "made")
 
 
 def sampled(failing, sampling, seeds=(10, 11, 12, 13)):
-    worker = RolloutWorker(SimpleNamespace())
+    model = ModelConfig(path="m")
+    worker = RolloutWorker(EngineSpec(RolloutConfig(), WeightSyncConfig(), model, "m", 256, seed=0))
     worker._tokenizer = SimpleNamespace(decode=lambda ids, **_: "text")
 
     async def generate(ids, seed, *rest, **more):
