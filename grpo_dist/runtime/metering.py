@@ -30,7 +30,13 @@ _SPANS_KEPT = 1000  # the newest, of a worker that is not read
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``stage`` was busy from ``begin`` to ``end``, seconds of `time.time`: workers can be compared."""
+    """A time in which a worker was busy.
+
+    Attributes:
+        stage: what it did.
+        begin: seconds of `time.time`, so that workers can be compared.
+        end: the same.
+    """
 
     stage: str
     begin: float

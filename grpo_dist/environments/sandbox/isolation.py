@@ -38,7 +38,12 @@ _STACK = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What one episode has to itself on the host: a number, and the path of a directory."""
+    """What one episode has to itself on the host.
+
+    Attributes:
+        slot: a number that no other live episode has.
+        path: of its directory.
+    """
 
     slot: int
     path: str

@@ -16,7 +16,13 @@ SCHEMA = 1  # raise it when a figure changes its meaning
 
 @dataclass(frozen=True, slots=True)
 class ActorMemory:
-    """Peak bytes of one actor's processes over the whole run."""
+    """Memory of one actor over the whole run.
+
+    Attributes:
+        name: of the actor.
+        peak_bytes: resident peaks of its processes, added up.
+        peak_gpu_bytes: the same of memory of GPUs; 0 without one.
+    """
 
     name: str
     peak_bytes: int

@@ -30,7 +30,13 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class CheckLine:
-    """``about``: what it shows; ``rehearsed``: what of it runs without a GPU."""
+    """One line of the report.
+
+    Attributes:
+        name: as printed, and in the record.
+        about: what it shows.
+        rehearsed: what of it runs without a GPU.
+    """
 
     name: str
     about: str

@@ -21,7 +21,13 @@ STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class LoopSize:
-    """Prompts of a step, samples of each, and tokens of a completion."""
+    """How much a step samples.
+
+    Attributes:
+        prompts: of a step.
+        samples: of each prompt.
+        completion: tokens of each sample.
+    """
 
     prompts: int
     samples: int

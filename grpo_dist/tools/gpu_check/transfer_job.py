@@ -25,7 +25,16 @@ _TIMES = 3
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """``port``, ``next_port``: of the first group and of the one after the cut."""
+    """What both ends of a transfer know.
+
+    Attributes:
+        backend: of the transfer.
+        port: of the first group.
+        next_port: of the group after the cut.
+        secret: by which they authenticate each other.
+        num_bytes: of one transfer.
+        timeout_s: deadline of each part, seconds.
+    """
 
     backend: str
     port: int

@@ -24,7 +24,14 @@ _NOWHERE = "neither a directory here, nor in the Hugging Face cache, nor a famil
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """``parameters``: each once, without a tied head. ``tied``: embedding and LM head are one matrix."""
+    """Sizes of a model.
+
+    Attributes:
+        name: a path or the id of a hub.
+        shape: layers, widths and heads.
+        parameters: each counted once, without a tied head.
+        tied: embedding and LM head are one matrix.
+    """
 
     name: str
     shape: Shape

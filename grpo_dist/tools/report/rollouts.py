@@ -30,7 +30,12 @@ COLUMNS = ("uid", "source", "problem", "answer", "sample", "completion", "reward
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Rows ``begin`` to ``end`` (exclusive) of a file."""
+    """Consecutive rows of a file.
+
+    Attributes:
+        begin: the first row, from 0.
+        end: behind the last one.
+    """
 
     begin: int
     end: int

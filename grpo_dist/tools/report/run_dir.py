@@ -24,7 +24,12 @@ _SAMPLES = re.compile(r"(?:eval_(?P<name>.+)_)?step_(?P<step>\d+)\.parquet")
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """A run. ``label``: the shortest path suffix that is unique in the report."""
+    """A run of the report.
+
+    Attributes:
+        label: the shortest suffix of the path that no other run of the report has.
+        path: its directory.
+    """
 
     label: str
     path: Path

@@ -19,6 +19,7 @@ from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.tools.recipe import stages
 from grpo_dist.types import Group
 from tests.support import fakes
+from tests.support.documents import ROOT, blocks
 from tests.support.fake_cluster import fake_cluster
 from tests.support.fakes import World
 
@@ -249,6 +250,35 @@ def test_a_configuration_is_evaluated_on_its_own_sets_or_on_others(here, tmp_pat
     assert json.loads(Path("a/result.json").read_text())["measured"][0]["problems"] == 3
     assert main(["eval", "config.yaml", "data.jsonl", "--output", "b"]) == 0
     assert json.loads(Path("b/result.json").read_text())["measured"][0]["problems"] == 10
+
+
+def test_a_set_with_the_environment_of_the_guide_is_asked_as_in_training(here, monkeypatch, capsys):
+    """Prompts keep their environment, the engines get its code, and other code is another evaluation."""
+    guide = ROOT / "grpo_dist/guides/write_an_environment.md"
+    for block in blocks(guide):
+        if block.file:
+            Path(block.file).write_text(block.text)
+    configs, tasks, make = [], [], actors.cluster.Cluster
+
+    def cluster(config, *arguments, **keywords):
+        configs.append(config)
+        return make(config, *arguments, **keywords)
+
+    async def sample(self, prompt, *, seeds, sampling):
+        tasks.append(prompt.task)
+        return await World.sample(self, prompt, seeds=seeds, sampling=sampling)
+
+    monkeypatch.setattr(actors.cluster, "Cluster", cluster)
+    monkeypatch.setattr(Engine, "sample", sample)
+    arguments = ("eval", "guess.yaml", "data.eval.0.max_rows=3", "evaluation.samples_per_prompt=2")
+    assert main([*arguments, "--output", "a"]) == 0
+    assert [task.environment for task in tasks] == ["games:Guess"] * 3
+    assert {tool["function"]["name"] for task in tasks for tool in task.tools} == {"calculator"}
+    (config,) = configs
+    assert config.environments == load_config("guess.yaml").environments and config.environments.code_paths
+    Path("games.py").write_text(Path("games.py").read_text() + "\n# changed\n")
+    assert main([*arguments, "--output", "a"]) == 2 and len(tasks) == 3
+    assert "games.py" in capsys.readouterr().err
 
 
 def test_two_results_are_compared_on_the_command_line(here, capsys):
