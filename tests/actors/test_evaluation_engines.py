@@ -18,10 +18,11 @@ from grpo_dist.config import LoRAConfig, ModelConfig, PolicyConfig, RestartsConf
 from grpo_dist.config import WeightSyncConfig as SyncConfig
 from grpo_dist.policy.snapshots import WEIGHTS
 from grpo_dist.types import Sampling
+from tests.support.drawn import FILE
 from tests.support.patience import HANG_S
 from tests.support.real_engine import ACTORS, PROMPTS, OnALoop, difference, one_rank, same
 
-pytestmark = [pytest.mark.machine, pytest.mark.long]
+pytestmark = [pytest.mark.machine, pytest.mark.family("lost engines", FILE), pytest.mark.long]
 
 SEEDS, SAMPLING = [1, 2, 3], Sampling(max_new_tokens=48)
 

@@ -31,7 +31,7 @@ def test_a_full_queue_blocks_the_caller():
     held_up.join(0.2)
     assert held_up.is_alive()
     gate.set()
-    held_up.join(5)
+    held_up.join(HANG_S)
     assert not held_up.is_alive()
     background.close()
 

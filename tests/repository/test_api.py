@@ -104,7 +104,7 @@ def test_calls_from_a_thread_or_a_running_event_loop_are_refused(function):
 
     thread = threading.Thread(target=in_a_thread)
     thread.start()
-    thread.join(20)
+    thread.join(HANG_S)
     assert len(refused) == 1
 
 

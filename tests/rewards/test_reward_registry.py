@@ -92,8 +92,9 @@ def test_a_timeout_makes_its_own_sample_nan(code: str) -> None:
         scores = in_time(pool, lambda: scorer.score(hostile), lambda found: found.outcomes[::2])
         assert scores.outcomes == ["correct", "timeout", "correct"]
         assert np.isnan(scores.rewards).tolist() == [False, True, False]
-        pool._timeout_s = 3.0
-        scores = Scorer([spec("e", "my_rewards:endless")], pool).score(endless)
+        scorer = Scorer([spec("e", "my_rewards:endless")], pool)
+        unscored = lambda found: ["timeout" if np.isnan(r) else "" for r in found.rewards[::2]]  # noqa: E731
+        scores = in_time(pool, lambda: scorer.score(endless), unscored)
     assert scores.outcomes == ["", "", ""]
     assert np.isnan(scores.rewards).tolist() == [False, True, False]
 

@@ -27,6 +27,7 @@ from grpo_dist.runtime.stage_log import (
 )
 from tests.support import fakes
 from tests.support.good_inputs import CONFIG, GOOD, write
+from tests.support.patience import HANG_S
 
 
 class Said(list):
@@ -107,7 +108,7 @@ def test_a_line_is_printed_at_least_every_20_seconds_until_the_last_stage_ends()
     log = StageLog(say, every_s=0.15)
     threading.Thread(target=log.run, daemon=True).start()
     begun = log.begin("engines", "", str, quiet=False)
-    assert came.wait(60)
+    assert came.wait(HANG_S)
     log.end(begun)
     log.close()
     assert stage_log._EVERY_S < 20 and "engines: done" in found[-1]
@@ -120,7 +121,7 @@ def test_a_view_may_read_the_stages_while_a_line_is_printed(monkeypatch):
     def say(line):
         asking = threading.Thread(target=open_stages, daemon=True)
         asking.start()
-        asking.join(60)
+        asking.join(HANG_S)
         waited.append(asking.is_alive())
 
     log = StageLog(say, every_s=0.0)

@@ -37,12 +37,16 @@ class MovingWorker(PolicyWorker):
     """A rank whose weights can be changed, and whose transfers can be corrupted and cut."""
 
     _cuts = 0
+    _first: list[torch.Tensor] | None = None
 
     def move(self, seed: int) -> dict[str, torch.Tensor]:
+        """Move the weights from where they began, each time, so that they stay small, and rounding, too."""
+        parameters = list(self._trainer.engine.module.parameters())
+        self._first = self._first or [p.detach().clone() for p in parameters]
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for parameter in self._trainer.engine.module.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+            for parameter, first in zip(parameters, self._first, strict=True):
+                parameter.copy_(first + torch.randn(first.shape, generator=generator) * 0.05)
         return {n: p.detach().clone() for n, p in self._trainer.engine.module.model.named_parameters()}
 
     def corrupt_next_transfer(self) -> None:

@@ -24,7 +24,7 @@ from grpo_dist.policy.packing import padded
 from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Prompt, Sampling, Task
 from tests.support.patience import HANG_S
-from tests.support.real_engine import ACTORS, MovingWorker, OnALoop, one_rank
+from tests.support.real_engine import ACTORS, OnALoop, one_rank
 from tests.support.toy_environments import ToyWorker
 
 DATA = DataConfig(train=[{"path": "demo:add3"}], environment="toy", chat_template="none")
@@ -35,20 +35,6 @@ def prompt(name, *, tokens=12, **kwargs):
     rng = np.random.default_rng(tokens + len(name))
     ids = rng.integers(11, 260, tokens).astype(np.int32)
     return Prompt(name, ids, "1", "test", text=f"<{name}>", task=Task("toy", {"turns": 3} | kwargs))
-
-
-class MovedWorker(MovingWorker):
-    """A rank whose weights are moved from where they began, each time, so that they stay small."""
-
-    _first = None
-
-    def move(self, seed):
-        parameters = list(self._trainer.engine.module.parameters())
-        self._first = self._first or [p.detach().clone() for p in parameters]
-        with torch.no_grad():
-            for parameter, first in zip(parameters, self._first, strict=True):
-                parameter.copy_(first)
-        return super().move(seed)
 
 
 class OpenEngine(RolloutWorker):
@@ -75,7 +61,10 @@ class OpenEngine(RolloutWorker):
 
 
 class EpisodeWorld(OnALoop):
-    """Start engines, environment workers and, with ``trains``, a rank that feeds the engines."""
+    """Start engines, environment workers and, with ``trains``, a rank that feeds the engines.
+
+    ``restarts`` of engines, and ``of_environments`` where that differs.
+    """
 
     def __init__(
         self,
@@ -86,6 +75,7 @@ class EpisodeWorld(OnALoop):
         trains=True,
         max_length=512,
         restarts=None,
+        of_environments=None,
         max_turn_tokens=16,
         **environments,
     ):
@@ -94,6 +84,7 @@ class EpisodeWorld(OnALoop):
             num_workers=workers, max_turn_tokens=max_turn_tokens, **environments
         )
         self.restarts = restarts or RestartsConfig(backoff_s=0.05, health_s=0.5)
+        self.of_environments = of_environments or self.restarts
         self.version = 0
         self.run(self._start(model_dir, engines, trains, max_length))
 
@@ -106,10 +97,11 @@ class EpisodeWorld(OnALoop):
         # Two threads: more than one is where the arithmetic of an engine could depend on its batch.
         environment = {"runtime_env": {"env_vars": thread_environment(2)}}
         actors = replace(ACTORS, options=ACTORS.options | environment, restarts=self.restarts, start_s=HANG_S)
-        self.environments = EnvironmentPool(self.settings, actors, worker=ToyWorker)
+        own = replace(actors, restarts=self.of_environments)
+        self.environments = EnvironmentPool(self.settings, own, worker=ToyWorker)
         self.rollouts = RolloutPool(spec, actors, environments=self.environments, worker=OpenEngine)
         parts = [self.environments.ready(), self.rollouts.ready()]
-        self.policy = one_rank(model, model_dir, worker=MovedWorker) if trains else None
+        self.policy = one_rank(model, model_dir) if trains else None
         await asyncio.gather(*parts, *([self.policy.ready()] if trains else []))
         if trains:
             self.sync = await WeightSync.connect(self.policy, self.rollouts, sync, timeout_s=HANG_S)

@@ -22,7 +22,7 @@ class Slow(Metered):
 
     @metered("work")
     def work(self, number):
-        assert self._go.wait(60)
+        assert self._go.wait(HANG_S)
         self._order.append(number)
         return list(self._order)
 

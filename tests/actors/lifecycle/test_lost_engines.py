@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -17,10 +19,11 @@ from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import ModelConfig, RestartsConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.errors import TransferLost
 from grpo_dist.types import Sampling
+from tests.support.drawn import FILE
 from tests.support.patience import HANG_S
 from tests.support.real_engine import ACTORS, PROMPTS, OnALoop, difference, one_rank, same
 
-pytestmark = [pytest.mark.machine, pytest.mark.long]
+pytestmark = [pytest.mark.machine, pytest.mark.family("lost engines", FILE), pytest.mark.long]
 
 SEEDS = [1, 2, 3, 4]
 SAMPLING = Sampling(max_new_tokens=100)
@@ -31,6 +34,22 @@ class MortalWorker(RolloutWorker):
 
     async def process(self):
         return os.getpid()
+
+    async def hold_after(self, steps):
+        """Stop after so many steps, with requests in flight, until the process is killed."""
+        step, self._held = self._engine._step, threading.Event()
+        left = iter(range(steps))
+
+        def held_step():
+            if next(left, None) is None:
+                self._held.set()
+                time.sleep(HANG_S)
+            step()
+
+        self._engine._step = held_step
+
+    async def is_held(self):
+        return self._held.is_set()
 
     async def die_of_the_second_bucket(self):
         seen, keep = [], actors.transfer.vllm_receiver.copy_unloaded
@@ -115,9 +134,12 @@ def test_requests_of_a_killed_engine_give_the_same_samples(world):
         await world.move(1)
         await world.sync.push(1)
         undisturbed = await world.sample_all()
-        process = await world.rollouts.workers[0].process.remote()
+        victim = world.rollouts.workers[0]
+        process = await victim.process.remote()
+        await victim.hold_after.remote(20)
         under_way = asyncio.create_task(world.sample_all())
-        await asyncio.sleep(0.2)
+        while not await victim.is_held.remote():
+            await asyncio.sleep(0.02)
         assert world.rollouts.team.load_balancer._loads[0].sequences  # it has work
         os.kill(process, signal.SIGKILL)
         disturbed = await under_way

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import itertools
 import logging
 import os
 import signal
@@ -24,7 +25,7 @@ from grpo_dist.config import RestartsConfig
 from grpo_dist.runtime import stacks
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.stacks import look, pending_calls
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, wait_until
 
 pytestmark = pytest.mark.machine
 
@@ -35,18 +36,20 @@ LIMITS_S = {name: getattr(actors.lifecycle.watchdog, name) for name in ("_FIND_S
 class Stuck(Probeable):
     def __init__(self, mark=None):
         if mark is not None:
-            mark.touch()
-            self.sleep_in_python()
+            self.sleep_in_python(mark)
 
     def ready(self):
         return os.getpid()
 
-    def sleep_in_python(self):
+    def sleep_in_python(self, mark):
+        mark.touch()
         end = time.monotonic() + LONG_S
         while time.monotonic() < end:
             time.sleep(0.01)
 
-    def hold_the_interpreter(self):
+    def hold_the_interpreter(self, mark=None):
+        if mark is not None:
+            mark.touch()
         ctypes.PyDLL(None).sleep(LONG_S)  # a PyDLL keeps the GIL: no other thread of it gets on
 
 
@@ -54,13 +57,15 @@ class StuckLoop(Probeable):
     async def ready(self):
         return os.getpid()
 
-    async def wait_for_nobody(self):
+    async def wait_for_nobody(self, mark):
+        mark.touch()
         await self.within()
 
     async def within(self):
         await asyncio.get_running_loop().create_future()
 
-    async def block_the_loop(self):
+    async def block_the_loop(self, mark):
+        mark.touch()
         time.sleep(LONG_S)
 
     async def calls(self):
@@ -77,26 +82,30 @@ def patient(monkeypatch):
 @pytest.fixture(scope="module")
 def stuck(ray_cluster, tmp_path_factory):
     """Actors by name, each stuck in a different way, and their processes."""
-    mark = tmp_path_factory.mktemp("stuck") / "constructor"
+    directory, called = tmp_path_factory.mktemp("stuck"), itertools.count(1)
+
+    def mark():
+        return directory / str(next(called))
+
     sync, loop = one_at_a_time(Stuck).options(num_cpus=0), ray.remote(StuckLoop).options(num_cpus=0)
     names = ["python", "c", "stopped", "dead", "idle"]
     made = {name: sync.remote() for name in names} | {name: loop.remote() for name in ("waits", "blocked")}
     pids = dict(zip(made, ray.get([worker.ready.remote() for worker in made.values()]), strict=True))
-    made["made"] = sync.remote(mark)
-    made["python"].sleep_in_python.remote()
-    made["c"].hold_the_interpreter.remote()
+    made["made"] = sync.remote(mark())
+    made["python"].sleep_in_python.remote(mark())
+    made["c"].hold_the_interpreter.remote(mark())
     for _ in range(3):
-        made["waits"].wait_for_nobody.remote()
-    made["blocked"].block_the_loop.remote()
+        made["waits"].wait_for_nobody.remote(mark())
+    made["blocked"].block_the_loop.remote(mark())
+    calls = next(called) - 1
     os.kill(pids["stopped"], signal.SIGSTOP)
     kill([made["dead"]])
     with pytest.raises(RayActorError):
         for _ in range(100):  # it may answer some more
             ray.get(made["dead"].ready.remote(), timeout=HANG_S)
             time.sleep(0.05)
-    while not mark.exists():
-        time.sleep(0.05)
-    time.sleep(2)  # until all calls have arrived
+    wait_until(lambda: len(list(directory.iterdir())) == calls, "calls have not arrived")
+    time.sleep(0.5)  # from each mark to the line below it
     yield made, pids
     os.kill(pids["stopped"], signal.SIGCONT)
     del made["dead"]
@@ -182,14 +191,17 @@ import os, time
 from grpo_dist.runtime.stacks import listen
 
 def parent(*children):
+    os.read(told, 1)
     print(*children, flush=True)
     time.sleep(600)
 
 def listening_child():
     listen()
+    os.write(tell, b"!")
     time.sleep(600)
 
 listen()
+told, tell = os.pipe()
 if deaf := os.fork():
     if child := os.fork():
         parent(deaf, child)
@@ -203,7 +215,6 @@ def test_child_processes_that_can_dump_stacks_are_inspected_too():
     """Such as the workers of an engine over several devices. A plain fork would only repeat its parent."""
     with subprocess.Popen([sys.executable, "-c", _FAMILY], stdout=subprocess.PIPE, text=True) as family:
         deaf, child = (int(pid) for pid in family.stdout.readline().split())
-        time.sleep(0.2)
         (text,) = asyncio.run(look([family.pid])).values()
         for pid in (child, deaf, family.pid):
             os.kill(pid, signal.SIGKILL)

@@ -227,7 +227,7 @@ def test_a_rank_with_another_secret_cannot_join_a_gloo_group(rank):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_S)
     assert isinstance(ended[0], TimeoutError) and isinstance(ended[1], ConnectionError)
 
 
@@ -246,13 +246,13 @@ def test_an_intruder_in_the_gloo_store_is_refused_before_weights_are_sent(monkey
 
     thread = threading.Thread(target=rank_0)
     thread.start()
-    store = meeting_point("127.0.0.1", port, rank=1, world_size=2, timeout_s=60)
+    store = meeting_point("127.0.0.1", port, rank=1, world_size=2, timeout_s=HANG_S)
     group = torch.distributed.ProcessGroupGloo(
-        torch.distributed.PrefixStore("weights", store), 1, 2, timedelta(seconds=60)
+        torch.distributed.PrefixStore("weights", store), 1, 2, timedelta(seconds=HANG_S)
     )
     gathered = [[torch.empty(32, dtype=torch.uint8) for _ in range(2)]]
     group.allgather(gathered, [torch.zeros(32, dtype=torch.uint8)]).wait()
-    thread.join(60)
+    thread.join(HANG_S)
     assert len(refused) == 1 and "rank 1 of a process group does not know the secret" in refused[0]
 
 
@@ -272,9 +272,9 @@ def test_only_members_learn_where_the_policys_ranks_find_their_store(monkeypatch
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(HANG_S)
 
-    together(SECRET, SECRET, timeout_s=60.0)
+    together(SECRET, SECRET, timeout_s=HANG_S)
     assert found[0].port == found[1].port != port and found[0].challenge == found[1].challenge
     os.close(found[0].listening)
     assert SECRET.decode() not in repr(found[0]) and found[1].listening is None
@@ -284,7 +284,7 @@ def test_only_members_learn_where_the_policys_ranks_find_their_store(monkeypatch
 
 def rank_of_the_policy(port, rank, out):
     """Put the sum over all ranks, and the addresses at which this one listens."""
-    join_ranks(with_store(Rank(rank, 2, "127.0.0.1", port, 60.0, SECRET)))
+    join_ranks(with_store(Rank(rank, 2, "127.0.0.1", port, HANG_S, SECRET)))
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
     out.put((float(total), {address.ip for address in listening()}))
@@ -294,9 +294,9 @@ def rank_of_the_policy(port, rank, out):
 def test_ranks_with_the_secret_join_and_listen_only_at_their_meeting_address():
     port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
     ranks = [start(rank_of_the_policy, port, rank, out) for rank in range(2)]
-    assert [out.get(timeout=300) for _ in ranks] == [(2.0, {"127.0.0.1"})] * 2
+    assert [out.get(timeout=HANG_S) for _ in ranks] == [(2.0, {"127.0.0.1"})] * 2
     for rank in ranks:
-        rank.join(60)
+        rank.join(HANG_S)
 
 
 def test_a_rank_without_the_secret_fails_the_membership_check_everywhere():
@@ -411,9 +411,9 @@ def test_messages_of_a_group_member_are_never_executed(tmp_path):
     """Even a rank 0 that knows the secret can offer nothing but its buffers."""
 
     def rank_0(port, offer):
-        connections = Connections(Seat("127.0.0.1", port, 0, 2, SECRET), 60.0)
+        connections = Connections(Seat("127.0.0.1", port, 0, 2, SECRET), HANG_S)
         connections.send(len(offer).to_bytes(4, "little") + offer)
-        ended.wait(60)
+        ended.wait(HANG_S)
         connections.close()
 
     own = {"process": os.getpid(), "descriptor": 0, "bytes": 1}
@@ -428,7 +428,7 @@ def test_messages_of_a_group_member_are_never_executed(tmp_path):
         with pytest.raises(RuntimeError, match="the offer of shared buffers is malformed"):
             next(iter(transport.incoming([1])))
         ended.set()
-        thread.join(60)
+        thread.join(HANG_S)
         transport.close()
     assert not (tmp_path / "run").exists()
 

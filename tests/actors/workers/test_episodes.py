@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support.drawn import FILE
 from tests.support.real_episodes import EpisodeWorld, equal, prompt, trainer_logprobs
 
-pytestmark = [pytest.mark.machine, pytest.mark.long]
+pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE), pytest.mark.long]
 
 PROMPTS = [prompt("a"), prompt("bcd", turns=5, tokens=20), prompt("ef", turns=1)]
 
@@ -165,27 +166,32 @@ def test_a_weight_sync_drops_the_cache_of_episodes_that_wait_for_their_tools(wor
 
 
 def test_two_syncs_in_mid_episode_leave_each_token_with_the_version_of_its_weights(world, model):
-    """Sync at any moment: some episodes sample, others wait."""
+    """Sync at any moment: some episodes sample, others wait, those of one worker over both syncs."""
     prompts = [prompt(f"p{i}", turns=4, seconds=0.02 * i) for i in range(4)]
 
     async def session():
         weights = {world.version + 1: await world.move(3)}
         await world.push()
+        held = world.environments.workers[1]
+        await held.hold.remote(True)
         running = asyncio.create_task(world.sample_all(prompts, seeds=range(16)))
+        while not any((await held.running.remote()).values()):
+            await asyncio.sleep(0.02)
         for seed in (4, 5):
-            await asyncio.sleep(0.3)
             weights[world.version + 1] = await world.move(seed)
             await world.push()
+            await asyncio.sleep(0.3)
+        await held.hold.remote(False)
         return weights, await running
 
     weights, groups = world.run(session())
     models = {version: with_weights(model, own) for version, own in weights.items()}
     mixed = 0
     for own, group in zip(prompts, groups, strict=True):
+        mixed += sum(len(set(r.policy_versions[r.sampled].tolist())) > 1 for r in group)
         for rollout in group[:6]:
             versions = rollout.policy_versions[rollout.sampled]
             assert (np.diff(versions) >= 0).all() and set(versions.tolist()) <= set(models)
-            mixed += len(set(versions.tolist())) > 1
             for version in set(versions.tolist()):
                 assert gaps(models[version], own, rollout)[versions == version].max() < 1e-5
     assert mixed, "no episode was under way; nothing was tested"

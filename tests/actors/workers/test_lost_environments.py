@@ -8,17 +8,20 @@ import pytest
 
 from grpo_dist.config import RestartsConfig
 from grpo_dist.errors import WorkerLost
+from tests.support.drawn import FILE
+from tests.support.patience import HANG_S
 from tests.support.real_episodes import EpisodeWorld, equal, prompt
 
-pytestmark = [pytest.mark.machine, pytest.mark.long]
+pytestmark = [pytest.mark.machine, pytest.mark.family("lost engines", FILE), pytest.mark.long]
 
 PROMPTS = [prompt("a", turns=4), prompt("bcd", turns=3)]
 
 
 @pytest.fixture(scope="module")
 def world(ray_cluster, tiny_model):
-    restarts = RestartsConfig(backoff_s=0.05, health_s=0.5, hang_s=5.0, max_per_worker=6)
-    world = EpisodeWorld(tiny_model, engines=2, trains=False, restarts=restarts)
+    restarts = RestartsConfig(backoff_s=0.05, health_s=0.5, hang_s=HANG_S, max_per_worker=6)
+    stopped = restarts.model_copy(update={"hang_s": 10.0})  # what is only slow answers within it
+    world = EpisodeWorld(tiny_model, engines=2, trains=False, restarts=restarts, of_environments=stopped)
     yield world
     world.close()
 

@@ -3,9 +3,10 @@
 import pytest
 
 from tests.support.drafting_engine import WAYS, Engine
+from tests.support.drawn import FILE
 from tests.support.real_engine import same
 
-pytestmark = pytest.mark.machine
+pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE)]
 
 SEEDS = (1, 2, 3)
 OTHER_SEEDS = (3, 4, 5)  # one of them in SEEDS

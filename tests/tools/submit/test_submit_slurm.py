@@ -202,7 +202,7 @@ def test_a_job_is_submitted_once_followed_and_stopped(slurm, tmp_path, capsys):
         log.write("step 2\n")
     assert following.stdout.readline() == "step 2\n"
     (slurm / "queue").unlink()
-    assert following.wait(30) == 0
+    assert following.wait(HANG_S) == 0
     assert "COMPLETED, exit code 0" in command(capsys, "status", run)[1]
     (slurm / "no-accounting").touch()
     assert "over; squeue and sacct no longer know" in command(capsys, "status", run)[1]
