@@ -3,7 +3,6 @@ replies to Yes or No, and what they say is arbitrary but deterministic.
 """
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.machine
 
@@ -28,9 +28,7 @@ CHOICE = {"structured_outputs": {"choice": ["Yes", "No"]}}
 
 @pytest.fixture(scope="module")
 def base_url(tiny_model, tmp_path_factory):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("server") / "log"
     with open(log, "wb") as output:
         process = subprocess.Popen(

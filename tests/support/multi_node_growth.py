@@ -16,12 +16,12 @@ import ray
 
 from actors.cluster import Cluster
 from actors.placement.reservation import Reservation, nodes
-from actors.transfer.transport import free_port
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from tests.chaos.find import MARK, Family
 from tests.support.multi_node_reservations import Actor, config
 from tests.support.patience import HANG_S
+from tests.support.ports import free_port
 
 _NODE = {"CPU": 4, "GPU": 2}
 _UP_S = 180.0

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.patience import HANG_S
+from tests.support.ports import free_port
 
 
 def interpreter_with(package: str) -> str:
@@ -35,9 +36,7 @@ def interpreter_with(package: str) -> str:
 def server_of(code: str, python: str, directory: Path) -> Iterator[str]:
     """Run ``code``, which serves HTTP at the port of its first argument; give the address."""
     (directory / "server.py").write_text(code)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([python, str(directory / "server.py"), str(port)])
     try:
         end = time.monotonic() + HANG_S

@@ -5,7 +5,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from grpo_dist.cli import main
 from tests.support.patience import HANG_S
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -51,12 +51,6 @@ def until(true, what):
         assert time.monotonic() < deadline, what() if callable(what) else what
         time.sleep(0.2)
     return found
-
-
-def free_port():
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from actors.transfer.group_store import GroupStore, with_store
 from actors.transfer.handshake import Unauthenticated
 from actors.transfer.shared_transport import IpcTransport, SharedMemoryTransport
 from actors.transfer.stream import receive, send
-from actors.transfer.transport import NcclTransport, _nccl_group, free_port, open_transport
+from actors.transfer.transport import NcclTransport, _nccl_group, open_transport
 from grpo_dist.errors import TransferLost, UserError
 from grpo_dist.policy.ranks import Rank
 from grpo_dist.policy.ranks import join as join_ranks
@@ -32,6 +32,7 @@ from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, make_bucket
 from grpo_dist.runtime.hardware import one_thread, transfer_backend
 from grpo_dist.runtime.rendezvous import NotAMember, check_members, meeting_point
 from tests.support.patience import HANG_S
+from tests.support.ports import free_port
 
 SECRET = b"of the group in these tests"
 CPU_KINDS = ["gloo", "shared_memory"]
