@@ -43,7 +43,7 @@ class World(OnALoop):
     async def _start(self, model_dir, settings):
         model = ModelConfig(path="tiny")
         rollout = RolloutConfig(max_num_seqs=16, enforce_eager=True, kv_cache_gib=0.25)
-        spec = EngineSpec(rollout, SyncConfig(), model, str(model_dir), max_length=256, seed=0, niceness=10)
+        spec = EngineSpec(rollout, SyncConfig(), model, str(model_dir), max_length=256, seed=0)
         actors = replace(ACTORS, restarts=RestartsConfig(backoff_s=0.1), start_s=HANG_S)
         self.rollouts = RolloutPool(spec, actors, worker=KillableWorker, role="evaluation")
         self.policy = one_rank(model, model_dir, settings)

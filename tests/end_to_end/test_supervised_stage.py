@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from grpo_dist.config.files import load_config
 from tests.support.patience import HANG_S, wait_for_end
-from tests.support.real_runs import survivors, without_clock
+from tests.support.real_runs import has_checkpoint, survivors, without_clock
 
 pytestmark = pytest.mark.machine
 
@@ -36,7 +36,7 @@ STEPS = 43  # 15 times 180 rows, 64 a step
 
 
 def run(directory, *, stop_at=None, number=signal.SIGKILL):
-    """`grpo-dist pipeline` until it ends or, with ``stop_at``, until that checkpoint is there."""
+    """`grpo-dist pipeline` until it ends or, with ``stop_at``, until it has that checkpoint or a later."""
     directory.mkdir(exist_ok=True)
     (directory / "p.yaml").write_text(PIPELINE)
     mark = uuid.uuid4().hex
@@ -46,7 +46,7 @@ def run(directory, *, stop_at=None, number=signal.SIGKILL):
             [sys.executable, "-m", "grpo_dist.cli", "pipeline", "p.yaml"],
             cwd=directory, stdout=stdout, stderr=stderr, env=os.environ | {"GRPO_DIST_TEST_RUN": mark},
         )  # fmt: skip
-        while stop_at and not (stage(directory) / "checkpoints" / stop_at).exists():
+        while stop_at and not has_checkpoint(stage(directory), stop_at):
             assert process.poll() is None, err.read_text()[-5000:]
             time.sleep(0.05)
         if stop_at:

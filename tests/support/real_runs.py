@@ -45,7 +45,7 @@ CLOCK = ("time/", "throughput/", "memory/")
 
 def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKILL):
     """Runs `grpo-dist train` in ``directory``, until it ends or, with ``kill_after``, until that checkpoint
-    is there and the run is sent the signal ``number``.
+    or a later one is there and the run is sent the signal ``number``.
 
     Fails when a process of the run outlives it.
     """
@@ -57,7 +57,7 @@ def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKIL
     out, err = directory / "out", directory / "err"
     with out.open("w") as stdout, err.open("w") as stderr:
         process = subprocess.Popen(command, cwd=directory, stdout=stdout, stderr=stderr, env=environment)
-        while kill_after and not (directory / "runs/run/checkpoints" / kill_after).exists():
+        while kill_after and not has_checkpoint(directory / "runs/run", kill_after):
             assert process.poll() is None, err.read_text()[-5000:]
             time.sleep(0.1)
         if kill_after:
@@ -74,6 +74,13 @@ def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKIL
     while KILLED:
         assert not survivors(KILLED.pop(), seconds=HANG_S)
     return done
+
+
+def has_checkpoint(run, name):
+    """Return whether checkpoint ``name`` is in the directory of ``run``, or a later one, which may have
+    replaced it before anybody looked.
+    """
+    return any(path.name >= name for path in run.glob("checkpoints/step_" + 6 * "[0-9]"))
 
 
 def survivors(mark, seconds):
