@@ -249,15 +249,15 @@ def test_killed_graders_leave_no_zombies(code: str) -> None:
 
 def _zombies() -> set[Path]:
     """Return zombies of this process; other tests may have left some."""
-    own = [p for p in Path("/proc").glob("[0-9]*/stat") if _parent(p) == os.getpid()]
-    return {p for p in own if " Z " in p.read_text()}
+    return {path for path in Path("/proc").glob("[0-9]*/stat") if _is_zombie_of(os.getpid(), path)}
 
 
-def _parent(stat: Path) -> int:
+def _is_zombie_of(parent: int, stat: Path) -> bool:
     try:
-        return int(stat.read_text().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):
-        return 0
+        state, its_parent, *_ = stat.read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):  # it has gone meanwhile
+        return False
+    return state == "Z" and int(its_parent) == parent
 
 
 # A pool's process that ends as soon as its guardian is stopped, right after the guardian forked the grader.
