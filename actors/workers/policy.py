@@ -16,8 +16,11 @@ from actors.placement.demands import Devices
 from actors.transfer.group_store import with_store
 from actors.transfer.transport import free_port
 from actors.workers.weight_sender import WeightSender
-from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
+from grpo_dist.algorithms.entropy_control import EntropyControl
+from grpo_dist.algorithms.loss_settings import LOSS_SPECIFIC
+from grpo_dist.algorithms.rejection import RejectionRule
 from grpo_dist.config import (
+    AdaptiveEntropyConfig,
     AlgorithmConfig,
     ModelConfig,
     PolicyConfig,
@@ -138,17 +141,28 @@ def loss_settings(algorithm: AlgorithmConfig, code_paths: Sequence[str] = ()) ->
     default = "none" if algorithm.old_logprobs == "rollout" else "tis"
     return LossSettings(
         policy_loss=algorithm.policy_loss,
-        **{name: getattr(algorithm, name) for names in POLICY_LOSS_SETTINGS.values() for name in names},
+        **{name: getattr(algorithm, name) for name in LOSS_SPECIFIC},
         old_policy=algorithm.old_logprobs,
         top_entropy_share=algorithm.top_entropy_share,
         entropy_coef=algorithm.entropy_coef,
+        entropy_control=_entropy_control(algorithm.adaptive_entropy),
         aggregation=algorithm.aggregation,
         kl_coef=0.0 if algorithm.add_token_level_kl else algorithm.kl.coef,
         kl_estimator=algorithm.kl.estimator,
+        kl_bias_correction=algorithm.kl.bias_correction,
         correction_kind=correction.kind or default,
         correction_level=correction.level,
         correction_low=correction.low,
         correction_high=correction.high,
         correction_veto=correction.veto,
         own=OwnCode(code_paths, algorithm.kwargs),
+        correction_normalize=correction.normalize,
+        reject=tuple(RejectionRule(r.rule, r.high, r.low) for r in correction.reject),
+        off_policy_mask_threshold=algorithm.off_policy_mask_threshold,
     )
+
+
+def _entropy_control(section: AdaptiveEntropyConfig) -> EntropyControl | None:
+    if section.target is None:
+        return None
+    return EntropyControl(section.target, section.delta, section.low, section.high)

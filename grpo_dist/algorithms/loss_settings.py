@@ -12,4 +12,22 @@ POLICY_LOSS_SETTINGS: dict[str, tuple[str, ...]] = {
     "dro": ("beta",),
     "kimi15": ("tau",),
     "vespo": ("k_positive", "lambda_positive", "k_negative", "lambda_negative"),
+    "clip_cov": ("clip_low", "clip_high"),
+    "kl_cov": ("cov_kl_coef",),
 }
+# Of the losses that treat some tokens of an update differently: settings of that choice.
+SELECTION_SETTINGS: dict[str, tuple[str, ...]] = {
+    "clip_cov": ("cov_share", "cov_low", "cov_high"),
+    "kl_cov": ("cov_share",),
+}
+# All settings that `algorithm` has for one loss or another.
+LOSS_SPECIFIC = tuple(
+    dict.fromkeys(
+        name for table in (POLICY_LOSS_SETTINGS, SELECTION_SETTINGS) for own in table.values() for name in own
+    )
+)
+
+
+def settings_of(policy_loss: str) -> tuple[str, ...]:
+    """Return the settings of `algorithm` that ``policy_loss`` reads."""
+    return POLICY_LOSS_SETTINGS.get(policy_loss, ()) + SELECTION_SETTINGS.get(policy_loss, ())

@@ -16,6 +16,8 @@ rollout engine:
     token     the token alone
     sequence  the product over the sequence
     geometric the geometric mean over the sequence (GSPO's ratio, arXiv:2507.18071)
+    segment   the geometric mean over neighbouring tokens that the policy sampled: an action of an episode
+              (ROLL's segment); a sequence without given tokens is one
 
 ``veto`` drops a whole sequence for one token that the trainer finds all but impossible: a sign that engine
 and trainer do not run the same model there (Liu et al. 2025, as above).
@@ -32,8 +34,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo_dist.algorithms.segments import segment_mean
+
 KINDS = ("tis", "mis", "icepop")
-LEVELS = ("token", "sequence", "geometric")
+LEVELS = ("token", "sequence", "geometric", "segment")
 
 
 @torch.no_grad()
@@ -99,6 +103,22 @@ def correction(
     return weights, stats
 
 
+def mean_weight_sums(
+    weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, level: str
+) -> tuple[float, float]:
+    """Return sum and count of the weights of these rows; their quotient over all rows of an update is the
+    mean weight: one for each unmasked token at levels token and segment, one for each sequence at the others.
+
+    Dividing by it is self-normalised importance sampling (verl's ``rollout_is_batch_normalize``): the size of
+    a step then does not depend on how far the engine is from the trainer.
+    """
+    counts = mask.sum(dim=1)
+    sums = torch.where(mask, weights.double(), 0.0).sum(dim=1)
+    if level in ("token", "segment"):
+        return float(sums.sum()), float(counts.sum())
+    return float((sums / counts.clamp(min=1)).sum()), float((counts > 0).sum())
+
+
 def _check(kind: str, level: str, low: float | int, high: float | int) -> None:
     if kind not in KINDS or level not in LEVELS:
         raise ValueError(
@@ -110,9 +130,11 @@ def _check(kind: str, level: str, low: float | int, high: float | int) -> None:
 
 
 def _over(level: str, log_token: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Return the log-ratios of token, sequence or geometric ``level``. ``log_token`` is 0 where masked."""
+    """Return the log-ratios at ``level``. ``log_token`` is 0 where masked."""
     if level == "token":
         return log_token
+    if level == "segment":
+        return segment_mean(log_token, mask)
     total = log_token.sum(dim=1, keepdim=True)
     if level == "geometric":
         total = total / mask.sum(dim=1, keepdim=True).clamp(min=1)

@@ -2,7 +2,8 @@
 up (`ratios.ratio_stats`).
 
 All take log-probs in nats, advantages and a mask; what stands where the mask is False, NaN included, reaches
-neither loss nor gradient. Keywords are a loss's own settings; `loss_settings` names them.
+neither loss nor gradient. Keywords are a loss's own settings; `loss_settings` names them. clip_cov and kl_cov
+also take which tokens were selected over the whole update.
 
     loss             ratio            what bounds a step
     policy_gradient  none, always 1   nothing: on-policy
@@ -15,6 +16,8 @@ neither loss nor gradient. Keywords are a loss's own settings; `loss_settings` n
     dro, kimi15      none             a penalty on the squared log-ratio, of the token or the sequence
     topr             sequence         the weight of bad samples, at most 1; topr_token: of their tokens
     vespo            sequence         a weight that falls to 0 on both sides of 1
+    clip_cov         token            as ppo_clip, without some tokens of high covariance
+    kl_cov           token            a penalty on the tokens of the highest covariance
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo_dist.algorithms.clipped_losses import ppo_clip
+from grpo_dist.algorithms.covariance import clip_cov, kl_cov
 from grpo_dist.algorithms.dppo import dppo_kl, dppo_tv
 from grpo_dist.algorithms.penalised_losses import dro, kimi15
 from grpo_dist.algorithms.ratios import (
     LOG_LIMIT,
     Stats,
     at_least_float32,
-    bounded_exp,
-    clipped_surrogate,
     masked_inputs,
     ratio_stats,
 )
@@ -52,44 +55,6 @@ def policy_gradient(
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     unmoved, _ = masked_inputs(logprobs, logprobs, advantages, mask)
     return -unmoved.exp() * advantages, ratio_stats(log_ratio, mask)
-
-
-def ppo_clip(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    clip_low: float | int = 0.2,
-    clip_high: float | int = 0.2,
-    dual_clip: float | int | None = None,
-) -> tuple[Float[Tensor, "B T"], Stats]:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprobs - old_logprobs).
-
-    PPO (Schulman et al. 2017, arXiv:1707.06347, equation 7); separate bounds as in DAPO (arXiv:2503.14476,
-    section 3.1). With ``dual_clip`` c > 1, a token with A < 0 costs at most -c A (Ye et al. 2020,
-    arXiv:1912.09729); off by default.
-
-    Args:
-        logprobs: nats, of the weights being trained.
-        old_logprobs: nats, of the weights the ratio is taken to; no gradient flows into them.
-        mask: tokens that count.
-
-    Returns:
-        Losses, 0 where masked; and stats, with tokens whose gradient a bound removed as ``clip_low``,
-        ``clip_high`` and ``dual_clip``.
-    """
-    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
-    # A token with A < 0 and no dual clip has no bound on a large ratio.
-    unbounded = (advantages < 0) if dual_clip is None else torch.zeros_like(mask)
-    ratio = bounded_exp(log_ratio, unbounded)
-    losses, low, high = clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
-    capped = None
-    if dual_clip is not None:
-        cap = -dual_clip * advantages
-        capped = (advantages < 0) & (losses > cap)
-        losses = torch.where(capped, cap, losses)
-    return torch.where(mask, losses, 0.0), ratio_stats(log_ratio, mask, low=low, high=high, capped=capped)
 
 
 def cispo(
@@ -152,4 +117,6 @@ POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Stats]]] = {
     "topr": topr,
     "topr_token": topr_token,
     "vespo": vespo,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
 }

@@ -6,7 +6,13 @@ define sections, value ranges and checks across sections. The package imports ne
 ``grpo-dist --help`` starts instantly.
 """
 
-from grpo_dist.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
+from grpo_dist.config.algorithm import (
+    AdaptiveEntropyConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+    KLConfig,
+    RejectConfig,
+)
 from grpo_dist.config.base import Count, Fraction, NonNegative, Section
 from grpo_dist.config.bench import BenchConfig, LengthsConfig
 from grpo_dist.config.cluster import AutoscalingConfig, ClusterConfig, RestartsConfig, TimeoutsConfig
@@ -53,6 +59,7 @@ from grpo_dist.config.workers import (
 )
 
 __all__ = [
+    "AdaptiveEntropyConfig",
     "AlgorithmConfig",
     "AutoscalingConfig",
     "BatchConfig",
@@ -86,6 +93,7 @@ __all__ = [
     "PoolsConfig",
     "ProfileConfig",
     "ReferenceConfig",
+    "RejectConfig",
     "RejectionConfig",
     "RestartsConfig",
     "RewardConfig",

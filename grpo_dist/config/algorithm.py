@@ -24,6 +24,46 @@ class KLConfig(Section):
         None, description="KL in nats per token that `coef` is adapted to reach; null: `coef` is constant"
     )
     gain: Fraction = Field(0.1, description="largest relative change of `coef` per step, as a share of 0.2")
+    bias_correction: bool = Field(
+        False,
+        description="multiply a token's KL by its importance ratio: unbiased also for samples of older "
+        "weights (DeepSeek-V3.2); for k1 and k3 in the loss",
+    )
+
+
+Rule = Literal[
+    "token_k1", "token_k2", "token_k3", "token_binary_kl", "token_tv",
+    "segment_mean_k1", "segment_mean_k2", "segment_mean_k3", "segment_mean_binary_kl", "segment_mean_tv",
+    "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_mean_binary_kl", "seq_mean_tv",
+    "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_sum_binary_kl", "seq_sum_tv",
+    "seq_max_k2", "seq_max_k3", "seq_max_binary_kl", "seq_max_tv",
+]  # fmt: skip
+
+
+class RejectConfig(Section):
+    """A rule that drops tokens, segments or sequences that are too far from the trainer."""
+
+    rule: Rule = Field(
+        description="what is bounded, over a token, a segment or a sequence: k1, the ratio trainer / engine "
+        "(over a sequence its product or geometric mean); k2, k3, binary_kl in nats; tv, a difference of "
+        "probabilities"
+    )
+    low: PositiveFloat | None = Field(None, description="lower bound of the ratio; k1 only")
+    high: PositiveFloat | None = Field(None, description="upper bound; null: none, with k1 only")
+
+    @model_validator(mode="after")
+    def _has_its_bounds(self) -> RejectConfig:
+        if self.rule.endswith("_k1"):
+            if self.low is None and self.high is None:
+                raise ValueError(f"rule = {self.rule} needs `low` or `high`, e.g. low: 0.5, high: 2.0")
+            if self.low is not None and self.high is not None and self.low >= self.high:
+                raise ValueError(f"low = {self.low:g} must be below high = {self.high:g}")
+            return self
+        if self.high is None:
+            raise ValueError(f"rule = {self.rule} needs `high`, e.g. high: 0.1")
+        if self.low is not None:
+            raise ValueError(f"low = {self.low:g}: rule = {self.rule} has an upper bound only; remove `low`")
+        return self
 
 
 class CorrectionConfig(Section):
@@ -32,20 +72,39 @@ class CorrectionConfig(Section):
     kind: Literal["none", "tis", "mis", "icepop"] | None = Field(
         None, description="null: tis, or none if ratios are already computed against the engine's log-probs"
     )
-    level: Literal["token", "sequence", "geometric"] = Field(
-        "token", description="the ratio of each token, the product over its sequence, or their geometric mean"
+    level: Literal["token", "sequence", "geometric", "segment"] = Field(
+        "token",
+        description="the ratio of each token, the product over its sequence, their geometric mean, or that "
+        "over neighbouring sampled tokens (an action of an episode)",
     )
     low: NonNegative = Field(0.0, description="lower bound of the weight; must be below `high`")
     high: PositiveFloat = Field(2.0, description="upper bound of the weight")
     veto: NonNegative = Field(
         0.0, description="drop sequences with a token whose ratio is below this, e.g. 1e-4; 0: never"
     )
+    normalize: bool = Field(
+        False, description="divide the weights by their mean over the update; costs a forward pass"
+    )
+    reject: tuple[RejectConfig, ...] = Field((), description="rules that a token must pass, all of them")
 
     @model_validator(mode="after")
     def _ordered(self) -> CorrectionConfig:
         if self.low >= self.high:
             raise ValueError(f"low = {self.low} must be below high = {self.high}")
         return self
+
+
+class AdaptiveEntropyConfig(Section):
+    """Steers `algorithm.entropy_coef` from update to update (Skywork-OR1)."""
+
+    target: PositiveFloat | None = Field(
+        None,
+        description="entropy to hold, nats per token: below it the coefficient rises by `delta` with each "
+        "update, above it falls and is not applied; null: `entropy_coef` is constant",
+    )
+    delta: PositiveFloat = Field(0.005, description="change of the coefficient with each update")
+    low: NonNegative = Field(0.0, description="lower bound of the coefficient")
+    high: PositiveFloat = Field(1.0, description="upper bound of the coefficient")
 
 
 RewardNorm = Annotated[
@@ -111,7 +170,7 @@ class AlgorithmConfig(Section):
     add_token_level_kl: bool = Field(False, description="add the KL term to the rewards instead of the loss")
     policy_loss: Literal[
         "policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "gspo", "gmpo", "dro",
-        "kimi15", "topr", "topr_token", "vespo",
+        "kimi15", "topr", "topr_token", "vespo", "clip_cov", "kl_cov",
     ] | OwnLoss = Field(
         "ppo_clip", description="loss of a token, and how it bounds the policy's change; or your own"
     )  # fmt: skip
@@ -155,6 +214,21 @@ class AlgorithmConfig(Section):
     lambda_negative: PositiveFloat | None = Field(
         None, description="vespo: decay in the sequence's ratio for negative advantages; null: 2"
     )
+    cov_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="clip_cov, kl_cov: share of an update's tokens that are held; null: 0.0002"
+    )
+    cov_low: float | None = Field(
+        None, description="clip_cov: lower bound of the covariance of a token that is held; null: 1"
+    )
+    cov_high: float | None = Field(None, description="clip_cov: its upper bound; null: 5")
+    cov_kl_coef: PositiveFloat | None = Field(
+        None, description="kl_cov: weight of the penalty on the tokens that are held; null: 1"
+    )
+    off_policy_mask_threshold: PositiveFloat | None = Field(
+        None,
+        description="drop tokens with negative advantage of sequences whose mean log-prob fell by more than "
+        "this, nats per token (DeepSeek-V3.2); null: off",
+    )
     old_logprobs: Literal["trainer", "rollout"] = Field(
         "trainer",
         description="denominator of the ratios; rollout: the engine's log-probs, without a forward pass of "
@@ -178,6 +252,7 @@ class AlgorithmConfig(Section):
         {},
         description="arguments of your own estimator, loss, KL or aggregation, e.g. {policy_loss: {beta: 2}}",
     )
+    adaptive_entropy: AdaptiveEntropyConfig = AdaptiveEntropyConfig()
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
+from grpo_dist.algorithms.loss_settings import LOSS_SPECIFIC, settings_of
 from grpo_dist.config.sections import Sections
 
 # Settings that each choice of `algorithm` reads; a run would silently ignore any other.
@@ -18,6 +18,9 @@ def algorithm_contradictions(config: Sections) -> Iterator[str]:
     yield from _of_the_algorithm(config)
     yield from _of_the_updates(config)
     yield from _of_right_and_wrong(config)
+    yield from _of_the_correction(config)
+    yield from _of_the_covariance(config)
+    yield from _of_the_entropy(config)
 
 
 def _of_the_algorithm(config: Sections) -> Iterator[str]:
@@ -27,8 +30,8 @@ def _of_the_algorithm(config: Sections) -> Iterator[str]:
             f"`algorithm.std` = {a.std} contradicts `algorithm.advantage` = {a.advantage}, which does not "
             "divide by a standard deviation; remove `algorithm.std` or use advantage grpo"
         )
-    own = POLICY_LOSS_SETTINGS.get(loss, ())
-    for name in sorted({n for names in POLICY_LOSS_SETTINGS.values() for n in names} - set(own)):
+    own = settings_of(loss)
+    for name in sorted(set(LOSS_SPECIFIC) - set(own)):
         if getattr(a, name) is not None:
             yield (
                 f"`algorithm.{name}` = {getattr(a, name)} is not a setting of "
@@ -62,6 +65,17 @@ def _of_the_algorithm(config: Sections) -> Iterator[str]:
             "`reference.refresh_every` needs a reference, but with `algorithm.kl.coef` = 0 and no teacher "
             "that is the reference none is created; set `algorithm.kl.coef` above 0, or remove "
             "`reference.refresh_every`"
+        )
+    if a.kl.bias_correction and (a.kl.coef == 0 or a.add_token_level_kl):
+        yield (
+            "`algorithm.kl.bias_correction` = true reweighs the KL term of the loss, but there is none: "
+            f"`algorithm.kl.coef` = {a.kl.coef:g}, `algorithm.add_token_level_kl` = "
+            f"{str(a.add_token_level_kl).lower()}; remove it, or set the coefficient above 0"
+        )
+    elif a.kl.bias_correction and a.kl.estimator not in ("k1", "k3"):
+        yield (
+            f"`algorithm.kl.bias_correction` = true is for estimators whose value is unbiased, but "
+            f"`algorithm.kl.estimator` = {a.kl.estimator}; use k3 or k1"
         )
     if a.add_token_level_kl and a.kl.estimator.endswith("+"):
         yield (
@@ -104,4 +118,49 @@ def _of_right_and_wrong(config: Sections) -> Iterator[str]:
         yield (
             f"{needs} `algorithm.reward_norm` = {config.algorithm.reward_norm} gives others; remove it, or "
             "use another advantage"
+        )
+
+
+def _of_the_correction(config: Sections) -> Iterator[str]:
+    a, correction = config.algorithm, config.algorithm.correction
+    bypassed = a.old_logprobs == "rollout"
+    if correction.normalize and (bypassed or correction.kind == "none"):
+        why = "`algorithm.old_logprobs` = rollout has none" if bypassed else "its `kind` = none has none"
+        yield (
+            f"`algorithm.correction.normalize` = true divides importance weights by their mean, but {why}; "
+            "remove it"
+        )
+    rules = [r.rule for r in correction.reject]
+    if twice := [rule for rule in dict.fromkeys(rules) if rules.count(rule) > 1]:
+        yield f"`algorithm.correction.reject` has the rule {twice[0]} twice; keep one, with both bounds"
+
+
+def _of_the_covariance(config: Sections) -> Iterator[str]:
+    a = config.algorithm
+    if a.policy_loss != "clip_cov":
+        return
+    low, high = 1.0 if a.cov_low is None else a.cov_low, 5.0 if a.cov_high is None else a.cov_high
+    if low >= high:
+        yield (
+            f"`algorithm.cov_low` = {low:g} must be below `algorithm.cov_high` = {high:g}, or no token is "
+            "ever held; lower the first or raise the second"
+        )
+
+
+def _of_the_entropy(config: Sections) -> Iterator[str]:
+    a, control = config.algorithm, config.algorithm.adaptive_entropy
+    fields = type(control).model_fields
+    unused = [name for name in ("delta", "low", "high") if getattr(control, name) != fields[name].default]
+    if control.target is None:
+        for name in unused:
+            yield (
+                f"`algorithm.adaptive_entropy.{name}` has no effect without "
+                f"`algorithm.adaptive_entropy.target`; set that, or remove `{name}`"
+            )
+        return
+    if not control.low <= a.entropy_coef <= control.high or control.low >= control.high:
+        yield (
+            f"`algorithm.entropy_coef` = {a.entropy_coef:g}, where the coefficient starts, must be between "
+            f"`algorithm.adaptive_entropy.low` = {control.low:g} and a larger "
+            f"`algorithm.adaptive_entropy.high` = {control.high:g}; change one of them"
         )

@@ -209,11 +209,6 @@ def _without_effect(config: Sections) -> Iterator[str]:
             "reference.refresh_every",
         ),
         (
-            "algorithm.correction.veto",
-            a.correction.veto > 0 and (a.correction.kind == "none" or a.old_logprobs == "rollout"),
-            "a correction (`algorithm.correction.kind`)",
-        ),
-        (
             "dynamic_sampling.max_extra_prompts",
             dynamic.max_extra_prompts is not None and not dynamic.enabled,
             "dynamic_sampling.enabled=true",

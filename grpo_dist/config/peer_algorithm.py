@@ -143,23 +143,44 @@ ALGORITHM_ROWS = (
     row(
         "algorithm.correction.kind",
         "TRL: *_truncate: tis; *_mask: mis. verl: rollout_is: tis; "
-        "rollout_rs: mis. OpenRLHF: tis and icepop alike",
-        verl="algorithm.rollout_correction.rollout_rs",
+        "two bounds: icepop at level token. OpenRLHF: tis and icepop alike",
         trl="vllm_importance_sampling_correction vllm_importance_sampling_mode",
         openrlhf="algo.advantage.is_correction_enable algo.advantage.is_correction_type "
         "enable_vllm_is_correction vllm_is_correction_type",
-        roll="train_infer_correction.is_weight.enabled train_infer_correction.filters",
+        roll="train_infer_correction.is_weight.enabled",
     ),
     row(
+        "algorithm.correction.reject",
+        "a list of {rule, low, high}; verl's rules alike, with bounds of k1 that are of the inverse ratio. "
+        "ROLL's ratio filters are k1, its difference filters tv",
+        verl="algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold",
+        roll="train_infer_correction.filters",
+    ),
+    row("algorithm.correction.normalize", verl="algorithm.rollout_correction.rollout_is_batch_normalize"),
+    row("algorithm.off_policy_mask_threshold", trl="off_policy_mask_threshold"),
+    row("algorithm.kl.bias_correction", trl="use_bias_correction_kl"),
+    row("algorithm.adaptive_entropy.target", trl="use_adaptive_entropy entropy_target"),
+    row("algorithm.adaptive_entropy.delta", trl="entropy_coef_delta"),
+    row(
+        "algorithm.adaptive_entropy.low algorithm.adaptive_entropy.high",
+        trl="entropy_coef_min entropy_coef_max",
+    ),
+    row("algorithm.cov_share", verl="@actor.policy_loss.clip_cov_ratio @actor.policy_loss.kl_cov_ratio"),
+    row(
+        "algorithm.cov_low algorithm.cov_high",
+        "of clip_cov",
+        verl="@actor.policy_loss.clip_cov_lb @actor.policy_loss.clip_cov_ub",
+    ),
+    row("algorithm.cov_kl_coef", "of kl_cov", verl="@actor.policy_loss.ppo_kl_coef"),
+    row(
         "algorithm.correction.level",
-        "ROLL's segment has no counterpart",
+        "ROLL's segment alike",
         verl="algorithm.rollout_correction.rollout_is",
         roll="train_infer_correction.is_weight.weight_type",
     ),
     row(
         "algorithm.correction.high",
-        verl="algorithm.rollout_correction.rollout_is_threshold "
-        "algorithm.rollout_correction.rollout_rs_threshold",
+        verl="algorithm.rollout_correction.rollout_is_threshold",
         trl="vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
         openrlhf="algo.advantage.is_correction_threshold vllm_is_truncated_threshold",
         roll="train_infer_correction.is_weight.upper_bound ratio_high",

@@ -200,6 +200,16 @@ def signal_rule(algorithm: AlgorithmConfig, rewards: RewardsConfig, metric: str 
     return SignalRule(settings.estimator, metric, settings.weights, settings.turn_discount, steps)
 
 
+def _reads_all_rows(algorithm: AlgorithmConfig) -> bool:
+    """Return whether the loss depends on rows whose advantage is 0: by a term of their own, or because it
+    chooses or weighs tokens by a statistic of all.
+    """
+    has_entropy_bonus = algorithm.entropy_coef > 0 or algorithm.adaptive_entropy.target is not None
+    has_penalty = algorithm.policy_loss in ("dro", "kimi15")
+    ranks_tokens = algorithm.policy_loss in ("clip_cov", "kl_cov") or algorithm.top_entropy_share < 1.0
+    return has_entropy_bonus or has_penalty or ranks_tokens or algorithm.correction.normalize
+
+
 def _without_idle_rows(algorithm: AlgorithmConfig, has_kl_term: bool, batch: TrainBatch) -> TrainBatch:
     """Drop rows that add nothing to the gradient: every advantage is 0, no token is taught, and the loss has
     no other term.
@@ -207,9 +217,8 @@ def _without_idle_rows(algorithm: AlgorithmConfig, has_kl_term: bool, batch: Tra
     The denominators stay, so the gradient stays; only forward passes are saved. If no row would be left, all
     stay, so that the step still has metrics.
     """
-    other_terms = (has_kl_term and not algorithm.add_token_level_kl) or algorithm.entropy_coef
-    ranked = algorithm.top_entropy_share < 1.0  # which tokens are trained depends on all of them
-    if other_terms or ranked or not algorithm.skip_idle_rows:
+    has_kl_loss = has_kl_term and not algorithm.add_token_level_kl
+    if has_kl_loss or _reads_all_rows(algorithm) or not algorithm.skip_idle_rows:
         return batch
     busy = np.flatnonzero(learning_rows(batch)).tolist()
     return batch.select(busy) if 0 < len(busy) < len(batch) else batch

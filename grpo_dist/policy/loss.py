@@ -26,10 +26,11 @@ from torch import Tensor
 from grpo_dist.algorithms.aggregation import aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.lookup import named
-from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
+from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS, SELECTION_SETTINGS
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.algorithms.ratios import LOG_LIMIT
+from grpo_dist.algorithms.rejection import accepted, off_policy_sequence_mask
 from grpo_dist.plugins.algorithm_pieces import aggregated, kl_estimate, own_policy_loss
 from grpo_dist.plugins.inputs import AggregationInputs, PolicyLossInputs
 from grpo_dist.policy.loss_settings import LossSettings
@@ -45,6 +46,7 @@ def batch_loss(
     *,
     entropy: Float[Tensor, "B T"] | None = None,
     kl_coef: float | None = None,
+    entropy_coef: float | None = None,
 ) -> tuple[Float[Tensor, ""], Stats]:
     """Return the loss of ``batch``'s rows as their share of the whole update's, and its statistics, for
     `add_stats` and `finish_stats`.
@@ -56,6 +58,7 @@ def batch_loss(
         entropy: nats; for the statistics, and with gradient for the bonus.
         kl_coef: weight of the KL term in this update; None: that of ``settings``. Settings without a KL term
             have none in any update.
+        entropy_coef: weight of the entropy bonus in this update; None: that of ``settings``.
     """
     if settings.objective == "cross_entropy":
         loss = _cross_entropy(logprobs, batch.loss_mask, batch.num_tokens)
@@ -63,7 +66,8 @@ def batch_loss(
         if entropy is not None:
             stats["entropy"] = torch.where(batch.loss_mask, entropy, 0.0).sum()
     else:
-        loss, stats = _policy_objective(logprobs, batch, settings, entropy, kl_coef)
+        weight = settings.entropy_coef if entropy_coef is None else entropy_coef
+        loss, stats = _policy_objective(logprobs, batch, settings, entropy, kl_coef, weight)
         for term, own in _other_streams(logprobs, batch, settings):
             loss, stats = loss + term, stats | own
     stats["loss_total"] = loss
@@ -76,6 +80,7 @@ def _policy_objective(
     settings: LossSettings,
     entropy: Float[Tensor, "B T"] | None,
     kl_coef: float | None,
+    entropy_coef: float,
 ) -> tuple[Float[Tensor, ""], Stats]:
     """Return the policy loss with its KL and entropy terms, and their statistics."""
     mask = batch.loss_mask
@@ -91,15 +96,15 @@ def _policy_objective(
         kl_coef = settings.kl_coef
     assert batch.ref_logprobs is not None or not kl_coef, "kl_coef > 0 needs reference log-probs"
     if batch.ref_logprobs is not None:
-        kl_loss, kl = _kl_term(logprobs, batch.ref_logprobs, batch, settings)
+        kl_loss, kl = _kl_term(logprobs, batch.ref_logprobs, old, batch, settings)
         loss = loss + kl_coef * kl_loss if kl_coef else loss
         stats |= {"kl": kl, "loss_kl": kl_coef * kl_loss}
     if entropy is not None:
         entropy = torch.where(mask, entropy, 0.0)
         stats["entropy"] = entropy.sum()
-    if settings.entropy_coef:
+    if settings.entropy_coef or settings.entropy_control:
         assert entropy is not None, "an entropy bonus needs entropies"
-        bonus = settings.entropy_coef * _aggregate(entropy, batch, settings)
+        bonus = entropy_coef * _aggregate(entropy, batch, settings)
         loss = loss - bonus
         stats["loss_entropy"] = -bonus
     # The trainer's log-probs before it moved, where they are known. With ratios to the engine's own they are
@@ -141,7 +146,7 @@ def _policy_term(
     logprobs: Float[Tensor, "B T"],
     old: Float[Tensor, "B T"],
     weights: Float[Tensor, "B T"],
-    batch: TrainBatch,
+    batch: PreparedBatch,
     settings: LossSettings,
 ) -> tuple[Float[Tensor, ""], Stats]:
     """Return the aggregated policy loss, each token's times its weight and correction, and its statistics."""
@@ -152,30 +157,64 @@ def _policy_term(
             kind=settings.correction_kind, level=settings.correction_level,
             low=settings.correction_low, high=settings.correction_high, veto=settings.correction_veto,
         )  # fmt: skip
-        weights = weights * importance
+        weights = weights * importance / batch.mean_weight
+    weights, kept_stats = _with_masks(logprobs.detach(), old, weights, batch, settings)
     advantages = _without_overflow(batch.advantages, logprobs.detach() - old, weights, batch.loss_mask)
     if settings.policy_loss in POLICY_LOSSES:
-        policy_loss = POLICY_LOSSES[settings.policy_loss]
-        token_losses, stats = policy_loss(
-            logprobs, old, advantages, batch.loss_mask, **_own_settings(settings)
+        selection = (batch.selected,) if settings.policy_loss in SELECTION_SETTINGS else ()
+        token_losses, stats = POLICY_LOSSES[settings.policy_loss](
+            logprobs, old, advantages, batch.loss_mask, *selection, **_own_settings(settings)
         )
     else:
         inputs = PolicyLossInputs(logprobs, old, batch.rollout_logprobs, advantages, batch.loss_mask)
         token_losses, stats = own_policy_loss(settings.policy_loss, settings.own, inputs)
-    stats |= {f"correction_{name}": value for name, value in weight_stats.items()}
+    stats |= kept_stats | {f"correction_{name}": value for name, value in weight_stats.items()}
     return _aggregate(token_losses * weights, batch, settings), stats
+
+
+@torch.no_grad()
+def _with_masks(
+    logprobs: Float[Tensor, "B T"],
+    old: Float[Tensor, "B T"],
+    weights: Float[Tensor, "B T"],
+    batch: PreparedBatch,
+    settings: LossSettings,
+) -> tuple[Float[Tensor, "B T"], Stats]:
+    """Return ``weights``, 0 for the tokens that are rejected or off-policy, and how many those are."""
+    mask, stats = batch.loss_mask, {}
+    # With ratios to the engine's log-probs no others are known but those that are being trained.
+    own = logprobs if settings.old_policy == "rollout" else old
+    veto = settings.correction_veto if settings.correction_kind == "none" else 0.0
+    if settings.reject or veto:
+        keep = accepted(own, batch.rollout_logprobs, mask, settings.reject, veto=veto)
+        weights, stats["rejected"] = weights * keep, (mask & ~keep).sum()
+    if settings.off_policy_mask_threshold is not None:
+        keep = off_policy_sequence_mask(
+            logprobs, batch.rollout_logprobs, batch.advantages, mask,
+            threshold=settings.off_policy_mask_threshold,
+        )  # fmt: skip
+        weights, stats["off_policy"] = weights * keep, (mask & ~keep).sum()
+    return weights, stats
 
 
 def _kl_term(
     logprobs: Float[Tensor, "B T"],
     ref_logprobs: Float[Tensor, "B T"],
+    old: Float[Tensor, "B T"],
     batch: TrainBatch,
     settings: LossSettings,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Return the aggregated KL, still without its coefficient, and its sum over trained tokens, in nats."""
+    """Return the aggregated KL, still without its coefficient, and its sum over trained tokens, in nats.
+
+    With the bias correction each token's KL is multiplied by the ratio pi / ``old``, gradient included, which
+    makes value and gradient those of KL(policy || reference) for tokens that older weights sampled
+    (DeepSeek-V3.2, arXiv:2512.02556, equation 7).
+    """
     mask = batch.loss_mask
     own, ref = torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0)
     kl = kl_estimate(settings.kl_estimator, settings.own, own, ref)
+    if settings.kl_bias_correction:
+        kl = kl * torch.where(mask, logprobs - old, 0.0).exp()
     return _aggregate(kl, batch, settings), torch.where(mask, kl, 0.0).sum()
 
 
@@ -188,6 +227,14 @@ def add_stats(a: Stats, b: Stats) -> Stats:
 
 def is_maximum(name: str) -> bool:
     return name.endswith("_max")
+
+
+# Metrics that only some settings have: shares of the trained tokens.
+_SHARES = {
+    "selected": "policy/selected_share",
+    "off_policy": "policy/off_policy_share",
+    "rejected": "correction/rejected_share",
+}
 
 
 def finish_stats(stats: Stats) -> dict[str, float]:
@@ -221,6 +268,9 @@ def finish_stats(stats: Stats) -> dict[str, float]:
         metrics["loss/entropy"] = s["loss_entropy"]
     if "kl" in s:
         metrics |= {"ref/kl": s["kl"] / tokens, "loss/kl": s["loss_kl"]}
+    for stat, name in _SHARES.items():
+        if stat in s:
+            metrics[name] = s[stat] / tokens
     if "correction_weight" in s:
         metrics |= {
             "correction/weight_mean": s["correction_weight"] / tokens,

@@ -92,15 +92,19 @@ def over_ranks(stats: Stats) -> Stats:
     return out
 
 
-def least_of_top(own: Tensor, share: float, device: torch.device) -> float:
-    """Return the least of the greatest ``share`` of all ranks' values, of at least one value. Collective."""
+def gathered_values(own: Tensor, device: torch.device) -> Tensor:
+    """Return the values of all ranks, [sum of their sizes], rank after rank, on ``device``. Collective."""
     count = torch.tensor([own.numel()], device=device)
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, count)  # bounded: the process group has a deadline
-    padded = torch.full((max(int(max(counts)), 1),), -torch.inf, device=device)
+    padded = torch.zeros(max(int(max(counts)), 1), dtype=own.dtype, device=device)
     padded[: own.numel()] = own.to(device)
     gathered = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(gathered, padded)  # bounded: the process group has a deadline
-    total = sum(int(c) for c in counts)
-    values = torch.cat(gathered).sort(descending=True).values[:total]
-    return float(values[max(round(share * total), 1) - 1]) if total else 0.0
+    return torch.cat([part[: int(size)] for part, size in zip(gathered, counts, strict=True)])
+
+
+def least_of_top(own: Tensor, share: float, device: torch.device) -> float:
+    """Return the least of the greatest ``share`` of all ranks' values, of at least one value. Collective."""
+    values = gathered_values(own, device).sort(descending=True).values
+    return float(values[max(round(share * len(values)), 1) - 1]) if len(values) else 0.0

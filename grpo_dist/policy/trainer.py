@@ -23,6 +23,7 @@ from grpo_dist.health.bounds import BAD_WEIGHTS, GRAD_NORM, REFUSED, SKIPPED, Bo
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.deepspeed_config import deepspeed_config
 from grpo_dist.policy.deepspeed_engine import NormGate, initialize, zero3_loading
+from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.full_weights import FullWeights
 from grpo_dist.policy.group_logprobs import SampledGroup, group_logprobs
 from grpo_dist.policy.lora import adapters_off, empty_model
@@ -30,8 +31,9 @@ from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_st
 from grpo_dist.policy.micro_batches import MicroBatches, values_by_row
 from grpo_dist.policy.model import TokenLogprobs, attention_cost, reads_packed_rows
 from grpo_dist.policy.offload import check_offload, size_buffers
+from grpo_dist.policy.preparation import Preparation
 from grpo_dist.policy.rank_memory import RankMemory
-from grpo_dist.policy.ranks import Rank, join, least_of_top, over_ranks
+from grpo_dist.policy.ranks import Rank, join, over_ranks
 from grpo_dist.policy.router_replay import check_routes
 from grpo_dist.policy.saved_state import SavedState
 from grpo_dist.policy.sequence_parallel import SequenceGroup
@@ -76,6 +78,7 @@ class Trainer:
     ) -> None:
         self.rank, self._policy, self._loss, self._epochs = rank, policy, settings.loss, settings.epochs
         self._total_updates, self._updates = settings.total_updates, 0
+        self._bonus = EntropyBonus(settings.loss)
         self.token_logprobs: dict[int, np.ndarray] = {}
         self._trust_remote_code = model.trust_remote_code
         device = device_type()
@@ -134,7 +137,11 @@ class Trainer:
         if self._policy.router_replay and self._loss.objective == "policy":
             for batch in batches:
                 check_routes(batch)
-        prepared = [self._prepared(b, moves=i > 0 or self._epochs > 1) for i, b in enumerate(batches)]
+        prepare = Preparation(self.logprobs, self.device, self._reports)
+        prepared = [
+            prepare.before_the_step(b, self._loss, moves=i > 0 or self._epochs > 1)
+            for i, b in enumerate(batches)
+        ]
         plan = prepared * self._epochs
         self.token_logprobs = {}
         known_old = self._loss.old_policy == "trainer"
@@ -143,7 +150,9 @@ class Trainer:
         most = min((b.value for b in bounds if b.metric == GRAD_NORM), default=math.inf)
         per_update, refused = [], Counter[str]()
         for batch in plan:
+            batch = prepare.before_the_update(batch, self._loss, number=self._updates)
             own = self.accumulate(batch, kl_coef, keep_logprobs=keep_logprobs)
+            own |= self._bonus.observe(own)
             too_far = passed(bounds, own)
             own |= self.step(limit=-math.inf if too_far else most)
             per_update.append(own)
@@ -183,21 +192,6 @@ class Trainer:
         with adapters_off(self.engine.module):
             return group_logprobs(lambda layout: self.engine(layout)[0], groups, self._micro, together=True)
 
-    def _prepared(self, batch: TrainBatch, *, moves: bool) -> PreparedBatch:
-        """Return ``batch`` with what must be computed before the weights move. ``moves``: they will have
-        moved by the time it is trained on. Collective.
-        """
-        bypassed = self._loss.old_policy == "rollout"
-        old, kept = batch.rollout_logprobs if bypassed else None, None
-        share = self._loss.top_entropy_share
-        if share < 1.0 or (moves and not bypassed):
-            logprobs, entropies = self.logprobs(batch)
-            old = old if bypassed else logprobs
-            if share < 1.0:
-                own = batch.loss_mask if self._reports else torch.zeros_like(batch.loss_mask)
-                kept = batch.loss_mask & (entropies >= least_of_top(entropies[own], share, self.device))
-        return PreparedBatch.of(batch, old_logprobs=old, policy_mask=kept)
-
     def accumulate(
         self, batch: PreparedBatch, kl_coef: float | None = None, *, keep_logprobs: bool = False
     ) -> dict[str, float]:
@@ -213,7 +207,10 @@ class Trainer:
             logprobs, entropy = self.engine(self._micro.layout(part.rows), with_entropy=True)
             if keep_logprobs:
                 values.append(logprobs.detach())
-            loss, part_stats = batch_loss(logprobs, part, self._loss, entropy=entropy, kl_coef=kl_coef)
+            loss, part_stats = batch_loss(
+                logprobs, part, self._loss,
+                entropy=entropy, kl_coef=kl_coef, entropy_coef=self._bonus.weight,
+            )  # fmt: skip
             # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so
             # undo that. A loss that is not finite gets a gradient that is not either: the one test of the
             # reduced gradient then stops all ranks.
@@ -292,13 +289,14 @@ class Trainer:
 
     def save(self, directory: Path, *, blocking: bool = True) -> None:
         """Write the sharded state, see `SavedState.save`. Collective."""
-        counters = {"updates": self._updates, "rng": torch.get_rng_state()}
+        counters = {"updates": self._updates, "rng": torch.get_rng_state()} | self._bonus.state()
         self.state.save(directory, counters, blocking=blocking)
 
     def load(self, directory: Path) -> None:
         """Continue from what `save` wrote, see `SavedState.load`. Collective."""
         counters = self.state.load(directory)
         self._updates = counters["updates"]
+        self._bonus.restore(counters)
         torch.set_rng_state(counters["rng"])
 
     def export(self, directory: Path, *, tokenizer_dir: str) -> None:

@@ -125,10 +125,14 @@ class PreparedBatch(TrainBatch):
         old_logprobs: nats, of the weights that ratios are taken to; None: of those that are being trained,
             because the update is the first on these samples.
         policy_mask: tokens of the policy loss, with `algorithm.top_entropy_share`; None: all of loss_mask.
+        selected: tokens that policy losses clip_cov and kl_cov treat differently; None: no token.
+        mean_weight: of the correction over the whole update, by which each weight is divided; 1: it is not.
     """
 
     old_logprobs: Float[Tensor, "B T"] | None = None
     policy_mask: Bool[Tensor, "B T"] | None = None
+    selected: Bool[Tensor, "B T"] | None = None
+    mean_weight: float = 1.0
 
     @classmethod
     def of(
@@ -137,9 +141,10 @@ class PreparedBatch(TrainBatch):
         *,
         old_logprobs: Float[Tensor, "B T"] | None = None,
         policy_mask: Bool[Tensor, "B T"] | None = None,
+        mean_weight: float = 1.0,
     ) -> PreparedBatch:
         values = {f.name: getattr(batch, f.name) for f in fields(TrainBatch)}
-        return cls(**values, old_logprobs=old_logprobs, policy_mask=policy_mask)
+        return cls(**values, old_logprobs=old_logprobs, policy_mask=policy_mask, mean_weight=mean_weight)
 
 
 def _own_tensors(kind: type[TrainBatch], *values: Any) -> TrainBatch:

@@ -128,7 +128,8 @@ def test_weights_equal_their_definition_in_float64(kind, level, log_ratio):
     train, mask = torch.tensor([[log_ratio, 0.5]]), torch.ones(1, 2, dtype=torch.bool)
     low, high = 1e-20, 1e20
     own = [float(v) for v in train[0].double()]
-    over = {"token": own, "sequence": [sum(own)] * 2, "geometric": [sum(own) / 2] * 2}[level]
+    mean = [sum(own) / 2] * 2  # of the sequence, which is one segment, too
+    over = {"token": own, "sequence": [sum(own)] * 2, "geometric": mean, "segment": mean}[level]
     expected = []
     for w, token in zip(map(math.exp, over), map(math.exp, own), strict=True):
         inside = low <= w <= high

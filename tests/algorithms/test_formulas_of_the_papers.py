@@ -16,7 +16,7 @@ import torch
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
 from grpo_dist.algorithms.aggregation import MODES, aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
-from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
+from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS, SELECTION_SETTINGS
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from tests.support import papers
@@ -31,7 +31,7 @@ REGISTRIES = {
 SETTINGS = {
     "clip_low": 0.15, "clip_high": 0.3, "dual_clip": 1.5, "unified_mask": True, "tau_positive": 0.7,
     "tau_negative": 1.4, "ratio_cap": 1.2, "beta": 0.6, "tau": 0.3, "k_positive": 1.3,
-    "lambda_positive": 2.1, "k_negative": 2.4, "lambda_negative": 1.1,
+    "lambda_positive": 2.1, "k_negative": 2.4, "lambda_negative": 1.1, "cov_kl_coef": 0.4,
 }  # fmt: skip
 STEP = 1e-6
 
@@ -95,7 +95,9 @@ def test_a_policy_loss_and_its_gradient_are_those_of_the_paper(name, settings, s
     new, mask = padded([own[0] for own in made])
     old, advantages = (padded([own[i] for own in made])[0] for i in (1, 2))
     new.requires_grad_()
-    losses, _ = POLICY_LOSSES[name](new, old, advantages, mask, **settings)
+    chosen = mask & (torch.arange(mask.shape[1]) % papers.SELECTED_EVERY == 0)
+    selection = (chosen,) if name in SELECTION_SETTINGS else ()
+    losses, _ = POLICY_LOSSES[name](new, old, advantages, mask, *selection, **settings)
     (gradient,) = torch.autograd.grad(losses.sum(), new)
     assert losses.dtype == torch.float64 and not losses[~mask].any() and not gradient[~mask].any()
     for row, (own, before, own_advantages) in enumerate(made):

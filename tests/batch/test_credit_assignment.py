@@ -161,6 +161,10 @@ def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
         {"skip_idle_rows": False},
         {"entropy_coef": 0.1},
         {"top_entropy_share": 0.2},
+        {"adaptive_entropy": {"target": 1.0}},
+        {"policy_loss": "dro"},
+        {"policy_loss": "clip_cov"},
+        {"correction": {"normalize": True}},
         {"kl": {"coef": 0.1}},
         {"kl": {"coef": 0.1}, "add_token_level_kl": True},
     ):

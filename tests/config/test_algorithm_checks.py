@@ -55,3 +55,47 @@ def test_maxrl_takes_a_binary_reward_beside_others_that_are_only_reported(base):
 def test_a_loss_refuses_the_settings_of_another(base, loss, setting):
     words = f"is not a setting of `algorithm.policy_loss` = {loss}"
     assert words in refusal(base, f"algorithm.policy_loss={loss}", f"algorithm.{setting}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["correction.normalize=true", "correction.kind=none"], "its `kind` = none has none; remove it"),
+        (
+            ["correction.normalize=true", "old_logprobs=rollout"],
+            "`algorithm.old_logprobs` = rollout has none; remove it",
+        ),
+        (
+            ["correction.reject=[{rule: token_k2, high: 1}, {rule: token_k2, high: 2}]"],
+            "has the rule token_k2 twice",
+        ),
+        (["correction.reject=[{rule: token_k1}]"], "rule = token_k1 needs `low` or `high`"),
+        (["correction.reject=[{rule: token_k1, low: 2, high: 1}]"], "low = 2 must be below high = 1"),
+        (["correction.reject=[{rule: seq_mean_k3}]"], "rule = seq_mean_k3 needs `high`"),
+        (["correction.reject=[{rule: token_tv, low: 0.1, high: 0.2}]"], "upper bound only; remove `low`"),
+        (["correction.reject=[{rule: seq_max_k1, high: 2}]"], "`algorithm.correction.reject.0.rule`"),
+        (["kl.bias_correction=true"], "`algorithm.kl.coef` = 0"),
+        (["kl.bias_correction=true", "kl.coef=0.1", "kl.estimator=k3+"], "`algorithm.kl.estimator` = k3+"),
+        (
+            ["kl.bias_correction=true", "kl.coef=0.1", "kl.estimator=k1", "add_token_level_kl=true"],
+            "`algorithm.add_token_level_kl` = true; remove it",
+        ),
+        (["policy_loss=clip_cov", "cov_low=7"], "`algorithm.cov_low` = 7 must be below"),
+        (["cov_share=0.1"], "is not a setting of `algorithm.policy_loss` = ppo_clip"),
+        (["adaptive_entropy.delta=0.1"], "no effect without `algorithm.adaptive_entropy.target`"),
+        (["adaptive_entropy={target: 1, high: 0.1}", "entropy_coef=0.5"], "must be between"),
+    ],
+)
+def test_settings_that_mean_nothing_together_are_refused(base, overrides, words):
+    assert words in refusal(base, *(f"algorithm.{setting}" for setting in overrides))
+
+
+@pytest.mark.parametrize("old", ["trainer", "rollout"])
+def test_a_veto_and_rules_need_no_weights(base, old):
+    """They compare with the engine, whichever log-probs the ratios are taken to."""
+    rules = "algorithm.correction.reject=[{rule: seq_mean_k3, high: 0.1}]"
+    config = load_config(
+        base,
+        [f"algorithm.old_logprobs={old}", "algorithm.correction={kind: none, veto: 1e-4}", rules],
+    )
+    assert (config.algorithm.correction.veto, len(config.algorithm.correction.reject)) == (1e-4, 1)

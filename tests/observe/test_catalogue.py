@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from grpo_dist.algorithms.rejection import RejectionRule
 from grpo_dist.driver import run
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.health.bounds import REFUSED
@@ -93,7 +94,10 @@ class Everything(fakes.World):
     latest: ClassVar[dict[str, Usage]] = {}
 
     async def update(self, batches, *, kl_coef, bounds):
-        settings = LossSettings(kl_coef=0.1, entropy_coef=0.1, correction_kind="tis")
+        settings = LossSettings(
+            policy_loss="kl_cov", kl_coef=0.1, entropy_coef=0.1, correction_kind="tis",
+            reject=(RejectionRule("token_tv", 0.5),), off_policy_mask_threshold=0.1,
+        )  # fmt: skip
         logprobs = -torch.rand(batches[0].tokens.shape)
         entropy = torch.ones(logprobs.shape)
         _, stats = batch_loss(logprobs, PreparedBatch.of(batches[0]), settings, entropy=entropy)

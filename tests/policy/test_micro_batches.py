@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from grpo_dist.policy import trainer
+from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.loss import LossSettings
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.trainer import Trainer
@@ -58,6 +59,7 @@ def rank_of(plan, batch, made):
         engine=engine,
         rank=SimpleNamespace(world_size=1),
         _loss=LossSettings(),
+        _bonus=EntropyBonus(LossSettings()),
         _reports=True,
         token_logprobs={},
     )

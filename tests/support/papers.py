@@ -135,11 +135,31 @@ def vespo(
     return found
 
 
+SELECTED_EVERY = 3  # clip_cov, kl_cov: the tokens 0, 3, 6, ... of a sequence are those selected
+
+
+def clip_cov(
+    new: Numbers, fixed: Numbers, old: Numbers, advantages: Numbers, *, clip_low=0.2, clip_high=0.2
+) -> Numbers:
+    """2505.22617, equation 12: a selected token has no loss."""
+    losses = of_tokens(ppo)(new, fixed, old, advantages, clip_low=clip_low, clip_high=clip_high)
+    return [0.0 if t % SELECTED_EVERY == 0 else loss for t, loss in enumerate(losses)]
+
+
+def kl_cov(new: Numbers, fixed: Numbers, old: Numbers, advantages: Numbers, *, cov_kl_coef=1.0) -> Numbers:
+    """2505.22617, equation 13: a selected token pays for the size of its log-ratio."""
+    return [
+        -math.exp(n - o) * a + (cov_kl_coef * abs(n - o) if t % SELECTED_EVERY == 0 else 0.0)
+        for t, (n, o, a) in enumerate(zip(new, old, advantages, strict=True))
+    ]
+
+
 POLICY_LOSSES: dict[str, Loss] = {
     "policy_gradient": of_tokens(reinforce), "ppo_clip": of_tokens(ppo), "cispo": of_tokens(cispo),
     "sapo": of_tokens(sapo), "dppo_tv": of_tokens(dppo_tv), "dppo_kl": of_tokens(dppo_kl),
     "dro": of_tokens(dro), "topr_token": of_tokens(topr_token),
     "gspo": gspo, "gmpo": gmpo, "kimi15": kimi15, "topr": topr, "vespo": vespo,
+    "clip_cov": clip_cov, "kl_cov": kl_cov,
 }  # fmt: skip
 
 

@@ -13,10 +13,14 @@ from transformers import AutoModelForCausalLM
 from actors.workers.policy import loss_settings
 from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
+from grpo_dist.algorithms.rejection import RejectionRule
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
+    AdaptiveEntropyConfig,
     AlgorithmConfig,
+    CorrectionConfig,
     KLConfig,
+    RejectConfig,
 )
 from grpo_dist.health.bounds import Bound
 from grpo_dist.policy.loss import LossSettings, batch_loss
@@ -158,8 +162,10 @@ CORRECTED = [("none", "token"), ("tis", "token"), ("mis", "sequence"), ("icepop"
 LOSSES = [
     LossSettings(
         policy_loss=policy_loss, aggregation=mode, clip_low=0.1, clip_high=0.15,
-        entropy_coef=0.01, kl_coef=0.05, correction_kind=CORRECTED[i % 4][0],
+        entropy_coef=0.01, kl_coef=0.05, kl_bias_correction=i % 2 == 0, correction_kind=CORRECTED[i % 4][0],
         correction_level=CORRECTED[i % 4][1], correction_low=0.5, correction_high=2.0,
+        reject=(RejectionRule("seq_mean_k3", 0.03), RejectionRule("token_tv", 0.1)) if i % 3 == 0 else (),
+        off_policy_mask_threshold=0.03 if i % 3 == 1 else None,
     )
     for i, (policy_loss, mode) in enumerate(one_each("losses", POLICY_LOSSES, MODES))
 ]  # fmt: skip
@@ -178,7 +184,9 @@ def test_no_loss_and_no_aggregation_of_episodes_depends_on_ranks(forked_ranks, t
         torch.where(episodes.loss_mask, new + 0.2 * torch.randn(new.shape, generator=generator), 0.0).float()
         for _ in range(2)
     )
-    batch = PreparedBatch.of(replace(episodes, rollout_logprobs=engine), old_logprobs=old)
+    chosen = torch.rand(new.shape, generator=generator) < 0.2
+    batch = PreparedBatch.of(replace(episodes, rollout_logprobs=engine), old_logprobs=old, mean_weight=0.9)
+    batch = replace(batch, selected=chosen)
 
     async def all_of_them():
         group = start(tiny_model, ranks=2, stage=2, micro_batch_tokens=60, shared=shared)
@@ -248,9 +256,10 @@ def test_more_ranks_than_rows_still_give_the_gradient(forked_ranks, tiny_model):
 
 @pytest.mark.parametrize("stage", drawn("checkpoint", [(0,), (2,), (3,)], 1))
 def test_checkpoint_restores_weights_optimiser_and_schedule(forked_ranks, tiny_model, tmp_path, stage):
-    """update, save, update  ==  update, save, (another process) load, update."""
+    """update, save, update  ==  update, save, (another process) load, update; the entropy bonus goes on."""
     first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
-    how = {"ranks": 2, "stage": stage, "schedule": "linear", "warmup_steps": 2}
+    steered = ALGORITHM.model_copy(update={"adaptive_entropy": AdaptiveEntropyConfig(target=100.0)})
+    how = {"ranks": 2, "stage": stage, "schedule": "linear", "warmup_steps": 2, "algorithm": steered}
 
     async def uninterrupted():
         group = start(tiny_model, **how)
@@ -274,7 +283,7 @@ def test_checkpoint_restores_weights_optimiser_and_schedule(forked_ranks, tiny_m
 
     metrics, weights = asyncio.run(uninterrupted())
     again, same_weights = asyncio.run(resumed())
-    assert again == metrics
+    assert again == metrics and metrics["policy/entropy_coef"] == pytest.approx(0.005)
     assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
 
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
@@ -403,6 +412,23 @@ FAMILY = {
     ),
     "the tokens of highest entropy": ({"top_entropy_share": 0.3, "kl": KLConfig()}, 1),
     "ratios to the engine": ({"old_logprobs": "rollout", "policy_loss": "cispo", "kl": KLConfig()}, 2),
+    "statistics of all tokens, with shared sequences": (
+        {
+            "policy_loss": "clip_cov", "cov_share": 0.2, "cov_low": -50.0, "cov_high": 50.0,
+            "correction": CorrectionConfig(
+                level="sequence", high=1.5, normalize=True,
+                reject=(RejectConfig(rule="seq_max_k3", high=0.03),),
+            ),
+            "kl": KLConfig(coef=0.05, bias_correction=True), "off_policy_mask_threshold": 0.02,
+            "adaptive_entropy": AdaptiveEntropyConfig(target=50.0),
+        }, 2,
+    ),
+    "the largest covariances": (
+        {
+            "policy_loss": "kl_cov", "cov_share": 0.2, "kl": KLConfig(),
+            "correction": CorrectionConfig(normalize=True, level="segment"),
+        }, 2,
+    ),
 }  # fmt: skip
 
 
@@ -423,7 +449,8 @@ def test_two_ranks_and_small_micro_batches_update_as_one_does(forked_ranks, tiny
         return metrics, weights
 
     one, weights = asyncio.run(step(ranks=1, stage=0))
-    two, same = asyncio.run(step(ranks=2, stage=3, micro_batch_tokens=40))
+    split = {"stage": 2, "shared": 2} if "shared" in name else {"stage": 3}
+    two, same = asyncio.run(step(ranks=2, micro_batch_tokens=40, **split))
     first = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     before = flat({n: p.detach() for n, p in first.named_parameters()})
     moved, moved_too = flat(weights) - before, flat(same) - before

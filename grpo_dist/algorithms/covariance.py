@@ -1,0 +1,108 @@
+"""Clip-Cov and KL-Cov: hold the few tokens whose probability and advantage are high together.
+
+Cui et al. 2025, "The entropy mechanism of reinforcement learning" (arXiv:2505.22617): entropy falls by the
+covariance of log-probs and advantages over the tokens of an update, and few tokens have most of it.
+
+    cov_t = (A_t - mean of A) (log pi_t - mean of log pi)      means over all tokens of the update
+    clip_cov   tokens with cov between `cov_low` and `cov_high`, a share of all, at random: no policy loss
+    kl_cov     the share of tokens with the largest cov: a penalty |log pi - log pi_old| on them
+
+Means and choice are those of the whole update, so that no split of its rows changes them: `token_covariances`
+takes the means, and `lowest` a threshold, from whoever knows all rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from grpo_dist.algorithms.clipped_losses import ppo_clip
+from grpo_dist.algorithms.ratios import Stats, bounded_exp, masked_inputs, ratio_stats
+
+_MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's constants, as int64
+
+
+def clip_cov(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    selected: Bool[Tensor, "B T"] | None = None,
+    *,
+    clip_low: float | int = 0.2,
+    clip_high: float | int = 0.2,
+) -> tuple[Float[Tensor, "B T"], Stats]:
+    """`ppo_clip` without the tokens ``selected``; None: no token is. Equation 12 of the paper."""
+    losses, stats = ppo_clip(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high)
+    chosen = _within(selected, mask)
+    return torch.where(chosen, 0.0, losses), stats | {"selected": chosen.sum()}
+
+
+def kl_cov(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    selected: Bool[Tensor, "B T"] | None = None,
+    *,
+    cov_kl_coef: float | int = 1.0,
+) -> tuple[Float[Tensor, "B T"], Stats]:
+    """-r A, and for the tokens ``selected`` + cov_kl_coef |log r|; None: no token is. Equation 13.
+
+    Nothing bounds the ratio of the others: the penalty is what keeps the policy from collapsing.
+    """
+    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
+    ratio, chosen = bounded_exp(log_ratio, advantages != 0), _within(selected, mask)
+    losses = torch.where(chosen, cov_kl_coef * log_ratio.abs(), 0.0) - ratio * advantages
+    return torch.where(mask, losses, 0.0), ratio_stats(log_ratio, mask) | {"selected": chosen.sum()}
+
+
+def _within(selected: Bool[Tensor, "B T"] | None, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    return torch.zeros_like(mask) if selected is None else mask & selected
+
+
+def token_covariances(
+    logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    mean_logprob: float,
+    mean_advantage: float,
+) -> Float[Tensor, "B T"]:
+    """Return (A - mean_advantage) (log pi - mean_logprob), float64; -inf where masked."""
+    products = (advantages.double() - mean_advantage) * (logprobs.double() - mean_logprob)
+    return torch.where(mask, products, -torch.inf)
+
+
+def random_keys(ids: Int[Tensor, "*shape"], seed: int) -> Float[Tensor, "*shape"]:
+    """Return a number in [0, 1) for each of ``ids``, float64: a function of id and ``seed`` alone, so that a
+    choice by the smallest does not depend on who has which rows. Mixed as by splitmix64.
+    """
+    x = ids + torch.tensor(seed + 1, device=ids.device) * _MIX[0]
+    for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    x = x ^ ((x >> 31) & ((1 << 33) - 1))
+    return ((x >> 11) & ((1 << 53) - 1)).double() / 2.0**53
+
+
+def lowest(values: Float[Tensor, " N"], ids: Int[Tensor, " N"], count: int) -> tuple[float, int]:
+    """Return the last of the ``count`` smallest (value, id) pairs; of equal values the smaller id is first.
+
+    (-inf, -1), which no pair is below, if there are none or ``count`` is 0.
+    """
+    count = min(count, len(values))
+    if not count:
+        return -float("inf"), -1
+    by_id = ids.argsort()
+    order = by_id[values[by_id].argsort(stable=True)]
+    last = order[count - 1]
+    return float(values[last]), int(ids[last])
+
+
+def up_to(
+    values: Float[Tensor, "*shape"], ids: Int[Tensor, "*shape"], last: tuple[float, int]
+) -> Bool[Tensor, "*shape"]:
+    """Return which (value, id) pairs are at most ``last``, in the order of `lowest`."""
+    value, identity = last
+    return (values < value) | ((values == value) & (ids <= identity))

@@ -1,0 +1,131 @@
+"""What a rank computes of a batch before its weights move: old log-probs, and choices over all tokens of an
+update, which no rank sees alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from grpo_dist.algorithms.covariance import lowest, random_keys, token_covariances, up_to
+from grpo_dist.algorithms.loss_settings import SELECTION_SETTINGS
+from grpo_dist.algorithms.offpolicy import correction, mean_weight_sums
+from grpo_dist.algorithms.ratios import LOG_LIMIT
+from grpo_dist.policy.loss_settings import LossSettings
+from grpo_dist.policy.ranks import gathered_values, least_of_top
+from grpo_dist.types import PreparedBatch, TrainBatch
+
+_ROW = 1 << 20  # more than the tokens of any row: the id of a token is row * this + column
+_COV_SHARE, _COV_LOW, _COV_HIGH = 2e-4, 1.0, 5.0  # of the paper, arXiv:2505.22617
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """``logprobs``: returns log-probs and entropies [B, T] of a batch under the current weights, collective.
+    ``reports``: False on a rank whose rows another rank has, too.
+    """
+
+    logprobs: Callable[[TrainBatch], tuple[Tensor, Tensor]]
+    device: torch.device
+    reports: bool
+
+    def before_the_step(self, batch: TrainBatch, settings: LossSettings, *, moves: bool) -> PreparedBatch:
+        """Return ``batch`` with what must be known before any weight moves. ``moves``: they will have moved
+        by the time it is trained on. Collective.
+        """
+        bypassed = settings.old_policy == "rollout"
+        normalises = settings.correction_normalize and settings.correction_kind != "none"
+        old, kept = batch.rollout_logprobs if bypassed else None, None
+        share, mean_weight = settings.top_entropy_share, 1.0
+        if share < 1.0 or normalises or (moves and not bypassed):
+            logprobs, entropies = self.logprobs(batch)
+            old = old if bypassed else logprobs
+            if share < 1.0:
+                own = self._reported(batch.loss_mask)
+                kept = batch.loss_mask & (entropies >= least_of_top(entropies[own], share, self.device))
+            if normalises:
+                mean_weight = self._mean_weight(batch, logprobs, settings)
+        return PreparedBatch.of(batch, old_logprobs=old, policy_mask=kept, mean_weight=mean_weight)
+
+    def before_the_update(
+        self, batch: PreparedBatch, settings: LossSettings, *, number: int
+    ) -> PreparedBatch:
+        """Return ``batch`` with the tokens that its policy loss treats differently, by the current weights.
+        ``number``: of the update in the run, for the choice at random. Collective.
+        """
+        if settings.policy_loss not in SELECTION_SETTINGS:
+            return batch
+        logprobs, _ = self.logprobs(batch)
+        return replace(batch, selected=self._selected(batch, logprobs, settings, number))
+
+    def _reported(self, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+        return mask if self.reports else torch.zeros_like(mask)
+
+    def _mean_weight(self, batch: TrainBatch, old: Float[Tensor, "B T"], settings: LossSettings) -> float:
+        """Return the mean correction weight of the update, after its bounds; 1 if all are 0."""
+        weights, _ = correction(
+            old, batch.rollout_logprobs, batch.loss_mask,
+            kind=settings.correction_kind, level=settings.correction_level,
+            low=settings.correction_low, high=settings.correction_high,
+        )  # fmt: skip
+        own = self._reported(batch.loss_mask)
+        total, count = self._sum(*mean_weight_sums(weights, own, level=settings.correction_level))
+        return total / count if total else 1.0
+
+    def _selected(
+        self, batch: PreparedBatch, logprobs: Float[Tensor, "B T"], settings: LossSettings, number: int
+    ) -> Bool[Tensor, "B T"]:
+        mask, own = batch.loss_mask, self._reported(batch.loss_mask)
+        advantages = torch.where(mask, batch.advantages, 0.0)
+        totals = self._sum(float(logprobs[own].double().sum()), float(advantages[own].double().sum()))
+        mean_logprob, mean_advantage = (total / max(batch.num_tokens, 1.0) for total in totals)
+        products = token_covariances(
+            logprobs, advantages, mask, mean_logprob=mean_logprob, mean_advantage=mean_advantage
+        )
+        ids = batch.row_ids[:, None] * _ROW + torch.arange(mask.shape[1])
+        count = max(int((settings.cov_share or _COV_SHARE) * batch.num_tokens), 1)
+        if settings.policy_loss == "kl_cov":
+            return mask & self._lowest(-products, ids, own, mask, count)
+        low = _COV_LOW if settings.cov_low is None else settings.cov_low
+        high = _COV_HIGH if settings.cov_high is None else settings.cov_high
+        within = mask & (products > low) & (products < high) & ~_is_clipped(batch, logprobs, settings)
+        return within & self._lowest(random_keys(ids, number), ids, own & within, within, count)
+
+    def _lowest(
+        self,
+        values: Float[Tensor, "B T"],
+        ids: Int[Tensor, "B T"],
+        own: Bool[Tensor, "B T"],
+        among: Bool[Tensor, "B T"],
+        count: int,
+    ) -> Bool[Tensor, "B T"]:
+        """Return which tokens ``among`` this rank's have the ``count`` lowest values of all ranks. ``own``:
+        those of them that this rank reports. Collective.
+        """
+        known, names = gathered_values(values[own], self.device), gathered_values(ids[own], self.device)
+        return among & up_to(values, ids, lowest(known.cpu(), names.cpu(), count))
+
+    def _sum(self, *own: float) -> list[float]:
+        """Return the sums over all ranks. Collective."""
+        sums = torch.tensor(own, dtype=torch.float64, device=self.device)
+        dist.all_reduce(sums)  # bounded: the process group has a deadline
+        found: list[float] = sums.tolist()
+        return found
+
+
+def _is_clipped(
+    batch: PreparedBatch, logprobs: Float[Tensor, "B T"], settings: LossSettings
+) -> Bool[Tensor, "B T"]:
+    """Return which tokens have no gradient under clip_cov's bounds already."""
+    if batch.old_logprobs is None:
+        return torch.zeros_like(batch.loss_mask)
+    ratio = (logprobs - batch.old_logprobs).clamp(max=LOG_LIMIT).exp()
+    low = 0.2 if settings.clip_low is None else settings.clip_low
+    high = 0.2 if settings.clip_high is None else settings.clip_high
+    falls, rises = batch.advantages < 0, batch.advantages > 0
+    return (falls & (ratio < 1 - low)) | (rises & (ratio > 1 + high))

@@ -1,0 +1,127 @@
+"""Choices over all tokens of an update are the same however many ranks have its rows."""
+
+import multiprocessing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from grpo_dist.algorithms.covariance import token_covariances
+from grpo_dist.algorithms.offpolicy import correction
+from grpo_dist.batch.sharding import shard
+from grpo_dist.policy.loss_settings import LossSettings
+from grpo_dist.policy.preparation import Preparation
+from grpo_dist.types import PreparedBatch
+from tests.support import made_groups
+
+pytestmark = pytest.mark.machine
+
+RATIOS = {"correction_kind": "tis", "correction_high": 1.5}
+HOW = {
+    "kl_cov": LossSettings(policy_loss="kl_cov", cov_share=0.1),
+    "clip_cov": LossSettings(policy_loss="clip_cov", cov_share=0.1, cov_low=-0.5, cov_high=2.0),
+    "share": LossSettings(policy_loss="clip_cov", cov_share=1.0, cov_low=0.0, cov_high=1.0),
+    "token": LossSettings(correction_normalize=True, **RATIOS),
+    "sequence": LossSettings(correction_normalize=True, correction_level="sequence", **RATIOS),
+}
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Rows with gaps in their masks. A row's log-probs are its engine's, moved by what its id says."""
+    return made_groups.episode_batch(groups=5, rewritten=0.4)
+
+
+def logprobs_of(batch):
+    moved = 0.3 * torch.sin(7.0 * batch.row_ids[:, None] + torch.arange(batch.tokens.shape[1]))
+    return batch.rollout_logprobs + moved, torch.zeros(batch.tokens.shape)
+
+
+def prepared(rank, world, own, reports, store, results):
+    """Run in a process of its own."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    preparation = Preparation(logprobs_of, torch.device("cpu"), reports)
+    found = {}
+    for name, how in HOW.items():
+        ready = preparation.before_the_step(own, how, moves=True)
+        ready = replace(ready, old_logprobs=own.rollout_logprobs)
+        ready = preparation.before_the_update(ready, how, number=5)
+        rows = {} if ready.selected is None else by_row(ready)
+        found[name] = ready.mean_weight, rows
+    results.put((rank, found))
+    dist.destroy_process_group()
+
+
+def by_row(batch: PreparedBatch):
+    return {
+        int(row): np.flatnonzero(own).tolist() for row, own in zip(batch.row_ids, batch.selected, strict=True)
+    }
+
+
+def on_ranks(parts, path, *, shared=False):
+    """Return means and selected tokens of rows ``parts``, one process each. ``shared``: all have the same."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    processes = [
+        context.Process(
+            target=prepared,
+            args=(i, len(parts), part, not shared or i == 0, path / "store", results),
+            daemon=True,
+        )
+        for i, part in enumerate(parts)
+    ]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=120) for _ in processes]
+    for process in processes:
+        process.join(timeout=120)
+    return [own for _, own in sorted(found, key=lambda pair: pair[0])]
+
+
+@pytest.fixture(scope="module")
+def whole(batch, tmp_path_factory):
+    (own,) = on_ranks([batch], tmp_path_factory.mktemp("one"))
+    return own
+
+
+def test_the_chosen_tokens_and_the_mean_weight_are_those_of_their_definition(batch, whole):
+    mask, (logprobs, _) = batch.loss_mask, logprobs_of(batch)
+    count = int(0.1 * batch.num_tokens)
+    products = token_covariances(
+        logprobs, batch.advantages, mask,
+        mean_logprob=float(logprobs[mask].double().mean()),
+        mean_advantage=float(batch.advantages[mask].double().mean()),
+    )  # fmt: skip
+    highest = products >= products[mask].sort(descending=True).values[count - 1]
+    assert whole["kl_cov"][1] == {i: np.flatnonzero(highest[i]).tolist() for i in range(len(batch))}
+    ratio = (logprobs - batch.rollout_logprobs).exp()
+    clipped = ((batch.advantages < 0) & (ratio < 0.8)) | ((batch.advantages > 0) & (ratio > 1.2))
+    for name, low, high, most in (("share", 0.0, 1.0, batch.num_tokens), ("clip_cov", -0.5, 2.0, count)):
+        among = mask & (products > low) & (products < high) & ~clipped
+        chosen = [(row, column) for row, columns in whole[name][1].items() for column in columns]
+        assert len(chosen) == min(most, int(among.sum())) > 0 and all(among[at] for at in chosen)
+    for level in ("token", "sequence"):
+        weights, _ = correction(
+            logprobs, batch.rollout_logprobs, mask, kind="tis", level=level, low=0, high=1.5
+        )
+        rows = mask.any(dim=1)
+        of_rows = weights.sum(dim=1)[rows] / mask.sum(dim=1)[rows]
+        mean = weights[mask].double().mean() if level == "token" else of_rows.double().mean()
+        assert whole[level][0] == pytest.approx(float(mean), rel=1e-6)
+    assert whole["kl_cov"][0] == 1.0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_choose_as_one_that_has_all_rows(batch, whole, tmp_path, ranks):
+    found = on_ranks(shard(batch, ranks), tmp_path)
+    for name, (mean, rows) in whole.items():
+        assert {row: columns for own in found for row, columns in own[name][1].items()} == rows
+        assert [own[name][0] for own in found] == pytest.approx([mean] * ranks, rel=1e-12)
+
+
+def test_ranks_that_share_their_rows_count_them_once(batch, whole, tmp_path):
+    for own in on_ranks([batch, batch], tmp_path, shared=True):
+        assert own == {name: (pytest.approx(mean, rel=1e-12), rows) for name, (mean, rows) in whole.items()}
