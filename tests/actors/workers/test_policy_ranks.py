@@ -18,9 +18,7 @@ from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
     AdaptiveEntropyConfig,
     AlgorithmConfig,
-    CorrectionConfig,
     KLConfig,
-    RejectConfig,
 )
 from grpo_dist.health.bounds import Bound
 from grpo_dist.policy.loss import LossSettings, batch_loss
@@ -412,23 +410,6 @@ FAMILY = {
     ),
     "the tokens of highest entropy": ({"top_entropy_share": 0.3, "kl": KLConfig()}, 1),
     "ratios to the engine": ({"old_logprobs": "rollout", "policy_loss": "cispo", "kl": KLConfig()}, 2),
-    "statistics of all tokens, with shared sequences": (
-        {
-            "policy_loss": "clip_cov", "cov_share": 0.2, "cov_low": -50.0, "cov_high": 50.0,
-            "correction": CorrectionConfig(
-                level="sequence", high=1.5, normalize=True,
-                reject=(RejectConfig(rule="seq_max_k3", high=0.03),),
-            ),
-            "kl": KLConfig(coef=0.05, bias_correction=True), "off_policy_mask_threshold": 0.02,
-            "adaptive_entropy": AdaptiveEntropyConfig(target=50.0),
-        }, 2,
-    ),
-    "the largest covariances": (
-        {
-            "policy_loss": "kl_cov", "cov_share": 0.2, "kl": KLConfig(),
-            "correction": CorrectionConfig(normalize=True, level="segment"),
-        }, 2,
-    ),
 }  # fmt: skip
 
 
@@ -449,8 +430,7 @@ def test_two_ranks_and_small_micro_batches_update_as_one_does(forked_ranks, tiny
         return metrics, weights
 
     one, weights = asyncio.run(step(ranks=1, stage=0))
-    split = {"stage": 2, "shared": 2} if "shared" in name else {"stage": 3}
-    two, same = asyncio.run(step(ranks=2, micro_batch_tokens=40, **split))
+    two, same = asyncio.run(step(ranks=2, stage=3, micro_batch_tokens=40))
     first = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     before = flat({n: p.detach() for n, p in first.named_parameters()})
     moved, moved_too = flat(weights) - before, flat(same) - before
