@@ -57,6 +57,35 @@ def sum_to_go(
     """
     out = values.flip(1).cumsum(1).flip(1)
     if sequence_ids is not None:
-        for row in (sequence_ids[1:] == sequence_ids[:-1]).nonzero()[:, 0].flip(0).tolist():
+        for row in _continued(sequence_ids):
             out[row] += out[row + 1, 0]
     return out
+
+
+def discounted_to_go(
+    values: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    discount: float | int,
+    sequence_ids: Int[Tensor, " B"] | None = None,
+) -> Float[Tensor, "B T"]:
+    """Return each token's value plus ``discount`` times the return of the next unmasked token, float64.
+
+    [1, 2, 4] with discount 0.5 -> [3, 4, 4]. A masked token, one that an environment put in, is no step of
+    time: it has the return of the next unmasked token. ``sequence_ids``: as for `sum_to_go`.
+    """
+    kept = torch.where(mask, values, 0.0).double()
+    out, running = torch.empty_like(kept), torch.zeros(len(kept), dtype=torch.float64, device=kept.device)
+    for t in range(kept.shape[1] - 1, -1, -1):
+        running = torch.where(mask[:, t], kept[:, t] + discount * running, running)
+        out[:, t] = running
+    if sequence_ids is not None:
+        steps = mask.flip(1).cumsum(1).flip(1)  # from a token to the first one of the next row
+        for row in _continued(sequence_ids):
+            out[row] += out[row + 1, 0] * float(discount) ** steps[row]
+    return out
+
+
+def _continued(sequence_ids: Int[Tensor, " B"]) -> list[int]:
+    """Return the rows whose sequence goes on in the next row, the last one first."""
+    rows: list[int] = (sequence_ids[1:] == sequence_ids[:-1]).nonzero()[:, 0].flip(0).tolist()
+    return rows

@@ -27,7 +27,7 @@ from torch import Tensor
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.normalise import normalise_rewards, whiten
-from grpo_dist.algorithms.process import process, sum_to_go
+from grpo_dist.algorithms.process import discounted_to_go, process, sum_to_go
 from grpo_dist.algorithms.turn_level import turn_level
 from grpo_dist.batch.rows import context_ids
 from grpo_dist.plugins.algorithm_pieces import NO_OWN_CODE, OwnCode, kl_estimate, own_advantages
@@ -49,6 +49,7 @@ class AdvantageSettings:
     eps: float = 1e-6
     k: int = 4  # of pass_at_k
     turn_discount: float = 1.0  # of turn
+    gamma: float = 1.0  # discount of the reward, and of the KL in it, for each later token
     outcome_coef: float = 1.0  # with process_coef: weight of the estimator's advantages
     process_coef: float = 0.0  # weight of the advantages of steps beside them; 0: they have none
     weights: Mapping[str, float] = field(default_factory=dict)  # of each reward, for gdpo
@@ -119,10 +120,12 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Advan
         # PRIME (Cui et al. 2025, arXiv:2502.01456), equation 6: each has a baseline of its own.
         steps = _process(batch, groups, settings)
         advantages = settings.outcome_coef * advantages + settings.process_coef * steps
+    if settings.gamma < 1.0:
+        advantages = advantages * _discounted(batch, settings.gamma, _samples_of_rows(groups))
     if not settings.whiten:  # which would undo any weight but 0
         advantages = advantages * settings.reward_coef
     if settings.kl_coef:
-        kl = _kl_to_go(batch, settings.kl_estimator, _samples_of_rows(groups), settings.own)
+        kl = _kl_to_go(batch, settings, _samples_of_rows(groups))
         advantages = advantages - settings.kl_coef * kl
     if settings.whiten:
         # A KL that is not finite must not become advantage 0: the loss is then NaN, and the update refused.
@@ -303,11 +306,23 @@ def _turn_level(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageS
     return torch.where(batch.loss_mask, out, 0.0)
 
 
-def _kl_to_go(batch: TrainBatch, estimator: str, samples: Int[Tensor, " B"] | None, own: OwnCode) -> Tensor:
+def _discounted(batch: TrainBatch, gamma: float, samples: Int[Tensor, " B"] | None) -> Tensor:
+    """Return ``gamma`` to the number of tokens that were sampled behind each token of its sample, [B, T].
+
+    The reward belongs to the last token, and a return counts later ones less (REINFORCE++, arXiv:2501.03262;
+    the ``gamma`` of verl and OpenRLHF).
+    """
+    later = sum_to_go(batch.loss_mask.double(), samples) - 1
+    return torch.where(batch.loss_mask, gamma**later, 0.0)
+
+
+def _kl_to_go(batch: TrainBatch, settings: AdvantageSettings, samples: Int[Tensor, " B"] | None) -> Tensor:
     assert batch.ref_logprobs is not None, "a KL term in the reward needs reference log-probs"
     mask = batch.loss_mask
     sampled = torch.where(mask, batch.rollout_logprobs, 0.0).double()
     ref = torch.where(mask, batch.ref_logprobs, 0.0).double()
-    kl = kl_estimate(estimator, own, sampled, ref)
+    kl = kl_estimate(settings.kl_estimator, settings.own, sampled, ref)
     kl = torch.where(mask, kl, 0.0)
+    if settings.gamma < 1.0:
+        return torch.where(mask, discounted_to_go(kl, mask, settings.gamma, samples), 0.0)
     return torch.where(mask, sum_to_go(kl, samples), 0.0)

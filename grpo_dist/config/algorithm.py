@@ -144,6 +144,9 @@ class AlgorithmConfig(Section):
         "to those of `advantage` (PRIME); 0: step rewards only enter the total reward",
     )
     turn_discount: Fraction = Field(1.0, description="factor of later turns in the return of advantage turn")
+    gamma: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="discount of the reward, and of the KL in it, for each later token; for reinforce_pp"
+    )
     reward_clip: PositiveFloat | None = Field(None, description="clip rewards to +- this; null: off")
     reward_norm: RewardNorm = Field(
         "none",

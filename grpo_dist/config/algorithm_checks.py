@@ -8,6 +8,8 @@ from grpo_dist.algorithms.loss_settings import LOSS_SPECIFIC, settings_of
 from grpo_dist.config.sections import Sections
 
 # Settings that each choice of `algorithm` reads; a run would silently ignore any other.
+# Estimators whose baseline is not of the other samples of the prompt.
+_WITHOUT_A_GROUP = ("reinforce_pp", "remax", "process")
 # Built-in rewards that are not only 0 or 1.
 _GRADED = ("repetition", "language", "overlong", "cosine_length", "relative_length", "environment")
 _USE_STD = ("grpo", "gdpo", "grpo_passk", "process", "turn")
@@ -18,6 +20,7 @@ def algorithm_contradictions(config: Sections) -> Iterator[str]:
     yield from _of_the_algorithm(config)
     yield from _of_the_updates(config)
     yield from _of_right_and_wrong(config)
+    yield from _of_the_group(config)
     yield from _of_the_correction(config)
     yield from _of_the_covariance(config)
     yield from _of_the_entropy(config)
@@ -163,4 +166,25 @@ def _of_the_entropy(config: Sections) -> Iterator[str]:
             f"`algorithm.entropy_coef` = {a.entropy_coef:g}, where the coefficient starts, must be between "
             f"`algorithm.adaptive_entropy.low` = {control.low:g} and a larger "
             f"`algorithm.adaptive_entropy.high` = {control.high:g}; change one of them"
+        )
+
+
+def _of_the_group(config: Sections) -> Iterator[str]:
+    a, samples = config.algorithm, config.batch.samples_per_prompt
+    own = ":" in a.advantage  # the user's function may need no group
+    if samples == 1 and a.advantage not in _WITHOUT_A_GROUP and not own:
+        yield (
+            f"`algorithm.advantage` = {a.advantage} compares the samples of a prompt, but "
+            "`batch.samples_per_prompt` = 1: every advantage would be 0; raise it to 2 or more, or use "
+            f"{' or '.join(_WITHOUT_A_GROUP)}"
+        )
+    if samples == 1 and a.reward_norm == "group":
+        yield (
+            "`algorithm.reward_norm` = group normalises over the samples of a prompt, but "
+            "`batch.samples_per_prompt` = 1; use batch or running"
+        )
+    if a.gamma < 1 and a.advantage != "reinforce_pp":
+        yield (
+            f"`algorithm.gamma` = {a.gamma:g} discounts returns of tokens, but `algorithm.advantage` = "
+            f"{a.advantage} gives all tokens of a sample one advantage; remove it, or use reinforce_pp"
         )

@@ -180,8 +180,10 @@ class BatchConfig(Section):
     """Batch sizes: a step draws prompts_per_step * samples_per_prompt samples."""
 
     prompts_per_step: PositiveInt = Field(16, description="prompts, each with a group of samples")
-    samples_per_prompt: Annotated[int, Field(ge=2)] = Field(
-        8, description="samples per prompt: the group size G"
+    samples_per_prompt: PositiveInt = Field(
+        8,
+        description="samples per prompt: the group size G; 1: for reinforce_pp, remax and process, whose "
+        "baseline is not the group's",
     )
     order: Literal["launched", "finished"] = Field(
         "launched",

@@ -25,6 +25,13 @@ ALGORITHM_ROWS = (
         roll="norm_std_type",
     ),
     row(
+        "algorithm.gamma",
+        "of reinforce_pp alone, the only estimator without a critic that discounts there, too",
+        verl="algorithm.gamma",
+        openrlhf="algo.advantage.gamma gamma",
+        roll="gamma",
+    ),
+    row(
         "algorithm.reward_norm",
         "null: none. ROLL's adv_estimator = grpo normalises by itself, as here advantage grpo does",
         openrlhf="reward.normalize_enable normalize_reward",
@@ -215,12 +222,12 @@ ALGORITHM_ROWS = (
     ),
     row(
         "",
-        "rewards are not discounted and there is no critic: advantages are relative to the group",
-        verl="algorithm.gamma algorithm.lam trainer.critic_warmup critic",
-        openrlhf="algo.advantage.gamma algo.advantage.lambd critic.value_clip critic.freezing_steps gamma "
+        "there is no critic: advantages are relative to the group",
+        verl="algorithm.lam trainer.critic_warmup critic",
+        openrlhf="algo.advantage.lambd critic.value_clip critic.freezing_steps "
         "lambd critic critic_pretrain critic_learning_rate critic_num_nodes critic_num_gpus_per_node "
         "train.colocate_critic_reward colocate_critic_reward freezing_actor_steps save_value_network "
         "ds.value_head_prefix value_head_prefix value_clip",
-        roll="gamma lambd value_clip critic_warmup critic",
+        roll="lambd value_clip critic_warmup critic",
     ),
 )

@@ -178,6 +178,7 @@ def advantage_settings(
         eps=algorithm.advantage_eps,
         k=algorithm.pass_k,
         turn_discount=algorithm.turn_discount,
+        gamma=algorithm.gamma,
         outcome_coef=algorithm.outcome_coef,
         process_coef=algorithm.process_coef,
         weights=rewards.weights,

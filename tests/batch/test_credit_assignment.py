@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.moments import Moments
+from grpo_dist.algorithms.process import discounted_to_go, sum_to_go
 from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages, token_advantages
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config.files import read_tree
@@ -343,3 +344,29 @@ def test_a_kl_that_is_not_a_number_is_not_whitened_away(whiten):
     settings = AdvantageSettings(std="none", kl_coef=0.1, kl_estimator="k3", whiten=whiten)
     got = credited([group_of([1, 0], [2, 1])], settings, reference)
     assert got[0, 2:4].isnan().all() and got[1, 2].isfinite()
+
+
+def test_gamma_discounts_the_reward_and_the_kl_for_each_later_token():
+    """By hand, gamma 0.5, KL k1 of 0.1 a token: token 0 of three has 0.25 R - 0.1 (1 + 0.5 + 0.25) * 2."""
+    made = group_of([1.0, -2.0], [3, 1])
+    how = AdvantageSettings(estimator="reinforce_pp", gamma=0.5, kl_coef=2.0)
+    reference = [np.full(n, -1.1, np.float32) for n in (3, 1)]
+    batch = make_batch([made], sample_advantages([made], how), ref_logprobs=reference, max_new_tokens=4)
+    got = token_advantages(batch, [made], how).advantages
+    expected = [[0.25 - 0.35, 0.5 - 0.3, 1 - 0.2], [-2 - 0.2]]
+    for row, values in zip(got, expected, strict=True):
+        assert row[2 : 2 + len(values)].tolist() == pytest.approx(values, rel=1e-5)
+    whole = replace(how, gamma=1.0)
+    near = replace(how, gamma=1 - 1e-9)
+    one, other = (token_advantages(batch, [made], each).advantages for each in (whole, near))
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_given_tokens_take_no_time_in_discounted_returns_and_rows_of_a_sample_go_on():
+    values = torch.tensor([[1.0, 9.0, 2.0], [4.0, 9.0, 9.0], [3.0, 5.0, 9.0]])
+    mask = torch.tensor([[True, False, True], [True, False, False], [True, True, False]])
+    got = discounted_to_go(values, mask, 0.5, torch.tensor([0, 0, 1]))
+    assert torch.equal(got[mask], torch.tensor([3.0, 4, 4, 5.5, 5], dtype=torch.float64))
+    alone = discounted_to_go(values, mask, 0.5)
+    assert torch.equal(alone[mask], torch.tensor([2.0, 2, 4, 5.5, 5], dtype=torch.float64))
+    assert torch.equal(discounted_to_go(values, mask, 1.0)[mask], sum_to_go(values * mask)[mask].double())

@@ -99,3 +99,27 @@ def test_a_veto_and_rules_need_no_weights(base, old):
         [f"algorithm.old_logprobs={old}", "algorithm.correction={kind: none, veto: 1e-4}", rules],
     )
     assert (config.algorithm.correction.veto, len(config.algorithm.correction.reject)) == (1e-4, 1)
+
+
+@pytest.mark.parametrize("advantage", ["reinforce_pp", "remax"])
+def test_one_sample_of_a_prompt_is_enough_without_a_group(base, advantage):
+    config = load_config(base, [f"algorithm.advantage={advantage}", "batch.samples_per_prompt=1"])
+    assert config.batch.samples_per_prompt == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["batch.samples_per_prompt=1"],
+            "compares the samples of a prompt, but `batch.samples_per_prompt` = 1",
+        ),
+        (
+            ["batch.samples_per_prompt=1", "algorithm.advantage=reinforce_pp", "algorithm.reward_norm=group"],
+            "`algorithm.reward_norm` = group normalises over the samples of a prompt",
+        ),
+        (["algorithm.gamma=0.9"], "`algorithm.gamma` = 0.9 discounts returns of tokens"),
+    ],
+)
+def test_settings_of_a_group_that_are_without_meaning_are_refused(base, overrides, words):
+    assert words in refusal(base, *overrides)
