@@ -197,6 +197,19 @@ def test_the_control_shuffles_rewards_among_samples():
     assert world.logged[1]["reward/mean"] == control.logged[1]["reward/mean"]
 
 
+def test_a_run_of_one_sample_a_prompt_trains_on_all_of_them():
+    """REINFORCE++ needs no group: its baseline is the mean of the step's tokens."""
+    world = fakes.World()
+    batch = {"prompts_per_step": 6, "samples_per_prompt": 1}
+    train(
+        world, fakes.config(steps=2, batch=batch, algorithm={"advantage": "reinforce_pp"}), fakes.prompts(20)
+    )
+    assert [len(update) for updates in world.updates for update in updates] == [6, 6]
+    for (update,) in world.updates:
+        trained = update.advantages[update.loss_mask]
+        assert trained.any() and abs(float(trained.mean())) < 1e-5
+
+
 # --- dynamic sampling
 
 
