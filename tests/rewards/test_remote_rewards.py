@@ -227,7 +227,7 @@ def test_a_whole_group_is_compared_in_one_request(pool):
 def test_a_generative_model_that_goes_away_scores_nothing_and_comes_back(pool):
     up = [False]
     with StandIn(lambda body, number: "Score: 5" if up[0] else after(5, "late")) as server:
-        kwargs = {"base_url": server.base_url, "model": "m", "timeout_s": 0.3, "max_retries": 0}
+        kwargs = {"base_url": server.base_url, "model": "m", "timeout_s": 1.0, "max_retries": 0}
         scorer = Scorer(
             [spec("served", "generative", kwargs=kwargs | {"break_after": 1, "break_s": 0.5})], pool
         )

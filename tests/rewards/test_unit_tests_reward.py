@@ -78,7 +78,7 @@ def test_a_program_is_right_if_it_prints_the_output(pool):
 
 def test_code_that_never_ends_is_wrong_and_a_sandbox_that_fails_is_not(pool, monkeypatch):
     endless = [block("while True: pass"), block("def f(): return 1")]
-    scores, _ = scored(pool, endless, ["assert f() == 1"], sandbox=LIMITS | {"call_s": 1.0})
+    scores, _ = scored(pool, endless, ["assert f() == 1"], sandbox=LIMITS | {"call_s": 4.0})
     assert scores.rewards.tolist() == [0, 1]
     scorer = Scorer([spec("code", "unit_tests", kwargs={"sandbox": LIMITS})], pool)
 
