@@ -65,5 +65,19 @@ class ChatServer:
             raise NoReply("malformed reply (no choice with a text)")
         return content
 
+    def first_reply(self, messages: list[dict[str, str]], what: str) -> str:
+        """Return the reply to the question that shows whether the server works, and close this client.
+
+        Raises ValueError, which names the server by ``what``, where it does not reply.
+        """
+        try:
+            return self.reply(messages)
+        except NoReply as error:
+            raise ValueError(
+                f"{what} does not reply ({error}); start it, or check base_url, model and api_key_env"
+            ) from error
+        finally:
+            self.close()
+
     def close(self) -> None:
         self.endpoint.close()

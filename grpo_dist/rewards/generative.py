@@ -80,17 +80,9 @@ class Generative(ServedSection, Builtin):
 
     def check(self, *, max_new_tokens: int) -> None:
         """Ask about one completion, so that an unreachable model is reported before the run starts."""
-        server = self._connect(workers=1)
         where = f"the model {self.model} at kwargs.base_url = {masked(self.base_url)}"
         group = CompletionGroup(("2",), (), ("stop",), "2", {"problem": "What is 1+1?"}, max_new_tokens)
-        try:
-            reply = server.reply(self._messages(group, "2"))
-        except NoReply as error:
-            raise ValueError(
-                f"{where} does not reply ({error}); start it, or check base_url, model and api_key_env"
-            ) from error
-        finally:
-            server.close()
+        reply = self._connect(workers=1).first_reply(self._messages(group, "2"), where)
         try:
             self._read_all(reply, 1) if self._is_of_groups else self._read(reply)
         except NoReply as error:

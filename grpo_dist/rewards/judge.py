@@ -97,16 +97,8 @@ class LLMJudge(ServedSection, Builtin):
     def check(self, *, max_new_tokens: int) -> None:
         """Ask one question, so that an unreachable judge is reported before the run starts."""
         VerdictCache(self.cache_path).close()
-        server = self._connect(workers=1)
         where = f"the judge {self.model} at kwargs.base_url = {masked(self.base_url)}"
-        try:
-            reply = server.reply(self.messages("4", "4", "What is 2+2?"))
-        except NoReply as error:
-            raise ValueError(
-                f"{where} does not reply ({error}); start it, or check base_url, model and api_key_env"
-            ) from error
-        finally:
-            server.close()
+        reply = self._connect(workers=1).first_reply(self.messages("4", "4", "What is 2+2?"), where)
         try:
             yes_or_no(reply)
         except NoReply as error:

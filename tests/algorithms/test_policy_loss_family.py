@@ -9,16 +9,7 @@ from grpo_dist.algorithms.aggregation import MODES, aggregate
 from grpo_dist.algorithms.dppo import dppo_tv
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES, cispo, policy_gradient, sapo
 from grpo_dist.algorithms.sequence_losses import gmpo, gspo
-from tests.support.numbers_by_hand import close, mask_of, row
-
-
-def one_row(loss, ratios, advantages, *, logprobs=None, **settings):
-    """Return losses and gradients of tokens with these ratios; log-probs are -1 unless given."""
-    new = row(*([-1.0] * len(ratios) if logprobs is None else logprobs)).requires_grad_()
-    old = new.detach() - torch.log(row(*ratios))
-    losses, stats = loss(new, old, row(*advantages), torch.ones(1, len(ratios), dtype=torch.bool), **settings)
-    (gradient,) = torch.autograd.grad(losses.sum(), new)
-    return losses.detach(), gradient, {name: float(value) for name, value in stats.items()}
+from tests.support.numbers_by_hand import close, mask_of, one_row, row
 
 
 def test_policy_gradient_ignores_the_ratio():

@@ -11,15 +11,7 @@ from grpo_dist.algorithms.dppo import binary_kl, dppo_kl, dppo_tv, total_variati
 from grpo_dist.algorithms.penalised_losses import dro, kimi15
 from grpo_dist.algorithms.policy_losses import ppo_clip
 from grpo_dist.algorithms.tapered_losses import topr, topr_token, vespo
-from tests.support.numbers_by_hand import close, mask_of, row
-
-
-def one_row(loss, ratios, advantages, *, logprobs=None, **settings):
-    new = row(*([-1.0] * len(ratios) if logprobs is None else logprobs)).requires_grad_()
-    old = new.detach() - torch.log(row(*ratios))
-    losses, stats = loss(new, old, row(*advantages), torch.ones(1, len(ratios), dtype=torch.bool), **settings)
-    (gradient,) = torch.autograd.grad(losses.sum(), new)
-    return losses.detach(), gradient, {name: float(value) for name, value in stats.items()}
+from tests.support.numbers_by_hand import close, mask_of, one_row, row
 
 
 def test_binary_divergences_have_the_values_of_the_table():

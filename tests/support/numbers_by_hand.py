@@ -22,3 +22,12 @@ def close(actual, expected, tolerance=1e-7):
 
 def mask_of(lengths, width):
     return torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+
+
+def one_row(loss, ratios, advantages, *, logprobs=None, **settings):
+    """Return losses, gradients and statistics of tokens with these ratios; log-probs are -1 unless given."""
+    new = row(*([-1.0] * len(ratios) if logprobs is None else logprobs)).requires_grad_()
+    old = new.detach() - torch.log(row(*ratios))
+    losses, stats = loss(new, old, row(*advantages), torch.ones(1, len(ratios), dtype=torch.bool), **settings)
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    return losses.detach(), gradient, {name: float(value) for name, value in stats.items()}
