@@ -1,7 +1,7 @@
 """Properties of all formulas: masked positions never matter, and the registries are complete."""
 
 import inspect
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
@@ -40,13 +40,20 @@ def test_garbage_at_masked_positions_changes_nothing(garbage):
 
 
 def test_registries_hold_what_the_configuration_offers():
+    def names(annotation):
+        """Those of a Literal; beside it stand names of the user's own."""
+        kinds = get_args(annotation)
+        return {n for n in kinds if isinstance(n, str)}.union(
+            *(get_args(kind) for kind in kinds if get_origin(kind) is Literal)
+        )
+
     def choices(name):
-        return set(get_args(AlgorithmConfig.model_fields[name].annotation))
+        return names(AlgorithmConfig.model_fields[name].annotation)
 
     assert choices("advantage") == set(ADVANTAGES) | {PROCESS, TURN}
     assert choices("policy_loss") == set(POLICY_LOSSES)
     assert choices("aggregation") == set(MODES)
-    assert set(get_args(KLConfig.model_fields["estimator"].annotation)) == set(KL_ESTIMATORS)
+    assert names(KLConfig.model_fields["estimator"].annotation) == set(KL_ESTIMATORS)
 
 
 @pytest.mark.parametrize(
