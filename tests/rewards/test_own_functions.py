@@ -1,6 +1,5 @@
 """Reward functions of users: of a whole group, asynchronous, of steps, and what their signatures ask for."""
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -46,6 +45,14 @@ async def asked(completion, seconds=0.5):
     if completion == "bad":
         raise RuntimeError("bad one")
     return None if completion == "none" else len(completion)
+
+begun = []
+
+async def together(completion, count):
+    begun.append(completion)
+    while len(begun) < count:  # for ever, where calls come one after the other
+        await asyncio.sleep(0.01)
+    return await asked(completion, 0.0)
 
 async def blocks(completion):
     time.sleep(60)
@@ -117,11 +124,8 @@ def test_a_function_of_a_group_that_hangs_is_killed(code):
 
 
 def test_asynchronous_calls_of_a_group_run_at_the_same_time(pool):
-    """Ten calls that sleep for three seconds each, in one process, take nowhere near thirty."""
-    scored(pool, "asked", ["a"], kwargs={"seconds": 0.0})  # imports the module
-    begin = time.monotonic()
-    scores, scorer = scored(pool, "asked", [*"abcdefg", "bad", "none", "xy"], kwargs={"seconds": 3.0})
-    assert time.monotonic() - begin < 25.0
+    """Ten calls in one process, each of which waits until all have begun."""
+    scores, scorer = scored(pool, "together", [*"abcdefg", "bad", "none", "xy"], kwargs={"count": 10})
     np.testing.assert_array_equal(scores.rewards, [1.0] * 7 + [np.nan, np.nan, 2.0])
     assert scorer.failures == {"own": {"RuntimeError: bad one": 1}}
 
