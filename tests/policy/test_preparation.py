@@ -15,6 +15,7 @@ from grpo_dist.policy.loss_settings import LossSettings
 from grpo_dist.policy.preparation import Preparation
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
+from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.machine
 
@@ -75,9 +76,9 @@ def on_ranks(parts, path, *, shared=False):
     ]
     for process in processes:
         process.start()
-    found = [results.get(timeout=120) for _ in processes]
+    found = [results.get(timeout=HANG_S) for _ in processes]
     for process in processes:
-        process.join(timeout=120)
+        process.join(timeout=HANG_S)
     return [own for _, own in sorted(found, key=lambda pair: pair[0])]
 
 
