@@ -15,13 +15,13 @@ from typing import Any
 
 from grpo_dist.errors import RERUN, RunEnded, UserError
 from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
+from grpo_dist.runtime.version import __version__
 from grpo_dist.tools.arguments import add_command
 from grpo_dist.tools.evaluate.arguments import add_commands as add_evaluation
 from grpo_dist.tools.gpu_check.command import add_gpu_check
 from grpo_dist.tools.report.arguments import add_report
 from grpo_dist.tools.scoring.arguments import add_commands as add_scoring
 from grpo_dist.tools.submit.arguments import add_commands as add_submission
-from grpo_dist.version import __version__
 
 USER_ERROR = 2
 

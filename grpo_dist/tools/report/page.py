@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
+from grpo_dist.runtime.version import __version__
 from grpo_dist.tools.report.layout import catalogue, layout
 from grpo_dist.tools.report.source import ReportLimits, Source
-from grpo_dist.version import __version__
 
 _STYLES = ("vendor/uPlot.min.css", "vendor/tabulator.min.css", "report.css")
 _SCRIPTS = (

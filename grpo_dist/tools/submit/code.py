@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
-from grpo_dist.version import __version__
+from grpo_dist.runtime.version import __version__
 
 CONFIG = "config.yaml"
 # Names of files and directories that often hold keys; `launch/ray_runtime_env.yaml` repeats them.

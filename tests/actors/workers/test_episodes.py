@@ -18,7 +18,7 @@ PROMPTS = [prompt("a"), prompt("bcd", turns=5, tokens=20), prompt("ef", turns=1)
 
 @pytest.fixture(scope="module")
 def world(ray_cluster, tiny_model):
-    world = EpisodeWorld(tiny_model)
+    world = EpisodeWorld(tiny_model, max_length=1024)
     yield world
     world.close()
 
@@ -125,15 +125,15 @@ def test_finished_episodes_leave_nothing_with_their_worker(world):
 
 
 def test_what_came_before_a_turn_is_found_in_the_cache(world):
-    """A prompt of 200 tokens, actions of 16 and short answers: only the answer, and what does not fill a
-    block of 32 tokens, is computed anew.
+    """A prompt of 640 tokens, actions of 16 and short answers: only the answer, and what does not fill a
+    block of 32 tokens, is computed again.
     """
     world.run(world.usage())
-    world.run(world.sample_all([prompt(f"long{i}", tokens=200, turns=5) for i in range(4)]))
+    world.run(world.sample_all([prompt(f"long{i}", tokens=640, turns=5) for i in range(4)]))
     used = world.run(world.usage())
     assert used["turns"] == 4 * 4 * 5
-    assert used["later_prompt_tokens"] > 4 * 4 * 4 * 200
-    assert used["later_cached_tokens"] / used["later_prompt_tokens"] > 0.85
+    assert used["later_prompt_tokens"] > 4 * 4 * 4 * 640
+    assert used["later_cached_tokens"] / used["later_prompt_tokens"] > 0.9
 
 
 def test_a_weight_sync_drops_the_cache_of_episodes_that_wait_for_their_tools(world, model):
