@@ -58,7 +58,7 @@ class EngineSpec:
     ranks, and sleeps while they train. ``sampling``: each way in which the run samples, with which the engine
     is warmed up. ``environments``, and ``data`` with the chat template's settings: None where no prompt has
     an environment. ``niceness``: added to that of its process where it computes on CPUs. ``router_replay``:
-    it returns the experts of every token.
+    it returns the experts of every token. ``code_paths``: of a rollout function of the user's own.
     """
 
     rollout: RolloutConfig
@@ -75,6 +75,7 @@ class EngineSpec:
     data: DataConfig | None = None
     niceness: int = 0
     router_replay: bool = False
+    code_paths: tuple[str, ...] = ()
 
     def for_evaluation(self, settings: EvaluationConfig) -> EngineSpec:
         """Return the specification of an engine on which evaluation runs while training continues."""
@@ -106,6 +107,7 @@ class EngineSpec:
             environments=config.environments if config.has_environments else None,
             data=config.data if config.has_environments else None,
             router_replay=config.policy.router_replay,
+            code_paths=config.code_paths,
         )
 
     @property

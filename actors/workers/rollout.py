@@ -21,6 +21,7 @@ from actors.workers.episodes import EpisodeSampler, episode_sampler
 from actors.workers.stored_routes import stored
 from grpo_dist.config import TransferBackend
 from grpo_dist.environments.episode import Generation
+from grpo_dist.environments.own_rollout import OwnRollout
 from grpo_dist.errors import SamplesFailed
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.hardware import device_type
@@ -44,6 +45,7 @@ class RolloutWorker(Metered, Probeable):
         self._engine: Any = None
         self._tokenizer: Any = None
         self._episodes: EpisodeSampler | None = None  # None: no prompt has an environment
+        self._own = OwnRollout.of(spec.rollout, spec.code_paths)
         self._updating = False  # between `begin_update` and `finish_update`
         self._received = False  # all weights of that update have arrived
         self._compiled = 0  # graphs
@@ -149,6 +151,10 @@ class RolloutWorker(Metered, Probeable):
                 assert self._episodes is not None, "the configuration has no environment"
                 episode = await self._episodes.sample(prompt, sample, seed, sampling, length)
                 return stored(drawn(episode, sampling))
+            if self._own is not None and length is None:  # exact lengths are a benchmark's
+                own = await self._own.sample(prompt, sample, seed, sampling, self._generate, self._tokenizer)
+                self.meter.count("tokens", len(own.sampled_ids))
+                return stored(drawn(own, sampling))
             most, exact = length or sampling.max_new_tokens, length is not None
             stop = () if exact else sampling.stop
             ids = prompt.token_ids.tolist()

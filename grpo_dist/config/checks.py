@@ -10,6 +10,7 @@ from grpo_dist.config.base import choices
 from grpo_dist.config.distillation_checks import distillation_contradictions
 from grpo_dist.config.episode_checks import episode_contradictions
 from grpo_dist.config.group_checks import group_contradictions
+from grpo_dist.config.own_checks import own_contradictions
 from grpo_dist.config.sections import Sections
 from grpo_dist.config.step_checks import step_contradictions
 
@@ -48,6 +49,7 @@ def contradictions(config: Sections) -> Iterator[str]:
     yield from algorithm_contradictions(config)
     yield from episode_contradictions(config)
     yield from distillation_contradictions(config)
+    yield from own_contradictions(config)
     yield from _of_the_samples(config)
     yield from group_contradictions(config)
     yield from step_contradictions(config)

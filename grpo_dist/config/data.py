@@ -8,7 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from grpo_dist.config.base import Section, Temperature
+from grpo_dist.config.base import Section, Temperature, choices
+from grpo_dist.plugins.kinds import ORDER, SOURCE
+from grpo_dist.plugins.names import OwnOrder, OwnPiece, registered
+
+_OWN_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")  # module:name
 
 
 class ModelConfig(Section):
@@ -45,7 +49,8 @@ class DataSourceConfig(Section):
     path: str | None = Field(
         None,
         description="JSONL or Parquet file, local data set directory, hub id, `demo:<name>`, or "
-        "`reasoning_gym:<task>`; null: the environment brings the problems",
+        "`reasoning_gym:<task>`, or your own source `my_module:rows`; null: the environment brings the "
+        "problems",
     )
     split: str = Field("train", description="split of the data set, if it has several")
     name: str | None = Field(
@@ -69,7 +74,8 @@ class DataSourceConfig(Section):
     max_rows: PositiveInt | None = Field(None, description="rows to use, from the start; null: all")
     kwargs: dict[str, Any] = Field(
         {},
-        description="settings of a `reasoning_gym` task, e.g. {max_terms: 3, seed: 1}; size: `max_rows`",
+        description="settings of a `reasoning_gym` task, e.g. {max_terms: 3, seed: 1}; size: `max_rows`; or "
+        "arguments of your own source",
     )
     environment: str | None = Field(
         None,
@@ -88,14 +94,29 @@ class DataSourceConfig(Section):
         ):  # the problems are the environment's: its last part, without what a name excludes
             return (self.environment or "environment").rpartition(":")[2].rstrip("/").rpartition("/")[2]
         kind, _, rest = self.path.partition(":")
-        return rest if kind in ("demo", "reasoning_gym") else Path(self.path).stem
+        return rest if kind in ("demo", "reasoning_gym") or self.is_own else Path(self.path).stem
 
     @property
     def is_generated_by_reasoning_gym(self) -> bool:
         return self.path is not None and self.path.startswith("reasoning_gym:")
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the path names a function: ``module:name``, or one that a package registers. An existing
+        file or directory always means itself.
+        """
+        if self.path is None or Path(self.path).expanduser().exists():
+            return False
+        if self.path.partition(":")[0] in ("demo", "reasoning_gym"):
+            return False
+        if _OWN_PATH.fullmatch(self.path):
+            return True
+        return self.path.isidentifier() and self.path in registered(SOURCE)
+
     @model_validator(mode="after")
     def _kwargs_have_a_task(self) -> DataSourceConfig:
+        if self.is_own:
+            return self
         if self.kwargs and not self.is_generated_by_reasoning_gym:
             raise ValueError(
                 f"kwargs = {self.kwargs} are settings of a path `reasoning_gym:<task>`, but path = "
@@ -147,11 +168,12 @@ class DataConfig(Section):
     template_kwargs: dict[str, Any] = Field({}, description="further arguments of the chat template")
     max_prompt_tokens: PositiveInt = Field(512, description="longest prompt, including the chat template")
     overlong: Literal["refuse", "drop"] = Field("refuse", description="what to do with longer prompts")
-    order: Literal["epochs", "pass_rate", "pools"] = Field(
+    order: Literal["epochs", "pass_rate", "pools"] | OwnOrder = Field(
         "epochs",
         description="pass_rate: draw prompts with an intermediate pass rate more often; pools: draw from the "
-        "pools and prompts that the policy can learn from now, by Thompson sampling",
+        "pools and prompts that the policy can learn from now, by Thompson sampling; or your own function",
     )
+    order_kwargs: dict[str, Any] = Field({}, description="arguments of your own order")
     pools: PoolsConfig | None = Field(
         None, description="pools of `order`; with any order, the metrics of each pool (`pool/...`)"
     )
@@ -169,6 +191,29 @@ class DataConfig(Section):
     def temperatures(self) -> dict[str, float]:
         """The sampling temperature of sources with their own, by label."""
         return {s.label: s.temperature for s in self.train if s.temperature is not None}
+
+    @property
+    def own_pieces(self) -> tuple[OwnPiece, ...]:
+        """The data sources and the order that are not built in."""
+        sources = [s for s in (*self.train, *self.eval) if s.is_own]
+        pieces = [OwnPiece(SOURCE, str(s.path), SOURCE.key, s.kwargs) for s in sources]
+        if self.has_own_order:
+            pieces.append(OwnPiece(ORDER, self.order, ORDER.key, self.order_kwargs))
+        return tuple(pieces)
+
+    @property
+    def has_own_order(self) -> bool:
+        """Whether `order` is not built in."""
+        return self.order not in choices(DataConfig, "order")
+
+    @model_validator(mode="after")
+    def _arguments_have_an_order(self) -> DataConfig:
+        if self.order_kwargs and not self.has_own_order:
+            raise ValueError(
+                f"order_kwargs = {self.order_kwargs} are arguments of your own order, but order = "
+                f"{self.order} is built in; remove them"
+            )
+        return self
 
     def environment_of(self, source: DataSourceConfig) -> str | None:
         """Return the environment of a source; None: it has none."""

@@ -42,7 +42,7 @@ def _of_the_rewards(own: DistillationConfig, config: Sections) -> Iterator[str]:
         )
     if own.reward_coef:
         return
-    if config.data.order != "epochs":
+    if config.data.order in ("pass_rate", "pools"):
         yield (
             f"`data.order` = {config.data.order} draws prompts by their rewards, but "
             "`distillation.reward_coef` = 0, so nothing is learned from rewards; set `data.order` to epochs, "

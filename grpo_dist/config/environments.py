@@ -7,6 +7,8 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import Section
+from grpo_dist.plugins.kinds import ENVIRONMENT
+from grpo_dist.plugins.names import registered
 
 # Names without a colon. `grpo_dist.environments.registry` has their classes.
 BUILTIN_ENVIRONMENTS = ("calculator", "python")
@@ -17,10 +19,12 @@ BudgetOutcome = Literal["length", "turns", "tool_limit"]
 def check_environment_name(name: str) -> None:
     """Raise ValueError for a name that no environment can have."""
     prefix, colon, rest = name.partition(":")
-    if name not in BUILTIN_ENVIRONMENTS and not (colon and prefix and rest):
+    known = name in BUILTIN_ENVIRONMENTS or (colon and prefix and rest) or name in registered(ENVIRONMENT)
+    if not known:
         raise ValueError(
             f"environment {name!r} is unknown; expected none, {', '.join(BUILTIN_ENVIRONMENTS)}, "
-            "my_module:Class, verifiers:ENV, reasoning_gym:TASK or openenv:URL"
+            "my_module:Class, verifiers:ENV, reasoning_gym:TASK, openenv:URL, or a name that a package "
+            f"registers in {ENVIRONMENT.group}"
         )
 
 

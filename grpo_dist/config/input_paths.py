@@ -11,14 +11,16 @@ from grpo_dist.config.root import Config
 def input_paths(config: Config) -> Iterator[tuple[str, str, bool]]:
     """Yield key, value and True for every path of a model; key, value and False for every path of data.
 
-    A value is a path or the id of a hub. What the run itself makes has none: the result of a cold start, and
-    the reference as teacher.
+    A value is a path or the id of a hub. What the run itself makes has none: the result of a cold start, the
+    reference as teacher, and rows of a function of the user's own.
     """
     if config.model.path != "sft":
         yield "model.path", config.model.path, True
     yield from ((f"rewards.models.{i}.path", m.path, True) for i, m in enumerate(config.rewards.models))
     for name, sources in (("train", config.data.train), ("eval", config.data.eval)):
-        own = ((f"data.{name}.{i}.path", source.path) for i, source in enumerate(sources))
+        own = (
+            (f"data.{name}.{i}.path", source.path) for i, source in enumerate(sources) if not source.is_own
+        )
         yield from ((key, path, False) for key, path in own if path is not None)
     if config.sft is not None:
         yield "sft.model", config.sft.model, True

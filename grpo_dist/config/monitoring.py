@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from grpo_dist.config.base import Count, EvaluationTemperature, Fraction, Section
+from grpo_dist.plugins.kinds import METRIC, SINK
+from grpo_dist.plugins.names import OwnMetric, OwnPiece, OwnSink
 
 
 class EvaluationConfig(Section):
@@ -110,6 +112,10 @@ class CheckpointConfig(Section):
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto: resume from the newest undamaged checkpoint, if any"
     )
+    changed_code: Literal["refuse", "warn"] = Field(
+        "refuse",
+        description="what to do on resume when your own code (`code_paths`) differs from the checkpoint's",
+    )
     background: bool = Field(
         True, description="write checkpoints while training continues, from a copy in each rank's host memory"
     )
@@ -141,6 +147,25 @@ class MlflowConfig(Section):
     experiment: str = Field("grpo-dist", description="experiment of the run")
 
 
+class MetricConfig(Section):
+    """A metric of your own, logged as `own/<name>` after each step."""
+
+    function: OwnMetric = Field(description="`module:name`, or a name that a package registers")
+    kwargs: dict[str, Any] = Field({}, description="its arguments")
+
+    @property
+    def label(self) -> str:
+        """The name in the metrics: what stands behind the colon."""
+        return self.function.rpartition(":")[2]
+
+
+class SinkConfig(Section):
+    """A sink of your own, which gets all metrics and some tables of samples."""
+
+    function: OwnSink = Field(description="class `module:name`, or a name that a package registers")
+    kwargs: dict[str, Any] = Field({}, description="its arguments")
+
+
 class TrackingConfig(Section):
     """Outputs of metrics and samples besides `metrics.jsonl`: see `grpo_dist/observe/README.md`."""
 
@@ -148,6 +173,8 @@ class TrackingConfig(Section):
     tensorboard: bool = Field(True, description="write `tensorboard/` in the run directory")
     wandb: WandbConfig = WandbConfig()
     mlflow: MlflowConfig = MlflowConfig()
+    metrics: tuple[MetricConfig, ...] = Field((), description="metrics of your own")
+    sinks: tuple[SinkConfig, ...] = Field((), description="sinks of your own")
     samples: bool = Field(
         True, description="write every completion with its rewards, one Parquet file per step"
     )
@@ -156,6 +183,19 @@ class TrackingConfig(Section):
         description="steps between samples that also have, per token, its advantage and its log-probs under "
         "policy and reference; 0: none have",
     )
+
+    @model_validator(mode="after")
+    def _metrics_differ(self) -> TrackingConfig:
+        labels = [metric.label for metric in self.metrics]
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"two metrics have the same name: {', '.join(labels)}; rename one")
+        return self
+
+    @property
+    def own_pieces(self) -> tuple[OwnPiece, ...]:
+        """The metrics and sinks that are not built in."""
+        metrics = [OwnPiece(METRIC, m.function, METRIC.key, m.kwargs) for m in self.metrics]
+        return (*metrics, *(OwnPiece(SINK, s.function, SINK.key, s.kwargs) for s in self.sinks))
 
 
 class ProfileConfig(Section):

@@ -110,8 +110,9 @@ class Sections(Section):
 
     @property
     def own_pieces(self) -> tuple[OwnPiece, ...]:
-        """The pieces of the run that are not built in, environments and rewards among them."""
-        return self.algorithm.own_pieces
+        """The pieces of the run that are not built in, without environments and rewards."""
+        sections = (self.algorithm, self.data, self.rollout, self.tracking)
+        return tuple(piece for section in sections for piece in section.own_pieces)
 
     @property
     def has_kl_term(self) -> bool:

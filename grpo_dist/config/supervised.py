@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from grpo_dist.config.files import checked
 from grpo_dist.config.root import Config
+from grpo_dist.plugins.names import OwnPiece
 
 # Keys of `policy.optimizer` that `sft` has, too.
 OPTIMIZER = {"lr", "betas", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "min_lr_ratio"}
@@ -32,6 +33,7 @@ class SupervisedConfig(Config):
         }
         unused = {
             "algorithm",
+            "rewards",
             "distillation",
             "demonstrations",
             "dynamic_sampling",
@@ -41,6 +43,11 @@ class SupervisedConfig(Config):
         }
         kept = {key: value for key, value in plain.items() if key not in unused}
         return checked(kept | changes, f"{config.name}: supervised training", cls)
+
+    @property
+    def own_pieces(self) -> tuple[OwnPiece, ...]:
+        """None: nothing of what these sections name is called."""
+        return ()
 
     @property
     def is_supervised(self) -> bool:

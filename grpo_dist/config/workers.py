@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from grpo_dist.config.base import Count, Fraction, NonNegative, Section
+from grpo_dist.plugins.kinds import ROLLOUT
+from grpo_dist.plugins.names import OwnPiece, OwnRollout
 
 
 class SpeculationConfig(Section):
@@ -49,11 +51,33 @@ class RolloutConfig(Section):
         False, description="skip compilation and CUDA graphs: faster start, slower decoding"
     )
     speculation: SpeculationConfig = SpeculationConfig()
+    function: OwnRollout | None = Field(
+        None,
+        description="your own function `module:name` that draws a sample of a prompt without environment; "
+        "null: one completion",
+    )
+    function_kwargs: dict[str, Any] = Field({}, description="arguments of `function`")
     engine: dict[str, Any] = Field(
         {},
         description="further arguments of vLLM's engine, except those that other keys set and those that "
         "change the model or distribution of its log-probs",
     )
+
+    @model_validator(mode="after")
+    def _arguments_have_a_function(self) -> RolloutConfig:
+        if self.function_kwargs and self.function is None:
+            raise ValueError(
+                f"function_kwargs = {self.function_kwargs} are arguments of `function`, which is not "
+                "set; set it, or remove them"
+            )
+        return self
+
+    @property
+    def own_pieces(self) -> tuple[OwnPiece, ...]:
+        """The rollout function, if there is one."""
+        if self.function is None:
+            return ()
+        return (OwnPiece(ROLLOUT, self.function, ROLLOUT.key, self.function_kwargs),)
 
 
 class ReferenceConfig(Section):

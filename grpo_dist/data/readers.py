@@ -17,7 +17,7 @@ from grpo_dist.data.made_problems import problems
 from grpo_dist.data.patterns import PatternSearch, PatternTimeout
 from grpo_dist.environments.registry import load_environment
 
-# Yields location and record of every row of a source without a `path`.
+# Yields location and record of every row of a source without a `path`, or with that of a user's function.
 OwnProblems = Callable[[DataSourceConfig], Iterator[tuple[str, Mapping[str, Any]]]]
 
 PATTERN_S = 10.0  # deadline of answer_pattern on one row
@@ -109,10 +109,11 @@ def source_name(source: DataSourceConfig) -> str:
 def _records(
     source: DataSourceConfig, own: OwnProblems | None = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if source.path is None:
+    if source.path is None or source.is_own:
         if own is None:
             raise ValueError(
-                "a data source has no `path`, and nothing here runs environments; set its `path`"
+                f"a data source with path = {source.path}: nothing here runs environments and your own code; "
+                "name a file"
             )
         yield from own(source)
         return

@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
+from grpo_dist.data.own_source import own_rows
 from grpo_dist.data.readers import DataRow, OwnProblems
 from grpo_dist.environments.base import Message, Problem
 from grpo_dist.environments.calls import missing_tokens
@@ -36,9 +37,14 @@ class SourceTasks:
 
 
 def own_problems(data: DataConfig, environments: EnvironmentsConfig) -> OwnProblems:
-    """Return the reader of sources without a `path`, whose environment brings the problems."""
+    """Return the reader of sources that are functions of a user's own, and of those without a `path`, whose
+    environment brings the problems.
+    """
 
     def records(source: DataSourceConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        if source.is_own:
+            yield from own_rows(source, environments.code_paths)
+            return
         name = data.environment_of(source)
         if name is None:
             raise ValueError(

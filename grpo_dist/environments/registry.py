@@ -19,7 +19,9 @@ from grpo_dist.config import DataConfig, EnvironmentsConfig
 from grpo_dist.config.environments import check_environment_name
 from grpo_dist.environments import builtin
 from grpo_dist.environments.base import Environment
-from grpo_dist.runtime.files import code_files
+from grpo_dist.plugins.kinds import ENVIRONMENT
+from grpo_dist.plugins.names import OwnPiece, target_of
+from grpo_dist.plugins.sources import code_files
 
 BUILTIN: dict[str, type[Environment]] = {"python": builtin.Python, "calculator": builtin.Calculator}
 # Prefix -> module with the adapter, its class, and the package to install.
@@ -45,6 +47,8 @@ def load_environment(name: str) -> type[Environment]:
     check_environment_name(name)
     if name in BUILTIN:
         return BUILTIN[name]
+    if ":" not in name:
+        name = target_of(ENVIRONMENT, name)
     prefix, _, rest = name.partition(":")
     if prefix in ADAPTERS:
         module, adapter, package = ADAPTERS[prefix]
@@ -58,6 +62,13 @@ def load_environment(name: str) -> type[Environment]:
             "grpo_dist.environments.base.Environment"
         )
     return found
+
+
+def own_environments(data: DataConfig) -> tuple[OwnPiece, ...]:
+    """Return the environments of a user's own, and those that a package registers by name."""
+    names = {data.environment_of(source) for source in (*data.train, *data.eval)} - {None, *BUILTIN}
+    own = sorted(str(name) for name in names if str(name).partition(":")[0] not in ADAPTERS)
+    return tuple(OwnPiece(ENVIRONMENT, name, ENVIRONMENT.key) for name in own)
 
 
 def own_code(data: DataConfig, settings: EnvironmentsConfig) -> Iterator[Path]:

@@ -17,9 +17,11 @@ from grpo_dist.loop.concurrent_evaluation import ConcurrentEvaluation
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.ledger import ledger_entry
 from grpo_dist.loop.metrics import sampling_cost, throughput_metrics
+from grpo_dist.loop.own_metrics import OwnMetrics
 from grpo_dist.loop.pipeline import Pipeline
 from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.staging import Staged, Staging
+from grpo_dist.plugins.inputs import MetricInputs
 from grpo_dist.runtime.concurrency import unless_stopped
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.recorder import Recorder
@@ -179,6 +181,7 @@ class Chores(StepChores):
             stop_requested,
         )
         self._config, self._parts, self._evaluation = config, parts, evaluation
+        self._own_metrics = OwnMetrics(config.tracking.metrics, config.code_paths, recorder.warn)
         self._concurrent: ConcurrentEvaluation | None = None
         if workers.evaluation is not None:
             save_s = config.cluster.timeouts.save_s
@@ -237,6 +240,7 @@ class Chores(StepChores):
         metrics = metrics | await self._final_metrics(staged, batch.sampled, timer, trained=trained)
         metrics |= batch.metrics
         metrics |= sampling_cost(batch.groups, batch.discarded, staged.groups_with_signal)
+        metrics |= self._own_metrics(MetricInputs(step, batch.sampled, metrics))
         alarms, counts = health.examine(step, metrics)
         metrics |= counts
         usage = self._workers.usage

@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from grpo_dist.config import Config
 from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
+from grpo_dist.data.own_order import OwnOrder
 from grpo_dist.data.pools import PoolOrder
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.loop.admission import Admission
@@ -205,6 +206,9 @@ def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> Pr
         most = admission.per_draw(own, count)
     if config.data.order == "pass_rate":
         return Curriculum([p.uid for p in prompts], most, seed=config.seed, rates=state.pass_rates)
+    if config.data.has_own_order:
+        own_order, rates = (config.data, config.code_paths), state.pass_rates
+        return OwnOrder(prompts, most, *own_order, seed=config.seed, rates=rates)
     if config.data.order == "pools" and config.data.pools is not None:
         return PoolOrder(prompts, most, config.data.pools, seed=config.seed, state=state)
     if dynamic.enabled or config.data.weights:

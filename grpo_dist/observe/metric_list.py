@@ -317,6 +317,8 @@ METRICS = (
     Metric("time/tool_wait_s", "s", "mean over turns", "an episode waits for its environment's answer",
            "engines sample other episodes meanwhile; near the time of a tool: `environments.num_workers` "
            "suffice"),
+    Metric("own/<name>", "its own", "its own", "a metric of `tracking.metrics`",
+           "as you defined it; a function that fails is a warning of the run"),
     Metric("memory/<role>_gib", "GiB", "largest worker", "peak memory of a worker with all its processes",
            "constant after a few steps; growth is a leak"),
     Metric("memory/<role>_gpu_gib", "GiB", "largest worker", "peak GPU memory of a worker",

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo_dist.batch.token_values import ValuesOfSamples, has_tokens
-from grpo_dist.config import Config
+from grpo_dist.config import Config, SinkConfig
 from grpo_dist.errors import RunEnded
 from grpo_dist.observe.completions import step_of, table_of
 from grpo_dist.observe.console import Console
@@ -34,9 +34,14 @@ from grpo_dist.observe.metrics_file import METRICS, MetricsFile
 from grpo_dist.observe.mlflow_run import MlflowRun
 from grpo_dist.observe.profiling import TIMELINE, write_timeline
 from grpo_dist.observe.samples import write_groups
+from grpo_dist.observe.settings import flat
 from grpo_dist.observe.sinks import AsyncSink, Sink, close_all
 from grpo_dist.observe.tensorboard import TensorBoard
 from grpo_dist.observe.wandb_run import WandbRun
+from grpo_dist.plugins.calling import call
+from grpo_dist.plugins.inputs import SinkInputs
+from grpo_dist.plugins.kinds import SINK
+from grpo_dist.plugins.loading import load
 from grpo_dist.runtime.background import Background
 from grpo_dist.runtime.files import check_room, flush
 from grpo_dist.runtime.json_files import StepLines
@@ -229,4 +234,14 @@ def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str
         found["wandb"] = partial(WandbRun, config, run_dir, run_id)
     if settings.mlflow.enabled:
         found["MLflow"] = lambda _: MlflowRun(config, run_dir, run_id)
+    for own in settings.sinks:
+        inputs = SinkInputs(run_dir, config.name, run_id, start, flat(config))
+        found[own.function] = partial(_open_own, own, config.code_paths, inputs)
     return found
+
+
+def _open_own(
+    own: SinkConfig, code_paths: Sequence[str], inputs: SinkInputs, _: Callable[[str], None]
+) -> Sink:
+    sink: Sink = call(load(SINK, own.function, code_paths), inputs, own.kwargs)
+    return sink

@@ -47,7 +47,7 @@ def check_signature(
                 f"`{where}.{name}` = {value!r}: {what} has no such argument; it takes "
                 f"{', '.join(own) or 'none'}"
             )
-        if name in accepted and (expected := _misfit(accepted[name].annotation, value)):
+        if name in accepted and (expected := _misfit(accepted[name], value)):
             raise ValueError(f"`{where}.{name}` = {value!r}: {what} expects {expected}")
 
 
@@ -59,11 +59,15 @@ def _parameters(piece: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter]
     return {name: p for name, p in found.items() if p.kind not in several}, takes_all
 
 
-def _misfit(annotation: Any, value: Any) -> str | None:
-    """Return the name of the type that ``value`` should have; None where it fits, or the type is not one of
-    int, float, str and bool.
+def _misfit(parameter: inspect.Parameter, value: Any) -> str | None:
+    """Return the name of the type that ``value`` should have, by the annotation or else the default; None
+    where it fits, or the type is not one of int, float, str and bool.
     """
+    annotation = parameter.annotation
     name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    if annotation is inspect.Parameter.empty:
+        name = type(parameter.default).__name__
+        name = "float" if name == "int" else name  # a default of 1 may stand for 0.5, too
     if name not in _PLAIN:
         return None
     allowed = (int, float) if name == "float" else _PLAIN[name]

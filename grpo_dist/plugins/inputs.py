@@ -6,10 +6,14 @@ or one of the rows of an episode whose history was rewritten.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
+
+from grpo_dist.types import Group, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +93,102 @@ class AggregationInputs:
     num_sequences: float
     max_tokens: int
     sequence_tokens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MetricInputs:
+    """Of a metric, in the driver after each step: it returns a number, or numbers by name.
+
+    Attributes:
+        step: counted from 1.
+        groups: all groups that the step sampled, with rollouts, rewards and reward parts.
+        metrics: the step's own metrics by name.
+    """
+
+    step: int
+    groups: Sequence[Group]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SinkInputs:
+    """Of a sink, a class with ``log(step, metrics)``, ``table(step, table)`` and ``close(*, failed)``.
+
+    It is made and called in a thread of its own: it may raise or hang, and the run continues.
+
+    Attributes:
+        directory: of the run.
+        name: of the run.
+        run_id: the same after every resume.
+        start: steps that are done; records of later steps are to be replaced.
+        settings: the configuration by dotted key, with *** for secrets.
+    """
+
+    directory: Path
+    name: str
+    run_id: str
+    start: int
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceInputs:
+    """Of a data source, in the driver before a run: it yields a mapping of columns for each row.
+
+    The same rows must come in the same order each time. Columns, patterns and duplicates are handled
+    afterwards, as for every source.
+
+    Attributes:
+        split: `split` of the source.
+        max_rows: `max_rows` of the source; further rows are not read. None: all.
+    """
+
+    split: str
+    max_rows: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class OrderInputs:
+    """Of a prompt order, in the driver when a batch is launched: it returns ``count`` different indices of
+    ``prompts``, best first, a function of its inputs alone.
+
+    Attributes:
+        batch: number of the batch, from 0.
+        count: prompts that it takes: `batch.prompts_per_step` and, with dynamic sampling, spare ones.
+        prompts: all prompts of the run.
+        pass_rates: (right, scored) by uid of the samples so far, of which each later batch of the prompt
+            halves the weight; no entry: not sampled yet. A checkpoint keeps them.
+        seed: `seed` of the run.
+    """
+
+    batch: int
+    count: int
+    prompts: Sequence[Prompt]
+    pass_rates: Mapping[str, tuple[float, float]]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutInputs:
+    """Of a rollout function, on an engine, once per sample: it returns the sample's parts in order. Each is
+    what ``generate`` returned, or a list of token ids that the function put in, which are not trained.
+
+    The sample is the prompt and all parts behind each other. So what is passed to ``generate`` must be the
+    prompt's tokens and the parts so far: then the log-probs are those of the sample.
+
+    Attributes:
+        token_ids: of the prompt.
+        generate: ``await generate(token_ids, max_tokens=None, stop=())`` samples a continuation, with
+            `token_ids` (list), `finish_reason` ("stop" or "length"), `logprobs` and `versions`. Each call has
+            a seed of its own, derived from the sample's. At most what is left of ``max_new_tokens`` is
+            sampled.
+        prompt: the prompt's record: answer, columns, text.
+        tokenizer: of the model.
+        max_new_tokens: longest sample behind the prompt, sampled and given tokens.
+    """
+
+    token_ids: list[int]
+    generate: Callable[..., Any]
+    prompt: Prompt
+    tokenizer: Any
+    max_new_tokens: int

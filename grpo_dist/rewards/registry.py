@@ -15,6 +15,9 @@ from pydantic import ValidationError
 
 from grpo_dist.config import GatedConfig, RewardConfig, RewardsConfig
 from grpo_dist.config.secrets import masked_text, shown_value
+from grpo_dist.plugins.kinds import REWARD
+from grpo_dist.plugins.names import OwnPiece, registered, target_of
+from grpo_dist.plugins.sources import code_files
 from grpo_dist.rewards import builtin
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.combine import Term, as_part, combine
@@ -26,7 +29,6 @@ from grpo_dist.rewards.judge import LLMJudge
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.remote import Remote
 from grpo_dist.rewards.unit_tests import UnitTests
-from grpo_dist.runtime.files import code_files
 
 _WARNINGS_PER_REWARD = 20  # distinct messages; a function may put its input in each
 
@@ -90,12 +92,29 @@ def reward_specs(settings: RewardsConfig) -> list[RewardSpec]:
     return [
         RewardSpec(
             _term(r.name or r.function, r),
-            r.function,
+            _target(r.function),
             r.kwargs,
             StepSettings(r.step_separator, r.reduce) if r.kind == "process" else None,
         )
         for r in settings.functions
     ]
+
+
+def own_rewards(settings: RewardsConfig) -> tuple[OwnPiece, ...]:
+    """Return the rewards that are not built in."""
+    return tuple(
+        OwnPiece(REWARD, r.function, REWARD.key, r.kwargs)
+        for r in settings.functions
+        if ":" in r.function or r.function in registered(REWARD)
+        if r.function not in REWARDS
+    )
+
+
+def _target(function: str) -> str:
+    """Return ``module:name`` for a name that a package registers, else ``function`` itself."""
+    if function in REWARDS or ":" in function or function not in registered(REWARD):
+        return function
+    return target_of(REWARD, function)
 
 
 def model_terms(settings: RewardsConfig) -> list[Term]:

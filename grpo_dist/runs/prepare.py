@@ -36,6 +36,8 @@ from grpo_dist.rewards.gold import count_unreadable
 from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.registry import reward_problems
 from grpo_dist.runs.cold_start import base_model, run_sft
+from grpo_dist.runs.own_code import shadowed
+from grpo_dist.runs.own_trials import own_code_problems
 from grpo_dist.runs.prepare_teachers import load_stream, load_teachers
 from grpo_dist.runs.start_checks import model_problems, readable_model, setting_problems
 from grpo_dist.runtime.hardware import DeviceType, device_type, quiet_libraries
@@ -70,6 +72,10 @@ def prepare(
         device: of the run's workers; None: as on this machine.
     """
     device = device or device_type()
+    with stage("own code", "is tried on made inputs") if config.own_pieces else nullcontext():
+        refuse(own_code_problems(config.own_pieces, config.code_paths))
+    for warning in shadowed():
+        say(f"warning: {warning}")
     check_scoring(config.rewards, config.sampling)
     refuse(setting_problems(config, device))
     # Rows first: a mistake in them should show before a cold start or a download.
@@ -101,6 +107,7 @@ def prepared(
     """Turn rows into prompts for the model. Raises ValueError as `prepare` does."""
     with stage("tokenizer", "is loaded"):
         tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
+    refuse(own_code_problems(config.rollout.own_pieces, config.code_paths, tokenizer))
     warnings: list[str] = []
 
     def warn(message: str) -> None:

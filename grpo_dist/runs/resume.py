@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from grpo_dist.observe.samples import read_groups
 from grpo_dist.policy.offload import offload_devices
 from grpo_dist.runs.checkpoint import STATE, CheckpointState
 from grpo_dist.runs.identity import Change, changes, data_digest, describe, fingerprint
+from grpo_dist.runs.own_code import check_code, digest_of_run
 from grpo_dist.types import Prompt, Sampling
 
 
@@ -72,6 +73,8 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
             "values, choose another `name`, or set `checkpoint.resume=never`"
         )
     _check_nvme_sharding(checkpoint, changed or [], config.policy)
+    own = digest_of_run(config.own_pieces, config.code_paths, config.rewards, config.data)
+    check_code(checkpoint, state.changed_code(own), config.checkpoint)
     return state
 
 
@@ -79,6 +82,15 @@ def other_layout(checkpoint: Path, config: Config) -> str:
     """Describe the changes of layout since ``checkpoint`` was written, for a message; "" without any."""
     changed = [change for change in _changes(checkpoint, config) or () if change.is_layout]
     return f", with another layout ({describe(changed)}): results differ by rounding only" if changed else ""
+
+
+def other_code(checkpoint: Path, own: Mapping[str, str]) -> str:
+    """Describe changes of own code since ``checkpoint`` was written, for a message; "" without any. ``own``:
+    `digest_of_run` now.
+    """
+    state = CheckpointState(**json.loads((checkpoint / STATE).read_text()))
+    changed = state.changed_code(own)
+    return f"warning: your own code has changed since: {', '.join(changed)}" if changed else ""
 
 
 def _decisive(changed: list[Change] | None, config: Config) -> list[Change] | None:

@@ -25,11 +25,12 @@ from grpo_dist.observe.settings import check_trackers
 from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, newest_whole, remove_partial
 from grpo_dist.runs.environment import write_environment
 from grpo_dist.runs.ledger_check import audit
+from grpo_dist.runs.own_code import digest_of_run
 from grpo_dist.runs.preemption import Interruption, ended_by_sigterm
 from grpo_dist.runs.prepare import Prepared, check_writable, choose_run_dir, prepare
 from grpo_dist.runs.prepare_supervised import PreparedDemonstrations, prepare_supervised
 from grpo_dist.runs.recovery import Recovery
-from grpo_dist.runs.resume import ResumePoint, load_resume_point, load_state, other_layout
+from grpo_dist.runs.resume import ResumePoint, load_resume_point, load_state, other_code, other_layout
 from grpo_dist.runs.run import Run, check_unfinished, exclusive_directory, mark_finished
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.files import check_room, write_text
@@ -147,6 +148,9 @@ async def _start(run: Run, cluster: Cluster, first: ResumePoint) -> Workers:
         workers = await cluster.start_training(run.prepared.model_dir)
     if first.checkpoint is not None:
         print_line(f"resuming from {first}{other_layout(first.checkpoint, config)}")
+        own = digest_of_run(config.own_pieces, config.code_paths, config.rewards, config.data)
+        if changed := other_code(first.checkpoint, own):
+            run.tracker.warn(changed)
     return workers
 
 

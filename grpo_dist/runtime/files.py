@@ -196,13 +196,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def code_files(code_paths: Iterable[str], modules: Iterable[str]) -> Iterator[Path]:
-    """Yield the source files of ``modules`` in the directories ``code_paths``; all files of a package."""
-    tops = sorted({module.split(".")[0] for module in modules})
-    for directory in code_paths:
-        for top in tops:
-            package = Path(directory).expanduser() / top
-            yield from (file for file in [package.with_suffix(".py")] if file.is_file())
-            yield from sorted(package.rglob("*.py"))

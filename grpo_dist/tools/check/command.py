@@ -17,12 +17,14 @@ from grpo_dist.tools.check.data import check_cold_start, check_data, check_model
 from grpo_dist.tools.check.devices import check_memory, check_placement
 from grpo_dist.tools.check.environments import check_environments
 from grpo_dist.tools.check.machine import check_disk, check_ports, check_resume, check_shared_memory
+from grpo_dist.tools.check.own_code import check_own_code
 from grpo_dist.tools.check.rewards import check_reward
 from grpo_dist.tools.check.settings import check_batch, check_settings, check_tracking, check_versions
 
 CHECKS: dict[str, Callable[[Context], str]] = {
     "versions": check_versions,
     "settings": check_settings,
+    "own code": check_own_code,
     "data": check_data,
     "model": check_model,
     "cold start": check_cold_start,

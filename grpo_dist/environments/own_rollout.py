@@ -1,0 +1,132 @@
+"""One sample by a user's own rollout function: which tokens the policy sampled, and which were put in.
+
+function   generate ----------> put in -> generate ------>
+sample     prompt a a a a a a   g g g     a a a a a        a: sampled and trained, g: given
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo_dist.config import RolloutConfig
+from grpo_dist.environments.episode import Generation
+from grpo_dist.plugins.calling import call
+from grpo_dist.plugins.inputs import RolloutInputs
+from grpo_dist.plugins.kinds import ROLLOUT
+from grpo_dist.plugins.loading import load
+from grpo_dist.runtime.seeds import turn_seed
+from grpo_dist.types import Prompt, Rollout, Sampling
+
+# Samples a continuation: (token ids, seed, sampling, most tokens, stop=texts).
+Generate = Callable[..., Awaitable[Generation]]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRollout:
+    """A rollout function with its arguments. ``name``: for messages."""
+
+    name: str
+    function: Callable[..., Awaitable[Sequence[Any]]]
+    kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, code_paths: Sequence[str]) -> OwnRollout | None:
+        """Load the function of the configuration; None where it has none. Raises ValueError as `load`."""
+        if rollout.function is None:
+            return None
+        return cls(rollout.function, load(ROLLOUT, rollout.function, code_paths), rollout.function_kwargs)
+
+    async def sample(
+        self,
+        prompt: Prompt,
+        sample: int,
+        seed: int,
+        sampling: Sampling,
+        generate: Generate,
+        tokenizer: Any,
+    ) -> Rollout:
+        """Draw one sample. `sampling.stop` ends a generation for which the function names no stop texts.
+
+        Raises ValueError where the parts are not what was generated, in order, with given tokens between.
+        """
+        start, numbers, max_new_tokens = prompt.token_ids.tolist(), 0, sampling.max_new_tokens
+        asked: list[tuple[list[int], Generation]] = []
+
+        async def generated(
+            token_ids: Sequence[int], max_tokens: int | None = None, stop: Sequence[str] = sampling.stop
+        ) -> Generation:
+            nonlocal numbers
+            left = max_new_tokens - (len(token_ids) - len(start))
+            if left < 1 or (max_tokens is not None and max_tokens < 1):
+                raise ValueError(
+                    f"rollout function {self.name}: no token is left to generate behind {len(token_ids)} "
+                    f"tokens (max_tokens = {max_tokens}, {max_new_tokens} behind the prompt)"
+                )
+            own, numbers = turn_seed(seed, numbers), numbers + 1
+            most = min(left, max_tokens or left)
+            found = await generate(list(token_ids), own, sampling, most, stop=stop)
+            asked.append((list(token_ids), found))
+            return found
+
+        inputs = RolloutInputs(start, generated, prompt, tokenizer, max_new_tokens)
+        parts = await call(self.function, inputs, self.kwargs)
+        return self._assembled(prompt, sample, parts, asked, tokenizer, max_new_tokens)
+
+    def _assembled(
+        self,
+        prompt: Prompt,
+        sample: int,
+        parts: Sequence[Any],
+        asked: Sequence[tuple[list[int], Generation]],
+        tokenizer: Any,
+        max_new_tokens: int,
+    ) -> Rollout:
+        start = prompt.token_ids.tolist()
+        ids: list[int] = []
+        logprobs, versions, sampled = [], [], []
+        reason = ""
+        for part in parts:
+            if isinstance(part, Generation):
+                self._check_context([*start, *ids], part, asked)
+                ids += part.token_ids
+                logprobs.append(part.logprobs)
+                versions.append(part.versions)
+                sampled.append(np.ones(len(part.token_ids), bool))
+                reason = part.finish_reason
+            else:
+                given = [int(token) for token in part]
+                ids += given
+                logprobs.append(np.zeros(len(given), np.float32))
+                versions.append(np.full(len(given), -1, np.int32))
+                sampled.append(np.zeros(len(given), bool))
+        if not reason or len(ids) > max_new_tokens:
+            what = f"{len(ids)} tokens" if reason else "no part that `generate` returned"
+            raise ValueError(
+                f"rollout function {self.name} returned {what}; expected at least one such part, and at most "
+                f"{max_new_tokens} tokens"
+            )
+        mask = np.concatenate(sampled)
+        return Rollout(
+            prompt_uid=prompt.uid,
+            sample=sample,
+            completion_ids=np.asarray(ids, dtype=np.int32),
+            logprobs=np.concatenate(logprobs).astype(np.float32),
+            finish_reason=reason,
+            text=tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+            policy_versions=np.concatenate(versions).astype(np.int32),
+            sampled=None if mask.all() else mask,
+        )
+
+    def _check_context(
+        self, context: list[int], part: Generation, asked: Sequence[tuple[list[int], Generation]]
+    ) -> None:
+        """Raise ValueError unless ``part`` was generated behind ``context``: its log-probs are of that."""
+        if not any(found is part and before == context for before, found in asked):
+            raise ValueError(
+                f"rollout function {self.name}: a part was not generated behind the prompt and the parts "
+                "before it; pass exactly these tokens to `generate`, and return all of them in order"
+            )

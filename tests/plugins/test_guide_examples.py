@@ -1,0 +1,165 @@
+"""Each example of `guides/write_your_own.md` does what the guide says."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from grpo_dist.config import Config, DataConfig, DataSourceConfig, EnvironmentsConfig
+from grpo_dist.data.readers import read
+from grpo_dist.data.tasks import own_problems
+from grpo_dist.environments.episode import Generation
+from grpo_dist.environments.own_rollout import OwnRollout
+from grpo_dist.loop.own_metrics import own_metric
+from grpo_dist.observe.tracker import Tracker
+from grpo_dist.plugins.algorithm_pieces import (
+    OwnCode,
+    aggregated,
+    kl_estimate,
+    own_advantages,
+    own_policy_loss,
+)
+from grpo_dist.plugins.inputs import (
+    AdvantageInputs,
+    AggregationInputs,
+    MetricInputs,
+    OrderInputs,
+    PolicyLossInputs,
+)
+from grpo_dist.plugins.kinds import KINDS, ROLLOUT
+from grpo_dist.plugins.loading import load
+from grpo_dist.runs.own_trials import own_code_problems
+from grpo_dist.types import Sampling
+from tests.support import fakes
+from tests.support.documents import ROOT, blocks
+from tests.support.made_groups import group_of
+
+GUIDE = ROOT / "grpo_dist/guides/write_your_own.md"
+EXAMPLES = [block.text for block in blocks(GUIDE) if block.file == "my_pieces.py"]
+(SHOWN,) = [yaml.safe_load(block.text) for block in blocks(GUIDE) if block.language == "yaml"]
+
+
+class Letters:
+    """A tokenizer with a token per letter."""
+
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids, **_):
+        return "".join(map(chr, ids))
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("guide")
+    (directory / "my_pieces.py").write_text("\n\n".join(EXAMPLES))
+    return str(directory)
+
+
+def run_of_the_guide(code: str, **changes) -> Config:
+    base = fakes.config().model_dump(mode="json")
+    data = base["data"] | SHOWN["data"]
+    shown = SHOWN | {"data": data, "code_paths": [code]}
+    return Config.model_validate(base | shown | changes)
+
+
+def test_examples_are_short_and_every_kind_is_in_the_guide():
+    assert len(EXAMPLES) == 9 and max(len(text.splitlines()) for text in EXAMPLES) <= 15
+    text = GUIDE.read_text()
+    for kind in KINDS:
+        assert f"`{kind.group}`" in text
+
+
+def test_the_configuration_of_the_guide_names_all_pieces_and_passes_the_trials(code):
+    config = run_of_the_guide(code)
+    assert len(config.own_pieces) == 9
+    assert list(own_code_problems(config.own_pieces, config.code_paths, Letters())) == []
+
+
+def test_the_estimator(code):
+    rewards = torch.tensor([1.0, 0.0, 0.0, 5.0, torch.nan], dtype=torch.float64)
+    ids = torch.tensor([0, 0, 0, 1, 1])
+    inputs = AdvantageInputs(rewards, ids, torch.ones(5), torch.zeros(5, dtype=torch.bool), {}, {})
+    own = OwnCode([code], {"advantage": {"scale": 2.0}})
+    assert own_advantages("my_pieces:median", own, inputs).tolist() == [2.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_the_loss(code):
+    logprobs = torch.tensor([[0.5, 0.0]], requires_grad=True)
+    zero, mask = torch.zeros(1, 2), torch.tensor([[True, False]])
+    inputs = PolicyLossInputs(logprobs, zero, zero, torch.tensor([[2.0, 9.0]]), mask)
+    losses, _ = own_policy_loss("my_pieces:squared", OwnCode([code]), inputs)
+    assert losses.tolist() == [[pytest.approx(-2 * np.exp(0.5) + 0.1 * 0.25), 0.0]]
+
+
+def test_the_kl_and_the_aggregation(code):
+    kl = kl_estimate(
+        "my_pieces:absolute", OwnCode([code]), torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 1.0]])
+    )
+    assert kl.tolist() == [[1.0, 2.0]]
+    mask = torch.tensor([[True] * 4, [True, False, False, False]])
+    inputs = AggregationInputs(torch.full((2, 4), 3.0), mask, 5.0, 2.0, 8, torch.tensor([4, 1]))
+    assert aggregated("my_pieces:by_root_length", OwnCode([code]), inputs).item() == (12 / 2 + 3) / 2
+
+
+def test_the_metric(code):
+    groups = [group_of([1.0, 0.0], [1, 2]), group_of([0.5, 0.5], [1, 2])]
+    found = own_metric("my_pieces:spread", (code,), {}, MetricInputs(3, groups, {}), "spread")
+    assert found == {"own/spread": 0.5}
+
+
+def test_the_sink(code, tmp_path):
+    quiet = {"console": False, "tensorboard": False}
+    sinks = [{"function": "my_pieces:Lines", "kwargs": {"file": "own.txt"}}]
+    config = fakes.config(code_paths=[code], tracking=quiet | {"sinks": sinks})
+    with Tracker(config, tmp_path) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+    assert (tmp_path / "own.txt").read_text() == "1 reward/mean 0.5\n"
+
+
+def test_the_data_source(code):
+    source = DataSourceConfig(path="my_pieces:sums", kwargs={"count": 3}, max_rows=2)
+    own = own_problems(DataConfig(train=(source,)), EnvironmentsConfig(code_paths=(code,)))
+    rows = [(row.problem, row.answer, row.source, row.location) for row in read(source, own)]
+    assert rows == [
+        ("1+3=", "4", "sums", "my_pieces:sums/train:1"), ("2+4=", "6", "sums", "my_pieces:sums/train:2"),
+    ]  # fmt: skip
+
+
+def test_the_order(code):
+    order = load(KINDS[7], "my_pieces:hardest_first", [code])
+    prompts = fakes.prompts(5)
+    rates = {"p1": (1.0, 2.0), "p2": (2.0, 2.0), "p3": (0.0, 2.0)}
+    assert order(batch=0, count=4, prompts=prompts, pass_rates=rates) == [0, 3, 4, 1]
+    assert OrderInputs(0, 4, prompts, rates, 0).count == 4
+
+
+def test_the_rollout_function(code):
+    asked = []
+
+    async def generate(ids, seed, sampling, most, *, stop):
+        asked.append((ids, seed, most))
+        count = min(most, 2)
+        return Generation([97] * count, np.full(count, -0.5, np.float32), np.full(count, 7, np.int32), "stop")
+
+    own = OwnRollout("my_pieces:think_twice", load(ROLLOUT, "my_pieces:think_twice", [code]), {"hint": "3"})
+    (prompt,) = fakes.prompts(1)
+    found = asyncio.run(own.sample(prompt, 2, 11, Sampling(max_new_tokens=6), generate, Letters()))
+    assert found.text == "aa3aa" and found.sample == 2
+    assert found.sampled.tolist() == [True, True, False, True, True]
+    np.testing.assert_array_equal(found.logprobs, np.float32([-0.5, -0.5, 0, -0.5, -0.5]))
+    assert found.policy_versions.tolist() == [7, 7, -1, 7, 7]
+    assert [(ids, most) for ids, _, most in asked] == [([1, 2, 3], 3), ([1, 2, 3, 97, 97, 51], 3)]
+    assert asked[0][1] == 11 and asked[1][1] != 11  # a seed for each call
+
+
+def test_guide_and_table_of_kinds_name_the_same_keys():
+    rows = [line for line in GUIDE.read_text().splitlines() if line.startswith("| ") and "grpo_dist." in line]
+    assert len(rows) == len(KINDS) == 11
+    groups = {row.split("`")[-2] for row in rows}
+    assert groups == {kind.group for kind in KINDS}
+    assert Path(ROOT / "grpo_dist/plugins/inputs.py").is_file()

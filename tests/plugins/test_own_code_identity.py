@@ -1,0 +1,99 @@
+"""A run's own code is part of its identity: a resumed run with other code is refused, and the file named."""
+
+import asyncio
+import shutil
+
+import pytest
+
+from grpo_dist.config import Config
+from grpo_dist.loop.progress import Progress
+from grpo_dist.plugins.sources import changed_code, code_digest
+from grpo_dist.runs.checkpoint import Checkpoints, list_checkpoints
+from grpo_dist.runs.own_code import digest_of_run
+from grpo_dist.runs.resume import load_state, other_code
+from tests.support import fakes
+from tests.support.made_checkpoints import Disk
+
+LOSS = "import helper_of_loss\n\ndef f(logprobs, advantages):\n    return -logprobs * advantages\n"
+
+
+@pytest.fixture
+def own(tmp_path):
+    code = tmp_path / "code"
+    (code / "package_of_rewards").mkdir(parents=True)
+    (code / "own_loss.py").write_text(LOSS)
+    (code / "helper_of_loss.py").write_text("import json\n")
+    (code / "unused.py").write_text("")
+    (code / "own_metric.py").write_text("def f(step):\n    return step\n")
+    (code / "package_of_rewards/__init__.py").write_text("def f(completion):\n    return 1.0\n")
+    return code
+
+
+def config(code, **changes) -> Config:
+    given = {
+        "code_paths": [str(code)],
+        "algorithm": {"policy_loss": "own_loss:f"},
+        "rewards": {"functions": [{"function": "package_of_rewards:f"}]},
+        "tracking": {"metrics": [{"function": "own_metric:f"}]},
+    }
+    return fakes.config(**given | changes)
+
+
+def test_the_files_are_those_that_determine_the_numbers(own):
+    found = digest(config(own))
+    assert sorted(found) == ["helper_of_loss.py", "own_loss.py", "package_of_rewards/__init__.py"]
+    (own / "helper_of_loss.py").write_text("import json  # other\n")
+    (own / "unused.py").write_text("x = 1\n")
+    (own / "package_of_rewards/more.py").write_text("")
+    again = digest(config(own))
+    assert changed_code(found, again) == ["helper_of_loss.py (changed)", "package_of_rewards/more.py (new)"]
+    assert changed_code(again, {}) == [f"{name} (gone)" for name in sorted(again)]
+
+
+def test_the_first_directory_with_a_module_counts_as_in_an_import(own, tmp_path):
+    second = tmp_path / "second"
+    second.mkdir()
+    (second / "own_loss.py").write_text("")
+    pieces = config(own).own_pieces
+    assert code_digest(pieces, [str(own), str(second)]) == code_digest(pieces, [str(own)])
+    assert code_digest(pieces, [str(second), str(own)]) != code_digest(pieces, [str(own)])
+
+
+def digest(config: Config) -> dict[str, str]:
+    return digest_of_run(config.own_pieces, config.code_paths, config.rewards, config.data)
+
+
+def saved(config, tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", config, fakes.prompts(8))
+    workers = Disk()
+
+    async def save():
+        await checkpoints.save(1, workers, Progress(1))
+        await checkpoints.settle()
+
+    asyncio.run(save())
+    return list_checkpoints(tmp_path / "checkpoints")[-1]
+
+
+def test_a_resumed_run_with_other_code_is_refused_unless_it_may(own, tmp_path):
+    found = saved(config(own), tmp_path)
+    assert load_state(found, config(own)).step == 1 and other_code(found, digest(config(own))) == ""
+    (own / "own_metric.py").write_text("def f(step):\n    return 2.0 * step\n")
+    assert load_state(found, config(own)).step == 1  # a metric determines no number of the run
+    (own / "helper_of_loss.py").write_text("import math\n")
+    with pytest.raises(
+        ValueError, match=r"own code has changed .*: helper_of_loss.py \(changed\)\. .*changed_code=warn"
+    ):
+        load_state(found, config(own))
+    warns = config(own, checkpoint={"changed_code": "warn"})
+    assert load_state(found, warns).step == 1
+    assert (
+        other_code(found, digest(warns))
+        == "warning: your own code has changed since: helper_of_loss.py (changed)"
+    )
+
+
+def test_code_that_was_moved_is_the_same_code(own, tmp_path):
+    found = saved(config(own), tmp_path)
+    moved = shutil.copytree(own, tmp_path / "moved")
+    assert load_state(found, config(moved)).step == 1

@@ -1,0 +1,149 @@
+"""Own pieces are tried before a run: a wrong result, a hang and an unknown argument are refused there."""
+
+import numpy as np
+import pytest
+
+from grpo_dist.config.files import load_config
+from grpo_dist.loop.own_metrics import OwnMetrics
+from grpo_dist.plugins.inputs import MetricInputs
+from grpo_dist.plugins.kinds import ADVANTAGE, AGGREGATION, KL, LOSS, METRIC, ORDER, ROLLOUT, SINK
+from grpo_dist.plugins.names import OwnPiece
+from grpo_dist.runs import own_trials
+from grpo_dist.runs.own_trials import own_code_problems
+from grpo_dist.tools.check.command import run_checks
+from tests.support import fakes
+
+PIECES = """
+import itertools, time, sys
+
+CALLS = itertools.count()
+
+def good(logprobs, old_logprobs, advantages, beta=1.0):
+    return -(logprobs - old_logprobs).exp() * advantages * beta
+
+def batch_mean(logprobs, advantages):
+    return -(logprobs - logprobs.mean()) * advantages
+
+def detached(logprobs, advantages):
+    return -logprobs.detach() * advantages
+
+def mean_of_means(token_losses, mask):
+    return token_losses.sum() / mask.sum()
+
+def asks(rewards, difficulty):
+    return rewards
+
+def per_group(rewards, group_ids):
+    return rewards[:2]
+
+def nan_kl(logprobs, ref_logprobs):
+    return (logprobs - ref_logprobs).sqrt()
+
+def text(groups):
+    return "many"
+
+def leaves(rewards):
+    sys.exit(3)
+
+def hangs(rewards):
+    time.sleep(100)
+
+def any_order(prompts, count):
+    first = next(CALLS)
+    return [(first + i) % len(prompts) for i in range(count)]
+
+def too_few(prompts, count):
+    return [0] * count
+
+class HalfSink:
+    def log(self, step, metrics):
+        pass
+
+async def retold(token_ids, generate):
+    first = await generate(token_ids)
+    return [[7], first]
+"""
+
+
+@pytest.fixture
+def code(tmp_path):
+    (tmp_path / "tried_pieces.py").write_text(PIECES)
+    return str(tmp_path)
+
+
+def piece(kind, name, **kwargs):
+    return OwnPiece(kind, f"tried_pieces:{name}", kind.key, kwargs)
+
+
+class Plain:
+    def decode(self, ids, **_):
+        return str(ids)
+
+
+WRONG = [
+    (LOSS, "batch_mean", {}, "gives other results when the rows are split"),
+    (LOSS, "detached", {}, "has no gradient"),
+    (
+        LOSS,
+        "good",
+        {"gamma": 1},
+        "`algorithm.kwargs.policy_loss.gamma` = 1: .* no such argument; it takes beta",
+    ),
+    (LOSS, "good", {"beta": "2"}, "`algorithm.kwargs.policy_loss.beta` = '2'"),
+    (AGGREGATION, "mean_of_means", {}, "gives other results when the rows are split"),
+    (ADVANTAGE, "asks", {}, r"needs `difficulty`, which is no input of its kind \(rewards, group_ids"),
+    (ADVANTAGE, "per_group", {}, r"returned shape \[2\]; expected \[8\]"),
+    (ADVANTAGE, "leaves", {}, r"fails on a small made input \(SystemExit: 3\)"),
+    (KL, "nan_kl", {}, "is not finite"),
+    (METRIC, "text", {}, "could not convert string to float|fails on a small made input"),
+    (ORDER, "any_order", {}, "gives two answers to the same inputs"),
+    (ORDER, "too_few", {}, "returned 2 indices with 1 different ones; expected 2 different ones of 0 to 5"),
+    (SINK, "HalfSink", {}, "has no method `table`"),
+    (ROLLOUT, "retold", {}, "was not generated behind the prompt and the parts before it"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "kwargs", "message"), WRONG)
+def test_a_piece_that_cannot_be_used_is_refused(code, kind, name, kwargs, message):
+    own = piece(kind, name, **kwargs)
+    (problem,) = own_code_problems([own], [code], Plain())
+    assert problem.startswith(f"`{kind.key}` = tried_pieces:{name}")
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(problem)
+
+
+def test_a_good_piece_passes_and_every_problem_is_reported(code):
+    pieces = [piece(LOSS, "good", beta=2), piece(LOSS, "detached"), piece(KL, "nan_kl")]
+    assert len(list(own_code_problems(pieces, [code]))) == 2
+
+
+def test_a_piece_that_hangs_is_refused(code, monkeypatch):
+    monkeypatch.setattr(own_trials, "TRIAL_S", 0.5)
+    (problem,) = own_code_problems([piece(ADVANTAGE, "hangs")], [code])
+    assert "did not return within 0.5 s" in problem
+
+
+def test_check_tries_own_code_and_names_the_key(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("model: {path: demo:tiny}\ndata: {train: [{path: demo:add3}]}\n")
+    overrides = ["code_paths=[.]", "algorithm.policy_loss=tried_pieces:good"]
+
+    def found(*more):
+        config = load_config("run.yaml", [*overrides, *more])
+        return next(result for result in run_checks(config, cluster="1x1xH100") if result.name == "own code")
+
+    assert found().detail == "algorithm.policy_loss: tried_pieces:good" and not found().problem
+    wrong = found("algorithm.kwargs={policy_loss: {gamma: 1}}")
+    assert wrong.problem and "`algorithm.policy_loss` = tried_pieces:good" in wrong.detail
+
+
+def test_a_metric_that_fails_is_one_warning_and_the_others_stay(code):
+    own = fakes.config(
+        code_paths=[code],
+        tracking={"metrics": [{"function": "tried_pieces:text"}, {"function": "math:fsum"}]},
+    ).tracking.metrics
+    warnings = []
+    metrics = OwnMetrics(own[:1], (code,), warnings.append)
+    assert metrics(MetricInputs(1, [], {})) == {} == metrics(MetricInputs(2, [], {}))
+    assert len(warnings) == 1 and "tried_pieces:text failed in step 1 (ValueError" in warnings[0]
+    assert np.isfinite(len(own))
