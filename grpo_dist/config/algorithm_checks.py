@@ -110,12 +110,14 @@ def _of_right_and_wrong(config: Sections) -> Iterator[str]:
     if config.algorithm.advantage != "maxrl":
         return
     rewards, needs = config.rewards, "`algorithm.advantage` = maxrl needs a reward of 0 and 1, but"
-    weighted = [r for r in (*rewards.functions, *rewards.models) if r.weight]
-    if len(weighted) != 1 or weighted[0].weight != 1:
-        yield f"{needs} `rewards` sums {len(weighted)} with their weights; keep one, with `weight` = 1"
+    for source, own in rewards.variants.items():
+        weighted = [r for r in (*own.functions, *own.models) if r.weight]
+        at = f"rewards.by_source.{source}" if source else "rewards"
+        if (own.functions or own.models) and (len(weighted) != 1 or weighted[0].weight != 1):
+            yield f"{needs} `{at}` sums {len(weighted)} with their weights; keep one, with `weight` = 1"
     models = [f"a score of the model {m.name}" for m in rewards.models if m.weight]
-    graded = [f"`{f.function}`" for f in rewards.functions if f.weight and f.function in _GRADED]
-    for part in models + graded:
+    graded = [f"`{f.function}`" for f in rewards.all_functions if f.weight and f.function in _GRADED]
+    for part in dict.fromkeys(models + graded):
         yield f"{needs} {part} has other values; set its `weight` to 0, or use another advantage"
     if config.algorithm.reward_norm != "none":
         yield (

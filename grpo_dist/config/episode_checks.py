@@ -37,7 +37,7 @@ def episode_contradictions(config: Sections) -> Iterator[str]:
             f"{ends} ends a sample at a text, which vLLM finds after the step: tokens behind it would stay. "
             "Set `rollout.speculation.tokens` to 0, or remove what ends samples"
         )
-    sums = [r.weight for r in rewards.functions if r.function == "environment" and r.weight]
+    sums = [r.weight for r in rewards.all_functions if r.function == "environment" and r.weight]
     if sums and without:
         yield (
             f"reward `environment` sums the rewards of turns, but source {without[0]} of `data.train` has no "

@@ -101,10 +101,10 @@ def reward_specs(settings: RewardsConfig) -> list[RewardSpec]:
 
 
 def own_rewards(settings: RewardsConfig) -> tuple[OwnPiece, ...]:
-    """Return the rewards that are not built in."""
+    """Return the rewards of all sources that are not built in."""
     return tuple(
         OwnPiece(REWARD, r.function, REWARD.key, r.kwargs)
-        for r in settings.functions
+        for r in settings.all_functions
         if ":" in r.function or r.function in registered(REWARD)
         if r.function not in REWARDS
     )

@@ -35,6 +35,10 @@ def refusal(base, *overrides):
             "a score of the model quality has other values; set its `weight` to 0",
         ),
         (["algorithm.reward_norm=group"], "`algorithm.reward_norm` = group gives others; remove it"),
+        (
+            ["rewards.by_source={train: {functions: [{function: math, weight: 3}]}}"],
+            "but `rewards.by_source.train` sums 1 with their weights",
+        ),
     ],
 )
 def test_maxrl_refuses_rewards_other_than_right_and_wrong(base, overrides, words):

@@ -50,6 +50,15 @@ def test_the_files_are_those_that_determine_the_numbers(own):
     assert changed_code(again, {}) == [f"{name} (gone)" for name in sorted(again)]
 
 
+def test_rewards_of_one_source_count(own):
+    by_source = {
+        "functions": [],
+        "by_source": {"add3": {"functions": [{"function": "package_of_rewards:f"}]}},
+    }
+    found = digest(config(own, rewards=by_source, data={"train": [{"path": "demo:add3"}]}))
+    assert "package_of_rewards/__init__.py" in found
+
+
 def test_the_first_directory_with_a_module_counts_as_in_an_import(own, tmp_path):
     second = tmp_path / "second"
     second.mkdir()

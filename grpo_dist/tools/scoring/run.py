@@ -100,6 +100,11 @@ def _check_output(target: Path) -> None:
 def _check_without_models(rewards: RewardsConfig) -> None:
     """Raise UserError if rewards depend on reward models, which do not run: they need GPUs of engines."""
     models = [model.name for model in rewards.models]
+    if rewards.by_source:
+        raise UserError(
+            "rewards.by_source: rows to score have no source; set rewards.by_source={}, and the rewards of "
+            "one source as rewards.functions"
+        )
     if not rewards.functions:
         raise UserError(f"rewards.functions is empty, and reward models ({', '.join(models)}) are not run")
     gated = next((r for r in rewards.functions if r.gate in models), None)

@@ -291,3 +291,10 @@ def test_histogram_bars_cover_the_range_of_values():
     assert bars(np.array([0.0, 0.0, 1.0])) == "█        ▄"
     assert bars(np.array([2.0, 2.0])) == "█"
     assert bars(np.array([0.0, 0.0, 1.0, np.inf])) == "█        ▄" and bars(np.array([np.inf])) == "█"
+
+
+def test_rewards_of_sources_are_refused_because_rows_to_score_have_none(here, capsys):
+    text = "model: {path: 'demo:tiny'}\ndata: {train: [{path: 'demo:add3'}]}\n"
+    own = "rewards: {by_source: {add3: {functions: [{function: math}]}}}\n"
+    Path("config.yaml").write_text(text + own)
+    assert "rewards.by_source: rows to score have no source" in refusal(capsys, "c.jsonl", "config.yaml")

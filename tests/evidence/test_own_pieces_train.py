@@ -10,7 +10,7 @@ from grpo_dist.cli import main
 from tests.plugins.test_guide_examples import EXAMPLES, SHOWN
 from tests.support.real_runs import metrics, run, without_clock
 
-pytestmark = [pytest.mark.machine, pytest.mark.long]
+pytestmark = [pytest.mark.evidence, pytest.mark.timeout(3600)]
 
 
 def overrides(directory) -> list[str]:
