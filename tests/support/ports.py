@@ -8,7 +8,7 @@ import random
 import socket
 from pathlib import Path
 
-_FIRST = 10_000
+_FIRST = 20_000  # the 10,000 before are those of Ray's workers
 _CHOSEN_BY_KERNEL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
