@@ -71,7 +71,7 @@ def paths(value, prefix=""):
 
 
 def test_documented_values_ranges_and_defaults_are_those_of_the_code():
-    assert row("batch.samples_per_prompt")[1:3] == ["integer ≥ 2", "`8`"]
+    assert row("batch.samples_per_prompt")[1:3] == ["integer > 0", "`8`"]
     assert row("algorithm.clip_low")[1:3] == ["number > 0 ≤ 1, `null`", "`null`"]
     assert row("weight_sync.mode")[1:3] == ["`drain`, `keep`", "`drain`"]
     assert row("model.path")[1:3] == ["text", "required"]
