@@ -11,7 +11,15 @@ from grpo_dist.config.sections import Sections
 # Estimators whose baseline is not of the other samples of the prompt.
 _WITHOUT_A_GROUP = ("reinforce_pp", "remax", "process")
 # Built-in rewards that are not only 0 or 1.
-_GRADED = ("repetition", "language", "overlong", "cosine_length", "relative_length", "environment")
+_GRADED = (
+    "repetition",
+    "language",
+    "overlong",
+    "overlong_share",
+    "cosine_length",
+    "relative_length",
+    "environment",
+)
 _USE_STD = ("grpo", "gdpo", "grpo_passk", "process", "turn")
 
 

@@ -196,7 +196,7 @@ PEER_TABLE = (
         "custom_reward_function.path custom_reward_function.name",
         openrlhf="reward.remote_url remote_rm_url", roll="worker_cls"),
     row("rewards.functions.N.weight", "one for each reward", trl="reward_weights"),
-    row("rewards.functions.N.kwargs", "of the built-in reward `overlong`",
+    row("rewards.overlong_buffer", "`tokens` and `penalty`; off by default",
         verl="reward.reward_kwargs.overlong_buffer_cfg reward_model.overlong_buffer",
         openrlhf="reward.overlong_buffer_len reward.overlong_penalty_factor overlong_buffer_len "
         "overlong_penalty_factor", roll="response_length_penalty_coef"),

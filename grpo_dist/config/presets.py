@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from grpo_dist.config import AlgorithmConfig, BatchConfig, Config, DynamicSamplingConfig
+from grpo_dist.config import AlgorithmConfig, BatchConfig, Config, DynamicSamplingConfig, RewardsConfig
 from grpo_dist.config.differences import flat, listed
 
 PRESETS = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
@@ -18,6 +18,7 @@ _DEFAULTS = {
     "algorithm": AlgorithmConfig().model_dump(mode="json"),
     "batch": BatchConfig().model_dump(mode="json"),
     "dynamic_sampling": DynamicSamplingConfig().model_dump(mode="json"),
+    "rewards": RewardsConfig().model_dump(mode="json"),
 }
 # The meaning of null with the default loss and estimator: a preset with these values does not differ.
 _FILLED = {"algorithm.std": "group", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from grpo_dist.config.base import Section
 
@@ -116,6 +116,43 @@ def _default(section: Section, name: str) -> Any:
     return type(section).model_fields[name].default
 
 
+class OverlongBufferConfig(Section):
+    """DAPO's soft punishment of long answers (arXiv:2503.14476, equation 13), a part of every total reward.
+
+    Lengths are tokens behind the prompt, as the reward `overlong` counts them; of an episode also those that
+    an environment put in.
+    """
+
+    tokens: PositiveInt | None = Field(
+        None, description="length of the buffer before `sampling.max_new_tokens`; null: `share` of that"
+    )
+    share: float = Field(
+        0.2, gt=0, le=1, description="buffer as a share of `sampling.max_new_tokens`; the paper: 4096 / 20480"
+    )
+    penalty: NonNegativeFloat = Field(
+        0.0, description="subtracted from the reward at the end of the buffer; 0: off; the paper: 1"
+    )
+
+    @model_validator(mode="after")
+    def _is_on(self) -> OverlongBufferConfig:
+        if self.tokens is not None and not self.penalty:
+            raise ValueError(
+                f"tokens = {self.tokens} has no effect with penalty = 0; set `penalty`, e.g. 1, or remove it"
+            )
+        return self
+
+    @property
+    def functions(self) -> tuple[RewardConfig, ...]:
+        """The reward that the buffer adds; none where it is off."""
+        if not self.penalty:
+            return ()
+        if self.tokens is None:
+            own = RewardConfig(function="overlong_share", kwargs={"share": self.share})
+        else:
+            own = RewardConfig(function="overlong", kwargs={"buffer_tokens": self.tokens})
+        return (own.model_copy(update={"name": "overlong", "weight": self.penalty}),)
+
+
 class SourceRewardsConfig(Section):
     """The rewards of one source, in place of those of `rewards`."""
 
@@ -133,6 +170,7 @@ class RewardsConfig(Section):
         description="rewards of single sources, by the name of the source, in place of the two keys above, "
         "e.g. {code: {functions: [{function: my_rewards:tests_pass}]}}",
     )
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     num_workers: PositiveInt = Field(1, description="reward actors")
     processes_per_worker: PositiveInt = Field(2, description="killable grader processes of each actor")
     timeout_s: PositiveFloat = Field(5.0, description="deadline for grading one answer, seconds")
@@ -168,10 +206,11 @@ class RewardsConfig(Section):
 
     @model_validator(mode="after")
     def _distinct(self) -> RewardsConfig:
-        names = [r.name or r.function for r in self.functions] + [m.name for m in self.models]
+        functions = (*self.functions, *self.overlong_buffer.functions)
+        names = [r.name or r.function for r in functions] + [m.name for m in self.models]
         if len(set(names)) != len(names):
             raise ValueError(f"two rewards share a name: {names}; set `name` on each")
-        if not names and not self.by_source:
+        if not (self.functions or self.models or self.by_source):
             raise ValueError("no functions and no models; configure at least one reward")
         if [m.kind for m in self.models].count("process") + self._own_steps > 1:
             raise ValueError(
@@ -232,12 +271,14 @@ class RewardsConfig(Section):
         return self
 
     def of(self, source: str) -> RewardsConfig:
-        """Return the rewards of the prompts of a source."""
-        own = self.by_source.get(source)
+        """Return the rewards of the prompts of a source, with the overlong buffer as one of them."""
+        own, alone = self.by_source.get(source), {"by_source": {}, "overlong_buffer": OverlongBufferConfig()}
         if own is None:
-            return self.model_copy(update={"by_source": {}})
+            functions = (*self.functions, *self.overlong_buffer.functions)
+            return self.model_copy(update=alone | {"functions": functions})
         models = tuple(model for model in self.models if model.name in own.models)
-        return self.model_copy(update={"functions": own.functions, "models": models, "by_source": {}})
+        functions = (*own.functions, *self.overlong_buffer.functions)
+        return self.model_copy(update=alone | {"functions": functions, "models": models})
 
     @property
     def variants(self) -> dict[str, RewardsConfig]:

@@ -24,12 +24,13 @@ ENDS = ("stop", *get_args(BudgetOutcome), "error")  # of an episode
 
 
 def rollout_metrics(
-    groups: list[Group], *, version: int, pools: PoolsConfig | None = None
+    groups: list[Group], *, version: int, pools: PoolsConfig | None = None, overlong_penalty: float = 0.0
 ) -> dict[str, float]:
     """Compute rewards, lengths, outcomes and staleness of the groups that a step sampled.
 
     ``version``: the policy's before the update; a token sampled at that version has staleness 0. ``pools``:
-    add the metrics of each.
+    add the metrics of each. ``overlong_penalty``: weight of the part `overlong` that
+    `rewards.overlong_buffer` adds; above 0: add the mean of the total without it.
     """
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
     scored = rewards[np.isfinite(rewards)]
@@ -59,6 +60,11 @@ def rollout_metrics(
         mixed = [r.temperature for r in rollouts if r.temperature is not None] if len(heats) > 1 else [*heats]
         metrics["sampling/temperature"] = sum(mixed) / len(mixed)
         metrics["sampling/max_new_tokens"] = float(first.max_new_tokens)
+    if overlong_penalty:
+        # Groups that an own loop makes may lack the part: nothing was subtracted from them.
+        parts = [g.reward_parts.get("overlong", np.zeros_like(g.rewards)) for g in groups]
+        known = (rewards - overlong_penalty * np.concatenate(parts).astype(np.float64))[np.isfinite(rewards)]
+        metrics["reward/without_overlong_mean"] = float(known.mean()) if len(known) else float("nan")
     for name in dict.fromkeys(name for g in groups for name in g.reward_parts):
         own = [g.reward_parts[name] for g in groups if name in g.reward_parts]
         part = np.concatenate(own).astype(np.float64)

@@ -31,6 +31,9 @@ METRICS = (
     # What was sampled
     Metric("reward/mean", "reward", _SAMPLES, "total reward: the sum of weight times part, after gates",
            "rises; a lasting fall is a collapse (`health.reward_below_share`)"),
+    Metric("reward/without_overlong_mean", "reward", _SAMPLES,
+           "total reward without what `rewards.overlong_buffer` subtracts",
+           "rises; compares with the total of a run without the buffer"),
     Metric("reward/std", "reward", "population deviation over scored samples", "spread of the total reward",
            "above 0: equal rewards give no gradient"),
     Metric("reward/unscored", "samples", "count", "samples without a total reward, which is not reward 0",

@@ -169,6 +169,19 @@ class Overlong(Builtin):
         ]
 
 
+class OverlongShare(Builtin):
+    """`Overlong` with a buffer that is a share of the length in force, at least one token."""
+
+    share: float = Field(0.2, gt=0, le=1)
+
+    def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
+        buffer = max(1, round(self.share * group.max_new_tokens))
+        return [
+            overlong_punishment(n, max_tokens=group.max_new_tokens, buffer_tokens=buffer)
+            for n in group.lengths
+        ]
+
+
 class CosineLength(Builtin):
     """Length-dependent reward along half a cosine: falls for correct, rises for wrong answers."""
 

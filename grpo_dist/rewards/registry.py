@@ -40,6 +40,7 @@ REWARDS: dict[str, type[Builtin]] = {
     "repetition": builtin.Repetition,
     "language": builtin.Language,
     "overlong": builtin.Overlong,
+    "overlong_share": builtin.OverlongShare,
     "cosine_length": builtin.CosineLength,
     "relative_length": builtin.RelativeLength,
     "judge": LLMJudge,
@@ -88,7 +89,7 @@ class Scores:
 
 
 def reward_specs(settings: RewardsConfig) -> list[RewardSpec]:
-    """Read `rewards.functions` of the configuration."""
+    """Read `rewards.functions` of the configuration, and what `rewards.overlong_buffer` adds to them."""
     return [
         RewardSpec(
             _term(r.name or r.function, r),
@@ -96,7 +97,7 @@ def reward_specs(settings: RewardsConfig) -> list[RewardSpec]:
             r.kwargs,
             StepSettings(r.step_separator, r.reduce) if r.kind == "process" else None,
         )
-        for r in settings.functions
+        for r in settings.of("").functions
     ]
 
 

@@ -41,6 +41,7 @@ def test_what_grpo_and_dapo_change_from_the_defaults():
     assert presets.differences("dapo") == {
         "algorithm.clip_high": 0.28,
         "dynamic_sampling.enabled": True,
+        "rewards.overlong_buffer.penalty": 1.0,
     }
     default = "| none (the default) | `advantage` grpo, `std` group, `policy_loss` ppo_clip"
     assert default in presets.table()
@@ -73,8 +74,9 @@ def test_a_run_prints_its_preset_and_what_differs_from_it(base):
     assert printed("algorithm.clip_high=0.3") == (
         "algorithm: no preset, the defaults with clip_high set in the configuration"
     )
-    assert (
-        printed("+algorithm=dapo") == "algorithm: preset dapo, which also sets dynamic_sampling.enabled=true"
+    assert printed("+algorithm=dapo") == (
+        "algorithm: preset dapo, which also sets dynamic_sampling.enabled=true, "
+        "rewards.overlong_buffer.share=0.2, rewards.overlong_buffer.penalty=1.0"
     )
     assert printed("+algorithm=grpo", "algorithm.kl.coef=0.1") == (
         "algorithm: preset grpo; changed from it: algorithm.kl.coef=0.1"
@@ -83,12 +85,14 @@ def test_a_run_prints_its_preset_and_what_differs_from_it(base):
 
 def test_the_name_alone_is_reported_with_every_setting_that_differs(base):
     config = load_config(base, ["algorithm.preset=dapo"])
-    differ = "algorithm.clip_high=null, dynamic_sampling.enabled=false"
-    assert presets.described(config) == f"algorithm: preset dapo; changed from it: {differ}"
+    differ = "algorithm.clip_high=null, dynamic_sampling.enabled=false, rewards.overlong_buffer.penalty=0.0"
+    also = ", which also sets rewards.overlong_buffer.share=0.2"
+    assert presets.described(config) == f"algorithm: preset dapo{also}; changed from it: {differ}"
     assert label_of(config) == f"dapo, changed: {differ}"
     more = load_config(base, ["+algorithm=dapo", "algorithm.top_entropy_share=0.2"])
     assert label_of(more) == "dapo, changed: algorithm.top_entropy_share=0.2"
     by_hand = ["algorithm.preset=dapo", "algorithm.clip_high=0.28", "dynamic_sampling.enabled=true"]
+    by_hand += ["rewards.overlong_buffer.penalty=1"]
     assert label_of(load_config(base, by_hand)) == "dapo"  # null means 0.2 and group, as the preset sets
     assert label_of(load_config(base)) is None
     own = load_config(base, ["algorithm.preset=mine"])

@@ -17,7 +17,7 @@ _WRONG = "-987654321"
 _ANSWERS = ("The answer is \\boxed{{{answer}}}.", "I work it out step by step.\n#### {answer}", "{answer}")
 _THOUGHT_ANSWERS = ("<answer>The answer is \\boxed{{{answer}}}.</answer>", "<answer>{answer}</answer>")
 # Rewards that do not depend on whether an answer is right.
-_BLIND = ("format", "repetition", "language", "overlong")
+_BLIND = ("format", "repetition", "language", "overlong", "overlong_share")
 
 
 @dataclass(frozen=True)

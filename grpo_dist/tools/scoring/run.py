@@ -117,7 +117,7 @@ def _check_without_models(rewards: RewardsConfig) -> None:
 
 def _tokenizer(config: Config, say: Callable[[str], None]) -> Any:
     """Return the policy's tokenizer if a reward needs tokens, else None."""
-    token_rewards = [r.function for r in config.rewards.functions if r.function in OF_TOKENS]
+    token_rewards = [r.function for r in config.rewards.all_functions if r.function in OF_TOKENS]
     if not token_rewards:
         return None
     if config.model.path == _NO_MODEL:

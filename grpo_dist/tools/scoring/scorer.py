@@ -25,7 +25,7 @@ from grpo_dist.rewards.thought import shown_by
 from grpo_dist.tools.scoring.rows import CompletionRow
 
 # Rewards that need tokens of the policy, not only text.
-OF_TOKENS = ("overlong", "cosine_length", "relative_length", "repetition")
+OF_TOKENS = ("overlong", "overlong_share", "cosine_length", "relative_length", "repetition")
 
 
 @dataclass(frozen=True, slots=True)
