@@ -80,11 +80,7 @@ async def run(
             with timer("stage"):
                 staged = await staging.take(step, batch, kl_coef=kl.coef)
             staging.begin(step + 1, pipeline.oldest)
-            penalty = config.rewards.overlong_buffer.penalty
-            metrics = rollout_metrics(
-                batch.sampled, version=step, pools=config.data.pools, overlong_penalty=penalty
-            )
-            metrics |= staged.metrics
+            metrics = rollout_metrics(batch.sampled, step, config.data.pools, config.rewards) | staged.metrics
             metrics |= await probe.finish(step, timer)
             trainable, metrics = health.judge_batch(step + 1, batch.groups, metrics)
             with timer("update"):

@@ -13,7 +13,7 @@ from typing import get_args
 import numpy as np
 
 from grpo_dist.batch.rows import has_logprobs
-from grpo_dist.config import PoolsConfig
+from grpo_dist.config import PoolsConfig, RewardsConfig
 from grpo_dist.config.environments import BudgetOutcome
 from grpo_dist.data.pools import pool_metrics
 from grpo_dist.loop.groups import ScoredGroup
@@ -24,13 +24,16 @@ ENDS = ("stop", *get_args(BudgetOutcome), "error")  # of an episode
 
 
 def rollout_metrics(
-    groups: list[Group], *, version: int, pools: PoolsConfig | None = None, overlong_penalty: float = 0.0
+    groups: list[Group],
+    version: int,
+    pools: PoolsConfig | None = None,
+    settings: RewardsConfig | None = None,
 ) -> dict[str, float]:
     """Compute rewards, lengths, outcomes and staleness of the groups that a step sampled.
 
     ``version``: the policy's before the update; a token sampled at that version has staleness 0. ``pools``:
-    add the metrics of each. ``overlong_penalty``: weight of the part `overlong` that
-    `rewards.overlong_buffer` adds; above 0: add the mean of the total without it.
+    add the metrics of each. ``settings``: where `overlong_buffer` adds a part, add the mean of the total
+    without that.
     """
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
     scored = rewards[np.isfinite(rewards)]
@@ -60,10 +63,10 @@ def rollout_metrics(
         mixed = [r.temperature for r in rollouts if r.temperature is not None] if len(heats) > 1 else [*heats]
         metrics["sampling/temperature"] = sum(mixed) / len(mixed)
         metrics["sampling/max_new_tokens"] = float(first.max_new_tokens)
-    if overlong_penalty:
+    if settings is not None and (penalty := settings.overlong_buffer.penalty):
         # Groups that an own loop makes may lack the part: nothing was subtracted from them.
         parts = [g.reward_parts.get("overlong", np.zeros_like(g.rewards)) for g in groups]
-        known = (rewards - overlong_penalty * np.concatenate(parts).astype(np.float64))[np.isfinite(rewards)]
+        known = (rewards - penalty * np.concatenate(parts).astype(np.float64))[np.isfinite(rewards)]
         metrics["reward/without_overlong_mean"] = float(known.mean()) if len(known) else float("nan")
     for name in dict.fromkeys(name for g in groups for name in g.reward_parts):
         own = [g.reward_parts[name] for g in groups if name in g.reward_parts]

@@ -140,10 +140,7 @@ class Verbs:
     ) -> dict[str, float]:
         step, timer, groups = self.step, Stopwatch(), [s.group for s in scored]
         _check_division(self._config.batch.updates_per_step, len(groups))
-        penalty = self._config.rewards.overlong_buffer.penalty
-        metrics = rollout_metrics(
-            groups, version=step, pools=self._config.data.pools, overlong_penalty=penalty
-        )
+        metrics = rollout_metrics(groups, step, self._config.data.pools, self._config.rewards)
         self._check_staleness(metrics["rollout/staleness_max"])
         if advantages is not None:
             _check_teachers(self._config.distillation)

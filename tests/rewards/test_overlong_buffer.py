@@ -67,7 +67,9 @@ def test_the_total_without_it_is_a_metric():
     parts = {"math": np.array([1, 1], np.float32), "overlong": np.array([-0.5, 0], np.float32)}
     one = group_of([0, 1], [3, 3], parts=parts)  # 1 - 2 * 0.5 and 1
     unscored = replace(one, rewards=np.array([np.nan, 1], np.float32))
-    metrics = rollout_metrics([one, unscored], version=0, overlong_penalty=2.0)
+    metrics = rollout_metrics(
+        [one, unscored], version=0, settings=RewardsConfig(overlong_buffer={"penalty": 2.0})
+    )
     assert metrics["reward/mean"] == pytest.approx(2 / 3)
     assert metrics["reward/without_overlong_mean"] == 1.0
     assert metrics["reward/overlong"] == -0.25
