@@ -166,13 +166,14 @@ def _baselines(groups: Sequence[Group], settings: AdvantageSettings) -> Float[Te
 
 def _parts(groups: Sequence[Group], settings: AdvantageSettings) -> Float[Tensor, "K B"]:
     """Return each reward before weighting, of the rewards whose weight is not 0. One that a group's source
-    does not have is 0 in it: all equal, it adds nothing.
+    does not have is NaN in it: it adds nothing, and is in no statistic.
     """
-    parts = [
-        np.concatenate([g.reward_parts.get(name, np.zeros_like(g.rewards)) for g in groups])
-        for name in _weighted(settings)
-    ]
-    return _finite(torch.from_numpy(np.stack(parts)))
+    return _finite(torch.from_numpy(np.stack([_part(groups, name) for name in _weighted(settings)])))
+
+
+def _part(groups: Sequence[Group], name: str) -> np.ndarray:
+    """Return a reward of all samples, float32 [B]; NaN where the group's source does not have it."""
+    return np.concatenate([g.reward_parts.get(name, np.full_like(g.rewards, np.nan)) for g in groups])
 
 
 def _weights(groups: Sequence[Group], settings: AdvantageSettings) -> Float[Tensor, " K"]:
@@ -199,8 +200,8 @@ def _own_inputs(
     rewards: Tensor, ids: Tensor, groups: Sequence[Group], settings: AdvantageSettings
 ) -> AdvantageInputs:
     truncated = [r.finish_reason == "length" for g in groups for r in g.rollouts]
-    names = groups[0].reward_parts
-    parts = {n: _finite(torch.from_numpy(np.concatenate([g.reward_parts[n] for g in groups]))) for n in names}
+    names = dict.fromkeys(name for group in groups for name in group.reward_parts)
+    parts = {name: _finite(torch.from_numpy(_part(groups, name))) for name in names}
     lengths = _lengths(groups, settings)
     return AdvantageInputs(rewards, ids, lengths, torch.tensor(truncated), parts, settings.weights)
 

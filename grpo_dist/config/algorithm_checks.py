@@ -127,6 +127,8 @@ def _of_right_and_wrong(config: Sections) -> Iterator[str]:
     graded = [f"`{f.function}`" for f in rewards.all_functions if f.weight and f.function in _GRADED]
     for part in dict.fromkeys(models + graded):
         yield f"{needs} {part} has other values; set its `weight` to 0, or use another advantage"
+    if (clip := config.algorithm.reward_clip) is not None and clip < 1:
+        yield f"{needs} `algorithm.reward_clip` = {clip:g} gives others; remove it, or use another advantage"
     if config.algorithm.reward_norm != "none":
         yield (
             f"{needs} `algorithm.reward_norm` = {config.algorithm.reward_norm} gives others; remove it, or "
@@ -187,6 +189,11 @@ def _of_the_group(config: Sections) -> Iterator[str]:
             f"`algorithm.advantage` = {a.advantage} compares the samples of a prompt, but "
             "`batch.samples_per_prompt` = 1: every advantage would be 0; raise it to 2 or more, or use "
             f"{' or '.join(_WITHOUT_A_GROUP)}"
+        )
+    if samples == 1 and a.advantage == "reinforce_pp" and config.dynamic_sampling.enabled:
+        yield (
+            "`dynamic_sampling.enabled` = true replaces groups of equal rewards, but with "
+            "`batch.samples_per_prompt` = 1 every group is one; set one of the two"
         )
     if samples == 1 and a.reward_norm == "group":
         yield (

@@ -25,6 +25,11 @@ def step_contradictions(config: Sections) -> Iterator[str]:
             f"but `algorithm.advantage` = {a.advantage} is made of step or turn rewards itself; use an "
             "estimator of outcomes such as grpo, or remove `algorithm.process_coef`"
         )
+    if a.process_coef and a.gamma < 1.0:
+        yield (
+            f"`algorithm.gamma` = {a.gamma:g} discounts the reward at the end of a sample, but "
+            f"`algorithm.process_coef` = {a.process_coef} adds rewards at the ends of steps; set one of them"
+        )
     if a.outcome_coef != 1.0 and not a.process_coef:
         yield (
             f"`algorithm.outcome_coef` = {a.outcome_coef} weighs outcomes against steps, but "

@@ -28,6 +28,7 @@ from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.order import step_indices
 from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.plugins.algorithm_pieces import OwnCode
+from grpo_dist.plugins.kinds import AGGREGATION, LOSS
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.types import Group, TrainBatch
 
@@ -203,8 +204,10 @@ def signal_rule(algorithm: AlgorithmConfig, rewards: RewardsConfig, metric: str 
 
 def _reads_all_rows(algorithm: AlgorithmConfig) -> bool:
     """Return whether the loss depends on rows whose advantage is 0: by a term of their own, or because it
-    chooses or weighs tokens by a statistic of all.
+    chooses or weighs tokens by a statistic of all. A loss or aggregation of the user's own may do either.
     """
+    if any(piece.kind in (LOSS, AGGREGATION) for piece in algorithm.own_pieces):
+        return True
     has_entropy_bonus = algorithm.entropy_coef > 0 or algorithm.adaptive_entropy.target is not None
     has_penalty = algorithm.policy_loss in ("dro", "kimi15")
     ranks_tokens = algorithm.policy_loss in ("clip_cov", "kl_cov") or algorithm.top_entropy_share < 1.0

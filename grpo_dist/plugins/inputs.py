@@ -26,7 +26,7 @@ class AdvantageInputs:
         group_ids: int64 [B]; samples of one prompt share an id.
         lengths: int64 [B], sampled tokens.
         truncated: bool [B], cut off at the largest length.
-        parts: float64 [B] of each reward by name, before weights.
+        parts: float64 [B] of each reward by name, before weights; NaN where the source has no such reward.
         weights: of each reward by name.
     """
 

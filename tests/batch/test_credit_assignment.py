@@ -151,6 +151,18 @@ def scored(*groups):
     return [ScoredGroup(g, []) for g in groups]
 
 
+@pytest.mark.parametrize("std", ["group", "batch", "batch_raw"])
+def test_a_reward_that_other_sources_lack_has_their_weight_in_no_statistic(std):
+    """One group with both rewards, and three of a source that has no math."""
+    math, form = np.array([1, 1, 0, 0], np.float32), np.array([1, 0, 1, 0], np.float32)
+    settings = AdvantageSettings(estimator="gdpo", std=std, weights={"math": 1.0, "form": 1.0})
+    both = group_of(math + form, [1] * 4, parts={"math": math, "form": form})
+    others = [group_of(form, [1] * 4, parts={"form": form}) for _ in range(3)]
+    alone, beside = sample_advantages([both], settings)[0], sample_advantages([both, *others], settings)[0]
+    assert alone[1] == alone[2] == 0  # math alone and form alone are worth the same
+    assert np.abs(beside[1:3]).max() < 0.2 * beside[0]
+
+
 def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
     batch = {"prompts_per_step": 2, "samples_per_prompt": 2}
     silent, useful = group_of([1, 1], [4, 4]), group_of([1, 0], [2, 3])

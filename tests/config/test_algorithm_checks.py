@@ -35,6 +35,7 @@ def refusal(base, *overrides):
             "a score of the model quality has other values; set its `weight` to 0",
         ),
         (["algorithm.reward_norm=group"], "`algorithm.reward_norm` = group gives others; remove it"),
+        (["algorithm.reward_clip=0.5"], "`algorithm.reward_clip` = 0.5 gives others; remove it"),
         (
             ["rewards.by_source={train: {functions: [{function: math, weight: 3}]}}"],
             "but `rewards.by_source.train` sums 1 with their weights",
@@ -127,3 +128,14 @@ def test_one_sample_of_a_prompt_is_enough_without_a_group(base, advantage):
 )
 def test_settings_of_a_group_that_are_without_meaning_are_refused(base, overrides, words):
     assert words in refusal(base, *overrides)
+
+
+def test_groups_of_one_are_not_refilled(base):
+    alone = ["algorithm.advantage=reinforce_pp", "batch.samples_per_prompt=1", "algorithm.reward_norm=none"]
+    words = "replaces groups of equal rewards, but with `batch.samples_per_prompt` = 1 every group is one"
+    assert words in refusal(base, *alone, "dynamic_sampling.enabled=true")
+
+
+def test_a_discount_of_outcomes_does_not_go_with_rewards_of_steps(base):
+    settings = ["algorithm.advantage=reinforce_pp", "algorithm.gamma=0.5", "algorithm.process_coef=1"]
+    assert "`algorithm.gamma` = 0.5 discounts the reward at the end of a sample" in refusal(base, *settings)

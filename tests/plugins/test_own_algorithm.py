@@ -7,12 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages, token_advantages
+from grpo_dist.batch.credit_assignment import (
+    AdvantageSettings,
+    _own_inputs,
+    sample_advantages,
+    token_advantages,
+)
 from grpo_dist.batch.rows import make_batch
+from grpo_dist.loop.updates import _reads_all_rows
 from grpo_dist.plugins.algorithm_pieces import OwnCode
 from grpo_dist.plugins.calling import call, check_signature
 from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
 from grpo_dist.types import PreparedBatch
+from tests.support import fakes
 from tests.support.made_groups import group_of
 
 PIECES = """
@@ -220,3 +227,20 @@ def test_a_piece_is_called_with_the_inputs_that_it_names():
 def test_arguments_are_held_against_the_signature(kwargs, message):
     with pytest.raises(ValueError, match=message):
         check_signature(takes, Inputs, kwargs, "loss takes", "kwargs.loss")
+
+
+def test_an_own_estimator_gets_nan_where_a_source_has_no_such_reward():
+    groups = [group_of([1, 0], [1, 1], parts={name: np.array([1.0, 0.0])}) for name in ("math", "code")]
+    settings = AdvantageSettings(weights={"math": 1.0, "code": 1.0})
+    inputs = _own_inputs(torch.tensor([1.0, 0, 1, 0]), torch.tensor([0, 0, 1, 1]), groups, settings)
+    nan = float("nan")
+    expected = {"math": [1.0, 0.0, nan, nan], "code": [nan, nan, 1.0, 0.0]}
+    assert list(inputs.parts) == list(expected)
+    for name, values in expected.items():
+        torch.testing.assert_close(inputs.parts[name], torch.tensor(values).double(), equal_nan=True)
+
+
+@pytest.mark.parametrize("key", ["policy_loss", "aggregation"])
+def test_rows_without_an_advantage_stay_under_an_own_loss_or_aggregation(key):
+    assert _reads_all_rows(fakes.config(algorithm={key: "mine:f"}).algorithm)
+    assert not _reads_all_rows(fakes.config().algorithm)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.policy.loss import LossSettings, batch_loss
@@ -42,6 +43,19 @@ def test_the_bug_gives_the_kept_tokens_an_advantage():
     advantages = (scores - scores.mean())[:, None] * kept
     assert advantages[0].tolist() == [0.5] * 23 + [0.0] and advantages[1].tolist() == [-0.5] * 24
     assert not ((rewards * kept).sum(dim=1) - (rewards * kept).sum(dim=1).mean()).any()
+
+
+@pytest.mark.parametrize("loss", sorted(set(POLICY_LOSSES) - {"gmpo"}))
+def test_a_rejected_token_has_gradient_0_under_every_loss(loss):
+    """Also where a loss reads the tokens of a sample together. In GMPO each kept token's term is the mean of
+    all, as in its paper: a removed token stays in that mean.
+    """
+    engine = np.full(LENGTH, -1.0, np.float32)
+    engine[-1] = 2.0
+    found = gradient(
+        made(engine), policy_loss=loss, correction_kind="mis", correction_low=0.5, correction_high=2.0
+    )
+    assert found[0, -1] == 0
 
 
 def test_a_rejected_token_has_gradient_0_and_changes_no_other():
