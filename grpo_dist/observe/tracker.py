@@ -234,9 +234,10 @@ def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str
         found["wandb"] = partial(WandbRun, config, run_dir, run_id)
     if settings.mlflow.enabled:
         found["MLflow"] = lambda _: MlflowRun(config, run_dir, run_id)
-    for own in settings.sinks:
+    for i, own in enumerate(settings.sinks):
         inputs = SinkInputs(run_dir, config.name, run_id, start, flat(config))
-        found[own.function] = partial(_open_own, own, config.code_paths, inputs)
+        name = f"tracking.sinks.{i} {own.function}" if own.function in found else own.function
+        found[name] = partial(_open_own, own, config.code_paths, inputs)
     return found
 
 

@@ -44,11 +44,12 @@ def check_signature(
             raise ValueError(f"`{where}.{name}`: the run gives {what} this input; remove it")
         if name not in own and not takes_all:
             raise ValueError(
-                f"`{where}.{name}` = {value!r}: {what} has no such argument; it takes "
-                f"{', '.join(own) or 'none'}"
+                f"`{where}.{name}`: {what} has no such argument; it takes {', '.join(own) or 'none'}"
             )
         if name in accepted and (expected := _misfit(accepted[name], value)):
-            raise ValueError(f"`{where}.{name}` = {value!r}: {what} expects {expected}")
+            # Without the value, which may be a secret.
+            given = type(value).__name__
+            raise ValueError(f"`{where}.{name}`: {what} expects {expected}, and {given} is given")
 
 
 def _parameters(piece: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:

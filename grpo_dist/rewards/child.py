@@ -22,11 +22,13 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from grpo_dist.runtime.address_space import limit_address_space
 from grpo_dist.runtime.guardian import fork_guarded
+
+_CANCELLED_S = 1.0  # that calls which took too long have to end
 
 
 def main() -> None:
@@ -130,9 +132,18 @@ def _call_together(path: str, calls: list[dict[str, Any]], timeout_s: float) -> 
     async def answers() -> list[list[Any]]:
         tasks = [asyncio.ensure_future(_awaitable(path, keywords)) for keywords in calls]
         await asyncio.wait(tasks, timeout=timeout_s)
-        return [_outcome(path, task, timeout_s) for task in tasks]
+        found = [_outcome(path, task, timeout_s) for task in tasks]
+        if cancelled := [task for task in tasks if not task.done()]:
+            await asyncio.wait(cancelled, timeout=_CANCELLED_S)
+        return found
 
-    return asyncio.run(answers())
+    return _runner().run(answers())
+
+
+@cache
+def _runner() -> asyncio.Runner:
+    """Return the event loop of this process: a client that a user's module keeps belongs to one loop."""
+    return asyncio.Runner()
 
 
 def _outcome(path: str, task: asyncio.Future[Any], timeout_s: float) -> list[Any]:
@@ -148,7 +159,7 @@ def _outcome(path: str, task: asyncio.Future[Any], timeout_s: float) -> list[Any
 def _result(path: str, keywords: dict[str, Any]) -> Any:
     """Return what the user's function returns, also if it is asynchronous."""
     value = _awaitable(path, keywords)
-    return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+    return _runner().run(_awaited(value)) if inspect.isawaitable(value) else value
 
 
 def _awaitable(path: str, keywords: dict[str, Any]) -> Any:

@@ -20,7 +20,9 @@ from grpo_dist.rewards.endpoint import Endpoint, NoReply, api_key
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.served import ServedSection
 
-_NOT_ITS_PLACE = frozenset({401, 403, 404, 405})  # statuses by which a server refuses the sender or the URL
+# Statuses by which a server refuses the sender or the URL, moves it (which is not followed), or says that
+# nothing is behind it.
+_NOT_ITS_PLACE = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405, 410, 502, 503, 504})
 
 
 class Remote(ServedSection, Builtin):

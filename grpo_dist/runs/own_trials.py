@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo_dist.config.secrets import masked_text
 from grpo_dist.data.own_order import chosen
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.own_rollout import OwnRollout
@@ -68,8 +69,10 @@ def own_code_problems(
         error = _failure(lambda piece=piece: _try(piece, code_paths, tokenizer))  # type: ignore[misc]
         if isinstance(error, ValueError):
             yield f"`{piece.key}` = {piece.name}: {error}"
+        elif isinstance(error, KeyError):
+            continue  # names of the run's rewards, metrics and columns are not those of a made input
         elif error is not None:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+            reason = masked_text(f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])
             yield f"`{piece.key}` = {piece.name} fails on a small made input ({reason}); correct it"
 
 

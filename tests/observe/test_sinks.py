@@ -18,6 +18,7 @@ from grpo_dist.observe import EVENTS, Tracker, sinks
 from grpo_dist.observe.completions import COLUMNS, said_besides, step_of, table_of, transcript
 from grpo_dist.observe.settings import check_trackers, flat
 from grpo_dist.observe.sinks import AsyncSink, close_all
+from grpo_dist.observe.tracker import _openers
 from grpo_dist.observe.wandb_run import online_mode
 from tests.support import fakes, wandb_file
 from tests.support.made_episodes import episodes
@@ -341,3 +342,9 @@ def test_an_episode_is_a_transcript_of_turns_calls_and_observations():
     assert said_besides("1\n2\nlower", ["1", "2"]) == "lower" == said_besides("lower", ["9"])
     rows = table_of("step_000001", [episodes()], None).rows
     assert rows[0][COLUMNS.index("completion")] == called
+
+
+def test_two_sinks_of_one_class_are_two_sinks(tmp_path):
+    both = [{"function": "my_sinks:Lines", "kwargs": {"file": name}} for name in ("a", "b")]
+    config = fakes.config(tracking={"sinks": both, "tensorboard": False})
+    assert list(_openers(config, tmp_path, 0, "id")) == ["my_sinks:Lines", "tracking.sinks.1 my_sinks:Lines"]

@@ -218,10 +218,10 @@ def test_a_piece_is_called_with_the_inputs_that_it_names():
     ("kwargs", "message"),
     [
         ({}, r"needs `beta`, which is no input of its kind \(a, b\).*set `kwargs.loss.beta`"),
-        ({"beta": 1.0, "gama": 2}, r"`kwargs.loss.gama` = 2: .* no such argument; it takes beta, flag"),
+        ({"beta": 1.0, "gama": 2}, r"`kwargs.loss.gama`: .* no such argument; it takes beta, flag"),
         ({"beta": 1.0, "a": 2}, r"`kwargs.loss.a`: the run gives loss takes this input"),
-        ({"beta": True}, r"`kwargs.loss.beta` = True: loss takes expects float"),
-        ({"beta": 1.0, "flag": 1}, r"`kwargs.loss.flag` = 1: loss takes expects bool"),
+        ({"beta": True}, r"`kwargs.loss.beta`: loss takes expects float, and bool is given"),
+        ({"beta": 1.0, "flag": 1}, r"`kwargs.loss.flag`: loss takes expects bool, and int is given"),
     ],
 )
 def test_arguments_are_held_against_the_signature(kwargs, message):

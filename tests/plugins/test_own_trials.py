@@ -42,6 +42,9 @@ def nan_kl(logprobs, ref_logprobs):
 def text(groups):
     return "many"
 
+def by_format(parts):
+    return parts["format"]
+
 def leaves(rewards):
     sys.exit(3)
 
@@ -87,9 +90,9 @@ WRONG = [
         LOSS,
         "good",
         {"gamma": 1},
-        "`algorithm.kwargs.policy_loss.gamma` = 1: .* no such argument; it takes beta",
+        "`algorithm.kwargs.policy_loss.gamma`: .* no such argument; it takes beta",
     ),
-    (LOSS, "good", {"beta": "2"}, "`algorithm.kwargs.policy_loss.beta` = '2'"),
+    (LOSS, "good", {"beta": "2"}, "`algorithm.kwargs.policy_loss.beta`: .* expects float, and str is given"),
     (AGGREGATION, "mean_of_means", {}, "gives other results when the rows are split"),
     (ADVANTAGE, "asks", {}, r"needs `difficulty`, which is no input of its kind \(rewards, group_ids"),
     (ADVANTAGE, "per_group", {}, r"returned shape \[2\]; expected \[8\]"),
@@ -115,6 +118,16 @@ def test_a_piece_that_cannot_be_used_is_refused(code, kind, name, kwargs, messag
 def test_a_good_piece_passes_and_every_problem_is_reported(code):
     pieces = [piece(LOSS, "good", beta=2), piece(LOSS, "detached"), piece(KL, "nan_kl")]
     assert len(list(own_code_problems(pieces, [code]))) == 2
+
+
+def test_names_of_the_runs_own_rewards_are_no_reason_to_refuse(code):
+    """A made input does not have them."""
+    assert not list(own_code_problems([piece(ADVANTAGE, "by_format")], [code]))
+
+
+def test_a_value_that_does_not_fit_is_not_shown(code):
+    (problem,) = own_code_problems([piece(LOSS, "good", api_key="sk-very-secret-123")], [code])
+    assert "algorithm.kwargs.policy_loss.api_key" in problem and "sk-very" not in problem
 
 
 def test_a_piece_that_hangs_is_refused(code, monkeypatch):

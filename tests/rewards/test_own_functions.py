@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from actors.workers.reward import PolicyTokenizer, RewardWorker
 from grpo_dist.config import RewardConfig, RewardsConfig
+from grpo_dist.rewards import child
 from grpo_dist.rewards.functions import StepSettings
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards, reward_specs
@@ -212,3 +213,20 @@ def test_the_configuration_says_which_function_scores_steps(code):
         RewardsConfig.model_validate(
             {"functions": [function], "models": [{"name": "m", "path": "p", "kind": "process"}]}
         )
+
+
+def test_calls_of_all_groups_share_one_event_loop(tmp_path, monkeypatch):
+    """A client that a module keeps belongs to the loop that it was made on."""
+    (tmp_path / "kept_client.py").write_text(
+        "import asyncio\nLOOPS = []\n"
+        "async def f(completion):\n"
+        "    LOOPS.append(asyncio.get_running_loop())\n"
+        "    await asyncio.sleep(60 if completion == 'slow' else 0)\n"
+        "    return float(all(loop is LOOPS[0] and not loop.is_closed() for loop in LOOPS))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    slow, fast = {"completion": "slow"}, {"completion": "fast"}
+    first = child._call_together("kept_client:f", [slow, fast], 0.5)
+    assert first[0][0] == "timeout" and first[1] == ["ok", 1.0]
+    assert child._call_together("kept_client:f", [fast], HANG_S) == [["ok", 1.0]]
+    assert child._result("kept_client:f", fast) == 1.0

@@ -183,6 +183,15 @@ def test_a_server_is_tried_before_the_run_and_may_refuse_the_trial():
         check_rewards(settings, max_new_tokens=10)
 
 
+@pytest.mark.parametrize("status", [307, 404, 503])
+def test_a_server_that_moved_or_has_nothing_behind_it_is_refused_before_the_run(status):
+    with StandIn(lambda body, number: failing(status)) as server:
+        kwargs = {"url": server.base_url, "max_retries": 0}
+        settings = RewardsConfig(functions=(RewardConfig(function="remote", kwargs=kwargs),))
+        with pytest.raises(ValueError, match=rf"does not reply \(HTTP {status}"):
+            check_rewards(settings, max_new_tokens=10)
+
+
 def test_a_generative_model_is_asked_once_about_each_completion(pool):
     replies = {"good": "Score: 3, no, Score: 10", "bad": "rating 0", "odd": "no idea", "high": "Score: 11"}
 
