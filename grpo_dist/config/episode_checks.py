@@ -34,8 +34,8 @@ def episode_contradictions(config: Sections) -> Iterator[str]:
         ends = "`sampling.stop`" if config.sampling.stop else "`data.environment`"
         yield (
             f"`rollout.speculation.tokens` = {tokens} samples several tokens in a step of the engine, and "
-            f"{ends} ends a sample at a text, which vLLM finds after the step: tokens behind it would stay. "
-            "Set `rollout.speculation.tokens` to 0, or remove what ends samples"
+            f"{ends} ends a sample at a text within such a step, for which it is not shown that samples stay "
+            "the same. Set `rollout.speculation.tokens` to 0, or remove what ends samples"
         )
     sums = [r.weight for r in rewards.all_functions if r.function == "environment" and r.weight]
     if sums and without:
