@@ -7,8 +7,8 @@ covariance of log-probs and advantages over the tokens of an update, and few tok
     clip_cov   tokens with cov between `cov_low` and `cov_high`, a share of all, at random: no policy loss
     kl_cov     the share of tokens with the largest cov: a penalty |log pi - log pi_old| on them
 
-Means and choice are those of the whole update, so that no split of its rows changes them: `token_covariances`
-takes the means, and `lowest` a threshold, from whoever knows all rows.
+Means and choice are those of the whole update, so that no split of its rows changes them: the caller sums
+over all ranks, and passes the means to `token_covariances` and the threshold of `lowest` to `up_to`.
 """
 
 from __future__ import annotations

@@ -12,11 +12,20 @@ token or any other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_dist.algorithms.ratios import LOG_LIMIT, Stats, at_least_float32, masked_inputs, ratio_stats
+from grpo_dist.algorithms.ratios import (
+    LOG_LIMIT,
+    Stats,
+    at_least_float32,
+    masked_inputs,
+    masked_logprobs,
+    ratio_stats,
+)
 
 _LEAST_OTHER = 1e-8  # probability that a token leaves for all others, at least: float32 has none below 6e-8
 
@@ -58,10 +67,8 @@ def dppo_tv(
 
     DPPO with the binary total-variation bound (Qi et al. 2026, arXiv:2602.04879).
     """
-    own, old = _masked(logprobs, mask), _masked(old_logprobs.detach(), mask)
-    divergence = total_variation(old, own.detach())
     return _gated(
-        logprobs, old_logprobs, advantages, mask, divergence,
+        logprobs, old_logprobs, advantages, mask, total_variation,
         clip_low=clip_low, clip_high=clip_high, ratio_cap=ratio_cap,
     )  # fmt: skip
 
@@ -81,16 +88,10 @@ def dppo_kl(
 
     DPPO with the binary KL bound (Qi et al. 2026, arXiv:2602.04879); ``clip_low``, ``clip_high``: nats.
     """
-    own, old = _masked(logprobs, mask), _masked(old_logprobs.detach(), mask)
-    divergence = binary_kl(old, own.detach())
     return _gated(
-        logprobs, old_logprobs, advantages, mask, divergence,
+        logprobs, old_logprobs, advantages, mask, binary_kl,
         clip_low=clip_low, clip_high=clip_high, ratio_cap=ratio_cap,
     )  # fmt: skip
-
-
-def _masked(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    return torch.where(mask, at_least_float32(logprobs), 0.0)
 
 
 def _gated(
@@ -98,7 +99,7 @@ def _gated(
     old_logprobs: Float[Tensor, "B T"],
     advantages: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
-    divergence: Float[Tensor, "B T"],
+    divergence_of: Callable[[Tensor, Tensor], Tensor],
     *,
     clip_low: float | int,
     clip_high: float | int,
@@ -106,10 +107,12 @@ def _gated(
 ) -> tuple[Float[Tensor, "B T"], Stats]:
     """Return the weighted loss without tokens that moved beyond a bound in their advantage's direction."""
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
+    own = masked_logprobs(logprobs, mask)
     with torch.no_grad():
+        divergence = divergence_of(masked_logprobs(old_logprobs, mask), own)
         low = (advantages < 0) & (log_ratio < 0) & (divergence > clip_low)
         high = (advantages > 0) & (log_ratio > 0) & (divergence > clip_high)
         weight = log_ratio.clamp(max=LOG_LIMIT).exp().clamp(max=ratio_cap)
         weight = torch.where(low | high, 0.0, weight)
-    losses = -weight * advantages * _masked(logprobs, mask)
+    losses = -weight * advantages * own
     return losses, ratio_stats(log_ratio, mask, low=low, high=high)

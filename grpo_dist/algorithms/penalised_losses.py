@@ -11,11 +11,10 @@ importance ratio is in them, and so nothing is ever clipped.
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_dist.algorithms.ratios import Stats, at_least_float32, masked_inputs, ratio_stats
+from grpo_dist.algorithms.ratios import Stats, masked_inputs, masked_logprobs, ratio_stats
 
 
 def dro(
@@ -32,8 +31,8 @@ def dro(
     with ``beta`` for tau it is also ROLL's ``kimi15``. The paper's value function is the group's mean here.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
-    own = torch.where(mask, at_least_float32(logprobs), 0.0)
-    return -advantages * own + beta / 2 * log_ratio.square(), ratio_stats(log_ratio, mask)
+    losses = -advantages * masked_logprobs(logprobs, mask) + beta / 2 * log_ratio.square()
+    return losses, ratio_stats(log_ratio, mask)
 
 
 def kimi15(
@@ -51,7 +50,7 @@ def kimi15(
     token is tau D, as that of the square is. Its aggregation is ``seq-mean-token-sum``.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
-    own = torch.where(mask, at_least_float32(logprobs), 0.0)
     total = log_ratio.detach().sum(dim=1, keepdim=True)
     penalty = total * (log_ratio - log_ratio.detach() / 2)
-    return -advantages * own + tau * penalty, ratio_stats(log_ratio, mask)
+    losses = -advantages * masked_logprobs(logprobs, mask) + tau * penalty
+    return losses, ratio_stats(log_ratio, mask)

@@ -35,8 +35,8 @@ from grpo_dist.algorithms.penalised_losses import dro, kimi15
 from grpo_dist.algorithms.ratios import (
     LOG_LIMIT,
     Stats,
-    at_least_float32,
     masked_inputs,
+    masked_logprobs,
     ratio_stats,
 )
 from grpo_dist.algorithms.sequence_losses import gmpo, gspo
@@ -80,7 +80,7 @@ def cispo(
     if unified_mask:
         low, high = low & (advantages < 0), high & (advantages > 0)
         weight = torch.where(low | high, 0.0, weight)
-    losses = -weight * advantages * torch.where(mask, at_least_float32(logprobs), 0.0)
+    losses = -weight * advantages * masked_logprobs(logprobs, mask)
     return losses, ratio_stats(log_ratio, mask, low=low, high=high)
 
 

@@ -46,6 +46,11 @@ def bounded_exp(log_ratio: Float[Tensor, "B T"], unbounded: Bool[Tensor, "B T"])
     return torch.where(unbounded, log_ratio, log_ratio.clamp(max=LOG_LIMIT)).exp()
 
 
+def masked_logprobs(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Return ``logprobs`` in at least float32, 0 where masked."""
+    return torch.where(mask, at_least_float32(logprobs), 0.0)
+
+
 def sequence_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B 1"]:
     """Return the mean over each row's unmasked tokens, 0 without any. ``values`` are 0 where masked."""
     return values.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)

@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_dist.algorithms.dppo import binary_kl, total_variation
+from grpo_dist.algorithms.ratios import sequence_mean
 from grpo_dist.algorithms.segments import segment_mean
 
 DIVERGENCES = ("k1", "k2", "k3", "binary_kl", "tv")
@@ -98,7 +99,7 @@ def off_policy_sequence_mask(
     samples that are no longer the policy's own teach it nothing and upset training; good ones stay.
     """
     gap = torch.where(mask, sampler_logprobs.double() - logprobs.double(), 0.0)
-    is_near = _sequence_mean(gap, mask) <= threshold
+    is_near = sequence_mean(gap, mask) <= threshold
     return mask & ((torch.where(mask, advantages, 0.0) >= 0) | is_near)
 
 
@@ -115,20 +116,16 @@ _DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _sequence_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    mean = values.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return mean.expand_as(values)
+def _sequence_max(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B 1"]:
+    return torch.where(mask, values, -torch.inf).amax(dim=1, keepdim=True)
 
 
-def _sequence_max(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    return torch.where(mask, values, -torch.inf).amax(dim=1, keepdim=True).expand_as(values)
-
-
+# Of a token's divergences: [B, T], or [B, 1] for a whole sequence.
 _OVER: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda values, mask: values,
     "segment_mean": segment_mean,
-    "seq_mean": _sequence_mean,
-    "seq_sum": lambda values, mask: values.sum(dim=1, keepdim=True).expand_as(values),
+    "seq_mean": sequence_mean,
+    "seq_sum": lambda values, mask: values.sum(dim=1, keepdim=True),
     "seq_max": _sequence_max,
 }
 

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_dist.algorithms.ratios import Stats, at_least_float32, masked_inputs, ratio_stats
+from grpo_dist.algorithms.ratios import Stats, masked_inputs, masked_logprobs, ratio_stats
 
 # Of a sequence's log-ratio, in nats: beyond it the weight of vespo is all but 0.
 _LOG_RANGE = (math.log(1e-8), 20.0)
@@ -60,7 +60,7 @@ def _tapered(
 ) -> tuple[Float[Tensor, "B T"], Stats]:
     negative = advantages < 0
     weight = torch.where(negative, log_weight.clamp(max=0.0).exp(), 1.0)
-    losses = -weight * advantages * torch.where(mask, at_least_float32(logprobs), 0.0)
+    losses = -weight * advantages * masked_logprobs(logprobs, mask)
     return losses, ratio_stats(log_ratio, mask, high=negative & (log_weight > 0))
 
 
@@ -87,5 +87,5 @@ def vespo(
     k = torch.full_like(log_ratio, k_positive).masked_fill(negative, k_negative)
     decay = torch.full_like(log_ratio, lambda_positive).masked_fill(negative, lambda_negative)
     weight = (decay + k * log_weight - decay * log_weight.exp()).exp()
-    losses = -weight * advantages * torch.where(mask, at_least_float32(logprobs), 0.0)
+    losses = -weight * advantages * masked_logprobs(logprobs, mask)
     return losses, ratio_stats(log_ratio, mask)

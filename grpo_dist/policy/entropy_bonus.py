@@ -38,6 +38,6 @@ class EntropyBonus:
         return {_KEY: (self._coef, self._entropy)} if self._control else {}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Continue from `state`. A checkpoint of a run without a control has none: it starts anew."""
+        """Continue from `state`. A checkpoint of a run without a control has none; the first weight stays."""
         if self._control is not None and _KEY in counters:
             self._coef, self._entropy = counters[_KEY]

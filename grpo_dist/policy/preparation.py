@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_dist.algorithms.covariance import lowest, random_keys, token_covariances, up_to
 from grpo_dist.algorithms.loss_settings import SELECTION_SETTINGS
 from grpo_dist.algorithms.offpolicy import correction, mean_weight_sums
-from grpo_dist.algorithms.ratios import LOG_LIMIT
+from grpo_dist.algorithms.ratios import LOG_LIMIT, clipped_surrogate
 from grpo_dist.policy.loss_settings import LossSettings
 from grpo_dist.policy.ranks import gathered_values, least_of_top
 from grpo_dist.types import PreparedBatch, TrainBatch
@@ -127,5 +127,5 @@ def _is_clipped(
     ratio = (logprobs - batch.old_logprobs).clamp(max=LOG_LIMIT).exp()
     low = 0.2 if settings.clip_low is None else settings.clip_low
     high = 0.2 if settings.clip_high is None else settings.clip_high
-    falls, rises = batch.advantages < 0, batch.advantages > 0
-    return (falls & (ratio < 1 - low)) | (rises & (ratio > 1 + high))
+    _, falls, rises = clipped_surrogate(ratio, batch.advantages, clip_low=low, clip_high=high)
+    return falls | rises
