@@ -10,18 +10,15 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pydantic import Field, PositiveInt, PrivateAttr, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from grpo_dist.config.secrets import masked
-from grpo_dist.rewards.builtin import Builtin, Note
-from grpo_dist.rewards.chat_server import ChatServer, ChatSettings
-from grpo_dist.rewards.endpoint import NoReply, api_key
+from grpo_dist.rewards.endpoint import NoReply
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.remote import scores_of
-from grpo_dist.rewards.served import ServedSection
+from grpo_dist.rewards.served import ChatReward
 from grpo_dist.rewards.template import fill, placeholders
 
 PROMPT = (
@@ -32,13 +29,11 @@ PROMPT = (
 _LIST = re.compile(r"\[[^\[\]]*\]")
 
 
-class Generative(ServedSection, Builtin):
+class Generative(ChatReward):
     """The score that a language model writes, scaled from ``range`` to [0, 1]; NaN where it writes none, or
     one out of range, or does not reply.
     """
 
-    base_url: str = Field(description="URL of the server, e.g. http://localhost:8000/v1")
-    model: str = Field(description="name of the model on the server")
     prompt: str = Field(
         PROMPT,
         description="the question, with {completion} or {completions}, and {problem}, {answer} or columns",
@@ -52,12 +47,6 @@ class Generative(ServedSection, Builtin):
         None, description="score of each text that the group may match, e.g. {yes: 1, no: 0}; null: a number"
     )
     range: tuple[float, float] = Field((0.0, 10.0), description="least and largest number of the reply")
-    max_tokens: PositiveInt = Field(512, description="longest reply")
-    extra_body: dict[str, Any] = Field({}, description="further fields of each request")
-
-    _server: ChatServer = PrivateAttr()
-    _threads: ThreadPoolExecutor = PrivateAttr()
-    _note: Note = PrivateAttr()
 
     @field_validator("pattern")
     @classmethod
@@ -91,10 +80,6 @@ class Generative(ServedSection, Builtin):
                 "or range"
             ) from error
 
-    def start(self, *, workers: int, note: Note) -> None:
-        self._server, self._note = self._connect(workers), note
-        self._threads = ThreadPoolExecutor(self.max_concurrency, thread_name_prefix="generative")
-
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         if self._is_of_groups:
             asked = self._threads.submit(self._scores_of_group, group)
@@ -104,18 +89,9 @@ class Generative(ServedSection, Builtin):
         known = dict(zip(distinct, scores, strict=True))
         return [known[text] for text in group.completions]
 
-    def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
-        self._server.close()
-
     @property
     def _is_of_groups(self) -> bool:
         return "completions" in placeholders(self.prompt)
-
-    def _connect(self, workers: int) -> ChatServer:
-        settings = ChatSettings(max_tokens=self.max_tokens, extra_body=self.extra_body)
-        key = api_key(self.api_key_env)
-        return ChatServer(self.base_url, self.model, settings, self.sending(workers), api_key=key)
 
     def _messages(self, group: CompletionGroup, shown: str) -> list[dict[str, str]]:
         values = {name: str(value) for name, value in group.columns.items()}

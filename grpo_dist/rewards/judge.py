@@ -7,20 +7,18 @@ the gold and the final answer, because the reasoning of a completion could sway 
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from math import nan
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveInt, PrivateAttr, model_validator
 
 from grpo_dist.config import Section
 from grpo_dist.config.secrets import masked
-from grpo_dist.rewards.builtin import Builtin, Note
-from grpo_dist.rewards.chat_server import ChatServer, ChatSettings
-from grpo_dist.rewards.endpoint import NoReply, api_key
+from grpo_dist.rewards.builtin import Note
+from grpo_dist.rewards.endpoint import NoReply
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.math import gold_text
-from grpo_dist.rewards.served import ServedSection
+from grpo_dist.rewards.served import ChatReward
 from grpo_dist.rewards.template import fill, placeholders
 from grpo_dist.rewards.text import boxes
 from grpo_dist.rewards.verdict_cache import VerdictCache
@@ -54,14 +52,12 @@ EXAMPLES = (
 )
 
 
-class LLMJudge(ServedSection, Builtin):
+class LLMJudge(ChatReward):
     """1 if the judge replies Yes, 0 if No; 1 without a request if the math grader accepts the answer.
 
     NaN when a request fails after all retries, or the reply is neither Yes nor No.
     """
 
-    base_url: str = Field(description="URL of the server, e.g. http://localhost:8000/v1")
-    model: str = Field(description="name of the judge model on the server")
     only_when: Literal["wrong", "always"] = Field(
         "wrong", description="wrong: ask only if the math grader rejects the answer"
     )
@@ -74,7 +70,6 @@ class LLMJudge(ServedSection, Builtin):
     )
     max_tokens: PositiveInt = Field(8, description="longest reply")
     cache_path: str | None = Field(None, description="file of verdicts kept across runs; null: in memory")
-    extra_body: dict[str, Any] = Field({}, description="further fields of each request")
 
     @model_validator(mode="after")
     def _shows_both_answers(self) -> LLMJudge:
@@ -89,10 +84,7 @@ class LLMJudge(ServedSection, Builtin):
             )
         return self
 
-    _server: ChatServer = PrivateAttr()
     _cache: VerdictCache = PrivateAttr()
-    _threads: ThreadPoolExecutor = PrivateAttr()
-    _note: Note = PrivateAttr()
 
     def check(self, *, max_new_tokens: int) -> None:
         """Ask one question, so that an unreachable judge is reported before the run starts."""
@@ -108,9 +100,8 @@ class LLMJudge(ServedSection, Builtin):
             ) from error
 
     def start(self, *, workers: int, note: Note) -> None:
-        self._server, self._note = self._connect(workers), note
+        super().start(workers=workers, note=note)
         self._cache = VerdictCache(self.cache_path, note=note)
-        self._threads = ThreadPoolExecutor(self.max_concurrency, thread_name_prefix="judge")
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         accepted = [False] * len(group.completions)
@@ -130,8 +121,7 @@ class LLMJudge(ServedSection, Builtin):
         ]
 
     def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
-        self._server.close()
+        super().close()
         self._cache.close()
 
     def messages(self, gold: str, answer: str, problem: str = "") -> list[dict[str, str]]:
@@ -144,11 +134,6 @@ class LLMJudge(ServedSection, Builtin):
         )
         parts = [self.instruction, shown, _comparison(gold, answer).rstrip()]
         return [{"role": "user", "content": "\n\n".join(part for part in parts if part)}]
-
-    def _connect(self, workers: int) -> ChatServer:
-        settings = ChatSettings(max_tokens=self.max_tokens, extra_body=self.extra_body)
-        key = api_key(self.api_key_env)
-        return ChatServer(self.base_url, self.model, settings, self.sending(workers), api_key=key)
 
     def _verdict(self, gold: str, answer: str, problem: str) -> float:
         messages = self.messages(gold, answer, problem)

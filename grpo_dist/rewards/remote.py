@@ -9,32 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pydantic import Field, PrivateAttr
 
 from grpo_dist.config.secrets import masked
-from grpo_dist.rewards.builtin import Builtin, Note
 from grpo_dist.rewards.endpoint import Endpoint, NoReply, api_key
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
-from grpo_dist.rewards.served import ServedSection
+from grpo_dist.rewards.served import ServedReward
 
 # Statuses by which a server refuses the sender or the URL, moves it (which is not followed), or says that
 # nothing is behind it.
 _NOT_ITS_PLACE = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405, 410, 502, 503, 504})
 
 
-class Remote(ServedSection, Builtin):
+class Remote(ServedReward):
     """The score that the server at ``url`` gives each completion; NaN where it gives none."""
 
     url: str = Field(description="where groups are posted, e.g. http://scorer:8000/score")
     columns: tuple[str, ...] = Field((), description="columns of the data to send")
     send_token_ids: bool = Field(False, description="also send `token_ids`, those that the policy sampled")
 
-    _endpoint: Endpoint = PrivateAttr()
-    _threads: ThreadPoolExecutor = PrivateAttr()
-    _note: Note = PrivateAttr()
+    _server: Endpoint = PrivateAttr()
 
     def check(self, *, max_new_tokens: int) -> None:
         """Post a trial group, so that an unreachable server is reported before the run starts. Its scores,
@@ -53,11 +49,6 @@ class Remote(ServedSection, Builtin):
         finally:
             endpoint.close()
 
-    def start(self, *, workers: int, note: Note) -> None:
-        self._endpoint, self._note = self._connect(workers), note
-        # Groups of concurrent calls share these threads, which bounds the requests.
-        self._threads = ThreadPoolExecutor(self.max_concurrency, thread_name_prefix="remote")
-
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         body: dict[str, Any] = {
             "problem": group.columns.get("problem", ""),
@@ -71,17 +62,13 @@ class Remote(ServedSection, Builtin):
             body["token_ids"] = [ids.tolist() for ids in group.token_ids]
         return self._threads.submit(self._scores, body).result()  # bounded: by deadlines and retries
 
-    def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
-        self._endpoint.close()
-
     def _connect(self, workers: int) -> Endpoint:
         return Endpoint(self.url, self.sending(workers), api_key=api_key(self.api_key_env))
 
     def _scores(self, body: Mapping[str, Any]) -> list[float]:
         size = len(body["completions"])
         try:
-            return scores_of(self._endpoint.post("", body), size)
+            return scores_of(self._server.post("", body), size)
         except NoReply as error:
             self._note(str(error))
             return [math.nan] * size

@@ -1,15 +1,23 @@
-"""Settings that rewards of a server have in common."""
+"""What rewards of a server have in common: settings, a connection, and the threads that use it."""
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from abc import abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from grpo_dist.config import Count, Section
-from grpo_dist.rewards.endpoint import EndpointSettings
+from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr
+
+from grpo_dist.config import Count
+from grpo_dist.rewards.builtin import Builtin, Note
+from grpo_dist.rewards.chat_server import ChatServer, ChatSettings
+from grpo_dist.rewards.endpoint import Endpoint, EndpointSettings, api_key
 
 
-class ServedSection(Section):
-    """How a server is asked; fields of the `kwargs` of `judge`, `remote` and `generative`."""
+class ServedReward(Builtin):
+    """A reward of a server; fields of the `kwargs` of `judge`, `remote` and `generative`. Groups that are
+    scored at the same time share its threads, which bounds the requests.
+    """
 
     api_key_env: str | None = Field(None, description="environment variable that holds the key")
     max_retries: Count = 3
@@ -22,6 +30,22 @@ class ServedSection(Section):
     break_s: PositiveFloat = Field(10.0, description="first pause of a server that is gone; it doubles")
     headers: dict[str, str] = Field({}, description="of every request")
 
+    _server: Endpoint | ChatServer = PrivateAttr()
+    _threads: ThreadPoolExecutor = PrivateAttr()
+    _note: Note = PrivateAttr()
+
+    def start(self, *, workers: int, note: Note) -> None:
+        self._server, self._note = self._connect(workers), note
+        self._threads = ThreadPoolExecutor(self.max_concurrency, thread_name_prefix=type(self).__name__)
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._server.close()
+
+    @abstractmethod
+    def _connect(self, workers: int) -> Endpoint | ChatServer:
+        """Connect one of ``workers`` reward workers."""
+
     def sending(self, workers: int) -> EndpointSettings:
         """Return how one of ``workers`` reward workers sends, which share the rate limit."""
         return EndpointSettings(
@@ -32,3 +56,19 @@ class ServedSection(Section):
             break_s=self.break_s,
             headers=self.headers,
         )
+
+
+class ChatReward(ServedReward):
+    """A reward of a language model behind an OpenAI-compatible API."""
+
+    base_url: str = Field(description="URL of the server, e.g. http://localhost:8000/v1")
+    model: str = Field(description="name of the model on the server")
+    max_tokens: PositiveInt = Field(512, description="longest reply")
+    extra_body: dict[str, Any] = Field({}, description="further fields of each request")
+
+    _server: ChatServer = PrivateAttr()
+
+    def _connect(self, workers: int) -> ChatServer:
+        settings = ChatSettings(max_tokens=self.max_tokens, extra_body=self.extra_body)
+        key = api_key(self.api_key_env)
+        return ChatServer(self.base_url, self.model, settings, self.sending(workers), api_key=key)
