@@ -39,6 +39,8 @@ class Mixture:
         self._seeds = [seed + 1_000_003 * i for i in range(len(names))]
         self._source = np.empty(0, np.int64)  # of each draw so far
         self._number = np.empty(0, np.int64)  # of the draw among those of its source
+        # The latest epoch of each source: sources take turns, and there may be many.
+        self._epochs: list[tuple[int, np.ndarray]] = [(-1, np.empty(0, np.int64))] * len(names)
 
     def prompt(self, draw: int) -> int:
         """Return the prompt, 0..n-1, of a draw."""
@@ -47,7 +49,9 @@ class Mixture:
         source = int(self._source[draw])
         members = self._members[source]
         epoch, at = divmod(int(self._number[draw]), len(members))
-        return int(members[shuffled(len(members), self._seeds[source], epoch)[at]])
+        if self._epochs[source][0] != epoch:
+            self._epochs[source] = epoch, shuffled(len(members), self._seeds[source], epoch)
+        return int(members[self._epochs[source][1][at]])
 
     def _extend(self) -> None:
         begin = len(self._source)

@@ -59,9 +59,11 @@ def rollout_metrics(
         "rollout/staleness_max": float(staleness.max(initial=0)),
     }
     if (first := rollouts[0]).temperature is not None and first.max_new_tokens is not None:
-        heats = {r.temperature for r in rollouts if r.temperature is not None}
-        mixed = [r.temperature for r in rollouts if r.temperature is not None] if len(heats) > 1 else [*heats]
-        metrics["sampling/temperature"] = sum(mixed) / len(mixed)
+        temperatures = [r.temperature for r in rollouts if r.temperature is not None]
+        is_mixed = len(set(temperatures)) > 1  # a mean of equal numbers would be rounded
+        metrics["sampling/temperature"] = (
+            sum(temperatures) / len(temperatures) if is_mixed else first.temperature
+        )
         metrics["sampling/max_new_tokens"] = float(first.max_new_tokens)
     if settings is not None and (penalty := settings.overlong_buffer.penalty):
         # Groups that an own loop makes may lack the part: nothing was subtracted from them.
