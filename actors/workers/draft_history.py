@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 _GRAM = 4  # tokens that must agree before a continuation is looked at
 _PLACES = 8  # kept for each of these n-grams, the newest
-_LONGEST = 32  # tokens of agreement that are told apart
+_LONGEST = 32  # tokens: longer agreements count as equal
 _ITEM = 4  # bytes of an int32
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from grpo_dist.config import AlgorithmConfig, CheckpointConfig, DataConfig, KLConfig, RewardsConfig
+from grpo_dist.config import AlgorithmConfig, CheckpointConfig, Config, DataConfig, KLConfig
 from grpo_dist.config.base import choices
 from grpo_dist.config.environments import BUILTIN_ENVIRONMENTS
 from grpo_dist.environments.registry import own_environments
@@ -20,19 +20,15 @@ from grpo_dist.plugins.kinds import (
     REWARD,
     SINK,
 )  # fmt: skip
-from grpo_dist.plugins.names import OwnPiece, shadowing
+from grpo_dist.plugins.names import shadowing
 from grpo_dist.plugins.sources import code_digest
 from grpo_dist.rewards.registry import REWARDS, own_rewards
 
 
-def digest_of_run(
-    pieces: Sequence[OwnPiece], code_paths: Sequence[str], rewards: RewardsConfig, data: DataConfig
-) -> dict[str, str]:
-    """Return `code_digest` of all pieces that determine the numbers of a run: ``pieces`` but its metrics and
-    sinks, and the rewards and environments that are not built in.
-    """
-    own = [*pieces, *own_rewards(rewards), *own_environments(data)]
-    return code_digest([piece for piece in own if piece.kind not in (METRIC, SINK)], code_paths)
+def digest_of_run(config: Config) -> dict[str, str]:
+    """Return `code_digest` of all pieces that determine the numbers of a run: not of metrics and sinks."""
+    own = [*config.own_pieces, *own_rewards(config.rewards), *own_environments(config.data)]
+    return code_digest([piece for piece in own if piece.kind not in (METRIC, SINK)], config.code_paths)
 
 
 def shadowed() -> Iterator[str]:

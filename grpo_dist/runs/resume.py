@@ -73,7 +73,7 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
             "values, choose another `name`, or set `checkpoint.resume=never`"
         )
     _check_nvme_sharding(checkpoint, changed or [], config.policy)
-    own = digest_of_run(config.own_pieces, config.code_paths, config.rewards, config.data)
+    own = digest_of_run(config)
     check_code(checkpoint, state.changed_code(own), config.checkpoint)
     return state
 

@@ -148,8 +148,7 @@ async def _start(run: Run, cluster: Cluster, first: ResumePoint) -> Workers:
         workers = await cluster.start_training(run.prepared.model_dir)
     if first.checkpoint is not None:
         print_line(f"resuming from {first}{other_layout(first.checkpoint, config)}")
-        own = digest_of_run(config.own_pieces, config.code_paths, config.rewards, config.data)
-        if changed := other_code(first.checkpoint, own):
+        if changed := other_code(first.checkpoint, digest_of_run(config)):
             run.tracker.warn(changed)
     return workers
 

@@ -6,7 +6,7 @@ make evidence ARGS=tests/evidence/test_engine_that_drafts.py
 
 import pytest
 
-from tests.support.drafting_engine import WAYS, Engine
+from tests.support.drafting_engine import WAYS, Engine, sampled_without_drafts
 from tests.support.real_engine import PROMPTS, same
 
 pytestmark = [pytest.mark.evidence, pytest.mark.timeout(3600)]
@@ -15,13 +15,7 @@ SEEDS, OTHER_SEEDS = tuple(range(60)), tuple(range(30, 90))  # half of the secon
 
 
 def test_over_1000_samples_are_those_without_drafts(ray_cluster, tiny_model):
-    plain = Engine(tiny_model)
-    expected = {
-        (way, seeds): plain.sample(seeds, **settings)
-        for way, settings in WAYS.items()
-        for seeds in (SEEDS, OTHER_SEEDS)
-    }
-    plain.close()
+    expected = sampled_without_drafts(tiny_model, SEEDS, OTHER_SEEDS)
     drafting = Engine(tiny_model, tokens=4, max_sequences=16)
     samples = 0
     for (way, seeds), groups in expected.items():

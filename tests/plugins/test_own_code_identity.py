@@ -69,7 +69,7 @@ def test_the_first_directory_with_a_module_counts_as_in_an_import(own, tmp_path)
 
 
 def digest(config: Config) -> dict[str, str]:
-    return digest_of_run(config.own_pieces, config.code_paths, config.rewards, config.data)
+    return digest_of_run(config)
 
 
 def saved(config, tmp_path):

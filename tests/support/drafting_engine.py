@@ -59,3 +59,11 @@ class Engine(OnALoop):
     def close(self):
         self.run(self.rollouts.shutdown())
         self.loop.close()
+
+
+def sampled_without_drafts(model_dir, *seeds):
+    """Return the samples of an engine without drafts, by way of `WAYS` and each of ``seeds``."""
+    engine = Engine(model_dir)
+    found = {(way, own): engine.sample(own, **settings) for way, settings in WAYS.items() for own in seeds}
+    engine.close()
+    return found

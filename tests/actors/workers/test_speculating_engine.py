@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.drafting_engine import WAYS, Engine
+from tests.support.drafting_engine import WAYS, Engine, sampled_without_drafts
 from tests.support.drawn import FILE
 from tests.support.real_engine import same
 
@@ -15,14 +15,7 @@ OTHER_SEEDS = (3, 4, 5)  # one of them in SEEDS
 @pytest.fixture(scope="module")
 def expected(ray_cluster, tiny_model):
     """Samples of an engine without drafts, by way and seeds."""
-    engine = Engine(tiny_model)
-    found = {
-        (way, seeds): engine.sample(seeds, **sampling)
-        for way, sampling in WAYS.items()
-        for seeds in (SEEDS, OTHER_SEEDS)
-    }
-    engine.close()
-    return found
+    return sampled_without_drafts(tiny_model, SEEDS, OTHER_SEEDS)
 
 
 @pytest.fixture(scope="module")
