@@ -152,7 +152,7 @@ def _of_the_samples(config: Sections) -> Iterator[str]:
         "`algorithm.advantage` = remax": a.advantage == "remax",
         "`algorithm.advantage` = turn": a.advantage == "turn",
         "`dynamic_sampling.enabled`": dynamic,
-        f"`data.order` = {config.data.order}": config.data.order != "epochs",
+        f"`data.order` = {config.data.order}": config.data.order not in ("epochs", "length"),
     }
     for setting in (name for name, is_set in reads_unshuffled.items() if is_set and config.rewards.shuffle):
         yield (

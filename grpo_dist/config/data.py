@@ -168,10 +168,14 @@ class DataConfig(Section):
     template_kwargs: dict[str, Any] = Field({}, description="further arguments of the chat template")
     max_prompt_tokens: PositiveInt = Field(512, description="longest prompt, including the chat template")
     overlong: Literal["refuse", "drop"] = Field("refuse", description="what to do with longer prompts")
-    order: Literal["epochs", "pass_rate", "pools"] | OwnOrder = Field(
+    order: Literal["epochs", "length", "pass_rate", "pools"] | OwnOrder = Field(
         "epochs",
-        description="pass_rate: draw prompts with an intermediate pass rate more often; pools: draw from the "
-        "pools and prompts that the policy can learn from now, by Thompson sampling; or your own function",
+        description="length: epochs in which prompts with long answers share steps; pass_rate: draw prompts "
+        "with an intermediate pass rate more often; pools: draw from the pools and prompts that the policy "
+        "can learn from now, by Thompson sampling; or your own function",
+    )
+    length_window: PositiveInt | None = Field(
+        None, description="order length: steps of an epoch that are sorted by expected length; null: 8"
     )
     order_kwargs: dict[str, Any] = Field({}, description="arguments of your own order")
     pools: PoolsConfig | None = Field(
@@ -205,6 +209,15 @@ class DataConfig(Section):
     def has_own_order(self) -> bool:
         """Whether `order` is not built in."""
         return self.order not in choices(DataConfig, "order")
+
+    @model_validator(mode="after")
+    def _window_has_an_order(self) -> DataConfig:
+        if self.length_window is not None and self.order != "length":
+            raise ValueError(
+                f"length_window = {self.length_window} is of order length, but order = {self.order}; remove "
+                "it, or set order to length"
+            )
+        return self
 
     @model_validator(mode="after")
     def _arguments_have_an_order(self) -> DataConfig:

@@ -23,7 +23,7 @@ class OrderState:
     ``position`` and ``waiting`` belong to `stream.PromptStream`; ``position`` counts the draws of any other
     order where groups are launched one by one (`batch.order` finished). ``pass_rates`` belong to
     `curriculum.Curriculum`, ``pools`` (useful, useless), ``outcomes`` (right, wrong, by uid) and
-    ``reward_range`` to `pools.PoolOrder`.
+    ``reward_range`` to `pools.PoolOrder`, ``lengths`` (expected tokens by uid) to `by_length.LengthOrder`.
     """
 
     position: int = 0
@@ -32,6 +32,7 @@ class OrderState:
     pools: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     outcomes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     reward_range: tuple[float, float] | None = None  # smallest and largest seen
+    lengths: Mapping[str, float] = field(default_factory=dict)
 
 
 class PromptOrder(Protocol):

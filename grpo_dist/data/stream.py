@@ -57,7 +57,7 @@ class PromptStream:
         taken: dict[int, int] = {}  # order index by prompt
         postponed = []
         while len(taken) < self._per_batch:
-            index = self._next()
+            index = self._next(len(taken))
             if taken.setdefault(self.prompt(index), index) != index:
                 postponed.append(index)
         self._waiting = postponed + self._waiting  # the postponed are older than the rest
@@ -83,7 +83,8 @@ class PromptStream:
     def _uid(self, index: int) -> str:
         return self._prompts[self.prompt(index)].uid
 
-    def _next(self) -> int:
+    def _next(self, taken: int) -> int:
+        """Return the next order index of a batch that has ``taken`` prompts."""
         if self._waiting:
             return self._waiting.pop(0)
         self._position += 1

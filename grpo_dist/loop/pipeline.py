@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from grpo_dist.config import Config
+from grpo_dist.data.by_length import LengthOrder
 from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
 from grpo_dist.data.own_order import OwnOrder
@@ -200,6 +201,9 @@ def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> Pr
         return PromptStream(prompts, 1, seed=config.seed, state=state, weights=config.data.weights)
     extra = (dynamic.max_extra_prompts or 3 * own) if dynamic.enabled else 0
     most = max(own, min(own + extra, len(prompts) // (config.max_staleness + 1)))
+    if config.data.order == "length":
+        taken, window = 1 if config.batch.order == "finished" else most, config.data.length_window or 8
+        return LengthOrder(prompts, taken, per_step=own, window=window, seed=config.seed, state=state)
     if config.batch.order == "finished":
         staleness, count = config.max_staleness, len(prompts)
         admission = Admission.of(config.batch, dynamic, max_staleness=staleness, prompts=count)

@@ -45,7 +45,7 @@ def _find_error(run: Run) -> str | None:
     expected_uids: Callable[[int], set[str]] | None = None
     expected_counts = None
     of_a_stream = config.dynamic_sampling.enabled or config.batch.order == "finished" or config.data.weights
-    if config.data.order == "epochs" and of_a_stream:
+    if config.data.order == "length" or (config.data.order == "epochs" and of_a_stream):
         expected_counts = _expected_counts(run)
     elif config.data.order == "epochs":
         expected_uids = partial(
