@@ -1,0 +1,140 @@
+"""What changed in the weights since they were last sent, bit by bit, and how it is applied.
+
+At learning rates of reinforcement learning most updates are smaller than half a unit in the last place of a
+bfloat16 weight, which then keeps its bits (arXiv 2602.03839). A delta has the changed 16-bit words of a bucket:
+
+    held     3f80 3f81 0000 bf80
+    new      3f80 3f82 0000 bf81
+    delta    words 3f82 bf81, gaps 1 1        1 unchanged word before each
+
+Words are absolute, so applying a delta twice changes nothing. A gap of 255 and more takes several bytes. A
+bucket whose delta would exceed half its size is sent whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, bucket_size, make_buckets, unpack
+
+_WORD = 2  # bytes
+_LONGEST = 255  # the byte of a gap that another byte continues
+_ALIGNED = 64  # bytes, of each bucket in `HeldWeights`
+_WHOLE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class BucketDelta:
+    """The changes of one bucket.
+
+    Attributes:
+        changed: words that differ.
+        data: uint8, their new values and the gaps before them; None: more than half of the bucket's size.
+    """
+
+    changed: int
+    data: Tensor | None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What a receiver must know before ``data`` arrives: words in it (-1: a whole bucket), and bytes."""
+        return (_WHOLE, 0) if self.data is None else (self.changed, len(self.data))
+
+
+def difference(old: Tensor, new: Tensor) -> BucketDelta:
+    """Return what turns ``old`` uint8 [2 W] into ``new`` uint8 [2 W], both on one device."""
+    words = new.view(torch.int16)
+    differs = old.view(torch.int16) != words
+    changed = int(differs.sum())
+    if changed * (_WORD + 1) > len(new) // 2:
+        return BucketDelta(changed, None)
+    at = differs.nonzero().squeeze(1)
+    gaps = _encoded(at.diff(prepend=at.new_full((1,), -1)) - 1)
+    if changed * _WORD + len(gaps) > len(new) // 2:
+        return BucketDelta(changed, None)
+    return BucketDelta(changed, torch.cat([words[at].view(torch.uint8), gaps]))
+
+
+def apply(data: Tensor, words: int, flat: Tensor) -> bool:
+    """Write the ``words`` of a delta's ``data`` into ``flat`` uint8 [2 W], on the same device.
+
+    Returns False for data that `difference` cannot have made; ``flat`` is then unchanged.
+    """
+    gaps = data[words * _WORD :]
+    ends = gaps < _LONGEST
+    at = (torch.cumsum(gaps.long() + ends, 0) - 1)[ends]
+    held = flat.view(torch.int16)
+    if len(at) != words or (words and int(at[-1]) >= len(held)):
+        return False
+    held[at] = _aligned(data[: words * _WORD]).view(torch.int16)
+    return True
+
+
+def _encoded(gaps: Tensor) -> Tensor:
+    """Return ``gaps`` int64 [N] as bytes: each is as many times 255 as it contains, then the rest.
+
+    [1, 255, 600] -> [1, 255, 0, 255, 255, 90]
+    """
+    full = gaps // _LONGEST
+    ends = torch.cumsum(full + 1, 0) - 1
+    size = int(ends[-1]) + 1 if len(ends) else 0
+    coded = torch.full((size,), _LONGEST, dtype=torch.uint8, device=gaps.device)
+    coded[ends] = (gaps % _LONGEST).to(torch.uint8)
+    return coded
+
+
+def _aligned(data: Tensor) -> Tensor:
+    return data.clone() if data.data_ptr() % _WORD else data
+
+
+class HeldWeights:
+    """One copy of all weights in the types in which they are sent, in host memory, bucket by bucket.
+
+    Attributes:
+        token: names the weights; two copies with the same token are equal. None while they are changed.
+        slots: the memory of each bucket, uint8, of an even size.
+    """
+
+    token: str | None
+
+    def __init__(self, specs: Sequence[ParameterSpec], bucket_bytes: int, *, pinned: bool = False) -> None:
+        self.specs, self.bucket_bytes, self.token = tuple(specs), bucket_bytes, None
+        self.buckets = make_buckets(specs, bucket_bytes)
+        slots = [-(-bucket_size(bucket) // _ALIGNED) * _ALIGNED for bucket in self.buckets]
+        # Zeros behind a bucket's end, up to its slot's.
+        self._memory = torch.zeros(sum(slots), dtype=torch.uint8, pin_memory=pinned)
+        self.slots = self._memory.split(slots)
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    def are(self, specs: Sequence[ParameterSpec], bucket_bytes: int) -> bool:
+        """Return whether the weights of ``specs`` fit into this copy."""
+        return self.specs == tuple(specs) and self.bucket_bytes == bucket_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(bucket_size(bucket) for bucket in self.buckets)
+
+    def flat(self, index: int) -> Tensor:
+        """Return the bytes of a bucket, as they are sent whole."""
+        return self.slots[index][: bucket_size(self.buckets[index])]
+
+    def named(self, index: int) -> list[tuple[str, Tensor]]:
+        """Return the tensors of a bucket, views of the copy where their alignment allows it."""
+        return unpack(self.flat(index), self.buckets[index])
+
+    def weights(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield the tensors of every bucket."""
+        return (self.named(i) for i in range(len(self)))
+
+    def checksum(self) -> Checksum:
+        """Return the checksum of the whole copy, as of a whole transfer."""
+        checksum = Checksum()
+        for i in range(len(self)):
+            checksum.add(self.flat(i))
+        return checksum

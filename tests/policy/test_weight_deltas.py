@@ -1,0 +1,205 @@
+"""Deltas of the weights: what they rebuild, bit by bit, and what is refused."""
+
+import pytest
+import torch
+
+from actors.transfer.delta_stream import receive_changes, send_changes
+from grpo_dist.policy.sent_weights import SentWeights
+from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, make_buckets
+from grpo_dist.policy.weight_deltas import HeldWeights, _encoded, apply, difference
+
+CPU = torch.device("cpu")
+SPECS = [
+    ParameterSpec("model.embed_tokens.weight", "bfloat16", (97, 16)),
+    ParameterSpec("model.layers.0.mlp.experts.0.gate_proj.weight", "bfloat16", (33, 16)),
+    ParameterSpec("model.layers.0.mlp.experts.1.gate_proj.weight", "bfloat16", (33, 16)),
+    ParameterSpec("half", "float16", (501,)),
+    ParameterSpec("scale", "float8_e4m3fn", (13,)),  # an odd number of bytes
+    ParameterSpec("norm", "float32", (40,)),
+    ParameterSpec("wide", "float64", (9,)),
+    ParameterSpec("flags", "bool", (7,)),
+    ParameterSpec("steps", "int64", (3,)),
+    ParameterSpec("one", "bfloat16", ()),
+    ParameterSpec("none", "bfloat16", (0,)),
+]
+BUCKET = 2000  # bytes: the first three tensors have one each, or share it
+
+
+def random_bits(spec, generator):
+    """Any bits: NaNs with payloads, infinities, subnormal numbers, -0.0."""
+    raw = torch.randint(0, 256, (spec.num_bytes,), dtype=torch.uint8, generator=generator)
+    if spec.dtype == "bool":
+        raw %= 2
+    return raw.view(spec.torch_dtype).view(spec.shape)
+
+
+def bits(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def changed(weights, share, generator):
+    """Return copies in which about ``share`` of the bytes are others."""
+    copies = {}
+    for name, tensor in weights.items():
+        raw = bits(tensor).clone()
+        where = torch.rand(len(raw), generator=generator) < share
+        flips = torch.randint(1, 256, raw.shape, dtype=torch.uint8, generator=generator)
+        raw = torch.where(where, raw ^ (flips % 2 if tensor.dtype == torch.bool else flips), raw)
+        copies[name] = raw.view(tensor.dtype).view(tensor.shape)
+    return copies
+
+
+def buckets_of(weights):
+    return [[(spec.name, weights[spec.name]) for spec in bucket] for bucket in make_buckets(SPECS, BUCKET)]
+
+
+class Wire:
+    """A transport within this process: what is sent is kept until it is received."""
+
+    device = CPU
+
+    def __init__(self):
+        self.rounds = []
+
+    def outgoing(self, sizes):
+        flats = [torch.full((size,), 7, dtype=torch.uint8) for size in sizes]
+        self.rounds.append(flats)
+        yield from flats
+
+    def incoming(self, sizes):
+        flats = self.rounds.pop(0)
+        assert [len(flat) for flat in flats] == list(sizes)
+        yield from flats
+
+
+def sent(source, weights, wire):
+    changes = source.take(buckets_of(weights), SPECS, BUCKET, CPU)
+    return changes, send_changes(wire, changes, source.held)
+
+
+def assert_equal_bits(held, weights):
+    found = {name: tensor for bucket in held.weights() for name, tensor in bucket}
+    assert found.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert torch.equal(bits(found[name]), bits(tensor)), name
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0005, 0.01, 0.2, 1.0])
+@pytest.mark.parametrize("seed", range(2))
+def test_every_bit_of_every_type_arrives_over_many_updates(share, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weights = {spec.name: random_bits(spec, generator) for spec in SPECS}
+    source, held, wire = SentWeights(), HeldWeights(SPECS, BUCKET), Wire()
+    first, _ = sent(source, weights, wire)
+    assert first.base is None and first.changed_share == 1
+    assert receive_changes(wire, held) == [i for i in range(len(held)) if len(held.flat(i))]
+    for _ in range(4):
+        before, weights = weights, changed(weights, share, generator)
+        changes, metrics = sent(source, weights, wire)
+        assert receive_changes(wire, held) is not None
+        assert_equal_bits(held, weights)
+        assert held.checksum().value == changes.checksum.value == source.held.checksum().value
+        if share == 0:
+            assert changes.changed_share == 0 and metrics["sync/bytes"] == 16 * len(held) + 8
+            assert all(torch.equal(bits(before[name]), bits(weights[name])) for name in weights)
+
+
+def test_minus_zero_and_a_nan_of_another_payload_are_changes():
+    old = torch.tensor([0.0, float("nan"), 1.0], dtype=torch.bfloat16)
+    new = old.clone()
+    new[0] = -0.0
+    new.view(torch.int16)[1] ^= 1
+    assert torch.isnan(new[1]) and new[0] == old[0]
+    padded = [torch.cat([bits(t), torch.zeros(58, dtype=torch.uint8)]) for t in (old, new)]
+    delta = difference(*padded)
+    assert delta.changed == 2 and apply(delta.data, 2, padded[0])
+    assert torch.equal(padded[0], padded[1])
+
+
+def test_gaps_follow_the_example_in_their_documentation():
+    assert _encoded(torch.tensor([1, 255, 600])).tolist() == [1, 255, 0, 255, 255, 90]
+    old, new = torch.zeros(1 << 12, dtype=torch.int16), torch.zeros(1 << 12, dtype=torch.int16)
+    at = [1, 2, 257, 258 + 255, 1300, 4095]
+    new[at] = torch.arange(1, 7, dtype=torch.int16)
+    delta = difference(old.view(torch.uint8), new.view(torch.uint8))
+    assert delta.key == (6, len(delta.data))
+    assert delta.data[12:].tolist() == [1, 0, 254, 255, 0, 255, 255, 255, 21, *[255] * 10, 244]
+    again = old.clone()
+    for _ in range(2):  # absolute words: twice is once
+        assert apply(delta.data, 6, again.view(torch.uint8))
+        assert torch.equal(again, new)
+
+
+def test_what_no_sender_can_have_made_leaves_the_copy_as_it_was():
+    flat = torch.zeros(64, dtype=torch.uint8)
+    words = torch.tensor([5, 6], dtype=torch.int16).view(torch.uint8)
+    beyond = torch.cat([words, torch.tensor([3, 40], dtype=torch.uint8)])
+    fewer = torch.cat([words, torch.tensor([3, 255], dtype=torch.uint8)])
+    assert not apply(beyond, 2, flat) and not apply(fewer, 2, flat)
+    assert not flat.any()
+
+
+def test_a_thousandth_of_changed_words_is_sent_in_less_than_a_hundredth_of_the_bytes():
+    specs = [ParameterSpec("w", "bfloat16", (1000, 1000))]
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(1000, 1000, generator=generator).bfloat16()
+    source, wire = SentWeights(), Wire()
+    source.take([[("w", weight)]], specs, 1 << 20, CPU)
+    moved = weight.clone()
+    moved.view(torch.int16).view(-1)[torch.randperm(10**6, generator=generator)[:1000]] ^= 1
+    changes = source.take([[("w", moved)]], specs, 1 << 20, CPU)
+    assert changes.changed_share == 0.001
+    assert send_changes(wire, changes, source.held)["sync/bytes"] < 0.005 * 2e6
+
+
+@pytest.mark.parametrize("bit", [0, 1000])
+def test_a_flipped_bit_on_the_way_or_in_the_copy_is_noticed(bit):
+    generator = torch.Generator().manual_seed(0)
+    weights = {spec.name: random_bits(spec, generator) for spec in SPECS}
+    source, held, wire = SentWeights(), HeldWeights(SPECS, BUCKET), Wire()
+    sent(source, weights, wire)
+    receive_changes(wire, held)
+    sent(source, changed(weights, 0.01, generator), wire)
+    if bit:
+        held.slots[0][bit // 8] ^= 1 << bit % 8  # of a word that need not be among the changed
+    else:
+        wire.rounds[1][0][0] ^= 1
+    assert receive_changes(wire, held) is None and held.token is None
+
+
+def test_a_table_that_no_sender_made_is_refused():
+    generator = torch.Generator().manual_seed(0)
+    weights = {spec.name: random_bits(spec, generator) for spec in SPECS}
+    source, held, wire = SentWeights(), HeldWeights(SPECS, BUCKET), Wire()
+    sent(source, weights, wire)
+    wire.rounds[0][0][7] ^= 64
+    with pytest.raises(RuntimeError, match="table of changes is malformed"):
+        receive_changes(wire, held)
+
+
+def test_weights_that_were_taken_in_part_are_no_base():
+    generator = torch.Generator().manual_seed(0)
+    weights = {spec.name: random_bits(spec, generator) for spec in SPECS}
+    source = SentWeights()
+    first = source.take(buckets_of(weights), SPECS, BUCKET, CPU)
+
+    def cut():
+        yield buckets_of(weights)[0]
+        raise RuntimeError("a rank is lost")
+
+    with pytest.raises(RuntimeError, match="a rank is lost"):
+        source.take(cut(), SPECS, BUCKET, CPU)
+    assert source.changes is None and source.held.token is None
+    second = source.take(buckets_of(weights), SPECS, BUCKET, CPU)
+    assert second.base is None and second.token != first.token
+    assert source.take(buckets_of(weights), SPECS, BUCKET, CPU).base == second.token
+
+
+def test_the_checksum_is_that_of_a_whole_transfer():
+    generator = torch.Generator().manual_seed(0)
+    weights = {spec.name: random_bits(spec, generator) for spec in SPECS}
+    whole, source = Checksum(), SentWeights()
+    for bucket in buckets_of(weights):
+        whole.add(torch.cat([bits(tensor) for _, tensor in bucket]))
+    assert source.take(buckets_of(weights), SPECS, BUCKET, CPU).checksum.value == whole.value
