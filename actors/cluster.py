@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +31,12 @@ from actors.connection import (
 from actors.evaluation_engines import EvaluationEngines
 from actors.factory import Factory, SamplingActors, SharedDevices, TrainingActors
 from actors.lifecycle.calls import LOST, reason, results
+from actors.lifecycle.elastic_team import ElasticTeam
 from actors.lifecycle.supervisor import Team
 from actors.lifecycle.usage import ActorUsage
 from actors.lifecycle.watchdog import where_stuck
 from actors.placement.demands import Demand, placement, share_out
+from actors.placement.elasticity import Elasticity
 from actors.placement.fitting import bundles, too_large
 from actors.placement.reservation import Reservation, expected
 from actors.reference_sync import ReferenceSync
@@ -68,11 +70,17 @@ _POLL_S = 1.0  # while waiting for a node that joins
 
 class Cluster:
     """Owns the actors of one run. Use as an async context manager. ``teacher_dirs``: directories of the
-    teachers' models, by name.
+    teachers' models, by name. ``wanted_engines``: see `Elasticity`.
     """
 
-    def __init__(self, config: Config, teacher_dirs: Mapping[str, Path] | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        teacher_dirs: Mapping[str, Path] | None = None,
+        wanted_engines: Callable[[], int | None] = lambda: None,
+    ) -> None:
         self._config, self._teacher_dirs = config, dict(teacher_dirs or {})
+        self._wanted_engines = wanted_engines
         self._handles: list[Any] = []
         self._own_connection = self._shared = self._is_connected = False
         self._factory = Factory(config, {}, Reservation([], None))  # nothing is reserved yet
@@ -126,13 +134,21 @@ class Cluster:
         if not self._factory.demands["rollout"].shared:
             await self._ready()
             self._parts = parts
-            return await self._connected(parts, None)
+            workers = await self._connected(parts, None)
+            self._admit_guests(samplers.rollouts.team)
+            return workers
         models, limit_s = parts.frozen_models(), self._config.cluster.timeouts.sync_s
         rollouts = samplers.rollouts
         colocation = Colocation(policy, rollouts, models, timeout_s=limit_s, where_stuck=self.where_stuck)
         await self._ready(colocation, [policy, rollouts, *models.values()])
         workers = await self._connected(parts, shared)
         return colocated(workers, colocation, has_reference=self._config.needs_reference)
+
+    def _admit_guests(self, team: Team) -> None:
+        """Let further engines join from now on, if the run may have any."""
+        guests = self._factory.guests()
+        if guests is not None and isinstance(team, ElasticTeam):
+            team.oversee(Elasticity(team, guests, self._wanted_engines).run())
 
     async def where_stuck(self) -> str:
         """Return where each actor is in its code."""

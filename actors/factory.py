@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle.actor_spec import ActorSpec, GuestSpec
 from actors.lifecycle.supervisor import Team
 from actors.placement.demands import Demand, Devices, colocated_ranks
 from actors.placement.reservation import Reservation
@@ -116,8 +116,16 @@ class Factory:
         self, model_dir: Path, shared: SharedDevices | None, environments: EnvironmentPool | None
     ) -> RolloutPool:
         spec = EngineSpec.of(self._config, model_dir, colocated=shared is not None)
-        actors = self._actors("rollout", shared.engines if shared else ())
+        actors = replace(self._actors("rollout", shared.engines if shared else ()), guests=self.guests())
         return RolloutPool(spec, actors, environments=environments)
+
+    def guests(self) -> GuestSpec | None:
+        """Return how many engines may join those that are reserved, and what each takes."""
+        demand, rollout = self.demands["rollout"], self._config.rollout
+        if not rollout.may_grow or "policy" not in self.demands:
+            return None
+        cpus = demand.cpus if demand.gpus else demand.threads
+        return GuestSpec(rollout.most_workers - rollout.num_workers, cpus, demand.gpus)
 
     def evaluation(self, model_dir: Path, environments: EnvironmentPool | None) -> RolloutPool | None:
         """Create the engines on which evaluation runs while training continues; None: there are none."""

@@ -20,6 +20,7 @@ from typing import Any
 from ray.exceptions import RayError, RayTaskError
 
 from actors.lifecycle.calls import result, results
+from actors.lifecycle.elastic_team import ElasticTeam
 from actors.lifecycle.watchdog import deadline_of
 from actors.transfer_group import TransferGroup, TransferSpec
 from actors.workers.policy_group import PolicyGroup
@@ -38,6 +39,8 @@ class WeightSync:
         self._version, self._updates = 0, group.policy.updates  # of the last push
         self._one_at_a_time = asyncio.Lock()
         rollouts.team.catch_up = self.catch_up
+        if isinstance(rollouts.team, ElasticTeam):
+            rollouts.team.between_syncs = self._one_at_a_time
 
     @classmethod
     async def connect(
@@ -61,7 +64,7 @@ class WeightSync:
             group = await TransferGroup.open(
                 "rollout",
                 policy,
-                rollouts.workers,
+                rollouts.team.alive(),
                 spec,
                 colocated_ranks=colocated_ranks,
                 timeout_s=timeout_s,

@@ -7,7 +7,23 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from grpo_dist.config import RestartsConfig
+
+
+@dataclass(frozen=True)
+class GuestSpec:
+    """Further actors of a role, which join while the cluster has room, and leave again.
+
+    Attributes:
+        most: how many there may be at once.
+        cpus, gpus: what each takes, on one node.
+    """
+
+    most: int
+    cpus: int
+    gpus: int
 
 
 @dataclass(frozen=True)
@@ -22,6 +38,7 @@ class ActorSpec:
         irreplaceable: why a lost actor cannot be replaced alone; None: it can.
         generation: number of times that all actors of this role were created before.
         on_gpu: they compute on GPUs.
+        guests: actors beyond those that are reserved; None: there are none.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -31,6 +48,7 @@ class ActorSpec:
     irreplaceable: str | None = None
     generation: int = 0
     on_gpu: bool = False
+    guests: GuestSpec | None = None
 
     @property
     def hang_s(self) -> float:
@@ -53,3 +71,17 @@ class ActorSpec:
             return actor.options(name=name, **self.options | options).remote(*arguments, **keywords)
 
         return [partial(make, options) for options in own]
+
+    def guest_maker(self, actor: Any, *arguments: Any) -> Callable[[str, str], Any]:
+        """Return the function that creates a guest under a name on a node, given by Ray's node id."""
+
+        def make(name: str, node: str) -> Any:
+            assert self.guests is not None
+            place = {
+                "num_cpus": self.guests.cpus,
+                "num_gpus": self.guests.gpus,
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+            }
+            return actor.options(name=name, **self.options | place).remote(*arguments)
+
+        return make

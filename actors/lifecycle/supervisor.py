@@ -43,6 +43,8 @@ class Team:
         start: starts an actor; the actor can serve once the returned reference is done.
         health: calls an actor's health check.
         capacity: sequences in flight on one actor, see `LoadBalancer`.
+        guests: numbers after those of ``makers`` that actors may take later, see `ElasticTeam`. An absent
+            actor is None in ``workers``.
     """
 
     def __init__(
@@ -55,12 +57,16 @@ class Team:
         health: Callable[[Any], Any] = ask_in_parallel,
         capacity: int = sys.maxsize,
         on_wait: Callable[[], None] = lambda: None,
+        guests: int = 0,
     ) -> None:
         self._role, self._makers, self._start, self._health = role, makers, start, health
         self._restarts, self._start_s, self._hang_s = spec.restarts, spec.start_s, spec.hang_s
         self._irreplaceable = spec.irreplaceable
-        self.workers = [make(f"{role}-{i}") for i, make in enumerate(makers)]
+        self.workers: list[Any] = [make(f"{role}-{i}") for i, make in enumerate(makers)] + [None] * guests
+        self._absent = set(range(len(makers), len(self.workers)))
         self.load_balancer = LoadBalancer(len(self.workers), capacity, on_wait=on_wait)
+        for index in self._absent:
+            self.load_balancer.withdraw(index)
         # Brings a restarted actor up to date before it serves.
         self.catch_up: Callable[[Any], Coroutine[Any, Any, None]] | None = None
         self.on_lost: Callable[[int], None] = lambda _: None
@@ -74,7 +80,8 @@ class Team:
         self.starting = set(self.named())  # names of actors that are not ready yet
 
     async def ready(self) -> None:
-        await gather(self._up(index, worker) for index, worker in enumerate(self.workers))
+        present = [(i, worker) for i, worker in enumerate(self.workers) if i not in self._absent]
+        await gather(self._up(index, worker) for index, worker in present)
         self.watch()
 
     async def _up(self, index: int, worker: Any) -> None:
@@ -91,16 +98,17 @@ class Team:
 
     def alive(self) -> list[Any]:
         """Return the actors that serve."""
-        return [worker for i, worker in enumerate(self.workers) if i not in self._replacing]
+        return [worker for i, worker in enumerate(self.workers) if self._serves(i)]
 
     def states(self) -> list[bool]:
-        """Return for each actor whether it serves. Safe in any thread."""
-        replacing = set(self._replacing)
-        return [i not in replacing for i in range(len(self.workers))]
+        """Return for each actor that is not absent whether it serves. Safe in any thread."""
+        replacing, absent = set(self._replacing), set(self._absent)
+        return [i not in replacing for i in range(len(self.workers)) if i not in absent]
 
     def named(self) -> dict[str, Any]:
         """Return all actors by name, including those being replaced."""
-        return numbered(self._role, self.workers)
+        every = numbered(self._role, self.workers)
+        return {name: worker for name, worker in every.items() if worker is not None}
 
     def ask(self, worker: Any) -> Any:
         """Call the health check of ``worker``; return a reference to its `Health`."""
@@ -108,7 +116,10 @@ class Team:
 
     def is_current(self, index: int, worker: Any) -> bool:
         """Return whether ``worker`` is the actor that serves as number ``index``."""
-        return index not in self._replacing and self.workers[index] is worker
+        return self._serves(index) and self.workers[index] is worker
+
+    def _serves(self, index: int) -> bool:
+        return index not in self._replacing and index not in self._absent
 
     @property
     def is_whole(self) -> bool:

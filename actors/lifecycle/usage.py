@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from actors.lifecycle.calls import LOST, PARALLEL
+from actors.lifecycle.elastic_team import ElasticTeam
 from actors.lifecycle.supervisor import Team
 from actors.lifecycle.watchdog import deadline_of
 from grpo_dist.runtime.concurrency import gather
@@ -38,7 +39,9 @@ class ActorUsage:
             found = await gather(self._read_one(*who) for who in named.values())
         self.latest = {name: usage for name, usage in zip(named, found, strict=True) if usage is not None}
         restarts = {f"restarts/{r}": sum(t.restarted() for t in own) for r, own in self._teams.items() if own}
-        return usage_metrics(self.latest) | restarts
+        elastic = [team for own in self._teams.values() for team in own if isinstance(team, ElasticTeam)]
+        joined = elastic[0].metrics() if elastic else {}
+        return usage_metrics(self.latest) | restarts | joined
 
     def states(self) -> dict[str, bool]:
         """Return for every actor by name whether it serves; False: it is being replaced."""

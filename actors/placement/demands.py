@@ -107,6 +107,11 @@ def has_reference(config: Config, *, colocated: bool) -> bool:
 def _not_colocated(config: Config) -> str | None:
     """Return why engines and policy ranks cannot share devices, and the remedy; None: they can."""
     rollout, ranks = config.rollout, config.policy.num_workers
+    if rollout.may_grow:
+        return (
+            f"`rollout.max_workers` = {rollout.max_workers} has engines join on devices of their own, and "
+            "colocated engines have none; remove it, or set cluster.placement=separate"
+        )
     if config.max_staleness > 0:
         return (
             f"`max_staleness` = {config.max_staleness} has sampling and training at the same time, and on "

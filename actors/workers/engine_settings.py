@@ -101,7 +101,7 @@ class EngineSpec:
             config.max_length,
             config.seed,
             in_flight=config.samples_in_flight // config.rollout.num_workers,
-            engines=config.rollout.num_workers + config.evaluation.num_workers,
+            engines=config.rollout.most_workers + config.evaluation.num_workers,
             colocated=colocated,
             sampling=_ways_to_sample(config.sampling, config.evaluation, config.rejection),
             environments=config.environments if config.has_environments else None,

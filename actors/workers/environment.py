@@ -251,7 +251,7 @@ class EnvironmentPool:
         """Send addresses to all engines. No answer is awaited: an engine that is lost, or hangs, is the
         business of its own team, and its replacement gets the addresses when it starts.
         """
-        for engine in (engine for team in self.engines for engine in team.workers):
+        for engine in (engine for team in self.engines for engine in team.named().values()):
             engine.use_environments.remote(addresses)
 
 

@@ -22,6 +22,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.calls import LOST, end, results
+from actors.lifecycle.elastic_team import ElasticTeam
 from actors.lifecycle.supervisor import Team
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.environment import EnvironmentAddresses, EnvironmentPool
@@ -52,23 +53,15 @@ class RolloutPool:
         """``environments``: None where no prompt has one."""
         actors = replace(actors, options={"max_concurrency": 10_000} | actors.options)
         self.role, self.tensor_parallel_size = role, spec.rollout.tensor_parallel_size
-        count = spec.rollout.num_workers
-        self.team = Team(
-            role,
-            actors.makers(ray.remote(worker), count, spec),
-            actors,
-            start=lambda worker: worker.start.remote(*self._start_arguments()),
-            health=lambda worker: worker.health.remote(),  # on its event loop, in parallel to its work
-            capacity=QUEUE_DEPTH * spec.max_num_seqs,
-            on_wait=self._follow_all,
-        )
+        self.team = self._made_team(role, spec, actors, ray.remote(worker))
         self.team.on_lost = self._forget
         self._environments = environments
         if environments is not None:
             environments.engines.append(self.team)
         self.workers, self._load_balancer = self.team.workers, self.team.load_balancer
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # see `Colocation`
-        self._samplers = [self._two_returns(worker) for worker in self.workers]
+        count = len(self.workers)
+        self._samplers: list[tuple[Any, Any]] = [(None, None)] * count
         self._report_every = max(
             1, spec.max_num_seqs // 8
         )  # sequences between two reports of an engine while groups wait
@@ -76,6 +69,18 @@ class RolloutPool:
         self._finished = [Load(0, 0)] * count
         self._not_followed = set(range(count))
         self._following: set[asyncio.Task[None]] = set()
+
+    def _made_team(self, role: str, spec: EngineSpec, actors: ActorSpec, worker: Any) -> Team:
+        makers = actors.makers(worker, spec.rollout.num_workers, spec)
+        options: dict[str, Any] = {
+            "start": lambda worker: worker.start.remote(*self._start_arguments()),
+            "health": lambda worker: worker.health.remote(),  # on its event loop, in parallel to its work
+            "capacity": QUEUE_DEPTH * spec.max_num_seqs,
+            "on_wait": self._follow_all,
+        }
+        if actors.guests is None:
+            return Team(role, makers, actors, **options)
+        return ElasticTeam(role, makers, actors, guest=actors.guest_maker(worker, spec), **options)
 
     async def ready(self) -> None:
         await self.team.ready()
@@ -123,16 +128,19 @@ class RolloutPool:
                 raise
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        await results(worker.sleep.remote(keep_weights) for worker in self.workers)
+        await results(worker.sleep.remote(keep_weights) for worker in self._present())
 
     async def wake_up(self, *tags: str) -> None:
-        await results(worker.wake_up.remote(list(tags) or None) for worker in self.workers)
+        await results(worker.wake_up.remote(list(tags) or None) for worker in self._present())
 
     async def shutdown(self) -> None:
         for task in self._following:
             task.cancel()
         await self.team.shutdown()
-        await end(self.workers)
+        await end(self._present())
+
+    def _present(self) -> list[Any]:
+        return list(self.team.named().values())
 
     def _follow_all(self) -> None:
         """Ask engines for their progress; only needed while a group waits for capacity."""

@@ -27,7 +27,16 @@ class SpeculationConfig(Section):
 class RolloutConfig(Section):
     """The vLLM engines."""
 
-    num_workers: PositiveInt = Field(1, description="engines, each with a full model")
+    num_workers: PositiveInt = Field(
+        1,
+        description="engines, each with a full model; `{min: 1, max: 8}` sets `max_workers`, too",
+    )
+    max_workers: PositiveInt | None = Field(
+        None,
+        description="engines beyond `num_workers` join up to this number while the cluster has room, and "
+        "leave when their node is drained or a lower number is written to the file `engines` in the run's "
+        "directory; null: none",
+    )
     tensor_parallel_size: PositiveInt = Field(1, description="GPUs per engine")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="share of a GPU's memory an engine takes; null: 0.85, or 0.6 if colocated"
@@ -62,6 +71,39 @@ class RolloutConfig(Section):
         description="further arguments of vLLM's engine, except those that other keys set and those that "
         "change the model or distribution of its log-probs",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _range_of_workers(cls, values: Any) -> Any:
+        """Accept `num_workers: {min: 1, max: 8}` for the two keys."""
+        given = values.get("num_workers") if isinstance(values, dict) else None
+        if not isinstance(given, dict):
+            return values
+        if set(given) != {"min", "max"} or values.get("max_workers") is not None:
+            raise ValueError(
+                f"num_workers = {given}: expected a whole number, or min and max alone, as in "
+                "`{min: 1, max: 8}`, without `max_workers`"
+            )
+        return values | {"num_workers": given["min"], "max_workers": given["max"]}
+
+    @model_validator(mode="after")
+    def _grows_upwards(self) -> RolloutConfig:
+        if self.max_workers is not None and self.max_workers < self.num_workers:
+            raise ValueError(
+                f"max_workers = {self.max_workers} is below num_workers = {self.num_workers}; raise it, or "
+                "remove it for a fixed number of engines"
+            )
+        return self
+
+    @property
+    def most_workers(self) -> int:
+        """The most engines at once."""
+        return self.max_workers or self.num_workers
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether engines may join and leave."""
+        return self.most_workers > self.num_workers
 
     @model_validator(mode="after")
     def _arguments_have_a_function(self) -> RolloutConfig:

@@ -44,7 +44,8 @@ _LAYOUT = (
     "distillation.teachers.*.num_workers", "distillation.teachers.*.threads",
     "distillation.teachers.*.micro_batch_tokens",
     "rewards.models.*.num_workers", "rewards.models.*.micro_batch_tokens",
-    "rollout.num_workers", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization",
+    "rollout.num_workers", "rollout.max_workers", "rollout.tensor_parallel_size",
+    "rollout.gpu_memory_utilization",
     "rollout.kv_cache_gib", "rollout.max_num_seqs", "rollout.threads", "rollout.enforce_eager",
     "weight_sync.backend", "weight_sync.bucket_mb",
 )  # fmt: skip

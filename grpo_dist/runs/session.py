@@ -117,11 +117,13 @@ def _open_tracker(run_dir: Path, config: Config, prepared: Prepared, point: Resu
 async def _session(run: Run, first: ResumePoint) -> dict[str, float]:
     """Train to the end. Returns the evaluation of the exported model, {} where there is none."""
     from actors.cluster import Cluster
+    from actors.placement.elasticity import ENGINES, wanted_in
     from actors.supervised import SupervisedCluster
 
     config, prepared = run.config, run.prepared
     interruption = Interruption(grace_s=config.checkpoint.grace_s, say=print_line)
-    actors = (SupervisedCluster if config.is_supervised else Cluster)(config, prepared.teacher_dirs)
+    wanted = wanted_in(run.directory / ENGINES)
+    actors = (SupervisedCluster if config.is_supervised else Cluster)(config, prepared.teacher_dirs, wanted)
     async with interruption, actors as cluster, run.settled():
         interruption.listen()  # Ray has installed a handler of its own
         start = partial(_start, run, cluster, first)

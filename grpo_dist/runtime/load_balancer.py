@@ -4,6 +4,7 @@
     admit(4 sequences) -> waits        first come, first served
     release(1, 4)      -> the first waiting group takes worker 1
     withdraw(1)        -> worker 1 is lost with its groups, and gets no other until restore(1)
+    close(1)           -> worker 1 finishes its groups, and gets no other until restore(1)
 
 A release wakes only groups that fit now: with a thousand groups waiting for 64 engines, the driver does not
 visit all of them each time a group is finished. A decision looks at each worker once.
@@ -56,6 +57,7 @@ class LoadBalancer:
         self._loads = [_Slot() for _ in range(workers)]
         self._waiting: deque[tuple[int, int, asyncio.Future[int]]] = deque()
         self._withdrawn: set[int] = set()
+        self._closed: set[int] = set()
         self._failure: BaseException | None = None
 
     @property
@@ -98,9 +100,18 @@ class LoadBalancer:
         self._withdrawn.add(index)
         self._loads[index] = _Slot()
 
+    def close(self, index: int) -> None:
+        """Assign worker ``index`` no further groups; it keeps its own."""
+        self._closed.add(index)
+
+    def sequences(self, index: int) -> int:
+        """Return the unfinished sequences of worker ``index``."""
+        return self._loads[index].sequences
+
     def restore(self, index: int) -> None:
         """Put worker ``index`` back into service, without load."""
         self._withdrawn.discard(index)
+        self._closed.discard(index)
         self._serve()
 
     def fail(self, error: BaseException) -> None:
@@ -125,8 +136,10 @@ class LoadBalancer:
         """Assign the group to the worker with the fewest tokens among those with capacity, if any."""
         taken, least = None, 0
         for index, load in enumerate(self._loads):
+            if index in self._withdrawn or index in self._closed:
+                continue
             fits = load.sequences == 0 or load.sequences + sequences <= self._capacity
-            if fits and index not in self._withdrawn and (taken is None or load.tokens < least):
+            if fits and (taken is None or load.tokens < least):
                 taken, least = index, load.tokens
         if taken is not None:
             self._loads[taken].sequences += sequences

@@ -71,7 +71,7 @@ class FakeRank:
 
 def test_the_driver_asks_the_ranks_after_this_path(tmp_path, monkeypatch):
     class FakeCluster:
-        def __init__(self, config, teacher_dirs):
+        def __init__(self, config, teacher_dirs, wanted_engines):
             self._config = config
 
         async def __aenter__(self):

@@ -1,0 +1,207 @@
+"""Engines that join and leave while others serve, as real processes without models."""
+
+import asyncio
+import logging
+import os
+import signal
+
+import pytest
+import ray
+
+from actors.lifecycle.actor_spec import ActorSpec, GuestSpec
+from actors.placement.elasticity import Elasticity
+from actors.workers.rollout_pool import RolloutPool
+from grpo_dist.config import RestartsConfig, RolloutConfig
+from tests.actors.lifecycle.test_supervision import OPTIONS, fetched
+from tests.support.crashing_actors import Engine
+from tests.support.patience import HANG_S
+from tests.support.simulated_actors import SimulatedSpec
+
+pytestmark = pytest.mark.machine
+
+QUICK = RestartsConfig(max_per_worker=1, backoff_s=0.05, health_s=0.5, hang_s=HANG_S)
+ACTORS = ActorSpec(OPTIONS, restarts=QUICK, start_s=HANG_S, guests=GuestSpec(most=2, cpus=0, gpus=0))
+GROUPS = 30
+
+
+class FailsToStart(Engine):
+    async def start(self):
+        raise RuntimeError("no memory for the model")
+
+
+def pool(actors=ACTORS, worker=Engine):
+    spec = SimulatedSpec(RolloutConfig(num_workers=1, max_workers=3), samples_per_prompt=2, max_num_seqs=2)
+    return RolloutPool(spec, actors, worker=worker)
+
+
+def here():
+    return ray.get_runtime_context().get_node_id()
+
+
+async def sampled(rollouts, meanwhile=None):
+    """Sample many groups, with ``meanwhile`` on the way; return the processes that answered."""
+    tasks = [asyncio.create_task(fetched(rollouts, f"p{i}")) for i in range(GROUPS)]
+    await asyncio.sleep(0.07)
+    if meanwhile is not None:
+        await meanwhile
+    async with asyncio.timeout(HANG_S):
+        groups = await asyncio.gather(*tasks)
+    assert [(uid, seeds) for uid, seeds, _ in groups] == [(f"p{i}", (1, 2)) for i in range(GROUPS)]
+    return {process for *_, process in groups}
+
+
+async def nobody_comes_or_goes(rollouts):
+    async with asyncio.timeout(HANG_S):
+        while rollouts.team._replacing:
+            await asyncio.sleep(0.02)
+
+
+def session(work, **made):
+    async def run():
+        rollouts = pool(**made)
+        await rollouts.ready()
+        try:
+            return await work(rollouts, rollouts.team)
+        finally:
+            await rollouts.shutdown()
+
+    return asyncio.run(run())
+
+
+def test_a_guest_serves_once_it_has_caught_up_and_leaves_with_its_groups_finished(ray_cluster):
+    async def work(rollouts, team):
+        caught_up = []
+
+        async def catch_up(worker):
+            caught_up.append(worker)
+
+        team.catch_up = catch_up
+        assert len(await sampled(rollouts)) == 1 and team.free_places() == [1, 2]
+        await team.join(2, here())
+        assert caught_up == [rollouts.workers[2]] and team.guests() == {2: here()}
+        assert len(await sampled(rollouts, team.leave(2, "a test", within_s=HANG_S))) == 2
+        assert team.guests() == {} and rollouts.workers[2] is None and team.is_whole
+        assert len(await sampled(rollouts)) == 1
+        metrics = team.metrics()
+        assert {name: metrics[f"engines/{name}"] for name in ("serving", "joined", "left")} == {
+            "serving": 1.0, "joined": 1.0, "left": 1.0,
+        }  # fmt: skip
+        assert metrics["engines/join_s"] > 0 and metrics["engines/leave_s"] > 0
+        assert team.metrics()["engines/joined"] == 0.0 and team.restarted() == 0.0
+
+    session(work)
+
+
+def test_what_a_guest_has_not_finished_in_time_is_sampled_by_another(ray_cluster):
+    async def work(rollouts, team):
+        await team.join(1, here())
+        await rollouts.workers[1].stick.remote()
+        assert len(await sampled(rollouts, team.leave(1, "a test", within_s=0.0))) == 1
+
+    session(work)
+
+
+def test_a_lost_guest_costs_no_restart_and_its_groups_are_sampled_by_others(ray_cluster, caplog):
+    async def work(rollouts, team):
+        for _ in range(QUICK.max_per_worker + 1):
+            await team.join(1, here())
+            process = await rollouts.workers[1].process.remote()
+
+            async def kill(process=process):
+                os.kill(process, signal.SIGKILL)
+
+            await sampled(rollouts, kill())
+            async with asyncio.timeout(HANG_S):
+                while team.guests():
+                    await asyncio.sleep(0.02)
+            team.check()
+        assert team.restarted() == 0.0 and team.metrics()["engines/left"] == QUICK.max_per_worker + 1
+
+    with caplog.at_level(logging.WARNING, "grpo_dist"):
+        session(work)
+    assert all(record.getMessage().startswith("rollout-1 is lost (") for record in caplog.records)
+
+
+def test_a_guest_that_cannot_start_is_reported_and_the_others_go_on(ray_cluster, caplog):
+    async def work(rollouts, team):
+        spec = SimulatedSpec(RolloutConfig(), samples_per_prompt=2)
+        team._guest = ACTORS.guest_maker(ray.remote(FailsToStart), spec)
+        await team.join(1, here())
+        assert team.guests() == {} and team.free_places() == [1, 2]
+        await team.join(2, "1" * 56)  # no such node
+        assert team.guests() == {}
+        await sampled(rollouts)
+
+    with caplog.at_level(logging.WARNING, "grpo_dist"):
+        session(work)
+    texts = [record.getMessage() for record in caplog.records]
+    assert "rollout-1 could not join (" in texts[0] and "no memory for the model" in texts[0]
+    assert "rollout-2 could not join (" in texts[1] and len(texts) == 2
+
+
+def test_a_guest_that_is_told_to_leave_before_it_serves_never_serves(ray_cluster):
+    async def work(rollouts, team):
+        reached = asyncio.Event()
+
+        async def catch_up(worker):
+            reached.set()
+            await asyncio.sleep(HANG_S)
+
+        team.catch_up = catch_up
+        joining = team.join(1, here())
+        async with asyncio.timeout(HANG_S):
+            await reached.wait()
+            await team.leave(1, "a test", within_s=HANG_S)
+            await joining
+        assert team.guests() == {} and len(await sampled(rollouts)) == 1
+        assert team.metrics()["engines/joined"] == 0.0
+
+    session(work)
+
+
+def test_a_guest_does_not_leave_in_the_middle_of_a_sync(ray_cluster):
+    async def work(rollouts, team):
+        team.between_syncs = asyncio.Lock()
+        await team.join(1, here())
+        async with team.between_syncs:
+            leaving = asyncio.create_task(team.leave(1, "a test", within_s=HANG_S))
+            await asyncio.sleep(0.3)
+            assert rollouts.workers[1] in team.alive()
+        async with asyncio.timeout(HANG_S):
+            await leaving
+        assert len(team.alive()) == 1
+
+    session(work)
+
+
+def test_engines_join_while_nodes_have_room_and_leave_when_fewer_are_wanted(ray_cluster, monkeypatch):
+    node, rooms, going, wanted = here(), [1], {}, [None]
+    monkeypatch.setattr("actors.placement.spare.draining", lambda: dict(going))
+    monkeypatch.setattr(
+        "actors.placement.spare.rooms", lambda cpus, gpus, count: [node] * min(count, rooms[0])
+    )
+
+    async def work(rollouts, team):
+        elasticity = Elasticity(team, ACTORS.guests, lambda: wanted[0])
+
+        async def after_a_look():
+            await elasticity.look()
+            await nobody_comes_or_goes(rollouts)
+            async with asyncio.timeout(HANG_S):
+                while elasticity._tasks:
+                    await asyncio.sleep(0.02)
+            return len(team.alive())
+
+        assert await after_a_look() == 2  # one room
+        rooms[0] = 9
+        assert await after_a_look() == 3  # the limit of the configuration
+        wanted[0] = 2
+        assert await after_a_look() == 2 and list(team.guests()) == [1]
+        wanted[0] = 0
+        assert await after_a_look() == 1  # those that are reserved stay
+        wanted[0] = 99
+        assert await after_a_look() == 3
+        going[node], rooms[0] = 60.0, 0
+        assert await after_a_look() == 1
+
+    session(work)

@@ -1,0 +1,64 @@
+"""`rollout.num_workers` as a range: engines join up to `max_workers`."""
+
+import pytest
+from pydantic import ValidationError
+
+from actors.placement.demands import Resources, is_colocated, placement
+from grpo_dist.config import RolloutConfig
+from grpo_dist.config.files import ConfigError, changed, dump_config, load_config
+from grpo_dist.errors import UserError
+from grpo_dist.runs.identity import changes
+from tests.support.made_placements import config, shape
+
+
+def test_a_range_sets_the_reserved_engines_and_the_most():
+    given = RolloutConfig.model_validate({"num_workers": {"min": 2, "max": 5}})
+    assert (given.num_workers, given.max_workers, given.most_workers, given.may_grow) == (2, 5, 5, True)
+    plain = RolloutConfig(num_workers=2)
+    assert (plain.max_workers, plain.most_workers, plain.may_grow) == (None, 2, False)
+    assert not RolloutConfig(num_workers=2, max_workers=2).may_grow
+
+
+def test_a_range_may_be_given_on_the_command_line_and_survives_a_dump(tmp_path):
+    loaded = load_config("configs/demo.yaml", ["rollout.num_workers={min: 1, max: 3}"])
+    assert loaded.rollout.num_workers == 1 and loaded.rollout.max_workers == 3
+    path = tmp_path / "again.yaml"
+    path.write_text(dump_config(loaded))
+    assert load_config(str(path), []) == loaded
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_workers": {"min": 3, "max": 2}},
+        {"num_workers": {"min": 1}},
+        {"num_workers": {"min": 1, "max": 2, "step": 1}},
+        {"num_workers": {"min": True, "max": 2}},
+        {"num_workers": {"min": 1, "max": 2}, "max_workers": 4},
+        {"num_workers": 4, "max_workers": 3},
+        {"max_workers": 0},
+    ],
+)
+def test_a_range_that_makes_no_sense_is_refused(values):
+    with pytest.raises(ValidationError) as refused:
+        RolloutConfig.model_validate(values)
+    assert "workers" in str(refused.value)
+
+
+def test_the_message_names_the_key_and_what_is_expected():
+    with pytest.raises(ConfigError) as refused:
+        load_config("configs/demo.yaml", ["rollout.num_workers={min: 1}"])
+    assert "num_workers = {'min': 1}: expected a whole number, or min and max alone" in str(refused.value)
+
+
+def test_engines_that_join_have_devices_of_their_own():
+    eight = Resources(cpus=64, gpus=8)
+    wanted = changed(shape(8, 8), {"rollout.max_workers": 16})
+    assert is_colocated(shape(8, 8), eight) and not is_colocated(wanted, eight)
+    with pytest.raises(UserError, match=r"rollout.max_workers.*cluster.placement=separate"):
+        placement(changed(shape(4, 4, where="colocated"), {"rollout.max_workers": 5}), eight, training=True)
+
+
+def test_a_resumed_run_may_have_another_range():
+    (change,) = changes(dump_config(config()), changed(config(), {"rollout.max_workers": 4}))
+    assert change.key == "rollout.max_workers" and change.is_layout

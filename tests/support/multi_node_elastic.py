@@ -1,0 +1,81 @@
+"""A training run whose cluster gains and loses nodes; `test_engines_come_and_go` runs it as a process.
+
+nodes   1 -> 2 -> 1 (drained) -> 3 -> 2 (lost)
+engines 1 -> 2 -> 1           -> 3 -> 2
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import ray
+
+from tests.support.multi_node_run import LIMIT_S, lines, steps_done, wait
+from tests.support.patient_cluster import PatientCluster
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 60
+SETTINGS = (
+    f"steps={STEPS}", "cluster.placement=separate", "rollout.threads=1", "policy.num_workers=1",
+    "policy.threads=1",
+    "algorithm.kl.coef=0", "cluster.restarts.hang_s=60",
+    f"rewards.code_paths=[{ROOT / 'tests/support'}]",
+)  # fmt: skip
+NOTICE_S = 120
+
+
+def command(directory, *overrides):
+    train = [sys.executable, "-m", "grpo_dist.cli", "train", str(ROOT / "tests/chaos/job.yaml")]
+    return [*train, f"output_dir={directory}", *SETTINGS, *overrides]
+
+
+def serving(run_dir):
+    found = lines(run_dir)
+    return found[-1]["engines/serving"] if found else 0
+
+
+def drain(cluster, node):
+    ray_command = str(Path(sys.executable).with_name("ray"))
+    arguments = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
+    notice = ["--deadline-remaining-seconds", str(NOTICE_S)]
+    place = ["--address", cluster.address, "--node-id", node.node_id]
+    subprocess.run([ray_command, "drain-node", *place, *arguments, *notice], check=True, timeout=LIMIT_S)
+
+
+def main(directory):
+    cluster = PatientCluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    cluster.add_node(num_cpus=2)  # the policy's rank and the engine that is reserved
+    ray.init(address=cluster.address, log_to_driver=False)
+    run_dir = Path(directory) / "run"
+    with open(Path(directory) / "said.txt", "w") as said:
+        own = command(directory, f"cluster.address={cluster.address}", "rollout.num_workers={min: 1, max: 3}")
+        run = subprocess.Popen(own, stdout=said, stderr=subprocess.STDOUT)
+
+        def until(count, what):
+            wait(lambda: serving(run_dir) == count, run, what)
+            print(f"{what}: {count} engine(s) after step {steps_done(run_dir)}", flush=True)
+
+        try:
+            until(1, "the run begins")
+            first = cluster.add_node(num_cpus=1)
+            until(2, "a node is added")
+            drain(cluster, first)
+            until(1, "the node is drained")
+            cluster.remove_node(first, allow_graceful=False)
+            others = [cluster.add_node(num_cpus=1) for _ in range(2)]
+            until(3, "two nodes are added")
+            cluster.remove_node(others[0], allow_graceful=False)
+            until(2, "a node is lost")
+            (run_dir / "engines").write_text("1")
+            until(1, "one engine is wanted")
+            assert run.wait(LIMIT_S) == 0
+        finally:
+            if run.poll() is None:
+                psutil.Process(run.pid).kill()
+            ray.shutdown()
+            cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
