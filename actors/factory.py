@@ -191,7 +191,7 @@ class Factory:
         if not models:
             return
         if shared:  # one copy of each on every GPU
-            models = [model.model_copy(update={"num_workers": len(shared.ranks)}) for model in models]
+            models = [_on_each(model, len(shared.ranks)) for model in models]
         every = self._actors(role, shared.ranks * len(models) if shared else ())
         left = iter(every.actor_options or ())
         for model in models:
@@ -218,6 +218,12 @@ class Factory:
             irreplaceable=_SHARES if demand.shared else None,
             on_gpu=demand.gpus > 0,
         )
+
+
+def _on_each(model: ModelT, gpus: int) -> ModelT:
+    """Return ``model`` with a copy on each of ``gpus``, which it has alone in its turn."""
+    whole = {"gpu_share": 1.0} if isinstance(model, RewardModelConfig) else {}
+    return model.model_copy(update={"num_workers": gpus} | whole)
 
 
 def on_devices(options: dict[str, Any], devices: Devices) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 separate                               colocated
 GPU 0 1 2     policy ranks             GPU 0 1 2 3 4 5 6 7   rollout engines, while they sample
 GPU 3 4 5     rollout engines          GPU 0 1 2 3 4 5 6 7   a copy of each reward model, while they score
-GPU 6         a reward model           GPU 0 1 2 3 4 5 6 7   a copy of the reference, while it is asked
+GPU 6         reward models            GPU 0 1 2 3 4 5 6 7   a copy of the reference, while it is asked
 GPU 7         the reference            GPU 0 1 2 3 4 5 6 7   policy ranks, while they train
               (a teacher likewise)
 GPU 8         evaluation's own engine  GPU 8                 evaluation's own engine
@@ -13,12 +13,15 @@ GPU 8         evaluation's own engine  GPU 8                 evaluation's own en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, RewardsConfig
 from grpo_dist.errors import UserError
+
+_ROUNDING = 1e-6  # three times 1/3 is a GPU
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Demand:
     """Devices a role takes: ``workers`` actors with ``gpus`` each, or the CPU threads each may use.
 
     ``shared``: they take turns on the devices of the policy ranks, which are counted there. ``cpus``:
-    reserved for each actor; 0: none.
+    reserved for each actor; 0: none. ``each``: GPUs of each worker where they differ, whole ones or a share
+    of one; (): ``gpus`` each.
     """
 
     workers: int
@@ -48,6 +52,38 @@ class Demand:
     threads: int
     shared: bool = False
     cpus: int = 0
+    each: tuple[float, ...] = ()
+
+    @property
+    def total_gpus(self) -> int:
+        """GPUs of all workers; those of workers with shares of one count once."""
+        if not self.each:
+            return self.workers * self.gpus
+        return sum(whole_gpus(self.each[i] for i in together) for together in packed(self.each))
+
+    def __str__(self) -> str:
+        return f"{self.workers} on {self.total_gpus}" if self.each else f"{self.workers} x {self.gpus}"
+
+
+def packed(gpus: Sequence[float]) -> list[tuple[int, ...]]:
+    """Return which workers, by index, share a GPU or have GPUs of their own; the largest share first, each on
+    the first GPU with enough left.
+
+        (0.25, 2, 0.5, 0.75, 0.5) -> (1,), (0, 3), (2, 4)
+    """
+    found: list[list[int]] = []
+    for i in sorted(range(len(gpus)), key=lambda i: -gpus[i]):
+        fits = (own for own in found if sum(gpus[j] for j in (*own, i)) <= 1 + _ROUNDING)
+        own = next(fits, None)
+        if own is None:
+            found.append(own := [])
+        own.append(i)
+    return [tuple(sorted(own)) for own in found]
+
+
+def whole_gpus(gpus: Iterable[float]) -> int:
+    """Return the GPUs that workers of a group of `packed` have together."""
+    return math.ceil(sum(gpus) - _ROUNDING)
 
 
 class Devices(NamedTuple):
@@ -123,6 +159,12 @@ def _not_colocated(config: Config) -> str | None:
             f"{rollout.tensor_parallel_size} must be at most `policy.num_workers` = {ranks}, the GPUs they "
             "share; lower one of the former, raise the latter, or set cluster.placement=separate"
         )
+    for model in config.rewards.models:
+        if model.tensor_parallel_size > 1:
+            return (
+                f"`rewards.models` {model.name}: `tensor_parallel_size` = {model.tensor_parallel_size}: on "
+                "shared devices each GPU has a copy of it; set it to 1, or cluster.placement=separate"
+            )
     return None
 
 
@@ -157,8 +199,7 @@ def _demands(config: Config, has: Resources, *, training: bool, colocated: bool)
     if config.has_environments:
         demands["environments"] = Demand(config.environments.num_workers, 0, 1)
     if config.rewards.models:
-        workers = sum(on_each or model.num_workers for model in config.rewards.models)
-        demands["reward_models"] = Demand(workers, on_gpu, 1, shared=shared)
+        demands["reward_models"] = _of_reward_models(config.rewards, on_each, on_gpu, shared=shared)
     if training:
         demands["policy"] = Demand(
             policy.num_workers, on_gpu, policy.threads or max(1, min(most, share // policy.num_workers))
@@ -173,6 +214,13 @@ def _demands(config: Config, has: Resources, *, training: bool, colocated: bool)
     if config.is_supervised:
         demands = {"policy": demands["policy"]}
     return _with_cpus(demands, has, colocated=colocated)
+
+
+def _of_reward_models(rewards: RewardsConfig, on_each: int | None, on_gpu: int, *, shared: bool) -> Demand:
+    workers = sum(on_each or model.num_workers for model in rewards.models)
+    each = tuple(model.gpus for model in rewards.models for _ in range(model.num_workers))
+    differ = on_gpu and not on_each and set(each) != {1}
+    return Demand(workers, on_gpu, 1, shared=shared, each=each if differ else ())
 
 
 def _with_cpus(demands: dict[str, Demand], has: Resources, *, colocated: bool) -> dict[str, Demand]:
@@ -190,16 +238,14 @@ def _with_cpus(demands: dict[str, Demand], has: Resources, *, colocated: bool) -
 
 
 def _gpus(demands: dict[str, Demand]) -> int:
-    return sum(d.workers * d.gpus for d in demands.values() if not d.shared)
+    return sum(d.total_gpus for d in demands.values() if not d.shared)
 
 
 def _check_gpus(config: Config, demands: dict[str, Demand], gpus: int) -> None:
     needed = _gpus(demands)
     if needed <= gpus:
         return
-    parts = " + ".join(
-        f"{role} {d.workers} x {d.gpus}" for role, d in demands.items() if d.gpus and not d.shared
-    )
+    parts = " + ".join(f"{role} {d}" for role, d in demands.items() if d.gpus and not d.shared)
     colocate, grown = "", " with the nodes of `cluster.grows_to`" if config.cluster.grows_to else ""
     keys = "`policy.num_workers`"
     if "rollout" in demands:
@@ -268,6 +314,6 @@ def describe(demands: dict[str, Demand], has: Resources) -> str:
     """Describe in one sentence which role has which devices."""
     parts = []
     for role, d in demands.items():
-        each = f"{d.gpus} GPU(s)" if d.gpus else f"{d.threads} CPU thread(s)"
-        parts.append(f"{role} {d.workers} x {each}" + (" of the policy's" if d.shared else ""))
+        what = f"{d} GPU(s)" if d.gpus else f"{d.workers} x {d.threads} CPU thread(s)"
+        parts.append(f"{role} {what}" + (" of the policy's" if d.shared else ""))
     return f"{has.gpus} GPU(s), {has.cpus} CPU(s): {', '.join(parts)}"

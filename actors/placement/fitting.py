@@ -6,12 +6,13 @@ A run reserves all its devices or none, so that two jobs never wait for each oth
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from actors.placement.demands import Demand, Resources, placement
+from actors.placement.demands import Demand, Resources, packed, placement, whole_gpus
 from grpo_dist.config import AutoscalingConfig, ClusterConfig, Config, EvaluationConfig
 from grpo_dist.config.files import changed
 from grpo_dist.errors import UserError
@@ -34,12 +35,15 @@ class Node:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Devices of one worker, on one node, or of several ``workers`` that share them."""
+    """Devices of one worker, on one node, or of several ``workers`` that share them. ``shares``: the index
+    and the GPUs of each worker of a role whose workers differ.
+    """
 
     role: str
     gpus: int
     cpus: int
     workers: int = 1
+    shares: tuple[tuple[int, float], ...] = ()
 
     def __str__(self) -> str:
         parts = [f"{n} {what}(s)" for n, what in ((self.gpus, "GPU"), (self.cpus, "CPU")) if n]
@@ -57,9 +61,21 @@ def bundles(demands: dict[str, Demand]) -> list[Bundle]:
         demand = demands.get(role)
         if demand is None or demand.shared or not (demand.cpus or demand.gpus):
             continue
+        if demand.each:
+            found += _of_shares(role, demand)
+            continue
         for together in _sizes(role, demands):
             found.append(Bundle(role, together * demand.gpus, together * demand.cpus, together))
     return found
+
+
+def _of_shares(role: str, demand: Demand) -> list[Bundle]:
+    """Return a bundle for each group of workers that share a GPU, and for each worker with its own."""
+    shares = [tuple((i, demand.each[i]) for i in together) for together in packed(demand.each)]
+    return [
+        Bundle(role, whole_gpus(gpus for _, gpus in own), len(own) * demand.cpus, len(own), own)
+        for own in shares
+    ]
 
 
 def _sizes(role: str, demands: dict[str, Demand]) -> list[int]:
@@ -101,7 +117,9 @@ def too_large(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> str | None:
     for bundle in wanted:
         if not any(node.gpus >= bundle.gpus and node.cpus >= bundle.cpus for node in nodes):
             who = f"a worker of `{bundle.role}` takes"
-            if bundle.workers > 1:
+            if bundle.workers > 1 and bundle.shares:
+                who = f"{bundle.workers} workers of `{bundle.role}`, which share a GPU, take"
+            elif bundle.workers > 1:
                 who = f"{bundle.workers} workers of `{bundle.role}`, on whose GPUs one engine samples, take"
             return f"{who} {bundle} of one node, and none has as much:\n" + "\n".join(
                 f"  {node}" for node in nodes
@@ -109,24 +127,21 @@ def too_large(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> str | None:
     empty = [replace(node, free_gpus=node.gpus) for node in nodes]
     if not fits([replace(bundle, cpus=0) for bundle in wanted if bundle.gpus], empty):
         wide = max(wanted, key=lambda bundle: bundle.gpus)
-        count = sum(bundle.role == wide.role for bundle in wanted)
+        count = sum((bundle.role, bundle.gpus) == (wide.role, wide.gpus) for bundle in wanted)
         return (
             f"its nodes have no room for {count} times {wide.gpus} GPUs of one node each (`{wide.role}`) "
             "in addition to the others, even without other jobs; use more nodes, or another "
-            "`rollout.tensor_parallel_size`:\n" + "\n".join(f"  {node}" for node in nodes)
+            "`tensor_parallel_size`:\n" + "\n".join(f"  {node}" for node in nodes)
         )
     return None
 
 
 def no_room(config: Config, wanted: Sequence[Bundle], nodes: Sequence[Node], waited_s: float) -> UserError:
     """Return an error with the request, what each node has, and the nearest request that would fit."""
-    asked = {bundle.role: 0 for bundle in wanted}
-    for bundle in wanted:
-        asked[bundle.role] += 1
-    each = {bundle.role: bundle for bundle in wanted}
+    asked = Counter((bundle.role, str(bundle)) for bundle in wanted)
     lines = [
         f"cluster: no room for this run within `cluster.timeouts.room_s` = {waited_s:g} s; it asks for",
-        *(f"  {role}: {count} x {each[role]}" for role, count in asked.items()),
+        *(f"  {role}: {count} x {each}" for (role, each), count in asked.items()),
         "and has",
         *(f"  {node}" for node in nodes),
     ]
@@ -138,7 +153,7 @@ def no_room(config: Config, wanted: Sequence[Bundle], nodes: Sequence[Node], wai
         )
         if not any(node.gpus for node in nodes):  # a run that fits on its CPUs is no help
             return UserError("\n".join(lines))
-    near = nearest(config, nodes, training="policy" in asked)
+    near = nearest(config, nodes, training=any(bundle.role == "policy" for bundle in wanted))
     if near:
         lines.append("There is room for " + " ".join(f"{key}={value}" for key, value in near.items()))
     elif near is None:

@@ -3,7 +3,7 @@
     policy ranks   one bundle each, next to each other; ranks that share GPUs with one engine, in one bundle
     engines        one bundle each, so that a tensor-parallel engine has its GPUs on one node; none where they
                    share those of the policy, and so with the reference and reward models
-    all others     one bundle each
+    all others     one bundle each; reward models with shares of a GPU, one for each GPU
 
 A replacement actor gets the bundle of the actor before. Ray moves the bundles of a lost node to another node
 when there is capacity.
@@ -78,17 +78,19 @@ class Reservation:
         """Return the Ray options of each worker of ``role``; None: nothing is reserved for them."""
         if self._group is None:
             return None
-        places = [
-            {
-                "num_gpus": bundle.gpus // bundle.workers,
-                "num_cpus": bundle.cpus // bundle.workers,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index),
-            }
-            for index, bundle in enumerate(self._wanted)
-            if bundle.role == role
-            for _ in range(bundle.workers)
-        ]
-        return places or None
+        places = []
+        for index, bundle in enumerate(self._wanted):
+            if bundle.role != role:
+                continue
+            each = [(len(places) + i, bundle.gpus // bundle.workers) for i in range(bundle.workers)]
+            for worker, gpus in bundle.shares or each:
+                options = {
+                    "num_gpus": gpus,
+                    "num_cpus": bundle.cpus // bundle.workers,
+                    "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index),
+                }
+                places.append((worker, options))
+        return [options for _, options in sorted(places, key=lambda place: place[0])] or None
 
     def release(self) -> None:
         """Give the devices back; Ray ends actors that still use them. Safe to call twice."""

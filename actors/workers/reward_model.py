@@ -29,9 +29,9 @@ class RewardModelWorker(Metered, Probeable):
         """Load the model."""
         from transformers import AutoTokenizer
 
-        from grpo_dist.rewards.models import Classifier  # torch, which the driver's handle does without
+        from grpo_dist.rewards.model_ranks import classifier_of  # torch, which the handle does without
 
-        self._classifier = Classifier(self._settings)
+        self._classifier = classifier_of(self._settings)
         self._tokenizer = AutoTokenizer.from_pretrained(
             self._policy_dir, trust_remote_code=self._policy.trust_remote_code
         )

@@ -86,13 +86,41 @@ class RewardModelConfig(GatedConfig):
         None, description="math_shepherd, rlhflow: tokens of a good and a bad step; null: + and -"
     )
     num_workers: PositiveInt = Field(
-        1, description="actors that run the model, one GPU each; colocated: one on each of the policy's"
+        1, description="copies of the model, each an actor; colocated: one on each of the policy's GPUs"
+    )
+    gpu_share: float = Field(
+        1.0, gt=0, le=1,
+        description="share of a GPU that a copy takes, e.g. 0.25: copies of all models are on one GPU as "
+        "long as their shares add up to 1; colocated: they take turns, and no share is counted",
+    )  # fmt: skip
+    tensor_parallel_size: PositiveInt = Field(
+        1, description="GPUs of one node that a copy is split over, for a model that does not fit one GPU"
     )
     micro_batch_tokens: PositiveInt = Field(16384, description="tokens in one forward pass, with padding")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the accelerator supports it, else float32"
     )
     trust_remote_code: bool = Field(False, description="run Python code that ships with the model")
+
+    @property
+    def gpus(self) -> float:
+        """GPUs of one copy: whole ones, or a share of one."""
+        return self.tensor_parallel_size * self.gpu_share
+
+    @model_validator(mode="after")
+    def _splits(self) -> RewardModelConfig:
+        size = self.tensor_parallel_size
+        if size > 1 and self.gpu_share < 1:
+            raise ValueError(
+                f"gpu_share = {self.gpu_share:g} with tensor_parallel_size = {size}: a copy either shares a "
+                "GPU or is split over several; set one of them to 1"
+            )
+        if size > 1 and self.trust_remote_code:
+            raise ValueError(
+                f"tensor_parallel_size = {size}: the model's own code (`trust_remote_code`) has no plan for "
+                "splitting it; set one of them to its default"
+            )
+        return self
 
     @model_validator(mode="after")
     def _settings_of_its_kind(self) -> RewardModelConfig:

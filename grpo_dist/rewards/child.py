@@ -11,14 +11,12 @@ OWN is 1 in a process for the package's own graders, which never runs user code,
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import importlib
 import inspect
 import json
 import math
 import os
 import pickle
-import signal
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -26,7 +24,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from grpo_dist.runtime.address_space import limit_address_space
-from grpo_dist.runtime.guardian import fork_guarded
+from grpo_dist.runtime.guardian import die_with, fork_guarded
 
 _CANCELLED_S = 1.0  # that calls which took too long have to end
 
@@ -34,7 +32,7 @@ _CANCELLED_S = 1.0  # that calls which took too long have to end
 def main() -> None:
     memory_mb, lifeline, own = (int(argument) for argument in sys.argv[1:4])
     fork_guarded(lifeline)
-    _die_with_parent(lifeline)
+    die_with(lifeline)
     requests = os.fdopen(os.dup(0), "rb", closefd=False)
     replies = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -212,14 +210,3 @@ def load(path: str) -> tuple[Callable[..., Any], frozenset[str] | None]:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return function, None
     return function, frozenset(p.name for p in parameters)
-
-
-def _die_with_parent(lifeline: int) -> None:
-    """Have the kernel send SIGKILL to this process group when the parent dies.
-
-    The kernel sends it when the other end of the pipe closes, so it also ends a process that is busy in C and
-    never returns to Python, as in 9**9**9. (The death signal of prctl is sent when the parent *thread* ends.)
-    """
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

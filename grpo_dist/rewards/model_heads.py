@@ -51,7 +51,7 @@ def load_with_head(
     auto = AutoModelForCausalLM if of_verdicts else AutoModel
     # Never the code that ships with the model: its decoder is the plain one, and the head is made here.
     model, info = auto.from_pretrained(
-        source, revision=settings.revision, dtype=dtype, output_loading_info=True
+        source, revision=settings.revision, dtype=dtype, output_loading_info=True, **split_over(settings)
     )
     if info["missing_keys"]:  # transformers would initialise them at random
         raise ValueError(
@@ -62,6 +62,7 @@ def load_with_head(
     if not of_verdicts:
         return model, _own_head(settings, source, model.config.get_text_config().hidden_size)
     weight = model.get_output_embeddings().weight
+    weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # of a split model
     layers = nn.Linear(weight.shape[1], 2, bias=False)
     layers.weight = nn.Parameter(weight[verdict_ids(settings, tokenizer)].detach().float().clone())
     return model.base_model, StepHead(layers, good=0)
@@ -78,6 +79,33 @@ def verdict_ids(settings: RewardModelConfig, tokenizer: Any) -> list[int]:
     if ids[0] == ids[1] or (tokenizer.unk_token_id in ids and tokenizer.unk_token not in texts):
         raise ValueError(f"its tokenizer does not tell the verdicts {list(texts)} apart; set verdict_tokens")
     return ids
+
+
+def split_over(settings: RewardModelConfig) -> dict[str, Any]:
+    """Return the arguments of ``from_pretrained`` that give this process its part of a split model."""
+    if settings.tensor_parallel_size == 1:
+        return {}
+    from transformers.distributed import DistributedConfig  # heavy, as above
+
+    return {"distributed_config": DistributedConfig(tp_size=settings.tensor_parallel_size)}
+
+
+def check_split(config: Any, size: int) -> None:
+    """Raise ValueError for a model that cannot be split over ``size`` devices."""
+    if size == 1:
+        return
+    text = config.get_text_config()
+    if not getattr(text, "base_model_tp_plan", None):
+        raise ValueError(
+            f"tensor_parallel_size = {size}: model_type {text.model_type} has no plan for splitting it in "
+            "transformers; use 1 or another model"
+        )
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if (getattr(text, key, None) or 0) % size:
+            raise ValueError(
+                f"tensor_parallel_size = {size} does not divide its {key} = {getattr(text, key)}; use a "
+                "divisor of it"
+            )
 
 
 def check_logits(config: Any) -> None:

@@ -1,4 +1,5 @@
-"""Reward models: Hugging Face models that score the completions of a problem.
+"""Reward models: Hugging Face models that score the completions of a problem. `model_ranks` splits one over
+several devices.
 
     outcome   sequence classifier, one score per completion; input in the model's own chat template
     process   one score per step, in a published format of `model_inputs`:
@@ -23,10 +24,17 @@ from jaxtyping import Float
 from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.config import RewardModelConfig
 from grpo_dist.rewards.group import ModelScores
-from grpo_dist.rewards.model_heads import StepHead, check_logits, load_with_head, verdict_ids
+from grpo_dist.rewards.model_heads import (
+    StepHead,
+    check_logits,
+    check_split,
+    load_with_head,
+    split_over,
+    verdict_ids,
+)
 from grpo_dist.rewards.model_inputs import ModelInput, Steps, check_inputs, conversation, process_inputs
 from grpo_dist.rewards.steps import REDUCE, decoded_length, split_steps, token_ends
-from grpo_dist.runtime.hardware import device_type, quiet_libraries, resolve_dtype
+from grpo_dist.runtime.hardware import device_type, limit_gpu_memory, quiet_libraries, resolve_dtype
 from grpo_dist.runtime.host_copies import HostCopies, release_cache
 
 logger = logging.getLogger(__name__)
@@ -45,13 +53,14 @@ _OWN_HEADS = ("qwen", "skywork", "math_shepherd", "rlhflow")
 
 
 class Classifier:
-    """One reward model on one device."""
+    """One reward model on one device, or this process's part of a model that `model_ranks` splits."""
 
     def __init__(self, settings: RewardModelConfig) -> None:
         quiet_libraries()
         self._settings = settings
         device = device_type()
         self._device = torch.device(device)
+        limit_gpu_memory(settings.gpu_share, self._device)
         self._tokenizer = _load_tokenizer(settings)
         dtype = resolve_dtype(settings.dtype, device)
         self._head: StepHead | None = None
@@ -86,7 +95,7 @@ class Classifier:
             token_ids: int32 [C] of each, by ``policy_tokenizer``; used by process models only.
         """
         if self._settings.kind == "outcome":
-            scores = self._scores([conversation(self._tokenizer, problem, text) for text in completions])
+            scores = self.scores([conversation(self._tokenizer, problem, text) for text in completions])
             return ModelScores(np.array([s[0] for s in scores], dtype=np.float32))
         steps = [split_steps(text, self._settings.step_separator) for text in completions]
         scores = self._step_scores(problem, completions, steps)
@@ -98,6 +107,9 @@ class Classifier:
         rewards = np.array([reduce(s) for s in scores], dtype=np.float32)
         return ModelScores(rewards, tuple(scores), tuple(ends))
 
+    def close(self) -> None:
+        """Do nothing; see `SplitClassifier`."""
+
     def _step_scores(
         self, problem: str, completions: Sequence[str], steps: Sequence[Steps]
     ) -> list[np.ndarray]:
@@ -106,11 +118,11 @@ class Classifier:
             process_inputs(self._settings, self._tokenizer, problem, text, own)
             for text, own in zip(completions, steps, strict=True)
         ]
-        scores = iter(self._scores([row for own in rows for row in own]))
+        scores = iter(self.scores([row for own in rows for row in own]))
         return [np.concatenate([next(scores) for _ in own]) for own in rows]
 
     @torch.no_grad()
-    def _scores(self, rows: Sequence[ModelInput]) -> list[np.ndarray]:
+    def scores(self, rows: Sequence[ModelInput]) -> list[np.ndarray]:
         """Score each row: float32 [S] for S step positions, else [1]. NaN for a row that is too long."""
         out = [np.full(max(1, len(row.read_at)), np.nan, np.float32) for row in rows]
         fits = [i for i, row in enumerate(rows) if len(row.token_ids) <= self._longest]
@@ -191,6 +203,7 @@ def check_model(settings: RewardModelConfig) -> None:
 def _check_format(settings: RewardModelConfig, config: Any, tokenizer: Any) -> None:
     """Raise ValueError for a model that is not of `settings.kind` and `settings.format`."""
     process = settings.kind == "process"
+    check_split(config, settings.tensor_parallel_size)
     if process:
         check_inputs(settings, tokenizer)
     if process and settings.format in ("math_shepherd", "rlhflow"):
@@ -220,7 +233,7 @@ def _load_model(settings: RewardModelConfig, dtype: torch.dtype) -> Any:
     auto = AutoModelForSequenceClassification if of_rows else AutoModelForTokenClassification
     model, info = auto.from_pretrained(
         _source(settings), revision=settings.revision, dtype=dtype,
-        trust_remote_code=settings.trust_remote_code, output_loading_info=True,
+        trust_remote_code=settings.trust_remote_code, output_loading_info=True, **split_over(settings),
     )  # fmt: skip
     if info["missing_keys"]:  # transformers would initialise them at random
         raise ValueError(

@@ -44,6 +44,7 @@ _LAYOUT = (
     "distillation.teachers.*.num_workers", "distillation.teachers.*.threads",
     "distillation.teachers.*.micro_batch_tokens",
     "rewards.models.*.num_workers", "rewards.models.*.micro_batch_tokens",
+    "rewards.models.*.gpu_share", "rewards.models.*.tensor_parallel_size",
     "rollout.num_workers", "rollout.max_workers", "rollout.tensor_parallel_size",
     "rollout.gpu_memory_utilization",
     "rollout.kv_cache_gib", "rollout.max_num_seqs", "rollout.threads", "rollout.enforce_eager",

@@ -11,6 +11,7 @@ waits until the grader exits, SIGTERM arrives or the pool's process ends; then i
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import resource
 import select
@@ -178,3 +179,15 @@ def process_option(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def die_with(lifeline: int) -> None:
+    """Have the kernel send SIGKILL to this process group when the other end of the pipe ``lifeline`` closes,
+    as it does when the process that holds it ends.
+
+    It also ends a process that is busy in C and never returns to Python, as in 9**9**9. (The death signal of
+    prctl is sent when the parent *thread* ends.)
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

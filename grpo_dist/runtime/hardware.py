@@ -40,6 +40,14 @@ def resolve_dtype(
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+def limit_gpu_memory(share: float, device: torch.device) -> None:
+    """Let this process allocate at most ``share`` of its GPU, so that one that needs more fails alone and not
+    the others on the GPU. No effect on a CPU or for a whole GPU.
+    """
+    if device.type == "cuda" and share < 1:
+        torch.cuda.set_per_process_memory_fraction(share)
+
+
 def micro_batch_tokens(chosen: int | None, device: DeviceType) -> int:
     """Return the tokens of a micro-batch. A CPU gets few: one that fits its caches is faster than a larger
     one.

@@ -76,6 +76,7 @@ def option_of(config: Config, setting: Setting) -> Option:
     cluster, model, calibration = setting.cluster, setting.model, setting.calibration
     roles = roles_of(config, model, cluster, cpus=calibration.cpus if calibration else None)
     sizes = Sizes.of(config, gpu=cluster.card is not None, memory=_card_memory(cluster))
+    judges = tuple(judge.alone() if roles.sharing else judge for judge in setting.reward_models)
     memory = footprints(
         config,
         model,
@@ -83,7 +84,7 @@ def option_of(config: Config, setting: Setting) -> Option:
         setting.workload,
         roles,
         memory=_card_memory(cluster),
-        reward_models=setting.reward_models,
+        reward_models=judges,
     )
     engine = memory["rollout"]
     assert isinstance(engine, EngineFootprint)
@@ -102,7 +103,7 @@ def option_of(config: Config, setting: Setting) -> Option:
             0.0 if roles.sharing else setting.failure_every_s / config.rollout.tensor_parallel_size
         ),
         stragglers=setting.stragglers,
-        reward_models=setting.reward_models,
+        reward_models=judges,
     )
     problems = [
         *_refusals(config.model, config.policy, cluster),
@@ -175,11 +176,15 @@ def memory_problems(
     """
     if cluster.card is None:
         return []
-    limit, problems = int(cluster.card.memory * USABLE), []
+    whole, problems = int(cluster.card.memory * USABLE), []
+    shares = {role_of(model): model.gpu_share for model in config.rewards.models if not roles.sharing}
     for role, need in memory.items():
+        share = shares.get(role, 1.0)
+        limit = int(share * whole)
         if role != "rollout" and need.total > limit:
+            has = "has" if share == 1 else f"with `gpu_share` = {share:g} has"
             problems.append(
-                f"{role}: {_needs(role)} {need.total / GIB:.1f} GiB and a {cluster.card.name} has "
+                f"{role}: {_needs(role)} {need.total / GIB:.1f} GiB and a {cluster.card.name} {has} "
                 f"{limit / GIB:.1f} GiB for it; {_remedy(role, config)}"
             )
     engine = memory["rollout"]
@@ -244,7 +249,8 @@ def _policy_remedy(settings: ModelConfig, policy: PolicyConfig) -> str:
 
 def _reward_model_remedy(model: RewardModelConfig) -> str:
     narrower = ", set its `dtype`=bfloat16" if model.dtype == "float32" else ""
-    return f"lower its `micro_batch_tokens`{narrower}, or use a smaller model"
+    more = "raise its `gpu_share`" if model.gpu_share < 1 else "raise its `tensor_parallel_size`"
+    return f"lower its `micro_batch_tokens`{narrower}, {more}, or use a smaller model"
 
 
 def _card_memory(cluster: ClusterShape) -> int:

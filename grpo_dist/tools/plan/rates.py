@@ -194,8 +194,12 @@ class Rates:
         return self.forward_flops(work) / (self.peaks.flops * self.reached.training)
 
     def reward_model_s(self, model: KnownRewardModel, prompt: int, lengths: Sequence[int]) -> float:
-        """Return the seconds in which a worker of ``model``, with a GPU or one thread, scores a group."""
-        flops = self.peaks.thread_flops or self.peaks.flops
+        """Return the seconds in which a worker of ``model``, with its GPUs or one thread, scores a group.
+
+        Of a shared GPU it has its share, as if all on it computed at once. The all-reduces of a split model
+        are not counted.
+        """
+        flops = self.peaks.thread_flops or self.peaks.flops * model.settings.gpus
         return model.flops(prompt, lengths) / (flops * self.reached.training)
 
     def sync_s(self) -> float:

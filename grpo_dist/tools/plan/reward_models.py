@@ -7,7 +7,7 @@ weights | activations | attention mask | runtime     memory of a worker
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.config import RewardModelConfig, RewardsConfig
@@ -27,7 +27,14 @@ class KnownRewardModel:
     shape: ModelShape
 
     def weight_bytes(self, *, gpu: bool) -> int:
-        return self.shape.without_head * itemsize_of(self.settings.dtype, gpu=gpu)
+        """Return the bytes on one device. A split model has its embedding on each."""
+        split = self.shape.without_head - self.shape.embedding
+        own = self.shape.embedding + -(-split // self.settings.tensor_parallel_size)
+        return own * itemsize_of(self.settings.dtype, gpu=gpu)
+
+    def alone(self) -> KnownRewardModel:
+        """Return it with a whole GPU, as a copy has it that takes turns with other roles."""
+        return replace(self, settings=self.settings.model_copy(update={"gpu_share": 1.0}))
 
     def flops(self, prompt: int, lengths: Sequence[int]) -> float:
         """Return the operations of one prompt with completions of ``lengths`` tokens, batched as `Classifier`
@@ -60,14 +67,15 @@ def role_of(settings: RewardModelConfig) -> str:
 
 
 def reward_model_worker(max_length: int, model: KnownRewardModel, sizes: Sizes) -> Footprint:
-    """Return the largest memory of a worker: with a full batch of the longest rows.
+    """Return the largest memory of a worker on one GPU: with a full batch of the longest rows.
 
     No layer keeps activations. The mask of padded rows is [rows, 1, T, T], once of a byte and once
     of the weights' type; with a mask the heads of keys and values are repeated to those of the queries.
     """
     s, b = model.shape.shape, itemsize_of(model.settings.dtype, gpu=sizes.gpu)
     tokens = max(model.settings.micro_batch_tokens, max_length)
-    widest = max(3 * s.intermediate, 4 * s.heads * s.head_dim) + 3 * s.hidden
+    split = model.settings.tensor_parallel_size
+    widest = -(-max(3 * s.intermediate, 4 * s.heads * s.head_dim) // split) + 3 * s.hidden
     return Footprint(
         {
             "weights": model.weight_bytes(gpu=sizes.gpu),

@@ -62,7 +62,7 @@ def made_roles(config: Config, has: Resources) -> Roles:
         sharing |= {teachers.role_of(teacher) for teacher in config.distillation.of_own_models}
     return Roles(
         rollout is not None and is_colocated(config, has),
-        sum(d.workers * d.gpus for d in demands.values() if not d.shared),
+        sum(d.total_gpus for d in demands.values() if not d.shared),
         rollout.threads if rollout else 1,
         policy.threads,
         describe(demands, has),

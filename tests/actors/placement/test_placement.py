@@ -12,6 +12,7 @@ from actors.placement.demands import (
     colocated_ranks,
     describe,
     is_colocated,
+    packed,
     placement,
     share_out,
 )
@@ -86,6 +87,50 @@ def test_apart_they_take_gpus_of_their_own():
     assert taken["reference"] == (1, False) and taken["reward_models"] == (3, False)
     with pytest.raises(UserError, match=r"9 GPUs are needed \(.*\+ reference 1 x 1\).*colocated \(4 GPUs\)"):
         placement(shape(4, 4, where="separate", **KL), NODE, training=True)
+
+
+def test_shares_are_packed_with_the_largest_first():
+    assert packed((0.25, 2, 0.5, 0.75, 0.5)) == [(1,), (0, 3), (2, 4)]
+    assert packed((1 / 3,) * 4) == [(0, 1, 2), (3,)]  # three times 0.333... is a GPU
+    assert packed((0.1,) * 11) == [tuple(range(10)), (10,)]
+
+
+SHARES = [
+    {"name": "small", "path": "x", "gpu_share": 0.25, "num_workers": 2},
+    {"name": "large", "path": "y", "tensor_parallel_size": 2},
+    {"name": "half", "path": "z", "gpu_share": 0.5},
+    {"name": "whole", "path": "w"},
+]
+
+
+def test_reward_models_share_gpus_or_have_several():
+    """Workers in the order of the models: 0.25, 0.25, 2, 0.5 and 1 GPUs on 2 + 1 + 1."""
+    demands = placement(shape(2, 2, rewards={"models": SHARES}), NODE, training=True)
+    found = demands["reward_models"]
+    assert found.total_gpus == 4 and found.each == (0.25, 0.25, 2, 0.5, 1)
+    assert "reward_models 5 on 4 GPU(s)" in describe(demands, NODE)
+    own = [b for b in bundles(demands) if b.role == "reward_models"]
+    assert [(b.gpus, b.workers, b.shares) for b in own] == [
+        (2, 1, ((2, 2),)),
+        (1, 1, ((4, 1),)),
+        (1, 3, ((0, 0.25), (1, 0.25), (3, 0.5))),
+    ]
+    with pytest.raises(UserError, match=r"8 GPUs are needed \(.*reward_models 5 on 4 \+.* but it has 7"):
+        placement(shape(2, 2, where="separate", rewards={"models": SHARES}), Resources(64, 7), training=True)
+
+
+def test_a_split_reward_model_takes_no_turns():
+    """By themselves they stay apart; on request that is refused."""
+    models = {"rewards": {"models": [{"name": "large", "path": "y", "tensor_parallel_size": 2}]}}
+    with pytest.raises(UserError, match="placement` = colocated: `rewards.models` large: .* set it to 1, or"):
+        placement(shape(4, 4, where="colocated", **models), NODE, training=True)
+    with pytest.raises(UserError, match="10 GPUs are needed"):
+        placement(shape(4, 4, **models), NODE, training=True)
+
+
+def test_on_cpus_shares_count_for_nothing():
+    demands = placement(shape(1, 1, rewards={"models": SHARES}), Resources(8, 0), training=True)
+    assert demands["reward_models"] == Demand(5, 0, 1)
 
 
 @pytest.mark.parametrize(("refresh_every", "has"), [(0, False), (5, True)])

@@ -107,11 +107,49 @@ def test_what_does_not_fit_is_reported_with_a_remedy():
     (problem,) = option_of(c, setting).problems
     assert problem.startswith("reward model judge: a worker needs ")
     assert problem.endswith(
-        "a H100 has 75.7 GiB for it; lower its `micro_batch_tokens`, set its `dtype`=bfloat16, or use a "
-        "smaller model"
+        "a H100 has 75.7 GiB for it; lower its `micro_batch_tokens`, set its `dtype`=bfloat16, raise its "
+        "`tensor_parallel_size`, or use a smaller model"
     )
     with pytest.raises(UserError, match="reward model judge: a worker needs"):
         make_plan(c, "1x8xH100", prompt_tokens=100)
+
+
+def test_a_share_of_a_gpu_has_that_share_of_its_memory_and_of_its_speed():
+    """Two models on one card: each must fit into half of it, and both compute at once."""
+    halves = [{"gpu_share": 0.5}, {"name": "other", "gpu_share": 0.5}]
+    c = judged(*halves, cluster={"placement": "separate"})
+    known, _ = reward_models_of(c.rewards)
+    cluster, shape = parse_cluster("1x3xH100"), published("Qwen/Qwen2.5-1.5B")
+    setting = Setting(cluster, shape, workload_of(c, prompt_tokens=100), None, reward_models=known)
+    option = option_of(c, setting)
+    assert not option.problems and option.roles.gpus == 3  # a rank, an engine, and both models
+    whole = one()
+    rates = option.scenario.rates
+    assert rates.reward_model_s(known[0], 9, [5]) == 2 * rates.reward_model_s(whole, 9, [5])
+    small = judged({"gpu_share": 0.2}, cluster={"placement": "separate"})
+    setting = replace(setting, reward_models=reward_models_of(small.rewards)[0])
+    (problem,) = option_of(small, setting).problems
+    assert "a H100 with `gpu_share` = 0.2 has 15.1 GiB for it" in problem
+    assert "raise its `gpu_share`" in problem
+    turns = judged({"gpu_share": 0.2}, cluster={"placement": "colocated"})
+    assert not option_of(turns, setting).problems  # alone on the GPU in its turn
+
+
+def test_a_split_model_has_its_part_of_the_layers_on_each_gpu():
+    """72 billion weights in 16 bits fit on none of 80 GB, and on each of two half of all but the embedding."""
+    c = judged({"path": "Qwen/Qwen2.5-72B", "tensor_parallel_size": 2}, cluster={"placement": "separate"})
+    (model,), _ = reward_models_of(c.rewards)
+    shape = model.shape
+    found = reward_model_worker(c.max_length, model, Sizes.of(c, gpu=True)).parts
+    embedding = 152064 * 8192
+    assert found["weights"] == 2 * (embedding + (shape.without_head - embedding) // 2)
+    assert found["activations"] == 16384 * (3 * 29568 // 2 + 3 * 8192) * 2
+    setting = Setting(
+        parse_cluster("1x4xH100"), published("Qwen/Qwen2.5-1.5B"), workload_of(c, prompt_tokens=100), None,
+        reward_models=(model,),
+    )  # fmt: skip
+    option = option_of(c, setting)
+    assert not option.problems and option.roles.gpus == 4
 
 
 # Times

@@ -1,0 +1,139 @@
+"""Reward models that are split over processes: they score as one process does, and none stays behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from grpo_dist.config import RewardModelConfig
+from grpo_dist.rewards.models import Classifier, check_model
+from tests.support import made_classifiers
+from tests.support.made_process_models import (
+    made_math_shepherd,
+    made_qwen_prm,
+    made_rlhflow,
+    made_skywork_prm,
+    marked_tokenizer,
+)
+from tests.support.patience import HANG_S
+
+TOKENIZER = marked_tokenizer()
+TEXTS = ["one\n\ntwo\n\nso 2", "2", "a\n\nb"]
+MADE = {
+    "qwen": made_qwen_prm,
+    "skywork": made_skywork_prm,
+    "math_shepherd": made_math_shepherd,
+    "rlhflow": made_rlhflow,
+}
+
+_SPLIT = """
+import json, sys
+import numpy as np
+from torch.distributed import destroy_process_group
+from grpo_dist.config import RewardModelConfig
+from grpo_dist.rewards.model_ranks import classifier_of
+from tests.rewards.test_model_ranks import scored
+
+for line in sys.stdin:
+    model = classifier_of(RewardModelConfig(tensor_parallel_size=2, **json.loads(line)))
+    for _ in range(2):  # ranks take more than one call
+        found = scored(model)
+    print(json.dumps(found), flush=True)
+    if sys.argv[1:] == ["hold"]:
+        print(model._peers[0]._process.pid, flush=True)
+        sys.stdin.readline()
+    model.close()
+    destroy_process_group()
+"""
+
+
+def scored(model):
+    ids = [np.array([*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id], np.int32) for text in TEXTS]
+    found = model.score("1+1?", TEXTS, ids, TOKENIZER)
+    return [found.rewards.tolist(), [own.tolist() for own in found.step_rewards or ()]]
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", _SPLIT, *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def settings_of_all(directory):
+    for kind in ("outcome", "process"):
+        path = made_classifiers.random(directory / kind, kind)
+        yield {"name": kind, "path": path, "kind": kind}
+    for name, make in MADE.items():
+        make(directory / name)
+        yield {"name": name, "path": str(directory / name), "kind": "process", "format": name}
+
+
+@pytest.mark.machine
+def test_two_processes_score_as_one_in_every_format(tmp_path):
+    """Float32 on gloo; the plan of each architecture is transformers' own."""
+    every = list(settings_of_all(tmp_path))
+    process = start()
+    answers, _ = process.communicate("".join(json.dumps(own) + "\n" for own in every), timeout=HANG_S)
+    assert process.returncode == 0
+    for own, line in zip(every, answers.splitlines(), strict=True):
+        check_model(RewardModelConfig(tensor_parallel_size=2, **own))
+        rewards, steps = scored(Classifier(RewardModelConfig(**own)))
+        ours, our_steps = json.loads(line)
+        np.testing.assert_allclose(ours, rewards, rtol=0, atol=1e-5, err_msg=own["name"])
+        assert len(set(np.round(rewards, 4))) == len(TEXTS)  # the samples differ by far more
+        for one, other in zip(our_steps, steps, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5, err_msg=own["name"])
+
+
+@pytest.mark.machine
+@pytest.mark.parametrize("first", ["rank 0", "rank 1"])
+def test_a_rank_that_is_killed_takes_the_other_with_it(tmp_path, first):
+    own = {"name": "m", "path": made_classifiers.random(tmp_path, "outcome"), "kind": "outcome"}
+    process = start("hold")
+    process.stdin.write(json.dumps(own) + "\n")
+    process.stdin.flush()
+    process.stdout.readline()
+    peer = psutil.Process(int(process.stdout.readline()))
+    os.kill(process.pid if first == "rank 0" else peer.pid, signal.SIGKILL)
+    assert process.wait(HANG_S) == (-signal.SIGKILL if first == "rank 0" else 1)
+    end = time.monotonic() + HANG_S
+    while peer.is_running() and peer.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not peer.is_running() or peer.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_parallel_size": 4}, "4 does not divide its num_attention_heads = 2; use a divisor"),
+        ({"tensor_parallel_size": 2}, "model_type bert has no plan for splitting it in transformers; use 1"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused_before_a_run(tmp_path, changes, message):
+    path = made_classifiers.random(tmp_path, "outcome")
+    if "bert" in message:
+        from transformers import BertConfig
+
+        plain = BertConfig(architectures=["BertForSequenceClassification"], num_labels=1)
+        plain.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        check_model(RewardModelConfig(name="m", path=path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_parallel_size": 2, "gpu_share": 0.5}, "either shares a GPU or is split over several"),
+        ({"tensor_parallel_size": 2, "trust_remote_code": True}, "own code .* has no plan for splitting it"),
+    ],
+)
+def test_settings_that_contradict_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        RewardModelConfig(name="m", path="p", **changes)
