@@ -8,7 +8,6 @@ import ray
 from actors.placement.demands import Resources, placement
 from actors.placement.reservation import Reservation
 from tests.support.made_placements import shape
-from tests.support.ports import test_ports
 
 MODELS = [
     {"name": "small", "path": "x", "gpu_share": 0.25, "num_workers": 2},
@@ -37,5 +36,5 @@ async def main():
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=8, num_gpus=5, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=8, num_gpus=5, include_dashboard=False, log_to_driver=False)
     asyncio.run(main())

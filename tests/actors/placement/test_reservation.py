@@ -64,3 +64,7 @@ def test_nodes_that_an_autoscaler_adds_are_counted_and_waited_for():
 def test_batches_beyond_the_object_store_are_spilled_and_reach_their_rank_intact():
     run = on_nodes("multi_node_spilling")
     assert re.search(r"spilled \d+ MiB, [1-9]\d* objects", run.stdout), run.stdout[-3000:]
+
+
+def test_reward_models_with_shares_are_on_one_gpu_and_a_split_one_has_its_own():
+    assert "shared" in on_nodes("shared_gpu_reservation").stdout
