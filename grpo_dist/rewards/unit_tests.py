@@ -30,17 +30,35 @@ from grpo_dist.rewards.group import CompletionGroup, Verdicts
 _FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _LANGUAGES = ("", "python", "python3", "py")
 _START_S, _CLOSE_S = 400.0, 60.0  # the trial of isolation takes up to 300 s on a busy machine
-_READ_FROM = "import io, sys\nsys.stdin = io.TextIOWrapper(io.BytesIO({data!r}), encoding='utf-8')\n"
+# Descriptor 0 is a file, so that `open(0)` and `os.read` find the input, too. It leaves no names: a solution
+# that forgets an import fails.
+_READ_FROM = """def _read():
+    import os, sys, tempfile
+    with tempfile.TemporaryFile() as file:
+        file.write({data!r})
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)
+_read()
+del _read
+"""
+# The sandbox shows both streams as one, and what a program logs is no output.
+_QUIET = "__import__('sys').stderr = open(2, 'w', closefd=False)\n"
 
 
 class UnitTests(Builtin):
     """1 if the last Python block of the completion passes all tests, else 0, also without a block; with
-    ``reward: share`` the share of tests that it passes. NaN where the sandbox failed or the row has no tests.
+    ``reward: share`` the share of tests that it passes. NaN where the sandbox failed, the row has no
+    tests, or a test expects more output than is kept.
     """
 
     column: str = Field("tests", description="column of the data with the tests, a list or its JSON")
     setup_column: str | None = Field(None, description="column of code that runs before the solution")
     reward: Literal["all", "share"] = Field("all", description="all: 1 or 0; share: of the tests that pass")
+    output_kb: PositiveInt = Field(
+        4096, description="output of a program that is compared, KiB; in place of that of the sandbox"
+    )
     max_concurrency: PositiveInt = Field(4, description="interpreters of one reward worker at once")
     sandbox: SandboxConfig = SandboxConfig()
 
@@ -49,7 +67,7 @@ class UnitTests(Builtin):
 
     def check(self, *, max_new_tokens: int) -> None:
         """Run one test, so that a machine without a sandbox is reported before the run starts."""
-        code = _CodeLoop(self.sandbox, 1)
+        code = _CodeLoop(self._limits, 1)
         try:
             code.start()
             passed = code.run(_passed_all("def f(x): return 2 * x", ["assert f(2) == 4"], code))
@@ -64,12 +82,17 @@ class UnitTests(Builtin):
             raise ValueError("kwargs.sandbox: a right solution fails its test; raise its limits")
 
     def start(self, *, workers: int, note: Note) -> None:
-        self._note, self._code = note, _CodeLoop(self.sandbox, self.max_concurrency)
+        self._note, self._code = note, _CodeLoop(self._limits, self.max_concurrency)
         self._code.start()
+
+    @property
+    def _limits(self) -> SandboxConfig:
+        return self.sandbox.model_copy(update={"output_kb": self.output_kb})
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         try:
             tests = read_tests(group.columns.get(self.column), self.column)
+            _check_lengths(tests, self.output_kb)
         except ValueError as error:
             self._note(str(error))
             return [math.nan] * len(group.completions)
@@ -121,6 +144,18 @@ def read_tests(value: Any, column: str) -> list[str | dict[str, str]]:
     return tests
 
 
+def _check_lengths(tests: Sequence[Any], output_kb: int) -> None:
+    """Raise ValueError for an expected output of which a right program's would be cut."""
+    longest = max(
+        (len(t["output"].encode(errors="replace")) for t in tests if not isinstance(t, str)), default=0
+    )
+    if longest > output_kb * 1024:
+        raise ValueError(
+            f"a test expects {-(-longest // 1024)} KiB of output, but kwargs.output_kb = {output_kb} are "
+            "kept; raise it"
+        )
+
+
 async def _passed_all(
     solution: str, tests: Sequence[Any], code: _CodeLoop, *, stop: bool = False
 ) -> list[bool]:
@@ -145,9 +180,9 @@ async def _passes(solution: str, test: str | Mapping[str, str], sandbox: PythonS
             ran = await sandbox.run(episode, _sendable(f"{test}\nprint({mark!r})\n"))
             return ran.outcome == "ok" and ran.output.rstrip().endswith(mark)
         await sandbox.run(episode, _READ_FROM.format(data=test["input"].encode()))
-        ran = await sandbox.run(
-            episode, _sendable(f"{solution}\nNone\n")
-        )  # None: its last value is not shown
+        quiet = "" if "__future__" in solution else _QUIET  # such an import must be the first statement
+        program = f"{quiet}{solution}\nNone\n"  # None: its last value is not shown
+        ran = await sandbox.run(episode, _sendable(program))
         return ran.outcome == "ok" and _same_output(ran, test["output"])
     finally:
         await sandbox.end(episode)

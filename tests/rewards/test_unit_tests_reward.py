@@ -71,9 +71,47 @@ def test_a_program_is_right_if_it_prints_the_output(pool):
         block("print(5)"),
         block("a, b = map(int, input().split())\na + b"),
         block("print(5); raise ValueError"),
+        block("print(sum(map(int, sys.stdin.read().split())))"),  # without its import
+        block("from __future__ import annotations\nprint(sum(map(int, input().split())))"),
     ]
     scores, _ = scored(pool, completions, tests)
-    assert scores.rewards.tolist() == [1, 1, 0, 0, 0]
+    assert scores.rewards.tolist() == [1, 1, 0, 0, 0, 0, 1]
+
+
+READERS = {
+    "input": "data = input()",
+    "sys.stdin": "import sys\ndata = sys.stdin.readline().strip()",
+    "open(0)": "data = open(0).read().strip()",
+    "os.read": "import os\ndata = os.read(0, 1000).decode().strip()",
+    "fileinput": "import fileinput\ndata = next(iter(fileinput.input(files=('-',)))).strip()",
+    "/dev/stdin": "data = open('/dev/stdin').read().strip()",
+    "a child": "import subprocess as s\ndata = s.run(['cat'], capture_output=True).stdout.decode().strip()",
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_program_finds_its_input_however_it_reads(pool, reader):
+    solution = block(READERS[reader] + "\nimport sys\nprint('a trace', file=sys.stderr)\nprint(data[::-1])")
+    scores, scorer = scored(pool, [solution], [{"input": "héllo\n", "output": "olléh\n"}])
+    assert scores.rewards.tolist() == [1], scorer.failures
+
+
+def test_long_inputs_and_outputs_are_compared_whole_or_not_at_all(pool):
+    """A million bytes in and out; of outputs beyond the limit nothing is known, and programs that print too
+    much are wrong.
+    """
+    lines = "\n".join(map(str, range(150_000)))
+    right = block("import sys\nprint(sys.stdin.read(), end='')")
+    wrong = block("import sys\nprint(sys.stdin.read().replace('74999', '7499x'), end='')")
+    endless = block("for i in range(10**6): print(i)")
+    tests = [{"input": lines, "output": lines}]
+    assert len(lines) > 10 * 65_536
+    assert scored(pool, [right, wrong, endless], tests)[0].rewards.tolist() == [1, 0, 0]
+    scores, scorer = scored(pool, [right], tests, output_kb=512)
+    assert np.isnan(scores.rewards).all()
+    assert "a test expects 917 KiB of output, but kwargs.output_kb = 512" in next(
+        iter(scorer.failures["code"])
+    )
 
 
 def test_code_that_never_ends_is_wrong_and_a_sandbox_that_fails_is_not(pool, monkeypatch):

@@ -122,7 +122,7 @@ def test_reward_models_share_gpus_or_have_several():
 def test_a_split_reward_model_takes_no_turns():
     """By themselves they stay apart; on request that is refused."""
     models = {"rewards": {"models": [{"name": "large", "path": "y", "tensor_parallel_size": 2}]}}
-    with pytest.raises(UserError, match="placement` = colocated: `rewards.models` large: .* set it to 1, or"):
+    with pytest.raises(UserError, match=r"colocated: `rewards\.models` large: .* set it to 1, or"):
         placement(shape(4, 4, where="colocated", **models), NODE, training=True)
     with pytest.raises(UserError, match="10 GPUs are needed"):
         placement(shape(4, 4, **models), NODE, training=True)

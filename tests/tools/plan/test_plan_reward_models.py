@@ -136,7 +136,7 @@ def test_a_share_of_a_gpu_has_that_share_of_its_memory_and_of_its_speed():
 
 
 def test_a_split_model_has_its_part_of_the_layers_on_each_gpu():
-    """72 billion weights in 16 bits fit on none of 80 GB, and on each of two half of all but the embedding."""
+    """72 billion weights in 16 bits fit on no card of 80 GB; half of all but the embedding on two."""
     c = judged({"path": "Qwen/Qwen2.5-72B", "tensor_parallel_size": 2}, cluster={"placement": "separate"})
     (model,), _ = reward_models_of(c.rewards)
     shape = model.shape
