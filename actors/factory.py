@@ -222,7 +222,7 @@ class Factory:
 
 def _on_each(model: ModelT, gpus: int) -> ModelT:
     """Return ``model`` with a copy on each of ``gpus``, which it has alone in its turn."""
-    whole = {"gpu_share": 1.0} if isinstance(model, RewardModelConfig) else {}
+    whole: dict[str, Any] = {"gpu_share": 1.0} if isinstance(model, RewardModelConfig) else {}
     return model.model_copy(update={"num_workers": gpus} | whole)
 
 

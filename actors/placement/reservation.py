@@ -78,7 +78,7 @@ class Reservation:
         """Return the Ray options of each worker of ``role``; None: nothing is reserved for them."""
         if self._group is None:
             return None
-        places = []
+        places: list[tuple[int, dict[str, Any]]] = []
         for index, bundle in enumerate(self._wanted):
             if bundle.role != role:
                 continue

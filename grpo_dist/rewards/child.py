@@ -111,7 +111,11 @@ def _call(path: str, keywords: dict[str, Any]) -> float | None:
 
 def _call_for_all(path: str, keywords: dict[str, Any], size: int) -> list[float | None]:
     """Call a function that returns ``size`` numbers at once: of a group, or of the steps of a completion."""
-    values = _result(path, keywords)
+    return _numbers(path, _result(path, keywords), size)
+
+
+def _numbers(path: str, values: Any, size: int) -> list[float | None]:
+    """Return ``values`` as numbers. Raises ValueError where they are not ``size``."""
     try:
         given = list(values)
     except TypeError as error:
@@ -121,18 +125,30 @@ def _call_for_all(path: str, keywords: dict[str, Any], size: int) -> list[float 
     return [_number(path, value) for value in given]
 
 
-def _call_together(path: str, calls: list[dict[str, Any]], timeout_s: float) -> list[list[Any]]:
-    """Await an asynchronous function for all ``calls`` at the same time.
+def _call_together(
+    path: str, calls: list[dict[str, Any]], limits: list[float], sizes: list[int] | None
+) -> list[list[Any]]:
+    """Await an asynchronous function for all ``calls`` at the same time, each for ``limits`` seconds.
 
-    Returns ["ok", number], ["failed", reason] or ["timeout", reason] of each.
+    Returns ["ok", number], ["failed", reason] or ["timeout", reason] of each; with ``sizes`` a list of so
+    many numbers in place of the number.
     """
+    expected = [None] * len(calls) if sizes is None else sizes
+    left: list[asyncio.Future[Any]] = []  # past their deadline
+
+    async def answer(keywords: dict[str, Any], limit_s: float, size: int | None) -> list[Any]:
+        task = asyncio.ensure_future(_awaitable(path, keywords))
+        await asyncio.wait([task], timeout=limit_s)
+        if not task.done():
+            task.cancel()
+            left.append(task)
+            return ["timeout", f"no result within {limit_s:g} s"]
+        return _outcome(path, task, size)
 
     async def answers() -> list[list[Any]]:
-        tasks = [asyncio.ensure_future(_awaitable(path, keywords)) for keywords in calls]
-        await asyncio.wait(tasks, timeout=timeout_s)
-        found = [_outcome(path, task, timeout_s) for task in tasks]
-        if cancelled := [task for task in tasks if not task.done()]:
-            await asyncio.wait(cancelled, timeout=_CANCELLED_S)
+        found = await asyncio.gather(*map(answer, calls, limits, expected))
+        if left:
+            await asyncio.wait(left, timeout=_CANCELLED_S)
         return found
 
     return _runner().run(answers())
@@ -144,12 +160,10 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-def _outcome(path: str, task: asyncio.Future[Any], timeout_s: float) -> list[Any]:
-    if not task.done():
-        task.cancel()
-        return ["timeout", f"no result within {timeout_s:g} s"]
+def _outcome(path: str, task: asyncio.Future[Any], size: int | None) -> list[Any]:
     try:
-        return ["ok", _number(path, task.result())]  # bounded: it is done
+        value = task.result()  # bounded: it is done
+        return ["ok", _number(path, value) if size is None else _numbers(path, value, size)]
     except BaseException as error:  # as in `_answer`, and a cancelled task
         return ["failed", f"{type(error).__name__}: {error}"[:500]]
 

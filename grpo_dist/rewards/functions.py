@@ -3,7 +3,8 @@
 def f(completion, answer, ...)         once for each completion
 async def f(completion, answer, ...)   once for each completion, those of a group at the same time
 def f(completions, answer, ...)        once for the group, async or not; returns a list of G numbers
-def f(steps, ...), kind: process       once for each completion, async or not; a number for each step
+def f(steps, ...), kind: process       once for each completion; a number for each step; if async, those of a
+                                       group at the same time
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class OwnFunction:
         if self._steps is not None:
             return self._scored_steps(group, self._steps)
         if self._takes_group:
-            result = self._pool.call_for_all(self._path, self._for_group(group), len(group.completions))
+            size = len(group.completions)
+            (result,) = self._pool.call_for_each(self._path, [self._for_group(group)], [size])
             return (result if isinstance(result, list) else [result] * len(group.completions)), None
         calls = [self._for_sample(group, i) for i in range(len(group.completions))]
         if self._signature.is_async:
@@ -73,12 +75,16 @@ class OwnFunction:
         self, group: CompletionGroup, settings: StepSettings
     ) -> tuple[list[float | Failure], StepScores]:
         split = [split_steps(text, settings.separator) for text in group.completions]
+        sizes = [len(steps) for steps in split]
+        calls = [
+            self._for_sample(group, i) | {"steps": [text for text, _ in steps]}
+            for i, steps in enumerate(split)
+        ]
+        together = self._pool.call_together if self._signature.is_async else self._pool.call_for_each
         values: list[float | Failure] = []
         rewards = []
-        for i, steps in enumerate(split):
-            call = self._for_sample(group, i) | {"steps": [text for text, _ in steps]}
-            result = self._pool.call_for_all(self._path, call, len(steps))
-            own = np.array([math.nan] * len(steps) if isinstance(result, Failure) else result, np.float64)
+        for result, size in zip(together(self._path, calls, sizes), sizes, strict=True):
+            own = np.array([math.nan] * size if isinstance(result, Failure) else result, np.float64)
             own = np.where(np.abs(own) <= np.finfo(np.float32).max, own, np.nan).astype(np.float32)
             rewards.append(own)
             values.append(result if isinstance(result, Failure) else REDUCE[settings.reduce](own))

@@ -14,7 +14,6 @@ graders.
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 import queue
@@ -29,7 +28,7 @@ from contextlib import suppress
 from typing import Any
 
 from grpo_dist.rewards.math import Grade
-from grpo_dist.rewards.results import Died, Failure, Signature, number_of
+from grpo_dist.rewards.results import Died, Failure, Signature, number_of, result_of
 from grpo_dist.runtime.child_python import child_command, code_directories, python_path
 from grpo_dist.runtime.guardian import kill_descendants, kill_marked
 
@@ -101,28 +100,36 @@ class GraderPool:
         tasks = [(function, dict(k)) for k in keywords]
         return list(self._threads.map(self._call_one, tasks))
 
-    def call_for_all(
-        self, function: str, keywords: Mapping[str, Any], size: int
-    ) -> list[float | Failure] | Failure:
-        """Call ``module:function`` once for ``size`` numbers, within their deadlines together."""
-        arguments = (function, dict(keywords), size)
-        task = self._threads.submit(self._run, "call_for_all", arguments, max(1, size) * self._timeout_s)
-        result = task.result()  # bounded: by the deadline of the answer and of a process to be free
-        if isinstance(result, Failure):
-            return result
-        return [math.nan if number is None else float(number) for number in result]
+    def call_for_each(
+        self, function: str, keywords: Iterable[Mapping[str, Any]], sizes: Sequence[int]
+    ) -> list[list[float] | Failure]:
+        """Call ``module:function`` with each set of keywords for so many numbers, several at a time, each
+        within the deadlines of its numbers together.
+        """
 
-    def call_together(self, function: str, keywords: Iterable[Mapping[str, Any]]) -> list[float | Failure]:
+        def one(call: Mapping[str, Any], size: int) -> list[float] | Failure:
+            result = self._run("call_for_all", (function, dict(call), size), self._limit_s(size))
+            return result if isinstance(result, Failure) else [number_of(number) for number in result]
+
+        return list(self._threads.map(one, keywords, sizes))
+
+    def call_together(
+        self, function: str, keywords: Iterable[Mapping[str, Any]], sizes: Sequence[int] | None = None
+    ) -> list[Any]:
         """Await the asynchronous ``module:function`` with each set of keywords, all at the same time in one
-        process, each within the deadline of an answer.
+        process, each within its deadline. Returns as `call`; with ``sizes`` as `call_for_each`.
         """
         calls = [dict(k) for k in keywords]
-        arguments = (function, calls, self._timeout_s)
-        task = self._threads.submit(self._run, "call_together", arguments, self._timeout_s + _TOGETHER_S)
-        result = task.result()  # bounded: as in `call_for_all`
+        limits = [self._limit_s(size) for size in sizes or [1] * len(calls)]
+        arguments = (function, calls, limits, sizes)
+        task = self._threads.submit(self._run, "call_together", arguments, max(limits) + _TOGETHER_S)
+        result = task.result()  # bounded: by the deadline of the answer and of a process to be free
         if isinstance(result, Failure):  # it blocked its event loop, so nothing is known of the others
             return [result] * len(calls)
-        return [number_of(status, value) for status, value in result]
+        return [result_of(status, value) for status, value in result]
+
+    def _limit_s(self, size: int) -> float:
+        return max(1, size) * self._timeout_s
 
     def check(self, function: str) -> Signature:
         """Return the signature of ``module:function``. Raises ValueError if it cannot be loaded."""
@@ -167,7 +174,7 @@ class GraderPool:
         result = self._run("call", task)
         if isinstance(result, Failure):
             return result
-        return math.nan if result is None else float(result)
+        return number_of(result)
 
     def _run(self, kind: str, arguments: tuple[Any, ...], timeout_s: float | None = None) -> Any:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s

@@ -27,8 +27,13 @@ class Signature:
     is_async: bool = False
 
 
-def number_of(status: str, value: Any) -> float | Failure:
-    """Return the number of one of several calls, NaN for none, or why it failed."""
+def number_of(value: float | None) -> float:
+    """Return what a process sends for a number; NaN for none."""
+    return math.nan if value is None else float(value)
+
+
+def result_of(status: str, value: Any) -> float | list[float] | Failure:
+    """Return the number or numbers of one of several calls, or why it failed."""
     if status != "ok":
         return Failure("timeout" if status == "timeout" else "error", value)
-    return math.nan if value is None else float(value)
+    return [number_of(number) for number in value] if isinstance(value, list) else number_of(value)

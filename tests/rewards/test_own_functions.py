@@ -18,7 +18,7 @@ from tests.support.patience import HANG_S
 from tests.support.reward_code import code_directory
 
 CODE = """
-import asyncio, time
+import asyncio, os, time
 
 def longest(completions, answer, finish_reason, source):
     assert finish_reason == ["stop", "length", "stop"] and source == "gsm8k"
@@ -70,6 +70,23 @@ def everything(completion, **rest):
 
 def right_steps(steps, answer, bonus=0.0):
     return [float("=" in step) + bonus for step in steps]
+
+waiting = []
+
+async def steps_together(steps, count):
+    waiting.append(steps)
+    while len(waiting) < count:  # for ever, where calls come one after the other
+        await asyncio.sleep(0.01)
+    return [1.0] * len(steps)
+
+async def slow_steps(steps):
+    if steps[0] == "slow":
+        await asyncio.sleep(60)
+    return [1.0] * len(steps)
+
+def process_of_steps(steps):
+    time.sleep(0.2)
+    return [float(os.getpid())] * len(steps)
 
 async def picky_steps(steps):
     if "?" in steps[-1]:
@@ -173,6 +190,27 @@ def test_steps_that_cannot_be_scored_are_nan_and_keep_their_ends(pool):
     ]  # fmt: skip
 
 
+def test_asynchronous_step_rewards_of_a_group_are_awaited_together(pool):
+    texts = [f"{i}\n\nb" for i in range(6)]
+    scores, scorer = scored(pool, "steps_together", texts, StepSettings("\n\n", "min"), {"count": 6})
+    assert scores.rewards.tolist() == [1.0] * 6, scorer.failures
+
+
+def test_step_rewards_that_are_not_asynchronous_use_all_processes(code):
+    with GraderPool(2, timeout_s=HANG_S, code_paths=[str(code)]) as pool:
+        scores, _ = scored(pool, "process_of_steps", ["a", "b", "c", "d"] * 2, StepSettings("\n\n", "min"))
+    assert len(set(scores.rewards.tolist())) == 2
+
+
+def test_each_sample_has_the_deadlines_of_its_own_steps(code):
+    """One step has 1 s; the other samples keep their scores, and the reason says which deadline it was."""
+    with GraderPool(1, timeout_s=1.0, code_paths=[str(code)]) as pool:
+        texts = ["slow", "a\n\nb", "slow\n\nb"]
+        scores, scorer = scored(pool, "slow_steps", texts, StepSettings("\n\n", "min"))
+    np.testing.assert_array_equal(scores.rewards, [np.nan, 1.0, np.nan])
+    assert scorer.failures["own"] == {"no result within 1 s": 1, "no result within 2 s": 1}
+
+
 def test_the_group_carries_the_rewards_of_steps_at_the_policys_tokens(code, tiny_model):
     """One token a character, and EOS: the steps end with tokens 4 and 6, the second sample's with 1."""
     function = {"function": "own_rewards:right_steps", "kind": "process", "reduce": "mean"}
@@ -226,7 +264,7 @@ def test_calls_of_all_groups_share_one_event_loop(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     slow, fast = {"completion": "slow"}, {"completion": "fast"}
-    first = child._call_together("kept_client:f", [slow, fast], 0.5)
+    first = child._call_together("kept_client:f", [slow, fast], [0.5, 0.5], None)
     assert first[0][0] == "timeout" and first[1] == ["ok", 1.0]
-    assert child._call_together("kept_client:f", [fast], HANG_S) == [["ok", 1.0]]
+    assert child._call_together("kept_client:f", [fast], [HANG_S], None) == [["ok", 1.0]]
     assert child._result("kept_client:f", fast) == 1.0

@@ -182,9 +182,9 @@ def memory_problems(
         share = shares.get(role, 1.0)
         limit = int(share * whole)
         if role != "rollout" and need.total > limit:
-            has = "has" if share == 1 else f"with `gpu_share` = {share:g} has"
+            having = "has" if share == 1 else f"with `gpu_share` = {share:g} has"
             problems.append(
-                f"{role}: {_needs(role)} {need.total / GIB:.1f} GiB and a {cluster.card.name} {has} "
+                f"{role}: {_needs(role)} {need.total / GIB:.1f} GiB and a {cluster.card.name} {having} "
                 f"{limit / GIB:.1f} GiB for it; {_remedy(role, config)}"
             )
     engine = memory["rollout"]
