@@ -11,17 +11,33 @@ import unicodedata
 
 _LONGEST = 20_000  # last characters that are searched
 _OPEN, _CLOSE = r"[\s*_`$(\[{\"'“]|\\\(|\\text(?:bf)?\{|\\mathrm\{", r"[)\]}*_`$\"'”]|\\\)"
+_SURELY = r"(?:therefore|thus|hence|then|clearly|indeed|definitely|obviously|simply|certainly)"
 _DECLARED = re.compile(
-    r"\b(?:answer|option|choice)\b[*_`\s]*(?:is|:|=|would\s+be|must\s+be|should\s+be)(?=\W)[*_`\s:]*"
+    r"\b(?:answer|option|choice)\b[*_`\s]*(?:[:=]|(?:is|would\s+be|must\s+be|should\s+be|has\s+to\s+be)(?=\W))"
+    rf"(?:\s*,?\s*{_SURELY}\b,?)?[*_`\s:]*"
     rf"(?P<stated>(?:(?:option|choice|letter)\s+)?(?P<open>(?:{_OPEN}){{0,6}})(?P<letter>[A-Z])(?![\w'’^])"
     rf"(?P<close>(?:{_CLOSE}){{0,6}}))?",
     re.IGNORECASE,
 )
-_BEFORE = re.compile(  # of the same sentence: it is not claimed, or not that it is right
-    r"\b(?:if|whether|suppose|assum\w+|unless|except|not|never|nor|doubt|wrong|incorrect|false|unlikely|cannot"
-    r"|least|worst|who|which\s+says|claims?|think\s+that\s+the)\b|n['’]t\b",
+_REVERSED = re.compile(  # "(B) is the correct answer"
+    rf"(?<![\w'’^\\])(?P<open>(?:{_OPEN}){{0,6}})(?P<letter>[A-Z])(?![\w'’^])(?P<close>(?:{_CLOSE}){{0,6}})"
+    rf"\s+is,?\s+(?:{_SURELY},?\s+)?the\s+(?:only\s+)?(?:correct|right|best)\s+(?:answer|option|choice)\b"
+)
+_BEFORE = re.compile(  # of the same clause: it is not claimed, or not that it is right
+    r"\b(?:if|whether|unless|except|not|never|nor|wrong|incorrect|false|unlikely|cannot|least|worst)\b|n['’]t\b",
     re.IGNORECASE,
 )
+_SUPPOSED = re.compile(  # of the same sentence: somebody else's claim, or one that is made to be tried
+    r"\b(?:suppos\w+|assum\w+|imagin\w+|doubt\w*|who|says?|said|claim\w*|thinks?|thought|believ\w+|argu\w+"
+    r"|conclude\s+that\s+the|would\s+(?:have|mean|imply)|were)\b",
+    re.IGNORECASE,
+)
+_REASONED = re.compile(  # what precedes gives reasons, and does not restrict the conclusion
+    r".*[,;:–—]\s*(?:and\s+)?(?:so|therefore|thus|hence|consequently|which\s+means|this\s+means)\b"
+    r"|[^A-Za-z]*(?:(?:so|and|but)\W+)?(?:since|because|as|given)\b.*,",
+    re.IGNORECASE | re.DOTALL,
+)
+_WITH_ANOTHER = re.compile(r"(?:\b(?:or|and|nor|neither|either|both|than)|[/&+,=<>-])\s*$", re.IGNORECASE)
 _ANOTHER = re.compile(
     r"\W*(?:(?:or|and|nor|to|through|but|if|unless)\b|[/&+=<>^-]\s*\w|,\s*\W?[A-Za-z]\b(?!\s\w))"
 )
@@ -41,25 +57,43 @@ def stated_choice(text: str) -> str | None:
         "A is wrong. The answer is (B), since ..."   "B"
         "The answer is B or C."                      None
         "The answer is not B."                       None
+        "If x = 2, y = 1, so the answer is (B)."     "B"
+        "(B) is the correct answer."                 "B"
 
     The last sentence of the form decides, also if it states no letter: it may take back an earlier one.
     """
     text = unicodedata.normalize("NFKC", text[-_LONGEST:])
-    last = max(_DECLARED.finditer(text), key=re.Match.start, default=None)
+    last = _last_statement(text)
     if last is None or last["letter"] is None:
         return None
     before, rest = text[max(0, last.start() - _LOOKS_BACK) : last.start()], text[last.end() :]
-    if _BEFORE.search(re.split(r"[.!?\n]", before)[-1]):
+    sentence = re.split(r"[.!?\n]", before)[-1]
+    clause = sentence[found.end() :] if (found := _REASONED.match(sentence)) else sentence
+    if _SUPPOSED.search(sentence) or _BEFORE.search(clause):
+        return None
+    if last.re is _REVERSED and _WITH_ANOTHER.search(before):
         return None
     if _ANOTHER.match(rest) or _TAKEN_BACK.search(rest[:_LOOKS_AHEAD]):
         return None
     marked = bool(last["close"]) or "(" in last["open"]
+    if last.re is _REVERSED:
+        return last["letter"].upper() if marked or last["letter"] not in "AI" else None
     if not _ends(rest, marked):
         return None
     letter = last["letter"]
     if letter.islower() and not marked and (letter in "ai" or rest.strip() not in ("", ".")):
         return None  # an article, a variable
     return letter.upper()
+
+
+def _last_statement(text: str) -> re.Match[str] | None:
+    """Return the last match of `_DECLARED` or `_REVERSED`, whichever ends last."""
+    declared = max(_DECLARED.finditer(text), key=re.Match.start, default=None)
+    reversed_ = max(_REVERSED.finditer(text), key=re.Match.start, default=None)
+    # The word "answer" at the end of the one may begin the other: "B is the correct answer: 5 cm".
+    if declared and reversed_:
+        return declared if declared.start() >= reversed_.end() else reversed_
+    return declared or reversed_
 
 
 def _ends(rest: str, marked: bool) -> bool:

@@ -65,7 +65,7 @@ class OwnFunction:
         if self._takes_group:
             size = len(group.completions)
             (result,) = self._pool.call_for_each(self._path, [self._for_group(group)], [size])
-            return (result if isinstance(result, list) else [result] * len(group.completions)), None
+            return ([result] * size if isinstance(result, Failure) else [*result]), None
         calls = [self._for_sample(group, i) for i in range(len(group.completions))]
         if self._signature.is_async:
             return self._pool.call_together(self._path, calls), None

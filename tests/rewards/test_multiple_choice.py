@@ -1,5 +1,6 @@
 """The math grader on multiple choice: the letter counts in any markup."""
 
+import re
 import time
 
 import pytest
@@ -61,7 +62,34 @@ STATED = [
     "The answer is Ｂ。",
     "I doubt A. The answer is B.",
     "The answer is b.",
+    "If x = 3, then 2x = 6, so the answer is B.",
+    "If n is odd, n + 1 is even; therefore, the answer is (B).",
+    "It can't be A, so the answer is B.",
+    "Since A and C are not possible, the answer is B.",
+    "Because it is not prime, the correct option is (B).",
+    "As x is never negative, the answer must be B.",
+    "And since the sum isn't 4, the correct answer is B.",
+    "The answer is therefore B.",
+    "The answer is, thus, (B).",
+    "The answer is clearly B",
+    "The correct answer has to be B.",
+    "(B) is the correct answer.",
+    "Option B is the correct choice.",
+    "**B** is therefore the right answer.",
+    "C is wrong. B is the correct answer: 5 cm",
+    "The answer is A? Let me see. B is the only correct option.",
 ]
+# What public evaluations extract, by their own expressions (simple-evals `common.py`, MMLU-Pro
+# `compute_accuracy.py`); what hedges is in `NOT_STATED`.
+EXTRACTED = {
+    r"(?i)Answer[ \t]*:[ \t]*\$?([A-D])\$?": ["Answer: B", "answer : $B$", "ANSWER:B", "x = 1\n\nAnswer: B"],
+    r"answer is \(?([A-J])\)?": [
+        "the answer is (B)",
+        "The correct answer is B.",
+        "So the answer is (B) 3 m.",
+    ],
+    r".*[aA]nswer:\s*([A-J])": ["Final answer: B", "My answer:\nB", "Answer:   B."],
+}
 NOT_STATED = [
     "The answer is B or C.",
     "The answer is B and C",
@@ -96,6 +124,26 @@ NOT_STATED = [
     "The answer is (B) is wrong",
     "The answer is B to D",
     "the answer is B unless it is C",
+    "If x = 3, the answer is B.",
+    "Suppose x = 3, so the answer is B.",
+    "Assume that A is false, so the answer is B.",
+    "Bob says x = 3, so the answer is B.",
+    "One might think x = 3, so the answer is B.",
+    "x = 3, so the answer is not B.",
+    "x = 3, so if y = 1 the answer is B.",
+    "Since x = 3, the answer isn't B.",
+    "x = 3, which would mean the answer is B.",
+    "A or B is the correct answer.",
+    "Neither A nor B is the correct answer.",
+    "If x = 3, B is the correct answer.",
+    "It is not clear that B is the correct answer.",
+    "Is it true that B is the correct answer?",
+    "B is the correct answer? No.",
+    "B is the correct answer. Wait, no, C.",
+    "x > B is the correct answer",
+    "B is not the correct answer.",
+    "The student thought B is the correct answer.",
+    "f(B) = B is the correct answer",
 ]
 
 
@@ -110,6 +158,12 @@ def test_a_sentence_that_states_a_letter_needs_no_box(text):
 def test_a_sentence_that_hedges_negates_or_takes_back_states_nothing(text):
     assert stated_choice(text) is None
     assert grade(text, "B").outcome != "correct"
+
+
+@pytest.mark.parametrize("pattern", EXTRACTED)
+def test_what_public_evaluations_extract_from_plain_statements_is_extracted_here(pattern):
+    for text in EXTRACTED[pattern]:
+        assert re.findall(pattern, text)[-1] == stated_choice(text) == "B", text
 
 
 def test_an_article_or_a_variable_is_no_option():
