@@ -41,22 +41,10 @@ bench: $(READY)
 gpu-check: $(READY)
 	$(BIN)/grpo-dist gpu-check $(ARGS)
 
-# $(call both,FIRST,SECOND) runs both commands and fails if either fails. pytest returns 5 when ARGS select no test; one of
-# the two may have none.
-define both
-@trap 'exit 130' INT; first=0; second=0; set -x; \
-$(1) || first=$$?; \
-$(2) || second=$$?; \
-{ set +x; } 2> /dev/null; \
-case $$first,$$second in 0,0 | 0,5 | 5,0) ;; *) echo "failed: exit codes $$first and $$second"; exit 1 ;; esac
-endef
-
-# The second half has the tests that start engines, ranks or clusters, which have processes of their own: two at once
-# fill two cores. Python keeps what it compiled: the suite starts a thousand processes.
+# Both halves of the suite at once. Python keeps what it compiled: the suite starts a thousand processes.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(READY)
-	$(call both,$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not evidence and not machine" $(ARGS),\
-	    $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "machine and not evidence" $(ARGS))
+	$(BIN)/python -m tests.support.halves $(ARGS)
 
 # A real job whose parts are killed, stopped, cut off and starved, 20 events of each kind: hours on two cores. Shorter:
 # make chaos ARGS="--each 2 --only 'SIGKILL rollout' --only 'disk full'"

@@ -44,9 +44,9 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The second half of `make test` reads only files that have some of its tests."""
-    of_second_half = config.option.markexpr.startswith("machine and")
-    if of_second_half and collection_path.match("test_*.py"):
+    """The half of `make test` with clusters reads only files that have some of its tests."""
+    of_that_half = config.option.markexpr.startswith("machine and")
+    if of_that_half and collection_path.match("test_*.py"):
         return "mark.machine" not in collection_path.read_text() or None
     return None
 

@@ -1,0 +1,77 @@
+"""`make test` runs both halves of the suite at once and fails if either fails."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.documents import ROOT
+from tests.support.patience import HANG_S, wait_until
+
+# Takes pytest's place in both halves. Each waits until the other has started, too.
+_STUB = """#!/bin/sh
+case "$*" in *"not machine"*) half=others code=$OTHERS ;; *) half=clusters code=$CLUSTERS ;; esac
+trap 'echo interrupted >> "$DIRECTORY/$half"; exit 2' INT
+echo "$*" > "$DIRECTORY/$half"
+until [ -e "$DIRECTORY/others" ] && [ -e "$DIRECTORY/clusters" ]; do sleep 0.1; done
+while [ "$code" = wait ]; do sleep 0.1; done
+echo "report of $half"
+echo "error of $half" >&2
+exit "$code"
+"""
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """Start the halves with a stand-in for Python that returns the given codes."""
+    stub = tmp_path / "python"
+    stub.write_text(_STUB)
+    stub.chmod(0o755)
+    program = (
+        f"import sys; from tests.support import halves; sys.exit(halves.main(['-k', 'loss'], {str(stub)!r}))"
+    )
+
+    def begin(clusters, others):
+        own = {"CLUSTERS": str(clusters), "OTHERS": str(others), "DIRECTORY": str(tmp_path)}
+        return subprocess.Popen(
+            [sys.executable, "-c", program], cwd=ROOT, env=os.environ | own, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("clusters", "others", "fails"),
+    [(0, 0, False), (0, 5, False), (5, 0, False), (1, 0, True), (0, 1, True), (2, 5, True), (5, 5, True)],
+)
+def test_both_halves_run_at_once_and_the_exit_code_reports_a_failure_of_either(
+    begun, tmp_path, clusters, others, fails
+):
+    """pytest returns 5 when no test is selected, which one half may do."""
+    process = begun(clusters, others)
+    output, _ = process.communicate(timeout=HANG_S)
+    assert process.returncode == int(fails), output
+    lines = output.splitlines()
+    assert set(lines[:2]) == {"report of clusters", "error of clusters"}
+    assert set(lines[3:5]) == {"report of others", "error of others"}, "the second half after the first"
+    assert lines[5:] == ([f"failed: exit codes {clusters} and {others}"] if fails else [])
+    calls = [(tmp_path / half).read_text() for half in ("clusters", "others")]
+    assert all("-m pytest -n 2 --dist loadfile --no-loadscope-reorder" in call for call in calls)
+    assert calls[0].endswith("-m machine and not evidence -k loss\n")
+    assert calls[1].endswith("-m not machine and not evidence -k loss\n"), "every test is in one of them"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_ends_both_halves(begun, tmp_path, number):
+    process = begun("wait", "wait")
+    files = [tmp_path / half for half in ("clusters", "others")]
+    wait_until(
+        lambda: all(file.exists() and file.stat().st_size for file in files), "the halves did not start"
+    )
+    process.send_signal(number)
+    process.communicate(timeout=HANG_S)
+    assert process.returncode == 130
+    assert all(file.read_text().endswith("interrupted\n") for file in files)

@@ -1,0 +1,77 @@
+"""``python -m tests.support.halves [ARGUMENTS OF PYTEST]``: both halves of the suite, at the same time.
+
+Tests that start engines, ranks or clusters wait for processes; the other tests compute meanwhile, so that no
+core is idle. Each half has its own processes: a test that checks its process for leftovers finds no cluster.
+
+    clusters, 2 at once  |---------------------------------|  printed as it comes
+    the others, 2 at once |----------------------------|......  printed afterwards
+
+Exit code 0: both passed. pytest returns 5 when ARGUMENTS select no test; one of the halves may have none.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import BinaryIO
+
+HALVES = ("machine and not evidence", "not machine and not evidence")
+_PYTEST = ["-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-m"]
+_NONE = 5  # pytest selected no test
+_POLL_S = 0.2
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str], python: str = sys.executable) -> int:
+    """Run both halves; return 0 if none failed, 1 if one did, 130 after an interrupt."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    with tempfile.TemporaryFile() as output:
+        first, second = (
+            subprocess.Popen([python, *_PYTEST, marks, *arguments], stdout=out, stderr=err, process_group=0)
+            for marks, out, err in zip(HALVES, (None, output), (None, subprocess.STDOUT), strict=True)
+        )
+        try:
+            while first.poll() is None:
+                time.sleep(_POLL_S)
+            print("the other half:", flush=True)
+            _follow(output, second)
+        except KeyboardInterrupt:
+            _interrupt(first, second)
+            return _INTERRUPTED
+    codes = first.returncode, second.returncode
+    if codes in ((0, 0), (0, _NONE), (_NONE, 0)):
+        return 0
+    print(f"failed: exit codes {codes[0]} and {codes[1]}", flush=True)
+    return 1
+
+
+def _follow(output: BinaryIO, process: subprocess.Popen[bytes]) -> None:
+    """Print ``output`` until ``process``, which writes it, has ended."""
+    at, running = 0, True
+    while running:
+        running = process.poll() is None  # before reading: what it wrote until then is read
+        while found := os.pread(output.fileno(), 1 << 16, at):  # its writing position is shared, so no seek
+            sys.stdout.buffer.write(found)
+            sys.stdout.flush()
+            at += len(found)
+        time.sleep(_POLL_S if running else 0)
+
+
+def _interrupt(*halves: subprocess.Popen[bytes]) -> None:
+    """Interrupt each half once, as a terminal would. pytest then ends its workers and their clusters."""
+    for half in halves:
+        with suppress(ProcessLookupError):
+            os.killpg(half.pid, signal.SIGINT)
+    for half in halves:
+        half.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
