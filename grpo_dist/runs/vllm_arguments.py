@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def call_format_problems(environments: EnvironmentsConfig) -> Iterator[str]:
     if is_known(name):
         return
     try:
-        parsers = _answer("actors.workers.tool_calls", "environments.call_format", None)
+        parsers = _tool_parsers()
     except ValueError as error:
         yield str(error)
         return
@@ -53,6 +54,12 @@ def call_format_problems(environments: EnvironmentsConfig) -> Iterator[str]:
         near = difflib.get_close_matches(name, parsers, n=1)
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(parsers)}"
         yield f"`environments.call_format` = {name}: vLLM has no such tool parser (code needs none); {hint}"
+
+
+@cache  # a process of its own takes seconds to import vLLM
+def _tool_parsers() -> tuple[str, ...]:
+    """Return the names of vLLM's tool parsers. Raises ValueError where vLLM does not answer."""
+    return tuple(_answer("actors.workers.tool_calls", "environments.call_format", None))
 
 
 def _answer(module: str, key: str, question: Any) -> Any:

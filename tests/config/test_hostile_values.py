@@ -181,7 +181,7 @@ _VALUES = st.recursive(
 _KEYS = [key for key, _ in _fields(Config)] + ["model", "data", "data.train.0", "defaults", "algorithm"]
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(key=st.sampled_from(_KEYS), value=_VALUES)
 def test_any_text_in_a_file_is_read_or_refused(path, key, value):
     """Only UserError is raised; what is read can be written and read again."""
@@ -209,7 +209,7 @@ def _load(path, dump_config):
         raise AssertionError(f"{type(error).__name__}: {error}") from error
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     text=st.binary(max_size=60) | st.text("{}[]:,&*!|>'\"-?# \n\tab${}.0~<%@`", max_size=40).map(str.encode)
 )
@@ -219,7 +219,7 @@ def test_any_bytes_in_a_file_are_read_or_refused(path, text):
         load_config(path)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     key=st.sampled_from(_KEYS) | st.text(max_size=10), value=st.text(max_size=20), sign=st.sampled_from("=+")
 )

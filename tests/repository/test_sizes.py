@@ -3,16 +3,23 @@
 import ast
 import tomllib
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 from tests.support.documents import ROOT
 
 FILES = sorted([*ROOT.glob("grpo_dist/**/*.py"), *ROOT.glob("actors/**/*.py")])
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
+
+
+@cache  # parsed where the tests run, not in every process that collects them
+def trees():
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def nodes(kind):
-    return [(path, node) for path, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, kind)]
+    return [
+        (path, node) for path, tree in trees().items() for node in ast.walk(tree) if isinstance(node, kind)
+    ]
 
 
 def functions(body):

@@ -19,7 +19,7 @@ FILE = "file"
 
 # How many members of each family a run of the suite has.
 FAMILIES = {
-    "whole runs": 2,  # each has features of its own; test_end_to_end.py has those of every run
+    "whole runs": 1,  # each has features of its own; test_end_to_end.py has those of every run
     "same numbers": 1,  # ways to run, and interruptions, that change no number of a run
     "other packages": 1,  # whole runs on environments of other packages
     "gpu-check engines": 1,  # lines of `gpu-check` with engines

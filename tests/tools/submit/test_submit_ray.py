@@ -16,7 +16,7 @@ from grpo_dist.config.files import load_config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.submit import code, ray_jobs
 from grpo_dist.tools.submit.job import Job
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, wait_until
 from tests.support.submitted import command, config_in, health, ray_head, until
 
 pytestmark = [pytest.mark.machine, pytest.mark.long]
@@ -42,6 +42,7 @@ def ended(number, frame):
     sys.exit(75)
 signal.signal(signal.SIGTERM, ended)
 print("DRIVER", json.dumps(told), flush=True)
+pathlib.Path(config.output_dir, "begun").touch()
 while True:
     time.sleep(0.1)
 """
@@ -94,7 +95,7 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, 
         assert job == f"{Job(load_config(path), path, ()).name}-1"
         assert "of-mine-alone" not in said + (run / "submitted.json").read_text()
 
-        printed = until(lambda: driver_said(run), lambda: outside("status", run))
+        printed = driver_said(run)
         # The uploaded code, not the installed one.
         assert Path(printed["code"]).is_relative_to(printed["here"])
         assert (printed["steps"], printed["run"]) == (2, str(project / "runs"))
@@ -115,8 +116,9 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, 
         (run / "submitted.json").unlink()  # as on another machine
         assert outside(*submit)[0] == 0
         assert json.loads((run / "submitted.json").read_text())["job"] == f"{job[:-2]}-2"
-        until(lambda: driver_said(run), "the second job says nothing")
+        assert driver_said(run)["run"] == printed["run"]
         outside("stop", run)
+        outside("logs", "--follow", run)
         until(lambda: "STOPPED" in outside("status", run)[1], "not stopped")
 
         status, said = outside("status", run, RAY_AUTH_TOKEN="0" * 32)
@@ -124,8 +126,15 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, 
 
 
 def driver_said(run):
-    lines = [line for line in outside("logs", run)[1].splitlines() if line.startswith("DRIVER ")]
-    return json.loads(lines[0].removeprefix("DRIVER ")) if lines else None
+    """Wait for the driver by its mark, because every command imports Ray; return what it printed."""
+    mark = run.parent / "begun"
+    wait_until(mark.exists, lambda: str(outside("status", run)))
+    mark.unlink()
+    said = until(
+        lambda: "DRIVER " in (said := outside("logs", run)[1]) and said, "the driver's line is not in its log"
+    )
+    (line,) = [line for line in said.splitlines() if line.startswith("DRIVER ")]
+    return json.loads(line.removeprefix("DRIVER "))
 
 
 def test_a_dry_run_shows_the_request_and_no_secret(project, capsys, monkeypatch):
