@@ -65,8 +65,13 @@ def test_both_halves_run_at_once_and_the_exit_code_reports_a_failure_of_either(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupt_ends_both_halves(begun, tmp_path, number):
-    process = begun("wait", "wait")
+def test_an_interrupt_ends_both_halves_also_in_the_background(begun, tmp_path, number):
+    """A shell starts a background job with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = begun("wait", "wait")
+    finally:
+        signal.signal(signal.SIGINT, before)
     files = [tmp_path / half for half in ("clusters", "others")]
     wait_until(
         lambda: all(file.exists() and file.stat().st_size for file in files), "the halves did not start"

@@ -30,7 +30,11 @@ _INTERRUPTED = 130
 
 def main(arguments: Sequence[str], python: str = sys.executable) -> int:
     """Run both halves; return 0 if none failed, 1 if one did, 130 after an interrupt."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # a shell's background job ignores the first
         signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryFile() as output:
         first, second = (

@@ -1,5 +1,6 @@
 """Runs submitted to a Ray cluster from outside: a real head with a job server and a token."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -62,40 +63,62 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
-_COMMAND = """
-import sys
+# Imports Ray once, and forks a process for each command: Ray reads its token once per process.
+_COMMANDS = """
+import json, os, sys
+import ray.job_submission
 from grpo_dist.cli import main
 from grpo_dist.tools.submit import ray_jobs
 ray_jobs._ENTRYPOINT = "python rewards/driver.py"
-sys.exit(main(sys.argv[1:]))
+for line in sys.stdin:
+    arguments, environment, path = json.loads(line)
+    if (child := os.fork()) == 0:
+        for stream in (1, 2):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        os.environ.update(environment)
+        sys.exit(main(arguments))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def outside(*arguments, **environment):
-    """Return exit status and output of a command in its own process: Ray reads its token once per process."""
-    done = subprocess.run(
-        [sys.executable, "-c", _COMMAND, *map(str, arguments)],
-        env=os.environ | environment,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANG_S,
-    )  # fmt: skip
-    return done.returncode, done.stdout
+@pytest.fixture
+def outside(tmp_path_factory):
+    """Return exit status and output of a command in its own process."""
+    place, count, parents = tmp_path_factory.mktemp("outputs"), itertools.count(), []
+
+    def run(*arguments, **environment):
+        if not parents:  # with the variables of the first command
+            command = [sys.executable, "-c", _COMMANDS]
+            parents.append(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+        said = place / str(next(count))
+        parents[0].stdin.write(json.dumps([[*map(str, arguments)], environment, str(said)]) + "\n")
+        parents[0].stdin.flush()
+        return int(parents[0].stdout.readline()), said.read_text()
+
+    yield run
+    for parent in parents:
+        parent.stdin.close()
+        parent.wait(HANG_S)
 
 
-def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, monkeypatch):
+def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, monkeypatch, outside):
     monkeypatch.setenv("MY_VARIABLE", "of-mine-alone")
     path, run = config_in(project), project / "runs/tiny"
     submit = ("submit", path, "--to", "ray", "--env", "MY_VARIABLE", "rewards.code_paths=[rewards]")
     with ray_head(project) as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        assert health(**environment | {"RAY_ADDRESS": environment["GCS_ADDRESS"]}) == 0
+        own = environment | {"RAY_ADDRESS": environment["GCS_ADDRESS"]}
+        until(lambda: health(**own) == 0, "unhealthy")  # it gives Ray 25 s, and is repeated in a container
         status, said = outside(*submit)
         assert status == 0, said
         job = json.loads((run / "submitted.json").read_text())["job"]
         assert job == f"{Job(load_config(path), path, ()).name}-1"
         assert "of-mine-alone" not in said + (run / "submitted.json").read_text()
 
-        printed = driver_said(run)
+        printed = driver_said(run, outside)
         # The uploaded code, not the installed one.
         assert Path(printed["code"]).is_relative_to(printed["here"])
         assert (printed["steps"], printed["run"]) == (2, str(project / "runs"))
@@ -116,7 +139,7 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, 
         (run / "submitted.json").unlink()  # as on another machine
         assert outside(*submit)[0] == 0
         assert json.loads((run / "submitted.json").read_text())["job"] == f"{job[:-2]}-2"
-        assert driver_said(run)["run"] == printed["run"]
+        assert driver_said(run, outside)["run"] == printed["run"]
         outside("stop", run)
         outside("logs", "--follow", run)
         until(lambda: "STOPPED" in outside("status", run)[1], "not stopped")
@@ -125,7 +148,7 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, 
         assert status == 2 and "token" in said.lower()
 
 
-def driver_said(run):
+def driver_said(run, outside):
     """Wait for the driver by its mark, because every command imports Ray; return what it printed."""
     mark = run.parent / "begun"
     wait_until(mark.exists, lambda: str(outside("status", run)))
