@@ -19,6 +19,7 @@ from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.bottleneck import STAGES, reason
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
+from grpo_dist.tools.plan.elastic import elastic_lines
 from grpo_dist.tools.plan.engine_memory import is_quantised
 from grpo_dist.tools.plan.memory import USABLE, Sizes, expert_bytes
 from grpo_dist.tools.plan.models import ModelShape
@@ -57,6 +58,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     failures = rank_failures_of(shown, plan.setting) is not None
     print_lines(console, [*_slow(shown), *_summary(shown, plan.setting)])
     print_lines(console, plan.whole.lines(price=cluster.price, failures=failures))
+    print_lines(console, elastic_lines(shown))
     print_lines(console, warnings(shown, plan.setting))
     if plan.found:
         console.print(splits_table(plan))

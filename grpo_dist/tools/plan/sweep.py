@@ -153,6 +153,7 @@ def _splits(config: Config, setting: Setting) -> Iterator[Changes]:
                 yield {
                     "rollout.tensor_parallel_size": size,
                     "rollout.num_workers": engines,
+                    "rollout.max_workers": engines,
                     "policy.num_workers": ranks,
                     "cluster.placement": "separate",
                 }
@@ -161,6 +162,7 @@ def _splits(config: Config, setting: Setting) -> Iterator[Changes]:
                 yield {
                     "rollout.tensor_parallel_size": size,
                     "rollout.num_workers": engines,
+                    "rollout.max_workers": engines,
                     "policy.num_workers": ranks,
                     "cluster.placement": "colocated",
                 }

@@ -1,0 +1,46 @@
+"""`grpo-dist plan` with engines that join: what each number of them gives."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from grpo_dist.config.files import load_config
+from grpo_dist.tools.plan.command import make_plan
+from grpo_dist.tools.plan.elastic import _counts, elastic_lines
+from grpo_dist.tools.plan.report import print_plan
+
+GPU = str(Path(__file__).resolve().parents[3] / "configs/gsm8k_qwen2.5_1.5b.yaml")
+
+
+@pytest.mark.parametrize(
+    "least, most, rows",
+    [(1, 1, [1]), (1, 3, [1, 2, 3]), (2, 8, [2, 4, 8]), (1, 1000, [1, 2, 4, 8, 1000])],
+)
+def test_the_rows_double_and_end_with_the_most_engines(least, most, rows):
+    assert _counts(least, most) == rows
+
+
+def plan(*overrides):
+    own = ["policy.num_workers=4", "cluster.placement=separate", *overrides]
+    return make_plan(load_config(GPU, own), "1x8xH100", splits="none")
+
+
+def test_a_plan_prices_each_number_of_engines_that_may_serve():
+    made = plan("rollout.num_workers={min: 1, max: 3}")
+    lines = elastic_lines(made.simulated)
+    assert [line.split(" engine(s)")[0] for line in lines] == [f"elastic: {n}" for n in (1, 2, 3)]
+    seconds = [float(line.split(": ")[2].split(" s a step")[0].replace(",", "")) for line in lines]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+    cost = [float(line.split("; ")[1].split()[0].replace(",", "")) for line in lines]
+    held = [made.simulated.option.roles.gpus + extra for extra in (0, 1, 2)]
+    assert cost == pytest.approx([gpus * s for gpus, s in zip(held, seconds, strict=True)], rel=0.02)
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_plan(made, console)
+    printed = " ".join(console.export_text().split())
+    assert [line for line in lines if line not in printed] == []
+
+
+def test_a_fixed_number_of_engines_has_no_such_rows():
+    assert elastic_lines(plan("rollout.num_workers=2").simulated) == []
