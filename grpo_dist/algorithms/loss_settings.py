@@ -20,6 +20,8 @@ SELECTION_SETTINGS: dict[str, tuple[str, ...]] = {
     "clip_cov": ("cov_share", "cov_low", "cov_high"),
     "kl_cov": ("cov_share",),
 }
+# Losses through whose terms a token gives gradient to others: they take the tokens that no rule removed.
+MEANS_OF_KEPT = ("gmpo",)
 # All settings that `algorithm` has for one loss or another.
 LOSS_SPECIFIC = tuple(
     dict.fromkeys(

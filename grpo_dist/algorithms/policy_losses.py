@@ -3,7 +3,7 @@ up (`ratios.ratio_stats`).
 
 All take log-probs in nats, advantages and a mask; what stands where the mask is False, NaN included, reaches
 neither loss nor gradient. Keywords are a loss's own settings; `loss_settings` names them. clip_cov and kl_cov
-also take which tokens were selected over the whole update.
+also take which tokens were selected over the whole update, gmpo which tokens no rule removed.
 
     loss             ratio            what bounds a step
     policy_gradient  none, always 1   nothing: on-policy

@@ -45,6 +45,7 @@ def gmpo(
     old_logprobs: Float[Tensor, "B T"],
     advantages: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
+    kept: Bool[Tensor, "B T"] | None = None,
     *,
     clip_low: float | int = 0.4,
     clip_high: float | int = 0.4,
@@ -53,9 +54,15 @@ def gmpo(
 
     GMPO (Zhao et al. 2025, arXiv:2507.20673), equation 4. The bounds are on log r: above ``clip_high`` where
     A > 0, below -``clip_low`` where A < 0 (the paper clips r to exp(-0.4) and exp(0.4)).
+
+    ``kept``: tokens of the mean, those that no rule or cut has removed; None: all of ``mask``. A removed
+    token is not in the mean, so that it has no gradient through the terms of the others. With none kept the
+    mean is 1.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     low, high = (advantages < 0) & (log_ratio < -clip_low), (advantages > 0) & (log_ratio > clip_high)
     clipped = torch.where(high, clip_high, torch.where(low, -clip_low, log_ratio))
-    ratio = bounded_exp(sequence_mean(clipped, mask).expand_as(clipped), advantages != 0)
+    of_mean = mask if kept is None else mask & kept
+    mean = sequence_mean(torch.where(of_mean, clipped, 0.0), of_mean)
+    ratio = bounded_exp(mean.expand_as(clipped), advantages != 0)
     return -ratio * advantages, ratio_stats(log_ratio, mask, low=low, high=high)

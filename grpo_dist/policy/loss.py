@@ -26,7 +26,7 @@ from torch import Tensor
 from grpo_dist.algorithms.aggregation import aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.lookup import named
-from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS, SELECTION_SETTINGS
+from grpo_dist.algorithms.loss_settings import MEANS_OF_KEPT, POLICY_LOSS_SETTINGS, SELECTION_SETTINGS
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.algorithms.ratios import LOG_LIMIT
@@ -161,9 +161,11 @@ def _policy_term(
     weights, kept_stats = _with_masks(logprobs.detach(), old, weights, batch, settings)
     advantages = _without_overflow(batch.advantages, logprobs.detach() - old, weights, batch.loss_mask)
     if settings.policy_loss in POLICY_LOSSES:
-        selection = (batch.selected,) if settings.policy_loss in SELECTION_SETTINGS else ()
+        chosen = (batch.selected,) if settings.policy_loss in SELECTION_SETTINGS else ()
+        if settings.policy_loss in MEANS_OF_KEPT:
+            chosen = (weights != 0,)
         token_losses, stats = POLICY_LOSSES[settings.policy_loss](
-            logprobs, old, advantages, batch.loss_mask, *selection, **_own_settings(settings)
+            logprobs, old, advantages, batch.loss_mask, *chosen, **_own_settings(settings)
         )
     else:
         inputs = PolicyLossInputs(logprobs, old, batch.rollout_logprobs, advantages, batch.loss_mask)

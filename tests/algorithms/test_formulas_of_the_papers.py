@@ -110,6 +110,28 @@ def test_a_policy_loss_and_its_gradient_are_those_of_the_paper(name, settings, s
         assert gradient[row][mask[row]].tolist() == pytest.approx(by_differences, rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_gmpo_without_removed_tokens_is_the_paper_s_formula_of_the_others(seed):
+    """What a rule removes is a constant: neither value nor gradient of the others depend on it."""
+    made, rng = sequences(seed), np.random.default_rng(seed)
+    stays = [rng.random(len(own[0])) < 0.7 for own in made]
+    new, mask = padded([own[0] for own in made])
+    old, advantages = (padded([own[i] for own in made])[0] for i in (1, 2))
+    kept = torch.zeros_like(mask)
+    kept[mask] = torch.from_numpy(np.concatenate(stays))
+    new.requires_grad_()
+    losses, _ = POLICY_LOSSES["gmpo"](new, old, advantages, mask, kept)
+    (gradient,) = torch.autograd.grad((losses * kept).sum(), new)
+    assert not gradient[~kept].any()
+    for row, (own, keep) in enumerate(zip(made, stays, strict=True)):
+        if keep.any():
+            left = [values[keep] for values in own]
+            expected = loss_of(papers.gmpo, left[0], left[0], left[1], left[2], {})
+            assert losses[row][kept[row]].tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+            by_differences = slopes(papers.gmpo, *left, {})
+            assert gradient[row][kept[row]].tolist() == pytest.approx(by_differences, rel=1e-5, abs=1e-7)
+
+
 def test_the_settings_are_those_that_the_formulas_know():
     """A setting that a loss has and its formula has not would be compared at its default alone."""
     for name, formula in papers.POLICY_LOSSES.items():

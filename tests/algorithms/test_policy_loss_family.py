@@ -95,6 +95,19 @@ def test_gmpo_clips_tokens_before_their_mean():
     close(gradient, row(s, s, 0.0), 1e-12)
 
 
+def test_gmpo_is_the_mean_of_the_kept_tokens_alone():
+    """The second token is removed: two tokens are left, and each has half of the gradient of each term."""
+    new = row(0.1, 0.9, -0.3).requires_grad_()
+    mask, kept = torch.ones(1, 3, dtype=torch.bool), torch.tensor([[True, False, True]])
+    losses, _ = gmpo(new, torch.zeros_like(new), row(2.0, 2.0, 2.0), mask, kept)
+    s = math.exp((0.1 - 0.3) / 2)
+    close(losses[kept].detach(), row(-2 * s, -2 * s)[0], 1e-12)
+    (gradient,) = torch.autograd.grad(losses[kept].sum(), new)
+    close(gradient, row(-2 * s, 0.0, -2 * s), 1e-12)
+    nothing, _ = gmpo(new, torch.zeros_like(new), row(2.0, 2.0, 2.0), mask, ~mask)
+    assert nothing.tolist() == [[-2.0] * 3]
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @pytest.mark.parametrize("advantage", [1.5, -0.5, 0.0])
 def test_on_policy_every_loss_has_the_policy_gradient(name, advantage):

@@ -37,13 +37,9 @@ def test_a_masked_nan_is_in_no_mode_of_aggregation(mode, expected):
     assert found == expected
 
 
-LOSSES = (
-    "policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "gspo", "gmpo", "dro", "kimi15",
-    "topr", "topr_token", "vespo",
-)  # fmt: skip
 EVERY = [
-    *({"policy_loss": loss} for loss in LOSSES),
-    *({"kl_estimator": kl} for kl in ("k1", "k2", "k3", "k1+", "k3+", "abs")),
+    *({"policy_loss": loss} for loss in POLICY_LOSSES),
+    *({"kl_estimator": kl} for kl in KL_ESTIMATORS),
     *({"aggregation": mode} for mode in MODES),
     {"correction_kind": "tis", "correction_level": "sequence"},
 ]

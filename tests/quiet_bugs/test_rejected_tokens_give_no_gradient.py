@@ -45,11 +45,9 @@ def test_the_bug_gives_the_kept_tokens_an_advantage():
     assert not ((rewards * kept).sum(dim=1) - (rewards * kept).sum(dim=1).mean()).any()
 
 
-@pytest.mark.parametrize("loss", sorted(set(POLICY_LOSSES) - {"gmpo"}))
+@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
 def test_a_rejected_token_has_gradient_0_under_every_loss(loss):
-    """Also where a loss reads the tokens of a sample together. In GMPO each kept token's term is the mean of
-    all, as in its paper: a removed token stays in that mean.
-    """
+    """Also where a loss reads the tokens of a sample together, as GMPO's mean does."""
     engine = np.full(LENGTH, -1.0, np.float32)
     engine[-1] = 2.0
     found = gradient(
