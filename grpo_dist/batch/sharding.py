@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from heapq import heapreplace
 from itertools import accumulate
 
-from grpo_dist.types import TrainBatch
+from grpo_dist.types import Rows, TrainBatch
 
 # Attention sees every row with its own copy of the prompt. Its queries, keys, values and outputs are about a
 # quarter of what a token takes in a layer, so rows of this many times the budget take as much memory again.
@@ -30,7 +30,7 @@ def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBa
         square: extra cost of a token for each token before it (attention), as a share of its own cost.
     """
     rows = batch.rows
-    lengths, groups, prompts = rows.lengths.tolist(), rows.group_ids.tolist(), rows.prompt_lengths.tolist()
+    lengths, groups, prompts = rows.lengths.tolist(), prompt_groups(rows), rows.prompt_lengths.tolist()
     costs = [length + square * length**2 for length in lengths]
     prefixes = list(zip(groups, prompts, strict=True))
 
@@ -41,6 +41,22 @@ def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBa
     plans = [_one_by_one(costs, ranks), _in_runs(costs, ranks)]
     best = min(plans, key=lambda plan: max(map(load, plan)))
     return [batch.select(sorted(own)) for own in best]
+
+
+def prompt_groups(rows: Rows) -> list[int]:
+    """Return group ids of rows that are computed with one prompt. Rows of a group whose prompt took other
+    experts have another id: the engine may have computed it once for each sample, in batches that round
+    differently.
+    """
+    groups, prompts = rows.group_ids.tolist(), rows.prompt_lengths.tolist()
+    if rows.routes is None:
+        return [int(group) for group in groups]
+    ids: dict[tuple[int, int, bytes | None], int] = {}
+    keys = (
+        (group, prompt, None if own is None else own.digest(prompt))
+        for group, prompt, own in zip(groups, prompts, rows.routes, strict=True)
+    )
+    return [ids.setdefault(key, len(ids)) for key in keys]
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:

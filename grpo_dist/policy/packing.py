@@ -23,8 +23,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from grpo_dist.batch.sharding import prompt_groups
 from grpo_dist.policy.attention import Kernel, Spans
-from grpo_dist.policy.router_replay import fetched, laid_out, shared_alike
+from grpo_dist.policy.router_replay import fetched, laid_out
 from grpo_dist.types import Routes, Rows
 
 
@@ -77,10 +78,8 @@ def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1) -> Layout:
     Tokens that no row reads fill the stream up to a ``multiple`` of tokens.
     """
     device, lengths = rows.tokens.device, rows.lengths.tolist()
-    groups, prompts = rows.group_ids.tolist(), rows.prompt_lengths.tolist()
+    groups, prompts = prompt_groups(rows), rows.prompt_lengths.tolist()
     experts = None if rows.routes is None else fetched(rows.routes)
-    if experts is not None:
-        groups = shared_alike(groups, prompts, experts)
     indices = _stream_indices(lengths, groups, prompts)
     columns = np.broadcast_to(np.arange(rows.tokens.shape[1]), indices.shape)
     inside = columns < np.asarray(lengths)[:, None]

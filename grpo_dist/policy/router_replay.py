@@ -106,21 +106,6 @@ def laid_out(
     return torch.from_numpy(out).to(device)
 
 
-def shared_alike(
-    groups: Sequence[int], prompts: Sequence[int], routes: Sequence[np.ndarray | None]
-) -> list[int]:
-    """Return new group ids: the same for rows of one group whose prompt took the same experts.
-
-    The engine may have computed the prompt once for each sample, in batches that round differently.
-    """
-    ids: dict[tuple[int, int, bytes | None], int] = {}
-    keys = (
-        (group, prompt, None if own is None else own[:prompt].tobytes())
-        for group, prompt, own in zip(groups, prompts, routes, strict=True)
-    )
-    return [ids.setdefault(key, len(ids)) for key in keys]
-
-
 def check_routes(batch: TrainBatch) -> None:
     """Raises ValueError for rows of the policy loss without routes."""
     trained = batch.loss_mask.any(dim=1).tolist()

@@ -11,6 +11,7 @@ rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -24,6 +25,10 @@ class Routes(Protocol):
         """Return them, [T, L, k]. Raises RuntimeError when they are lost."""
         ...
 
+    def digest(self, tokens: int) -> bytes:
+        """Return what samples have in common whose first ``tokens`` took the same experts."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class HeldRoutes:
@@ -33,3 +38,6 @@ class HeldRoutes:
 
     def fetch(self) -> np.ndarray:
         return self.experts
+
+    def digest(self, tokens: int) -> bytes:
+        return blake2b(self.experts[:tokens].tobytes(), digest_size=16).digest()

@@ -1,7 +1,7 @@
 """The experts of each token travel with its sample: through records, files, batches and micro-batches."""
 
 import pickle
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -102,6 +102,47 @@ def test_every_token_of_a_micro_batch_has_its_own_routes():
             flat = wanted[0] + wanted[1]
             assert found == [*flat, *[-1] * (layout.tokens.shape[1] - len(flat))]
         assert micro.layout(micro.part(batch, []).rows).routes is None
+
+
+def test_the_budget_of_a_micro_batch_counts_a_prompt_for_each_way_it_was_routed(monkeypatch):
+    """Samples whose prompt took other experts do not share it: the stream has it as often as it is planned.
+    Ranks do not fetch routes to plan.
+    """
+    monkeypatch.setattr(MicroBatches, "most_of_all", lambda _, own: own)
+    alike = made_groups.batch(groups=3, samples=4)
+    rng = np.random.default_rng(0)
+    routes = tuple(
+        HeldRoutes(rng.integers(0, 2, (length - 1, 1, 1)).astype(np.uint8))
+        for length in alike.lengths.tolist()
+    )
+    other = replace(alike, routes=routes)
+    micro = MicroBatches(60, BlockKernel(), 1, torch.device("cpu"))
+    sizes = {}
+    for name, batch in (("alike", alike), ("other", other)):
+        plan = micro.plan(batch)
+        assert sorted(row for rows in plan for row in rows) == list(range(len(batch)))
+        widths = [micro.layout(batch.select(rows).rows).tokens.shape[1] for rows in plan]
+        assert all(width <= 60 or len(rows) == 1 for width, rows in zip(widths, plan, strict=True))
+        sizes[name] = sum(widths)
+    assert sizes["other"] == int(alike.lengths.sum()) > sizes["alike"]
+    fetched = []
+    unfetched = tuple(Unfetched(own, fetched) for own in routes)
+    assert micro.plan(replace(alike, routes=unfetched)) == micro.plan(other) and fetched == []
+
+
+@dataclass(frozen=True)
+class Unfetched:
+    """Routes in a store, with the digest of their prompt."""
+
+    held: HeldRoutes
+    fetched: list
+
+    def fetch(self):
+        self.fetched.append(self)
+        return self.held.fetch()
+
+    def digest(self, tokens):
+        return self.held.digest(tokens)
 
 
 def test_an_episode_has_the_routes_of_its_last_request():

@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError
 
 from actors.workers.engine_settings import RECORDING_WORKER, EngineSpec, engine_arguments
 from actors.workers.policy import loss_settings
-from actors.workers.stored_routes import StoredRoutes
+from actors.workers.stored_routes import stored
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import (
     AlgorithmConfig,
@@ -23,9 +23,10 @@ from grpo_dist.config import (
     WeightSyncConfig,
 )
 from grpo_dist.errors import UserError
-from grpo_dist.types import Group, PreparedBatch, Prompt
+from grpo_dist.types import Group, HeldRoutes, PreparedBatch, Prompt
 from tests.support.drawn import FILE
 from tests.support.expert_models import tied_model
+from tests.support.made_groups import group_of
 from tests.support.real_engine import World
 from tests.support.real_ranks import OpenWorker
 
@@ -137,8 +138,12 @@ def test_which_engines_record_routes():
 
 def test_routes_that_are_lost_are_an_error_that_sends_the_run_to_its_checkpoint(ray_cluster, monkeypatch):
     """A RuntimeError of a rank: see `PolicyGroup._cause`."""
-    held = StoredRoutes(ray.put(np.ones((3, 2, 1), np.uint8)))
+    routes = HeldRoutes(np.arange(6, dtype=np.uint8).reshape(3, 2, 1))
+    rollout = replace(group_of([1.0], [2]).rollouts[0], routes=routes)
+    held = stored(rollout).routes
     assert held.fetch().shape == (3, 2, 1)
+    assert held.digest(2) == rollout.routes.digest(2) == held.prompt_digest  # of 3 + 1 - 2 tokens
+    assert held.digest(1) == rollout.routes.digest(1) != held.digest(2)
 
     def no_answer(reference, *, timeout):
         raise GetTimeoutError(f"not within {timeout:g} s")
