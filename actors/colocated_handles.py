@@ -17,7 +17,7 @@ from actors.sync_probe import EngineProbe
 from actors.workers.policy_group import PolicyGroup
 from grpo_dist.health.bounds import Bound
 from grpo_dist.policy.snapshots import Snapshot
-from grpo_dist.types import Prompt, TrainBatch
+from grpo_dist.types import EpochUpdate, Prompt, TrainBatch
 from grpo_dist.workers import ReferenceSyncHandle, Workers
 
 
@@ -49,8 +49,14 @@ class ColocatedPolicy:
         self._policy, self._colocation = policy, colocation
         self._turn = partial(colocation.turn, POLICY)
 
-    def stage(self, batches: Sequence[TrainBatch], *, keep_logprobs: bool = False) -> Any:
-        return self._policy.stage(batches, keep_logprobs=keep_logprobs)
+    def stage(
+        self,
+        batches: Sequence[TrainBatch],
+        *,
+        keep_logprobs: bool = False,
+        later_epochs: Sequence[Sequence[EpochUpdate]] = (),
+    ) -> Any:
+        return self._policy.stage(batches, keep_logprobs=keep_logprobs, later_epochs=later_epochs)
 
     async def update(
         self, staged: Any, *, kl_coef: float | None = None, bounds: Sequence[Bound] = ()

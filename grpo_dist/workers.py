@@ -13,7 +13,7 @@ import numpy as np
 
 from grpo_dist.health.bounds import Bound
 from grpo_dist.runtime.metering import Usage
-from grpo_dist.types import Group, Prompt, Rollout, Sampling, TrainBatch
+from grpo_dist.types import EpochUpdate, Group, Prompt, Rollout, Sampling, TrainBatch
 
 # The sampled completions of one prompt: an object reference between actors, the tuple itself in tests.
 RolloutsRef = Any
@@ -42,7 +42,13 @@ class ReferenceSyncHandle(Protocol):
 
 
 class PolicyHandle(Protocol):
-    def stage(self, batches: Sequence[TrainBatch], *, keep_logprobs: bool) -> StagedRef: ...
+    def stage(
+        self,
+        batches: Sequence[TrainBatch],
+        *,
+        keep_logprobs: bool,
+        later_epochs: Sequence[Sequence[EpochUpdate]] = ...,
+    ) -> StagedRef: ...
     async def update(
         self, staged: StagedRef, *, kl_coef: float, bounds: Sequence[Bound]
     ) -> dict[str, float]: ...

@@ -35,7 +35,7 @@ from grpo_dist.policy.ranks import Rank
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
 from grpo_dist.runtime.hardware import DeviceType
 from grpo_dist.runtime.metering import metered
-from grpo_dist.types import Prompt, Rollout, TrainBatch
+from grpo_dist.types import EpochUpdate, Prompt, Rollout, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class RankUpdates:
 
     batches: Sequence[TrainBatch]
     keep_logprobs: bool  # for `PolicyWorker.token_logprobs`
+    later_epochs: Sequence[Sequence[EpochUpdate]] = ()  # of all ranks; (): the first epoch's again
 
 
 Held = Literal["nothing", "weights", "all"]
@@ -83,8 +84,9 @@ class PolicyWorker(WeightSender, Probeable):
         trace, self._trace = self._trace, None
         with self.meter("update"), profiled(trace, self._profile):
             return self._trainer.update(
-                updates.batches, bounds, kl_coef=kl_coef, keep_logprobs=updates.keep_logprobs
-            )
+                updates.batches, bounds, kl_coef=kl_coef, keep_logprobs=updates.keep_logprobs,
+                later_epochs=updates.later_epochs,
+            )  # fmt: skip
 
     def trace_next(self, run_dir: str, step: int, settings: ProfileConfig) -> None:
         """Write a trace of the next `update`, that of ``step``."""

@@ -38,7 +38,7 @@ from grpo_dist.policy.snapshots import WEIGHTS, Snapshot
 from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.hardware import DeviceType
-from grpo_dist.types import Prompt, TrainBatch
+from grpo_dist.types import EpochUpdate, Prompt, TrainBatch
 
 _SAVED_POLL_S = 0.2
 _SHARDED = "all ranks go back to a checkpoint together"
@@ -110,16 +110,22 @@ class PolicyGroup:
         self.device, self._attention_cost = started[0]
         self.team.starting.clear()
 
-    def stage(self, batches: Sequence[TrainBatch], *, keep_logprobs: bool = False) -> list[Any]:
+    def stage(
+        self,
+        batches: Sequence[TrainBatch],
+        *,
+        keep_logprobs: bool = False,
+        later_epochs: Sequence[Sequence[EpochUpdate]] = (),
+    ) -> list[Any]:
         """Shard every batch over the ranks and put the shards into the object store. ``keep_logprobs``: for
-        `token_logprobs` after the update.
+        `token_logprobs` after the update. ``later_epochs``: see `Trainer.update`.
 
         Returns one reference a rank, the same for ranks that share sequences. The loss denominators are those
         of the whole batch.
         """
         replicas, square = self._settings.replicas, self._attention_cost
         shards = zip(*(shard(batch, replicas, square=square) for batch in batches), strict=True)
-        staged = [ray.put(RankUpdates(own, keep_logprobs)) for own in shards]
+        staged = [ray.put(RankUpdates(own, keep_logprobs, later_epochs)) for own in shards]
         return [own for own in staged for _ in range(self._settings.sequence_parallel)]
 
     async def update(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 MODES = (
     "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm",
+    "prompt-mean-token-mean",
 )  # fmt: skip
 
 
@@ -20,12 +21,14 @@ def aggregate(
     num_sequences: float | int,
     max_tokens: int,
     sequence_tokens: Int[Tensor, " B"] | None = None,
+    num_prompts: float | int | None = None,
+    prompt_tokens: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, ""]:
     """Sum of token losses over a denominator of the whole optimisation step.
 
-    ``num_tokens`` and ``num_sequences`` are those of the step, not of these rows, so the results for any
-    split of the rows add up to the result for all of them. A sequence with no unmasked token does not count
-    as one.
+    ``num_tokens``, ``num_sequences`` and ``num_prompts`` are those of the step, not of these rows, so the
+    results for any split of the rows add up to the result for all of them. A sequence or prompt with no
+    unmasked token does not count as one.
 
         mode                      each sequence gives   divided by      source
         token-mean                sum of its losses     num_tokens      DAPO, arXiv:2503.14476, equation 8
@@ -34,8 +37,13 @@ def aggregate(
         seq-mean-token-sum        sum of its losses     num_sequences
         seq-mean-token-sum-norm   sum / max_tokens      num_sequences   Dr. GRPO, arXiv:2503.20783
 
+        mode                      each prompt gives     divided by      source
+        prompt-mean-token-mean    mean over all tokens  num_prompts     ScaleRL, arXiv:2510.13786, section 4
+                                  of its sequences
+
     ``sequence_tokens``: unmasked tokens of the sequence that each row belongs to, where rows are parts of
-    sequences; None: each row is one.
+    sequences; None: each row is one. ``prompt_tokens``: unmasked tokens of all sequences of each row's
+    prompt; None, and ``num_prompts`` None: each sequence has a prompt of its own.
 
     With nothing unmasked the result is 0 with gradient 0, whatever stands in ``token_losses``. Raises
     ValueError for an unknown mode.
@@ -52,6 +60,11 @@ def aggregate(
     if mode == "seq-mean-token-mean":
         tokens = mask.sum(dim=1) if sequence_tokens is None else sequence_tokens
         return (sums / tokens.clamp(min=1)).sum() / sequences
+    if mode == "prompt-mean-token-mean":
+        own = sequence_tokens if prompt_tokens is None else prompt_tokens
+        tokens = mask.sum(dim=1) if own is None else own
+        prompts = sequences if num_prompts is None else max(num_prompts, 1.0)
+        return (sums / tokens.clamp(min=1)).sum() / prompts
     if mode == "seq-mean-token-sum":
         return sums.sum() / sequences
     if mode == "seq-mean-token-sum-norm":

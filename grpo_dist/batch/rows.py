@@ -79,11 +79,12 @@ def make_batch(
         group_ids=torch.from_numpy(group_ids),
         prompt_lengths=torch.from_numpy(shared),
         sample_tokens=None if sample_tokens is None else torch.from_numpy(sample_tokens),
+        prompt_tokens=torch.from_numpy(_prompt_tokens(loss_mask, group_ids)),
         teacher_logprobs=None if teacher_logprobs is None else of_tokens(teacher_logprobs, has_teacher),
         taught=None if teacher_logprobs is None else torch.from_numpy(taught),
         temperatures=_temperatures(samples, owner),
         routes=tuple(row.routes for row in rows) if any(row.routes for row in rows) else None,
-        **_denominators(loss_mask, sample_tokens, taught),
+        **_denominators(loss_mask, group_ids, sample_tokens, taught),
     )
 
 
@@ -101,6 +102,11 @@ def _are_known(values: Sequence[np.ndarray | None] | None, rows: int) -> np.ndar
 def _sample_tokens(loss_mask: np.ndarray, owner: np.ndarray) -> np.ndarray:
     """Return for each row the trained tokens of all rows of its sample, int64 [B]."""
     return np.bincount(owner, np.count_nonzero(loss_mask, axis=1))[owner].astype(np.int64)
+
+
+def _prompt_tokens(loss_mask: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
+    """Return for each row the trained tokens of all rows of its group, int64 [B]."""
+    return np.bincount(group_ids, np.count_nonzero(loss_mask, axis=1))[group_ids].astype(np.int64)
 
 
 def _temperatures(samples: Sequence[Rollout], owner: np.ndarray) -> torch.Tensor | None:
@@ -237,18 +243,25 @@ def split_updates(batch: TrainBatch, *, num_groups: int, num_updates: int) -> li
     assert num_groups % num_updates == 0 and batch.group_ids is not None, (num_groups, num_updates)
     update_of = batch.group_ids.numpy() // (num_groups // num_updates)
     parts = [batch.select(np.flatnonzero(update_of == i).tolist()) for i in range(num_updates)]
-    return [
-        replace(p, **_denominators(p.loss_mask.numpy(), _array(p.sample_tokens), _array(p.taught)))
-        for p in parts
-    ]
+    return [replace(p, **denominators_of(p)) for p in parts]
 
 
 def _array(tensor: torch.Tensor | None) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
+def denominators_of(batch: TrainBatch) -> dict[str, Any]:
+    """Return the denominators of an update that has the rows of ``batch`` alone."""
+    return _denominators(
+        batch.loss_mask.numpy(),
+        batch.rows.group_ids.numpy(),
+        _array(batch.sample_tokens),
+        _array(batch.taught),
+    )
+
+
 def _denominators(
-    mask: np.ndarray, sample_tokens: np.ndarray | None, taught: np.ndarray | None
+    mask: np.ndarray, group_ids: np.ndarray, sample_tokens: np.ndarray | None, taught: np.ndarray | None
 ) -> dict[str, Any]:
     # numpy counts booleans a hundred times faster than torch
     tokens = np.count_nonzero(mask, axis=1)
@@ -257,5 +270,6 @@ def _denominators(
     return {
         "num_tokens": float(tokens.sum()),
         "num_sequences": float(round(shares.sum())),
+        "num_prompts": float(len(np.unique(group_ids[tokens > 0]))),
         "num_taught": 0.0 if taught is None else float(np.count_nonzero(taught)),
     }

@@ -26,8 +26,8 @@ class KLConfig(Section):
     gain: Fraction = Field(0.1, description="largest relative change of `coef` per step, as a share of 0.2")
     bias_correction: bool = Field(
         False,
-        description="multiply a token's KL by its importance ratio: unbiased also for samples of older "
-        "weights (DeepSeek-V3.2); for k1 and k3 in the loss",
+        description="multiply a token's KL by its ratio to the engine that sampled it: unbiased also for "
+        "samples of older weights (DeepSeek-V3.2); for k1 and k3 in the loss",
     )
 
 
@@ -242,13 +242,19 @@ class AlgorithmConfig(Section):
         1.0, description="train only on this share of an update's tokens, those with the highest entropy"
     )
     mask_truncated: bool = Field(False, description="do not train on completions truncated at max_new_tokens")
+    zero_variance_filter: bool = Field(
+        False,
+        description="leave groups without a signal, e.g. of equal rewards, out of the loss and of its "
+        "denominators (ScaleRL); `dynamic_sampling` replaces them instead",
+    )
     skip_idle_rows: bool = Field(True, description="skip samples that add nothing to the gradient")
     aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+        "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm",
+        "prompt-mean-token-mean",
     ] | OwnAggregation = Field(
         "token-mean",
         description="how token losses are reduced: over all tokens, or per sequence first; token-sum: not "
-        "divided at all; "
+        "divided at all; prompt-mean-token-mean: per prompt first, over all tokens of its samples; "
         "seq-mean-token-sum-norm divides each sum by the sampling.max_new_tokens of its step; or your own",
     )  # fmt: skip
     kwargs: dict[str, dict[str, Any]] = Field(

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from grpo_dist.algorithms.loss_settings import LOSS_SPECIFIC, settings_of
 from grpo_dist.config.sections import Sections
 
-# Settings that each choice of `algorithm` reads; a run would silently ignore any other.
 # Estimators whose baseline is not of the other samples of the prompt.
 _WITHOUT_A_GROUP = ("reinforce_pp", "remax", "process")
 # Built-in rewards that are not only 0 or 1.
@@ -20,6 +19,15 @@ _GRADED = (
     "relative_length",
     "environment",
 )
+# Losses whose weight or penalty looks at how far the policy is from what sampled, and what that is.
+_OFF_POLICY = {
+    "dro": "squared log-ratio",
+    "kimi15": "squared log-ratio",
+    "topr": "weight of bad samples",
+    "topr_token": "weight of bad samples",
+    "vespo": "weight",
+    "kl_cov": "penalty",
+}
 _USE_STD = ("grpo", "gdpo", "grpo_passk", "process", "turn")
 
 
@@ -97,6 +105,21 @@ def _of_the_algorithm(config: Sections) -> Iterator[str]:
 
 def _of_the_updates(config: Sections) -> Iterator[str]:
     a, b = config.algorithm, config.batch
+    part, updates = _OFF_POLICY.get(a.policy_loss), b.updates_per_step * b.epochs_per_batch
+    if part and a.old_logprobs == "trainer" and updates == 1:
+        more = "batch.updates_per_step" if a.policy_loss == "kl_cov" else "algorithm.old_logprobs"
+        value = "2 or more" if a.policy_loss == "kl_cov" else "rollout, which compares with the engine"
+        yield (
+            f"`algorithm.policy_loss` = {a.policy_loss} has a {part} that depends on the ratio, but with "
+            "`algorithm.old_logprobs` = trainer and one update per batch every ratio is 1: the loss would be "
+            f"-A log pi alone; set `{more}` to {value}, or use policy_gradient"
+        )
+    if b.shuffle_epochs and 1 in (b.updates_per_step, b.epochs_per_batch):
+        yield (
+            "`batch.shuffle_epochs` = true deals groups to updates again in every epoch, which needs several "
+            f"of both, but `batch.updates_per_step` = {b.updates_per_step} and `batch.epochs_per_batch` = "
+            f"{b.epochs_per_batch}; raise them, or remove it"
+        )
     if a.policy_loss != "policy_gradient":
         return
     if b.updates_per_step * b.epochs_per_batch > 1:
@@ -194,6 +217,17 @@ def _of_the_group(config: Sections) -> Iterator[str]:
         yield (
             "`dynamic_sampling.enabled` = true replaces groups of equal rewards, but with "
             "`batch.samples_per_prompt` = 1 every group is one; set one of the two"
+        )
+    if samples == 1 and a.zero_variance_filter and a.advantage == "reinforce_pp":
+        yield (
+            "`algorithm.zero_variance_filter` = true leaves out groups of equal rewards, but with "
+            "`batch.samples_per_prompt` = 1 every group is one; set one of the two"
+        )
+    if a.zero_variance_filter and config.distillation.teachers and config.distillation.kl_as == "advantage":
+        yield (
+            "`algorithm.zero_variance_filter` = true leaves out groups of equal rewards, but "
+            "`distillation.kl_as` = advantage gives them advantages; remove one of the two, or set "
+            "`distillation.kl_as` to loss"
         )
     if samples == 1 and a.reward_norm == "group":
         yield (

@@ -261,6 +261,11 @@ class BatchConfig(Section):
     )
     updates_per_step: PositiveInt = Field(1, description="optimiser updates per step; 1 is on-policy")
     epochs_per_batch: PositiveInt = Field(1, description="passes over the samples of a step")
+    shuffle_epochs: bool = Field(
+        False,
+        description="deal the groups of a step to its updates again in every epoch after the first; false: "
+        "each epoch has the same updates",
+    )
     micro_batch_tokens: PositiveInt | None = Field(
         None, description="tokens of a rank in one forward pass; null: 16384 on a GPU, 4096 elsewhere"
     )

@@ -27,6 +27,7 @@ PEER_TABLE = (
         openrlhf="train.batch_size train_batch_size", roll="training_args.gradient_accumulation_steps"),
     row("batch.epochs_per_batch", verl="@actor.ppo_epochs", trl="num_iterations",
         openrlhf="train.max_epochs max_epochs", roll="ppo_epochs"),
+    row("batch.shuffle_epochs", "verl shuffles rows, here groups stay whole", verl="@actor.shuffle"),
     row("batch.micro_batch_tokens", "tokens of one forward on a rank; where the other counts sequences, "
         "multiply by the longest sequence",
         verl="@actor.ppo_micro_batch_size_per_gpu @actor.ppo_micro_batch_size "

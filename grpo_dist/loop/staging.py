@@ -20,7 +20,7 @@ from grpo_dist.config import Config
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.loop.groups import ScoredBatch
 from grpo_dist.loop.metrics import distillation_metrics
-from grpo_dist.loop.updates import learning_rows, make_batches, reward_moments, step_demonstrations
+from grpo_dist.loop.updates import learning_rows, make_updates, reward_moments, step_demonstrations
 from grpo_dist.types import TrainBatch
 from grpo_dist.workers import PolicyHandle, StagedRef
 
@@ -106,7 +106,7 @@ class Staging:
         tracking = self._config.tracking
         rewards = reward_moments(self._config.algorithm, batch.scored, self.rewards)
         shown = step_demonstrations(self._config.demonstrations, self._demonstrations, step)
-        updates = make_batches(
+        updates, later_epochs = make_updates(
             self._config,
             batch.scored,
             step,
@@ -119,7 +119,7 @@ class Staging:
         tokens_recorded = tracking.samples and is_due(step + 1, tracking.token_values_every)
         values = values_of_rows(updates, tokens=tokens_recorded) if tracking.samples else None
         return Staged(
-            updates=self._policy.stage(updates, keep_logprobs=tokens_recorded),
+            updates=self._policy.stage(updates, keep_logprobs=tokens_recorded, later_epochs=later_epochs),
             rows=sum(map(len, updates)),
             tokens=sum(int(update.lengths.sum()) for update in updates),
             loss_tokens=sum(map(_trained_tokens, updates)),

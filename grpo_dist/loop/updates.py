@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import torch
 
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.batch.credit_assignment import (
@@ -14,7 +16,8 @@ from grpo_dist.batch.credit_assignment import (
     sample_advantages,
     token_advantages,
 )
-from grpo_dist.batch.rows import make_batch, split_updates
+from grpo_dist.batch.epochs import redrawn, rows_of_updates, with_rows_of
+from grpo_dist.batch.rows import denominators_of, make_batch, split_updates
 from grpo_dist.batch.signal import SignalRule
 from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.config import (
@@ -30,7 +33,7 @@ from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.plugins.algorithm_pieces import OwnCode
 from grpo_dist.plugins.kinds import AGGREGATION, LOSS
 from grpo_dist.runtime.seeds import derived_seed
-from grpo_dist.types import Group, TrainBatch
+from grpo_dist.types import EpochUpdate, Group, TrainBatch
 
 
 def reward_moments(algorithm: AlgorithmConfig, scored: Sequence[ScoredGroup], before: Moments) -> Moments:
@@ -43,7 +46,12 @@ def reward_moments(algorithm: AlgorithmConfig, scored: Sequence[ScoredGroup], be
     return before.updated(clipped_rewards([s.group for s in scored], algorithm.reward_clip))
 
 
-def make_batches(
+def make_batches(config: Config, scored: Sequence[ScoredGroup], step: int, **how: Any) -> list[TrainBatch]:
+    """Return the updates of the first epoch of `make_updates`."""
+    return make_updates(config, scored, step, **how)[0]
+
+
+def make_updates(
     config: Config,
     scored: Sequence[ScoredGroup],
     step: int,
@@ -52,8 +60,9 @@ def make_batches(
     moments: Moments | None = None,
     advantages: Sequence[np.ndarray] | None = None,
     demonstrations: Sequence[Demonstration] = (),
-) -> list[TrainBatch]:
-    """Make one TrainBatch per optimiser update. Advantages see the whole step before it is split.
+) -> tuple[list[TrainBatch], list[list[EpochUpdate]]]:
+    """Make one TrainBatch per optimiser update, and the updates of each further epoch, none where they are
+    those of the first. Advantages see the whole step before it is split.
 
     Args:
         kl_coef: weight of the KL term in the advantages, with `algorithm.add_token_level_kl`; it changes
@@ -84,9 +93,26 @@ def make_batches(
     )
     if advantages is None:
         batch = token_advantages(batch, groups, settings)
-    updates = split_updates(batch, num_groups=len(groups), num_updates=config.batch.updates_per_step)
-    updates = [_without_idle_rows(config.algorithm, config.has_kl_term, update) for update in updates]
-    return _with_demonstrations(updates, demonstrations, first_row=len(batch))
+    if config.algorithm.zero_variance_filter:
+        batch = _only_with_signal(batch, groups, signal_rule(config.algorithm, config.rewards, None))
+    count, own = len(groups), config.batch
+    later = [
+        redrawn(
+            batch, num_groups=count, num_updates=own.updates_per_step,
+            seed=derived_seed(config.seed, f"updates of epoch {epoch} of step {step}"),
+        )
+        for epoch in range(1, own.epochs_per_batch if own.shuffle_epochs else 1)
+    ]  # fmt: skip
+    first = rows_of_updates(batch.rows.group_ids.numpy(), num_groups=count, num_updates=own.updates_per_step)
+    dealt = [*first, *(update.row_ids for epoch in later for update in epoch)]
+    kept = _kept_rows(config.algorithm, config.has_kl_term, batch, dealt)
+    updates = split_updates(batch, num_groups=count, num_updates=own.updates_per_step)
+    updates = [_selected(update, kept[rows]) for update, rows in zip(updates, first, strict=True)]
+    updates = _with_demonstrations(updates, demonstrations, first_row=len(batch))
+    return updates, [
+        [with_rows_of(u, at, first_row=len(batch)) for u, at in zip(epoch, updates, strict=True)]
+        for epoch in later
+    ]
 
 
 def step_demonstrations(
@@ -202,6 +228,23 @@ def signal_rule(algorithm: AlgorithmConfig, rewards: RewardsConfig, metric: str 
     return SignalRule(settings.estimator, metric, settings.weights, settings.turn_discount, steps)
 
 
+def _only_with_signal(batch: TrainBatch, groups: Sequence[Group], has_signal: SignalRule) -> TrainBatch:
+    """Return ``batch`` with empty masks for the rows of groups without a signal, which then count in no
+    denominator: ScaleRL's zero-variance filter, arXiv:2510.13786, section 3.2.
+    """
+    kept = torch.tensor([has_signal(group) for group in groups])
+    mask = batch.loss_mask & kept[batch.rows.group_ids][:, None]
+    ref = batch.ref_logprobs
+    batch = replace(
+        batch,
+        loss_mask=mask,
+        advantages=torch.where(mask, batch.advantages, 0.0),
+        rollout_logprobs=torch.where(mask, batch.rollout_logprobs, 0.0),
+        ref_logprobs=None if ref is None else torch.where(mask, ref, 0.0),
+    )
+    return replace(batch, **denominators_of(batch))
+
+
 def _reads_all_rows(algorithm: AlgorithmConfig) -> bool:
     """Return whether the loss depends on rows whose advantage is 0: by a term of their own, or because it
     chooses or weighs tokens by a statistic of all. A loss or aggregation of the user's own may do either.
@@ -214,15 +257,25 @@ def _reads_all_rows(algorithm: AlgorithmConfig) -> bool:
     return has_entropy_bonus or has_penalty or ranks_tokens or algorithm.correction.normalize
 
 
-def _without_idle_rows(algorithm: AlgorithmConfig, has_kl_term: bool, batch: TrainBatch) -> TrainBatch:
-    """Drop rows that add nothing to the gradient: every advantage is 0, no token is taught, and the loss has
-    no other term.
+def _kept_rows(
+    algorithm: AlgorithmConfig, has_kl_term: bool, batch: TrainBatch, updates: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Return which rows of ``batch`` stay, bool [B]. Rows that add nothing to the gradient go: every
+    advantage is 0, no token is taught, and the loss has no other term.
 
-    The denominators stay, so the gradient stays; only forward passes are saved. If no row would be left, all
-    stay, so that the step still has metrics.
+    The denominators stay, so the gradient stays; only forward passes are saved. Of ``updates``, rows of each,
+    one that would be left without rows keeps all of them, so that it still has metrics.
     """
     has_kl_loss = has_kl_term and not algorithm.add_token_level_kl
     if has_kl_loss or _reads_all_rows(algorithm) or not algorithm.skip_idle_rows:
-        return batch
-    busy = np.flatnonzero(learning_rows(batch)).tolist()
-    return batch.select(busy) if 0 < len(busy) < len(batch) else batch
+        return np.ones(len(batch), bool)
+    learning = learning_rows(batch)
+    kept = learning.copy()
+    for rows in updates:
+        if not learning[rows].any():
+            kept[rows] = True
+    return kept
+
+
+def _selected(batch: TrainBatch, kept: np.ndarray) -> TrainBatch:
+    return batch if kept.all() else batch.select(np.flatnonzero(kept).tolist())

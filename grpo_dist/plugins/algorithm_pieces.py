@@ -78,7 +78,8 @@ def aggregated(name: str, own: OwnCode, inputs: AggregationInputs) -> Float[Tens
         return aggregate(
             inputs.token_losses, inputs.mask, name,
             num_tokens=inputs.num_tokens, num_sequences=inputs.num_sequences, max_tokens=inputs.max_tokens,
-            sequence_tokens=inputs.sequence_tokens,
+            sequence_tokens=inputs.sequence_tokens, num_prompts=inputs.num_prompts,
+            prompt_tokens=inputs.prompt_tokens,
         )  # fmt: skip
     losses = torch.where(inputs.mask, inputs.token_losses, 0.0)
     inputs = replace(inputs, token_losses=losses)

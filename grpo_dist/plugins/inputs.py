@@ -85,6 +85,8 @@ class AggregationInputs:
         num_sequences: sequences of the whole update that have a trained token.
         max_tokens: `sampling.max_new_tokens` of the step.
         sequence_tokens: int64 [B], trained tokens of the sequence of each row.
+        num_prompts: prompts of the whole update that have a trained token.
+        prompt_tokens: int64 [B], trained tokens of all sequences of the prompt of each row.
     """
 
     token_losses: Tensor
@@ -93,6 +95,8 @@ class AggregationInputs:
     num_sequences: float
     max_tokens: int
     sequence_tokens: Tensor
+    num_prompts: float
+    prompt_tokens: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def _policy_objective(
         kl_coef = settings.kl_coef
     assert batch.ref_logprobs is not None or not kl_coef, "kl_coef > 0 needs reference log-probs"
     if batch.ref_logprobs is not None:
-        kl_loss, kl = _kl_term(logprobs, batch.ref_logprobs, old, batch, settings)
+        kl_loss, kl = _kl_term(logprobs, batch.ref_logprobs, known, batch, settings)
         loss = loss + kl_coef * kl_loss if kl_coef else loss
         stats |= {"kl": kl, "loss_kl": kl_coef * kl_loss}
     if entropy is not None:
@@ -202,21 +202,23 @@ def _with_masks(
 def _kl_term(
     logprobs: Float[Tensor, "B T"],
     ref_logprobs: Float[Tensor, "B T"],
-    old: Float[Tensor, "B T"],
+    known: Bool[Tensor, "B 1"],
     batch: TrainBatch,
     settings: LossSettings,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Return the aggregated KL, still without its coefficient, and its sum over trained tokens, in nats.
 
-    With the bias correction each token's KL is multiplied by the ratio pi / ``old``, gradient included, which
-    makes value and gradient those of KL(policy || reference) for tokens that older weights sampled
-    (DeepSeek-V3.2, arXiv:2512.02556, equation 7).
+    With the bias correction each token's KL is multiplied by its ratio to what sampled it, the engine,
+    gradient included, which makes value and gradient those of KL(policy || reference) for tokens that older
+    weights sampled (DeepSeek-V3.2, arXiv:2512.02556, equation 7). ``known``: rows whose sampling log-probs
+    are; the ratio of the others is 1.
     """
     mask = batch.loss_mask
     own, ref = torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0)
     kl = kl_estimate(settings.kl_estimator, settings.own, own, ref)
     if settings.kl_bias_correction:
-        kl = kl * torch.where(mask, logprobs - old, 0.0).exp()
+        sampled = torch.where(known, batch.rollout_logprobs, logprobs.detach())
+        kl = kl * torch.where(mask, logprobs - sampled, 0.0).exp()
     return _aggregate(kl, batch, settings), torch.where(mask, kl, 0.0).sum()
 
 
@@ -302,10 +304,13 @@ def _own_settings(settings: LossSettings) -> dict[str, float]:
 def _aggregate(
     token_losses: Float[Tensor, "B T"], batch: TrainBatch, settings: LossSettings
 ) -> Float[Tensor, ""]:
-    mask, counts = batch.loss_mask, batch.sample_tokens
+    mask = batch.loss_mask
+    of_samples = mask.sum(dim=1) if batch.sample_tokens is None else batch.sample_tokens
+    by_prompt = batch.prompt_tokens is not None  # else each sample has a prompt of its own
     inputs = AggregationInputs(
-        token_losses, mask, batch.num_tokens, batch.num_sequences, batch.max_tokens,
-        mask.sum(dim=1) if counts is None else counts,
+        token_losses, mask, batch.num_tokens, batch.num_sequences, batch.max_tokens, of_samples,
+        batch.num_prompts if by_prompt else batch.num_sequences,
+        of_samples if batch.prompt_tokens is None else batch.prompt_tokens,
     )  # fmt: skip
     return aggregated(settings.aggregation, settings.own, inputs)
 

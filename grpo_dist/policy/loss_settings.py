@@ -45,7 +45,7 @@ class LossSettings:
     aggregation: str = "token-mean"
     kl_coef: float = 0.0  # 0: no KL term, and no reference log-probs are looked at
     kl_estimator: str = "k3"
-    kl_bias_correction: bool = False  # each token's KL times its importance ratio
+    kl_bias_correction: bool = False  # each token's KL times its ratio to the engine
     correction_kind: str = "none"  # none: samples count as the trainer's own
     correction_level: str = "token"
     correction_low: float = 0.0

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_dist.batch.sharding import micro_batches, packed_micro_batches
+from grpo_dist.batch.sharding import micro_batches, packed_micro_batches, prompt_groups
 from grpo_dist.policy.attention import Kernel
 from grpo_dist.policy.packing import Layout, packed, padded
 from grpo_dist.types import Rows, TrainBatch
@@ -35,7 +35,7 @@ class MicroBatches:
         a collective. Collective.
         """
         rows = batch.rows
-        plan = self.split(rows.lengths.tolist(), rows.group_ids.tolist(), rows.prompt_lengths.tolist())
+        plan = self.split(rows.lengths.tolist(), prompt_groups(rows), rows.prompt_lengths.tolist())
         return plan + [[] for _ in range(self.most_of_all(len(plan)) - len(plan))]
 
     def split(self, lengths: list[int], groups: list[int], prompts: list[int]) -> list[list[int]]:
@@ -91,5 +91,7 @@ def _blank(batch: Batch) -> Batch:
         if isinstance(value, Tensor) and value.ndim == 2
     }
     rows |= {"lengths": torch.tensor([2]), "row_ids": torch.tensor([-1])}
-    rows |= dict.fromkeys(("group_ids", "prompt_lengths", "sample_tokens", "temperatures", "routes"))
+    rows |= dict.fromkeys(
+        ("group_ids", "prompt_lengths", "sample_tokens", "prompt_tokens", "temperatures", "routes")
+    )
     return replace(batch, **rows)

@@ -39,18 +39,26 @@ class Preparation:
         by the time it is trained on. Collective.
         """
         bypassed = settings.old_policy == "rollout"
-        normalises = settings.correction_normalize and settings.correction_kind != "none"
-        old, kept = batch.rollout_logprobs if bypassed else None, None
-        share, mean_weight = settings.top_entropy_share, 1.0
-        if share < 1.0 or normalises or (moves and not bypassed):
-            logprobs, entropies = self.logprobs(batch)
-            old = old if bypassed else logprobs
-            if share < 1.0:
-                own = self._reported(batch.loss_mask)
-                kept = batch.loss_mask & (entropies >= least_of_top(entropies[own], share, self.device))
-            if normalises:
-                mean_weight = self._mean_weight(batch, logprobs, settings)
-        return PreparedBatch.of(batch, old_logprobs=old, policy_mask=kept, mean_weight=mean_weight)
+        old, entropies = batch.rollout_logprobs if bypassed else None, None
+        by_entropy = settings.top_entropy_share < 1.0
+        if by_entropy or _normalises(settings) or (moves and not bypassed):
+            logprobs, found = self.logprobs(batch)
+            old, entropies = old if bypassed else logprobs, found if by_entropy else None
+        prepared = PreparedBatch.of(batch, old_logprobs=old, old_entropies=entropies)
+        return self.over_the_update(prepared, settings)
+
+    def over_the_update(self, batch: PreparedBatch, settings: LossSettings) -> PreparedBatch:
+        """Return ``batch`` with what depends on all tokens of its update, and on the weights before the step
+        alone. Collective.
+        """
+        kept, share, mean_weight = None, settings.top_entropy_share, 1.0
+        if batch.old_entropies is not None:
+            own = batch.old_entropies[self._reported(batch.loss_mask)]
+            kept = batch.loss_mask & (batch.old_entropies >= least_of_top(own, share, self.device))
+        if _normalises(settings):
+            assert batch.old_logprobs is not None
+            mean_weight = self._mean_weight(batch, batch.old_logprobs, settings)
+        return replace(batch, policy_mask=kept, mean_weight=mean_weight)
 
     def before_the_update(
         self, batch: PreparedBatch, settings: LossSettings, *, number: int
@@ -116,6 +124,10 @@ class Preparation:
         dist.all_reduce(sums)  # bounded: the process group has a deadline
         found: list[float] = sums.tolist()
         return found
+
+
+def _normalises(settings: LossSettings) -> bool:
+    return settings.correction_normalize and settings.correction_kind != "none"
 
 
 def _is_clipped(

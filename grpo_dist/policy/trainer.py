@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_dist.algorithms.schedules import learning_rate
+from grpo_dist.batch.epochs import regrouped
 from grpo_dist.config import ModelConfig, PolicyConfig
 from grpo_dist.health.bounds import BAD_WEIGHTS, GRAD_NORM, REFUSED, SKIPPED, Bound, passed
 from grpo_dist.policy.attention import choose_kernel
@@ -44,7 +45,7 @@ from grpo_dist.runtime.hardware import (
     micro_batch_tokens,
     resolve_dtype,
 )
-from grpo_dist.types import PreparedBatch, TrainBatch
+from grpo_dist.types import EpochUpdate, PreparedBatch, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ class Trainer:
         *,
         kl_coef: float | None = None,
         keep_logprobs: bool = False,
+        later_epochs: Sequence[Sequence[EpochUpdate]] = (),
     ) -> dict[str, float]:
         """Run one optimiser update per batch and epoch, on this rank's rows of each. Collective.
 
@@ -126,6 +128,7 @@ class Trainer:
         Args:
             kl_coef: weight of the KL term in these updates; None: that of the loss settings.
             keep_logprobs: fill `token_logprobs`.
+            later_epochs: updates of each epoch after the first; (): those of the first again.
 
         Returns:
             Metrics of the whole step over all ranks: the mean over updates (maxima where the name says so).
@@ -142,7 +145,11 @@ class Trainer:
             prepare.before_the_step(b, self._loss, moves=i > 0 or self._epochs > 1)
             for i, b in enumerate(batches)
         ]
-        plan = prepared * self._epochs
+        plan = list(prepared)
+        for epoch in later_epochs:
+            dealt = [regrouped(prepared, own) for own in epoch]
+            plan += [prepare.over_the_update(own, self._loss) for own in dealt]
+        plan = plan if later_epochs else prepared * self._epochs
         self.token_logprobs = {}
         known_old = self._loss.old_policy == "trainer"
         if known_old:
@@ -152,7 +159,7 @@ class Trainer:
         for batch in plan:
             batch = prepare.before_the_update(batch, self._loss, number=self._updates)
             own = self.accumulate(batch, kl_coef, keep_logprobs=keep_logprobs)
-            own |= self._bonus.observe(own)
+            own |= self._bonus.observe(own, tokens=batch.num_tokens)
             too_far = passed(bounds, own)
             own |= self.step(limit=-math.inf if too_far else most)
             per_update.append(own)

@@ -158,7 +158,10 @@ def _try_aggregation(name: str, own: OwnCode) -> None:
     losses, mask = _made_values()[0].requires_grad_(), _mask()
 
     def share(rows: slice) -> torch.Tensor:
-        inputs = AggregationInputs(losses[rows], mask[rows], float(mask.sum()), 4.0, 8, mask[rows].sum(dim=1))
+        of_samples, of_prompts = mask.sum(dim=1), mask.sum().expand(len(mask))  # all of one prompt
+        inputs = AggregationInputs(
+            losses[rows], mask[rows], float(mask.sum()), 4.0, 8, of_samples[rows], 1.0, of_prompts[rows]
+        )
         return aggregated(name, own, inputs)
 
     whole = share(slice(None))

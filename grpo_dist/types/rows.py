@@ -59,6 +59,9 @@ class TrainBatch:
     prompt_lengths: Int[Tensor, " B"] | None = None  # int64; 0: the row shares no tokens with others
     # Trained tokens of all rows of a row's sample; None: each row is a sample.
     sample_tokens: Int[Tensor, " B"] | None = None  # int64
+    # Trained tokens of all samples of a row's prompt; None: each sample has a prompt of its own.
+    prompt_tokens: Int[Tensor, " B"] | None = None  # int64
+    num_prompts: float = 0.0  # that have a token of the policy loss
     # Mean of the log-probs of a sample's teachers, 0 outside ``taught``; None: no teacher, or it is part of
     # the advantages.
     teacher_logprobs: Float[Tensor, "B T"] | None = None
@@ -124,12 +127,14 @@ class PreparedBatch(TrainBatch):
     Attributes:
         old_logprobs: nats, of the weights that ratios are taken to; None: of those that are being trained,
             because the update is the first on these samples.
+        old_entropies: nats, of the weights before the step, with `algorithm.top_entropy_share`; else None.
         policy_mask: tokens of the policy loss, with `algorithm.top_entropy_share`; None: all of loss_mask.
         selected: tokens that policy losses clip_cov and kl_cov treat differently; None: no token.
         mean_weight: of the correction over the whole update, by which each weight is divided; 1: it is not.
     """
 
     old_logprobs: Float[Tensor, "B T"] | None = None
+    old_entropies: Float[Tensor, "B T"] | None = None
     policy_mask: Bool[Tensor, "B T"] | None = None
     selected: Bool[Tensor, "B T"] | None = None
     mean_weight: float = 1.0
@@ -140,11 +145,28 @@ class PreparedBatch(TrainBatch):
         batch: TrainBatch,
         *,
         old_logprobs: Float[Tensor, "B T"] | None = None,
+        old_entropies: Float[Tensor, "B T"] | None = None,
         policy_mask: Bool[Tensor, "B T"] | None = None,
         mean_weight: float = 1.0,
     ) -> PreparedBatch:
         values = {f.name: getattr(batch, f.name) for f in fields(TrainBatch)}
-        return cls(**values, old_logprobs=old_logprobs, policy_mask=policy_mask, mean_weight=mean_weight)
+        return cls(
+            **values,
+            old_logprobs=old_logprobs,
+            old_entropies=old_entropies,
+            policy_mask=policy_mask,
+            mean_weight=mean_weight,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EpochUpdate:
+    """An optimiser update of a later epoch: the ids of its rows, int64, and its denominators, by their names
+    in `TrainBatch`.
+    """
+
+    row_ids: np.ndarray
+    denominators: dict[str, float]
 
 
 def _own_tensors(kind: type[TrainBatch], *values: Any) -> TrainBatch:

@@ -13,6 +13,7 @@ GOLDEN = {
     "seq-mean-token-mean": 1.85625,
     "seq-mean-token-sum": 5.6125,
     "seq-mean-token-sum-norm": 1.12250,
+    "prompt-mean-token-mean": 1.85625,  # each sequence of another prompt
 }
 
 
@@ -24,6 +25,24 @@ def test_aggregation_has_its_golden_values(mode, expected, number):
         losses, mask_of(LENGTHS, 5), mode, num_tokens=number(25), num_sequences=number(8), max_tokens=5
     )
     assert float(value) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_prompt_s_tokens_are_averaged_together_and_then_the_prompts():
+    """Two prompts. The first has token losses 1 to 4 in a long sequence and 10 in a short one, mean 4; the
+    second 6 and 8, mean 7: 5.5 over both. By sequence it would be (2.5 + 10 + 6 + 8) / 4 = 6.625.
+    """
+    losses = torch.tensor([[1.0, 2, 3, 4], [10, 0, 0, 0], [6, 0, 0, 0], [8, 0, 0, 0]])
+    how = {"num_tokens": 7, "num_sequences": 4, "max_tokens": 4}
+    prompts = {"num_prompts": 2, "prompt_tokens": torch.tensor([5, 5, 2, 2])}
+    mask = mask_of([4, 1, 1, 1], 4)
+    assert float(aggregate(losses, mask, "prompt-mean-token-mean", **how, **prompts)) == 5.5
+    assert float(aggregate(losses, mask, "seq-mean-token-mean", **how, **prompts)) == 6.625
+    cut = [
+        aggregate(losses[i], mask[i], "prompt-mean-token-mean", num_prompts=2,
+                  prompt_tokens=prompts["prompt_tokens"][i], **how)
+        for i in ([0, 3], [1, 2])
+    ]  # fmt: skip
+    assert float(sum(cut)) == 5.5
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -235,9 +235,11 @@ def test_aggregations_are_those_of_the_paper(mode, seed):
     whole = [np.concatenate([r for r, s in zip(rows, owner, strict=True) if s == i]) for i in range(5)]
     losses, mask = padded(rows)
     tokens = torch.tensor([len(whole[s]) for s in owner])
+    prompt_of = {s: prompt for prompt in papers.PROMPTS for s in prompt}
     found = aggregate(
         losses, mask, mode, num_tokens=float(mask.sum()), num_sequences=4.0, max_tokens=9,
-        sequence_tokens=tokens,
+        sequence_tokens=tokens, num_prompts=3.0,
+        prompt_tokens=torch.tensor([sum(len(whole[i]) for i in prompt_of[s]) for s in owner]),
     )  # fmt: skip
     assert float(found) == pytest.approx(papers.AGGREGATIONS[mode]([w.tolist() for w in whole], 9), rel=1e-9)
 

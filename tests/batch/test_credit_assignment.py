@@ -175,7 +175,7 @@ def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
         {"entropy_coef": 0.1},
         {"top_entropy_share": 0.2},
         {"adaptive_entropy": {"target": 1.0}},
-        {"policy_loss": "dro"},
+        {"policy_loss": "dro", "old_logprobs": "rollout"},
         {"policy_loss": "clip_cov"},
         {"correction": {"normalize": True}},
         {"kl": {"coef": 0.1}},
@@ -186,6 +186,27 @@ def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
         assert len(whole) == 4, algorithm
     (nothing,) = make_batches(fakes.config(batch=batch), scored(silent, silent), 0, kl_coef=0.0)
     assert len(nothing) == 4
+
+
+def test_the_zero_variance_filter_leaves_groups_without_a_signal_out_of_the_denominators():
+    """As if they had not been sampled: a step of the useful group alone, also within each update."""
+    batch = {"prompts_per_step": 2, "samples_per_prompt": 2}
+    silent, useful = group_of([1, 1], [4, 4]), group_of([1, 0], [2, 3])
+    config = fakes.config(batch=batch, algorithm={"zero_variance_filter": True})
+    (found,) = make_batches(config, scored(silent, useful), 0, kl_coef=0.0)
+    (alone,) = make_batches(config, scored(useful), 0, kl_coef=0.0)
+    for name in ("num_tokens", "num_sequences", "num_prompts"):
+        assert getattr(found, name) == getattr(alone, name)
+    assert (found.num_tokens, found.num_sequences, found.num_prompts) == (5.0, 2.0, 1.0)
+    np.testing.assert_array_equal(found.advantages.numpy(), alone.advantages.numpy())
+    several = fakes.config(
+        batch=batch | {"updates_per_step": 2}, algorithm={"zero_variance_filter": True, "kl": {"coef": 0.1}}
+    )
+    reference = [ScoredGroup(g, [np.full(n, -1.5, np.float32) for n in own])
+                 for g, own in ((silent, (4, 4)), (useful, (2, 3)))]  # fmt: skip
+    nothing, whole = make_batches(several, reference, 0, kl_coef=0.1)
+    assert not nothing.loss_mask.any() and nothing.num_tokens == 0 == nothing.num_prompts
+    assert (whole.num_tokens, whole.num_prompts) == (5.0, 1.0)
 
 
 def test_reward_clip_also_applies_to_the_baseline_of_remax():

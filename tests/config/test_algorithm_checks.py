@@ -85,6 +85,10 @@ def test_a_loss_refuses_the_settings_of_another(base, loss, setting):
             ["kl.bias_correction=true", "kl.coef=0.1", "kl.estimator=k1", "add_token_level_kl=true"],
             "`algorithm.add_token_level_kl` = true; remove it",
         ),
+        (["policy_loss=topr"], "topr has a weight of bad samples that depends on the ratio"),
+        (["policy_loss=vespo"], "set `algorithm.old_logprobs` to rollout"),
+        (["policy_loss=dro"], "dro has a squared log-ratio that depends on the ratio"),
+        (["policy_loss=kl_cov"], "set `batch.updates_per_step` to 2 or more"),
         (["policy_loss=clip_cov", "cov_low=7"], "`algorithm.cov_low` = 7 must be below"),
         (["cov_share=0.1"], "is not a setting of `algorithm.policy_loss` = ppo_clip"),
         (["adaptive_entropy.delta=0.1"], "no effect without `algorithm.adaptive_entropy.target`"),
@@ -139,3 +143,18 @@ def test_groups_of_one_are_not_refilled(base):
 def test_a_discount_of_outcomes_does_not_go_with_rewards_of_steps(base):
     settings = ["algorithm.advantage=reinforce_pp", "algorithm.gamma=0.5", "algorithm.process_coef=1"]
     assert "`algorithm.gamma` = 0.5 discounts the reward at the end of a sample" in refusal(base, *settings)
+
+
+@pytest.mark.parametrize("loss", ["dro", "kimi15", "topr", "topr_token", "vespo"])
+@pytest.mark.parametrize("other", ["algorithm.old_logprobs=rollout", "batch.epochs_per_batch=2"])
+def test_a_loss_that_looks_at_ratios_is_taken_where_they_differ_from_1(base, loss, other):
+    config = load_config(base, [f"algorithm.policy_loss={loss}", "batch.updates_per_step=2", other])
+    assert config.algorithm.policy_loss == loss
+
+
+def test_a_zero_variance_filter_that_leaves_nothing_is_refused(base):
+    words = refusal(
+        base, "algorithm.advantage=reinforce_pp", "batch.samples_per_prompt=1",
+        "algorithm.zero_variance_filter=true",
+    )  # fmt: skip
+    assert "with `batch.samples_per_prompt` = 1 every group is one" in words

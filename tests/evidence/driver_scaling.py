@@ -134,7 +134,7 @@ class Instant:
     async def score(self, prompt: Prompt, rollouts: RolloutsRef) -> Group:
         return self._groups[prompt.uid]
 
-    def stage(self, batches: Sequence[TrainBatch], *, keep_logprobs: bool) -> Any:
+    def stage(self, batches: Sequence[TrainBatch], *, keep_logprobs: bool, later_epochs: Any = ()) -> Any:
         return [shard(batch, RANKS) for batch in batches]
 
     async def update(self, staged: Any, *, kl_coef: float, bounds: Any) -> dict[str, float]:

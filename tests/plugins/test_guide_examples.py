@@ -102,7 +102,9 @@ def test_the_kl_and_the_aggregation(code):
     )
     assert kl.tolist() == [[1.0, 2.0]]
     mask = torch.tensor([[True] * 4, [True, False, False, False]])
-    inputs = AggregationInputs(torch.full((2, 4), 3.0), mask, 5.0, 2.0, 8, torch.tensor([4, 1]))
+    inputs = AggregationInputs(
+        torch.full((2, 4), 3.0), mask, 5.0, 2.0, 8, torch.tensor([4, 1]), 1.0, torch.tensor([5, 5])
+    )
     assert aggregated("my_pieces:by_root_length", OwnCode([code]), inputs).item() == (12 / 2 + 3) / 2
 
 

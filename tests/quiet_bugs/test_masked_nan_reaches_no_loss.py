@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.aggregation import MODES, aggregate
+from grpo_dist.algorithms.kl import KL_ESTIMATORS
+from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.policy.loss import LossSettings, batch_loss
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
@@ -30,6 +32,7 @@ def test_the_bug_makes_nan_of_a_masked_token():
         ("seq-mean-token-mean", 2),
         ("seq-mean-token-sum", 4),
         ("seq-mean-token-sum-norm", 1),
+        ("prompt-mean-token-mean", 2),
     ],
 )
 def test_a_masked_nan_is_in_no_mode_of_aggregation(mode, expected):

@@ -30,7 +30,7 @@ def test_the_bug_adds_up_masked_tokens():
     ("mode", "expected"),
     [
         ("token-mean", 1.796), ("seq-mean-token-mean", 1.85625), ("seq-mean-token-sum", 5.6125),
-        ("seq-mean-token-sum-norm", 1.1225),
+        ("seq-mean-token-sum-norm", 1.1225), ("prompt-mean-token-mean", 1.85625),
     ],
 )  # fmt: skip
 def test_each_mode_has_its_value_of_unmasked_tokens(mode, expected):

@@ -86,7 +86,7 @@ class World:
     async def logprobs(self, prompt, rollouts):
         return [np.full(len(r.completion_ids), -1.0, np.float32) for r in rollouts]
 
-    def stage(self, batches, *, keep_logprobs):
+    def stage(self, batches, *, keep_logprobs, later_epochs=()):
         self.keeps_logprobs.append(keep_logprobs)
         return batches
 

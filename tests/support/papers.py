@@ -295,7 +295,14 @@ AGGREGATIONS: dict[str, Callable[[Sequences, int], float]] = {
     "seq-mean-token-mean": lambda s, longest: mean([mean(own) for own in s if own]),
     "seq-mean-token-sum": lambda s, longest: mean([math.fsum(own) for own in s if own]),
     "seq-mean-token-sum-norm": lambda s, longest: mean([math.fsum(own) / longest for own in s if own]),
+    "prompt-mean-token-mean": lambda s, longest: mean([mean(own) for own in _by_prompt(s) if own]),
 }
+PROMPTS = [[0, 1], [2, 3], [4]]  # the sequences of each prompt
+
+
+def _by_prompt(sequences: Sequences) -> list[Numbers]:
+    """ScaleRL, 2510.13786, section 4: all tokens of a prompt's sequences in one mean."""
+    return [[x for i in prompt for x in sequences[i]] for prompt in PROMPTS]
 
 
 # --- corrections: weights of the tokens of one sequence

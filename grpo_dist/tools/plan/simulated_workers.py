@@ -19,7 +19,7 @@ from grpo_dist.tools.plan.reward_models import KnownRewardModel, role_of
 from grpo_dist.tools.plan.simulated_gpus import ENGINES, POLICY, SimulatedGpus
 from grpo_dist.tools.plan.trace import SimulationTrace
 from grpo_dist.tools.plan.workload import Workload
-from grpo_dist.types import Group, Prompt, Sampling, TrainBatch
+from grpo_dist.types import EpochUpdate, Group, Prompt, Sampling, TrainBatch
 from grpo_dist.workers import RolloutsRef
 
 
@@ -204,7 +204,13 @@ class TimedPolicy:
         self._rates, self._failures, self._trace = rates, failures, trace
         self._gpus, self._slowdown = gpus, slowdown
 
-    def stage(self, batches: Sequence[TrainBatch], *, keep_logprobs: bool) -> list[UpdateWork]:
+    def stage(
+        self,
+        batches: Sequence[TrainBatch],
+        *,
+        keep_logprobs: bool,
+        later_epochs: Sequence[Sequence[EpochUpdate]] = (),
+    ) -> list[UpdateWork]:
         with self._trace.excluded():
             return [fake_records.work_of(batch) for batch in batches]
 

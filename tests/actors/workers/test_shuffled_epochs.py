@@ -1,0 +1,54 @@
+"""Real ranks: the updates of later epochs, dealt again, are the same on one rank and on two."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_dist.batch.epochs import redrawn
+from grpo_dist.batch.rows import split_updates
+from grpo_dist.config import AlgorithmConfig, CorrectionConfig, KLConfig
+from tests.support import made_groups
+from tests.support.real_ranks import flat, on_all, relative, start
+
+pytestmark = pytest.mark.machine
+
+HOW = {
+    "old log-probs and a normalised correction": AlgorithmConfig(
+        correction=CorrectionConfig(normalize=True), aggregation="prompt-mean-token-mean"
+    ),
+    "the tokens of highest entropy": AlgorithmConfig(top_entropy_share=0.4, kl=KLConfig()),
+}
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_two_ranks_train_on_the_updates_of_one_in_every_epoch(forked_ranks, tiny_model, name):
+    """Three epochs of two updates; what depends on all tokens of an update is that of the dealt ones."""
+    batch = made_groups.batch(groups=4, samples=3, reference=False)
+    noise = torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(1))
+    batch = replace(batch, rollout_logprobs=torch.where(batch.loss_mask, -6 + 0.1 * noise, 0.0))
+    updates = split_updates(batch, num_groups=4, num_updates=2)
+    later = [redrawn(batch, num_groups=4, num_updates=2, seed=seed) for seed in (1, 4)]
+    firsts = [set(u.row_ids.tolist()) for u in updates]
+    assert any({*u.row_ids.tolist()} not in firsts for epoch in later for u in epoch)
+
+    async def step(later_epochs, **how):
+        group = start(tiny_model, algorithm=HOW[name], epochs=3, **how)
+        await group.ready()
+        metrics = await group.update(group.stage(updates, later_epochs=later_epochs))
+        weights = (await on_all(group, "weights"))[0]
+        await group.shutdown()
+        return metrics, weights
+
+    one, weights = asyncio.run(step(later, ranks=1, stage=0))
+    two, same = asyncio.run(step(later, ranks=2, stage=3, micro_batch_tokens=40))
+    _, as_before = asyncio.run(step((), ranks=1, stage=0))
+    first = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    before = flat({n: p.detach() for n, p in first.named_parameters()})
+    moved, moved_too = flat(weights) - before, flat(same) - before
+    # Adam divides by the gradient's size, so that rounding shows where a gradient is all but 0.
+    assert relative(moved_too, moved) < 1e-2
+    assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
+    assert relative(flat(as_before) - before, moved) > 0.05  # other updates, other weights

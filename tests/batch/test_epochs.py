@@ -1,0 +1,146 @@
+"""Later epochs over a batch deal whole groups to its updates again: no row is lost, on no number of ranks."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
+from grpo_dist.batch.epochs import redrawn, regrouped
+from grpo_dist.batch.rows import split_updates
+from grpo_dist.batch.sharding import shard
+from grpo_dist.config.files import ConfigError, load_config
+from grpo_dist.loop.groups import ScoredGroup
+from grpo_dist.loop.updates import make_updates
+from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.types import EpochUpdate, PreparedBatch
+from tests.support import fakes, made_groups
+from tests.support.good_inputs import CONFIG
+from tests.support.made_groups import group_of
+
+GROUPS, UPDATES = 6, 3
+
+
+def by_id(batch):
+    """Row id -> its tokens and advantages, without padding."""
+    rows = zip(batch.row_ids.tolist(), batch.tokens, batch.advantages, batch.lengths.tolist(), strict=True)
+    return {row: (tokens[:n].tolist(), own[:n].tolist()) for row, tokens, own, n in rows}
+
+
+@pytest.mark.parametrize("make", [made_groups.batch, made_groups.episode_batch])
+def test_every_epoch_has_every_row_once_in_whole_groups_with_their_own_denominators(make):
+    batch = make(groups=GROUPS)
+    seen = []
+    for seed in range(5):
+        epoch = redrawn(batch, num_groups=GROUPS, num_updates=UPDATES, seed=seed)
+        assert sorted(np.concatenate([u.row_ids for u in epoch]).tolist()) == batch.row_ids.tolist()
+        groups = [set(batch.group_ids[torch.from_numpy(u.row_ids)].tolist()) for u in epoch]
+        assert [len(own) for own in groups] == [GROUPS // UPDATES] * UPDATES
+        seen.append(groups)
+        for update in epoch:
+            alone = batch.select(update.row_ids.tolist())
+            assert update.denominators["num_tokens"] == float(alone.loss_mask.sum())
+            assert update.denominators["num_prompts"] == GROUPS // UPDATES
+        for name in ("num_tokens", "num_sequences"):
+            assert sum(u.denominators[name] for u in epoch) == getattr(batch, name)
+    assert any(groups != seen[0] for groups in seen)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_ranks_regroup_their_own_rows_to_the_same_updates(ranks):
+    """However many ranks there are, also those without a row of an update."""
+    batch = made_groups.episode_batch(groups=GROUPS)
+    updates = split_updates(batch, num_groups=GROUPS, num_updates=UPDATES)
+    of_rank = list(zip(*(shard(update, ranks) for update in updates), strict=True))
+    for update in redrawn(batch, num_groups=GROUPS, num_updates=UPDATES, seed=1):
+        parts = [regrouped(own, update) for own in of_rank]
+        found = {row: values for part in parts for row, values in by_id(part).items()}
+        whole = by_id(batch)
+        assert found == {row: whole[row] for row in update.row_ids.tolist()}
+        assert sum(map(len, parts)) == len(update.row_ids)
+        for part in parts:
+            assert {name: getattr(part, name) for name in update.denominators} == update.denominators
+
+
+@pytest.mark.parametrize("policy_loss", sorted(POLICY_LOSSES))
+def test_the_gradient_of_an_epoch_without_denominators_does_not_depend_on_who_is_in_which_update(policy_loss):
+    """With token-sum the updates of an epoch add up to one update of the whole batch."""
+    generator = torch.Generator().manual_seed(0)
+    batch = made_groups.batch(groups=GROUPS, reference=False)
+    noise = 0.1 * torch.randn(batch.tokens.shape, generator=generator)
+    whole = PreparedBatch.of(batch, old_logprobs=batch.rollout_logprobs)
+    settings = LossSettings(policy_loss=policy_loss, aggregation="token-sum", correction_kind="tis")
+
+    def gradient(parts):
+        logprobs = (batch.rollout_logprobs + noise).requires_grad_()
+        for part in parts:
+            own = logprobs[part.row_ids, : part.tokens.shape[1]]
+            batch_loss(own, part, settings)[0].backward()
+        return logprobs.grad
+
+    updates = split_updates(whole, num_groups=GROUPS, num_updates=UPDATES)
+    epoch = redrawn(batch, num_groups=GROUPS, num_updates=UPDATES, seed=3)
+    expected = gradient([whole])
+    assert expected.any()
+    torch.testing.assert_close(gradient([regrouped(updates, u) for u in epoch]), expected)
+
+
+def configured(**changes):
+    batch = {"prompts_per_step": 4, "samples_per_prompt": 2, "updates_per_step": 2, "epochs_per_batch": 3}
+    return fakes.config(batch=batch | {"shuffle_epochs": True}, **changes)
+
+
+def scored(*groups):
+    return [ScoredGroup(group, []) for group in groups]
+
+
+def ids(epochs):
+    return [[sorted(u.row_ids.tolist()) for u in epoch] for epoch in epochs]
+
+
+def test_updates_of_later_epochs_follow_from_the_seed_and_the_step():
+    """So that a resumed run has those of a run without an interruption."""
+    groups = scored(*(group_of([1, 0], [2, 3]) for _ in range(4)))
+    found = [ids(make_updates(configured(), groups, step, kl_coef=0.0)[1]) for step in range(6)]
+    again = [ids(make_updates(configured(), groups, step, kl_coef=0.0)[1]) for step in range(6)]
+    assert found == again and all(len(epochs) == 2 for epochs in found)
+    assert len({str(epoch) for epochs in found for epoch in epochs}) > 3
+    other = [ids(make_updates(configured(seed=5), groups, step, kl_coef=0.0)[1]) for step in range(6)]
+    assert other != found
+    plain = fakes.config(batch={"prompts_per_step": 4, "samples_per_prompt": 2, "updates_per_step": 2})
+    assert make_updates(plain, groups, 0, kl_coef=0.0)[1] == []
+
+
+def test_no_update_of_any_epoch_is_left_without_rows():
+    """Two of four groups have a signal. Where an update of a later epoch has none of them, its rows stay."""
+    silent, useful = group_of([1, 1], [4, 4]), group_of([1, 0], [2, 3])
+    groups = scored(useful, silent, useful, silent)
+    for step in range(20):
+        updates, later = make_updates(configured(), groups, step, kl_coef=0.0)
+        kept = {row for update in updates for row in update.row_ids.tolist()}
+        assert {0, 1, 4, 5} <= kept
+        for update in (u for epoch in later for u in epoch):
+            assert kept & set(update.row_ids.tolist())
+            assert update.denominators["num_sequences"] == 4  # idle ones count
+
+
+def test_demonstrations_stay_with_their_update():
+    batch = made_groups.mixed_batch()
+    updates = [batch, replace(batch, row_ids=batch.row_ids + 100)]
+    rows = [batch.row_ids.numpy()[::2], batch.row_ids.numpy()[1::2] + 100]
+    for own in rows:
+        found = regrouped(updates, made_update(np.concatenate(rows), num_demonstrated=7.0))
+        assert set(own.tolist()) <= set(found.row_ids.tolist()) and found.num_demonstrated == 7.0
+        assert found.demonstrated.shape == found.tokens.shape
+
+
+def made_update(row_ids, **denominators):
+    return EpochUpdate(row_ids, denominators)
+
+
+@pytest.mark.parametrize("changes", [("batch.epochs_per_batch=2",), ("batch.updates_per_step=2",)])
+def test_shuffled_epochs_need_several_epochs_and_updates(tmp_path, changes):
+    (tmp_path / "base.yaml").write_text(CONFIG)
+    with pytest.raises(ConfigError, match=r"`batch\.shuffle_epochs` = true deals groups to updates again"):
+        load_config(tmp_path / "base.yaml", ["batch.shuffle_epochs=true", *changes])

@@ -1,0 +1,62 @@
+"""The bias-corrected KL: over samples of any engine its value and gradient are those of the divergence."""
+
+import math
+
+import pytest
+import torch
+
+from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.types import PreparedBatch
+
+ENGINE = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+REFERENCE = torch.tensor([0.6, 0.1, 0.3], dtype=torch.float64)
+TRAINER = torch.tensor([0.25, 0.45, 0.3], dtype=torch.float64)  # before the step, other than the engine
+
+
+def one_sample(token, logprob, *, old, engine):
+    """The loss of a row whose only completion token is ``token``: the KL term alone, with weight 1."""
+
+    def row(value):
+        return torch.stack([torch.zeros((), dtype=torch.float64), value])[None]
+
+    batch = PreparedBatch(
+        tokens=torch.tensor([[0, token]]), lengths=torch.tensor([2]),
+        loss_mask=torch.tensor([[False, True]]), advantages=row(torch.tensor(0.0, dtype=torch.float64)),
+        rollout_logprobs=row(engine), ref_logprobs=row(REFERENCE[token].log()), row_ids=torch.tensor([0]),
+        num_tokens=1.0, num_sequences=1.0, max_tokens=1, old_logprobs=None if old is None else row(old),
+    )  # fmt: skip
+    return batch, row(logprob)
+
+
+@pytest.mark.parametrize("old_policy", ["trainer", "rollout"])
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_a_corrected_kl_is_unbiased_for_what_the_engine_sampled(old_policy, estimator):
+    """The mean over all tokens by the engine's probabilities. The ratio of the trainer's own old log-probs,
+    which are not those of the engine, would give another value and another slope.
+    """
+    logits = torch.tensor([0.1, -0.4, 0.7], dtype=torch.float64, requires_grad=True)
+    policy = logits.log_softmax(0)
+    expected = (policy.exp() * (policy - REFERENCE.log())).sum()
+    (slope,) = torch.autograd.grad(expected, logits, retain_graph=True)
+    settings = LossSettings(
+        kl_coef=1.0, kl_estimator=estimator, kl_bias_correction=True, old_policy=old_policy
+    )
+    total = torch.zeros((), dtype=torch.float64)
+    for token in range(3):
+        engine = ENGINE[token].log()
+        old = engine if old_policy == "rollout" else TRAINER[token].log()
+        batch, logprobs = one_sample(token, policy[token], old=old, engine=engine)
+        total = total + ENGINE[token] * batch_loss(logprobs, batch, settings)[0]
+    (found,) = torch.autograd.grad(total, logits)
+    assert total.item() == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(found, slope, rtol=1e-10, atol=1e-12)
+
+
+def test_a_row_whose_engine_log_prob_is_unknown_keeps_its_kl_uncorrected():
+    unknown = torch.tensor(math.nan, dtype=torch.float64)
+    batch, logprobs = one_sample(
+        0, torch.tensor(-1.0, dtype=torch.float64, requires_grad=True), old=None, engine=unknown
+    )
+    settings = LossSettings(kl_coef=1.0, kl_bias_correction=True)
+    d = -1.0 - float(REFERENCE[0].log())
+    assert batch_loss(logprobs, batch, settings)[0].item() == pytest.approx(math.exp(-d) - 1 + d)
