@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from grpo_dist.batch.signal import SignalRule
 from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.config import (
     AlgorithmConfig,
+    BatchConfig,
     Config,
     DemonstrationStreamConfig,
     DistillationConfig,
@@ -44,11 +44,6 @@ def reward_moments(algorithm: AlgorithmConfig, scored: Sequence[ScoredGroup], be
     if algorithm.reward_norm != "running":
         return before
     return before.updated(clipped_rewards([s.group for s in scored], algorithm.reward_clip))
-
-
-def make_batches(config: Config, scored: Sequence[ScoredGroup], step: int, **how: Any) -> list[TrainBatch]:
-    """Return the updates of the first epoch of `make_updates`."""
-    return make_updates(config, scored, step, **how)[0]
 
 
 def make_updates(
@@ -93,26 +88,32 @@ def make_updates(
     )
     if advantages is None:
         batch = token_advantages(batch, groups, settings)
-    if config.algorithm.zero_variance_filter:
-        batch = _only_with_signal(batch, groups, signal_rule(config.algorithm, config.rewards, None))
-    count, own = len(groups), config.batch
-    later = [
-        redrawn(
-            batch, num_groups=count, num_updates=own.updates_per_step,
-            seed=derived_seed(config.seed, f"updates of epoch {epoch} of step {step}"),
-        )
-        for epoch in range(1, own.epochs_per_batch if own.shuffle_epochs else 1)
-    ]  # fmt: skip
-    first = rows_of_updates(batch.rows.group_ids.numpy(), num_groups=count, num_updates=own.updates_per_step)
-    dealt = [*first, *(update.row_ids for epoch in later for update in epoch)]
-    kept = _kept_rows(config.algorithm, config.has_kl_term, batch, dealt)
-    updates = split_updates(batch, num_groups=count, num_updates=own.updates_per_step)
+        if config.algorithm.zero_variance_filter:
+            batch = _only_with_signal(batch, groups, signal_rule(config.algorithm, config.rewards, None))
+    first, later = _dealt(
+        batch, config.batch, len(groups), seed=derived_seed(config.seed, f"epochs of step {step}")
+    )
+    of_later = [update.row_ids for epoch in later for update in epoch]
+    kept = _kept_rows(config.algorithm, config.has_kl_term, batch, [*first, *of_later])
+    updates = split_updates(batch, num_groups=len(groups), num_updates=len(first))
     updates = [_selected(update, kept[rows]) for update, rows in zip(updates, first, strict=True)]
     updates = _with_demonstrations(updates, demonstrations, first_row=len(batch))
     return updates, [
         [with_rows_of(u, at, first_row=len(batch)) for u, at in zip(epoch, updates, strict=True)]
         for epoch in later
     ]
+
+
+def _dealt(
+    batch: TrainBatch, how: BatchConfig, num_groups: int, *, seed: int
+) -> tuple[list[np.ndarray], list[list[EpochUpdate]]]:
+    """Return the rows of each update of the first epoch, and the updates of later ones."""
+    count = how.updates_per_step
+    epochs = range(1, how.epochs_per_batch if how.shuffle_epochs else 1)
+    seeds = [derived_seed(seed, f"updates of epoch {epoch}") for epoch in epochs]
+    later = [redrawn(batch, num_groups=num_groups, num_updates=count, seed=own) for own in seeds]
+    ids = batch.rows.group_ids.numpy()
+    return rows_of_updates(ids, num_groups=num_groups, num_updates=count), later
 
 
 def step_demonstrations(

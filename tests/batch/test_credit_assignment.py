@@ -14,7 +14,7 @@ from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantag
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config.files import read_tree
 from grpo_dist.loop.groups import ScoredGroup
-from grpo_dist.loop.updates import advantage_settings, make_batches, reward_moments
+from grpo_dist.loop.updates import advantage_settings, reward_moments
 from tests.support import fakes
 from tests.support.made_groups import group_of
 
@@ -166,7 +166,7 @@ def test_a_reward_that_other_sources_lack_has_their_weight_in_no_statistic(std):
 def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
     batch = {"prompts_per_step": 2, "samples_per_prompt": 2}
     silent, useful = group_of([1, 1], [4, 4]), group_of([1, 0], [2, 3])
-    (short,) = make_batches(fakes.config(batch=batch), scored(silent, useful), 0, kl_coef=0.0)
+    (short,) = fakes.make_batches(fakes.config(batch=batch), scored(silent, useful), 0, kl_coef=0.0)
     assert (len(short), short.num_tokens, short.num_sequences) == (2, 13.0, 4.0)
     reference = [np.full(n, -1.5, np.float32) for n in (4, 4)], [np.full(n, -1.5, np.float32) for n in (2, 3)]
     with_reference = [ScoredGroup(g, ref) for g, ref in zip((silent, useful), reference, strict=True)]
@@ -182,9 +182,9 @@ def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
         {"kl": {"coef": 0.1}, "add_token_level_kl": True},
     ):
         config = fakes.config(batch=batch, algorithm=algorithm)
-        (whole,) = make_batches(config, with_reference, 0, kl_coef=config.algorithm.kl.coef)
+        (whole,) = fakes.make_batches(config, with_reference, 0, kl_coef=config.algorithm.kl.coef)
         assert len(whole) == 4, algorithm
-    (nothing,) = make_batches(fakes.config(batch=batch), scored(silent, silent), 0, kl_coef=0.0)
+    (nothing,) = fakes.make_batches(fakes.config(batch=batch), scored(silent, silent), 0, kl_coef=0.0)
     assert len(nothing) == 4
 
 
@@ -193,8 +193,8 @@ def test_the_zero_variance_filter_leaves_groups_without_a_signal_out_of_the_deno
     batch = {"prompts_per_step": 2, "samples_per_prompt": 2}
     silent, useful = group_of([1, 1], [4, 4]), group_of([1, 0], [2, 3])
     config = fakes.config(batch=batch, algorithm={"zero_variance_filter": True})
-    (found,) = make_batches(config, scored(silent, useful), 0, kl_coef=0.0)
-    (alone,) = make_batches(config, scored(useful), 0, kl_coef=0.0)
+    (found,) = fakes.make_batches(config, scored(silent, useful), 0, kl_coef=0.0)
+    (alone,) = fakes.make_batches(config, scored(useful), 0, kl_coef=0.0)
     for name in ("num_tokens", "num_sequences", "num_prompts"):
         assert getattr(found, name) == getattr(alone, name)
     assert (found.num_tokens, found.num_sequences, found.num_prompts) == (5.0, 2.0, 1.0)
@@ -204,7 +204,7 @@ def test_the_zero_variance_filter_leaves_groups_without_a_signal_out_of_the_deno
     )
     reference = [ScoredGroup(g, [np.full(n, -1.5, np.float32) for n in own])
                  for g, own in ((silent, (4, 4)), (useful, (2, 3)))]  # fmt: skip
-    nothing, whole = make_batches(several, reference, 0, kl_coef=0.1)
+    nothing, whole = fakes.make_batches(several, reference, 0, kl_coef=0.1)
     assert not nothing.loss_mask.any() and nothing.num_tokens == 0 == nothing.num_prompts
     assert (whole.num_tokens, whole.num_prompts) == (5.0, 1.0)
 
@@ -218,7 +218,7 @@ def test_reward_clip_also_applies_to_the_baseline_of_remax():
 def test_truncated_samples_count_in_their_group_and_are_not_trained():
     config = fakes.config(algorithm={"mask_truncated": True, "std": "none", "skip_idle_rows": False})
     cut = group_of([0, 0, 1], [4, 2, 2], reasons=["length", "stop", "stop"])
-    (batch,) = make_batches(config, scored(cut), 0, kl_coef=0.0)
+    (batch,) = fakes.make_batches(config, scored(cut), 0, kl_coef=0.0)
     assert not batch.loss_mask[0].any() and (batch.num_tokens, batch.num_sequences) == (4.0, 2.0)
     torch.testing.assert_close(batch.advantages[1, 2], torch.tensor(-1 / 3))
 
@@ -291,7 +291,7 @@ def test_a_sample_with_a_nan_log_prob_is_left_out_of_training(kl):
     algorithm = {"std": "none", "skip_idle_rows": False, "whiten_advantages": kl > 0, "kl": {"coef": kl}}
     config = fakes.config(algorithm=algorithm | {"add_token_level_kl": kl > 0})
     reference = [np.full(n, -1.0, np.float32) for n in (2, 2, 1)]
-    (batch,) = make_batches(config, [ScoredGroup(broken, reference)], 0, kl_coef=kl)
+    (batch,) = fakes.make_batches(config, [ScoredGroup(broken, reference)], 0, kl_coef=kl)
     assert not batch.loss_mask[0].any() and (batch.num_tokens, batch.num_sequences) == (3.0, 2.0)
     assert batch.advantages.isfinite().all() and batch.rollout_logprobs.isfinite().all()
     if not kl:

@@ -9,7 +9,6 @@ import pytest
 from grpo_dist.batch.token_values import values_of_rows
 from grpo_dist.driver import run
 from grpo_dist.loop.groups import ScoredGroup
-from grpo_dist.loop.updates import make_batches
 from tests.support import fakes, made_groups
 
 ENVIRONMENT = {"train": [{"path": "demo:add3"}], "environment": "calculator"}
@@ -88,7 +87,7 @@ def test_a_group_has_a_signal_where_only_a_further_row_has_one():
         data=ENVIRONMENT, batch={"prompts_per_step": 1, "samples_per_prompt": 2},
         algorithm={"advantage": "turn", "turn_discount": 0.0},
     )  # fmt: skip
-    (batch,) = make_batches(settings, [ScoredGroup(group, [])], 0, kl_coef=0.0)
+    (batch,) = fakes.make_batches(settings, [ScoredGroup(group, [])], 0, kl_coef=0.0)
     rows = len(first.rows)
     assert batch.row_ids.tolist() == [1, rows + 1] and batch.group_ids.tolist() == [0, 0]
     assert batch.num_sequences == 2 and batch.num_tokens == 2 * len(first.sampled_ids)
@@ -104,6 +103,6 @@ def test_a_masked_end_is_not_trained_and_its_reward_counts(masked):
         data=ENVIRONMENT, batch={"prompts_per_step": 1, "samples_per_prompt": 3},
         algorithm={"std": "none", "skip_idle_rows": False}, environments={"mask_outcomes": [masked]},
     )  # fmt: skip
-    (batch,) = make_batches(settings, [ScoredGroup(group, [])], 0, kl_coef=0.0)
+    (batch,) = fakes.make_batches(settings, [ScoredGroup(group, [])], 0, kl_coef=0.0)
     assert not batch.loss_mask[: len(ended.rows)].any() and batch.num_sequences == 2
     assert batch.advantages[len(ended.rows)].abs().max() == pytest.approx(1 / 3)

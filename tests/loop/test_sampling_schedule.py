@@ -14,7 +14,6 @@ from grpo_dist.config.files import ConfigError, dump_config, load_config
 from grpo_dist.driver import run
 from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.sampling_schedule import SamplingSchedule, drawn_with
-from grpo_dist.loop.updates import make_batches
 from grpo_dist.runs.checkpoint import Checkpoints
 from grpo_dist.runs.identity import changes, fingerprint
 from grpo_dist.runs.resume import load_progress, load_state
@@ -231,5 +230,5 @@ def test_a_step_is_divided_by_the_length_it_was_drawn_with_and_by_the_configured
     group = group_of([0.0, 1.0], [2, 2])
     long = replace(group, rollouts=tuple(replace(r, max_new_tokens=32) for r in group.rollouts))
     for own, expected in ((group, 4), (long, 32)):
-        (update,) = make_batches(fakes.config(), [ScoredGroup(own, [])], 0, kl_coef=0.0)
+        (update,) = fakes.make_batches(fakes.config(), [ScoredGroup(own, [])], 0, kl_coef=0.0)
         assert update.max_tokens == expected

@@ -11,6 +11,7 @@ import numpy as np
 from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.config import Config
 from grpo_dist.loop.progress import Progress
+from grpo_dist.loop.updates import make_updates
 from grpo_dist.types import Group, Prompt, Rollout
 from grpo_dist.workers import Workers
 
@@ -148,3 +149,8 @@ class World:
 
     async def settle(self):
         """Return at once: saving is synchronous."""
+
+
+def make_batches(config, scored, step, **how):
+    """The updates of the first epoch of a step."""
+    return make_updates(config, scored, step, **how)[0]
