@@ -97,6 +97,12 @@ def _of_the_ranks(config: Sections) -> Iterator[str]:
             "`policy.router_replay` = true chooses experts outside of the compiled region, but "
             "`policy.compile` = true compiles the routers; remove one of them"
         )
+    if policy.router_replay and config.rollout.speculation.tokens:
+        yield (
+            "`policy.router_replay` = true needs the routes of every token, and engines that verify drafts "
+            f"are not known to return those: `rollout.speculation.tokens` = {config.rollout.speculation.tokens}; "
+            "set it to 0, or remove `policy.router_replay`"
+        )
     if policy.router_replay and config.weight_sync.mode == "keep":
         yield (
             "`policy.router_replay` = true needs samples of one model, but `weight_sync.mode` = keep goes on "

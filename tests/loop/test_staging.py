@@ -99,7 +99,7 @@ def test_the_kl_weight_reaches_every_update_of_a_rank():
     from actors.workers.policy import PolicyWorker, RankUpdates
 
     worker = PolicyWorker()
-    worker._trainer = SimpleNamespace(update=lambda batches, bounds, kl_coef, keep_logprobs: kl_coef)
+    worker._trainer = SimpleNamespace(update=lambda batches, bounds, kl_coef, **_: kl_coef)
     own = RankUpdates([made_groups.batch(), made_groups.batch()], keep_logprobs=False)
     assert worker.update(own, 0.3, ()) == 0.3
 
