@@ -99,9 +99,9 @@ def _of_the_ranks(config: Sections) -> Iterator[str]:
         )
     if policy.router_replay and config.rollout.speculation.tokens:
         yield (
-            "`policy.router_replay` = true needs the routes of every token, and engines that verify drafts "
-            f"may not return those: `rollout.speculation.tokens` = {config.rollout.speculation.tokens}; "
-            "set it to 0, or remove `policy.router_replay`"
+            "`policy.router_replay` = true needs the routes of every token, but `rollout.speculation` drafts "
+            f"{config.rollout.speculation.tokens} at once, and engines that verify drafts may not return their "
+            "routes; set `rollout.speculation.tokens` to 0, or remove `policy.router_replay`"
         )
     if policy.router_replay and config.weight_sync.mode == "keep":
         yield (

@@ -221,7 +221,7 @@ def test_cyclic_defaults_are_refused(tmp_path):
         (["policy.router_replay=true", "weight_sync.mode=keep"], ["samples of one model", "set it to drain"]),
         (
             ["policy.router_replay=true", "rollout.speculation.tokens=4"],
-            ["the routes of every token", "`rollout.speculation.tokens` = 4", "set it to 0"],
+            ["the routes of every token", "drafts 4 at once", "set `rollout.speculation.tokens` to 0"],
         ),
         (["algorithm.advantage=gdpo", "rewards.shuffle=true"], ["`rewards.shuffle` = true", "gdpo"]),
         (["data.order=pass_rate", "rewards.shuffle=true"], ["`data.order` = pass_rate"]),

@@ -317,7 +317,7 @@ def _of_lengths(lengths, groups, prompts):
     zeros = torch.zeros(tokens.shape)
     return replace(
         batch, tokens=tokens, lengths=torch.tensor(lengths), loss_mask=zeros.bool(), advantages=zeros,
-        rollout_logprobs=zeros, ref_logprobs=None, group_ids=torch.tensor(groups),
+        rollout_logprobs=zeros, ref_logprobs=None, group_ids=torch.tensor(groups), prompt_tokens=None,
         prompt_lengths=torch.tensor(prompts), row_ids=torch.arange(len(lengths)),
     )  # fmt: skip
 
