@@ -100,8 +100,8 @@ def _of_the_ranks(config: Sections) -> Iterator[str]:
     if policy.router_replay and config.rollout.speculation.tokens:
         yield (
             "`policy.router_replay` = true needs the routes of every token, but `rollout.speculation` drafts "
-            f"{config.rollout.speculation.tokens} at once, and engines that verify drafts may not return their "
-            "routes; set `rollout.speculation.tokens` to 0, or remove `policy.router_replay`"
+            f"{config.rollout.speculation.tokens} at once, and engines that verify drafts may not return "
+            "routes of these; set `rollout.speculation.tokens` to 0, or remove `policy.router_replay`"
         )
     if policy.router_replay and config.weight_sync.mode == "keep":
         yield (
