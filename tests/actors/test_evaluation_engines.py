@@ -50,14 +50,8 @@ class World(OnALoop):
         await asyncio.gather(self.rollouts.ready(), self.policy.ready())
         self.engines = EvaluationEngines(self.policy, self.rollouts, None, timeout_s=HANG_S)
 
-    def run(self, coroutine):
-        return super().run(asyncio.wait_for(coroutine, HANG_S))
-
     async def sample_all(self):
-        async def one(prompt):
-            return await (await self.rollouts.sample(prompt, seeds=SEEDS, sampling=SAMPLING))
-
-        return await asyncio.gather(*(one(p) for p in PROMPTS))
+        return await self.groups_of(PROMPTS, SEEDS, SAMPLING)
 
     def move(self, seed):
         return ray.get(self.policy.ranks[0].move.remote(seed))

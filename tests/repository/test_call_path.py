@@ -18,6 +18,7 @@ from grpo_dist.cli import main
 from grpo_dist.policy import trainer
 from tests.support import fakes, made_groups
 from tests.support.documents import ROOT
+from tests.support.forked_ranks import Remote
 from tests.support.good_inputs import CONFIG, GOOD, write
 from tests.support.real_ranks import on_all, start
 
@@ -42,23 +43,13 @@ def test_the_command_line_is_at_most_10_calls_from_the_loss():
     assert calls <= 10
 
 
-class Call:
-    """Replaces the method of an actor: ``remote`` calls ``function``."""
-
-    def __init__(self, function):
-        self.remote = function
-
-    def options(self, **_):
-        return self
-
-
 class FakeRank:
     """An actor's handle. It notes the stack of the driver where it asks for an update."""
 
     stack: list[str]
 
     def __getattr__(self, method):
-        return Call(lambda *_: self._answer(method))
+        return Remote(lambda *_: self._answer(method))
 
     async def _done(self, value):
         return value
@@ -94,7 +85,7 @@ def test_the_driver_asks_the_ranks_after_this_path(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(actors.cluster, "Cluster", FakeCluster)
-    monkeypatch.setattr(policy_group, "one_at_a_time", lambda _: Call(FakeRank))
+    monkeypatch.setattr(policy_group, "one_at_a_time", lambda _: Remote(FakeRank))
     monkeypatch.setattr(policy_group.ray, "put", lambda value: value)
     write("train.jsonl", GOOD)
     (tmp_path / "config.yaml").write_text(CONFIG)

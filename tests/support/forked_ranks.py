@@ -54,7 +54,7 @@ class Parent:
         self._process.wait()
 
     def _remote_class(self, worker):
-        return _Remote(lambda *arguments: Forked(self.address, worker, arguments))
+        return Remote(lambda *arguments: Forked(self.address, worker, arguments))
 
     @contextmanager
     def in_the_place_of_ray(self):
@@ -67,7 +67,7 @@ class Parent:
             yield
 
 
-class _Remote:
+class Remote:
     """Replaces an actor's class or method: ``remote`` calls ``function``."""
 
     def __init__(self, function):
@@ -88,7 +88,7 @@ class Forked:
     def __getattr__(self, method):
         if method.startswith("_"):
             raise AttributeError(method)
-        return _Remote(lambda *arguments: _Answer(self._thread.submit(self.call, method, arguments)))
+        return Remote(lambda *arguments: _Answer(self._thread.submit(self.call, method, arguments)))
 
     def end(self):
         """End the rank; replaces `ray.kill`."""

@@ -130,7 +130,13 @@ class OnALoop:
         self.loop = asyncio.new_event_loop()
 
     def run(self, coroutine):
-        return self.loop.run_until_complete(coroutine)
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, HANG_S))
+
+    async def groups_of(self, prompts, seeds, sampling):
+        async def one(prompt):
+            return await (await self.rollouts.sample(prompt, seeds=seeds, sampling=sampling))
+
+        return await asyncio.gather(*(one(p) for p in prompts))
 
     def close(self):
         self.run(self.rollouts.shutdown())

@@ -79,14 +79,8 @@ class World(OnALoop):
         await asyncio.gather(self.rollouts.ready(), self.policy.ready())
         self.sync = await WeightSync.connect(self.policy, self.rollouts, sync, timeout_s=HANG_S)
 
-    def run(self, coroutine):
-        return super().run(asyncio.wait_for(coroutine, HANG_S))
-
     async def sample_all(self):
-        async def one(prompt):
-            return await (await self.rollouts.sample(prompt, seeds=SEEDS, sampling=SAMPLING))
-
-        return await asyncio.gather(*(one(p) for p in PROMPTS))
+        return await self.groups_of(PROMPTS, SEEDS, SAMPLING)
 
     async def sample_on(self, worker):
         """Return the first group of `sample_all`, sampled by this engine."""

@@ -32,14 +32,20 @@ async def whole(team):
         await asyncio.sleep(0.05)
 
 
+async def held_sampling(world):
+    """Sample ``PROMPTS`` in a task; return it once every environment holds its first answer back."""
+    await world.hold()
+    sampling = asyncio.create_task(world.sample_all(PROMPTS))
+    await world.until_waiting(8, 1)
+    return sampling
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_episodes_of_a_lost_worker_begin_again_and_give_the_same_samples(world, number):
     async def session():
         undisturbed = await world.sample_all(PROMPTS)
         victim, other = world.environments.workers
-        await world.hold()
-        sampling = asyncio.create_task(world.sample_all(PROMPTS))
-        await world.until_waiting(8, 1)
+        sampling = await held_sampling(world)
         of_other = await other.running.remote()
         assert await victim.running.remote() and of_other
         process = await victim.process.remote()
@@ -62,9 +68,7 @@ def test_episodes_wait_for_replacements_that_come_late_when_no_worker_is_left(wo
 
     async def session():
         undisturbed = await world.sample_all(PROMPTS)
-        await world.hold()
-        sampling = asyncio.create_task(world.sample_all(PROMPTS))
-        await world.until_waiting(8, 1)
+        sampling = await held_sampling(world)
         world.environments.team.restarted()
         budgets = world.environments.team._budgets
         given = [budget._settings for budget in budgets]
@@ -86,9 +90,7 @@ def test_episodes_wait_for_replacements_that_come_late_when_no_worker_is_left(wo
 def test_the_replacement_of_an_engine_gets_the_addresses_and_the_old_episodes_end(world):
     async def session():
         undisturbed = await world.sample_all(PROMPTS)
-        await world.hold()
-        sampling = asyncio.create_task(world.sample_all(PROMPTS))
-        await world.until_waiting(8, 1)
+        sampling = await held_sampling(world)
         for engine in list(world.rollouts.workers):
             os.kill(await engine.process.remote(), signal.SIGKILL)
         while await world.running():  # of engines that are gone
@@ -120,9 +122,7 @@ def test_without_a_worker_to_replace_the_last_one_sampling_ends_with_the_reason(
     """Last in this file: the role has failed afterwards."""
 
     async def session():
-        await world.hold()
-        sampling = asyncio.create_task(world.sample_all(PROMPTS))
-        await world.until_waiting(8, 1)
+        sampling = await held_sampling(world)
         for budget in world.environments.team._budgets:
             budget._settings = budget._settings.model_copy(update={"max_per_worker": 0})
         os.kill(await world.environments.workers[0].process.remote(), signal.SIGKILL)

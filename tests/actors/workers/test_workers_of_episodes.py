@@ -31,6 +31,15 @@ def taken(found, count):
     return asyncio.run(several())
 
 
+async def taken_after(found, addresses):
+    """Ask for a worker, which must wait; return the one taken once ``addresses`` are in use."""
+    waiting = asyncio.create_task(found.take())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    found.use(addresses)
+    return await asyncio.wait_for(waiting, HANG_S)
+
+
 def test_each_episode_gets_the_worker_with_the_fewest():
     found = of("a", "b", "c")
     assert sorted(taken(found, 6)) == ["a", "a", "b", "b", "c", "c"]
@@ -60,11 +69,7 @@ def test_a_dead_worker_is_never_tried_again(monkeypatch):
         found = of("a")
         found.suspect("a", dead=True)
         found.use(EnvironmentAddresses(2, ("a",)))
-        waiting = asyncio.create_task(found.take())
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        found.use(EnvironmentAddresses(3, ("b",)))
-        return await asyncio.wait_for(waiting, HANG_S)
+        return await taken_after(found, EnvironmentAddresses(3, ("b",)))
 
     assert asyncio.run(session()) == "b"
 
@@ -75,11 +80,7 @@ def test_an_episode_waits_for_the_replacement_of_the_last_worker(monkeypatch):
     async def session():
         found = of("a")
         found.suspect("a")
-        waiting = asyncio.create_task(found.take())
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        found.use(EnvironmentAddresses(2, ("b",)))
-        return await asyncio.wait_for(waiting, HANG_S)
+        return await taken_after(found, EnvironmentAddresses(2, ("b",)))
 
     assert asyncio.run(session()) == "b"
 

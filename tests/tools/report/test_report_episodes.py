@@ -9,7 +9,6 @@ from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.tools.report import rollouts, tokens
 from grpo_dist.tools.report.answers import AnswerReader
-from tests.support.browser import chromium
 from tests.support.made_episodes import CALL, RESULT, end_of, episodes
 from tests.support.made_runs import make_run
 from tests.tools.report.test_report_page import column, filtered, opened, rows_shown
@@ -104,12 +103,6 @@ def test_a_run_without_episodes_has_none(tmp_path):
         rows = rollouts.rows(pq.read_table(path), answers)
     assert set(rows["turns"]) == {None} and rows["called"]["values"] == [None] and set(rows["given"]) == {0}
     assert set(rollouts.texts(pq.read_table(path))["turns"]) == {None}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as page:
-        yield page
 
 
 @pytest.fixture(scope="module")

@@ -22,12 +22,6 @@ MANY = 250  # groups of 8 in each of 50 tables: 100,000 rollouts
 
 
 @pytest.fixture(scope="module")
-def browser():
-    with chromium() as page:
-        yield page
-
-
-@pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
     first = make_run(directory / "first", recorded=(5, 6), evals=(0, 6))
