@@ -1,7 +1,8 @@
 """What changed in the weights since they were last sent, bit by bit, and how it is applied.
 
 At learning rates of reinforcement learning most updates are smaller than half a unit in the last place of a
-bfloat16 weight, which then keeps its bits (arXiv 2602.03839). A delta has the changed 16-bit words of a bucket:
+bfloat16 weight, which then keeps its bits (arXiv 2602.03839). A delta has the changed 16-bit words of a
+bucket:
 
     held     3f80 3f81 0000 bf80
     new      3f80 3f82 0000 bf81
