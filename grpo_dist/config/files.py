@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -135,26 +136,30 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found {type(loaded).__name__}")
     if path.parent.name == PRESETS.name:
-        _name_preset(loaded, path.stem)
-    parts = [read_tree(path.parent / base, (*seen, resolved)) for base in _bases(loaded, path)]
+        loaded = _with_preset_name(loaded, path.stem)
+    bases, own = _split_bases(loaded, path)
+    parts = [read_tree(path.parent / base, (*seen, resolved)) for base in bases]
     try:
-        merged = OmegaConf.merge(*parts, loaded)
+        merged = OmegaConf.merge(*parts, own)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be merged with its `defaults`: {parser_reason(error)}") from error
     assert isinstance(merged, DictConfig)
     return merged
 
 
-def _name_preset(tree: DictConfig, name: str) -> None:
-    """Set `algorithm.preset` in a file from a directory of presets, for the run and its report."""
+def _with_preset_name(tree: DictConfig, name: str) -> DictConfig:
+    """Return a file of a directory of presets with `algorithm.preset`, for the run and its report."""
+    named = deepcopy(tree)
     if isinstance(tree.get("algorithm"), DictConfig) and tree.algorithm.get("preset") is None:
-        OmegaConf.update(tree, "algorithm.preset", name)
+        OmegaConf.update(named, "algorithm.preset", name)
+    return named
 
 
-def _bases(loaded: DictConfig, path: Path) -> list[str]:
-    """Remove `defaults` from ``loaded`` and return its files."""
+def _split_bases(loaded: DictConfig, path: Path) -> tuple[list[str], DictConfig]:
+    """Return the files of `defaults`, and ``loaded`` without that key."""
+    own = deepcopy(loaded)
     try:
-        found = loaded.pop("defaults", None)
+        found = own.pop("defaults", None)
         bases = list(found) if isinstance(found, ListConfig) else [] if found is None else [found]
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: `defaults`: {parser_reason(error)}") from error
@@ -164,7 +169,7 @@ def _bases(loaded: DictConfig, path: Path) -> list[str]:
             f"{path}: `defaults`: {wrong[0]!r} is not a file name; expected a file or a list of files, e.g. "
             "[base.yaml]"
         )
-    return bases
+    return bases, own
 
 
 def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:

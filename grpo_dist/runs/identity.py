@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -92,14 +91,13 @@ def fingerprint(config: Config) -> str:
     """Hash everything that determines the numbers of a run, so that a resumed run is the same run."""
     kept = without_layout(config.model_dump(mode="json", exclude=set(_FREE)))
     for key in _FREE_KEYS:
-        _drop(kept, key.split("."))
+        kept = _without(kept, key.split("."))
     # Which steps are trained on determines the numbers; when to warn or stop does not.
     kept["health"] = {"min_signal_groups": config.health.min_signal_groups}
     if config.model.path != "sft":
         kept.pop("sft")  # nothing uses it
     elif config.sft is not None:
-        for key in FREE_SFT:
-            kept["sft"].pop(key)
+        kept["sft"] = {key: value for key, value in kept["sft"].items() if key not in FREE_SFT}
     if config.is_supervised:
         kept = {section: value for section, value in kept.items() if section in _SUPERVISED}
     if config.policy.optimizer.schedule != "constant":
@@ -122,23 +120,22 @@ def data_digest(prompts: Sequence[Prompt]) -> str:
 
 def without_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of ``settings``, sections of a configuration, without the keys of the layout."""
-    kept = deepcopy(dict(settings))
+    kept = dict(settings)
     for key in _LAYOUT:
-        _drop(kept, key.split("."))
+        kept = _without(kept, key.split("."))
     return kept
 
 
-def _drop(tree: Any, path: Sequence[str]) -> None:
-    """Delete the entry at ``path``, if there is one. "*" stands for each entry of a list."""
+def _without(tree: Any, path: Sequence[str]) -> Any:
+    """Return ``tree`` without the entry at ``path``. "*" stands for each entry of a list."""
     name, *rest = path
     if name == "*" and isinstance(tree, list):
-        for inner in tree:
-            _drop(inner, rest)
-    elif isinstance(tree, dict) and name in tree:
-        if rest:
-            _drop(tree[name], rest)
-        else:
-            del tree[name]
+        return [_without(inner, rest) for inner in tree]
+    if not isinstance(tree, dict) or name not in tree:
+        return tree
+    if rest:
+        return tree | {name: _without(tree[name], rest)}
+    return {key: value for key, value in tree.items() if key != name}
 
 
 def changes(was: str, config: Config) -> list[Change]:

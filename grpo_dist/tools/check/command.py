@@ -73,19 +73,13 @@ def run_checks(config: Config, *, cluster: str | None) -> Iterator[CheckResult]:
             continue
         except CheckSkipped as error:
             yield CheckResult(name, str(error), skipped=True)
-        except CheckFailed as error:
-            yield from _unreported(name, where, error.problems, reported)
-        except (UserError, ValueError, OSError) as error:
-            yield from _unreported(name, where, [str(error)], reported)
-
-
-def _unreported(name: str, where: str, problems: Sequence[str], reported: set[str]) -> Iterator[CheckResult]:
-    """Yield the problems that no earlier check has ``reported``, and add them to it."""
-    fresh = [problem for problem in problems if problem not in reported]
-    reported.update(fresh)
-    if not fresh:
-        yield CheckResult(name, "fix the same problem above first", skipped=True)
-    yield from (CheckResult(name, where + problem, problem=True) for problem in fresh)
+        except (CheckFailed, UserError, ValueError, OSError) as error:
+            found = error.problems if isinstance(error, CheckFailed) else [str(error)]
+            fresh = [problem for problem in found if problem not in reported]
+            reported.update(fresh)
+            if not fresh:
+                yield CheckResult(name, "fix the same problem above first", skipped=True)
+            yield from (CheckResult(name, where + problem, problem=True) for problem in fresh)
 
 
 def problems(results: Sequence[CheckResult]) -> UserError | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import html
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -39,16 +39,22 @@ _SCRIPTS = (
 
 def whole_page(sources: Sequence[Source], limits: ReportLimits) -> Iterator[str]:
     """Yield the page with its data, holding at most one part of a table in memory."""
-    manifests = [source.manifest() for source in sources]
+    manifests, shown = [source.manifest() for source in sources], []
     yield _head(sources)
     for number, (source, manifest) in enumerate(zip(sources, manifests, strict=True)):
         for kind in ("metrics", "clock", "spans", "events"):
             for i, version in enumerate(manifest[kind]):
                 if version is not None:
                     yield _embedded(f"{number}/{kind}/{i}", source.piece(f"{kind}/{i}"))
-        yield from _samples(number, source, manifest)
-        yield from _token_values(number, source, manifest, limits.tokens // len(sources))
-    yield _tail({"live": False, "runs": manifests})
+        most = limits.tokens // len(sources)
+        readable, unreadable = yield from _samples(number, source, manifest["samples"])
+        samples, without = yield from _token_values(number, source, readable, most)
+        notices = [*manifest["about"]["notices"], *unreadable, *source.unread(), *without]
+        shown.append(
+            manifest
+            | {"samples": samples, "about": manifest["about"] | {"token_limit": most, "notices": notices}}
+        )
+    yield _tail({"live": False, "runs": shown})
 
 
 def live_page(sources: Sequence[Source]) -> str:
@@ -56,36 +62,41 @@ def live_page(sources: Sequence[Source]) -> str:
     return _head(sources) + _tail({"live": True, "runs": []})
 
 
-def _samples(number: int, source: Source, manifest: dict[str, Any]) -> Iterator[str]:
-    readable = []
-    for entry in manifest["samples"]:
+_Table = list[dict[str, Any]]  # the manifest's entries of parts
+
+
+def _samples(number: int, source: Source, entries: _Table) -> Generator[str, None, tuple[_Table, list[str]]]:
+    """Yield the samples; return the entries of parts that can be read, and notices of the others."""
+    readable, notices = [], []
+    for entry in entries:
         part = source.parts[entry["key"]]
         try:
             pieces = source.pieces_of(part)
         except (OSError, ValueError) as error:  # includes the errors of pyarrow
-            manifest["about"]["notices"].append(f"{part.key}: cannot be read ({error})")
+            notices.append(f"{part.key}: cannot be read ({error})")
             continue
         readable.append(entry)
         for kind, piece in pieces.items():
             yield _embedded(f"{number}/{kind}/{part.key}", piece)
-    manifest["samples"] = readable
-    manifest["about"]["notices"] += source.unread()
+    return readable, notices
 
 
-def _token_values(number: int, source: Source, manifest: dict[str, Any], most: int) -> Iterator[str]:
-    """Yield token values; mark them in ``manifest``, and note what is left out."""
-    entries = {entry["key"]: entry for entry in manifest["samples"]}
-    manifest["about"]["token_limit"] = left = most
+def _token_values(
+    number: int, source: Source, entries: _Table, most: int
+) -> Generator[str, None, tuple[_Table, list[str]]]:
+    """Yield token values; return ``entries`` that say which parts have them, and why others have none."""
+    keys, valued, notices, left = {entry["key"] for entry in entries}, set(), [], most
     for part in source.with_values(most):
-        if part.key not in entries or left <= 0:
+        if part.key not in keys or left <= 0:
             continue
         try:
             piece, left = source.values(part, left)
         except (OSError, ValueError) as error:
-            manifest["about"]["notices"].append(f"no token values: {error}")
+            notices.append(f"no token values: {error}")
             continue
-        entries[part.key]["tokens"] = True
+        valued.add(part.key)
         yield _embedded(f"{number}/tokens/{part.key}", piece)
+    return [entry | ({"tokens": True} if entry["key"] in valued else {}) for entry in entries], notices
 
 
 def _embedded(name: str, piece: bytes) -> str:

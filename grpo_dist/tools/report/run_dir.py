@@ -96,15 +96,17 @@ def _tables(directory: Path) -> Iterator[SampleFile]:
             yield SampleFile(path, kind, int(match["step"]))
 
 
-def about(run: Path, notices: list[str]) -> dict[str, Any]:
-    """Return settings, preset, environment and state. Appends unreadable files to ``notices``."""
-    config = _settings(run / "config.yaml", notices)
+def about(run: Path) -> dict[str, Any]:
+    """Return settings, preset, environment and state; under `notices` which files cannot be read."""
+    config, not_config = _settings(run / "config.yaml")
+    environment, not_environment = _object(run / "environment.json")
     return {
         "config": dict(_flat(config)),
         "preset": presets.label(flat(config)),
-        "environment": dict(_flat(_object(run / "environment.json", notices))),
+        "environment": dict(_flat(environment)),
         "done": (run / "DONE").is_file(),
         "rows_dropped": _count_lines(run / "dropped.jsonl"),
+        "notices": [notice for notice in (not_config, not_environment) if notice],
     }
 
 
@@ -113,32 +115,31 @@ def settings(run: Path) -> dict[str, Any]:
 
     It is not validated: a run of an older version may have other keys.
     """
-    return _settings(run / "config.yaml", [])
+    return _settings(run / "config.yaml")[0]
 
 
-def _settings(path: Path, notices: list[str]) -> dict[str, Any]:
+def _settings(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the settings, and why there are none."""
     if not path.is_file():
-        notices.append("config.yaml is missing: no settings to show")
-        return {}
+        return {}, "config.yaml is missing: no settings to show"
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
         check_nesting(text)
         found = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        notices.append(f"config.yaml: cannot be read ({_first_line(error)})")
-        return {}
-    return masked(found) if isinstance(found, dict) else {}
+        return {}, f"config.yaml: cannot be read ({_first_line(error)})"
+    return masked(found) if isinstance(found, dict) else {}, ""
 
 
-def _object(path: Path, notices: list[str]) -> dict[str, Any]:
+def _object(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the object in a file of JSON, and why it cannot be read."""
     if not path.is_file():
-        return {}
+        return {}, ""
     try:
         found = parse_json(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError) as error:
-        notices.append(f"{path.name}: cannot be read ({_first_line(error)})")
-        return {}
-    return masked(found) if isinstance(found, dict) else {}
+        return {}, f"{path.name}: cannot be read ({_first_line(error)})"
+    return masked(found) if isinstance(found, dict) else {}, ""
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

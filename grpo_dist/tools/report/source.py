@@ -94,9 +94,10 @@ class Source:
             notices.append(f"missing or empty: {', '.join(missing)}")
         if self._timeline.left_out:
             notices.append(f"timeline.jsonl: only the newest {_SPANS:,} spans are shown")
-        left_out = self._find_parts(notices)
-        notices += self.unread()
-        self._about = about(self.run.path, notices) | {
+        left_out, unreadable = self._find_parts()
+        own_state = about(self.run.path)
+        notices += [*unreadable, *self.unread(), *own_state["notices"]]
+        self._about = own_state | {
             "ledger": series.totals(part.payload for part in self._ledger.parts),
             "tokenizer": self.tokenizer,
             "left_out": left_out,
@@ -192,15 +193,21 @@ class Source:
             known = self._rows[part.key] = part.version, packed(rollouts.rows(table, self._answers))
         return known[1]
 
-    def _find_parts(self, notices: list[str]) -> dict[str, int]:
-        """Keep the newest parts of all tables; return how many rollouts and tables are left out."""
+    def _find_parts(self) -> tuple[dict[str, int], list[str]]:
+        """Keep the newest parts of all tables; return how many rollouts and tables are left out, and which
+        tables cannot be read.
+        """
         found: list[SamplePart] = []
+        unreadable: list[str] = []
         kept, left_out, tables = 0, 0, 0
         for file in reversed(sample_files(self.run.path)):
             if kept >= self._limits.rollouts:
                 tables += 1
                 continue
-            own = self._parts_of(file, notices)
+            own = self._parts_of(file)
+            if isinstance(own, str):
+                unreadable.append(own)
+                continue
             for part in reversed(own):
                 if kept < self._limits.rollouts:
                     found.append(part)
@@ -209,9 +216,10 @@ class Source:
                     left_out += part.rows
         self.parts = {part.key: part for part in reversed(found)}
         self._rows = {key: known for key, known in self._rows.items() if key in self.parts}
-        return {"rollouts": left_out, "tables": tables}
+        return {"rollouts": left_out, "tables": tables}, unreadable
 
-    def _parts_of(self, file: SampleFile, notices: list[str]) -> list[SamplePart]:
+    def _parts_of(self, file: SampleFile) -> list[SamplePart] | str:
+        """Return the parts of a table, or why it cannot be read."""
         try:
             version = file.version
             known = self._cuts.get(file.key)
@@ -220,8 +228,7 @@ class Source:
         except FileNotFoundError:  # deleted in the meantime
             return []
         if isinstance(known[1], str):
-            notices.append(known[1])
-            return []
+            return known[1]
         recorded = known[1].recorded
         return [SamplePart(file, i, own, version, recorded) for i, own in enumerate(known[1].stretches)]
 

@@ -57,7 +57,7 @@ def read_rows(path: Path, columns: Columns) -> list[CompletionRow]:
     if not path.is_file():
         raise UserError(f"{path}: no such file; expected JSON Lines with `completion` (or `completions`)")
     try:
-        rows = [_row(dict(record), location, columns) for location, record in json_lines(path)]
+        rows = [_row(record, location, columns) for location, record in json_lines(path)]
     except UserError:
         raise
     except (ValueError, OSError) as error:
@@ -71,7 +71,7 @@ def _row(record: dict[str, Any], location: str, columns: Columns) -> CompletionR
     turns = _turns(record, location)
     if turns and not {"completion", "completions", columns.completion} & set(record):
         last = [own[-1]["action"] for own in turns]
-        record["completion"] = last if isinstance(record["turns"][0], list) else last[0]
+        record = record | {"completion": last if isinstance(record["turns"][0], list) else last[0]}
     name, completions = _completions(record, location, columns.completion)
     if turns and len(turns) != len(completions):
         raise UserError(f"{location}: `turns` has {len(turns)} episodes for {len(completions)} completions")

@@ -84,12 +84,12 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     left_out: dict[str, str] = {}
     for relative in _own_code(config.code_paths):
         own = (*excludes, f"/{Path(config.output_dir).name}", into.name)
-        _copy(Path(relative), into / relative, own, left_out)
+        left_out |= _copy(Path(relative), into / relative, own)
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None
         shutil.rmtree(into / package, ignore_errors=True)  # copied as reward code from a checkout
-        _copy(Path(spec.origin).parent, into / package, ("__pycache__",), {})
+        _copy(Path(spec.origin).parent, into / package, ("__pycache__",))
     for name, text in _METADATA.items():
         file = into / f"grpo_dist-{__version__}.dist-info" / name
         file.parent.mkdir(exist_ok=True)
@@ -121,8 +121,9 @@ def _own_code(code_paths: Sequence[str]) -> Iterator[str]:
             yield relative
 
 
-def _copy(source: Path, target: Path, excludes: Sequence[str], left_out: dict[str, str]) -> None:
-    top = source.resolve()
+def _copy(source: Path, target: Path, excludes: Sequence[str]) -> dict[str, str]:
+    """Copy a directory; return the files that must not travel, and why."""
+    top, left_out = source.resolve(), dict[str, str]()
 
     def excluded(directory: str, names: list[str]) -> list[str]:
         at_top = Path(directory).resolve() == Path.cwd()
@@ -151,6 +152,7 @@ def _copy(source: Path, target: Path, excludes: Sequence[str], left_out: dict[st
         return to
 
     shutil.copytree(source, target, ignore=excluded, copy_function=copy, dirs_exist_ok=True)
+    return left_out
 
 
 def _unfit(path: Path, top: Path) -> str:
