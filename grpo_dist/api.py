@@ -41,6 +41,7 @@ def train(config: Source, overrides: Sequence[str] = ()) -> Path:
     """
     settings = resolved(config, overrides)
     _check_place("train")
+    # Imports torch, which `import grpo_dist` does without.
     from grpo_dist.runs.session import train as train_to_the_end
 
     return train_to_the_end(settings)
@@ -54,7 +55,7 @@ def evaluate_model(config: Source, overrides: Sequence[str] = ()) -> dict[str, f
     """
     settings = resolved(config, overrides)
     _check_place("evaluate_model")
-    from grpo_dist.tools.evaluate.run import evaluate_model as evaluate
+    from grpo_dist.tools.evaluate.run import evaluate_model as evaluate  # imports torch, as above
 
     return evaluate(settings, print).metrics()
 
@@ -68,7 +69,7 @@ def cluster(config: Source, overrides: Sequence[str] = ()) -> TrainingCluster:
     settings = resolved(config, overrides)
     if threading.current_thread() is not threading.main_thread():
         raise UserError("cluster() must be called by the main thread of a program or notebook")
-    from grpo_dist.runs.own_loop import TrainingCluster
+    from grpo_dist.runs.own_loop import TrainingCluster  # imports torch, which the package does without
 
     return TrainingCluster(settings)
 

@@ -11,9 +11,10 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from grpo_dist.errors import RERUN, RunEnded, UserError
+from grpo_dist.errors import RERUN, RunEnded, UserError, refusals
 from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
 from grpo_dist.runtime.version import __version__
 from grpo_dist.tools.arguments import add_command
@@ -99,7 +100,6 @@ def _sft(path: str, overrides: list[str]) -> None:
     config = load_config(path, overrides)
     if config.sft is None:
         raise ConfigError(f"{path}: no `sft` section; add one, e.g. as in configs/demo.yaml")
-    from grpo_dist.errors import refusals
     from grpo_dist.runs.cold_start import run_sft
 
     with refusals(), stages_logged():
@@ -109,8 +109,6 @@ def _sft(path: str, overrides: list[str]) -> None:
 
 
 def _sample(path: str, overrides: list[str], again_from: str | None, check_only: bool) -> None:
-    from pathlib import Path
-
     from grpo_dist.config.files import load_config
     from grpo_dist.tools.recipe.config import PipelineFile, StageFile, resolve
 
@@ -140,8 +138,6 @@ def _bench(path: str | None, overrides: list[str], compare: list[str] | None) ->
     if (path is None) == (compare is None) or (compare and overrides):
         raise UserError("bench: give either a configuration to measure, or --compare A.json B.json alone")
     if compare:
-        from pathlib import Path
-
         from grpo_dist.tools.bench.compare import compare as compare_results
 
         compare_results(Path(compare[0]), Path(compare[1]))
@@ -156,8 +152,6 @@ def _bench(path: str | None, overrides: list[str], compare: list[str] | None) ->
 
 
 def _plan(path: str, overrides: list[str], **options: Any) -> None:
-    from pathlib import Path
-
     from grpo_dist.config.files import load_config, read_tree
 
     if "stages" in read_tree(Path(path)):

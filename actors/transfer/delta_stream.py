@@ -51,7 +51,7 @@ def receive_changes(transport: Transport, held: HeldWeights) -> list[int] | None
     """Apply what `send_changes` sends to ``held``, and return the buckets that changed.
 
     None: the checksum of the copy is not that of the sender's weights, or a delta is none; ``held`` is then
-    of no use. ``held.token`` is None afterwards. Raises RuntimeError for a table that no sender can have made.
+    of no use. ``held.token`` is None afterwards. Raises RuntimeError for a table no sender can have made.
     """
     held.token = None
     keys, expected = _table(transport, held)

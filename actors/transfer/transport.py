@@ -144,6 +144,7 @@ def open_transport(backend: TransferBackend, seat: Seat, *, timeout_s: float) ->
     """Join the group. Raises TimeoutError or RuntimeError when the others do not join within
     ``timeout_s``.
     """
+    # CUDA and shared memory, which most groups do without.
     from actors.transfer.shared_transport import IpcTransport, SharedMemoryTransport
 
     if backend == "shared_memory":

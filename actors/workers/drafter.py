@@ -135,14 +135,14 @@ def use_exact_sampler() -> None:
     """
     from vllm.v1.worker import gpu_model_runner
 
-    from actors.workers.exact_sampler import ExactSampler
+    from actors.workers.exact_sampler import ExactSampler  # imports vLLM
 
     gpu_model_runner.RejectionSampler = ExactSampler
 
 
 def require_exact_sampler(worker: Any) -> None:
     """Raise RuntimeError unless an engine's worker process verifies drafts with `ExactSampler`."""
-    from actors.workers.exact_sampler import ExactSampler
+    from actors.workers.exact_sampler import ExactSampler  # imports vLLM, as below
 
     runner = worker.model_runner
     found = getattr(runner, "rejection_sampler", None)

@@ -4,7 +4,7 @@
     sorted, cut into steps      c b | a d    one step waits for 100 tokens, one for 900; as drawn both wait
 
 The answers of a prompt have been about so long before: the expectation is the exponential mean over its
-groups, and the mean of the known prompts where it was not sampled yet. Every prompt of an epoch is drawn once.
+groups, and the mean of the known prompts where it was not sampled yet. Each prompt of an epoch is drawn once.
 A window is `data.length_window` steps of the epoch's random permutation, so no prompt leaves its window,
 whatever its length, and over each window the mean length is that of random steps. Which step of the window
 gets the long prompts is drawn from the seed. Lengths are those of steps that are trained, so the order is a

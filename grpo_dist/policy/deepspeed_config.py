@@ -82,7 +82,7 @@ def check_values(policy: PolicyConfig) -> None:
     if not policy.deepspeed.get("zero_optimization"):
         return
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from pydantic import ValidationError
+    from pydantic import ValidationError  # with DeepSpeed, above
 
     try:
         DeepSpeedZeroConfig(**policy.deepspeed["zero_optimization"])

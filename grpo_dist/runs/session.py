@@ -116,7 +116,7 @@ def _open_tracker(run_dir: Path, config: Config, prepared: Prepared, point: Resu
 
 async def _session(run: Run, first: ResumePoint) -> dict[str, float]:
     """Train to the end. Returns the evaluation of the exported model, {} where there is none."""
-    from actors.cluster import Cluster
+    from actors.cluster import Cluster  # imports Ray
     from actors.placement.elasticity import ENGINES, wanted_in
     from actors.supervised import SupervisedCluster
 

@@ -31,6 +31,7 @@ def vllm_problems(config: Config, device: DeviceType, model_dir: Path | None) ->
         return
     whole: Mapping[str, Any] | None = None
     if model_dir is not None and device == device_type():
+        # Only where an engine would be here.
         from actors.workers.engine_settings import EngineSpec, fitting_arguments
 
         whole = fitting_arguments(EngineSpec.of(config, model_dir))

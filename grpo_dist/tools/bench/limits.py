@@ -43,6 +43,7 @@ def generation_limit(
     """Measure as many engines as the loop has, each with its share of a step. Returns completion tokens per
     second, and single steps of the slowest engine.
     """
+    # No module of grpo_dist imports the actors at its top.
     from actors.workers.engine_settings import EngineSpec
 
     workers = config.rollout.num_workers
@@ -92,7 +93,7 @@ def sync_limit(rollout: RolloutConfig, num_bytes: int, *, port: int) -> float:
     """Measure bytes per second from one process to as many others as the engines have; within a GPU where
     there are too few GPUs.
     """
-    from actors.transfer.handshake import new_secret
+    from actors.transfer.handshake import new_secret  # as in `generation_limit`
 
     processes, backend = 1 + rollout.num_workers * rollout.tensor_parallel_size, "gloo"
     if device_type() == "cuda":

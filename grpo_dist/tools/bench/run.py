@@ -34,7 +34,7 @@ from grpo_dist.tools.bench.table import print_result
 
 def bench(config: Config) -> Path:
     """Measure ``config`` and return the directory of the result. Raises UserError for invalid input."""
-    from actors.fit import fit
+    from actors.fit import fit  # imports Ray
 
     config = as_benchmark(config)
     with refusals():
@@ -46,7 +46,7 @@ def bench(config: Config) -> Path:
     result = measured(config, prepared.model_dir, steps)
     directory.mkdir(parents=True)
     result.write(directory / "bench.json")
-    from grpo_dist.tools.bench.picture import draw
+    from grpo_dist.tools.bench.picture import draw  # imports matplotlib
 
     draw(result, directory / "bench.png")
     print_result(result)
@@ -75,7 +75,7 @@ def timed(bench: BenchConfig, steps: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[StepRecord]:
-    from actors.cluster import Cluster
+    from actors.cluster import Cluster  # imports Ray
 
     async with Cluster(config, prepared.teacher_dirs) as cluster:
         async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded"):
@@ -127,7 +127,7 @@ def _limits(
     """Return the limits, operations per second of a matrix product on the policy's threads, and single steps
     of an engine.
     """
-    from actors.connection import local_resources
+    from actors.connection import local_resources  # imports Ray
     from actors.placement.demands import placement
     from actors.transfer.transport import free_port
 

@@ -42,7 +42,7 @@ def run(
         raise UserError(f"gpu-check: --minutes {minutes:g}: expected a number above 0")
     jobs = chosen_jobs(only or [])
     if listed:
-        from grpo_dist.tools.gpu_check.table import print_lines_of_check
+        from grpo_dist.tools.gpu_check.table import print_lines_of_check  # not needed for --help
 
         print_lines_of_check(jobs)
         return

@@ -154,6 +154,7 @@ def _steps(result: BenchResult) -> list[list[tuple[int, tuple[int, ...]]]]:
 
 def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], result: BenchResult) -> Reached:
     """Calibrate decoding with the engine's single steps and with the overhead of the loop's engine."""
+    # No module of grpo_dist imports the actors at its top.
     from actors.workers.engine_settings import EngineSpec
 
     curve = _curve(rates, result)

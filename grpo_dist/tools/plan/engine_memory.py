@@ -69,6 +69,7 @@ def rollout_engine(
     """Return the memory of an engine on each of its GPUs. ``memory``: bytes of a GPU; 0: none, the cache is
     configured. ``asleep``: bytes that others keep on the same GPU while it samples.
     """
+    # No module of grpo_dist imports the actors at its top.
     from actors.workers.engine_settings import EngineSpec
 
     rollout, tensor_parallel, b = config.rollout, config.rollout.tensor_parallel_size, sizes.itemsize
@@ -84,7 +85,7 @@ def rollout_engine(
         "runtime": round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["rollout"]),
     }
     if sizes.gpu:
-        from actors.workers.engine_settings import GPU_MEMORY
+        from actors.workers.engine_settings import GPU_MEMORY  # as above
 
         share = rollout.gpu_memory_utilization or GPU_MEMORY[asleep > 0]
         cache = min(int(memory * share), memory - asleep) - sum(parts.values())

@@ -195,7 +195,7 @@ def model_of(config: Config, model: ModelConfig | None = None) -> ModelShape:
     if path == "demo:smollm2":
         path = "HuggingFaceTB/SmolLM2-135M-Instruct"  # nothing is fetched
     if path.startswith("demo:"):
-        from grpo_dist.demo.model import cached_model
+        from grpo_dist.demo.model import cached_model  # only for the models of the demo
 
         try:
             made = cached_model(path.removeprefix("demo:"), seed=config.seed) / "config.json"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_dist.config import Config
+from grpo_dist.policy.offload import optimizer_device
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.engine_memory import is_quantised
 from grpo_dist.tools.plan.memory import Sizes, lora_parameters, states
@@ -282,8 +283,6 @@ class Rates:
         )
 
     def _optimizer_s(self) -> float:
-        from grpo_dist.policy.offload import optimizer_device
-
         own = lora_parameters(self.config.policy, self.model) / max(1, self.config.policy.num_workers)
         if optimizer_device(self.config.policy) == "none":
             return 7 * 4 * own / (self.peaks.memory * self.reached.decode)

@@ -42,6 +42,7 @@ class Roles:
 
 def made_roles(config: Config, has: Resources) -> Roles:
     """Return the roles of ``config`` on devices of which ``has`` are there. Raises UserError for too few."""
+    # No module of grpo_dist imports the actors at its top.
     from actors.placement.demands import describe, is_colocated, placement
 
     demands = placement(config, has, training=True)
@@ -73,7 +74,7 @@ def made_roles(config: Config, has: Resources) -> Roles:
 
 def roles_of(config: Config, model: ModelShape, cluster: ClusterShape, *, cpus: int | None = None) -> Roles:
     """Place the roles of ``config``. ``cpus``: of a machine without GPUs. Raises UserError for a misfit."""
-    from actors.placement.demands import Resources, placement
+    from actors.placement.demands import Resources, placement  # as in `made_roles`
     from actors.placement.fitting import Node, bundles, too_large
 
     has = Resources(cpus or max(1, cluster.gpus * _CPUS_PER_GPU), cluster.gpus)

@@ -78,7 +78,7 @@ def run_grpo_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], 
 
 
 def run_sample_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], None]) -> StageResult:
-    from grpo_dist.tools.recipe.sampling import run_sampling
+    from grpo_dist.tools.recipe.sampling import run_sampling  # sampling, which not every stage has
 
     return StageResult(counts=run_sampling(stage.config, stage.directory, say))
 
@@ -116,7 +116,7 @@ def _protocol(settings: dict[str, Any]) -> dict[str, Any]:
 
 def evaluate_stage(config: Config, model_dir: Path, directory: Path, say: Callable[[str], None]) -> Measures:
     """Evaluate a model. The evaluation is kept in ``directory``, so that a killed stage resumes it."""
-    from grpo_dist.tools.evaluate.run import evaluate_model
+    from grpo_dist.tools.evaluate.run import evaluate_model  # evaluation, which not every stage has
 
     model = config.model.model_copy(update={"path": str(model_dir)})
     own = config.model_copy(update={"model": model, "output_dir": str(directory)})

@@ -60,11 +60,12 @@ def _report(
 
     limits = ReportLimits(options["rollouts"], options["token_values"], steps_of(options["token_steps"]))
     if serve:
+        # Imports pyarrow, which --help does not need.
         from grpo_dist.tools.report.server import serve as serve_runs
 
         serve_runs(runs, options["host"], options["port"], limits, print_line)
     else:
-        from grpo_dist.tools.report.command import write_report
+        from grpo_dist.tools.report.command import write_report  # imports pyarrow
 
         write_report(runs, output, limits, print_line)
 
