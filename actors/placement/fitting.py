@@ -13,7 +13,14 @@ from itertools import product
 from typing import Any
 
 from actors.placement.demands import Demand, Resources, packed, placement, whole_gpus
-from grpo_dist.config import AutoscalingConfig, ClusterConfig, Config, EvaluationConfig
+from grpo_dist.config import (
+    AutoscalingConfig,
+    ClusterConfig,
+    Config,
+    EvaluationConfig,
+    PolicyConfig,
+    RolloutConfig,
+)
 from grpo_dist.config.files import changed
 from grpo_dist.errors import UserError
 
@@ -177,8 +184,8 @@ def nearest(config: Config, nodes: Sequence[Node], *, training: bool) -> dict[st
         shared=True,
     )
     free = sum(node.free_gpus for node in nodes)
-    for changes in _smaller(config):
-        if has.gpus and _least_gpus(config, changes) > free:
+    for changes in _smaller(config.rollout, config.policy, config.is_supervised):
+        if has.gpus and _least_gpus(config.rollout, config.is_supervised, changes) > free:
             continue  # a large configuration has hundreds of thousands of smaller ones
         for own in _likewise(config.cluster, config.evaluation, changes, has, nodes):
             try:
@@ -190,12 +197,12 @@ def nearest(config: Config, nodes: Sequence[Node], *, training: bool) -> dict[st
     return None
 
 
-def _least_gpus(config: Config, changes: dict[str, Any]) -> int:
-    """Return the GPUs of the engines of ``config`` with ``changes``, a lower bound for the run."""
-    if config.is_supervised:
+def _least_gpus(rollout: RolloutConfig, is_supervised: bool, changes: dict[str, Any]) -> int:
+    """Return the GPUs of the run's engines with ``changes``, a lower bound for the run."""
+    if is_supervised:
         return 0
-    engines = changes.get("rollout.num_workers", config.rollout.num_workers)
-    width = changes.get("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size)
+    engines = changes.get("rollout.num_workers", rollout.num_workers)
+    width = changes.get("rollout.tensor_parallel_size", rollout.tensor_parallel_size)
     return int(engines * width)
 
 
@@ -219,13 +226,13 @@ def _likewise(
         yield changes | {"rollout.threads": threads, "policy.threads": threads}
 
 
-def _smaller(config: Config) -> Iterator[dict[str, Any]]:
+def _smaller(rollout: RolloutConfig, policy: PolicyConfig, is_supervised: bool) -> Iterator[dict[str, Any]]:
     """Yield smaller runs, the least changed first: by the logarithm of what ranks, engines and GPUs
     shrink.
     """
-    ranks, engines = config.policy.num_workers, config.rollout.num_workers
-    width = config.rollout.tensor_parallel_size
-    if config.is_supervised:
+    ranks, engines = policy.num_workers, rollout.num_workers
+    width = rollout.tensor_parallel_size
+    if is_supervised:
         engines = width = 1  # it has none
     widths = [width // n for n in (1, 2, 4, 8) if width % n == 0 and width // n]
     options = product(range(1, ranks + 1), range(1, engines + 1), widths)

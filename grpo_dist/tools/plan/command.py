@@ -70,7 +70,7 @@ def make_plan(
     found: list[Planned] = []
     tried: list[Tried] = []
     if splits != "none" and setting.cluster.gpus > 1:
-        for cell in cells(config, wide=splits == "sweep"):
+        for cell in cells(config.batch, config.max_staleness, config.weight_sync, wide=splits == "sweep"):
             result = search(config, setting, cell)
             found += [result.best] if result.best else []
             tried = result.tried if cell == own_cell(config.batch, config.max_staleness) else tried

@@ -8,7 +8,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_dist.config import CheckpointConfig, Config, ModelConfig, PolicyConfig, RewardModelConfig
+from grpo_dist.config import (
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    PolicyConfig,
+    RewardModelConfig,
+    RewardsConfig,
+)
 from grpo_dist.config.files import changed
 from grpo_dist.policy.deepspeed_config import deepspeed_config
 from grpo_dist.runtime.hardware import GIB, resolve_dtype
@@ -165,7 +172,9 @@ def footprints(
         own_shape = model_of(config, teacher.model_section(config.model))
         worker = teachers.teacher_worker(teacher, config.max_length, own_shape, sizes, workload)
         found[teachers.role_of(teacher)] = worker
-    return shared(config, model, sizes, found, sharing) if sharing else found
+    if not sharing:
+        return found
+    return shared(config.policy, config.reference, config.weight_sync, model, sizes, found, sharing)
 
 
 def memory_problems(
@@ -185,7 +194,7 @@ def memory_problems(
             having = "has" if share == 1 else f"with `gpu_share` = {share:g} has"
             problems.append(
                 f"{role}: {_needs(role)} {need.total / GIB:.1f} GiB and a {cluster.card.name} {having} "
-                f"{limit / GIB:.1f} GiB for it; {_remedy(role, config)}"
+                f"{limit / GIB:.1f} GiB for it; {_remedy(role, config.model, config.policy, config.rewards)}"
             )
     engine = memory["rollout"]
     assert isinstance(engine, EngineFootprint)
@@ -214,9 +223,9 @@ def _needs(role: str) -> str:
     return "both together need" if role in (SYNC, REFRESH) else "a worker needs"
 
 
-def _remedy(role: str, config: Config) -> str:
+def _remedy(role: str, settings: ModelConfig, policy: PolicyConfig, rewards: RewardsConfig) -> str:
     if role == "policy":
-        return _policy_remedy(config.model, config.policy)
+        return _policy_remedy(settings, policy)
     if role == "evaluation":
         return "lower `rollout.gpu_memory_utilization`"
     if role == "reference":
@@ -227,7 +236,7 @@ def _remedy(role: str, config: Config) -> str:
         return (
             "raise `policy.zero_stage` or `rollout.tensor_parallel_size`, or set cluster.placement=separate"
         )
-    model = next(model for model in config.rewards.models if role_of(model) == role)
+    model = next(model for model in rewards.models if role_of(model) == role)
     return _reward_model_remedy(model)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from grpo_dist.config import Config
+from grpo_dist.config import PolicyConfig, ReferenceConfig, WeightSyncConfig
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.memory import ASLEEP, GPU_RUNTIME, Footprint, Sizes, states
 from grpo_dist.tools.plan.models import ModelShape
@@ -37,7 +37,9 @@ def asleep(role: str, sharing: Collection[str]) -> int:
 
 
 def shared(
-    config: Config,
+    policy: PolicyConfig,
+    reference: ReferenceConfig,
+    sync: WeightSyncConfig,
     model: ModelShape,
     sizes: Sizes,
     found: Mapping[str, Footprint],
@@ -47,10 +49,10 @@ def shared(
     turns, and the moments in which two roles have weights there.
     """
     made = {role: _in_turns(role, own, sharing) for role, own in found.items()}
-    weights = states(config.policy, model, sizes)["weights"]
+    weights = states(policy, model, sizes)["weights"]
     contexts = {"runtime": GPU_RUNTIME, "asleep": asleep("policy", sharing)}
-    bucket = (config.weight_sync.bucket_mb or 0) * 1_000_000 or _BUCKET
-    whole = model.embedding * sizes.itemsize if config.policy.zero_stage == 3 else 0  # the largest parameter
+    bucket = (sync.bucket_mb or 0) * 1_000_000 or _BUCKET
+    whole = model.embedding * sizes.itemsize if policy.zero_stage == 3 else 0  # the largest parameter
     parts = {
         "policy's weights": weights,
         "engine's weights": found["rollout"].parts["weights"],
@@ -58,9 +60,9 @@ def shared(
         "gathered": whole,
     }
     made[SYNC] = Footprint(parts | contexts)
-    if "reference" in sharing and config.reference.refresh_every:
+    if "reference" in sharing and reference.refresh_every:
         copy = found["reference"].parts["weights"]
-        average = 4 * model.parameters if config.reference.refresh_mix < 1 and sizes.itemsize == 2 else 0
+        average = 4 * model.parameters if reference.refresh_mix < 1 and sizes.itemsize == 2 else 0
         parts = {"policy's weights": weights, "reference's weights": copy, "average": average}
         made[REFRESH] = Footprint(parts | contexts)
     return made

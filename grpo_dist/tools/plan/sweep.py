@@ -44,14 +44,14 @@ def own_cell(batch: BatchConfig, max_staleness: int) -> Cell:
     return Cell(batch.prompts_per_step, max_staleness)
 
 
-def cells(config: Config, *, wide: bool) -> list[Cell]:
+def cells(batch: BatchConfig, max_staleness: int, sync: WeightSyncConfig, *, wide: bool) -> list[Cell]:
     """Return the configuration's own cell; with ``wide`` also those of other batches and staleness."""
-    own = own_cell(config.batch, config.max_staleness)
+    own = own_cell(batch, max_staleness)
     if not wide:
         return [own]
     batches = {round(own.prompts_per_step * factor) for factor in _BATCHES} - {0}
-    ahead = {own.staleness, *_STALENESS[config.weight_sync.mode]}
-    return [Cell(batch, n) for batch in sorted(batches) for n in sorted(ahead)]
+    ahead = {own.staleness, *_STALENESS[sync.mode]}
+    return [Cell(prompts, n) for prompts in sorted(batches) for n in sorted(ahead)]
 
 
 @dataclass(frozen=True)

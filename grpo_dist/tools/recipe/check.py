@@ -17,7 +17,10 @@ from grpo_dist.config import (
     DataConfig,
     DataSourceConfig,
     DemonstrationsConfig,
+    EnvironmentsConfig,
     EvaluationConfig,
+    ModelConfig,
+    RewardsConfig,
     SupervisedConfig,
 )
 from grpo_dist.config.engine_arguments import engine_problems
@@ -175,12 +178,12 @@ def _check_grpo(stage: ResolvedStage, config: Config) -> None:
         prepare(config, _quiet)
     else:
         _check_sampling(config)
-        _check_prompts(config, there)
+        _check_prompts(config.model, config.data, config.rewards, config.environments, there)
 
 
 def _check_sample(stage: ResolvedStage, config: Config) -> None:
     _check_sampling(config)
-    _check_prompts(config, _there(stage))
+    _check_prompts(config.model, config.data, config.rewards, config.environments, _there(stage))
 
 
 def _check_sampling(config: Config) -> None:
@@ -190,13 +193,19 @@ def _check_sampling(config: Config) -> None:
     check_length(config, Path(config.model.path))
 
 
-def _check_prompts(config: Config, sources: list[DataSourceConfig]) -> None:
-    tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
+def _check_prompts(
+    model: ModelConfig,
+    data: DataConfig,
+    rewards: RewardsConfig,
+    environments: EnvironmentsConfig,
+    sources: list[DataSourceConfig],
+) -> None:
+    tokenizer = load_tokenizer(Path(model.path), model.trust_remote_code)
     train_prompts(
-        config.data,
-        config.rewards,
-        config.environments,
-        read_all(sources, own=own_problems(config.data, config.environments)),
+        data,
+        rewards,
+        environments,
+        read_all(sources, own=own_problems(data, environments)),
         tokenizer,
         _quiet,
     )

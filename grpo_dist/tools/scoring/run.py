@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from grpo_dist.config import Config, RewardsConfig
+from grpo_dist.config import Config, ModelConfig, RewardsConfig, SFTConfig
 from grpo_dist.config.files import load_config, overridden, validated
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.rewards.registry import check_rewards
@@ -50,7 +50,7 @@ def score(
     with refusals():
         _check_output(target)
         check_rewards(config.rewards, max_new_tokens=config.sampling.shortest)
-        tokenizer = _tokenizer(config, say)
+        tokenizer = _tokenizer(config.rewards, config.model, config.sft, config.seed, say)
     if config.rewards.models:
         names = ", ".join(model.name for model in config.rewards.models)
         say(f"warning: reward models are not run ({names}): the total excludes them")
@@ -115,18 +115,24 @@ def _check_without_models(rewards: RewardsConfig) -> None:
         )
 
 
-def _tokenizer(config: Config, say: Callable[[str], None]) -> Any:
+def _tokenizer(
+    rewards: RewardsConfig,
+    model: ModelConfig,
+    sft: SFTConfig | None,
+    seed: int,
+    say: Callable[[str], None],
+) -> Any:
     """Return the policy's tokenizer if a reward needs tokens, else None."""
-    token_rewards = [r.function for r in config.rewards.all_functions if r.function in OF_TOKENS]
+    token_rewards = [r.function for r in rewards.all_functions if r.function in OF_TOKENS]
     if not token_rewards:
         return None
-    if config.model.path == _NO_MODEL:
+    if model.path == _NO_MODEL:
         raise ValueError(
             f"reward {token_rewards[0]} counts tokens; set the model of the tokenizer, "
             "e.g. model.path=Qwen/Qwen2.5-0.5B-Instruct"
         )
-    model_dir = resolve_model(config.model, config.sft, config.seed, say, train_first=False)
-    return load_tokenizer(model_dir, config.model.trust_remote_code)
+    model_dir = resolve_model(model, sft, seed, say, train_first=False)
+    return load_tokenizer(model_dir, model.trust_remote_code)
 
 
 def _report(outcome: Outcome, columns: Columns, target: Path, show: int) -> None:
