@@ -40,7 +40,7 @@ GPU_MEMORY = {False: 0.85, True: 0.6}  # share of a GPU by whether policy ranks 
 # Of engines that compute on the cores of training. They get about a tenth of a core that training also wants:
 # at 19 they would get a hundredth, and be taken for hung.
 _NICENESS = 10
-# vLLM captures CUDA graphs for so many sequences at most unless told otherwise, and beyond 256 for multiples
+# vLLM captures CUDA graphs for so many sequences at most unless configured, and beyond 256 for multiples
 # of 16; larger batches run without a graph.
 _GRAPHS, _GRAPH_STEP = 512, 16
 # The worker class that records routes where vLLM's own recorder cannot run.

@@ -138,7 +138,7 @@ class EnvironmentWorker(Metered, Probeable):
         return observed
 
     def _why_over(self, episode: str) -> str:
-        """Return why an episode cannot go on; "": it can. Its last calls may arrive after its end."""
+        """Return why an episode cannot continue; "": it can. Its last calls may arrive after its end."""
         if _engine_of(episode) in self._lost_engines:
             return "the engine is lost"
         return "the episode has ended" if episode in self._ended else ""
@@ -208,7 +208,7 @@ class EnvironmentPool:
         await self._say_notes(self.workers)
 
     async def _say_notes(self, workers: Sequence[Any]) -> None:
-        """Say what the user must know of these workers and has not been told."""
+        """Report what the user must know of these workers, once."""
         for note in itertools.chain(*await results(worker.notes.remote() for worker in workers)):
             if note not in self._said:
                 self._said.add(note)

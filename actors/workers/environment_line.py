@@ -29,7 +29,7 @@ class EnvironmentLine:
         self._calls: set[asyncio.Task[None]] = set()
 
     def begin(self, begin: Begin) -> None:
-        """Tell that an episode will act, so that its process starts meanwhile. Nobody waits for it."""
+        """Announce that an episode will act, so that its process starts meanwhile. Nobody waits for it."""
         if not self._begins:
             asyncio.get_running_loop().call_soon(self._send_begins)
         self._begins.append(begin)

@@ -122,7 +122,7 @@ def episode_sampler(spec: EngineSpec, tokenizer: Any, generate: Generate, meter:
 
 
 def _end_ids(model_dir: str) -> list[int]:
-    """Return the tokens that end an action besides the tokenizer's EOS: vLLM stops at those, too."""
+    """Return the tokens that end an action, in addition to the tokenizer's EOS: vLLM stops at those, too."""
     from transformers import GenerationConfig
 
     try:

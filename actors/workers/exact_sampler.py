@@ -2,7 +2,7 @@
 
 vLLM's own rejection sampler draws from the right distribution, but with other random numbers: the same seed
 gives another text. Here the engine's own sampler draws each position with the request's own generator, one
-position after the other, and a request goes on to the next position only where its draft was the token drawn.
+position after the other, and a request reaches the next position only where its draft was the token drawn.
 So a request makes the draws that it would have made without drafts, in their order, and no others.
 """
 

@@ -86,6 +86,6 @@ def discounted_to_go(
 
 
 def _continued(sequence_ids: Int[Tensor, " B"]) -> list[int]:
-    """Return the rows whose sequence goes on in the next row, the last one first."""
+    """Return the rows whose sequence continues in the next row, the last one first."""
     rows: list[int] = (sequence_ids[1:] == sequence_ids[:-1]).nonzero()[:, 0].flip(0).tolist()
     return rows

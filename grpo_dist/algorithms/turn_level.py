@@ -33,7 +33,7 @@ def turn_level(
 
     It is the step-level part of GiGPO (Feng et al. 2025, arXiv:2505.10978), discounted returns of a step
     normalised within a group, where the step is the number of the turn and not an equal state of the
-    environment. Rewards of turns beside that of the outcome: MT-GRPO (Zeng et al. 2025, arXiv:2505.11821),
+    environment. Rewards of turns and of the outcome: MT-GRPO (Zeng et al. 2025, arXiv:2505.11821),
     which normalises the two apart.
 
     Args:

@@ -51,7 +51,7 @@ class AdvantageSettings:
     turn_discount: float = 1.0  # of turn
     gamma: float = 1.0  # discount of the reward, and of the KL in it, for each later token
     outcome_coef: float = 1.0  # with process_coef: weight of the estimator's advantages
-    process_coef: float = 0.0  # weight of the advantages of steps beside them; 0: they have none
+    process_coef: float = 0.0  # weight of the advantages of steps, which are added; 0: none
     weights: Mapping[str, float] = field(default_factory=dict)  # of each reward, for gdpo
     reward_clip: float | None = None  # rewards are clipped to +- this
     reward_norm: str = "none"

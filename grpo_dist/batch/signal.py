@@ -6,7 +6,7 @@
     turn             the returns of a turn, over the episodes that have it
     remax            the reward of a sample, from that of the greedy answer
     any other        the total reward
-    process_coef     beside any estimator: the rewards of steps, or of turns
+    process_coef     with any estimator: the rewards of steps, or of turns
 
 REINFORCE++ compares with the whole batch, so it also learns from a group of equal rewards; what dynamic
 sampling replaces is such a group all the same (DAPO, arXiv:2503.14476, equation 11).

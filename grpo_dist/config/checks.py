@@ -26,7 +26,7 @@ _OTHER_REWARDS = {
 
 
 def learns_from_equal_rewards(config: Sections) -> bool:
-    """Return whether a step can learn from groups of equal rewards, or beside them."""
+    """Return whether a step can learn from groups of equal rewards, or has another source to learn from."""
     other_streams = bool(config.distillation.teachers) or config.demonstrations is not None
     # Of a user's own estimator nothing is known, so that nothing is skipped that it could learn from.
     own = config.algorithm.advantage not in choices(AlgorithmConfig, "advantage")

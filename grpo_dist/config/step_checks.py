@@ -1,4 +1,4 @@
-"""Checks of step rewards: of the estimator `process`, and of their advantages beside those of outcomes."""
+"""Checks of step rewards: of the estimator `process`, and of their advantages next to those of outcomes."""
 
 from __future__ import annotations
 

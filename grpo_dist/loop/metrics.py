@@ -153,7 +153,7 @@ def sampling_cost(
 
     Args:
         groups: of the batch.
-        discarded: sampled for the step besides.
+        discarded: also sampled for the step.
         with_signal: indices of ``groups`` that the update learns from.
     """
     trained = [group for i, group in enumerate(groups) if i in with_signal]

@@ -50,7 +50,7 @@ from grpo_dist.workers import Workers
 #
 # fp8: three bits of mantissa where bfloat16 has seven. The same random models, with weights and inputs of
 # all linear layers rounded as vLLM does (a scale for each output and each token): 12 layers 0.35 to 0.50, 24
-# layers 0.44 to 0.76. With one matrix of another layer besides: 1.3 to 3.5; with one layer in place of
+# layers 0.44 to 0.76. With one matrix of another layer in addition: 1.3 to 3.5; with one layer in place of
 # another: 3.5 to 7.4. Smaller defects do not show: run a few steps without quantisation for them.
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.15, "fp8": 1.0}
 

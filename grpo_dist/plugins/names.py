@@ -105,7 +105,7 @@ def _checked(kind: Kind, name: str) -> str:
     return name
 
 
-# Types of configuration keys, each beside a Literal of the built-in names.
+# Types of configuration keys, each with a Literal of the built-in names.
 OwnAdvantage = Annotated[str, AfterValidator(partial(_checked, ADVANTAGE))]
 OwnLoss = Annotated[str, AfterValidator(partial(_checked, LOSS))]
 OwnKL = Annotated[str, AfterValidator(partial(_checked, KL))]

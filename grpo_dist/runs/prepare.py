@@ -57,7 +57,7 @@ class Prepared:
 
     @property
     def trained(self) -> list[Prompt]:
-        """Return all that is trained on: prompts, and demonstrations beside them."""
+        """Return all that is trained on: prompts and demonstrations."""
         return [*self.prompts, *self.demonstrations]
 
 

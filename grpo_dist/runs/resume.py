@@ -143,7 +143,7 @@ def check_data(checkpoint: Path, state: CheckpointState, prompts: Sequence[Promp
 
 
 def load_progress(checkpoint: Path, state: CheckpointState, prompts: Sequence[Prompt]) -> Progress:
-    """Return the driver's progress: all it knew besides the weights, with the batches sampled ahead."""
+    """Return the driver's progress: all its state but the weights, with the batches sampled ahead."""
     by_uid = {p.uid: p for p in prompts}
     whole, discarded, unfinished = (
         {int(file.stem.split("_")[1]): read_groups(file, by_uid) for file in checkpoint.glob(f"ahead/{kind}")}

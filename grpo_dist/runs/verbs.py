@@ -83,7 +83,7 @@ class Verbs:
     def _parts(self, workers: Workers) -> None:
         config = self._config
         self._schedule = SamplingSchedule(config.sampling, ScheduleState())
-        self._sampling: dict[int, Sampling] = {}  # of the step at hand
+        self._sampling: dict[int, Sampling] = {}  # of the current step
         self._scorer = GroupScorer(
             workers,
             self._sampling,

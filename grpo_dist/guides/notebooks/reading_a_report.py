@@ -9,7 +9,7 @@ def _(mo):
     mo.md("""
     # Reading a report
 
-    A run tells what it does in its directory. Here you look at one run in its files, ask the questions
+    A run records what it does in its directory. Here you look at one run in its files, ask the questions
     that every run must answer, and build the page that shows all of it. Without a run `runs/first_run`
     the notebook trains one, which takes about two minutes on two CPU cores.
     """)

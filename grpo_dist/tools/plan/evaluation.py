@@ -24,7 +24,7 @@ from grpo_dist.tools.plan.virtual_clock import run_virtually
 @dataclass(frozen=True)
 class PlannedEvaluation:
     """``prompts``: of the sets whose sizes are known; ``seconds``: one evaluation of them, ``count``: how
-    many the run has. ``assumed``, ``left_out``: sets whose sizes are not at hand, with a bound and without.
+    many the run has. ``assumed``, ``left_out``: sets of unknown size, with a bound and without.
     ``waited_s``: seconds that training waits for them; None: for all of them.
     """
 

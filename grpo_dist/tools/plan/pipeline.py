@@ -5,7 +5,7 @@
     sample   engines, graders, reward models     memory of an engine; all prompts once
 
 A stage that starts from the model of an earlier one has the sizes of the model this one derives from.
-Where the rows of a source are not at hand, 10,000 are assumed. Left out: start and export of each stage, and
+Where the rows of a source cannot be read, 10,000 are assumed. Left out: start and export of each stage, and
 evaluations after sft and sample stages.
 """
 
@@ -38,7 +38,7 @@ from grpo_dist.tools.plan.supervised import supervised_problem, supervised_rank,
 from grpo_dist.tools.plan.whole_run import whole_run
 from grpo_dist.tools.recipe.config import ResolvedPipeline, ResolvedStage, load_pipeline
 
-_ROWS = 10_000  # assumed of a source whose rows are not at hand
+_ROWS = 10_000  # assumed of a source whose rows cannot be read
 _READ = 256  # rows of a source whose lengths count
 _STEPS = 2  # simulated steps of a grpo stage
 
@@ -271,7 +271,7 @@ def _demonstrations(stage: ResolvedStage, pipeline: ResolvedPipeline) -> tuple[i
 
 
 def _rows_at_hand(stage: ResolvedStage) -> list[tuple[int, int]]:
-    """Return tokens of prompt and completion of some demonstrations, where files and model are at hand."""
+    """Return tokens of prompt and completion of some demonstrations, where files and model can be read."""
     sft, symbolic = stage.config.sft, stage.symbolic.sft
     assert sft is not None and symbolic is not None
     sources = [
@@ -299,12 +299,12 @@ def _rows_to_come(stage: ResolvedStage, settings: Settings) -> list[tuple[int, i
 
 def _counted(known: Sequence[tuple[str, int | None]], what: str) -> tuple[int, tuple[str, ...]]:
     unknown = [path for path, rows in known if rows is None]
-    notes = tuple(f"{_ROWS:,} {what} in {path}, which is not at hand" for path in unknown)
+    notes = tuple(f"{_ROWS:,} {what} in {path}, which cannot be read" for path in unknown)
     return sum(_ROWS if rows is None else rows for _, rows in known), notes
 
 
 def _rows(path: str, most: int | None) -> int | None:
-    """Return the rows of a file or of a `demo:` set; None: it is not at hand."""
+    """Return the rows of a file or of a `demo:` set; None: it cannot be read."""
     local = Path(path).expanduser()
     if path.startswith("demo:"):
         return len(read(DataSourceConfig(path=path, max_rows=most)))

@@ -48,7 +48,7 @@ class Reached:
     score_s: float = 0.005  # of a grader process for a completion
     overhead_s: float = 0.05  # of a training step: logging and messages
     host: float = 0.8  # of PCIe, to and from pinned memory
-    turn_s: float = 0.5  # of a change of turns beside the copies: sleep, wake, free caches
+    turn_s: float = 0.5  # of a change of turns without the copies: sleep, wake, free caches
     decode_curve: tuple[tuple[float, float], ...] = ()
     source: str = "data sheet with assumed efficiencies"
 

@@ -1,7 +1,7 @@
 """Memory and time of a pipeline's sft stage: the policy's ranks alone, and one update a step.
 
 The memory is that of a policy rank whose micro-batches hold demonstrations: no prompt is shared, and no
-engine sleeps beside it. A step is the update of `rates`, a validation loss a forward pass over what is held
+engine sleeps there. A step is the update of `rates`, a validation loss a forward pass over what is held
 out.
 """
 

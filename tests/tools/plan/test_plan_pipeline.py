@@ -85,7 +85,7 @@ def test_lengths_are_those_of_the_rows_or_of_the_stage_that_makes_them(file):
 
 def test_what_is_not_at_hand_is_assumed_and_printed(file):
     made = planned(file, "first.sft.data=[{path: elsewhere.jsonl}]")
-    assert "10,000 demonstrations in elsewhere.jsonl, which is not at hand" in made.stages[0].assumed
+    assert "10,000 demonstrations in elsewhere.jsonl, which cannot be read" in made.stages[0].assumed
     console = Console(record=True, width=200, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
     print_pipeline(made, console)
     said = console.export_text()
