@@ -57,7 +57,7 @@ def read_rows(path: Path, columns: Columns) -> list[CompletionRow]:
     if not path.is_file():
         raise UserError(f"{path}: no such file; expected JSON Lines with `completion` (or `completions`)")
     try:
-        rows = [_row(record, location, columns) for location, record in json_lines(path)]
+        rows = [_row(dict(record), location, columns) for location, record in json_lines(path)]
     except UserError:
         raise
     except (ValueError, OSError) as error:
