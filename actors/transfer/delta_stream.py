@@ -50,8 +50,9 @@ def send_changes(transport: Transport, changes: Changes, held: HeldWeights) -> d
 def receive_changes(transport: Transport, held: HeldWeights) -> list[int] | None:
     """Apply what `send_changes` sends to ``held``, and return the buckets that changed.
 
-    None: the checksum of the copy is not that of the sender's weights, or a delta is none; ``held`` is then
-    of no use. ``held.token`` is None afterwards. Raises RuntimeError for a table no sender can have made.
+    None: the checksum of the copy is not that of the sender's weights, or a delta is malformed; ``held`` is
+    then of no use. ``held.token`` is None afterwards. Raises RuntimeError for a table that no sender can have
+    made.
     """
     held.token = None
     keys, expected = _table(transport, held)
@@ -73,11 +74,9 @@ def _table(transport: Transport, held: HeldWeights) -> tuple[list[tuple[int, int
     (received,) = [flat.to("cpu", copy=True) for flat in transport.incoming([size])]
     rows = received[: -Checksum.NUM_BYTES].view(torch.int64).view(-1, 2).tolist()
     for i, (words, num_bytes) in enumerate(rows):
-        if not (words >= -1 and 2 * max(words, 0) <= num_bytes <= len(held.slots[i])):
-            raise RuntimeError(
-                f"weight sync: the table of changes is malformed: {words} words in {num_bytes} bytes of "
-                f"bucket {i}"
-            )
+        if words < -1 or not 2 * max(words, 0) <= num_bytes <= len(held.slots[i]):
+            what = f"{words} words in {num_bytes} bytes of bucket {i}"
+            raise RuntimeError(f"weight sync: the table of changes is malformed: {what}")
     return [(words, num_bytes) for words, num_bytes in rows], Checksum.read(received[-Checksum.NUM_BYTES :])
 
 

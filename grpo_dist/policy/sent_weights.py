@@ -55,8 +55,8 @@ class SentWeights:
     ) -> Changes:
         """Copy ``weights``, the buckets of ``specs`` in order, and return what has changed in them.
 
-        They are compared on ``device``, bucket by bucket. Whatever is raised, the copy is never used as a
-        base unless it is whole.
+        They are compared on ``device``, bucket by bucket. After an error the copy is no base, because it is
+        not whole.
         """
         held, watch, checksum = self._copy(specs, bucket_bytes, device), Stopwatch(), Checksum()
         base, held.token, self.changes = held.token, None, None
