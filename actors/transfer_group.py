@@ -15,6 +15,7 @@ from actors.lifecycle.calls import on_one_host, results
 from actors.transfer.connections import Seat
 from actors.transfer.handshake import new_secret
 from actors.workers.policy_group import PolicyGroup
+from actors.workers.weight_sender import Taken
 from grpo_dist.config import WeightSyncConfig
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.concurrency import gather
@@ -67,7 +68,12 @@ class TransferSpec:
 
 @dataclass(frozen=True)
 class TransferGroup:
-    """Driver-side handle, made by `open`: sends ``parameters`` in buckets of ``bucket_bytes``."""
+    """Driver-side handle, made by `open`: sends ``parameters`` in buckets of ``bucket_bytes``.
+
+    Attributes:
+        senders: the policy ranks that send.
+        one_host: all members are on one machine.
+    """
 
     policy: PolicyGroup
     name: str
@@ -75,6 +81,8 @@ class TransferGroup:
     spec: TransferSpec
     parameters: list[ParameterSpec]
     bucket_bytes: int
+    senders: tuple[int, ...]
+    one_host: bool
 
     async def reopen(
         self, workers: Sequence[Any], *, name: str, timeout_s: float, ranks_busy_s: float = 0.0
@@ -108,10 +116,11 @@ class TransferGroup:
                 wait exceeds ``timeout_s``, so that a lost worker does not keep the ranks from their work.
         """
         settings, each = spec.settings, spec.processes_each
+        one_host = await on_one_host([policy.ranks[0], *workers])
         backend = transfer_backend(
             settings.backend,
             policy.device,
-            one_host=await on_one_host([policy.ranks[0], *workers]),
+            one_host=one_host,
             colocated=colocated_ranks is not None,
         )
         senders = [0] * (each * len(workers))
@@ -128,7 +137,8 @@ class TransferGroup:
         await results(joining)
         bucket_bytes = (settings.bucket_mb or _BUCKET_MB[policy.device]) * 2**20
         parameters = await policy.ranks[0].parameter_specs.remote(spec.adapters_only, spec.as_held)
-        return cls(policy, name, tuple(workers), spec, parameters, bucket_bytes)
+        sending = tuple(sorted(set(senders)))
+        return cls(policy, name, tuple(workers), spec, parameters, bucket_bytes, sending, one_host)
 
     async def send(self, receiving: Iterable[Coroutine[Any, Any, Any]]) -> dict[str, float]:
         """Send the weights while the workers are ``receiving``, and return metrics of the sender. The caller
@@ -139,3 +149,17 @@ class TransferGroup:
             self.bucket_bytes, group=self.name, adapters_only=spec.adapters_only, as_held=spec.as_held
         )
         return (await gather([sending, *receiving]))[0]
+
+    async def take(self, token: str) -> Taken:
+        """Have the senders copy the weights as ``token``. The caller holds the deadline."""
+        return await self.policy.take_weights(self.bucket_bytes, self.senders, token)
+
+    async def send_taken(
+        self, receiving: Iterable[Coroutine[Any, Any, bool]], *, whole: bool
+    ) -> tuple[dict[str, float], list[bool]]:
+        """Send what was taken, or what has changed in it, while the workers are ``receiving``.
+
+        Returns metrics of the sender, and what the workers return. The caller holds the deadline.
+        """
+        sent, *arrived = await gather([self.policy.send_taken(group=self.name, whole=whole), *receiving])
+        return sent, arrived

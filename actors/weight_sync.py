@@ -6,6 +6,9 @@ driver            policy ranks                           engines
                   send checksum                   ===>   compare; a difference ends the run
   finish_update ------------------------------------->   repack, take the version, serve again
 
+With `weight_sync.deltas` the policy copies the weights while the engines stop, and sends what has changed to
+engines that hold the weights before; `actors/delta_sync.py` has it.
+
 An engine that dies during the transfer ends it for all: it is repeated with the others, in a new group. The
 replacement gets the weights in its own group, while the others keep serving. If only a connection is lost,
 the transfer is repeated once.
@@ -19,6 +22,7 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
+from actors.delta_sync import DeltaSync, uses_deltas
 from actors.lifecycle.calls import result, results
 from actors.lifecycle.elastic_team import ElasticTeam
 from actors.lifecycle.watchdog import deadline_of
@@ -33,8 +37,10 @@ from grpo_dist.runtime.metering import Stopwatch
 class WeightSync:
     """Driver-side handle, made by `connect`: sends the policy's weights to all engines."""
 
-    def __init__(self, group: TransferGroup, rollouts: RolloutPool, timeout_s: float) -> None:
-        self._group, self._rollouts, self._timeout_s = group, rollouts, timeout_s
+    def __init__(
+        self, group: TransferGroup, rollouts: RolloutPool, timeout_s: float, deltas: DeltaSync | None = None
+    ) -> None:
+        self._group, self._rollouts, self._timeout_s, self._deltas = group, rollouts, timeout_s, deltas
         self._is_open = True
         self._version, self._updates = 0, group.policy.updates  # of the last push
         self._one_at_a_time = asyncio.Lock()
@@ -69,7 +75,8 @@ class WeightSync:
                 colocated_ranks=colocated_ranks,
                 timeout_s=timeout_s,
             )
-        return cls(group, rollouts, timeout_s)
+            uses = await uses_deltas(settings, group, colocated=colocated_ranks is not None)
+        return cls(group, rollouts, timeout_s, DeltaSync(rollouts, timeout_s) if uses else None)
 
     async def push(self, version: int) -> dict[str, float]:
         """Send the policy's weights to all serving engines as ``version``, and return metrics.
@@ -112,6 +119,9 @@ class WeightSync:
                 # The ranks may be in the middle of an update.
                 seconds = self._timeout_s + policy.update_s
                 stage = "weight sync: a restarted engine"
+                if self._deltas is not None and await self._deltas.from_peer(worker, self._version):
+                    self._is_open = False  # the common group lacks this engine
+                    return
                 async with deadline_of(both, seconds, f"{stage} joins"):
                     group = await self._group.reopen(
                         [worker], name=own, timeout_s=self._timeout_s, ranks_busy_s=policy.update_s
@@ -119,7 +129,9 @@ class WeightSync:
                 async with deadline_of(both, seconds, f"{stage} receives"):
                     await worker.begin_update.remote()
                     await self._send(group, [worker])
-                version = self._version + policy.sent_after - self._updates
+                version = self._version
+                if self._deltas is None or self._deltas.token is None:
+                    version += policy.sent_after - self._updates
                 async with deadline_of(both, seconds, f"{stage} takes version {version}"):
                     reported = await worker.finish_update.remote(version)
                     await group.close()
@@ -135,11 +147,15 @@ class WeightSync:
         lacks it. May be repeated.
         """
         engines = self._engines(workers)
-        async with deadline_of(engines, self._timeout_s, f"weight sync: engines stop for version {version}"):
-            with watch("sync_stop"):
-                lacks = await results(worker.begin_update.remote() for worker in workers)
-        sent = {}
         both = self._group.policy.team.named() | engines
+        stopping = results(worker.begin_update.remote() for worker in workers)
+        who, stage = engines, f"weight sync: engines stop for version {version}"
+        if self._deltas is not None:
+            stopping, who = self._deltas.take_during(stopping, self._group, version), both
+        async with deadline_of(who, self._timeout_s, stage):
+            with watch("sync_stop"):
+                lacks = await stopping
+        sent = {}
         async with deadline_of(both, self._timeout_s, f"weight sync: version {version} travels"):
             with watch("sync_travel"):
                 if receivers := [worker for worker, lack in zip(workers, lacks, strict=True) if lack]:
@@ -162,6 +178,8 @@ class WeightSync:
         self._is_open = True
 
     async def _send(self, group: TransferGroup, receivers: list[Any]) -> dict[str, float]:
+        if self._deltas is not None and self._deltas.token is not None:
+            return await self._deltas.send(group, receivers)
         arguments = group.parameters, group.bucket_bytes, group.policy.adapter_scale
         return await group.send([result(worker.receive_weights.remote(*arguments)) for worker in receivers])
 

@@ -11,11 +11,13 @@ The table has a fixed size, so both ends know it; the buckets without changes ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from actors.transfer.broadcasts import Transport
+from actors.transfer.stream import receive_flat
 from grpo_dist.policy.sent_weights import Changes
 from grpo_dist.policy.weight_buckets import Checksum
 from grpo_dist.policy.weight_deltas import HeldWeights, apply
@@ -47,8 +49,8 @@ def send_changes(transport: Transport, changes: Changes, held: HeldWeights) -> d
     return {"sync/bytes": float(len(rows) + Checksum.NUM_BYTES + sum(sent.values()))} | watch.phases()
 
 
-def receive_changes(transport: Transport, held: HeldWeights) -> list[int] | None:
-    """Apply what `send_changes` sends to ``held``, and return the buckets that changed.
+def receive_changes(transport: Transport, held: HeldWeights) -> set[str] | None:
+    """Apply what `send_changes` sends to ``held``, and return the names of the tensors that changed.
 
     None: the checksum of the copy is not that of the sender's weights, or a delta is malformed; ``held`` is
     then of no use. ``held.token`` is None afterwards. Raises RuntimeError for a table that no sender can have
@@ -56,16 +58,28 @@ def receive_changes(transport: Transport, held: HeldWeights) -> list[int] | None
     """
     held.token = None
     keys, expected = _table(transport, held)
-    sent, intact = _sent(keys, held), True
+    sent, changed, intact = _sent(keys, held), set[str](), True
     arriving = transport.incoming(list(sent.values())) if sent else iter(())
     for i in sent:
-        data = next(arriving).to("cpu")
+        data, at = next(arriving).to("cpu"), None
         if keys[i][0] < 0:
             held.flat(i).copy_(data)
-        else:
-            intact = apply(data, keys[i][0], held.slots[i]) and intact
+        elif (at := apply(data, keys[i][0], held.slots[i])) is None:
+            intact = False
+        changed |= held.names(i, at)
     next(arriving, None)  # acknowledges the last bucket
-    return list(sent) if intact and held.checksum().value == expected else None
+    return changed if intact and held.checksum().value == expected else None
+
+
+def receive_whole(transport: Transport, held: HeldWeights) -> Iterator[list[tuple[str, Tensor]]]:
+    """Copy what `stream.send` sends into ``held``; yield the tensors of each bucket once it has arrived.
+
+    Raises RuntimeError after the last one when the checksums differ. ``held.token`` is None meanwhile.
+    """
+    held.token = None
+    for i, flat in enumerate(receive_flat(transport, held.specs, held.bucket_bytes)):
+        held.flat(i).copy_(flat)
+        yield held.named(i)
 
 
 def _table(transport: Transport, held: HeldWeights) -> tuple[list[tuple[int, int]], int]:

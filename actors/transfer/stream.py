@@ -61,12 +61,18 @@ def receive(transport: Transport, specs: Sequence[ParameterSpec], bucket_bytes: 
 
     Raises RuntimeError after the last one when the checksums differ.
     """
-    checksum = Checksum()
-    arriving = transport.incoming(_sizes(specs, bucket_bytes))
-    for bucket in make_buckets(specs, bucket_bytes):
+    buckets = make_buckets(specs, bucket_bytes)
+    return map(unpack, receive_flat(transport, specs, bucket_bytes), buckets)
+
+
+def receive_flat(transport: Transport, specs: Sequence[ParameterSpec], bucket_bytes: int) -> Iterator[Tensor]:
+    """Yield the bytes of the buckets of `send`; see `receive`."""
+    checksum, sizes = Checksum(), _sizes(specs, bucket_bytes)
+    arriving = transport.incoming(sizes)
+    for _ in sizes[:-1]:
         flat = next(arriving)
         checksum.add(flat)
-        yield unpack(flat, bucket)
+        yield flat
     expected = Checksum.read(next(arriving))
     next(arriving, None)  # acknowledges the checksum
     if expected != checksum.value:

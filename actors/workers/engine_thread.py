@@ -119,7 +119,11 @@ class EngineThread:
 
     async def in_worker(self, function: Callable[[Any], T]) -> T:
         """Call ``function`` with vLLM's worker between two steps; return the result of the first process."""
-        return cast(T, (await self.call(lambda: self._engine.collective_rpc(function)))[0])
+        return (await self.in_workers(function))[0]
+
+    async def in_workers(self, function: Callable[[Any], T]) -> list[T]:
+        """Call ``function`` as `in_worker` does; return the results of all processes."""
+        return cast(list[T], await self.call(lambda: self._engine.collective_rpc(function)))
 
     async def set_weight_version(self, version: int) -> int:
         """Label tokens of later steps with ``version``; return the version that the engine reports."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from actors.lifecycle.probe import Health, Probeable
-from actors.transfer.connections import Seat
 from actors.workers import drafter
 from actors.workers.compilation import compilation_began, compiled_graphs
 from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment
@@ -19,14 +18,13 @@ from actors.workers.engine_thread import EngineThread
 from actors.workers.environment import EnvironmentAddresses
 from actors.workers.episodes import EpisodeSampler, episode_sampler
 from actors.workers.stored_routes import stored
-from grpo_dist.config import TransferBackend
+from actors.workers.weight_receiver import WeightReceiver
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.own_rollout import OwnRollout
 from grpo_dist.errors import SamplesFailed
-from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.hardware import device_type
 from grpo_dist.runtime.load_balancer import Load
-from grpo_dist.runtime.metering import Metered, metered
+from grpo_dist.runtime.metering import metered
 from grpo_dist.runtime.stacks import pending_calls
 from grpo_dist.types import HeldRoutes, Prompt, Rollout, Sampling
 
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 
-class RolloutWorker(Metered, Probeable):
+class RolloutWorker(WeightReceiver, Probeable):
     """One engine. All methods run on the actor's event loop, many `sample` calls at once."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -46,8 +44,6 @@ class RolloutWorker(Metered, Probeable):
         self._tokenizer: Any = None
         self._episodes: EpisodeSampler | None = None  # None: no prompt has an environment
         self._own = OwnRollout.of(spec.rollout, spec.code_paths)
-        self._updating = False  # between `begin_update` and `finish_update`
-        self._received = False  # all weights of that update have arrived
         self._compiled = 0  # graphs
 
     async def start(self, environments: EnvironmentAddresses | None = None) -> None:
@@ -235,57 +231,6 @@ class RolloutWorker(Metered, Probeable):
         """Return where the pending calls wait."""
         return pending_calls()
 
-    async def open_transfer(
-        self, backend: TransferBackend, seats: Sequence[Seat], timeout_s: float, *, file: str | None = None
-    ) -> None:
-        """Have every process of the engine join a transfer group with its seat, and leave the group
-        before. ``file``: read the next weights from this snapshot instead.
-        """
-        await self._end_old_update()
-        info = {"backend": backend, "seats": list(seats), "timeout_s": timeout_s, "file": file}
-        await self._engine.init_transfer(info)
-
-    @metered("sync")
-    async def begin_update(self) -> bool:
-        """Stop generating, and return whether this engine still lacks the weights.
-
-        In mode ``drain`` running requests finish first; in mode ``keep`` they continue under the new weights.
-        Either way the key-value cache is dropped: a kept request recomputes it, so that no new token is
-        conditioned on keys and values of old weights. An update that is repeated, because another engine was
-        lost, may find all weights here.
-        """
-        await self._engine.pause(drain=self._spec.sync.mode == "drain")
-        if self._spec.rollout.speculation.tokens:
-            for name, tokens in (await self._engine.in_worker(drafter.take_counts))._asdict().items():
-                self.meter.count(name, tokens)
-        if not self._updating:
-            await self._engine.start_weight_update()
-            self._updating = True
-        return not self._received
-
-    @metered("sync")
-    async def receive_weights(
-        self, specs: Sequence[ParameterSpec], bucket_bytes: int, adapter_scale: float | None
-    ) -> None:
-        """Receive and load the weights. ``adapter_scale``: factor of low-rank adapters; None: whole
-        weights.
-        """
-        parameters = [list(asdict(spec).values()) for spec in specs]
-        self._updating = False  # a transfer that fails is started again
-        await self._engine.update_weights(
-            {"parameters": parameters, "bucket_bytes": bucket_bytes, "adapter_scale": adapter_scale}
-        )
-        self._updating = self._received = True
-
-    @metered("sync")
-    async def finish_update(self, version: int) -> int:
-        """Serve again under ``version``; return the version that the engine reports."""
-        await self._engine.finish_weight_update()
-        self._updating = self._received = False
-        reported: int = await self._engine.set_weight_version(version)
-        await self._engine.resume()
-        return reported
-
     async def abandon(self) -> None:
         """Abort pending requests: the run resumes from before they were made."""
         if self._episodes is not None:
@@ -293,16 +238,10 @@ class RolloutWorker(Metered, Probeable):
         await self._end_old_update()
         await self._engine.abandon()
 
-    async def _end_old_update(self) -> None:
-        """End an update whose weights never got a version, because the policy was lost; the next update sends
-        all weights.
-        """
-        if self._received:
-            await self._engine.finish_weight_update()
-            self._updating = self._received = False
-
     async def sleep(self, keep_weights: bool) -> None:
         """Free the GPU's memory; ``keep_weights`` keeps the weights in host memory, else they are dropped."""
+        if not keep_weights:
+            await self.forget_weights()
         await self._engine.sleep(level=1 if keep_weights else 2)
 
     async def wake_up(self, tags: list[str] | None) -> None:

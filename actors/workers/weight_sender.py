@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from actors.transfer.broadcasts import Transport
 from actors.transfer.connections import Seat
+from actors.transfer.delta_stream import send_changes
 from actors.transfer.stream import send
 from actors.transfer.transport import open_transport
 from grpo_dist.config import TransferBackend
+from grpo_dist.policy.sent_weights import SentWeights
 from grpo_dist.policy.snapshots import SnapshotWriter
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.hardware import one_thread
 from grpo_dist.runtime.metering import Metered, metered
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Weights that a rank has copied to send them.
+
+    Attributes:
+        base: token of those copied before; None: there were none.
+        metrics: what has changed since, and the seconds of each stage.
+    """
+
+    base: str | None
+    metrics: dict[str, float]
 
 
 class WeightSender(Metered):
@@ -24,6 +41,7 @@ class WeightSender(Metered):
         self._trainer: Any = None
         self._transports: dict[str, Transport] = {}
         self._snapshots = SnapshotWriter()
+        self._sent = SentWeights()
 
     def parameter_specs(self, adapters_only: bool = False, as_held: bool = False) -> list[ParameterSpec]:
         return self._trainer.weights.specs(adapters_only=adapters_only, as_held=as_held)
@@ -52,6 +70,38 @@ class WeightSender(Metered):
         try:
             with one_thread():
                 return send(self._transports.get(group), weights, specs, bucket_bytes)
+        except Exception:
+            self.close_transfer(group)
+            raise
+
+    @metered("sync")
+    def take_weights(self, bucket_bytes: int, senders: Collection[int], token: str) -> Taken | None:
+        """Gather the weights; the ranks ``senders`` copy them as ``token`` and find what has changed."""
+        weights = self._trainer.weights.buckets(bucket_bytes)
+        if self._trainer.rank.index not in senders:
+            for _ in weights:
+                pass
+            return None
+        specs = self._trainer.weights.specs()
+        with one_thread():
+            changes = self._sent.take(weights, specs, bucket_bytes, self._trainer.device, token)
+        return Taken(changes.base, {"sync/changed_share": changes.changed_share} | changes.seconds)
+
+    @metered("sync")
+    def send_taken(self, group: str, whole: bool) -> dict[str, float]:
+        """Send the weights taken last, or what has changed in them; see `send_weights`. Ranks without a
+        transport for ``group`` do nothing.
+        """
+        transport, taken = self._transports.get(group), self._sent
+        if transport is None:
+            return {}
+        assert taken.held is not None and taken.changes is not None, "no weights were taken"
+        try:
+            with one_thread():
+                if not whole:
+                    return send_changes(transport, taken.changes, taken.held)
+                held = taken.held
+                return send(transport, held.weights(), held.specs, held.bucket_bytes)
         except Exception:
             self.close_transfer(group)
             raise

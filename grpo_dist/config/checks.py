@@ -116,6 +116,11 @@ def _of_the_ranks(config: Sections) -> Iterator[str]:
 
 
 def _of_the_placement(config: Sections) -> Iterator[str]:
+    if config.weight_sync.deltas is True and config.policy.lora and config.policy.lora.sync == "adapter":
+        yield (
+            "`weight_sync.deltas` = true sends changes of whole weights, but `policy.lora.sync` = adapter "
+            "sends adapters alone; set `weight_sync.deltas` to auto, or `policy.lora.sync` to merged"
+        )
     if config.cluster.placement == "colocated" and config.weight_sync.backend == "nccl":
         yield (
             "`weight_sync.backend` = nccl cannot connect two processes on one GPU, but "

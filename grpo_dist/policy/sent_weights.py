@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -44,7 +43,6 @@ class SentWeights:
     def __init__(self) -> None:
         self.held: HeldWeights | None = None
         self.changes: Changes | None = None
-        self._own, self._count = secrets.token_hex(4), 0
 
     def take(
         self,
@@ -52,8 +50,9 @@ class SentWeights:
         specs: list[ParameterSpec],
         bucket_bytes: int,
         device: torch.device,
+        token: str,
     ) -> Changes:
-        """Copy ``weights``, the buckets of ``specs`` in order, and return what has changed in them.
+        """Copy ``weights``, the buckets of ``specs`` in order, as ``token``; return what has changed in them.
 
         They are compared on ``device``, bucket by bucket. After an error the copy is no base, because it is
         not whole.
@@ -79,9 +78,8 @@ class SentWeights:
                 checksum.add(new[:size])
             deltas.append(delta)
         next(buckets, None)  # releases what the last bucket gathered
-        self._count += 1
-        held.token = f"{self._own}-{self._count}"
-        self.changes = Changes(held.token, base, tuple(deltas), checksum, held.num_bytes, watch.phases())
+        held.token = token
+        self.changes = Changes(token, base, tuple(deltas), checksum, held.num_bytes, watch.phases())
         return self.changes
 
     def _copy(self, specs: list[ParameterSpec], bucket_bytes: int, device: torch.device) -> HeldWeights:

@@ -14,8 +14,10 @@ bucket is sent whole if its delta is more than half its size, or every second gr
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -62,19 +64,20 @@ def difference(old: Tensor, new: Tensor) -> BucketDelta:
     return BucketDelta(len(at), torch.cat([words[differs].view(torch.uint8), gaps]))
 
 
-def apply(data: Tensor, words: int, flat: Tensor) -> bool:
+def apply(data: Tensor, words: int, flat: Tensor) -> Tensor | None:
     """Write the ``words`` of a delta's ``data`` into ``flat`` uint8 [2 W], on the same device.
 
-    Returns False for data that `difference` cannot have made; ``flat`` is then unchanged.
+    Returns their indices, ascending int64 [words]; None for data that `difference` cannot have made, and
+    ``flat`` is unchanged.
     """
     gaps = data[words * _WORD :]
     ends = gaps < _LONGEST
     at = (torch.cumsum(gaps.long() + ends, 0) - 1)[ends]
     held = flat.view(torch.int16)
     if len(at) != words or (words and int(at[-1]) >= len(held)):
-        return False
+        return None
     held[at] = _aligned(data[: words * _WORD]).view(torch.int16)
-    return True
+    return at
 
 
 def _encoded(gaps: Tensor) -> Tensor:
@@ -111,6 +114,13 @@ class HeldWeights:
         # Zeros behind a bucket's end, up to its slot's.
         self._memory = torch.zeros(sum(slots), dtype=torch.uint8, pin_memory=pinned)
         self.slots = self._memory.split(slots)
+        self._names, self._begins = list[str](), list[int]()
+        for begin, bucket in zip(accumulate(slots, initial=0), self.buckets, strict=False):
+            for spec in bucket:
+                if spec.num_bytes:
+                    self._names.append(spec.name)
+                    self._begins.append(begin)
+                    begin += spec.num_bytes
 
     def __len__(self) -> int:
         return len(self.buckets)
@@ -130,6 +140,22 @@ class HeldWeights:
     def named(self, index: int) -> list[tuple[str, Tensor]]:
         """Return the tensors of a bucket, views of the copy where their alignment allows it."""
         return unpack(self.flat(index), self.buckets[index])
+
+    def names(self, index: int, at: Tensor | None = None) -> set[str]:
+        """Return the names of a bucket's tensors that have one of the words ``at``, int64; None: all."""
+        bucket = self.buckets[index]
+        if at is None:
+            return {spec.name for spec in bucket}
+        ends = torch.tensor([spec.num_bytes for spec in bucket]).cumsum(0)
+        owners = torch.searchsorted(ends, torch.cat([at * _WORD, at * _WORD + 1]), right=True).unique()
+        return {bucket[i].name for i in owners.tolist() if i < len(bucket)}  # padding has no owner
+
+    def name_of(self, view: Tensor) -> str | None:
+        """Return the name of the tensor that ``view`` is a part of; None: its memory is not this copy's."""
+        if view.untyped_storage().data_ptr() != self._memory.untyped_storage().data_ptr():
+            return None
+        offset = view.data_ptr() - self._memory.data_ptr()
+        return self._names[bisect_right(self._begins, offset) - 1]
 
     def weights(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield the tensors of every bucket."""

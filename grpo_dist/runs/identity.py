@@ -47,7 +47,7 @@ _LAYOUT = (
     "rollout.num_workers", "rollout.max_workers", "rollout.tensor_parallel_size",
     "rollout.gpu_memory_utilization",
     "rollout.kv_cache_gib", "rollout.max_num_seqs", "rollout.threads", "rollout.enforce_eager",
-    "weight_sync.backend", "weight_sync.bucket_mb",
+    "weight_sync.backend", "weight_sync.bucket_mb", "weight_sync.deltas",
 )  # fmt: skip
 # Keys of `sft` that may change, and the sections that supervised training on the policy's ranks reads.
 FREE_SFT = ("threads", "validate_every")

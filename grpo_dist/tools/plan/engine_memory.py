@@ -17,7 +17,14 @@ from pathlib import Path
 from grpo_dist.config import BatchConfig, Config, PolicyConfig, RolloutConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import GIB
-from grpo_dist.tools.plan.memory import CPU_RUNTIME, GPU_RUNTIME, Footprint, Sizes, lora_parameters
+from grpo_dist.tools.plan.memory import (
+    CPU_RUNTIME,
+    GPU_RUNTIME,
+    Footprint,
+    Sizes,
+    held_copies,
+    lora_parameters,
+)
 from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.workload import Workload
 
@@ -101,9 +108,11 @@ def rollout_engine(
         routes = _routes(config.batch, model, workload, steps=steps, engines=rollout.num_workers)
         routes += room * model.route_bytes
     mean = workload.prompt_tokens / config.batch.samples_per_prompt + workload.mean
+    host = {"routes": routes} if routes else {}
+    host |= held_copies(config.weight_sync, model, sizes, tensor_parallel)  # each process has one
     return EngineFootprint(
-        parts if sizes.gpu or not routes else parts | {"routes": routes},
-        {"routes": routes} if sizes.gpu and routes else {},
+        parts if sizes.gpu else parts | host,
+        host if sizes.gpu else {},
         cache=cache,
         token_bytes=token_bytes,
         longest=room // config.max_length,

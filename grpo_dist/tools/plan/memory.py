@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_dist.batch.sharding import ATTENDED
-from grpo_dist.config import BatchConfig, Config, ModelConfig, PolicyConfig
+from grpo_dist.config import BatchConfig, Config, ModelConfig, PolicyConfig, WeightSyncConfig
 from grpo_dist.policy.offload import optimizer_device
 from grpo_dist.runtime.hardware import GIB, logprob_chunk_mib, micro_batch_tokens
 from grpo_dist.tools.plan.models import ModelShape
@@ -115,7 +115,16 @@ def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workl
     parts["logits"] = blocks * sizes.chunk + head
     parts["buckets"] = _buckets(config.policy, held, sizes)
     parts["runtime"] = round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["policy"])
+    (host if sizes.gpu else parts).update(held_copies(config.weight_sync, model, sizes))
     return Footprint(parts, host)
+
+
+def held_copies(
+    settings: WeightSyncConfig, model: ModelShape, sizes: Sizes, copies: int = 1
+) -> dict[str, int]:
+    """Return the bytes of the copies of the weights that a worker holds for `weight_sync.deltas`=true."""
+    own = copies * model.weight_bytes(sizes.itemsize, fp8=False)
+    return {"copy of the weights": own} if settings.deltas is True else {}
 
 
 def reference_worker(max_length: int, model: ModelShape, sizes: Sizes, workload: Workload) -> Footprint:

@@ -25,6 +25,9 @@ from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.reward_models import KnownRewardModel
 
 _HOP_S = 12e-6  # an all-reduce of few bytes within a node
+# Bytes of a delta for each byte of the weights: 1 in 100 words changed (arXiv 2602.03839), at 2 bytes and a
+# gap of one byte, sometimes two.
+DELTA_SHARE = 0.0154
 _CPU_ADAM = 4e9  # parameters a second of one node's processors
 
 
@@ -204,13 +207,22 @@ class Rates:
         return model.flops(prompt, lengths) / (flops * self.reached.training)
 
     def sync_s(self) -> float:
-        """Return the seconds of sending weights or adapters to the engines. ZeRO-3 gathers them first."""
+        """Return the seconds of sending weights or adapters to the engines. ZeRO-3 gathers them first.
+
+        With `weight_sync.deltas`=true a hundredth of the weights changes; auto counts as false, because it
+        depends on where engines start.
+        """
         adapters = self.config.policy.lora is not None and self.config.policy.lora.sync == "adapter"
         sent = (lora_parameters(self.config.policy, self.model) if adapters else self.model.parameters) * (
             self.sizes.itemsize
         )
-        passes = 2 if self.config.policy.zero_stage == 3 else 1
-        return passes * sent / (self.peaks.network * self.reached.sync) + self.reached.sync_s
+        gathers = self.config.policy.zero_stage == 3
+        network, copies = self.peaks.network * self.reached.sync, 0.0
+        if self.config.weight_sync.deltas is True:
+            if self.peaks.host:  # the copy to the policy's GPU and back, and the engine's to its GPU
+                copies = 3 * sent / (self.peaks.host * self.reached.host)
+            return (gathers + DELTA_SHARE) * sent / network + copies + self.reached.sync_s
+        return (1 + gathers) * sent / network + self.reached.sync_s
 
     def turn_s(self) -> float:
         """Return the seconds of a change of turns that moves a rank's states to host memory or back."""

@@ -1,0 +1,252 @@
+"""Weight deltas between a real policy rank and two real engines: bit-equal to whole weights, always."""
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.weight_sync import WeightSync
+from actors.workers.engine_settings import EngineSpec
+from actors.workers.rollout import RolloutWorker
+from actors.workers.rollout_pool import RolloutPool
+from grpo_dist.config import ModelConfig, RestartsConfig, RolloutConfig, WeightSyncConfig
+from grpo_dist.types import Sampling
+from tests.support.patience import HANG_S
+from tests.support.real_engine import ACTORS, PROMPTS, MovingWorker, OnALoop, difference, one_rank, same
+
+pytestmark = pytest.mark.machine
+
+SEEDS = [1, 2, 3]
+SAMPLING = Sampling(max_new_tokens=24)
+SETTINGS = WeightSyncConfig(bucket_mb=1, deltas=True)
+
+
+class NudgedWorker(MovingWorker):
+    """A rank whose weights change in a few elements, as in bfloat16 at a small learning rate."""
+
+    def nudge(self, seed, share, only=""):
+        """Change ``share`` of the elements of parameters whose name contains ``only``; return all."""
+        generator = torch.Generator().manual_seed(seed)
+        named = dict(self._trainer.engine.module.model.named_parameters())
+        with torch.no_grad():
+            for name, parameter in named.items():
+                moved = torch.rand(parameter.shape, generator=generator) < share
+                step = torch.randn(parameter.shape, generator=generator) * 0.05
+                if only in name:
+                    parameter.add_(step * moved)
+        return {n: p.detach().clone() for n, p in named.items()}
+
+    def corrupt_next_changes(self):
+        """Flip a bit of the first bucket of changes that leaves next, behind the table of sizes."""
+        transport, calls = self._transports["rollout"], []
+        outgoing = transport.outgoing
+
+        def flip(sizes):
+            calls.append(sizes)
+            for i, flat in enumerate(outgoing(sizes)):
+                yield flat
+                if len(calls) == 2 and i == 0:
+                    flat[0] ^= 1
+            if len(calls) == 2:
+                transport.outgoing = outgoing
+
+        transport.outgoing = flip
+
+
+class WatchedWorker(RolloutWorker):
+    """An engine that counts the layers that it loads, and the weights that it gives."""
+
+    async def process(self):
+        return os.getpid()
+
+    async def gave(self):
+        return self.__dict__.get("_gave", 0)
+
+    async def give_weights(self, *arguments):
+        await super().give_weights(*arguments)
+        self._gave = self.__dict__.get("_gave", 0) + 1
+
+    async def layers_of_next_load(self):
+        """Return how many modules the last update loaded."""
+        return (await self._engine.in_worker(counted_layers)), await self.held_weights()
+
+    async def spoil_copy(self):
+        await self._engine.in_worker(spoil)
+
+
+def counted_layers(worker):
+    engine = worker.weight_transfer_engine
+    if not hasattr(engine, "counts"):
+        end, engine.counts = engine.finish_weight_update, []
+
+        def finish():
+            engine.counts.append(0 if engine._scope is None else len(list(engine._scope.modules())))
+            end()
+
+        engine.finish_weight_update = finish
+    return list(engine.counts)
+
+
+def spoil(worker):
+    worker.weight_transfer_engine.held.slots[0][5] ^= 1
+
+
+class World(OnALoop):
+    def __init__(self, model_dir):
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        self.version = 0
+        self.run(self._start(model_dir))
+
+    async def _start(self, model_dir):
+        model = ModelConfig(path="tiny")
+        settings = RolloutConfig(num_workers=2, max_num_seqs=16, enforce_eager=True, kv_cache_gib=0.25)
+        spec = EngineSpec(settings, SETTINGS, model, str(model_dir), max_length=256, seed=0)
+        actors = replace(ACTORS, restarts=RestartsConfig(backoff_s=0.1), start_s=HANG_S)
+        self.rollouts = RolloutPool(spec, actors, worker=WatchedWorker)
+        self.policy = one_rank(model, model_dir, worker=NudgedWorker)
+        await asyncio.gather(self.rollouts.ready(), self.policy.ready())
+        self.sync = await WeightSync.connect(self.policy, self.rollouts, SETTINGS, timeout_s=HANG_S)
+
+    def run(self, coroutine):
+        return super().run(asyncio.wait_for(coroutine, HANG_S))
+
+    async def nudge(self, seed, share=0.01, only=""):
+        weights = await self.policy.ranks[0].nudge.remote(seed, share, only)
+        self.model.load_state_dict(weights, strict=False)
+        self.model.tie_weights()
+        return weights
+
+    async def push(self):
+        self.version += 1
+        return await self.sync.push(self.version)
+
+    async def sample_on(self, worker):
+        _, rollouts = worker.sample.options(num_returns=2).remote(PROMPTS[0], SEEDS, SAMPLING)
+        return await rollouts
+
+    async def check(self):
+        """Assert that both engines hold the policy's weights; return what they sample."""
+        while len(self.rollouts.team.alive()) < 2:
+            await asyncio.sleep(0.1)
+        groups = await asyncio.gather(*(self.sample_on(worker) for worker in self.rollouts.workers))
+        assert same(*groups)
+        assert all((r.policy_versions == self.version).all() for r in groups[0])
+        assert difference(self.model, PROMPTS[0], groups[0]) < 1e-5
+        return groups[0]
+
+    async def sampled_after_whole_weights(self):
+        """Send the same weights whole, as without deltas, and return what the engines sample then."""
+        deltas, self.sync._deltas = self.sync._deltas, None
+        await self.push()
+        self.sync._deltas = deltas
+        return await self.check()
+
+
+@pytest.fixture(scope="module")
+def world(ray_cluster, tiny_model):
+    world = World(tiny_model)
+    yield world
+    world.close()
+
+
+def test_engines_with_deltas_sample_what_they_sample_with_whole_weights_to_the_bit(world):
+    async def session():
+        weights = await world.nudge(0)
+        size = sum(w.numel() * 4 for w in weights.values())
+        first = await world.push()
+        assert first["sync/whole"] == 1 and first["sync/bytes"] == size
+        await world.check()
+        for seed in range(1, 4):
+            await world.nudge(seed)
+            found = await world.push()
+            assert found["sync/whole"] == 0 and found["sync/mismatches"] == 0
+            assert 0.004 < found["sync/changed_share"] < 0.011  # of words; an element of float32 has two
+            assert found["sync/bytes"] < 0.03 * size
+            got = await world.check()
+        whole = await world.sampled_after_whole_weights()
+        assert same(got, whole)
+        # Engines hold no copy of weights that came without: the next are whole, and then changes again.
+        await world.nudge(4)
+        assert (await world.push())["sync/whole"] == 1
+        await world.nudge(5)
+        assert (await world.push())["sync/whole"] == 0
+        await world.check()
+
+    world.run(session())
+
+
+def test_only_layers_whose_weights_changed_are_loaded_and_none_if_nothing_changed(world):
+    async def session():
+        worker = world.rollouts.workers[0]
+        (before, _) = await worker.layers_of_next_load.remote()
+        await world.nudge(6)
+        await world.push()
+        same_weights = await world.push()
+        assert same_weights["sync/changed_share"] == 0
+        await world.nudge(7, only="layers.1.mlp.gate_proj")
+        await world.push()
+        await world.check()
+        await world.nudge(8, only="embed_tokens")  # the tied head follows
+        await world.push()
+        await world.check()
+        counts, _ = await worker.layers_of_next_load.remote()
+        every, none, gate, embedding = counts[len(before) :]
+        assert none == 0 and 0 < embedding <= gate < every / 2
+
+    world.run(session())
+
+
+def test_a_copy_or_a_delta_with_a_wrong_bit_is_noticed_and_whole_weights_follow(world):
+    async def session():
+        await world.nudge(9)
+        await world.policy.ranks[0].corrupt_next_changes.remote()
+        found = await world.push()
+        assert found["sync/mismatches"] == 2 and found["sync/whole"] == 0
+        await world.check()
+        await world.rollouts.workers[1].spoil_copy.remote()
+        await world.nudge(10)
+        assert (await world.push())["sync/mismatches"] == 1
+        await world.check()
+        await world.nudge(11)
+        found = await world.push()
+        assert found["sync/mismatches"] == found["sync/whole"] == 0
+        await world.check()
+
+    world.run(session())
+
+
+def test_an_engine_that_was_killed_gets_the_weights_from_the_other_and_then_changes(world):
+    async def session():
+        peer, victim = world.rollouts.workers
+        before, gave = await world.check(), await peer.gave.remote()
+        os.kill(await victim.process.remote(), signal.SIGKILL)
+        while world.rollouts.workers[1] is victim or len(world.rollouts.team.alive()) < 2:
+            await asyncio.sleep(0.1)
+        assert same(before, await world.check())  # no push since
+        assert await peer.gave.remote() == gave + 1
+        await world.nudge(12)
+        assert (await world.push())["sync/whole"] == 0
+        await world.check()
+
+    world.run(session())
+
+
+def test_engines_that_all_were_killed_get_the_weights_of_the_last_push_from_the_policy(world):
+    async def session():
+        before = await world.check()
+        victims = list(world.rollouts.workers)
+        for process in await asyncio.gather(*(w.process.remote() for w in victims)):
+            os.kill(process, signal.SIGKILL)
+        while any(w in victims for w in world.rollouts.workers) or len(world.rollouts.team.alive()) < 2:
+            await asyncio.sleep(0.1)
+        assert same(before, await world.check())
+        await world.nudge(13)
+        assert (await world.push())["sync/whole"] == 0
+        await world.check()
+
+    world.run(session())

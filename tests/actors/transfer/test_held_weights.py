@@ -1,0 +1,254 @@
+"""Layers of vLLM loaded from a held copy: changes of the weights give what a fresh load gives, to the bit."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    ensure_model_parallel_initialized,
+    init_distributed_environment,
+)
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from actors.transfer.delta_stream import send_changes
+from actors.transfer.held_weights import HeldTransfer
+from actors.transfer.stream import send
+from actors.transfer.vllm_receiver import PackedWeightTransfer, UpdateInfo
+from grpo_dist.policy.sent_weights import SentWeights
+from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
+
+CPU, BUCKET, WIDTH, WORDS = torch.device("cpu"), 20_000, 64, 128
+SHAPES = {
+    "embed_tokens.weight": (WORDS, WIDTH),
+    "q_proj.weight": (64, WIDTH),
+    "k_proj.weight": (32, WIDTH),
+    "v_proj.weight": (32, WIDTH),
+    "q_proj.bias": (64,),
+    "k_proj.bias": (32,),
+    "v_proj.bias": (32,),
+    "gate_proj.weight": (96, WIDTH),
+    "up_proj.weight": (96, WIDTH),
+    "down_proj.weight": (WIDTH, 96),
+}
+SPECS = [ParameterSpec(name, "float32", shape) for name, shape in SHAPES.items()]
+FUSED = {"q_proj": ("qkv", "q"), "k_proj": ("qkv", "k"), "v_proj": ("qkv", "v")}
+FUSED |= {"gate_proj": ("gate_up", 0), "up_proj": ("gate_up", 1)}
+
+
+class Model(nn.Module):
+    """One of each kind of layer: what a checkpoint names apart is fused, and the head is tied."""
+
+    def __init__(self):
+        super().__init__()
+        plain = {"bias": False, "params_dtype": torch.float32}
+        self.embed_tokens = VocabParallelEmbedding(WORDS, WIDTH, params_dtype=torch.float32)
+        self.qkv = QKVParallelLinear(WIDTH, 32, 2, 1, bias=True, params_dtype=torch.float32)
+        self.gate_up = MergedColumnParallelLinear(WIDTH, [96, 96], **plain)
+        self.down_proj = RowParallelLinear(96, WIDTH, **plain)
+        self.lm_head = ParallelLMHead(WORDS, WIDTH, params_dtype=torch.float32)
+        self.loaded = []
+
+    def load_weights(self, weights):
+        for name, value in weights:
+            self.loaded.append(name)
+            stem, kind = name.split(".")
+            layer, shard = FUSED.get(stem, (stem, None))
+            parameter = getattr(getattr(self, layer), kind)
+            loader = getattr(parameter, "weight_loader", default_weight_loader)
+            loader(parameter, value, *(() if shard is None else (shard,)))
+
+    def outputs(self):
+        """Return what every layer computes, float32."""
+        x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0))
+        gate_up = self.gate_up(x)[0]
+        hidden = [self.qkv(x)[0], gate_up, self.down_proj(gate_up[:, :96].contiguous())[0]]
+        head = self.lm_head.quant_method.apply(self.lm_head, x)
+        return [*hidden, self.embed_tokens(torch.arange(WORDS)), head]
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    config = VllmConfig(device_config=DeviceConfig("cpu"))
+    config.model_config = SimpleNamespace(dtype=torch.float32, is_moe=False)
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{tmp_path}/store", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        yield
+    cleanup_dist_env_and_memory()
+
+
+def first_weights():
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def moved(weights, seed, *names):
+    """Return copies of ``weights`` in which a hundredth of the elements of ``names`` are others."""
+    generator, copies = torch.Generator().manual_seed(seed), dict(weights)
+    for name in names:
+        where = torch.rand(SHAPES[name], generator=generator) < 0.01
+        where.view(-1)[seed] = True  # of the small ones, too
+        copies[name] = weights[name] + torch.randn(SHAPES[name], generator=generator) * where
+    return copies
+
+
+def loaded_model(weights):
+    """Load ``weights`` as an engine does when it starts; the head is packed from the same embedding."""
+    model = Model()
+    record_metadata_for_reloading(model)
+    model.load_weights(weights.items())
+    model.lm_head.weight.data.copy_(weights["embed_tokens.weight"])
+    config = SimpleNamespace(
+        dtype=torch.float32, quantization=None, word_embeddings_untied_by_checkpoint=False
+    )
+    process_weights_after_loading(model, config, CPU)
+    return model
+
+
+class Wire:
+    """A transport within this process."""
+
+    device = CPU
+
+    def __init__(self):
+        self.rounds = []
+
+    def outgoing(self, sizes):
+        flats = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        self.rounds.append(flats)
+        yield from flats
+
+    def incoming(self, sizes):
+        buffer = torch.empty(max(sizes), dtype=torch.uint8)  # one for all, overwritten each time
+        for size, flat in zip(sizes, self.rounds.pop(0), strict=True):
+            assert len(flat) == size
+            buffer[:size] = flat
+            yield buffer[:size]
+
+
+class Engine:
+    """The receiving side in one process, and a sender for it."""
+
+    def __init__(self):
+        self.model, self.source = loaded_model(first_weights()), SentWeights()
+        self.receiver = object.__new__(PackedWeightTransfer)
+        self.receiver.model = self.model
+        hf = SimpleNamespace(tie_word_embeddings=True)
+        self.receiver.model_config = SimpleNamespace(dtype=torch.float32, hf_text_config=hf)
+        self.receiver._transport = self.wire = Wire()
+        self.count = 0
+
+    def sync(self, weights, *, whole=False, spoil=False):
+        """Send ``weights``; return the names of the tensors that the model loaded."""
+        self.count += 1
+        buckets = [[(s.name, weights[s.name]) for s in bucket] for bucket in make_buckets(SPECS, BUCKET)]
+        changes = self.source.take(buckets, SPECS, BUCKET, CPU, f"w{self.count}")
+        base = None if whole else changes.base
+        self.model.loaded.clear()
+        self.receiver.start_weight_update()
+        if base is None:
+            send(self.wire, self.source.held.weights(), SPECS, BUCKET)
+        else:
+            send_changes(self.wire, changes, self.source.held)
+            if spoil:
+                self.wire.rounds[1][0][0] ^= 1
+        parameters = [[s.name, s.dtype, list(s.shape)] for s in SPECS]
+        held = HeldTransfer(changes.token, base)
+        self.receiver.receive_weights(UpdateInfo(parameters, BUCKET, held=held))
+        if self.receiver.held.token is not None:
+            self.receiver.finish_weight_update()
+            assert self.receiver.loaded == self.receiver.held.token == changes.token
+        return set(self.model.loaded)
+
+
+def assert_computes(model, weights):
+    for ours, theirs in zip(model.outputs(), loaded_model(weights).outputs(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_after_changes_every_layer_computes_what_a_fresh_load_computes(one_process):
+    engine, weights = Engine(), first_weights()
+    assert engine.sync(weights) == set(SHAPES)
+    for seed in range(3):
+        weights = moved(weights, seed, *SHAPES)
+        assert engine.sync(weights) == set(SHAPES)
+        assert_computes(engine.model, weights)
+
+
+def test_a_changed_tensor_is_loaded_with_those_of_its_layer_alone(one_process):
+    engine, weights = Engine(), moved(first_weights(), 9, *SHAPES)
+    engine.sync(weights)
+    needs = {
+        "k_proj.bias": {name for name in SHAPES if name[:2] in ("q_", "k_", "v_")},
+        "up_proj.weight": {"gate_proj.weight", "up_proj.weight"},
+        "down_proj.weight": {"down_proj.weight"},
+        "embed_tokens.weight": {"embed_tokens.weight"},
+    }
+    for seed, (name, needed) in enumerate(needs.items()):
+        places = [p.data_ptr() for p in engine.model.parameters()]
+        weights = moved(weights, seed, name)
+        assert engine.sync(weights) == needed
+        assert_computes(engine.model, weights)
+        assert places == [p.data_ptr() for p in engine.model.parameters()]
+    assert engine.sync(weights) == set()
+    assert_computes(engine.model, weights)
+
+
+def test_changes_whose_checksum_differs_touch_no_layer_and_whole_weights_follow(one_process):
+    engine, weights = Engine(), moved(first_weights(), 9, *SHAPES)
+    engine.sync(weights)
+    other = moved(weights, 1, *SHAPES)
+    assert engine.sync(other, spoil=True) == set()
+    assert engine.receiver.held.token is None
+    assert_computes(engine.model, weights)
+    assert engine.sync(other, whole=True) == set(SHAPES)
+    assert_computes(engine.model, other)
+    assert engine.sync(moved(other, 2, "down_proj.weight")) == {"down_proj.weight"}
+
+
+def test_weights_that_were_dropped_are_all_loaded_from_the_copy(one_process):
+    """An engine that sleeps at level 2 keeps none of its weights."""
+    engine, weights = Engine(), moved(first_weights(), 9, *SHAPES)
+    engine.sync(weights)
+    engine.receiver.loaded = None  # `held_weights.forget_loaded`
+    weights = moved(weights, 1, "down_proj.weight")
+    assert engine.sync(weights) == set(SHAPES)
+    assert_computes(engine.model, weights)
+
+
+def test_an_update_that_was_cut_short_loads_all_the_next_time(one_process, monkeypatch):
+    engine, weights = Engine(), moved(first_weights(), 9, *SHAPES)
+    engine.sync(weights)
+    load = engine.model.load_weights
+
+    def cut(bucket):
+        load(bucket[:1])
+        raise ConnectionError("the engine was interrupted")
+
+    weights = moved(weights, 1, *SHAPES)
+    engine.model.load_weights = cut
+    with pytest.raises(ConnectionError, match="interrupted"):
+        engine.sync(weights)
+    engine.model.load_weights = load
+    weights = moved(weights, 2, "down_proj.weight")
+    assert engine.sync(weights) == set(SHAPES)
+    assert_computes(engine.model, weights)
+
+
+def test_changes_of_other_weights_than_the_copy_are_refused(one_process):
+    engine, weights = Engine(), first_weights()
+    engine.sync(weights)
+    engine.receiver.held.token = "others"
+    with pytest.raises(RuntimeError, match="changes of w1, this engine holds others"):
+        engine.sync(moved(weights, 1, *SHAPES))
