@@ -114,7 +114,8 @@ class DeltaSync:
         """Both ends have the weights in host memory, so that no GPU takes part."""
         each = group.spec.processes_each
         backend = "shared_memory" if await on_one_host([peer, worker]) else "gloo"
-        seat = Seat(*await peer.address.remote(), 0, 1 + each, new_secret())
+        host, port = await peer.address.remote()
+        seat = Seat(host, port, 0, 1 + each, new_secret())
         seats = [replace(seat, rank=1 + i) for i in range(each)]
 
         async def join() -> int:

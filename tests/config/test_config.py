@@ -223,6 +223,10 @@ def test_cyclic_defaults_are_refused(tmp_path):
             ["policy.router_replay=true", "rollout.speculation.tokens=4"],
             ["the routes of every token", "drafts 4 at once", "set `rollout.speculation.tokens` to 0"],
         ),
+        (
+            ["policy.lora={sync: adapter}", "weight_sync.deltas=true"],
+            ["`weight_sync.deltas` = true sends changes of whole weights", "`policy.lora.sync` to merged"],
+        ),
         (["algorithm.advantage=gdpo", "rewards.shuffle=true"], ["`rewards.shuffle` = true", "gdpo"]),
         (["data.order=pass_rate", "rewards.shuffle=true"], ["`data.order` = pass_rate"]),
         (["data.environment=pyton"], ["`data.environment`", "'pyton' is unknown", "my_module:Class"]),

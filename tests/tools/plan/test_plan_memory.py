@@ -118,6 +118,19 @@ def test_offloaded_states_are_in_host_memory():
     assert sum(rank.host.values()) == pytest.approx(states + written)
 
 
+def test_a_rank_and_each_process_of_an_engine_hold_a_copy_of_the_weights_for_deltas():
+    changes = {"rollout": {"num_workers": 1, "tensor_parallel_size": 2}}
+    deltas, whole = gpu(weight_sync={"deltas": True}, **changes), gpu(**changes)
+    model, sizes, card = model_of(whole), Sizes.of(whole, gpu=True), parse_cluster("1x8xH100").card
+    for copies, worker in (
+        (1, lambda c: policy_rank(c, model, sizes, LENGTHS)),
+        (2, lambda c: rollout_engine(c, model, sizes, LENGTHS, memory=card.memory)),
+    ):
+        more = sum(worker(deltas).host.values()) - sum(worker(whole).host.values())
+        assert more == copies * 2 * 7_615_616_512
+        assert worker(deltas).parts == worker(whole).parts
+
+
 def test_low_rank_training_keeps_gradients_and_moments_of_the_adapters_alone():
     planned = gpu(policy={"num_workers": 4, "zero_stage": 2, "lora": {"rank": 8}})
     found = states(planned.policy, model_of(planned), Sizes.of(planned, gpu=True))
