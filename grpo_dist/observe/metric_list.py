@@ -314,7 +314,7 @@ METRICS = (
            "constant; with deltas about 1.5 times the changed share of the weights"),
     Metric("sync/changed_share", "share", "of the sending rank",
            "`weight_sync.deltas`: 16-bit words of the weights whose bits differ from the last sync's",
-           "bfloat16 below 0.01 at learning rates near 1e-6; float32 near 1"),
+           "bfloat16 about 0.01 at learning rates near 1e-6; float32 0.5, the lower halves"),
     Metric("sync/whole", "0 or 1", "of the driver",
            "`weight_sync.deltas`: whole weights were sent, because an engine lacked those before",
            "1 in the first sync and after a resume, then 0"),

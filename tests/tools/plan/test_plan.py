@@ -171,7 +171,7 @@ def test_a_weight_sync_uses_the_network_and_adapters_are_small():
 
 def test_deltas_of_a_hundredth_of_the_weights_save_the_network_and_cost_copies_over_pcie():
     size, deltas = 2 * 7_615_616_512, {"deltas": True}
-    copies = 3 * size / rates().peaks.host
+    copies = 3 * size / (0.8 * rates().peaks.host)
     assert rates(weight_sync=deltas).sync_s() == pytest.approx(0.0154 * size / 50e9 + copies)
     gathers = {"policy": {"zero_stage": 3}, "weight_sync": deltas}
     assert rates(**gathers).sync_s() == pytest.approx(1.0154 * size / 50e9 + copies)
