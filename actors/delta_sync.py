@@ -56,7 +56,7 @@ class DeltaSync:
     def __init__(self, rollouts: RolloutPool, timeout_s: float) -> None:
         self._rollouts, self._timeout_s = rollouts, timeout_s
         self.token: str | None = None
-        self._version: int | None = None
+        self._of: tuple[int, int] | None = None  # version of what was taken, and updates before it
         self._taken: Taken | None = None
         self._group: TransferGroup | None = None
 
@@ -67,12 +67,12 @@ class DeltaSync:
         that is repeated sends the same copy.
         """
         self._group = group
-        if self._version == version:
+        if self._of == (of := (version, group.policy.updates)):
             return await stopping
-        self.token = self._version = None
+        self.token = self._of = None
         token = secrets.token_hex(8)
         stopped, self._taken = await gather([stopping, group.take(token)])
-        self.token, self._version = token, version
+        self.token, self._of = token, of
         return stopped
 
     async def send(self, group: TransferGroup, receivers: Sequence[Any]) -> dict[str, float]:
@@ -95,7 +95,7 @@ class DeltaSync:
         False if none could give them.
         """
         team, group = self._rollouts.team, self._group
-        if self.token is None or self._version != version or group is None:
+        if self.token is None or self._of is None or self._of[0] != version or group is None:
             return False
         for peer in [w for w in team.alive() if w is not worker]:
             names = {name: w for name, w in team.named().items() if w in (worker, peer)}
