@@ -23,7 +23,7 @@ from actors.lifecycle.supervisor import Team
 from actors.lifecycle.watchdog import deadline_of
 from actors.transfer.handshake import new_secret
 from actors.workers.policy import Held, PolicyWorker, RankUpdates, loss_settings
-from actors.workers.weight_sender import Taken
+from actors.workers.taken_weights import TakenWeights
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
     Config,
@@ -73,7 +73,7 @@ class PolicySpec:
         return cls(config.policy, config.model, str(model_dir), trainer)
 
 
-class PolicyGroup:
+class PolicyGroup(TakenWeights):
     """Driver-side handle of all ranks."""
 
     def __init__(
@@ -200,30 +200,6 @@ class PolicyGroup:
             if isinstance(error.cause, TransferLost):  # the weight sync handles it
                 raise
             raise await self._cause(error, "weights gathered and sent") from error
-
-    async def take_weights(self, bucket_bytes: int, senders: Sequence[int], token: str) -> Taken:
-        """Have the ranks ``senders`` copy the weights as ``token``, and find what has changed in them since
-        the last call; return what the first of them found.
-
-        Raises StateLost when a rank is lost. The caller holds the deadline.
-        """
-        self.sent_after = self.updates
-        try:
-            found = [own for own in await self._all("take_weights", bucket_bytes, senders, token) if own]
-        except RayTaskError as error:
-            raise await self._cause(error, "weights gathered and compared") from error
-        bases = {own.base for own in found}
-        return replace(found[0], base=bases.pop() if len(bases) == 1 else None)
-
-    async def send_taken(self, *, group: str, whole: bool) -> dict[str, float]:
-        """Send what `take_weights` took, or what has changed in it; see `send_weights`."""
-        try:
-            sent: dict[str, float] = next(filter(None, await self._all("send_taken", group, whole)), {})
-            return sent
-        except RayTaskError as error:
-            if isinstance(error.cause, TransferLost):  # the weight sync handles it
-                raise
-            raise await self._cause(error, "taken weights sent") from error
 
     async def snapshot(self, directory: Path, version: int, bucket_bytes: int) -> Snapshot:
         """Have the weights, which are ``version``, written to ``directory``. Updates may follow at once;
