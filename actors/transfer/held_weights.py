@@ -71,13 +71,16 @@ def forget_loaded(worker: Any) -> None:
 
 
 def start_giving(worker: Any, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:
-    """Start to send the copy that ``worker`` holds."""
+    """Start to send the copy that ``worker`` holds, if it is the first process of its engine."""
     engine = worker.weight_transfer_engine
+    engine.giving = None
+    if engine.parallel_config.rank:
+        return
     assert engine.held is not None and engine.held.token is not None, "this engine holds no weights"
     engine.giving = Giving(engine.held, backend, seat, timeout_s)
 
 
 def is_given(worker: Any) -> bool:
-    """Return `Giving.is_done` of ``worker``."""
-    done: bool = worker.weight_transfer_engine.giving.is_done()
-    return done
+    """Return `Giving.is_done` of ``worker``; True for one that sends nothing."""
+    giving = worker.weight_transfer_engine.giving
+    return giving is None or bool(giving.is_done())

@@ -117,12 +117,8 @@ class EngineThread:
     async def finish_weight_update(self) -> None:
         await self.call(lambda: self._rpc("finish_weight_update"))
 
-    async def in_worker(self, function: Callable[[Any], T]) -> T:
-        """Call ``function`` with vLLM's worker between two steps; return the result of the first process."""
-        return (await self.in_workers(function))[0]
-
     async def in_workers(self, function: Callable[[Any], T]) -> list[T]:
-        """Call ``function`` as `in_worker` does; return the results of all processes."""
+        """Call ``function`` with vLLM's worker in each of its processes, between two steps."""
         return cast(list[T], await self.call(lambda: self._engine.collective_rpc(function)))
 
     async def set_weight_version(self, version: int) -> int:

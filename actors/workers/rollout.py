@@ -63,7 +63,7 @@ class RolloutWorker(WeightReceiver, Probeable):
         self._engine = EngineThread(fitting_arguments(self._spec), imported=lambda: self.begin("model"))
         await self._engine.start()
         if self._spec.rollout.speculation.tokens:
-            await self._engine.in_worker(drafter.require_exact_sampler)
+            await self._engine.in_workers(drafter.require_exact_sampler)
         self._note_compilation()
         self._compiled = compiled_graphs()
         if not self._compiled:

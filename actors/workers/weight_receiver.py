@@ -58,7 +58,7 @@ class WeightReceiver(Metered):
         """
         await self._engine.pause(drain=self._spec.sync.mode == "drain")
         if self._spec.rollout.speculation.tokens:
-            for name, tokens in (await self._engine.in_worker(drafter.take_counts))._asdict().items():
+            for name, tokens in (await self._engine.in_workers(drafter.take_counts))[0]._asdict().items():
                 self.meter.count(name, tokens)
         if not self._updating:
             await self._engine.start_weight_update()
@@ -109,8 +109,8 @@ class WeightReceiver(Metered):
         """Send the copy of the weights that this engine holds, whole, to a group of which it is rank 0. The
         engine serves meanwhile; its copy must not change.
         """
-        await self._engine.in_worker(lambda worker: start_giving(worker, backend, seat, timeout_s))
-        while not await self._engine.in_worker(is_given):  # bounded: by the deadline of the transport
+        await self._engine.in_workers(lambda worker: start_giving(worker, backend, seat, timeout_s))
+        while not all(await self._engine.in_workers(is_given)):  # bounded: by the deadline of the transport
             await asyncio.sleep(_GIVEN_POLL_S)
 
     async def forget_weights(self) -> None:

@@ -72,10 +72,10 @@ class WatchedWorker(RolloutWorker):
 
     async def layers_of_next_load(self):
         """Return how many modules the last update loaded."""
-        return (await self._engine.in_worker(counted_layers)), await self.held_weights()
+        return (await self._engine.in_workers(counted_layers))[0], await self.held_weights()
 
     async def spoil_copy(self):
-        await self._engine.in_worker(spoil)
+        await self._engine.in_workers(spoil)
 
 
 def counted_layers(worker):

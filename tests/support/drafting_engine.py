@@ -26,7 +26,7 @@ class DraftingWorker(CountingWorker):
     async def counts(self):
         from actors.workers.drafter import take_counts
 
-        return tuple(await self._engine.in_worker(take_counts))
+        return tuple((await self._engine.in_workers(take_counts))[0])
 
 
 class Engine(OnALoop):
