@@ -67,7 +67,7 @@ def held_token(worker: Any) -> str | None:
 
 def forget_loaded(worker: Any) -> None:
     """Note that the weights in the model of ``worker`` are lost."""
-    worker.weight_transfer_engine.loaded = None
+    worker.weight_transfer_engine.forget_loaded()
 
 
 def start_giving(worker: Any, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:

@@ -112,6 +112,10 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self.model.load_weights(bucket)
                 copy_unloaded(self.model, bucket)
 
+    def forget_loaded(self) -> None:
+        """Note that the model's weights are lost: the next changes load all of the copy."""
+        self.loaded = None
+
     def _receive_held(self, transport: Transport, info: UpdateInfo, wanted: HeldTransfer) -> None:
         """Receive whole weights or changes into the copy, and load them. After changes that do not lead to
         the sender's weights, nothing is loaded, and the copy has no token.

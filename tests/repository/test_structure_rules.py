@@ -88,7 +88,11 @@ def test_every_import_inside_a_function_has_a_reason(package: str) -> None:
 
 # What writes into an argument, because that is what it is called for.
 WRITERS = {
-    "buffers": ["batch/rows.py:_fill", "actors/transfer/delta_stream.py:receive_changes"],
+    "buffers": [
+        "batch/rows.py:_fill",
+        "actors/transfer/delta_stream.py:receive_changes",
+        "actors/transfer/delta_stream.py:receive_whole",
+    ],
     "what torch, transformers, PEFT and DeepSpeed keep on their own objects": [
         "policy/checkpoint_format.py:keep_used_conversions",
         "policy/deepspeed_engine.py:use_policy_files",

@@ -221,7 +221,7 @@ def test_weights_that_were_dropped_are_all_loaded_from_the_copy(one_process):
     """An engine that sleeps at level 2 keeps none of its weights."""
     engine, weights = Engine(), moved(first_weights(), 9, *SHAPES)
     engine.sync(weights)
-    engine.receiver.loaded = None  # `held_weights.forget_loaded`
+    engine.receiver.forget_loaded()
     weights = moved(weights, 1, "down_proj.weight")
     assert engine.sync(weights) == set(SHAPES)
     assert_computes(engine.model, weights)
