@@ -116,9 +116,9 @@ def test_the_report_of_a_run_has_the_name(base):
     run.mkdir()
     config = run / "config.yaml"
     config.write_text(dump_config(load_config(base, ["+algorithm=gspo"])))
-    assert about(run, [])["preset"] == "gspo"
+    assert about(run)["preset"] == "gspo"
     config.write_text(dump_config(load_config(base, ["+algorithm=gspo", "algorithm.kl.coef=0.5"])))
-    assert about(run, [])["preset"] == "gspo, changed: algorithm.kl.coef=0.5"
+    assert about(run)["preset"] == "gspo, changed: algorithm.kl.coef=0.5"
     config.write_text("algorithm: {preset: [gspo]}\n")
-    assert about(run, [])["preset"] is None
+    assert about(run)["preset"] is None
     assert "about.preset" in (ROOT / "grpo_dist/tools/report/static/about.js").read_text()
