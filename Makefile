@@ -6,11 +6,18 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 READY := .venv/.ready-$(EXTRA)
 
+# Packages of other environments, for tests alone: pinned, in an interpreter of their own.
+PACKAGES := .venv-packages/.ready
+
 .PHONY: setup demo demo-short demo-real demo-tools pipeline bench gpu-check test chaos evidence install-check reference lint clean
 setup: $(READY)
 
 $(READY): pyproject.toml launch/setup.sh
 	EXTRA=$(EXTRA) PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) bash launch/setup.sh
+	touch $@
+
+$(PACKAGES): launch/environment_packages.txt launch/environment_packages.sh $(READY)
+	bash launch/environment_packages.sh
 	touch $@
 
 demo: $(READY)
@@ -43,7 +50,7 @@ gpu-check: $(READY)
 
 # Both halves of the suite at once. Python keeps what it compiled: the suite starts a thousand processes.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: $(READY)
+test: $(READY) $(PACKAGES)
 	$(BIN)/python -m tests.support.halves $(ARGS)
 
 # A real job whose parts are killed, stopped, cut off and starved, 20 events of each kind: hours on two cores. Shorter:
@@ -53,7 +60,7 @@ chaos: $(READY)
 
 # Whole runs that learn, one that must not, a recipe that is killed, and every case of tests that draw some of theirs:
 # hours on two cores.
-evidence: $(READY)
+evidence: $(READY) $(PACKAGES)
 	GRPO_DIST_TEST_SEED=all $(BIN)/python -m pytest -s -m evidence tests $(ARGS)
 
 # Run the image's installation steps in a clean copy of this checkout, then check that they installed everything.
@@ -75,4 +82,4 @@ lint: $(READY)
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-packages build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -27,7 +27,16 @@ def made(tmp_path):
     def run(target, code, *arguments):
         log = tmp_path / "calls"
         log.unlink(missing_ok=True)
-        command = ["make", "-C", ROOT, target, f"BIN={tmp_path}", f"READY={tmp_path / 'ready'}", *arguments]
+        command = [
+            "make",
+            "-C",
+            ROOT,
+            target,
+            f"BIN={tmp_path}",
+            f"READY={tmp_path / 'ready'}",
+            f"PACKAGES={tmp_path / 'ready'}",
+            *arguments,
+        ]
         # `make test ARGS=...` passes both on to this test.
         inherited = {n: value for n, value in os.environ.items() if n != "ARGS" and not n.startswith("MAKE")}
         environment = inherited | {"CODE": code, "LOG": str(log)}

@@ -14,22 +14,29 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.documents import ROOT
 from tests.support.patience import HANG_S
 from tests.support.ports import free_port
 
+_OWN = ROOT / ".venv-packages/bin/python"
+
 
 def interpreter_with(package: str) -> str:
-    """Return an interpreter with ``package``: this one, or that of the variable PYTHON_WITH_<PACKAGE>.
+    """Return an interpreter with ``package``: that of the variable PYTHON_WITH_<PACKAGE>, the one that
+    `make test` sets up (launch/environment_packages.sh), or this one.
 
     Skips the test where there is none.
     """
+    variable = f"PYTHON_WITH_{package.upper()}"
+    if named := os.environ.get(variable) or (str(_OWN) if _OWN.exists() else ""):
+        subprocess.run([named, "-c", f"import {package}, numpy, pydantic, omegaconf"], check=True)
+        return named
     if importlib.util.find_spec(package) is not None:
         return sys.executable
-    variable = f"PYTHON_WITH_{package.upper()}"
-    if not (named := os.environ.get(variable)):
-        pytest.skip(f"{package} is not installed; install its extra, or name an interpreter in {variable}")
-    subprocess.run([named, "-c", f"import {package}, numpy, pydantic, omegaconf"], check=True)
-    return named
+    pytest.skip(
+        f"{package} is not installed; run launch/environment_packages.sh, or name an interpreter "
+        f"in {variable}"
+    )
 
 
 @contextmanager

@@ -52,7 +52,8 @@ class DecodeStep:
 class BenchResult:
     """``figures``: by name, rates per second, shares of 1, seconds of a step. ``steps``: a few of each timed
     step. ``timeline``: of the median step. ``lengths``: of the completions of the timed steps, step after
-    step. ``decode_steps``: of an engine alone; none where no limits were measured.
+    step. ``decode_steps``: of an engine alone; none where no limits were measured. ``pairs``: of each pair,
+    the step over the one with `bench.other_kwargs`; none without them.
     """
 
     name: str
@@ -67,6 +68,7 @@ class BenchResult:
     timeline_s: float
     lengths: list[int] = field(default_factory=list)
     decode_steps: list[DecodeStep] = field(default_factory=list)
+    pairs: list[float] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
         write_text(path, json.dumps({"schema": SCHEMA, **without_nan(asdict(self))}, indent=1) + "\n")

@@ -14,14 +14,17 @@ from typing import Any
 import torch
 
 from grpo_dist import driver
-from grpo_dist.config import BatchConfig, BenchConfig, Config
+from grpo_dist.config import BatchConfig, BenchConfig, Config, DataConfig, EnvironmentsConfig
 from grpo_dist.config.secrets import masked
+from grpo_dist.environments.base import Problem
+from grpo_dist.environments.preparation import EnvironmentProbe, StartFailed
 from grpo_dist.errors import refusals
 from grpo_dist.observe.console import step_line
 from grpo_dist.runs.prepare import Prepared, check_writable, choose_run_dir, prepare
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type, resolve_dtype
 from grpo_dist.runtime.stage_log import print_line
+from grpo_dist.tools.bench.alternate import AlternatingEnvironments, divide, pair_figures, ratios_of
 from grpo_dist.tools.bench.figures import StageLimits, figures
 from grpo_dist.tools.bench.flops import Shape, card_peak
 from grpo_dist.tools.bench.lengths import ForcedLengths
@@ -30,6 +33,7 @@ from grpo_dist.tools.bench.machine import machine_facts
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, StepRecord
 from grpo_dist.tools.bench.result import ActorMemory, Bar, BenchResult, DecodeStep
 from grpo_dist.tools.bench.table import print_result
+from grpo_dist.workers import RolloutHandle
 
 
 def bench(config: Config) -> Path:
@@ -42,8 +46,12 @@ def bench(config: Config) -> Path:
         check_writable(directory)
         has = fit(config)
         prepared = prepare(config, print_line, device="cuda" if has.gpus else "cpu")
+        _check_other_kwargs(config.bench, config.data, config.environments)
     steps = timed(config.bench, asyncio.run(_loop(config, prepared, directory)))
-    result = measured(config, prepared.model_dir, steps)
+    others: list[StepRecord] = []
+    if config.bench.other_kwargs:
+        steps, others = divide(steps)
+    result = measured(config, prepared.model_dir, steps, others)
     directory.mkdir(parents=True)
     result.write(directory / "bench.json")
     from grpo_dist.tools.bench.picture import draw  # imports matplotlib
@@ -58,7 +66,7 @@ def as_benchmark(config: Config) -> Config:
     """Return ``config`` with the benchmark's steps, without evaluations and checkpoints. Where sampling runs
     ahead, the last steps have nothing more to sample and are not timed.
     """
-    steps = config.bench.warmup_steps + config.bench.steps + config.max_staleness
+    steps = config.bench.warmup_steps + _timed_count(config.bench) + config.max_staleness
     evaluation = config.evaluation.model_copy(update={"before": False, "after": False, "every": 0})
     checkpoint = config.checkpoint.model_copy(update={"every": 0, "export": False, "resume": "never"})
     health = config.health.model_copy(update={"min_signal_groups": 0})  # every step does the same work
@@ -71,7 +79,25 @@ def as_benchmark(config: Config) -> Config:
 
 def timed(bench: BenchConfig, steps: Sequence[StepRecord]) -> list[StepRecord]:
     warmup = bench.warmup_steps
-    return list(steps[warmup : warmup + bench.steps])
+    return list(steps[warmup : warmup + _timed_count(bench)])
+
+
+def _timed_count(bench: BenchConfig) -> int:
+    return bench.steps * (2 if bench.other_kwargs else 1)
+
+
+def _check_other_kwargs(bench: BenchConfig, data: DataConfig, settings: EnvironmentsConfig) -> None:
+    """Raise ValueError for `bench.other_kwargs` that an environment of a source does not take."""
+    for source in data.train if bench.other_kwargs else ():
+        if name := data.environment_of(source):
+            kwargs = {**source.environment_kwargs, **bench.other_kwargs}
+            try:
+                EnvironmentProbe(name, kwargs, settings).questions([Problem("", "")])
+            except StartFailed as error:
+                raise ValueError(
+                    f"`bench.other_kwargs` = {bench.other_kwargs}: {error.reason}; expected arguments "
+                    f"of {name}"
+                ) from error
 
 
 async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[StepRecord]:
@@ -81,7 +107,13 @@ async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[Ste
         async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded"):
             workers = await cluster.start_training(prepared.model_dir)
         recorder = BenchRecorder(config.seed, directory, lambda step, m: print_line(step_line(step, m)))
-        forced = replace(workers, rollouts=ForcedLengths(workers.rollouts, config.bench.lengths))
+        rollouts: RolloutHandle = ForcedLengths(workers.rollouts, config.bench.lengths)
+        if kwargs := config.bench.other_kwargs:
+            samples, warmup = config.batch.samples_per_prompt, config.bench.warmup_steps
+            rollouts = AlternatingEnvironments(
+                rollouts, kwargs, seed=config.seed, samples=samples, warmup_steps=warmup
+            )
+        forced = replace(workers, rollouts=rollouts)
         beside = prepared.demonstrations
         await driver.run(
             config, forced, prepared.prompts, [], recorder, NoCheckpoints(), demonstrations=beside
@@ -89,8 +121,12 @@ async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[Ste
     return recorder.steps
 
 
-def measured(config: Config, model_dir: Path, steps: Sequence[StepRecord]) -> BenchResult:
-    """Return the result of the timed ``steps``, with measured limits where `bench.limits` is set."""
+def measured(
+    config: Config, model_dir: Path, steps: Sequence[StepRecord], others: Sequence[StepRecord] = ()
+) -> BenchResult:
+    """Return the result of the timed ``steps``, with measured limits where `bench.limits` is set. ``others``:
+    the partner of each with `bench.other_kwargs`.
+    """
     limits, peak, decode_steps = (
         _limits(config, model_dir, steps) if config.bench.limits else (None, None, [])
     )
@@ -104,6 +140,8 @@ def measured(config: Config, model_dir: Path, steps: Sequence[StepRecord]) -> Be
         limits=limits,
         overlapped=config.max_staleness > 0,
     )
+    if others:
+        found |= pair_figures(steps, others)
     middle = sorted(steps, key=lambda s: s.seconds)[len(steps) // 2]
     return BenchResult(
         name=config.name,
@@ -118,6 +156,7 @@ def measured(config: Config, model_dir: Path, steps: Sequence[StepRecord]) -> Be
         timeline_s=middle.seconds,
         lengths=[request.length for step in steps for request in step.requests],
         decode_steps=decode_steps,
+        pairs=ratios_of(steps, others) if others else [],
     )
 
 

@@ -32,6 +32,9 @@ FIGURES: dict[str, Figure] = {
     "episodes/turns": Figure("turns of a sample", "turns", 0),
     "episodes/tool_wait_s": Figure("wait for an environment, a turn", "s", -1),
     "episodes/cached_share": Figure("prompt of later turns, from the cache", "%", 1),
+    "pairs/step_ratio": Figure("step, over one with bench.other_kwargs: median of pairs", "x", -1),
+    "pairs/step_ratio_mean": Figure("step, over one with bench.other_kwargs: mean of pairs", "x", -1),
+    "pairs/other_step_median_s": Figure("step with bench.other_kwargs, median", "s", 0),
     "training/tokens_per_s": Figure("training", "tok/s", 1),
     "training/step_s": Figure("training in a step", "s", -1),
     "training/mfu": Figure("model FLOPs utilisation of the trainer", "%", 1),
@@ -143,6 +146,14 @@ def _summary(result: BenchResult) -> list[str]:
         lines.append(
             f"episodes: {found['episodes/turns']:.1f} turns, {show(found, 'episodes/tool_wait_s')} of an "
             f"environment after each; {show(found, 'episodes/cached_share')} of later prompts from the cache"
+        )
+    if result.pairs:
+        other = ", ".join(f"{key}={value}" for key, value in result.config["bench"]["other_kwargs"].items())
+        lines.append(
+            f"step over the same with {other}: median {found['pairs/step_ratio']:.3f}, mean "
+            f"{found['pairs/step_ratio_mean']:.3f} of {len(result.pairs)} pairs ("
+            + ", ".join(f"{ratio:.3f}" for ratio in result.pairs)
+            + f"); {show(found, 'loop/step_median_s')} and {show(found, 'pairs/other_step_median_s')}"
         )
     if "training/mfu" in found:
         lines.append(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from grpo_dist.data.readers import json_lines
 from grpo_dist.evaluation.estimates import Estimate, estimate, mean_of, of_problem
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.json_files import without_nan
+from grpo_dist.tools.evaluate.episodes import EpisodeFigures
 from grpo_dist.tools.evaluate.store import Identity
 from grpo_dist.tools.evaluate.verdicts import Verdict
 from grpo_dist.types import Prompt
@@ -53,7 +54,7 @@ class JudgedProblem:
     def from_json(cls, row: Mapping[str, Any]) -> JudgedProblem:
         """Build from a row of problems.jsonl, which lacks the tokens of the prompt."""
         prompt = Prompt(row["uid"], np.empty(0, np.int32), row["answer"], row["set"], row["problem"])
-        own = {field.name: row[field.name] for field in fields(Verdict)}
+        own = {f.name: row[f.name] for f in fields(Verdict) if f.name in row or f.default is MISSING}
         values = {name: math.nan if value is None else value for name, value in row["values"].items()}
         return cls(row["set"], prompt, row["by"], Verdict.from_json(own), values)
 
@@ -78,6 +79,7 @@ class Measured:
     truncated: float  # share of samples
     length_tokens: float  # mean of a completion
     estimates: dict[str, Estimate]
+    episodes: EpisodeFigures | None = None  # of the samples of environments, if there are any
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,10 @@ class EvaluationResult:
             for name, known in m.estimates.items():
                 found |= {f"eval/{m.set}/{name}": known.value, f"eval/{m.set}/{name}_stderr": known.stderr}
             found |= {f"eval/{m.set}/length_tokens": m.length_tokens, f"eval/{m.set}/unscored": m.unscored}
+            if m.episodes is not None:
+                share = m.episodes.tool_call_share
+                found |= {f"eval/{m.set}/tool_call_share": share.value}
+                found |= {f"eval/{m.set}/tool_call_share_stderr": share.stderr}
         return found
 
     def write(self, directory: Path) -> None:
@@ -193,6 +199,7 @@ def _of(judged: list[JudgedProblem], name: str, by: str | None = None, value: st
         estimates={
             n: estimate([j.values[n] for j in judged if n in j.values], samples=samples) for n in names
         },
+        episodes=EpisodeFigures.of([v.episodes for v in verdicts if v.episodes is not None]),
     )
 
 

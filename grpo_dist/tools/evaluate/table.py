@@ -10,7 +10,10 @@ from rich.markup import escape
 from grpo_dist.evaluation.estimates import Estimate
 from grpo_dist.runtime.tables import make_table, print_lines, print_rows, wide_console
 from grpo_dist.tools.evaluate.compare import ModelComparison
+from grpo_dist.tools.evaluate.episodes import EpisodeFigures
 from grpo_dist.tools.evaluate.result import EvaluationResult, Measured
+
+EPISODE_COLUMNS = ("set", "episodes", "turns", "calls", "with a call, %", "failed calls", "ends")
 
 
 def print_result(result: EvaluationResult, directory: str) -> None:
@@ -20,6 +23,8 @@ def print_result(result: EvaluationResult, directory: str) -> None:
     rows = [row(measured, list(names)) for measured in result.measured]
     console = wide_console()
     print_rows(console, title, ("set", *columns), rows)
+    if played := [episode_row(m, m.episodes) for m in result.measured if m.episodes is not None]:
+        print_rows(console, "episodes", EPISODE_COLUMNS, played)
     print_lines(console, [f"results: {directory}"])
 
 
@@ -40,13 +45,29 @@ def headings(names: Sequence[str]) -> dict[str, str]:
 
 def row(measured: Measured, names: Sequence[str]) -> list[str]:
     return [
-        escape(measured.set if measured.by is None else f"  {measured.by} {measured.value}"),
+        _name(measured),
         str(measured.problems),
         *(interval(measured.estimates.get(name)) for name in names),
         f"{measured.length_tokens:,.0f}",
         f"{measured.truncated:.0%}",
         str(measured.unscored or "–"),
     ]
+
+
+def episode_row(measured: Measured, own: EpisodeFigures) -> list[str]:
+    return [
+        _name(measured),
+        str(own.episodes),
+        f"{own.turns:.1f}",
+        f"{own.tool_calls:.2f}",
+        interval(own.tool_call_share),
+        f"{own.tool_error_share:.0%}" if own.tool_calls else "–",
+        ", ".join(f"{end} {share:.0%}" for end, share in own.ends.items()),
+    ]
+
+
+def _name(measured: Measured) -> str:
+    return escape(measured.set if measured.by is None else f"  {measured.by} {measured.value}")
 
 
 def interval(found: Estimate | None) -> str:

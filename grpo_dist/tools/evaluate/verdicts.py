@@ -15,6 +15,7 @@ from grpo_dist.config import RewardsConfig
 from grpo_dist.evaluation.votes import final_answers, numbered
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes
+from grpo_dist.tools.evaluate.episodes import CountedEpisodes
 from grpo_dist.types import Group, Prompt, correctness
 
 _SHOWN = 200  # characters of an answer to keep
@@ -26,6 +27,7 @@ class Verdict:
 
     ``correct`` has 1, 0 or None (unscored) per sample. ``numbers`` has one number per distinct answer, -1 for
     no answer; it is None for a single sample, and without a math grader, which alone can compare answers.
+    ``episodes`` is None for samples without an environment, and in records from before they were counted.
     """
 
     key: str
@@ -35,6 +37,7 @@ class Verdict:
     answers: tuple[str, ...]
     lengths: tuple[int, ...]  # tokens of each completion
     truncated: int  # truncated samples
+    episodes: CountedEpisodes | None = None
 
     @property
     def flags(self) -> np.ndarray:
@@ -46,8 +49,14 @@ class Verdict:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Verdict:
-        lists = {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
-        return cls(**row | lists)
+        own = {name: _frozen(value) for name, value in row.items()}
+        if own.get("episodes") is not None:
+            own["episodes"] = CountedEpisodes(**{k: _frozen(v) for k, v in row["episodes"].items()})
+        return cls(**own)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def key_of(prompt: Prompt) -> str:
@@ -92,6 +101,7 @@ class VerdictMaker:
             answers=tuple(answer[:_SHOWN] for answer in answers),
             lengths=tuple(r.num_tokens for r in group.rollouts),
             truncated=sum(r.finish_reason == "length" for r in group.rollouts),
+            episodes=CountedEpisodes.of(group.rollouts),
         )
 
     def _answers(self, group: Group) -> list[str]:

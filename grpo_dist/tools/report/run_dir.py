@@ -19,12 +19,13 @@ from grpo_dist.errors import UserError
 from grpo_dist.runtime.json_files import parse_json
 
 TRAINING, ASIDE = "training", "aside"
+_EVALUATION = "evaluation.json"  # in the directory of `grpo-dist eval`
 _SAMPLES = re.compile(r"(?:eval_(?P<name>.+)_)?step_(?P<step>\d+)\.parquet")
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """A run of the report.
+    """A run of the report: of `grpo-dist train`, or of `grpo-dist eval`.
 
     Attributes:
         label: the shortest suffix of the path that no other run of the report has.
@@ -37,7 +38,9 @@ class RunDir:
 
 @dataclass(frozen=True, slots=True)
 class SampleFile:
-    """A table of groups. ``kind``: training, aside (quarantined), or the name of an evaluation set."""
+    """A table of groups. ``kind``: training, aside (quarantined), or the name of an evaluation set. ``step``:
+    0 for the samples of `grpo-dist eval`.
+    """
 
     path: Path
     kind: str
@@ -60,12 +63,14 @@ def open_runs(paths: Sequence[str]) -> list[RunDir]:
     for path in found:
         if not path.is_dir():
             raise UserError(
-                f"{path}: no such directory; expected a run directory of grpo-dist train, e.g. runs/demo"
+                f"{path}: no such directory; expected a run directory of grpo-dist train, e.g. runs/demo, or "
+                "the directory of a grpo-dist eval"
             )
-        if not any((path / name).is_file() for name in ("metrics.jsonl", "config.yaml")):
+        if not any((path / name).is_file() for name in ("metrics.jsonl", "config.yaml", _EVALUATION)):
             raise UserError(
-                f"{path}: not a run directory: it has neither metrics.jsonl nor config.yaml; expected "
-                "a run directory of grpo-dist train, e.g. runs/demo"
+                f"{path}: not a run directory: it has neither metrics.jsonl, config.yaml nor {_EVALUATION}; "
+                "expected a run directory of grpo-dist train, e.g. runs/demo, or the directory of a "
+                "grpo-dist eval"
             )
     resolved = [path.resolve() for path in found]
     if len(set(resolved)) < len(resolved):
@@ -83,8 +88,16 @@ def _labels(paths: list[Path]) -> list[str]:
     return labels
 
 
+def is_evaluation(run: Path) -> bool:
+    """Return whether the directory is one of `grpo-dist eval`, which has samples and no steps."""
+    return (run / _EVALUATION).is_file()
+
+
 def sample_files(run: Path) -> list[SampleFile]:
     """Return the tables ordered by step, the training batch of a step first."""
+    if is_evaluation(run):
+        found = [SampleFile(path, path.parent.name, 0) for path in run.glob("samples/*/part_*.parquet")]
+        return sorted(found, key=lambda file: file.key)
     found = [*_tables(run / "samples"), *_tables(run / ASIDE)]
     return sorted(found, key=lambda file: (file.step, file.kind != TRAINING, file.kind))
 
@@ -98,7 +111,7 @@ def _tables(directory: Path) -> Iterator[SampleFile]:
 
 def about(run: Path) -> dict[str, Any]:
     """Return settings, preset, environment and state; under `notices` which files cannot be read."""
-    config, not_config = _settings(run / "config.yaml")
+    config, not_config = _settings(run)
     environment, not_environment = _object(run / "environment.json")
     return {
         "config": dict(_flat(config)),
@@ -111,15 +124,22 @@ def about(run: Path) -> dict[str, Any]:
 
 
 def settings(run: Path) -> dict[str, Any]:
-    """Return the resolved configuration of the directory, {} if unreadable.
+    """Return the resolved configuration of the directory, {} if unreadable; of an evaluation, the settings
+    that decide its samples.
 
     It is not validated: a run of an older version may have other keys.
     """
-    return _settings(run / "config.yaml")[0]
+    return _settings(run)[0]
 
 
-def _settings(path: Path) -> tuple[dict[str, Any], str]:
+def _settings(run: Path) -> tuple[dict[str, Any], str]:
     """Return the settings, and why there are none."""
+    if is_evaluation(run):
+        found, why = _object(run / _EVALUATION)
+        own = found.get("settings")
+        model = {"model": {"path": str(found.get("model", ""))}}
+        return ({**own, **model} if isinstance(own, dict) else model), why
+    path = run / "config.yaml"
     if not path.is_file():
         return {}, "config.yaml is missing: no settings to show"
     try:

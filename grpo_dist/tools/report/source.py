@@ -19,7 +19,15 @@ from grpo_dist.tools.report import episodes, rollouts, series, tokens
 from grpo_dist.tools.report.answers import AnswerReader
 from grpo_dist.tools.report.line_files import LineFile, packed
 from grpo_dist.tools.report.rollouts import Cut, Stretch, cut, read_stretch
-from grpo_dist.tools.report.run_dir import TRAINING, RunDir, SampleFile, about, sample_files, settings
+from grpo_dist.tools.report.run_dir import (
+    TRAINING,
+    RunDir,
+    SampleFile,
+    about,
+    is_evaluation,
+    sample_files,
+    settings,
+)
 
 _SPANS = 300_000  # newest spans of a timeline to keep
 
@@ -90,7 +98,7 @@ class Source:
             if file.torn:
                 notices.append(f"{name}.jsonl: {file.torn} unreadable line(s) left out")
         missing = [f"{name}.jsonl" for name, file in own.items() if not file.parts and name != "events"]
-        if missing:
+        if missing and not is_evaluation(self.run.path):
             notices.append(f"missing or empty: {', '.join(missing)}")
         if self._timeline.left_out:
             notices.append(f"timeline.jsonl: only the newest {_SPANS:,} spans are shown")

@@ -1,16 +1,26 @@
-"""Read completions to score from a JSONL file. Every error names the file and the line."""
+"""Read completions to score from a JSONL file, or from a table of samples that training or `eval` wrote.
+Every error names the file and the row.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from grpo_dist.data.readers import json_lines
 from grpo_dist.errors import UserError
 from grpo_dist.rewards.episodes import Turns
+
+# Of a table of samples (grpo_dist/observe/samples.py); its tokens and earlier rewards are not read.
+_OF_SAMPLES = (
+    "uid", "source", "problem", "answer", "sample", "completion", "outcome", "finish_reason", "turns"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +67,7 @@ def read_rows(path: Path, columns: Columns) -> list[CompletionRow]:
     if not path.is_file():
         raise UserError(f"{path}: no such file; expected JSON Lines with `completion` (or `completions`)")
     try:
-        rows = [_row(dict(record), location, columns) for location, record in json_lines(path)]
+        rows = [_row(dict(record), location, columns) for location, record in _records(path)]
     except UserError:
         raise
     except (ValueError, OSError) as error:
@@ -65,6 +75,21 @@ def read_rows(path: Path, columns: Columns) -> list[CompletionRow]:
     if not rows:
         raise UserError(f"{path}: no rows; expected JSON Lines with `completion` and `answer`")
     return rows
+
+
+def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if path.suffix != ".parquet":
+        yield from json_lines(path)
+        return
+    try:
+        known = pq.read_schema(path).names
+        rows = pq.read_table(path, columns=[name for name in _OF_SAMPLES if name in known]).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path}: cannot be read as a table of samples ({error})") from error
+    for number, record in enumerate(rows, 1):
+        if turns := record.pop("turns", None):
+            record["turns"] = [{"action": turn["text"], **turn} for turn in turns]
+        yield f"{path}:{number}", record
 
 
 def _row(record: dict[str, Any], location: str, columns: Columns) -> CompletionRow:

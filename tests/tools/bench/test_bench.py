@@ -464,7 +464,8 @@ def test_a_short_real_benchmark_adds_up(tmp_path, capsys):
     assert 0 < f["idle/rollout"] < 1 and 0 < f["idle/trainer"] < 1
     assert f["share/generation"] == pytest.approx(1 - f["idle/rollout"], abs=0.05)
     assert f["sync/bytes"] == pytest.approx(4 * 823_424, rel=0.01)  # parameters of demo:tiny, tied
-    assert set(f) == set(FIGURES) and all(math.isfinite(value) and value >= 0 for value in f.values())
+    assert set(f) == {key for key in FIGURES if not key.startswith(("episodes/", "pairs/"))}
+    assert all(math.isfinite(value) and value >= 0 for value in f.values())
     assert {a.name for a in found.actors} == {"rollout-0", "reward-0", "policy-0"}
     assert all(a.peak_bytes > 100e6 for a in found.actors)
     assert {bar.stage for bar in found.timeline} == {"sample", "score", "update", "sync"}

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from grpo_dist.cli import main
+from grpo_dist.observe.samples import write_groups
 from grpo_dist.tools.scoring.agreement import agreements, disagreements, is_grader
 from grpo_dist.tools.scoring.report import bars
+from tests.support.made_episodes import episodes
 
 NAN = float("nan")
 ROWS = [
@@ -140,6 +142,23 @@ def test_episodes_are_scored_by_their_last_action_their_turns_and_their_rewards(
     assert one["score"]["parts"] == {"math": 1, "environment": 0.75, "mine:calls": 1}
     assert one["completion"] == "\\boxed{12}" and both["completion"] == ["\\boxed{12}", "\\boxed{7}"]
     assert both["score"]["parts"] == {"math": [1, 0], "environment": [0.75, None], "mine:calls": [1, 0]}
+
+
+def test_samples_of_a_run_or_an_evaluation_are_scored_as_they_were_written(here, capsys):
+    Path("mine.py").write_text(
+        "def calls(completion, turns):\n    return sum(len(t['calls']) for t in turns)\n"
+    )
+    group = episodes()
+    write_groups(Path("step_000001.parquet"), [group])
+    names = ["--reward", "math", "--reward", "environment", "--reward", "mine:calls"]
+    assert main(["score", "step_000001.parquet", *names, "rewards.code_paths=[.]"]) == 0
+    scores = [row["score"]["parts"] for row in lines("step_000001.scored.jsonl")]
+    assert [own["math"] for own in scores] == group.rewards.tolist()
+    assert [own["mine:calls"] for own in scores] == [1, 0, 0, 1]
+    assert [own["environment"] for own in scores] == [None, None, 1.0, None]
+    assert lines("step_000001.scored.jsonl")[2]["turns"][0]["observation"] == "lower"
+    Path("broken.parquet").write_text("no table")
+    assert "broken.parquet: cannot be read as a table of samples" in refusal(capsys, "broken.parquet")
 
 
 def test_weights_gates_and_columns_are_those_of_a_configuration(here):

@@ -1,0 +1,132 @@
+"""Episodes of an evaluation: their turns, calls and ends in verdicts, result.json, tables and the report."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from grpo_dist.config import RewardsConfig
+from grpo_dist.observe.samples import write_groups
+from grpo_dist.tools.evaluate import table
+from grpo_dist.tools.evaluate.episodes import CountedEpisodes, EpisodeFigures
+from grpo_dist.tools.evaluate.result import PROBLEMS, EvaluationResult, JudgedProblem, read_earlier
+from grpo_dist.tools.evaluate.store import Identity
+from grpo_dist.tools.evaluate.verdicts import Verdict, VerdictMaker
+from grpo_dist.tools.report.command import write_report
+from grpo_dist.tools.report.source import ReportLimits
+from grpo_dist.types import Group, Prompt, Rollout
+from tests.support.made_episodes import episodes, ids_of
+from tests.support.report_page import pieces
+
+IDENTITY = Identity("sft", "f", {"evaluation": {"samples_per_prompt": 4}}, "d")
+
+
+def plain(uid="q"):
+    """A group without an environment."""
+    ids = ids_of("\\boxed{6}")
+    zeros = np.zeros(len(ids), np.float32)
+    rollouts = tuple(
+        Rollout(uid, i, ids, zeros, "stop", "\\boxed{6}", np.zeros(len(ids), np.int32)) for i in range(4)
+    )
+    ones = np.ones(4, np.float32)
+    prompt = Prompt(uid, ids_of("2*3="), "6", "sums", "2*3=")
+    return Group(prompt, rollouts, ones, {"math": ones}, ("correct",) * 4)
+
+
+def judged(*groups):
+    with VerdictMaker(RewardsConfig()) as maker:
+        verdicts = [Verdict.from_json(json.loads(json.dumps(v.to_json()))) for v in maker.verdicts(groups)]
+    return [
+        JudgedProblem.of(group.prompt.source, group.prompt, {}, verdict, (1,))
+        for group, verdict in zip(groups, verdicts, strict=True)
+    ]
+
+
+def test_turns_calls_and_ends_of_each_sample_are_part_of_its_problems_verdict():
+    first, other = judged(episodes(), plain())
+    assert first.verdict.episodes == CountedEpisodes(
+        turns=(2, 1, 2, 2), calls=(1, 0, 0, 1), errors=(0, 0, 0, 1), ends=("stop", "stop", "stop", "turns")
+    )
+    assert other.verdict.episodes is None
+
+
+def test_figures_are_means_over_episodes_with_an_interval_over_problems():
+    counts = [
+        CountedEpisodes((3, 1), (0, 2), (0, 1), ("stop", "turns")),
+        CountedEpisodes((2, 2), (1, 1), (0, 0), ("stop", "error")),
+    ]
+    found = EpisodeFigures.of(counts)
+    assert found is not None and (found.episodes, found.turns, found.tool_calls) == (4, 2.0, 1.0)
+    assert found.tool_error_share == 0.25 and found.ends == {"error": 0.25, "stop": 0.5, "turns": 0.25}
+    share = found.tool_call_share
+    assert (share.value, share.problems) == (0.75, 2) and share.stderr == pytest.approx(0.25)
+    assert share.low < 0.75 < share.high
+    silent = EpisodeFigures.of([CountedEpisodes((1,), (0,), (0,), ("length",))])
+    assert silent is not None and silent.tool_error_share == 0.0 and silent.tool_call_share.value == 0.0
+    assert EpisodeFigures.of([]) is None
+
+
+def test_result_json_has_the_figures_of_sets_with_an_environment_alone(tmp_path: Path):
+    result = EvaluationResult.of(IDENTITY, judged(episodes(), plain()))
+    result.write(tmp_path)
+    written = {m["set"]: m for m in json.loads((tmp_path / "result.json").read_text())["measured"]}
+    own = written["products"]["episodes"]
+    assert (own["episodes"], own["turns"], own["tool_calls"], own["tool_error_share"]) == (4, 1.75, 0.5, 0.5)
+    assert own["tool_call_share"]["value"] == 0.5 and own["ends"] == {"stop": 0.75, "turns": 0.25}
+    assert written["sums"]["episodes"] is None
+    assert written["all problems"]["episodes"] == own, "of the episodes among all samples"
+    metrics = result.metrics()
+    assert metrics["eval/products/tool_call_share"] == 0.5
+    assert "eval/sums/tool_call_share" not in metrics
+    again = read_earlier(tmp_path, {})
+    assert [j.verdict for j in again] == [j.verdict for j in result.judged]
+
+
+def test_verdicts_from_before_episodes_were_counted_are_still_read(tmp_path: Path):
+    EvaluationResult.of(IDENTITY, judged(plain())).write(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / PROBLEMS).read_text().splitlines()]
+    for row in rows:
+        del row["episodes"]
+    (tmp_path / PROBLEMS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (earlier,) = read_earlier(tmp_path, {})
+    assert earlier.verdict.episodes is None
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_table_of_episodes_is_complete_at_every_width(width, monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(table, "wide_console", lambda: Console(file=out, width=width, highlight=False))
+    table.print_result(EvaluationResult.of(IDENTITY, judged(episodes(), plain())), "out")
+    text = out.getvalue()
+    assert "…" not in text
+    for cell in ("episodes", "1.8", "0.50", "50.0 [", "50%", "stop 75%, turns 25%"):
+        assert cell in text, cell
+    out.truncate(0)
+    table.print_result(EvaluationResult.of(IDENTITY, judged(plain())), "out")
+    assert "failed calls" not in out.getvalue()
+
+
+def test_the_report_of_an_evaluation_shows_its_episodes(tmp_path: Path):
+    """The directory that `grpo-dist eval` leaves, as `Store` writes it."""
+    (tmp_path / "evaluation.json").write_text(json.dumps(IDENTITY.to_json()))
+    write_groups(tmp_path / "samples/products/part_00000.parquet", [episodes()])
+    second = replace(episodes(), prompt=replace(episodes().prompt, uid="r"))
+    write_groups(tmp_path / "samples/products/part_00001.parquet", [second])
+    write_groups(tmp_path / "samples/sums/part_00000.parquet", [plain()])
+    target = write_report([str(tmp_path)], str(tmp_path / "out.html"), ReportLimits(), lambda _: None)
+    manifest, found = pieces(target)
+    (own,) = manifest["runs"]
+    assert not own["about"]["notices"]
+    assert [(entry["kind"], entry["rows"]) for entry in own["samples"]] == [
+        ("products", 4), ("products", 4), ("sums", 4)
+    ]  # fmt: skip
+    rows = found["0/rows/products/part_00000/0"]
+    assert (rows["turns"], rows["calls"]) == ([2, 1, 2, 2], [1, 0, 0, 1])
+    first = found["0/texts/products/part_00000/0"]["turns"][0]
+    assert [turn["text"] for turn in first][1] == "\\boxed{20126}"
+    assert own["has_tokens"] and "0/tokens/products/part_00000/0" in found
+    assert own["about"]["config"]["evaluation.samples_per_prompt"] == "4"

@@ -1,0 +1,122 @@
+"""The demo with a calculator, evaluated with real engines, environment workers and graders: `grpo-dist eval`,
+then `score` and `report` on the episodes that it keeps.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.documents import ROOT
+from tests.support.patience import HANG_S, wait_for_end
+from tests.support.real_runs import survivors
+from tests.support.report_page import pieces
+
+pytestmark = [pytest.mark.machine, pytest.mark.long]
+
+# A cold start that is much shorter than the recipe's, and all of whose demonstrations call: the model calls,
+# and what it asks is right or wrong by chance.
+ARGUMENTS = (
+    "sft.steps=200", "sft.noise=0", "sft.examples=2000", "data.eval.0.max_rows=8", "data.eval.1.max_rows=8",
+    "evaluation.samples_per_prompt=4", "evaluation.k=[1,4]", "rollout.kv_cache_gib=0.25",
+    "rollout.enforce_eager=true", "environments.timeout_s=1200", "environments.num_workers=2",
+)  # fmt: skip
+
+
+def command(directory: Path, *arguments: str) -> str:
+    """Return what `grpo-dist` prints. No process of it remains."""
+    mark = uuid.uuid4().hex
+    out, err = directory / "out", directory / "err"
+    with out.open("w") as stdout, err.open("w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "grpo_dist.cli", *arguments],
+            cwd=directory, stdout=stdout, stderr=stderr, env=os.environ | {"GRPO_DIST_TEST_RUN": mark},
+        )  # fmt: skip
+        wait_for_end(process, lambda: [path.stat().st_size for path in (out, err)])
+    assert process.returncode == 0, out.read_text()[-3000:] + err.read_text()[-5000:]
+    assert not survivors(mark, seconds=HANG_S)
+    return out.read_text()
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """Return the directory of the evaluation and what was printed."""
+    here = tmp_path_factory.mktemp("evaluation")
+    config = str(ROOT / "configs/tools_demo.yaml")
+    return here / "result", command(here, "eval", config, *ARGUMENTS, "--output", "result")
+
+
+def rows_of(directory, name):
+    paths = sorted((directory / "samples" / name).glob("part_*.parquet"))
+    return [row for path in paths for row in pq.read_table(path).to_pylist()]
+
+
+def test_tools_answer_during_an_evaluation_and_what_was_called_is_counted(evaluated):
+    directory, said = evaluated
+    rows = rows_of(directory, "with_tools")
+    assert len(rows) == 8 * 4
+    calls = [call for row in rows for turn in row["turns"] for call in turn["calls"]]
+    assert calls, "the cold start taught no call"
+    for call in calls:
+        if call["outcome"] == "ok" and call["arguments"].replace("*", "").isdigit():
+            factors = map(int, call["arguments"].split("*"))
+            product = 1
+            for factor in factors:
+                product *= factor
+            assert int(call["result"]) == product
+    for row in rows:
+        turns = row["turns"]
+        assert row["completion"] == turns[-1]["text"]
+        given = [not own for own in row["sampled"] or []]
+        assert any(given) == (len(turns) > 1), "each further turn follows an answer of the environment"
+
+    measured = {m["set"]: m for m in json.loads((directory / "result.json").read_text())["measured"]}
+    own, without = measured["with_tools"], measured["without_tools"]["episodes"]
+    episodes = own["episodes"]
+    assert without is None and not any(row.get("turns") for row in rows_of(directory, "without_tools"))
+    assert episodes["episodes"] == 32 and episodes["turns"] == sum(len(r["turns"]) for r in rows) / 32
+    assert episodes["tool_calls"] == len(calls) / 32
+    called = [any(turn["calls"] for turn in row["turns"]) for row in rows]
+    assert episodes["tool_call_share"]["value"] == pytest.approx(sum(called) / 32)
+    failed = sum(call["outcome"] != "ok" for call in calls)
+    assert episodes["tool_error_share"] == pytest.approx(failed / len(calls))
+    ends = {end: sum(row["finish_reason"] == end for row in rows) / 32 for end in episodes["ends"]}
+    assert episodes["ends"] == ends and sum(ends.values()) == pytest.approx(1)
+    right = sum(row["outcome"] == "correct" for row in rows) / 32
+    assert own["estimates"]["pass@1"]["value"] == pytest.approx(right)
+    assert "failed calls" in said and "sandbox:" not in said, "a calculator needs no sandbox"
+
+
+def test_episodes_of_an_evaluation_are_scored_again_with_the_same_verdicts(evaluated, tmp_path):
+    directory, _ = evaluated
+    for part in sorted((directory / "samples/with_tools").glob("part_*.parquet")):
+        command(tmp_path, "score", str(part), "--reward", "math")
+        lines = (tmp_path / f"{part.stem}.scored.jsonl").read_text().splitlines()
+        rows = pq.read_table(part).to_pylist()
+        assert [json.loads(line)["score"]["outcome"] for line in lines] == [row["outcome"] for row in rows]
+        assert [json.loads(line)["score"]["reward"] for line in lines] == [row["reward"] for row in rows]
+
+
+def test_the_report_of_an_evaluation_shows_each_turn_and_call(evaluated, tmp_path):
+    directory, _ = evaluated
+    command(tmp_path, "report", str(directory), "--output", "page.html")
+    manifest, found = pieces(tmp_path / "page.html")
+    (own,) = manifest["runs"]
+    assert not own["about"]["notices"] and own["has_tokens"]
+    assert {entry["kind"] for entry in own["samples"]} == {"with_tools", "without_tools"}
+    keys = [entry["key"] for entry in own["samples"] if entry["kind"] == "with_tools"]
+    shown = [turns for key in keys for turns in found[f"0/texts/{key}"]["turns"]]
+    rows = rows_of(directory, "with_tools")
+    assert [[turn["text"] for turn in turns] for turns in shown] == [
+        [turn["text"] for turn in row["turns"]] for row in rows
+    ]
+    assert [[turn["calls"] for turn in turns] for turns in shown] == [
+        [turn["calls"] for turn in row["turns"]] for row in rows
+    ]
+    counted = [n for key in keys for n in found[f"0/rows/{key}"]["calls"]]
+    assert counted == [sum(len(turn["calls"]) for turn in row["turns"]) for row in rows]
