@@ -93,7 +93,8 @@ class Factory:
     """Creates the actors of one run on what is reserved for them."""
 
     def __init__(self, config: Config, demands: Mapping[str, Demand], reservation: Reservation) -> None:
-        self._config, self.demands, self.reservation = config, demands, reservation
+        self._config = config.with_absolute_code()  # actors have working directories of their own
+        self.demands, self.reservation = demands, reservation
 
     def policy(self, model_dir: Path, *, generation: int) -> PolicyGroup:
         config = self._config

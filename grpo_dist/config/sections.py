@@ -5,7 +5,7 @@ which reads this class; `root.Config` runs them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -59,7 +59,7 @@ class Sections(Section):
     code_paths: tuple[str, ...] = Field(
         (),
         description="directories of your own code, for every key that takes `my_module:name`; searched "
-        "before installed packages",
+        "before installed packages; relative ones are of the directory in which the command is run",
     )
     model: ModelConfig
     data: DataConfig
@@ -107,6 +107,12 @@ class Sections(Section):
             return given
         sections = {name: _with_code_paths(given.get(name), paths) for name in _WITH_CODE}
         return {**given, **sections, "code_paths": paths}
+
+    def with_absolute_code(self) -> Self:
+        """Return it for other processes: relative `code_paths` are of this process's working directory."""
+        own = {"code_paths": tuple(str(Path(path).expanduser().absolute()) for path in self.code_paths)}
+        sections = {name: getattr(self, name).model_copy(update=own) for name in _WITH_CODE}
+        return self.model_copy(update=own | sections)
 
     @property
     def own_pieces(self) -> tuple[OwnPiece, ...]:

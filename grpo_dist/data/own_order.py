@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from grpo_dist.config import DataConfig
 from grpo_dist.data.curriculum import Curriculum
-from grpo_dist.plugins.calling import call
+from grpo_dist.plugins.calling import call, call_in_time
 from grpo_dist.plugins.inputs import OrderInputs
 from grpo_dist.plugins.kinds import ORDER
 from grpo_dist.plugins.loading import load
@@ -26,16 +27,26 @@ class OwnOrder(Curriculum):
         *,
         seed: int,
         rates: Mapping[str, tuple[float, float]],
+        limit_s: float,
     ) -> None:
-        """``per_batch`` is the number of prompts a batch takes, including those it may not need."""
+        """``per_batch`` is the number of prompts a batch takes, including those it may not need; ``limit_s``
+        the deadline of a call.
+        """
         super().__init__([p.uid for p in prompts], per_batch, seed=seed, rates=rates)
         self._prompts, self._name, self._kwargs = prompts, data.order, data.order_kwargs
-        self._code_paths = code_paths
+        self._code_paths, self._limit_s = code_paths, limit_s
 
     def take(self, batch: int) -> list[int]:
-        """Return what the function chooses. Raises ValueError where that is no list of distinct prompts."""
+        """Return what the function chooses.
+
+        Raises ValueError where that is no list of distinct prompts, or is not there in time.
+        """
         inputs = OrderInputs(batch, self._per_batch, self._prompts, dict(self._rates), self._seed)
-        return chosen(self._name, self._code_paths, self._kwargs, inputs)
+        choose = partial(chosen, self._name, self._code_paths, self._kwargs, inputs)
+        try:
+            return call_in_time(choose, self._limit_s, f"{ORDER.title} {self._name}")
+        except TimeoutError as error:
+            raise ValueError(f"batch {batch}: {error}") from error
 
 
 def chosen(name: str, code_paths: Sequence[str], kwargs: Mapping[str, Any], inputs: OrderInputs) -> list[int]:

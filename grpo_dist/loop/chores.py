@@ -181,7 +181,12 @@ class Chores(StepChores):
             stop_requested,
         )
         self._config, self._parts, self._evaluation = config, parts, evaluation
-        self._own_metrics = OwnMetrics(config.tracking.metrics, config.code_paths, recorder.warn)
+        self._own_metrics = OwnMetrics(
+            config.tracking.metrics,
+            config.code_paths,
+            recorder.warn,
+            limit_s=config.cluster.timeouts.own_code_s,
+        )
         self._concurrent: ConcurrentEvaluation | None = None
         if workers.evaluation is not None:
             save_s = config.cluster.timeouts.save_s

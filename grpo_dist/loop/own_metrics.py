@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from grpo_dist.config import MetricConfig
-from grpo_dist.plugins.calling import call
+from grpo_dist.plugins.calling import call, call_in_time
 from grpo_dist.plugins.inputs import MetricInputs
 from grpo_dist.plugins.kinds import METRIC
 from grpo_dist.plugins.loading import load
 
+_NOT_AGAIN = "the run continues without it"
+
 
 class OwnMetrics:
     """Calls every metric of `tracking.metrics`. One that fails is reported once and left out: it is no reason
-    to lose a run.
+    to lose a run. One that takes longer than ``limit_s`` seconds is not called again.
     """
 
     def __init__(
-        self, metrics: Sequence[MetricConfig], code_paths: Sequence[str], warn: Callable[[str], None]
+        self,
+        metrics: Sequence[MetricConfig],
+        code_paths: Sequence[str],
+        warn: Callable[[str], None],
+        *,
+        limit_s: float,
     ) -> None:
         self._metrics, self._code_paths, self._warn = metrics, code_paths, warn
+        self._limit_s, self._hung = limit_s, set[str]()
         self._failed: set[str] = set()
 
     def __call__(self, inputs: MetricInputs) -> dict[str, float]:
         """Return the metrics by name, each with ``own/`` in front."""
         found: dict[str, float] = {}
         for metric in self._metrics:
+            if metric.label in self._hung:
+                continue
+            measure = partial(
+                own_metric, metric.function, self._code_paths, metric.kwargs, inputs, metric.label
+            )
             try:
-                found |= own_metric(metric.function, self._code_paths, metric.kwargs, inputs, metric.label)
+                found |= call_in_time(measure, self._limit_s, f"metric {metric.function}", _NOT_AGAIN)
+            except TimeoutError as error:
+                self._hung.add(metric.label)
+                self._warn(f"{' '.join(str(error).split())} (step {inputs.step})")
             except Exception as error:  # a user's function may raise anything
                 if metric.function not in self._failed:
                     self._failed.add(metric.function)

@@ -212,7 +212,8 @@ def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> Pr
         return Curriculum([p.uid for p in prompts], most, seed=config.seed, rates=state.pass_rates)
     if config.data.has_own_order:
         own_order, rates = (config.data, config.code_paths), state.pass_rates
-        return OwnOrder(prompts, most, *own_order, seed=config.seed, rates=rates)
+        limit_s = config.cluster.timeouts.own_code_s
+        return OwnOrder(prompts, most, *own_order, seed=config.seed, rates=rates, limit_s=limit_s)
     if config.data.order == "pools" and config.data.pools is not None:
         return PoolOrder(prompts, most, config.data.pools, seed=config.seed, state=state)
     if dynamic.enabled or config.data.weights:

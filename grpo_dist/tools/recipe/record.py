@@ -20,9 +20,8 @@ from grpo_dist.config.differences import changes, flat, has_place
 from grpo_dist.config.input_paths import input_paths
 from grpo_dist.config.secrets import HIDDEN, masked
 from grpo_dist.config.supervised import OPTIMIZER
-from grpo_dist.environments import registry
-from grpo_dist.rewards.registry import own_code
 from grpo_dist.runs.identity import FREE_SFT, without_layout
+from grpo_dist.runs.own_code import digest_of_run, digest_of_samples
 from grpo_dist.runtime.cache import fingerprint
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.json_files import read_json
@@ -121,10 +120,9 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
             found[f"stage:{name}"] = earlier[name].id if name in earlier else None
         elif (local := Path(value).expanduser()).exists():
             found[value] = fingerprint(local)
-    config = stage.config
-    environments = registry.own_code(config.data, config.environments)
-    for file in (*own_code(config.rewards), *environments):
-        found[str(file)] = fingerprint(file)
+    if stage.kind != "sft":
+        digest = digest_of_run if stage.kind == "grpo" else digest_of_samples
+        found |= {f"own code {label}": code for label, code in digest(stage.config).items()}
     whole = _settings(stage)
     if used != whole:  # a custom reward's `end_token` may look like a secret, and affects the result
         found[f"what {HIDDEN} stands for"] = hashlib.sha256(json.dumps(whole).encode()).hexdigest()
