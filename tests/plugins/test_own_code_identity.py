@@ -5,12 +5,15 @@ import shutil
 
 import pytest
 
+from actors.factory import Factory
+from actors.placement.reservation import Reservation
 from grpo_dist.config import Config
 from grpo_dist.loop.progress import Progress
 from grpo_dist.plugins.sources import changed_code, code_digest
 from grpo_dist.runs.checkpoint import Checkpoints, list_checkpoints
 from grpo_dist.runs.own_code import digest_of_run
 from grpo_dist.runs.resume import load_state, other_code
+from grpo_dist.tools.evaluate.store import settings_of
 from tests.support import fakes
 from tests.support.made_checkpoints import Disk
 
@@ -66,6 +69,56 @@ def test_the_first_directory_with_a_module_counts_as_in_an_import(own, tmp_path)
     pieces = config(own).own_pieces
     assert code_digest(pieces, [str(own), str(second)]) == code_digest(pieces, [str(own)])
     assert code_digest(pieces, [str(second), str(own)]) != code_digest(pieces, [str(own)])
+
+
+def test_a_module_outside_of_code_paths_counts_with_what_it_imports(own, tmp_path, monkeypatch):
+    """On PYTHONPATH with its neighbours; of an installed package its own files."""
+    elsewhere, installed = tmp_path / "elsewhere", tmp_path / "site-packages"
+    (elsewhere / "far_loss").mkdir(parents=True)
+    (elsewhere / "far_loss/__init__.py").write_text("import far_helper, numpy, grpo_dist\ndef f(): pass\n")
+    (elsewhere / "far_loss/more.py").write_text("")
+    (elsewhere / "far_helper.py").write_text("")
+    (installed / "installed_loss").mkdir(parents=True)
+    (installed / "installed_loss/__init__.py").write_text("import beside_it\n")
+    (installed / "installed_loss/more.py").write_text("")
+    (installed / "beside_it.py").write_text("")
+    monkeypatch.syspath_prepend(str(elsewhere))
+    monkeypatch.syspath_prepend(str(installed))
+    found = digest(config(own, algorithm={"policy_loss": "far_loss:f"}, rewards={}))
+    assert sorted(found) == [
+        "module far_helper.py", "module far_loss/__init__.py", "module far_loss/more.py",
+    ]  # fmt: skip
+    (elsewhere / "far_helper.py").write_text("x = 1\n")
+    again = digest(config(own, algorithm={"policy_loss": "far_loss:f"}, rewards={}))
+    assert changed_code(found, again) == ["module far_helper.py (changed)"]
+    found = digest(config(own, algorithm={"policy_loss": "installed_loss:f"}, rewards={}))
+    assert sorted(found) == ["module installed_loss/__init__.py", "module installed_loss/more.py"]
+
+
+def test_an_evaluation_is_another_one_with_another_rollout_function_or_helper(own):
+    """And the same with another loss, which makes no sample."""
+    (own / "own_rollout.py").write_text("import helper_of_rollout\nasync def f(generate): pass\n")
+    (own / "helper_of_rollout.py").write_text("")
+    with_rollout = config(own, rollout={"function": "own_rollout:f"})
+    found = settings_of(with_rollout)
+    assert sorted(found["code"]) == [
+        "helper_of_rollout.py", "own_rollout.py", "package_of_rewards/__init__.py",
+    ]  # fmt: skip
+    assert found["rollout"]["function"] == "own_rollout:f"
+    assert "function" not in settings_of(config(own))["rollout"]
+    (own / "helper_of_loss.py").write_text("x = 1\n")
+    assert settings_of(with_rollout) == found
+    (own / "helper_of_rollout.py").write_text("x = 1\n")
+    assert settings_of(with_rollout) != found
+
+
+def test_code_paths_for_actors_do_not_depend_on_a_working_directory(own, tmp_path, monkeypatch):
+    monkeypatch.chdir(own.parent)
+    given = config("code").with_absolute_code()
+    assert given.code_paths == given.rewards.code_paths == given.environments.code_paths == (str(own),)
+    monkeypatch.chdir(tmp_path.parent)
+    assert digest(given) == digest(config(own))
+    assert Factory(given, {}, Reservation([], None))._config.code_paths == (str(own),)
 
 
 def digest(config: Config) -> dict[str, str]:

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from grpo_dist.config.files import load_config
+from grpo_dist.data.own_order import OwnOrder
 from grpo_dist.loop.own_metrics import OwnMetrics
+from grpo_dist.plugins import loading
 from grpo_dist.plugins.inputs import MetricInputs
 from grpo_dist.plugins.kinds import ADVANTAGE, AGGREGATION, KL, LOSS, METRIC, ORDER, ROLLOUT, SINK
 from grpo_dist.plugins.names import OwnPiece
@@ -12,6 +14,7 @@ from grpo_dist.runs import own_trials
 from grpo_dist.runs.own_trials import own_code_problems
 from grpo_dist.tools.check.command import run_checks
 from tests.support import fakes
+from tests.support.patience import HANG_S
 
 PIECES = """
 import itertools, time, sys
@@ -50,6 +53,17 @@ def leaves(rewards):
 
 def hangs(rewards):
     time.sleep(100)
+
+def endless(groups):
+    CALLS.__next__()
+    while True:
+        time.sleep(0.01)
+
+def endless_order(prompts, count):
+    time.sleep(10_000)
+
+def calls(groups):
+    return next(CALLS)
 
 def any_order(prompts, count):
     first = next(CALLS)
@@ -156,7 +170,49 @@ def test_a_metric_that_fails_is_one_warning_and_the_others_stay(code):
         tracking={"metrics": [{"function": "tried_pieces:text"}, {"function": "math:fsum"}]},
     ).tracking.metrics
     warnings = []
-    metrics = OwnMetrics(own[:1], (code,), warnings.append)
+    metrics = OwnMetrics(own[:1], (code,), warnings.append, limit_s=HANG_S)
     assert metrics(MetricInputs(1, [], {})) == {} == metrics(MetricInputs(2, [], {}))
     assert len(warnings) == 1 and "tried_pieces:text failed in step 1 (ValueError" in warnings[0]
     assert np.isfinite(len(own))
+
+
+def test_a_metric_that_hangs_is_one_warning_and_is_not_called_again(code):
+    own = fakes.config(
+        code_paths=[code],
+        tracking={"metrics": [{"function": "tried_pieces:endless"}, {"function": "tried_pieces:calls"}]},
+    ).tracking.metrics
+    warnings = []
+    slow = OwnMetrics(own[:1], (code,), warnings.append, limit_s=0.5)
+    assert slow(MetricInputs(1, [], {})) == {} == slow(MetricInputs(2, [], {}))
+    assert warnings == [
+        "metric tried_pieces:endless did not return within `cluster.timeouts.own_code_s` = 0.5 s; the run "
+        "continues without it (step 1)"
+    ]
+    others = OwnMetrics(own[1:], (code,), warnings.append, limit_s=HANG_S)
+    first, second = (others(MetricInputs(step, [], {}))["own/calls"] for step in (2, 3))
+    assert second == first + 1 and len(warnings) == 1
+
+
+def test_a_prompt_order_that_hangs_ends_the_run_with_its_name_and_the_key(code):
+    data = fakes.config(code_paths=[code], data={
+        "train": [{"path": "demo:add3"}], "order": "tried_pieces:endless_order",
+    }).data  # fmt: skip
+    order = OwnOrder(fakes.prompts(6), 2, data, (code,), seed=0, rates={}, limit_s=0.5)
+    with pytest.raises(ValueError, match=r"batch 3: prompt order tried_pieces:endless_order did not return "
+                       r"within `cluster\.timeouts\.own_code_s` = 0\.5 s; correct it"):  # fmt: skip
+        order.take(3)
+
+
+def test_a_module_that_hangs_on_import_holds_up_no_other(code, tmp_path, monkeypatch):
+    """The first is refused at its deadline, and the second is tried as if it were alone."""
+    monkeypatch.setattr(own_trials, "TRIAL_S", 1.0)
+    monkeypatch.setattr(loading, "_HUNG_S", 1.0)
+    other = tmp_path / "hanging"
+    other.mkdir()
+    (other / "hangs_on_import.py").write_text("import time\ntime.sleep(10_000)\n")
+    (other / "imports_at_once.py").write_text(
+        "def f(logprobs, advantages):\n    return -logprobs * advantages\n"
+    )
+    pieces = [OwnPiece(LOSS, f"{name}:f", LOSS.key) for name in ("hangs_on_import", "imports_at_once")]
+    (problem,) = own_code_problems(pieces, [str(other)])
+    assert "hangs_on_import:f: it did not return within 1 s" in problem

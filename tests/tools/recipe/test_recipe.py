@@ -261,7 +261,7 @@ def test_the_users_reward_functions_and_reward_models_are_inputs(world, monkeypa
     for name in ("code/mine.py", "code/pack/inner.py", "scorer/weights"):
         text, path = Path(name).read_text(), Path(name)
         path.write_text(text + "\n# and more\n")
-        changed = "scorer" if name.startswith("scorer") else name
+        changed = "scorer" if name.startswith("scorer") else f"own code {name.removeprefix('code/')}"
         message = refused()
         assert "stage `reject` is complete" in message and f"{changed} has changed" in message
         path.write_text(text)
