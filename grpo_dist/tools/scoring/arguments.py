@@ -38,6 +38,10 @@ def add_commands(commands: Any) -> None:
     sub.add_argument("--completion-column", metavar="COLUMN", help="default: completion or completions")
     sub.add_argument("--answer-column", default="answer", metavar="COLUMN")
     sub.add_argument(
+        "--source-column", default="source", metavar="COLUMN",
+        help="name of the problem's source, for rewards.by_source; default source",
+    )  # fmt: skip
+    sub.add_argument(
         "--output", type=Path, metavar="FILE", help="default: COMPLETIONS.scored.jsonl in this directory"
     )
     sub.add_argument(
@@ -54,7 +58,11 @@ def _score(path: str, rest: list[str], **options: Any) -> None:
     from grpo_dist.tools.scoring.run import score
 
     columns = Columns(
-        options["problem_column"], options["completion_column"], options["answer_column"], options["label"]
+        options["problem_column"],
+        options["completion_column"],
+        options["answer_column"],
+        options["label"],
+        options["source_column"],
     )
     score(
         Path(path).expanduser(),

@@ -76,25 +76,30 @@ def _line(row: dict[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
-def print_scores(
-    console: Console, outcome: Outcome, rewards: np.ndarray, parts: dict[str, np.ndarray]
-) -> None:
-    """Print distributions, outcomes, reasons of unscored completions, and times."""
+def print_scores(console: Console, outcome: Outcome, parts: dict[str, np.ndarray]) -> None:
+    """Print distributions, also of the total by source, outcomes, reasons of unscored completions, and times.
+
+    ``parts``: those of ``outcome``.
+    """
+    totals, of = {"total": outcome.rewards()}, outcome.sources()
+    if len(sources := dict.fromkeys(of)) > 1:
+        totals |= {f"total of {name or 'other sources'}": totals["total"][of == name] for name in sources}
+    asked = {name: outcome.has(name) for name in parts}
     columns = ("reward", "scored", "unscored", "mean", "std", "min", "p50", "max", "distribution")
-    rows = [[escape(name), *_distribution(own)] for name, own in (("total", rewards), *parts.items())]
+    rows = [[escape(name), *_distribution(own)] for name, own in totals.items()]
+    rows += [[escape(name), *_distribution(own[asked[name]])] for name, own in parts.items()]
     print_rows(console, "rewards", columns, rows)
     outcomes = Counter(o for s in outcome.scored for o in s.scores.outcomes if o)
     if outcomes:
         console.print("math outcomes: " + ", ".join(f"{o} {n}" for o, n in outcomes.most_common()))
-    unscored = {name: part for name, part in parts.items() if np.isnan(part).any()}
-    print_lines(console, (_unscored(outcome, name, part) for name, part in unscored.items()))
+    missing = {name: np.flatnonzero(np.isnan(part) & asked[name]) for name, part in parts.items()}
+    print_lines(console, (_unscored(outcome, name, own) for name, own in missing.items() if len(own)))
     _print_time(console, outcome)
 
 
-def _unscored(outcome: Outcome, name: str, part: np.ndarray) -> str:
+def _unscored(outcome: Outcome, name: str, missing: np.ndarray) -> str:
     """Describe the unscored completions of a reward: count, first locations, and error messages."""
     where = [s.row.location for s in outcome.scored for _ in s.row.completions]
-    missing = np.flatnonzero(np.isnan(part))
     first = ", ".join(where[i] for i in missing[:_PLACES])
     errors = [f"{count} times: {text}" for text, count in outcome.failures.get(name, Counter()).most_common()]
     return f"unscored: {name}: {len(missing)}, e.g. {first}" + "".join(f"\n    {line}" for line in errors)

@@ -28,13 +28,15 @@ class Columns:
     """Names of the columns.
 
     ``completion`` holds a text or a list of texts; None takes `completion` or `completions`, whichever a row
-    has. ``label`` holds verdicts of a person or another grader.
+    has. ``label`` holds verdicts of a person or another grader; ``source`` names the rewards of
+    `rewards.by_source`.
     """
 
     problem: str = "problem"
     completion: str | None = None
     answer: str = "answer"
     label: str | None = None
+    source: str = "source"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class CompletionRow:
 
     Attributes:
         labels: [G] of 1.0 and 0.0; None without a label column.
+        source: of the problem; "" without one.
         turns: [G] of the turns of an episode, whose last action is the completion; () without turns.
     """
 
@@ -55,6 +58,7 @@ class CompletionRow:
     finish_reasons: tuple[str, ...]
     labels: tuple[float, ...] | None
     turns: tuple[Turns, ...] = ()
+    source: str = ""
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -115,6 +119,7 @@ def _row(record: dict[str, Any], location: str, columns: Columns) -> CompletionR
         finish_reasons=tuple(map(str, _each(reasons, count, location, "finish_reason"))),
         labels=_labels(record, location, columns.label, count),
         turns=turns,
+        source=str(record.get(columns.source) or ""),
     )
 
 

@@ -45,8 +45,8 @@ def score(
     target = output or Path(f"{path.stem}.scored.jsonl")
     if target.resolve() == path.resolve():
         raise UserError(f"--output {target} is the file of completions; name another")
-    _check_without_models(config.rewards)
     rows = read_rows(path, columns)
+    _check_sources(config.rewards, rows, columns)
     with refusals():
         _check_output(target)
         check_rewards(config.rewards, max_new_tokens=config.sampling.shortest)
@@ -97,16 +97,30 @@ def _check_output(target: Path) -> None:
         raise UserError(f"--output {target} is a directory; name a file")
 
 
-def _check_without_models(rewards: RewardsConfig) -> None:
-    """Raise UserError if rewards depend on reward models, which do not run: they need GPUs of engines."""
+def _check_sources(rewards: RewardsConfig, rows: Sequence[CompletionRow], columns: Columns) -> None:
+    """Raise UserError where a row has no rewards that can be computed here."""
+    for row in rows:
+        if rewards.by_source and columns.source not in row.record:
+            raise UserError(
+                f"{row.location}: no column `{columns.source}`, which says the rewards of the row "
+                "(rewards.by_source); --source-column names another, rewards.by_source={} gives all rows "
+                "those of rewards.functions"
+            )
+    for source in sorted({row.source for row in rows}):
+        key = f"rewards.by_source.{source}" if source in rewards.by_source else "rewards"
+        of = f" of source {source!r}" if rewards.by_source else ""
+        _check_without_models(rewards.of(source), key, of)
+
+
+def _check_without_models(rewards: RewardsConfig, key: str, of: str) -> None:
+    """Raise UserError if rewards depend on reward models, which do not run: they need GPUs of engines.
+
+    ``key``, ``of``: of the rewards and their rows, for messages.
+    """
     models = [model.name for model in rewards.models]
-    if rewards.by_source:
-        raise UserError(
-            "rewards.by_source: rows to score have no source; set rewards.by_source={}, and the rewards of "
-            "one source as rewards.functions"
-        )
     if not rewards.functions:
-        raise UserError(f"rewards.functions is empty, and reward models ({', '.join(models)}) are not run")
+        why = f"reward models ({', '.join(models)}) are not run" if models else "nothing else scores rows"
+        raise UserError(f"{key}.functions is empty, and {why}{of}")
     gated = next((r for r in rewards.functions if r.gate in models), None)
     if gated:
         raise UserError(
@@ -138,10 +152,9 @@ def _tokenizer(
 def _report(outcome: Outcome, columns: Columns, target: Path, show: int) -> None:
     """Print tables, and write scores and disagreements to files."""
     console = wide_console()
-    scored = [s.scores for s in outcome.scored]
-    parts = {name: np.concatenate([s.parts[name] for s in scored]).astype(float) for name in scored[0].parts}
+    parts = outcome.parts()
     report.write_scores(target, outcome)
-    report.print_scores(console, outcome, np.concatenate([s.rewards for s in scored]).astype(float), parts)
+    report.print_scores(console, outcome, parts)
     print_lines(console, [f"scores: {target}"])
     graders = {name: part for name, part in parts.items() if is_grader(part)}
     if columns.label is not None:

@@ -50,6 +50,27 @@ class Outcome:
     processes: int
     failures: dict[str, Counter[str]] = field(default_factory=dict)
 
+    def rewards(self) -> np.ndarray:
+        """Return the total of each completion: float64 [N], NaN for unscored."""
+        return np.concatenate([s.scores.rewards for s in self.scored]).astype(float)
+
+    def parts(self) -> dict[str, np.ndarray]:
+        """Return each reward of each completion: float64 [N], NaN for unscored and where `has` is False."""
+        names = dict.fromkeys(name for s in self.scored for name in s.scores.parts)
+        return {
+            name: np.concatenate([s.scores.parts.get(name, np.full(len(s.row.completions), np.nan))
+                                  for s in self.scored]).astype(float)
+            for name in names
+        }  # fmt: skip
+
+    def has(self, name: str) -> np.ndarray:
+        """Return whether the source of each completion has the reward ``name``: bool [N]."""
+        return np.array([name in s.scores.parts for s in self.scored for _ in s.row.completions])
+
+    def sources(self) -> np.ndarray:
+        """Return the source of each completion: text [N]."""
+        return np.array([s.row.source for s in self.scored for _ in s.row.completions])
+
 
 def score_rows(
     rows: Sequence[CompletionRow],
@@ -61,8 +82,9 @@ def score_rows(
 ) -> Outcome:
     """Score ``rows`` in order. ``tokenizer``: the policy's; None when no reward needs tokens."""
     settings = placed(rewards)
+    used = {row.source if row.source in rewards.by_source else "" for row in rows}
     with ExitStack() as stack:
-        lanes: queue.Queue[Scorer] = queue.Queue()
+        lanes: queue.Queue[dict[str, Scorer]] = queue.Queue()
         made = []
         for _ in range(processes):
             pool = stack.enter_context(
@@ -74,20 +96,23 @@ def score_rows(
                     accept_arithmetic=settings.accept_arithmetic,
                 )
             )
-            scorer = Scorer(reward_specs(settings), pool, workers=processes)
-            stack.callback(scorer.close)
+            lane = {}
+            for source in used:
+                lane[source] = Scorer(reward_specs(settings.of(source)), pool, workers=processes)
+                stack.callback(lane[source].close)
             pool.grade([("\\boxed{1}", "1")])  # starts the process, outside of the measured time
-            made.append(scorer)
-            lanes.put(scorer)
+            made += lane.values()
+            lanes.put(lane)
 
         def one(row: CompletionRow) -> Scored:
             group = _group(row, rewards, sampling, tokenizer)
-            scorer = lanes.get()  # bounded: there is a lane for every thread
+            lane = lanes.get()  # bounded: there is a lane for every thread
+            scorer = lane[row.source if row.source in lane else ""]
             try:
                 begin = time.perf_counter()
                 return Scored(row, scorer.score(group), time.perf_counter() - begin)
             finally:
-                lanes.put(scorer)
+                lanes.put(lane)
 
         begin = time.perf_counter()
         with ThreadPoolExecutor(processes) as threads:
@@ -113,4 +138,5 @@ def _group(
         max_new_tokens=sampling.longest,
         thought=shown_by(row.completions, rewards),
         turns=row.turns,
+        source=row.source,
     )

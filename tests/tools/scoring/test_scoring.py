@@ -312,8 +312,45 @@ def test_histogram_bars_cover_the_range_of_values():
     assert bars(np.array([0.0, 0.0, 1.0, np.inf])) == "█        ▄" and bars(np.array([np.inf])) == "█"
 
 
-def test_rewards_of_sources_are_refused_because_rows_to_score_have_none(here, capsys):
-    text = "model: {path: 'demo:tiny'}\ndata: {train: [{path: 'demo:add3'}]}\n"
-    own = "rewards: {by_source: {add3: {functions: [{function: math}]}}}\n"
-    Path("config.yaml").write_text(text + own)
-    assert "rewards.by_source: rows to score have no source" in refusal(capsys, "c.jsonl", "config.yaml")
+OF_SOURCES = """
+model: {path: 'demo:tiny'}
+data: {train: [{path: 'demo:add3', name: sums}, {path: 'demo:add3', name: words}]}
+rewards:
+  functions: [{function: math, weight: 2}]
+  models: [{name: judged, path: x}]
+  by_source:
+    words: {functions: [{function: exact_match, weight: 3}]}
+    essays: {models: [judged]}
+"""
+
+
+def test_each_row_gets_the_rewards_of_its_source(here, capsys):
+    """A source without rewards of its own has those of all others; what a source has not is not unscored."""
+    Path("config.yaml").write_text(OF_SOURCES)
+    rows = [
+        {"answer": "2", "completion": "\\boxed{2}", "source": "sums"},
+        {"answer": "yes", "completion": "\\boxed{yes}", "source": "words"},
+        {"answer": "yes", "completion": "\\boxed{no}", "source": "words"},
+        {"answer": "2", "completion": "\\boxed{3}", "source": "another"},
+    ]
+    write("c.jsonl", rows)
+    assert main(["score", "c.jsonl", "config.yaml"]) == 0
+    scores = [row["score"] for row in lines("c.scored.jsonl")]
+    assert [score["reward"] for score in scores] == [2, 3, 0, 0]
+    assert [list(score["parts"]) for score in scores] == [
+        ["math"],
+        ["exact_match"],
+        ["exact_match"],
+        ["math"],
+    ]
+    printed = capsys.readouterr().out
+    assert "total of words" in printed and "total of another" in printed and "unscored:" not in printed
+
+
+def test_rows_without_the_source_that_decides_their_rewards_are_refused(here, capsys):
+    Path("config.yaml").write_text(OF_SOURCES)
+    assert "c.jsonl:1: no column `source`" in refusal(capsys, "c.jsonl", "config.yaml")
+    write("c.jsonl", [ROWS[0] | {"kind": "essays"}])
+    error = refusal(capsys, "c.jsonl", "config.yaml", "--source-column", "kind")
+    assert "rewards.by_source.essays.functions is empty, and reward models (judged) are not run" in error
+    assert main(["score", "c.jsonl", "config.yaml", "rewards.by_source={}"]) == 0
