@@ -17,6 +17,13 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+# vLLM's own processors, and the attribute that is 0 or empty where no request has the setting.
+_WITHOUT_SETTING = {
+    "MinPLogitsProcessor": "min_p_count",
+    "LogitBiasLogitsProcessor": "biases",
+    "MinTokensLogitsProcessor": "min_toks",
+}
+
 
 class ExactSampler(RejectionSampler):
     """Takes the place of vLLM's rejection sampler in the engine's model runner."""
@@ -68,8 +75,22 @@ def check(metadata: SamplingMetadata) -> None:
         "allowed tokens": metadata.allowed_token_ids_mask is not None,
         "log-probs of chosen tokens": bool(metadata.logprob_token_ids),
     }
-    if found := [name for name, used in depends.items() if used]:
+    found = [name for name, used in depends.items() if used] + _processors(metadata)
+    if found:
         raise NotImplementedError(f"exact speculation does not know {', '.join(found)}")
+
+
+def _processors(metadata: SamplingMetadata) -> list[str]:
+    """Return the logits processors that would change a logit. They know requests by their rows in the batch,
+    which are other rows here. The engine has its own three always, and they do nothing without a request's
+    setting; any other comes from a plugin.
+    """
+    found = []
+    for processor in metadata.logitsprocs.all:
+        name = type(processor).__name__
+        if name not in _WITHOUT_SETTING or getattr(processor, _WITHOUT_SETTING[name]):
+            found.append(f"the logits processor {name}")
+    return found
 
 
 def of_requests(metadata: SamplingMetadata, requests: list[int]) -> SamplingMetadata:

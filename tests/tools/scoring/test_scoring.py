@@ -319,7 +319,7 @@ rewards:
   functions: [{function: math, weight: 2}]
   models: [{name: judged, path: x}]
   by_source:
-    words: {functions: [{function: exact_match, weight: 3}]}
+    words: {functions: [{function: exact, weight: 3}]}
     essays: {models: [judged]}
 """
 
@@ -339,8 +339,8 @@ def test_each_row_gets_the_rewards_of_its_source(here, capsys):
     assert [score["reward"] for score in scores] == [2, 3, 0, 0]
     assert [list(score["parts"]) for score in scores] == [
         ["math"],
-        ["exact_match"],
-        ["exact_match"],
+        ["exact"],
+        ["exact"],
         ["math"],
     ]
     printed = capsys.readouterr().out

@@ -1,0 +1,76 @@
+"""Exact speculation refuses what it would sample wrongly, by name."""
+
+import pytest
+
+pytestmark = pytest.mark.machine  # imports the engine
+
+
+def metadata(processors):
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    return SamplingMetadata(
+        temperature=None, all_greedy=False, all_random=True, top_p=None, top_k=None, generators={},
+        max_num_logprobs=None, no_penalties=True, prompt_token_ids=None, frequency_penalties=None,
+        presence_penalties=None, repetition_penalties=None, output_token_ids=[], allowed_token_ids_mask=None,
+        bad_words_token_ids={}, logitsprocs=LogitsProcessors(processors),
+    )  # fmt: skip
+
+
+class Doubles:
+    """Of a plugin."""
+
+    def is_argmax_invariant(self):
+        return True
+
+
+def builtin():
+    """The engine's own, as it makes them for every batch."""
+    import torch
+    from vllm.v1.sample.logits_processor.builtin import (
+        LogitBiasLogitsProcessor,
+        MinPLogitsProcessor,
+        MinTokensLogitsProcessor,
+    )
+
+    bias, tokens, probability = (
+        object.__new__(kind)
+        for kind in (LogitBiasLogitsProcessor, MinTokensLogitsProcessor, MinPLogitsProcessor)
+    )
+    bias.biases, tokens.min_toks, probability.min_p_count = {}, {}, 0
+    probability.min_p = torch.zeros(2)
+    return bias, tokens, probability
+
+
+def test_processors_that_no_request_uses_are_no_reason_to_refuse():
+    from actors.workers.exact_sampler import check
+
+    check(metadata(builtin()))
+
+
+def test_a_processor_that_changes_logits_is_refused_by_its_name():
+    from actors.workers.exact_sampler import check
+
+    bias, tokens, probability = builtin()
+    bias.biases, tokens.min_toks, probability.min_p_count = {0: {3: 1.0}}, {1: (2, [], set(), True)}, 1
+    for processor in (bias, tokens, probability, Doubles()):
+        with pytest.raises(NotImplementedError, match=f"logits processor {type(processor).__name__}"):
+            check(metadata([processor]))
+
+
+def test_the_names_are_those_of_the_engine():
+    """A renamed class or attribute would be refused in every batch, or pass unseen."""
+    import inspect
+
+    from vllm.v1.sample.logits_processor import builtin as engine
+
+    from actors.workers.exact_sampler import _WITHOUT_SETTING
+
+    for name, attribute in _WITHOUT_SETTING.items():
+        assert f"self.{attribute}" in inspect.getsource(getattr(engine, name).__init__)
+    own = {
+        name
+        for name, kind in vars(engine).items()
+        if inspect.isclass(kind) and kind.__module__ == engine.__name__
+    }
+    assert own == set(_WITHOUT_SETTING)
