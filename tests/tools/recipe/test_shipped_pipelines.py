@@ -2,6 +2,8 @@
 
 import pytest
 
+from actors.placement.demands import Resources, placement
+from actors.placement.fitting import bundles
 from grpo_dist.tools.recipe.check import check_stages
 from grpo_dist.tools.recipe.config import load_pipeline
 from tests.support.documents import ROOT
@@ -26,6 +28,19 @@ def test_the_stage_of_all_domains_has_rewards_weights_and_temperatures_by_source
     assert names["reasoning"] == ["math", "language"]
     assert names["general"] == ["numeric", "repetition", "language"]
     assert config.batch.order == "finished" and config.dynamic_sampling.enabled
+
+
+def test_the_pipeline_of_all_domains_fits_its_two_nodes_with_both_reward_models_on_each_of_two_gpus():
+    *_, stage = load_pipeline(ROOT / "configs/pipelines/all_domains_qwen2.5_7b.yaml").stages
+    demands = placement(stage.config, Resources(192, 16, 96), training=True)
+    assert sum(demand.total_gpus for demand in demands.values()) == 16
+    shared = [bundle for bundle in bundles(demands) if bundle.role == "reward_models"]
+    assert [bundle.shares for bundle in shared] == [((0, 0.5), (1, 0.5)), ((2, 0.5), (3, 0.5))]
+    scored_by = {
+        source: [model.name for model in stage.config.rewards.of(source).models]
+        for source in stage.config.data.weights
+    }
+    assert scored_by == {"deepscaler": [], "code": [], "general": ["helpful", "harmless"]}
 
 
 @pytest.mark.machine
