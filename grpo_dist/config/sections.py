@@ -5,6 +5,7 @@ which reads this class; `root.Config` runs them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, PositiveInt, model_validator

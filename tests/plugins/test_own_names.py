@@ -1,6 +1,8 @@
 """One resolver for every name: built-in, `module:name` from `code_paths`, or an entry point of a package."""
 
 import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from grpo_dist.config.files import ConfigError, load_config
 from grpo_dist.plugins.kinds import ADVANTAGE, KL, LOSS
 from grpo_dist.plugins.loading import load
 from grpo_dist.plugins.names import package_of, shadowing, target_of
+from tests.support.documents import ROOT
+from tests.support.patience import HANG_S
 
 PLAIN = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
 
@@ -140,3 +144,38 @@ def test_arguments_need_a_piece_of_ones_own():
         AlgorithmConfig.model_validate(own | {"kwargs": {"advantage": {"beta": 2}}})
     with pytest.raises(ValueError, match=r"kwargs\.policy_loss: .* none here"):
         AlgorithmConfig(kwargs={"policy_loss": {"clip": 0.1}})
+
+
+def test_a_package_that_pip_has_installed_registers_its_pieces(tmp_path):
+    """A wheel from its `pyproject.toml`, in a directory of its own and another interpreter."""
+    project, site = tmp_path / "project", tmp_path / "site"
+    project.mkdir()
+    (project / "real_pieces.py").write_text(
+        "def short(logprobs, advantages): return -logprobs * advantages\n"
+    )
+    (project / "pyproject.toml").write_text(
+        "[build-system]\nrequires = ['setuptools']\nbuild-backend = 'setuptools.build_meta'\n"
+        "[project]\nname = 'real-pieces'\nversion = '0.3'\n"
+        "[project.entry-points.'grpo_dist.losses']\nreally_short = 'real_pieces:short'\n"
+        "[tool.setuptools]\npy-modules = ['real_pieces']\n"
+    )
+    offline = ["--no-index", "--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(site), str(project)]
+    subprocess.run(command, check=True, timeout=HANG_S)
+    code = """
+from grpo_dist.config import Config
+from grpo_dist.plugins.kinds import LOSS
+from grpo_dist.plugins.loading import load
+from grpo_dist.plugins.names import package_of
+from grpo_dist.runs.own_code import digest_of_run
+plain = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
+config = Config.model_validate(plain | {"algorithm": {"policy_loss": "really_short"}})
+print(load(LOSS, "really_short")(2, 3), package_of(LOSS, "really_short"), digest_of_run(config))
+"""
+    paths = os.pathsep.join([str(site), str(ROOT)])
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, check=True, timeout=HANG_S,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    identity = {"entry point really_short of grpo_dist.losses": "real-pieces 0.3"}
+    assert ran.stdout.splitlines()[-1] == f"-6 real-pieces 0.3 {identity}"

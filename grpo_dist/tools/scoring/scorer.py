@@ -85,7 +85,7 @@ def score_rows(
     used = {row.source if row.source in rewards.by_source else "" for row in rows}
     with ExitStack() as stack:
         lanes: queue.Queue[dict[str, Scorer]] = queue.Queue()
-        made = []
+        made: list[Scorer] = []
         for _ in range(processes):
             pool = stack.enter_context(
                 GraderPool(
