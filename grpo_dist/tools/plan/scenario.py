@@ -89,7 +89,16 @@ def as_planned(scenario: Scenario) -> Config:
             }
         ),
         "demonstrations": None,
-        "data": config.data.model_copy(update={"order": "epochs"}),
+        # Nor have their prompts, so none is drawn by the weight of a source.
+        "data": config.data.model_copy(
+            update={
+                "order": "epochs",
+                "train": tuple(
+                    source.model_copy(update={"weight": None, "temperature": None})
+                    for source in config.data.train
+                ),
+            }
+        ),
         "tracking": config.tracking.model_copy(update={"samples": False}),
     }
     steps = scenario.warmup_steps + scenario.steps + 2 * config.max_staleness

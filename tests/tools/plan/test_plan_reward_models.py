@@ -201,6 +201,19 @@ def test_a_reward_model_that_is_the_bottleneck_scores_groups_one_after_the_other
     )
 
 
+def test_sources_with_weights_and_temperatures_of_their_own_are_planned_as_one():
+    """Prompts of a plan have no source, and the simulated run draws as many."""
+    first, second = ({"path": f"demo:add{n}", "name": f"add{n}"} for n in (3, 2))
+    weighed = [first | {"weight": 3}, second | {"weight": 1, "temperature": 0.5}]
+    seconds = [
+        make_plan(
+            judged(data={"train": train}), "1x4xH100", prompt_tokens=100, splits="none"
+        ).simulated.simulated.step_s
+        for train in ([first, second], weighed)
+    ]
+    assert seconds[0] == seconds[1]
+
+
 # Messages
 
 
