@@ -44,7 +44,8 @@ def _alone() -> Iterator[None]:
     up no other.
     """
     held = _LOCK.acquire(timeout=max(0.0, _held_until[0] - time.monotonic()))
-    _held_until[0] = time.monotonic() + _HUNG_S
+    if held:
+        _held_until[0] = time.monotonic() + _HUNG_S
     try:
         yield
     finally:

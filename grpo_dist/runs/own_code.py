@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from grpo_dist.config import AlgorithmConfig, CheckpointConfig, Config, DataConfig, KLConfig
+from grpo_dist.config import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    KLConfig,
+    RewardsConfig,
+    RolloutConfig,
+)
 from grpo_dist.config.base import choices
 from grpo_dist.config.environments import BUILTIN_ENVIRONMENTS
 from grpo_dist.environments.registry import own_environments
@@ -31,10 +39,10 @@ def digest_of_run(config: Config) -> dict[str, str]:
     return code_digest([piece for piece in own if piece.kind not in (METRIC, SINK)], config.code_paths)
 
 
-def digest_of_samples(config: Config) -> dict[str, str]:
+def digest_of_samples(rollout: RolloutConfig, rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:
     """Return `code_digest` of the pieces that determine samples of a model and their rewards."""
-    own = [*config.rollout.own_pieces, *own_rewards(config.rewards), *own_environments(config.data)]
-    return code_digest(own, config.code_paths)
+    own = [*rollout.own_pieces, *own_rewards(rewards), *own_environments(data)]
+    return code_digest(own, rewards.code_paths)
 
 
 def shadowed() -> Iterator[str]:

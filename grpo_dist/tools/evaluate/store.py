@@ -148,7 +148,9 @@ def settings_of(config: Config) -> dict[str, Any]:
         "rollout": {key: tree["rollout"][key] for key in _ROLLOUT if tree["rollout"][key]},
         **_episodes(config.data, config.environments),
         "files": _models(config.rewards),
-        **({"code": code} if (code := digest_of_samples(config)) else {}),
+        **(
+            {"code": code} if (code := digest_of_samples(config.rollout, config.rewards, config.data)) else {}
+        ),
         # Other versions of grader or engine may judge or sample differently.
         "versions": {name: version for name in _JUDGING if (version := installed(name))},
     }

@@ -121,8 +121,12 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
         elif (local := Path(value).expanduser()).exists():
             found[value] = fingerprint(local)
     if stage.kind != "sft":
-        digest = digest_of_run if stage.kind == "grpo" else digest_of_samples
-        found |= {f"own code {label}": code for label, code in digest(stage.config).items()}
+        own = stage.config
+        digest = (
+            digest_of_run(own) if stage.kind == "grpo"
+            else digest_of_samples(own.rollout, own.rewards, own.data)
+        )  # fmt: skip
+        found |= {f"own code {label}": code for label, code in digest.items()}
     whole = _settings(stage)
     if used != whole:  # a custom reward's `end_token` may look like a secret, and affects the result
         found[f"what {HIDDEN} stands for"] = hashlib.sha256(json.dumps(whole).encode()).hexdigest()
