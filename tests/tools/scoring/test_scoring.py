@@ -314,7 +314,11 @@ def test_histogram_bars_cover_the_range_of_values():
 
 OF_SOURCES = """
 model: {path: 'demo:tiny'}
-data: {train: [{path: 'demo:add3', name: sums}, {path: 'demo:add3', name: words}]}
+data:
+  train:
+    - {path: 'demo:add3', name: sums}
+    - {path: 'demo:add3', name: words}
+    - {path: 'demo:add3', name: essays}
 rewards:
   functions: [{function: math, weight: 2}]
   models: [{name: judged, path: x}]
