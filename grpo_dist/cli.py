@@ -168,7 +168,7 @@ def _plan_pipeline(path: str, overrides: list[str], **options: Any) -> None:
 
     own = {name: options.pop(name) for name in ("cluster", "bench", "price", "prompt_tokens")}
     usual = {"failure_hours": 0.0, "slow_engines": None, "slow_rank": 1.0, "sweep": False, "timeline": None}
-    usual |= {"turns": None, "tool_seconds": None}
+    usual |= {"turns": None, "tool_seconds": None, "tail": False}
     if given := [name for name, value in options.items() if value != usual[name]]:
         flag = given[0].replace("_", "-")
         raise UserError(
@@ -292,6 +292,9 @@ def _add_plan(commands: Any) -> None:
         help="make one policy rank FACTOR times slower, e.g. 1.5",
     )
     sub.add_argument("--sweep", action="store_true", help="also simulate other batch sizes and staleness")
+    sub.add_argument(
+        "--tail", action="store_true", help="simulate ways to deal with the longest samples of a step instead"
+    )
     sub.add_argument("--timeline", metavar="FILE", help="write the simulated steps as a trace for Perfetto")
 
 

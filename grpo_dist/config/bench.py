@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from grpo_dist.config.base import Section
+from grpo_dist.config.base import Fraction, Section
 
 
 class LengthsConfig(Section):
@@ -22,11 +22,16 @@ class LengthsConfig(Section):
     )
     mean: PositiveFloat | None = Field(None, description="kind lognormal: mean before truncation")
     sigma: PositiveFloat | None = Field(None, description="kind lognormal: deviation of the log; null: 1")
+    prompt_share: Fraction | None = Field(
+        None,
+        description="kind lognormal: share of the log's variance that the samples of a prompt have in "
+        "common; null: 0",
+    )
 
     @model_validator(mode="after")
     def _settings_of_its_kind(self) -> LengthsConfig:
-        own = {"fixed": ("tokens",), "lognormal": ("mean", "sigma")}.get(self.kind, ())
-        for name in sorted({"tokens", "mean", "sigma"} - set(own)):
+        own = {"fixed": ("tokens",), "lognormal": ("mean", "sigma", "prompt_share")}.get(self.kind, ())
+        for name in sorted({"tokens", "mean", "sigma", "prompt_share"} - set(own)):
             if getattr(self, name) is not None:
                 value = getattr(self, name)
                 raise ValueError(f"{name} = {value} is not a setting of kind {self.kind}; remove it")

@@ -4,11 +4,12 @@
     sorted, cut into steps      c b | a d    one step waits for 100 tokens, one for 900; as drawn both wait
 
 The answers of a prompt have been about so long before: the expectation is the exponential mean over its
-groups, and the mean of the known prompts where it was not sampled yet. Each prompt of an epoch is drawn once.
-A window is `data.length_window` steps of the epoch's random permutation, so no prompt leaves its window,
-whatever its length, and over each window the mean length is that of random steps. Which step of the window
-gets the long prompts is drawn from the seed. Lengths are those of steps that are trained, so the order is a
-function of seed and samples, never of which sample is finished first.
+groups, and the mean of the known prompts where it was not sampled yet. Every prompt of an epoch is drawn
+once. A window is `data.length_window` steps of the epoch's random permutation. So no prompt leaves its
+window, whatever its length, and over each window the mean length is that of random steps. Which step of the
+window gets the long prompts is drawn from the seed. Within a step the longest come first, so that none begins
+when the others end. Lengths are those of steps that are trained, so the order is a function of seed
+and samples, never of which sample is finished first.
 
 Long prompts in steps of their own: RollPacker, arXiv:2509.21009, which finds them by sampling; here they are
 predicted.
@@ -83,7 +84,7 @@ class LengthOrder(PromptStream):
         steps: list[np.ndarray] = [indices[:0]] * len(sizes)
         begin = 0
         for step in np.random.default_rng((self._seed, first, 4)).permutation(len(sizes)):
-            steps[step] = np.sort(ranked[begin : begin + sizes[step]])
+            steps[step] = ranked[begin : begin + sizes[step]][::-1]
             begin += sizes[step]
         return [int(index) for step in steps for index in step]
 

@@ -1,4 +1,4 @@
-"""Tail batching: every prompt once per epoch, in its window, long prompts together, unchanged by a resume."""
+"""Tail batching: each prompt once per epoch, in its window, long ones together, the same after a resume."""
 
 import asyncio
 from collections import Counter

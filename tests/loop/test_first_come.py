@@ -150,6 +150,22 @@ def test_a_step_does_not_wait_for_a_slow_group_until_its_bound():
     assert begun < at <= begun + 3
 
 
+def test_a_synchronous_run_with_carry_over_trains_only_carried_groups_late():
+    """All groups are launched under the weights of their step: those not carried over are on-policy."""
+
+    class Noted(Timed):
+        async def sample(self, prompt, *, seeds, sampling):
+            begun[prompt.uid] = self.version, len(self.updates)
+            return await super().sample(prompt, seeds=seeds, sampling=sampling)
+
+    begun: dict[str, tuple[int, int]] = {}
+    world = Noted(by_number)
+    train(world, finished(steps=8, max_staleness=1, batch={"oversample": 1.25}), fakes.prompts(40))
+    assert all(version == updates for version, updates in begun.values())
+    late = [step - begun[uid][0] for step, own in enumerate(trained(world)) for uid in own]
+    assert set(late) == {0, 1} and sum(late) < len(late) / 4
+
+
 @pytest.mark.parametrize("mode", ["keep", "drain"])
 def test_weights_are_sent_as_the_mode_says(mode):
     world = Timed(by_number)

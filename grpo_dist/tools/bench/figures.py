@@ -62,6 +62,7 @@ def figures(
         "sync/bytes": _total(steps, "sync/bytes") / len(steps),
         **shares(steps),
         **_of_episodes(steps),
+        **_of_the_tail(steps),
         "overhead/driver_cpu_s": _total(steps, "time/driver_cpu_s") / len(steps),
     }
     if peak_flops:
@@ -86,6 +87,18 @@ def _of_episodes(steps: Sequence[StepRecord]) -> dict[str, float]:
         "episodes/tool_wait_s": waited / sum(turns),
         "episodes/cached_share": steps[-1].metrics.get("throughput/episode_cached_share", math.nan),
     }
+
+
+def _of_the_tail(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Return the staleness of the samples; with `batch.order` finished also the mean steps that a group
+    was carried over, and by how much the samples trained so far are longer than what was launched.
+    """
+    found = {"tail/staleness": _total(steps, "rollout/staleness_mean") / len(steps)}
+    if any("group/carried_over" in step.metrics for step in steps):
+        waited = _total(steps, "group/waited_steps") / len(steps)
+        found |= {"tail/waited_steps": waited}
+        found |= {"tail/length_bias": steps[-1].metrics.get("rollout/length_bias", math.nan)}
+    return found
 
 
 def shares(steps: Sequence[StepRecord]) -> dict[str, float]:

@@ -13,10 +13,12 @@ from grpo_dist.types import Prompt, Sampling
 from grpo_dist.workers import RolloutHandle, RolloutsRef
 
 
-def length_of(seed: int, lengths: LengthsConfig, *, cap: int) -> int | None:
-    """Tokens of the request with this ``seed``, 1 to ``cap``; None: where the model ends.
+def length_of(seed: int, lengths: LengthsConfig, *, cap: int, uid: str = "") -> int | None:
+    """Tokens of the request with this ``seed`` for the prompt ``uid``, 1 to ``cap``; None: where the model
+    ends.
 
-    A log-normal of mean m and deviation s of its logarithm is exp(N(ln m - s^2 / 2, s)).
+    A log-normal of mean m and deviation s of its logarithm is exp(N(ln m - s^2 / 2, s)). A share r of the
+    variance is the prompt's: N = ln m - s^2 / 2 + s (sqrt(r) z_prompt + sqrt(1 - r) z_request).
     """
     if lengths.kind == "natural":
         return None
@@ -24,7 +26,11 @@ def length_of(seed: int, lengths: LengthsConfig, *, cap: int) -> int | None:
         return lengths.tokens or cap
     assert lengths.mean is not None  # the configuration checks it
     sigma = lengths.sigma or 1.0
-    drawn = random.Random(f"length {seed}").lognormvariate(math.log(lengths.mean) - sigma**2 / 2, sigma)
+    middle, share = math.log(lengths.mean) - sigma**2 / 2, lengths.prompt_share or 0.0
+    if share:
+        middle += math.sqrt(share) * random.Random(f"length of {uid}").gauss(0.0, sigma)
+        sigma *= math.sqrt(1.0 - share)
+    drawn = random.Random(f"length {seed}").lognormvariate(middle, sigma)
     return min(max(round(drawn), 1), cap)
 
 
@@ -35,7 +41,8 @@ class ForcedLengths:
         self._rollouts, self._lengths = rollouts, lengths
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:
-        drawn: list[Any] = [length_of(seed, self._lengths, cap=sampling.max_new_tokens) for seed in seeds]
+        cap = sampling.max_new_tokens
+        drawn: list[Any] = [length_of(seed, self._lengths, cap=cap, uid=prompt.uid) for seed in seeds]
         forced = sampling if None in drawn else replace(sampling, lengths=tuple(drawn))
         return await self._rollouts.sample(prompt, seeds=seeds, sampling=forced)
 

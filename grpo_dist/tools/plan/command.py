@@ -15,12 +15,13 @@ from grpo_dist.tools.plan import timeline as timeline_file
 from grpo_dist.tools.plan.accelerators import ClusterShape, parse_cluster
 from grpo_dist.tools.plan.calibration import calibrate
 from grpo_dist.tools.plan.models import ModelShape, model_of
-from grpo_dist.tools.plan.options import Planned, Setting, option_of, planned
+from grpo_dist.tools.plan.options import Planned, Setting, option_of, option_or_reason, planned
 from grpo_dist.tools.plan.report import print_plan
 from grpo_dist.tools.plan.result import Plan
 from grpo_dist.tools.plan.reward_models import reward_models_of
 from grpo_dist.tools.plan.stragglers import NO_STRAGGLERS, Stragglers
 from grpo_dist.tools.plan.sweep import Tried, cells, own_cell, search
+from grpo_dist.tools.plan.tail import SYNCHRONOUS, print_tail
 from grpo_dist.tools.plan.whole_run import whole_run
 from grpo_dist.tools.plan.workload import workload_of
 
@@ -96,11 +97,21 @@ class PlanArguments:
     slow_rank: float
     sweep: bool
     timeline: str | None
+    tail: bool
 
 
 def plan(config: Config, arguments: PlanArguments) -> None:
     """Make a plan, print it, and write its timeline."""
     shape = parse_cluster(arguments.cluster, price=arguments.price)
+    if arguments.tail:
+        longest = config.model_copy(update={"sampling": config.sampling.at_its_longest})
+        bench = Path(arguments.bench) if arguments.bench else None
+        setting = made_setting(longest, shape, bench=bench, prompt_tokens=arguments.prompt_tokens)
+        base = option_or_reason(longest, SYNCHRONOUS, setting)
+        if isinstance(base, str):
+            raise UserError(f"--tail: expected a split with GPUs of its own for each role, but {base}")
+        print_tail(base, setting)
+        return
     made = make_plan(
         config,
         arguments.cluster,

@@ -16,6 +16,16 @@ from grpo_dist.types import Group, Prompt, Rollout, TrainBatch
 _LOGPROB = np.zeros(1, np.float32)
 
 
+class PlannedRollout(Rollout):
+    """A rollout whose one token represents ``num_tokens``."""
+
+    __slots__ = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.completion_ids[0])
+
+
 def prompts(count: int, tokens: int) -> list[Prompt]:
     ids = np.array([tokens], np.int32)
     return [Prompt(f"planned/{i}", ids, "", "planned") for i in range(count)]
@@ -24,7 +34,7 @@ def prompts(count: int, tokens: int) -> list[Prompt]:
 def rollouts(uid: str, lengths: Sequence[int], version: int) -> tuple[Rollout, ...]:
     versions = np.array([version], np.int32)
     return tuple(
-        Rollout(uid, i, np.array([length], np.int32), _LOGPROB, "stop", "", versions)
+        PlannedRollout(uid, i, np.array([length], np.int32), _LOGPROB, "stop", "", versions)
         for i, length in enumerate(lengths)
     )
 

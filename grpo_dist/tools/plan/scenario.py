@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
-from grpo_dist.config import Config, HealthConfig, TeacherConfig
+from grpo_dist.config import Config, DataConfig, HealthConfig, TeacherConfig
 from grpo_dist.tools.plan import teachers
 from grpo_dist.tools.plan.failures import NO_FAILURES, FailureRates
 from grpo_dist.tools.plan.rates import Rates
@@ -27,7 +27,8 @@ class Scenario:
     ``capacity``: sequences an engine decodes at once. ``sharing``: the roles that take turns on the policy's
     GPUs, see `Roles`. ``reference_is_base``: the policy ranks compute the reference. ``signal_share``: share
     of the groups whose rewards differ. ``failures``: of engines, and of policy ranks, which all return to the
-    last checkpoint then. ``reward_models``: those whose sizes are known.
+    last checkpoint then. ``reward_models``: those whose sizes are known. ``epoch_steps``: the
+    prompts last so many steps at least.
     """
 
     config: Config
@@ -42,6 +43,7 @@ class Scenario:
     reward_models: tuple[KnownRewardModel, ...] = ()
     warmup_steps: int = 1
     steps: int = 4
+    epoch_steps: int = 1
 
     @property
     def reference_workers(self) -> int:
@@ -55,6 +57,15 @@ class Scenario:
     def reward_model_workers(self, model: KnownRewardModel) -> int:
         shares = role_of(model.settings) in self.sharing
         return self.config.policy.num_workers if shares else model.settings.num_workers
+
+
+def _without_sources(data: DataConfig) -> DataConfig:
+    """Return ``data`` with an order that reads no rewards. Groups of a plan have no sources, so none of their
+    prompts is drawn by the weight of one.
+    """
+    train = tuple(source.model_copy(update={"weight": None, "temperature": None}) for source in data.train)
+    order = "length" if data.order == "length" else "epochs"
+    return data.model_copy(update={"order": order, "train": train})
 
 
 def as_planned(scenario: Scenario) -> Config:
@@ -89,16 +100,7 @@ def as_planned(scenario: Scenario) -> Config:
             }
         ),
         "demonstrations": None,
-        # Nor have their prompts, so none is drawn by the weight of a source.
-        "data": config.data.model_copy(
-            update={
-                "order": "epochs",
-                "train": tuple(
-                    source.model_copy(update={"weight": None, "temperature": None})
-                    for source in config.data.train
-                ),
-            }
-        ),
+        "data": _without_sources(config.data),
         "tracking": config.tracking.model_copy(update={"samples": False}),
     }
     steps = scenario.warmup_steps + scenario.steps + 2 * config.max_staleness

@@ -53,7 +53,7 @@ class TimedRollouts:
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:
         with self._trace.excluded():
-            lengths = [self._workload.length(seed) for seed in seeds]
+            lengths = [self._workload.length(seed, prompt.uid) for seed in seeds]
         begin, prompt_tokens = self._loop.time(), int(prompt.token_ids[0])
         tokens = prompt_tokens + sampling.max_new_tokens
         async with self._gpus.turn(ENGINES):

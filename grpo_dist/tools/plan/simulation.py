@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from grpo_dist import driver
 from grpo_dist.config import Config
+from grpo_dist.data.order import OrderState
+from grpo_dist.loop.progress import PipelineState, Progress
 from grpo_dist.runs.recovery import Recovery
 from grpo_dist.runs.resume import ResumePoint
 from grpo_dist.runtime.metering import Span
@@ -31,7 +33,8 @@ class Simulated:
 
     ``stage_s``: seconds in which at least one worker is in a stage. ``idle``: share of the time in which the
     engines, and the policy, have nothing to do; ``engines_idle``: of each engine. ``tokens``: of prompts and
-    completions, including those that dynamic sampling discards. ``sequences``: decoded at once by a busy
+    completions, including those that dynamic sampling discards. ``length_bias``: after the last step, NaN
+    without `batch.order` finished. ``sequences``: decoded at once by a busy
     engine. ``queue``: most groups that waited for an engine. ``driver_cpu_s``: processor seconds per step,
     without Ray and the records' real sizes. ``bars``: the spans of each worker since the run began. ``ends``:
     times at which its steps ended, of which ``timed`` count.
@@ -51,6 +54,7 @@ class Simulated:
     failed_engines: int
     rank_restarts: int
     staleness: float
+    length_bias: float
     driver_cpu_s: float
     bars: dict[str, list[Span]]
     ends: list[float]
@@ -81,8 +85,14 @@ async def _run(scenario: Scenario, config: Config) -> tuple[SimulatedCluster, St
     recorder, checkpoints = StepRecorder(cluster.trace), InMemoryCheckpoints()
     # Dynamic sampling discards prompts, and slow groups keep theirs: enough for all that are on their way.
     spare = config.dynamic_sampling.enabled or config.batch.order == "finished"
-    batches = 4 * (config.max_staleness + 1) if spare else 1
+    batches = max(4 * (config.max_staleness + 1) if spare else 1, scenario.epoch_steps)
+    if config.data.order == "length":
+        batches = max(batches, config.data.length_window or 8)
     prompts = fake_records.prompts(batches * config.batch.prompts_per_step, scenario.workload.prompt_tokens)
+    begin = ResumePoint()
+    if config.data.order == "length":  # what an epoch before has shown
+        known = scenario.workload.known_lengths([p.uid for p in prompts], config.batch.samples_per_prompt)
+        begin = ResumePoint(progress=Progress(pipeline=PipelineState(order=OrderState(lengths=known))))
 
     recovery = Recovery(
         config.cluster,
@@ -90,7 +100,7 @@ async def _run(scenario: Scenario, config: Config) -> tuple[SimulatedCluster, St
         recorder,
         checkpoints.newest,
         recorder.directory,
-        first=ResumePoint(),
+        first=begin,
         start=cluster.begin,
     )
     try:
@@ -135,6 +145,7 @@ def _measured(cluster: SimulatedCluster, recorder: StepRecorder, timed: slice, s
         failed_engines=failures.failed_engines,
         rank_restarts=failures.rank_restarts,
         staleness=sum(s.staleness for s in steps) / count,
+        length_bias=steps[-1].length_bias,
         driver_cpu_s=max(0.0, spent - cluster.trace.excluded_s) / recorder.logged,
         bars=bars,
         ends=ends[1:],

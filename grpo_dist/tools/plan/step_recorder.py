@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ class SimulatedStep:
     completion_tokens: int
     samples: int
     staleness: float
+    length_bias: float  # NaN without `batch.order` finished
 
 
 class StepRecorder:
@@ -50,6 +52,7 @@ class StepRecorder:
                 self._completion_tokens,
                 self._samples,
                 metrics["rollout/staleness_mean"],
+                metrics.get("rollout/length_bias", math.nan),
             )
         )
 

@@ -34,13 +34,20 @@ class Workload:
     turns: int = 1
     tool_s: float = 0.0
 
-    def length(self, seed: int) -> int:
-        """Return the tokens of the completion with ``seed``."""
+    def length(self, seed: int, uid: str) -> int:
+        """Return the tokens of the completion with ``seed`` of the prompt ``uid``."""
         if self.measured:
             return min(self.measured[seed % len(self.measured)], self.cap)
-        drawn = length_of(seed, self.lengths, cap=self.cap)
+        drawn = length_of(seed, self.lengths, cap=self.cap, uid=uid)
         assert drawn is not None  # natural lengths are measured or assumed
         return min(drawn, self.cap)  # an evaluation may have a lower cap
+
+    def known_lengths(self, uids: Sequence[str], samples: int) -> dict[str, float]:
+        """Return the mean tokens of ``samples`` completions of each prompt, by seeds that no run draws."""
+        return {
+            uid: float(np.mean([self.length(-1 - n - samples * i, uid) for n in range(samples)]))
+            for i, uid in enumerate(uids)
+        }
 
     @property
     def mean(self) -> float:
@@ -55,8 +62,8 @@ class Workload:
 @lru_cache
 def _drawn(workload: Workload) -> list[int]:
     if workload.lengths.kind == "fixed":
-        return [workload.length(0)]
-    return [workload.length(seed) for seed in range(len(workload.measured) or _DRAWN)]
+        return [workload.length(0, "")]
+    return [workload.length(seed, str(seed)) for seed in range(len(workload.measured) or _DRAWN)]
 
 
 def workload_of(

@@ -669,4 +669,4 @@ def test_the_reason_names_what_bounds_the_step():
     assert reason(replace(made, simulated=slow)).startswith("the reference bounds the step")
     tail = replace(run, step_s=longest_s(made.option.scenario))
     assert reason(replace(made, simulated=tail)).startswith("the longest completions bound the step")
-    assert Workload(1, c.bench.lengths, 5, measured=(9,)).length(3) == 5
+    assert Workload(1, c.bench.lengths, 5, measured=(9,)).length(3, "p") == 5

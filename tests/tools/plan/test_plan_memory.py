@@ -338,7 +338,7 @@ def test_missing_lengths_are_assumed_and_reported():
     known = workload_of(c, prompt_tokens=50, measured=[10, 2000])
     assert (known.prompt_tokens, known.mean, known.assumed) == (50, (10 + 900) / 2, "")
     fixed = workload_of(config(bench={"lengths": {"kind": "fixed"}}), prompt_tokens=5, measured=[9])
-    assert fixed.mean == 4 and fixed.length(3) == 4  # requested lengths override measured ones
+    assert fixed.mean == 4 and fixed.length(3, "p") == 4  # requested lengths override measured ones
 
 
 def test_lengths_of_actions_add_up_and_missing_turns_are_assumed_and_reported():
