@@ -241,7 +241,7 @@ class WeightSyncConfig(Section):
         description="weights sent at once, MB; two such buckets exist; null: 256 on GPUs, else 4",
     )
     deltas: Literal["auto"] | bool = Field(
-        "auto",
+        False,
         description="send the engines what has changed in the weights, bit by bit, and whole weights where "
         "that leads nowhere. Each sending rank and engine process holds a copy in host memory. auto: "
         "16-bit weights, engines on other hosts, and copies of at most a quarter of the free memory",
