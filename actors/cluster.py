@@ -148,7 +148,8 @@ class Cluster:
         """Let further engines join from now on, if the run may have any."""
         guests = self._factory.guests()
         if guests is not None and isinstance(team, ElasticTeam):
-            team.oversee(Elasticity(team, guests, self._wanted_engines).run())
+            placed = self._factory.reservation.is_placed
+            team.oversee(Elasticity(team, guests, self._wanted_engines, placed).run())
 
     async def where_stuck(self) -> str:
         """Return where each actor is in its code."""

@@ -9,11 +9,13 @@ an engine joins                       whole, from another engine's copy; from th
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import psutil
+import ray
 from ray.exceptions import RayError
 
 from actors.lifecycle.calls import on_one_host, result, results
@@ -40,10 +42,18 @@ async def uses_deltas(settings: WeightSyncConfig, group: TransferGroup, *, coloc
     size = bucket_size(group.parameters)
     if any(spec.torch_dtype.itemsize > 2 for spec in group.parameters):
         return False
-    free = await results(
-        w.__ray_call__.remote(lambda _: psutil.virtual_memory().available) for w in group.workers
-    )
-    return group.spec.processes_each * size <= _OF_FREE_MEMORY * min(free)
+    holders = [group.policy.ranks[0], *group.workers]
+    places = await results(holder.__ray_call__.remote(_place) for holder in holders)
+    copies = [1, *[group.spec.processes_each] * len(group.workers)]
+    needed: Counter[str] = Counter()
+    for (node, _), own in zip(places, copies, strict=True):
+        needed[node] += own * size
+    return all(needed[node] <= _OF_FREE_MEMORY * free for node, free in places)
+
+
+def _place(_: Any) -> tuple[str, int]:
+    """Return the node of an actor, and the free memory there, bytes."""
+    return ray.get_runtime_context().get_node_id(), psutil.virtual_memory().available
 
 
 class DeltaSync:

@@ -25,6 +25,7 @@ from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.calls import kill, reason, result
 from actors.lifecycle.supervisor import Team
 from actors.lifecycle.watchdog import deadline_of
+from grpo_dist.errors import StateLost
 from grpo_dist.runtime.stage_log import say, seconds_text
 
 logger = logging.getLogger("grpo_dist")
@@ -124,7 +125,7 @@ class ElasticTeam(Team):
             async with deadline_of({name: worker}, self._start_s, f"{name} joins"):
                 await result(self._start(worker))
             await self._while_it_answers(index, worker, self._caught_up(index, worker))
-        except (RayError, TimeoutError) as error:
+        except (RayError, TimeoutError, StateLost) as error:  # StateLost: the policy's, which others notice
             self._replacing.pop(index, None)
             logger.warning("%s could not join (%s)", name, reason(error))
             self._remove(index)

@@ -100,10 +100,10 @@ class Team:
         """Return the actors that serve."""
         return [worker for i, worker in enumerate(self.workers) if self._serves(i)]
 
-    def states(self) -> list[bool]:
-        """Return for each actor that is not absent whether it serves. Safe in any thread."""
+    def states(self) -> list[bool | None]:
+        """Return for each actor whether it serves; None: it is absent. Safe in any thread."""
         replacing, absent = set(self._replacing), set(self._absent)
-        return [i not in replacing for i in range(len(self.workers)) if i not in absent]
+        return [None if i in absent else i not in replacing for i in range(len(self.workers))]
 
     def named(self) -> dict[str, Any]:
         """Return all actors by name, including those being replaced."""
@@ -240,8 +240,10 @@ class Team:
             return
 
     async def _caught_up(self, index: int, worker: Any) -> None:
-        if self.catch_up is not None:
-            await self.catch_up(worker)
+        while (catch_up := self.catch_up) is not None:
+            await catch_up(worker)
+            if catch_up == self.catch_up:
+                break  # else the policy was replaced meanwhile, and the weights are those of the one before
         # With no await in between: from here on, calls to all serving actors include this one.
         del self._replacing[index]
         self.load_balancer.restore(index)

@@ -49,6 +49,7 @@ class ActorUsage:
             f"{role}-{i}": serves
             for role, own in self._teams.items()
             for i, serves in enumerate(state for team in own for state in team.states())
+            if serves is not None
         }
 
     def _serving(self) -> dict[str, list[Any]]:

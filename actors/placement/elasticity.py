@@ -1,8 +1,9 @@
 """Has engines join a running job while the cluster has room, and leave before their node goes.
 
-every few seconds   a guest's node is drained   -> the guest leaves, within the node's notice
-                    more serve than are wanted  -> the newest guest leaves
-                    fewer                       -> guests join, on nodes with room
+every few seconds   a guest's node is drained     -> the guest leaves, within the node's notice
+                    more serve than are wanted    -> the newest guest leaves
+                    fewer                         -> guests join, on nodes with room
+                    reserved actors wait for room -> all guests leave
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.lifecycle.actor_spec import GuestSpec
+from actors.lifecycle.calls import reason
 from actors.lifecycle.elastic_team import ElasticTeam
 from actors.placement import spare
 from grpo_dist.runtime.concurrency import in_thread
@@ -31,12 +33,23 @@ _AGAIN_S = (30.0, 600.0)  # wait after a failed join: the first, doubled each ti
 
 
 class Elasticity:
-    """Changes the guests of ``team``. ``wanted``: how many engines there should be; it may change at any
-    time, and is clipped to what the configuration allows.
+    """Changes the guests of ``team``.
+
+    Args:
+        wanted: how many engines there should be; it may change at any time, and is clipped to what the
+            configuration allows. Called in a thread.
+        is_placed: whether all reserved actors have their places, which a lost node takes from them. Called in
+            a thread.
     """
 
-    def __init__(self, team: ElasticTeam, guests: GuestSpec, wanted: Callable[[], int | None]) -> None:
-        self._team, self._guests, self._wanted = team, guests, wanted
+    def __init__(
+        self,
+        team: ElasticTeam,
+        guests: GuestSpec,
+        wanted: Callable[[], int | None],
+        is_placed: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._team, self._guests, self._wanted, self._is_placed = team, guests, wanted, is_placed
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed, self._not_before = 0, 0.0  # joins that failed in a row, and when to try again
 
@@ -44,7 +57,10 @@ class Elasticity:
         """Look at the cluster again and again, until cancelled."""
         try:
             while True:
-                await self.look()
+                try:
+                    await self.look()
+                except Exception as error:  # Ray or the file system may fail for a moment
+                    logger.warning("engines can neither join nor leave now (%s)", reason(error))
                 await asyncio.sleep(_LOOK_S)
         finally:
             for task in self._tasks:
@@ -60,17 +76,18 @@ class Elasticity:
                 self._start(self._team.leave(index, "its node is drained", within_s=notice_s))
                 await asyncio.sleep(0)  # it begins, so that `guests` no longer has it
         guests = self._team.guests()
-        missing = self._most() - len(guests)
+        is_placed, wanted = await in_thread(self._is_placed), await in_thread(self._wanted)
+        missing = (self._most(wanted) if is_placed else 0) - len(guests)
         if missing < 0:
+            why = "fewer engines are wanted" if is_placed else "a reserved actor needs the room"
             for index in sorted(guests)[missing:]:
-                self._start(self._team.leave(index, "fewer engines are wanted", within_s=_LEAVE_S))
+                self._start(self._team.leave(index, why, within_s=_LEAVE_S if is_placed else 0.0))
                 await asyncio.sleep(0)
         elif missing > 0 and time.monotonic() >= self._not_before:
             await self._fill(missing)
 
-    def _most(self) -> int:
-        """Return how many guests there should be."""
-        wanted = self._wanted()
+    def _most(self, wanted: int | None) -> int:
+        """Return how many guests there should be at ``wanted`` engines."""
         return (
             self._guests.most
             if wanted is None
@@ -107,6 +124,8 @@ def wanted_in(path: Path) -> Callable[[], int | None]:
             text = path.read_text(errors="replace").strip()[:40]
         except FileNotFoundError:
             return None
+        except OSError as error:
+            text = str(error)[:80]
         if text.isascii() and text.isdigit() and len(text) < 9:
             return int(text)
         if text != ignored[0]:

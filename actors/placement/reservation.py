@@ -70,6 +70,10 @@ class Reservation:
         """True while a placement group is held."""
         return self._group is not None
 
+    def is_placed(self) -> bool:
+        """Return whether all bundles have their places. Asks Ray."""
+        return self._group is None or placement_group_table(self._group)["state"] == "CREATED"
+
     async def wait_ready(self, config: Config) -> None:
         """Wait until all bundles are placed: Ray moves those of a lost node. Raises as `acquire`."""
         await self._wait(config)

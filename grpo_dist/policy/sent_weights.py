@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -76,7 +76,8 @@ class SentWeights:
                     slot.copy_(new)
             with watch("sync_checksum"):
                 checksum.add(new[:size])
-            deltas.append(delta)
+            # In host memory: they are kept through the next update, whose memory they would take.
+            deltas.append(replace(delta, data=None if delta.data is None else delta.data.cpu()))
         next(buckets, None)  # releases what the last bucket gathered
         held.token = token
         self.changes = Changes(token, base, tuple(deltas), checksum, held.num_bytes, watch.phases())

@@ -12,6 +12,7 @@ from actors.lifecycle.actor_spec import ActorSpec, GuestSpec
 from actors.placement.elasticity import Elasticity
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import RestartsConfig, RolloutConfig
+from grpo_dist.errors import StateLost
 from tests.actors.lifecycle.test_supervision import OPTIONS, fetched
 from tests.support.crashing_actors import Engine
 from tests.support.patience import HANG_S
@@ -159,6 +160,37 @@ def test_a_guest_that_is_told_to_leave_before_it_serves_never_serves(ray_cluster
     session(work)
 
 
+def test_a_guest_that_joins_while_the_policy_is_replaced_gets_the_weights_of_the_new_one(ray_cluster):
+    async def work(rollouts, team):
+        caught_up = []
+
+        async def of_the_new(worker):
+            caught_up.append("new")
+
+        async def of_the_old(worker):
+            caught_up.append("old")
+            team.catch_up = of_the_new
+
+        team.catch_up = of_the_old
+        await team.join(1, here())
+        assert caught_up == ["old", "new"] and len(team.alive()) == 2
+
+    session(work)
+
+
+def test_a_join_that_ends_with_the_policy_leaves_the_others_as_they_are(ray_cluster):
+    async def work(rollouts, team):
+        async def catch_up(worker):
+            raise StateLost("policy-0 is lost")
+
+        team.catch_up = catch_up
+        await team.join(1, here())
+        team.check()
+        assert team.guests() == {} and team.is_whole
+
+    session(work)
+
+
 def test_a_guest_does_not_leave_in_the_middle_of_a_sync(ray_cluster):
     async def work(rollouts, team):
         team.between_syncs = asyncio.Lock()
@@ -175,14 +207,14 @@ def test_a_guest_does_not_leave_in_the_middle_of_a_sync(ray_cluster):
 
 
 def test_engines_join_while_nodes_have_room_and_leave_when_fewer_are_wanted(ray_cluster, monkeypatch):
-    node, rooms, going, wanted = here(), [1], {}, [None]
+    node, rooms, going, wanted, placed = here(), [1], {}, [None], [True]
     monkeypatch.setattr("actors.placement.spare.draining", lambda: dict(going))
     monkeypatch.setattr(
         "actors.placement.spare.rooms", lambda cpus, gpus, count: [node] * min(count, rooms[0])
     )
 
     async def work(rollouts, team):
-        elasticity = Elasticity(team, ACTORS.guests, lambda: wanted[0])
+        elasticity = Elasticity(team, ACTORS.guests, lambda: wanted[0], lambda: placed[0])
 
         async def after_a_look():
             await elasticity.look()
@@ -201,6 +233,10 @@ def test_engines_join_while_nodes_have_room_and_leave_when_fewer_are_wanted(ray_
         assert await after_a_look() == 1  # those that are reserved stay
         wanted[0] = 99
         assert await after_a_look() == 3
+        placed[0] = False  # a reserved actor waits for room
+        assert await after_a_look() == 1
+        placed[0], wanted[0] = True, 2
+        assert await after_a_look() == 2
         going[node], rooms[0] = 60.0, 0
         assert await after_a_look() == 1
 
