@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +19,12 @@ _FETCH_S = 120.0  # for the routes of one sample, megabytes, perhaps from anothe
 class StoredRoutes:
     """Routes that an engine has put into the object store; they are lost with that engine.
 
-    ``prompt_digest``: `digest` of the ``prompt_tokens``, so that ranks can plan without fetching any.
+    ``digests``: `digest` by number of tokens: of the row's own prompt, and of the prompt that all rows of the
+    sample share. With them ranks plan without fetching any routes.
     """
 
     reference: Any  # ray.ObjectRef
-    prompt_tokens: int
-    prompt_digest: bytes
+    digests: Mapping[int, bytes]
 
     def fetch(self) -> np.ndarray:
         """Fetch them. Raises RuntimeError when they are lost."""
@@ -35,8 +36,10 @@ class StoredRoutes:
         return routes
 
     def digest(self, tokens: int) -> bytes:
-        if tokens == self.prompt_tokens:
-            return self.prompt_digest
+        if tokens == 0:
+            return b""
+        if (known := self.digests.get(tokens)) is not None:
+            return known
         return HeldRoutes(self.fetch()).digest(tokens)
 
 
@@ -44,12 +47,20 @@ def stored(rollout: Rollout) -> Rollout:
     """Return ``rollout`` with the routes of all its rows in the object store."""
     if rollout.routes is None:
         return rollout
-    further = tuple(replace(row, routes=_put(row)) for row in rollout.further_rows)
-    return replace(rollout, routes=_put(rollout), further_rows=further)
+    shared = _prompt_tokens(rollout)
+    further = tuple(replace(row, routes=_put(row, shared)) for row in rollout.further_rows)
+    return replace(rollout, routes=_put(rollout, shared), further_rows=further)
 
 
-def _put(row: Rollout | FurtherRow) -> StoredRoutes:
+def _put(row: Rollout | FurtherRow, shared: int) -> StoredRoutes:
+    """Store the routes of ``row``. ``shared``: tokens of the prompt of the sample's first row."""
     assert row.routes is not None
-    experts = row.routes.fetch()
-    prompt = len(experts) + 1 - len(row.completion_ids)
-    return StoredRoutes(ray.put(experts), prompt, HeldRoutes(experts).digest(prompt))
+    held = HeldRoutes(row.routes.fetch())
+    digests = {tokens: held.digest(tokens) for tokens in (_prompt_tokens(row), shared)}
+    return StoredRoutes(ray.put(held.experts), digests)
+
+
+def _prompt_tokens(row: Rollout | FurtherRow) -> int:
+    """Return the tokens of the prompt: the last token of a completion has no route."""
+    assert row.routes is not None
+    return len(row.routes.fetch()) + 1 - len(row.completion_ids)

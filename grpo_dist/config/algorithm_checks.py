@@ -218,7 +218,8 @@ def _of_the_group(config: Sections) -> Iterator[str]:
             "`dynamic_sampling.enabled` = true replaces groups of equal rewards, but with "
             "`batch.samples_per_prompt` = 1 every group is one; set one of the two"
         )
-    if samples == 1 and a.zero_variance_filter and a.advantage == "reinforce_pp":
+    alone = a.advantage in ("remax", "process") or a.process_coef > 0  # may teach by one sample
+    if samples == 1 and a.zero_variance_filter and not alone:
         yield (
             "`algorithm.zero_variance_filter` = true leaves out groups of equal rewards, but with "
             "`batch.samples_per_prompt` = 1 every group is one; set one of the two"

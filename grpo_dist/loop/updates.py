@@ -69,6 +69,8 @@ def make_updates(
     groups = [s.group for s in scored]
     if config.rewards.shuffle:
         groups = shuffle_rewards(groups, derived_seed(config.seed, f"shuffle rewards of step {step}"))
+    has_signal = _with_signal(config.algorithm, config.rewards, groups, given=advantages is not None)
+    groups = [g if kept else _without_rewards(g) for g, kept in zip(groups, has_signal, strict=True)]
     moments = reward_moments(config.algorithm, scored, Moments()) if moments is None else moments
     settings = replace(
         advantage_settings(config.algorithm, config.rewards, kl_coef, config.code_paths),
@@ -88,8 +90,8 @@ def make_updates(
     )
     if advantages is None:
         batch = token_advantages(batch, groups, settings)
-        if config.algorithm.zero_variance_filter:
-            batch = _only_with_signal(batch, groups, signal_rule(config.algorithm, config.rewards, None))
+    if not all(has_signal):
+        batch = _only_with_signal(batch, has_signal)
     first, later = _dealt(
         batch, config.batch, len(groups), seed=derived_seed(config.seed, f"epochs of step {step}")
     )
@@ -229,11 +231,28 @@ def signal_rule(algorithm: AlgorithmConfig, rewards: RewardsConfig, metric: str 
     return SignalRule(settings.estimator, metric, settings.weights, settings.turn_discount, steps)
 
 
-def _only_with_signal(batch: TrainBatch, groups: Sequence[Group], has_signal: SignalRule) -> TrainBatch:
+def _with_signal(
+    algorithm: AlgorithmConfig, rewards: RewardsConfig, groups: Sequence[Group], *, given: bool
+) -> list[bool]:
+    """Return for each group whether it is trained on under `algorithm.zero_variance_filter`. ``given``: the
+    advantages are the caller's, and all groups are.
+    """
+    if given or not algorithm.zero_variance_filter:
+        return [True] * len(groups)
+    rule = signal_rule(algorithm, rewards, None)
+    return [rule(group) for group in groups]
+
+
+def _without_rewards(group: Group) -> Group:
+    """Return ``group`` as one that could not be scored, so that no statistic of the step has it."""
+    return replace(group, rewards=np.full_like(group.rewards, np.nan))
+
+
+def _only_with_signal(batch: TrainBatch, has_signal: Sequence[bool]) -> TrainBatch:
     """Return ``batch`` with empty masks for the rows of groups without a signal, which then count in no
     denominator: ScaleRL's zero-variance filter, arXiv:2510.13786, section 3.2.
     """
-    kept = torch.tensor([has_signal(group) for group in groups])
+    kept = torch.tensor(has_signal)
     mask = batch.loss_mask & kept[batch.rows.group_ids][:, None]
     ref = batch.ref_logprobs
     batch = replace(

@@ -165,7 +165,8 @@ class Trainer:
             per_update.append(own)
             refused.update(f"{REFUSED}{bound.key}" for bound in too_far or passed(bounds, own))
         # Before anything moved: of all samples where the trainer's old log-probs are known.
-        metrics = _of_step(per_update, unmoved=len(batches) if known_old else 1)
+        trained = [batch.num_tokens > 0 for batch in plan]
+        metrics = _of_step(per_update, trained, unmoved=len(batches) if known_old else 1)
         metrics |= {name: float(count) for name, count in refused.items()}
         return metrics | {BAD_WEIGHTS: float(not self._weights_are_finite())}
 
@@ -315,16 +316,24 @@ class Trainer:
         dist.destroy_process_group()
 
 
-def _of_step(per_update: Sequence[dict[str, float]], *, unmoved: int) -> dict[str, float]:
-    """Return the metrics of a step from those of its updates. ``unmoved``: how many of them have log-probs of
-    the weights before the step, for ``mismatch/*``.
+def _of_step(
+    per_update: Sequence[dict[str, float]], trained: Sequence[bool], *, unmoved: int
+) -> dict[str, float]:
+    """Return the metrics of a step from those of its updates. ``trained``: which of them had tokens; means
+    are over those, unless there is none. ``unmoved``: how many of them have log-probs of the weights before
+    the step, for ``mismatch/*``.
     """
+
+    def with_tokens(some: Sequence[dict[str, float]]) -> Sequence[dict[str, float]]:
+        return [m for m, had in zip(some, trained, strict=False) if had] or some
+
     first = per_update[0]
-    metrics = {k: sum(m[k] for m in per_update) / len(per_update) for k in first}
+    means = with_tokens(per_update)
+    metrics = {k: sum(m[k] for m in means) / len(means) for k in first}
     metrics |= {k: max(m[k] for m in per_update) for k in first if k.endswith("_max")}
     metrics[SKIPPED] = sum(m[SKIPPED] for m in per_update)
     for name in (k for k in first if k.startswith("mismatch/")):
-        values = [m[name] for m in per_update[:unmoved]]
+        values = [m[name] for m in with_tokens(per_update[:unmoved])]
         metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
     shown = ("policy/ratio_mean", "policy/ratio_max", "ref/kl")
     return metrics | {f"first_update/{k}": first[k] for k in shown if k in first}

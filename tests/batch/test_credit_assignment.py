@@ -188,11 +188,18 @@ def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
     assert len(nothing) == 4
 
 
-def test_the_zero_variance_filter_leaves_groups_without_a_signal_out_of_the_denominators():
-    """As if they had not been sampled: a step of the useful group alone, also within each update."""
+@pytest.mark.parametrize(
+    "algorithm",
+    [{}, {"std": "batch"}, {"std": "none", "whiten_advantages": True}, {"reward_norm": "batch"}],
+    ids=str,
+)
+def test_the_zero_variance_filter_leaves_groups_without_a_signal_out_as_if_they_had_not_been_sampled(
+    algorithm,
+):
+    """A step of the useful group alone, also within each update."""
     batch = {"prompts_per_step": 2, "samples_per_prompt": 2}
     silent, useful = group_of([1, 1], [4, 4]), group_of([1, 0], [2, 3])
-    config = fakes.config(batch=batch, algorithm={"zero_variance_filter": True})
+    config = fakes.config(batch=batch, algorithm=algorithm | {"zero_variance_filter": True})
     (found,) = fakes.make_batches(config, scored(silent, useful), 0, kl_coef=0.0)
     (alone,) = fakes.make_batches(config, scored(useful), 0, kl_coef=0.0)
     for name in ("num_tokens", "num_sequences", "num_prompts"):

@@ -30,24 +30,21 @@ _INTERRUPTED = 130
 
 def main(arguments: Sequence[str], python: str = sys.executable) -> int:
     """Run both halves; return 0 if none failed, 1 if one did, 130 after an interrupt."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # a shell's background job ignores the first
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a background job ignores the first
         signal.signal(number, signal.default_int_handler)
+    started: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryFile() as output:
-        first, second = (
-            subprocess.Popen([python, *_PYTEST, marks, *arguments], stdout=out, stderr=err, process_group=0)
-            for marks, out, err in zip(HALVES, (None, output), (None, subprocess.STDOUT), strict=True)
-        )
         try:
+            for marks, out, err in zip(HALVES, (None, output), (None, subprocess.STDOUT), strict=True):
+                command = [python, *_PYTEST, marks, *arguments]
+                started.append(subprocess.Popen(command, stdout=out, stderr=err, process_group=0))
+            first, second = started
             while first.poll() is None:
                 time.sleep(_POLL_S)
             print("the other half:", flush=True)
             _follow(output, second)
         except KeyboardInterrupt:
-            _interrupt(first, second)
+            _interrupt(*started)
             return _INTERRUPTED
     codes = first.returncode, second.returncode
     if codes in ((0, 0), (0, _NONE), (_NONE, 0)):

@@ -142,12 +142,13 @@ def test_routes_that_are_lost_are_an_error_that_sends_the_run_to_its_checkpoint(
     rollout = replace(group_of([1.0], [2]).rollouts[0], routes=routes)
     held = stored(rollout).routes
     assert held.fetch().shape == (3, 2, 1)
-    assert held.digest(2) == rollout.routes.digest(2) == held.prompt_digest  # of 3 + 1 - 2 tokens
+    assert held.digest(2) == rollout.routes.digest(2) == held.digests[2]  # of 3 + 1 - 2 tokens
     assert held.digest(1) == rollout.routes.digest(1) != held.digest(2)
 
     def no_answer(reference, *, timeout):
         raise GetTimeoutError(f"not within {timeout:g} s")
 
     monkeypatch.setattr(ray, "get", no_answer)
+    assert held.digest(2) and held.digest(0) == b""  # planning fetches nothing
     with pytest.raises(RuntimeError, match="the routes of a sample are lost: not within 120 s"):
         held.fetch()
