@@ -59,7 +59,7 @@ def with_pool(play, restarts):
         pool = EnvironmentPool(EnvironmentsConfig(num_workers=2), FakeSpec(restarts=restarts))
         told = []
         engine = SimpleNamespace(use_environments=SimpleNamespace(remote=told.append))
-        pool.engines = [SimpleNamespace(workers=[engine])]
+        pool.engines = [SimpleNamespace(named=lambda: {"rollout-0": engine})]
         await pool.ready()
         try:
             return await asyncio.wait_for(play(pool, told), HANG_S)
