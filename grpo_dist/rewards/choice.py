@@ -27,20 +27,28 @@ _BEFORE = re.compile(  # of the same clause: it is not claimed, or not that it i
     r"\b(?:if|whether|unless|except|not|never|nor|wrong|incorrect|false|unlikely|cannot|least|worst)\b|n['’]t\b",
     re.IGNORECASE,
 )
+_ADVERB = r"(?:also|already|clearly|explicitly|now|once|only|further|just)"
+_NOBODY = (  # what says something is given, and is no claim of somebody else
+    r"(?:problem|question|text|statement|exercise|task|condition|definition|theorem|passage|hint|it|which|we|as"
+    rf"|{_ADVERB})"
+)
 _SUPPOSED = re.compile(  # of the same sentence: somebody else's claim, or one that is made to be tried
-    r"\b(?:suppos\w+|assum\w+|imagin\w+|doubt\w*|who|says?|said|claim\w*|thinks?|thought|believ\w+|argu\w+"
-    r"|conclude\s+that\s+the|would\s+(?:have|mean|imply)|were)\b",
+    r"\b(?:suppos\w+|assum\w+|imagin\w+|doubt\w*|who|claim\w*|thinks?"
+    r"|conclude\s+that\s+the|would\s+(?:have|mean|imply))\b"
+    rf"|\b(?!{_NOBODY}\b)\w+\s+(?:{_ADVERB}\s+)?(?:says?|said|thought|believe[sd]?|argue[sd]?)\b"
+    r"|\bif\b.*\bwere\b",
     re.IGNORECASE,
 )
 _REASONED = re.compile(  # what precedes gives reasons, and does not restrict the conclusion
     r".*[,;:–—]\s*(?:and\s+)?(?:so|therefore|thus|hence|consequently|which\s+means|this\s+means)\b"
-    r"|[^A-Za-z]*(?:(?:so|and|but)\W+)?(?:since|because|as|given)\b.*,",
+    r"|[^A-Za-z]*(?:(?:so|and|but)\W+)?(?:since|because|as|given)\b(?:(?!\b(?:if|unless|whether)\b).)*,",
     re.IGNORECASE | re.DOTALL,
 )
 _WITH_ANOTHER = re.compile(r"(?:\b(?:or|and|nor|neither|either|both|than)|[/&+,=<>-])\s*$", re.IGNORECASE)
 _ANOTHER = re.compile(
     r"\W*(?:(?:or|and|nor|to|through|but|if|unless)\b|[/&+=<>^-]\s*\w|,\s*\W?[A-Za-z]\b(?!\s\w))"
 )
+_RESTRICTED = re.compile(r"[\s*_,(]*(?:only\s+)?(?:if|when|unless)\b")  # "(B) is the correct answer only if"
 _TAKEN_BACK = re.compile(
     r"\b(?:wait|actually|sorry|correction|instead|i\s+mean|just\s+kidding|maybe|perhaps|wrong|incorrect)\b"
     r"|\bfalse\b|\bno,|\bnot\b|n['’]t\b|\?",
@@ -71,7 +79,7 @@ def stated_choice(text: str) -> str | None:
     clause = sentence[found.end() :] if (found := _REASONED.match(sentence)) else sentence
     if _SUPPOSED.search(sentence) or _BEFORE.search(clause):
         return None
-    if last.re is _REVERSED and _WITH_ANOTHER.search(before):
+    if last.re is _REVERSED and (_WITH_ANOTHER.search(before) or _RESTRICTED.match(rest)):
         return None
     if _ANOTHER.match(rest) or _TAKEN_BACK.search(rest[:_LOOKS_AHEAD]):
         return None

@@ -78,6 +78,13 @@ STATED = [
     "**B** is therefore the right answer.",
     "C is wrong. B is the correct answer: 5 cm",
     "The answer is A? Let me see. B is the only correct option.",
+    "Since there were 5 apples, the answer is (B).",
+    "There were 12 left, so the answer is (B).",
+    "The problem says x = 2, so the answer is (B).",
+    "The problem also says x = 2, so the answer is (B).",
+    "As we were told, the answer is (B).",
+    "By this argument, the answer is (B).",
+    "B is the correct answer. When x = 3, it holds.",
 ]
 # What public evaluations extract, by their own expressions (simple-evals `common.py`, MMLU-Pro
 # `compute_accuracy.py`); what hedges is in `NOT_STATED`.
@@ -144,6 +151,13 @@ NOT_STATED = [
     "B is not the correct answer.",
     "The student thought B is the correct answer.",
     "f(B) = B is the correct answer",
+    "As x is unknown and if it is 2, the answer is (B).",
+    "B is the correct answer only if x > 3.",
+    "B is the correct answer when x > 3.",
+    "If there were 5 apples, 2 are left, so the answer is (B).",
+    "Bob also said x = 3, so the answer is B.",
+    "The teacher believes x = 3, so the answer is B.",
+    "One could argue x = 3, so the answer is B.",
 ]
 
 
