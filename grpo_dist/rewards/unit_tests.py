@@ -9,6 +9,7 @@ The test itself runs beside the solution, which could tamper with it; output is 
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import math
@@ -38,13 +39,16 @@ _READ_FROM = """def _read():
         file.write({data!r})
         file.seek(0)
         os.dup2(file.fileno(), 0)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     sys.stdin = open(0, encoding="utf-8", closefd=False)
 _read()
 del _read
 """
-# The sandbox shows both streams as one, and what a program logs is no output.
-_QUIET = "__import__('sys').stderr = open(2, 'w', closefd=False)\n"
+# The sandbox shows both streams as one, and what a program logs is no output. In the program itself, for a
+# service opens both streams again for each piece of code.
+_QUIET = (
+    "__import__('os').dup2(__import__('os').open('/dev/null', 1), 2); "
+    "__import__('sys').stderr = open(2, 'w', closefd=False)"
+)
 
 
 class UnitTests(Builtin):
@@ -180,9 +184,8 @@ async def _passes(solution: str, test: str | Mapping[str, str], sandbox: PythonS
             ran = await sandbox.run(episode, _sendable(f"{test}\nprint({mark!r})\n"))
             return ran.outcome == "ok" and ran.output.rstrip().endswith(mark)
         await sandbox.run(episode, _READ_FROM.format(data=test["input"].encode()))
-        quiet = "" if "__future__" in solution else _QUIET  # such an import must be the first statement
-        program = f"{quiet}{solution}\nNone\n"  # None: its last value is not shown
-        ran = await sandbox.run(episode, _sendable(program))
+        program = f"{_quiet(_sendable(solution))}\nNone\n"  # None: its last value is not shown
+        ran = await sandbox.run(episode, program)
         return ran.outcome == "ok" and _same_output(ran, test["output"])
     finally:
         await sandbox.end(episode)
@@ -192,6 +195,26 @@ def _same_output(ran: CodeResult, expected: str) -> bool:
     """Compare line by line, but for white space at ends of lines and of the text."""
     ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (ran.output, expected))
     return ours == theirs
+
+
+def _quiet(program: str) -> str:
+    """Return ``program`` with `_QUIET` at its beginning, or behind the imports that must be its first."""
+    ends: list[tuple[int, int]] = []
+    if "__future__" in program:
+        try:
+            body = ast.parse(program).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            body = []  # it fails there, too
+        for node in body:
+            if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+                ends.append((node.end_lineno or 0, node.end_col_offset or 0))
+    if not ends:
+        return f"{_QUIET}\n{program}"
+    line, column = max(ends)  # the column counts bytes
+    lines = re.split(r"(?<=\n)|(?<=\r)(?!\n)", program)
+    own = lines[line - 1].encode()
+    lines[line - 1] = f"{own[:column].decode()}; {_QUIET}{own[column:].decode()}"
+    return "".join(lines)
 
 
 def _sendable(code: str) -> str:

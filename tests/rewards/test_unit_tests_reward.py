@@ -11,6 +11,7 @@ from grpo_dist.environments.sandbox.failure import ProcessFailure
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards
 from grpo_dist.rewards.unit_tests import last_block, read_tests
+from tests.support.fake_sandbox_fusion import sandbox_fusion
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S
 
@@ -94,6 +95,31 @@ def test_a_program_finds_its_input_however_it_reads(pool, reader):
     solution = block(READERS[reader] + "\nimport sys\nprint('a trace', file=sys.stderr)\nprint(data[::-1])")
     scores, scorer = scored(pool, [solution], [{"input": "héllo\n", "output": "olléh\n"}])
     assert scores.rewards.tolist() == [1], scorer.failures
+
+
+LOGS = "import sys, os\nprint('a trace', file=sys.stderr)\nos.write(2, b'another')\n"
+FUTURE = "from __future__ import annotations"
+LOGGERS = {
+    "plain": LOGS,
+    "future": f"{FUTURE}\n{LOGS}",
+    "documented": f'"""What it does."""\n{FUTURE}  # é\nfrom __future__ import (\n    division,\n)\n{LOGS}',
+    "one line": f"{FUTURE}; s = '''é\n'''\n{LOGS}",
+    "carriage returns": f"# é\r\n{FUTURE}\r\n{LOGS}",
+    "in a text": f"{LOGS}s = 'from __future__ import x'\n",
+}
+
+
+@pytest.mark.parametrize("backend", ["process", "http"])
+def test_what_a_program_logs_is_no_output(pool, backend):
+    """On the service, each piece of code has both streams opened again."""
+    solutions = [block(f"{code}print(input()[::-1])") for code in LOGGERS.values()]
+    wrong = block(f"{LOGS}print(input())")
+    with sandbox_fusion() as fusion:
+        sandbox = LIMITS | ({"backend": "http", "url": fusion.url} if backend == "http" else {})
+        tests = [{"input": "abc\n", "output": "cba\n"}]
+        scores, scorer = scored(pool, [*solutions, wrong], tests, sandbox=sandbox)
+    assert dict(zip(LOGGERS, scores.rewards.tolist()[:-1], strict=True)) == dict.fromkeys(LOGGERS, 1)
+    assert scores.rewards[-1] == 0 and scorer.failures == {}
 
 
 def test_long_inputs_and_outputs_are_compared_whole_or_not_at_all(pool):
