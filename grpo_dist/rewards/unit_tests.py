@@ -30,6 +30,7 @@ from grpo_dist.rewards.group import CompletionGroup, Verdicts
 
 _FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _LANGUAGES = ("", "python", "python3", "py")
+_REASON = 200  # last characters of why an input could not be given
 _START_S, _CLOSE_S = 400.0, 60.0  # the trial of isolation takes up to 300 s on a busy machine
 # Descriptor 0 is a file, so that `open(0)` and `os.read` find the input, too. It leaves no names: a solution
 # that forgets an import fails.
@@ -96,7 +97,7 @@ class UnitTests(Builtin):
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         try:
             tests = read_tests(group.columns.get(self.column), self.column)
-            _check_lengths(tests, self.output_kb)
+            _check_lengths(tests, self._limits)
         except ValueError as error:
             self._note(str(error))
             return [math.nan] * len(group.completions)
@@ -148,15 +149,24 @@ def read_tests(value: Any, column: str) -> list[str | dict[str, str]]:
     return tests
 
 
-def _check_lengths(tests: Sequence[Any], output_kb: int) -> None:
-    """Raise ValueError for an expected output of which a right program's would be cut."""
-    longest = max(
-        (len(t["output"].encode(errors="replace")) for t in tests if not isinstance(t, str)), default=0
-    )
-    if longest > output_kb * 1024:
+def _check_lengths(tests: Sequence[Any], limits: SandboxConfig) -> None:
+    """Raise ValueError for an expected output of which a right program's would be cut, and for an input that
+    is no file within the limits.
+    """
+    pairs = [test for test in tests if not isinstance(test, str)]
+    longest = {
+        key: max((len(pair[key].encode(errors="replace")) for pair in pairs), default=0)
+        for key in ("input", "output")
+    }
+    if longest["output"] > limits.output_kb * 1024:
         raise ValueError(
-            f"a test expects {-(-longest // 1024)} KiB of output, but kwargs.output_kb = {output_kb} are "
-            "kept; raise it"
+            f"a test expects {-(-longest['output'] // 1024)} KiB of output, but kwargs.output_kb = "
+            f"{limits.output_kb} are kept; raise it"
+        )
+    if longest["input"] > limits.files_mb * 2**20:
+        raise ValueError(
+            f"a test has {-(-longest['input'] // 2**20)} MiB of input, but a file may have "
+            f"kwargs.sandbox.files_mb = {limits.files_mb}; raise it"
         )
 
 
@@ -183,7 +193,10 @@ async def _passes(solution: str, test: str | Mapping[str, str], sandbox: PythonS
             mark = secrets.token_hex(16)
             ran = await sandbox.run(episode, _sendable(f"{test}\nprint({mark!r})\n"))
             return ran.outcome == "ok" and ran.output.rstrip().endswith(mark)
-        await sandbox.run(episode, _READ_FROM.format(data=test["input"].encode()))
+        given = await sandbox.run(episode, _READ_FROM.format(data=_sendable(test["input"]).encode()))
+        if given.outcome != "ok":  # the program would find nothing to read: no fault of its own
+            reason = f"the input cannot be given: {given.outcome} {given.output.strip()[-_REASON:]}".rstrip()
+            raise ProcessFailure("error", reason, lost=False, infrastructure=True)
         program = f"{_quiet(_sendable(solution))}\nNone\n"  # None: its last value is not shown
         ran = await sandbox.run(episode, program)
         return ran.outcome == "ok" and _same_output(ran, test["output"])

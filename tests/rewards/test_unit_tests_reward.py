@@ -8,6 +8,7 @@ import pytest
 
 from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.environments.sandbox.failure import ProcessFailure
+from grpo_dist.environments.sandbox.python import CodeResult
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards
 from grpo_dist.rewards.unit_tests import last_block, read_tests
@@ -138,6 +139,33 @@ def test_long_inputs_and_outputs_are_compared_whole_or_not_at_all(pool):
     assert "a test expects 917 KiB of output, but kwargs.output_kb = 512" in next(
         iter(scorer.failures["code"])
     )
+
+
+def test_a_program_whose_input_cannot_be_given_is_not_taken_for_wrong(pool):
+    right = block("import sys\nprint(len(sys.stdin.read()))")
+    tests = [{"input": "x" * (2**20 + 1), "output": str(2**20 + 1)}]
+    scores, scorer = scored(pool, [right], tests, sandbox=LIMITS | {"files_mb": 1})
+    assert np.isnan(scores.rewards).all()
+    assert "a test has 2 MiB of input, but a file may have kwargs.sandbox.files_mb = 1; raise it" in next(
+        iter(scorer.failures["code"])
+    )
+
+
+@pytest.mark.parametrize("outcome", ["error", "memory", "timeout", "died"])
+def test_where_the_sandbox_cannot_hold_the_input_nothing_is_known(pool, monkeypatch, outcome):
+    scorer = Scorer([spec("code", "unit_tests", kwargs={"sandbox": LIMITS})], pool)
+
+    async def full(self, episode, code):
+        await asyncio.sleep(0)
+        return CodeResult("OSError: no space left\n", outcome, 0.0)
+
+    monkeypatch.setattr("grpo_dist.environments.sandbox.python.PythonSandbox.run", full)
+    tests = [{"input": "1", "output": "1"}]
+    result = scorer.score(completion_group([block("print(input())")], "", columns={"tests": tests}))
+    scorer.close()
+    assert np.isnan(result.rewards).all()
+    reason = f"the sandbox failed: the input cannot be given: {outcome} OSError: no space left"
+    assert scorer.failures == {"code": {reason: 1}}
 
 
 def test_code_that_never_ends_is_wrong_and_a_sandbox_that_fails_is_not(pool, monkeypatch):
