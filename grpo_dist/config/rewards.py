@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
@@ -89,7 +90,7 @@ class RewardModelConfig(GatedConfig):
         1, description="copies of the model, each an actor; colocated: one on each of the policy's GPUs"
     )
     gpu_share: float = Field(
-        1.0, gt=0, le=1,
+        1.0, ge=1e-4, le=1,
         description="share of a GPU that a copy takes, e.g. 0.25: copies of all models are on one GPU as "
         "long as their shares add up to 1; colocated: they take turns, and no share is counted",
     )  # fmt: skip
@@ -104,8 +105,12 @@ class RewardModelConfig(GatedConfig):
 
     @property
     def gpus(self) -> float:
-        """GPUs of one copy: whole ones, or a share of one."""
-        return self.tensor_parallel_size * self.gpu_share
+        """GPUs of one copy: whole ones, or a share of one in units of 1e-4, as Ray counts them. Rounded down,
+        for Ray rounds to the nearest: six shares of 1/6 would be more than a GPU.
+        """
+        if self.gpu_share < 1:
+            return math.floor(self.gpu_share * 1e4 + 1e-6) / 1e4
+        return float(self.tensor_parallel_size)
 
     @model_validator(mode="after")
     def _splits(self) -> RewardModelConfig:
