@@ -20,7 +20,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, PrivateAttr
+from pydantic import Field, PositiveInt, PrivateAttr, model_validator
 
 from grpo_dist.config.environments import SandboxConfig
 from grpo_dist.environments.sandbox.failure import ProcessFailure
@@ -62,7 +62,9 @@ class UnitTests(Builtin):
     setup_column: str | None = Field(None, description="column of code that runs before the solution")
     reward: Literal["all", "share"] = Field("all", description="all: 1 or 0; share: of the tests that pass")
     output_kb: PositiveInt = Field(
-        4096, description="output of a program that is compared, KiB; in place of that of the sandbox"
+        4096,
+        description="output of a program that is compared, KiB; or set sandbox.output_kb, whose default is "
+        "not used here",
     )
     max_concurrency: PositiveInt = Field(4, description="interpreters of one reward worker at once")
     sandbox: SandboxConfig = SandboxConfig()
@@ -90,14 +92,32 @@ class UnitTests(Builtin):
         self._note, self._code = note, _CodeLoop(self._limits, self.max_concurrency)
         self._code.start()
 
+    @model_validator(mode="after")
+    def _one_length_of_output(self) -> UnitTests:
+        kept = self.sandbox.output_kb
+        both = {"output_kb"} <= self.model_fields_set & self.sandbox.model_fields_set
+        if both and kept != self.output_kb:
+            raise ValueError(
+                f"output_kb = {self.output_kb} and sandbox.output_kb = {kept}: both are the output that is "
+                "compared, KiB; remove one of them"
+            )
+        return self
+
     @property
     def _limits(self) -> SandboxConfig:
+        if "output_kb" in self.sandbox.model_fields_set:
+            return self.sandbox
         return self.sandbox.model_copy(update={"output_kb": self.output_kb})
+
+    @property
+    def _output_key(self) -> str:
+        own = "output_kb" not in self.sandbox.model_fields_set
+        return "kwargs.output_kb" if own else "kwargs.sandbox.output_kb"
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         try:
             tests = read_tests(group.columns.get(self.column), self.column)
-            _check_lengths(tests, self._limits)
+            _check_lengths(tests, self._limits, self._output_key)
         except ValueError as error:
             self._note(str(error))
             return [math.nan] * len(group.completions)
@@ -149,7 +169,7 @@ def read_tests(value: Any, column: str) -> list[str | dict[str, str]]:
     return tests
 
 
-def _check_lengths(tests: Sequence[Any], limits: SandboxConfig) -> None:
+def _check_lengths(tests: Sequence[Any], limits: SandboxConfig, output_key: str) -> None:
     """Raise ValueError for an expected output of which a right program's would be cut, and for an input that
     is no file within the limits.
     """
@@ -160,7 +180,7 @@ def _check_lengths(tests: Sequence[Any], limits: SandboxConfig) -> None:
     }
     if longest["output"] > limits.output_kb * 1024:
         raise ValueError(
-            f"a test expects {-(-longest['output'] // 1024)} KiB of output, but kwargs.output_kb = "
+            f"a test expects {-(-longest['output'] // 1024)} KiB of output, but {output_key} = "
             f"{limits.output_kb} are kept; raise it"
         )
     if longest["input"] > limits.files_mb * 2**20:

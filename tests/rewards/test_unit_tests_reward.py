@@ -11,7 +11,7 @@ from grpo_dist.environments.sandbox.failure import ProcessFailure
 from grpo_dist.environments.sandbox.python import CodeResult
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards
-from grpo_dist.rewards.unit_tests import last_block, read_tests
+from grpo_dist.rewards.unit_tests import UnitTests, last_block, read_tests
 from tests.support.fake_sandbox_fusion import sandbox_fusion
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S
@@ -166,6 +166,16 @@ def test_where_the_sandbox_cannot_hold_the_input_nothing_is_known(pool, monkeypa
     assert np.isnan(result.rewards).all()
     reason = f"the sandbox failed: the input cannot be given: {outcome} OSError: no space left"
     assert scorer.failures == {"code": {reason: 1}}
+
+
+def test_the_output_that_is_compared_has_one_length_wherever_it_is_set(pool):
+    right, tests = block("print('x' * 3000)"), [{"input": "", "output": "x" * 3000}]
+    scores, scorer = scored(pool, [right], tests, sandbox=LIMITS | {"output_kb": 2})
+    assert np.isnan(scores.rewards).all()
+    assert "3 KiB of output, but kwargs.sandbox.output_kb = 2" in next(iter(scorer.failures["code"]))
+    assert scored(pool, [right], tests, sandbox=LIMITS | {"output_kb": 4})[0].rewards.tolist() == [1]
+    with pytest.raises(ValueError, match=r"output_kb = 8 and sandbox\.output_kb = 2: .* remove one"):
+        UnitTests(output_kb=8, sandbox={"output_kb": 2})
 
 
 def test_code_that_never_ends_is_wrong_and_a_sandbox_that_fails_is_not(pool, monkeypatch):
