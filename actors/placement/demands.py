@@ -44,7 +44,7 @@ class Demand:
 
     ``shared``: they take turns on the devices of the policy ranks, which are counted there. ``cpus``:
     reserved for each actor; 0: none. ``each``: GPUs of each worker where they differ, whole ones or a share
-    of one; (): ``gpus`` each.
+    of one; (): ``gpus`` each. ``copies``: which copy of its model each of these workers is, from 0.
     """
 
     workers: int
@@ -53,26 +53,34 @@ class Demand:
     shared: bool = False
     cpus: int = 0
     each: tuple[float, ...] = ()
+    copies: tuple[int, ...] = ()
 
     @property
     def total_gpus(self) -> int:
         """GPUs of all workers; those of workers with shares of one count once."""
         if not self.each:
             return self.workers * self.gpus
-        return sum(whole_gpus(self.each[i] for i in together) for together in packed(self.each))
+        return sum(whole_gpus(self.each[i] for i in together) for together in self.together())
+
+    def together(self) -> list[tuple[int, ...]]:
+        """Return which workers, by index, are on the same GPUs."""
+        return packed(self.each, self.copies)
 
     def __str__(self) -> str:
         return f"{self.workers} on {self.total_gpus}" if self.each else f"{self.workers} x {self.gpus}"
 
 
-def packed(gpus: Sequence[float]) -> list[tuple[int, ...]]:
+def packed(gpus: Sequence[float], copies: Sequence[int] = ()) -> list[tuple[int, ...]]:
     """Return which workers, by index, share a GPU or have GPUs of their own; the largest share first, each on
-    the first GPU with enough left.
+    the first GPU with enough left. Of equal shares the first copies of all models come first, so that the
+    copies of one model are on different GPUs where others fill these.
 
-        (0.25, 2, 0.5, 0.75, 0.5) -> (1,), (0, 3), (2, 4)
+        (0.25, 2, 0.5, 0.75, 0.5)           -> (1,), (0, 3), (2, 4)
+        (0.5, 0.5, 0.5, 0.5), (0, 1, 0, 1)  -> (0, 2), (1, 3)
     """
+    copies = copies or [0] * len(gpus)
     found: list[list[int]] = []
-    for i in sorted(range(len(gpus)), key=lambda i: -gpus[i]):
+    for i in sorted(range(len(gpus)), key=lambda i: (-gpus[i], copies[i])):
         fits = (own for own in found if sum(gpus[j] for j in (*own, i)) <= 1 + _ROUNDING)
         own = next(fits, None)
         if own is None:
@@ -219,8 +227,10 @@ def _demands(config: Config, has: Resources, *, training: bool, colocated: bool)
 def _of_reward_models(rewards: RewardsConfig, on_each: int | None, on_gpu: int, *, shared: bool) -> Demand:
     workers = sum(on_each or model.num_workers for model in rewards.models)
     each = tuple(model.gpus for model in rewards.models for _ in range(model.num_workers))
-    differ = on_gpu and not on_each and set(each) != {1}
-    return Demand(workers, on_gpu, 1, shared=shared, each=each if differ else ())
+    copies = tuple(copy for model in rewards.models for copy in range(model.num_workers))
+    if on_gpu and not on_each and set(each) != {1}:
+        return Demand(workers, on_gpu, 1, shared=shared, each=each, copies=copies)
+    return Demand(workers, on_gpu, 1, shared=shared)
 
 
 def _with_cpus(demands: dict[str, Demand], has: Resources, *, colocated: bool) -> dict[str, Demand]:

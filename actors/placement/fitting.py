@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from actors.placement.demands import Demand, Resources, packed, placement, whole_gpus
+from actors.placement.demands import Demand, Resources, placement, whole_gpus
 from grpo_dist.config import (
     AutoscalingConfig,
     ClusterConfig,
@@ -78,7 +78,7 @@ def bundles(demands: dict[str, Demand]) -> list[Bundle]:
 
 def _of_shares(role: str, demand: Demand) -> list[Bundle]:
     """Return a bundle for each group of workers that share a GPU, and for each worker with its own."""
-    shares = [tuple((i, demand.each[i]) for i in together) for together in packed(demand.each)]
+    shares = [tuple((i, demand.each[i]) for i in together) for together in demand.together()]
     return [
         Bundle(role, whole_gpus(gpus for _, gpus in own), len(own) * demand.cpus, len(own), own)
         for own in shares

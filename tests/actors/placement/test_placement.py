@@ -93,20 +93,17 @@ def test_apart_they_take_gpus_of_their_own():
 def test_shares_are_packed_with_the_largest_first():
     assert packed((0.25, 2, 0.5, 0.75, 0.5)) == [(1,), (0, 3), (2, 4)]
     assert packed((1 / 3,) * 4) == [(0, 1, 2), (3,)]  # three times 0.333... is a GPU
+    assert packed((0.5,) * 4, (0, 1, 0, 1)) == [(0, 2), (1, 3)]  # both models on both GPUs
     assert packed((0.1,) * 11) == [tuple(range(10)), (10,)]
 
 
-@pytest.mark.parametrize("copies", [3, 6, 7, 9, 11, 13, 10_000])
-def test_as_many_copies_as_fill_a_gpu_fit_it_as_ray_counts(copies):
-    """Ray rounds each share to 1e-4."""
-    model = RewardModelConfig(name="m", path="x", gpu_share=1 / copies)
-    assert copies * round(model.gpus * 10_000) <= 10_000
-    assert model.gpus == round(model.gpus, 4) and 0 <= 1 / copies - model.gpus < 1e-4
-
-
-def test_a_share_that_ray_can_count_is_taken_as_it_is():
-    for tens in range(1, 10_001):
-        assert RewardModelConfig(name="m", path="x", gpu_share=tens / 10_000).gpus == tens / 10_000
+def test_as_many_copies_as_fill_a_gpu_fit_it_as_ray_counts():
+    """Ray rounds each share to 1e-4; a share that it can count is taken as it is."""
+    for copies in (3, 6, 7, 9, 11, 13, 10_000):
+        gpus = RewardModelConfig(name="m", path="x", gpu_share=1 / copies).gpus
+        assert copies * round(gpus * 10_000) <= 10_000 and 0 <= 1 / copies - gpus < 1e-4
+    for count in range(1, 10_001):
+        assert RewardModelConfig(name="m", path="x", gpu_share=count / 10_000).gpus == count / 10_000
     with pytest.raises(ValueError, match="gpu_share"):
         RewardModelConfig(name="m", path="x", gpu_share=0.00005)
 

@@ -35,7 +35,7 @@ def test_the_pipeline_of_all_domains_fits_its_two_nodes_with_both_reward_models_
     demands = placement(stage.config, Resources(192, 16, 96), training=True)
     assert sum(demand.total_gpus for demand in demands.values()) == 16
     shared = [bundle for bundle in bundles(demands) if bundle.role == "reward_models"]
-    assert [bundle.shares for bundle in shared] == [((0, 0.5), (1, 0.5)), ((2, 0.5), (3, 0.5))]
+    assert [bundle.shares for bundle in shared] == [((0, 0.5), (2, 0.5)), ((1, 0.5), (3, 0.5))]
     scored_by = {
         source: [model.name for model in stage.config.rewards.of(source).models]
         for source in stage.config.data.weights
