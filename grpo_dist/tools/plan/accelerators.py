@@ -74,6 +74,7 @@ _KNOWN = (
     _card("H200", 143_771, (4_800, 450, 50), 3.6, pcie=5, host_gib=256),
     _card("H100", 81_559, (3_350, 450, 50), 3.0, pcie=5, host_gib=256),
     _card("H100-PCIe", 81_559, (2_000, 64, 25), 2.4, pcie=5, host_gib=192, sheet="H100 PCIe"),
+    _card("H800", 81_559, (3_350, 200, 50), 2.0, pcie=5, host_gib=256),
     _card("H20", 97_871, (4_000, 450, 50), 1.8, pcie=5, host_gib=256),
     _card("A100-80GB", 81_920, (2_039, 300, 25), 1.8, pcie=4, host_gib=144, fp8=1.0),
     _card("A100-40GB", 40_960, (1_555, 300, 25), 1.3, pcie=4, host_gib=144, fp8=1.0),
@@ -84,7 +85,8 @@ _KNOWN = (
     _card("RTX3090", 24_576, (936, 32, 3.1), 0.25, pcie=4, host_gib=64, fp8=1.0, sheet="RTX 3090"),
 )
 
-ACCELERATORS = {card.name.lower(): card for card in _KNOWN} | {"a100": _KNOWN[5]}
+ACCELERATORS = {card.name.lower(): card for card in _KNOWN}
+ACCELERATORS["a100"] = ACCELERATORS["a100-80gb"]
 _EXAMPLE = "NODESxGPUSxKIND, e.g. 8x8xH100, 1x4xA100-40GB or 1x0xCPU"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from grpo_dist.config import Config, ModelConfig, SFTConfig
+from grpo_dist.config import ModelConfig, SFTConfig
 from grpo_dist.runs.cold_start import LOGIT_TOKENS
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.accelerators import ClusterShape
@@ -22,14 +22,13 @@ def is_trained_first(model: ModelConfig, sft: SFTConfig | None) -> bool:
     return model.path == "sft" and sft is not None
 
 
-def cold_start(config: Config, model: ModelShape, *, gpu: bool, longest: int | None = None) -> Footprint:
+def cold_start(sft: SFTConfig, model: ModelShape, sizes: Sizes, *, longest: int | None = None) -> Footprint:
     """Return the memory of supervised training, which computes each batch at once and keeps all activations.
 
     ``longest``: tokens of the longest demonstration; None: `sft.max_length`, the most that it may be.
     """
-    assert config.sft is not None
-    sizes = replace(Sizes.of(config, gpu=gpu), itemsize=_FLOAT32)
-    tokens = config.sft.batch_size * (longest or config.sft.max_length)
+    sizes = replace(sizes, itemsize=_FLOAT32)
+    tokens = sft.batch_size * (longest or sft.max_length)
     block = min(tokens, LOGIT_TOKENS) * model.shape.vocabulary * _FLOAT32
     return Footprint(
         {
@@ -40,7 +39,7 @@ def cold_start(config: Config, model: ModelShape, *, gpu: bool, longest: int | N
                 model, sizes, tokens=tokens, attended=tokens, checkpointing=False
             ),
             "logits": 2 * block + _FLOAT32 * model.embedding,
-            "runtime": round(GPU_RUNTIME if gpu else CPU_RUNTIME["policy"]),
+            "runtime": round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["policy"]),
         }
     )
 

@@ -13,13 +13,14 @@ from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan import timeline as timeline_file
 from grpo_dist.tools.plan.accelerators import ClusterShape, parse_cluster
+from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.calibration import calibrate
 from grpo_dist.tools.plan.models import ModelShape, model_of
 from grpo_dist.tools.plan.options import Planned, Setting, option_of, option_or_reason, planned
 from grpo_dist.tools.plan.report import print_plan
 from grpo_dist.tools.plan.result import Plan
 from grpo_dist.tools.plan.reward_models import reward_models_of
-from grpo_dist.tools.plan.stragglers import NO_STRAGGLERS, Stragglers
+from grpo_dist.tools.plan.stragglers import Stragglers
 from grpo_dist.tools.plan.sweep import Tried, cells, own_cell, search
 from grpo_dist.tools.plan.tail import SYNCHRONOUS, print_tail
 from grpo_dist.tools.plan.whole_run import whole_run
@@ -28,39 +29,25 @@ from grpo_dist.tools.plan.workload import workload_of
 _HOUR_S = 3600.0
 
 Splits = Literal["none", "own", "sweep"]
+_NOTHING_ASSUMED = Assumptions()
 
 
 def make_plan(
     config: Config,
     cluster: str,
+    assumed: Assumptions = _NOTHING_ASSUMED,
     *,
-    bench: Path | None = None,
     price: float | None = None,
-    prompt_tokens: int | None = None,
-    turns: int | None = None,
-    tool_seconds: float | None = None,
-    failure_hours: float = 0.0,
-    stragglers: Stragglers = NO_STRAGGLERS,
     splits: Splits = "own",
 ) -> Plan:
     """Plan ``config`` on ``cluster``.
 
-    ``failure_hours``: mean time between failures of a GPU, 0: none. ``splits``: which splits of the GPUs to
-    try; "own": at the configured batch and staleness, "sweep": at others, too. Raises UserError.
+    ``price``: of a GPU for an hour. ``splits``: which splits of the GPUs to try; "own": at the configured
+    batch and staleness, "sweep": at others, too. Raises UserError.
     """
     begins_with = config.sampling.shortest
     config = config.model_copy(update={"sampling": config.sampling.at_its_longest})  # the dearest steps
-    shape = parse_cluster(cluster, price=price)
-    setting = made_setting(
-        config,
-        shape,
-        bench=bench,
-        prompt_tokens=prompt_tokens,
-        turns=turns,
-        tool_seconds=tool_seconds,
-        failure_hours=failure_hours,
-        stragglers=stragglers,
-    )
+    setting = made_setting(config, parse_cluster(cluster, price=price), assumed)
     option, refused = None, ""
     try:
         option = option_of(config, setting)
@@ -103,27 +90,25 @@ class PlanArguments:
 def plan(config: Config, arguments: PlanArguments) -> None:
     """Make a plan, print it, and write its timeline."""
     shape = parse_cluster(arguments.cluster, price=arguments.price)
+    bench = Path(arguments.bench) if arguments.bench else None
     if arguments.tail:
         longest = config.model_copy(update={"sampling": config.sampling.at_its_longest})
-        bench = Path(arguments.bench) if arguments.bench else None
-        setting = made_setting(longest, shape, bench=bench, prompt_tokens=arguments.prompt_tokens)
+        setting = made_setting(longest, shape, Assumptions(bench, arguments.prompt_tokens))
         base = option_or_reason(longest, SYNCHRONOUS, setting)
         if isinstance(base, str):
             raise UserError(f"--tail: expected a split with GPUs of its own for each role, but {base}")
         print_tail(base, setting)
         return
-    made = make_plan(
-        config,
-        arguments.cluster,
-        bench=Path(arguments.bench) if arguments.bench else None,
-        price=arguments.price,
-        prompt_tokens=arguments.prompt_tokens,
-        turns=arguments.turns,
-        tool_seconds=arguments.tool_seconds,
-        failure_hours=arguments.failure_hours,
-        stragglers=_stragglers(config.rollout, shape, arguments.slow_engines, arguments.slow_rank),
-        splits="sweep" if arguments.sweep else "own",
+    assumed = Assumptions(
+        bench,
+        arguments.prompt_tokens,
+        arguments.turns,
+        arguments.tool_seconds,
+        arguments.failure_hours,
+        _stragglers(config.rollout, shape, arguments.slow_engines, arguments.slow_rank),
     )
+    splits: Splits = "sweep" if arguments.sweep else "own"
+    made = make_plan(config, arguments.cluster, assumed, price=arguments.price, splits=splits)
     print_plan(made)
     if arguments.timeline:
         shown = made.simulated or made.found[0]
@@ -134,43 +119,30 @@ def plan(config: Config, arguments: PlanArguments) -> None:
 def made_setting(
     config: Config,
     cluster: ClusterShape,
+    assumed: Assumptions = _NOTHING_ASSUMED,
     *,
-    bench: Path | None = None,
-    prompt_tokens: int | None = None,
-    turns: int | None = None,
-    tool_seconds: float | None = None,
-    failure_hours: float = 0.0,
-    stragglers: Stragglers = NO_STRAGGLERS,
     model: ModelShape | None = None,
 ) -> Setting:
     """Return what all options of a plan share, see `make_plan`. ``model``: its sizes, where ``config`` names
     one that is made later. Raises UserError.
     """
-    given = (
-        ("--prompt-tokens", prompt_tokens, 1),
-        ("--turns", turns, 1),
-        ("--tool-seconds", tool_seconds, 0),
-        ("--failure-hours", failure_hours, 0),
-    )
-    for option, value, least in given:
-        if value is not None and not least <= value < math.inf:  # NaN is in no range
-            raise UserError(f"{option} {value:g}: expected a number above 0")
-    if not config.has_environments and (turns is not None or tool_seconds is not None):
-        raise UserError(
-            "--turns, --tool-seconds: no source of problems has an environment (`data.environment`); remove "
-            "them"
-        )
-    if cluster.card is None and bench is None:
+    assumed.check(has_environments=config.has_environments)
+    if cluster.card is None and assumed.bench is None:
         raise UserError(
             f"--cluster {cluster}: what processors can do is in no data sheet; measure with `grpo-dist bench "
             "configs/bench/cpu_13m_lognormal.yaml` and pass its bench.json as --bench"
         )
-    calibration = calibrate(BenchResult.read(bench), cluster) if bench else None
+    calibration = calibrate(BenchResult.read(assumed.bench), cluster) if assumed.bench else None
     lengths: Sequence[int] = calibration.lengths if calibration else ()
+    prompt_tokens = assumed.prompt_tokens
     if prompt_tokens is None and calibration:
         prompt_tokens = calibration.prompt_tokens
     workload = workload_of(
-        config, prompt_tokens=prompt_tokens, measured=lengths, turns=turns, tool_s=tool_seconds
+        config,
+        prompt_tokens=prompt_tokens,
+        measured=lengths,
+        turns=assumed.turns,
+        tool_s=assumed.tool_seconds,
     )
     known, unplanned = reward_models_of(config.rewards)
     return Setting(
@@ -178,8 +150,8 @@ def made_setting(
         model or model_of(config),
         workload,
         calibration,
-        failure_hours * _HOUR_S,
-        stragglers,
+        assumed.failure_hours * _HOUR_S,
+        assumed.stragglers,
         known,
         unplanned,
     )

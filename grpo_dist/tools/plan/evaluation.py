@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_dist.algorithms.schedules import is_due
-from grpo_dist.config import Config, DataSourceConfig
+from grpo_dist.config import CheckpointConfig, DataSourceConfig, EvaluationConfig
 from grpo_dist.data.readers import read, source_name
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.loop.chores import evaluates_export
@@ -47,8 +47,8 @@ def planned_evaluation(option: Option, step_s: float) -> PlannedEvaluation | Non
     Set sizes come from local files and `demo:` sets, before too long prompts are dropped. Nothing is fetched.
     """
     config = option.config
-    count = evaluations(config)
-    if not count:
+    count = evaluations(config.evaluation, config.checkpoint, config.steps)
+    if not count or not config.data.eval:
         return None
     sizes, assumed, left_out = [], [], []
     for source in config.data.eval:
@@ -76,15 +76,12 @@ def waited(count: int, seconds: float, between_s: float) -> float:
     return max(0, count - 1) * max(0.0, seconds - between_s) + (seconds if count else 0.0)
 
 
-def evaluations(config: Config) -> int:
-    """Return how often a run evaluates, in `driver.run` and around it."""
-    settings, steps = config.evaluation, config.steps
-    if not config.data.eval:
-        return 0
+def evaluations(settings: EvaluationConfig, checkpoint: CheckpointConfig, steps: int) -> int:
+    """Return how often a run of ``steps`` evaluates its sets, in `driver.run` and around it."""
     during = steps // settings.every if settings.every else 0
-    if is_due(steps, settings.every) and evaluates_export(settings, config.checkpoint):
+    if is_due(steps, settings.every) and evaluates_export(settings, checkpoint):
         during -= 1
-    return settings.before + during + (settings.after and config.checkpoint.export)
+    return settings.before + during + (settings.after and checkpoint.export)
 
 
 def evaluation_s(scenario: Scenario, sizes: Sequence[int]) -> float:

@@ -25,6 +25,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.accelerators import ClusterShape, parse_cluster
+from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.command import made_setting
 from grpo_dist.tools.plan.options import Option, Planned, Setting, option_of, planned
 from grpo_dist.tools.plan.sweep import bound, likeliest, own_cell
@@ -113,7 +114,7 @@ class Head:
                 ahead = {"max_staleness": 0} if found[2] else {}
                 changes = numbers | ahead | {"cluster.placement": found[7]}
                 own = self.config if line.startswith(_AS_IT_IS) else changed(self.config, changes)
-                yield found[8], _digest(option_of(own, self._setting(found[1], record)))
+                yield found[8], digest_of(option_of(own, self._setting(found[1], record)))
 
     def _framed(self, rows: Sequence[str], source: str) -> list[str]:
         first = "Expected by `python -m grpo_dist.tools.plan.heads`, at this file's batch and staleness"
@@ -121,7 +122,7 @@ class Head:
 
     def _setting(self, cluster: str, record: str | None = None) -> Setting:
         bench = CONFIGS.parent / record if record else None
-        return made_setting(self.config, parse_cluster(cluster), bench=bench)
+        return made_setting(self.config, parse_cluster(cluster), Assumptions(bench=bench))
 
 
 def cluster_of(gpus: int) -> str:
@@ -161,7 +162,7 @@ def _row(made: Planned, setting: Setting, ahead: str = "") -> str:
     used = f"; {cluster.gpus * hours:,.1f} GPU-hours for {config.steps} steps" if cluster.gpus else ""
     return (
         f"{cluster}: {ahead}{_split_words(option)}; {_memory_words(option, cluster)}; {run.step_s:.3g} s a "
-        f"step, {run.tokens_per_s:,.0f} tokens/s{used} [{_digest(option)}]"
+        f"step, {run.tokens_per_s:,.0f} tokens/s{used} [{digest_of(option)}]"
     )
 
 
@@ -180,7 +181,7 @@ def _memory_words(option: Option, cluster: ClusterShape) -> str:
     return f"GiB of {'a GPU' if cluster.gpus else 'the machine'}: {needed}"
 
 
-def _digest(option: Option) -> str:
+def digest_of(option: Option) -> str:
     """Return eight digits of the hash of what a plan knows of ``option`` before it is simulated."""
     known = {
         "memory": {role: [need.parts, need.host] for role, need in option.memory.items()},

@@ -30,14 +30,22 @@ USABLE = 0.95  # of a GPU's memory: what a plan may fill
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one worker. ``parts``: on its GPU, or of the machine without one; ``host``: in host memory."""
+    """Bytes of one worker. ``parts``: on its GPU, or of the machine without one; ``host``: in host memory;
+    ``host_first``: in host memory too, of the first worker alone.
+    """
 
     parts: dict[str, int]
     host: dict[str, int] = field(default_factory=dict)
+    host_first: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
         return sum(self.parts.values())
+
+    @property
+    def total_host(self) -> int:
+        """Bytes of the first worker in host memory: no other has more."""
+        return sum(self.host.values()) + sum(self.host_first.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +123,8 @@ def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workl
     parts["logits"] = blocks * sizes.chunk + head
     parts["buckets"] = _buckets(config.policy, held, sizes)
     parts["runtime"] = round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["policy"])
-    (host if sizes.gpu else parts).update(held_copies(config.weight_sync, model, sizes))
-    return Footprint(parts, host)
+    copy = held_copies(config.weight_sync, model, sizes)  # rank 0 sends, so it alone knows what was sent
+    return Footprint(parts, host, copy) if sizes.gpu else Footprint(parts | copy, host)
 
 
 def held_copies(

@@ -26,6 +26,7 @@ from grpo_dist.runs.prepare import load_tokenizer
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.runtime.tables import make_table, print_lines
 from grpo_dist.tools.plan.accelerators import ClusterShape, parse_cluster
+from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.command import made_setting
 from grpo_dist.tools.plan.evaluation import evaluation_s
 from grpo_dist.tools.plan.failures import NO_FAILURES
@@ -83,7 +84,7 @@ def plan_pipeline(
             model = _model(stage, models)
             models[stage.name] = model
             settings[stage.name] = made_setting(
-                stage.config, cluster, bench=bench, prompt_tokens=prompt_tokens, model=model
+                stage.config, cluster, Assumptions(bench=bench, prompt_tokens=prompt_tokens), model=model
             )
             found.append(_STAGES[stage.kind](stage, settings, pipeline))
         except UserError as error:

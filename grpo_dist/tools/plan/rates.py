@@ -1,6 +1,7 @@
 """The time of each stage: rooflines of the data sheet, times the share that programs reach.
 
     decode   max(bytes of weights and cache / memory bandwidth, operations / peak) + all-reduces + host
+             without CUDA graphs at least the launches of all layers; with drafts / tokens that a pass gains
     prefill  operations / peak
     update   operations / peak of the busiest rank + ZeRO's collectives + the optimiser's own pass
     sync     bytes / network
@@ -37,7 +38,8 @@ class Reached:
     public systems report, not measurements of this project.
 
     ``decode_curve``: (sequences, factor on the roofline of a decode step), by measured engines; in between
-    linear in sequences, beyond the ends as at them.
+    linear in sequences, beyond the ends as at them. ``accepted``: tokens that a pass of an engine with drafts
+    gains a sequence, at least the one that it computes anyway. Drafts that are wrong gain nothing.
     """
 
     training: float = 0.4  # of peak operations, recomputation included
@@ -46,6 +48,10 @@ class Reached:
     network: float = 0.7
     sync: float = 0.3  # of the network
     step_s: float = 0.004  # of a decode step: scheduler and sampler
+    # Of a layer's kernels, launched by the host without CUDA graphs: a model of 28 layers takes 22 to 23 ms a
+    # token on A800, `step_s` included, and 13 ms with graphs (vllm-project/vllm-omni#7960).
+    launch_s: float = 0.65e-3
+    accepted: float = 1.0
     sync_s: float = 0.2  # of a weight sync: stop, repack, serve again
     sample_s: float = 100e-6  # of the driver's loop for a completion (tests/evidence/driver_scaling.py)
     score_s: float = 0.005  # of a grader process for a completion
@@ -114,12 +120,18 @@ class Rates:
     reached: Reached
 
     def decode_step_s(self, sequences: float, context: float) -> float:
-        """Return the seconds of a decode step of ``sequences`` that hold ``context`` tokens together."""
-        return self.decode_roofline_s(sequences, context) * self.reached.decode_factor(sequences) + (
-            self.reached.step_s
-        )
+        """Return the mean seconds in which each of ``sequences`` gains a token. They hold ``context`` tokens
+        together.
+        """
+        rollout, reached = self.config.rollout, self.reached
+        drafts = rollout.speculation.tokens if sequences <= rollout.speculation.max_sequences else 0
+        seconds = self.decode_roofline_s(sequences, context, 1 + drafts) * reached.decode_factor(sequences)
+        if rollout.enforce_eager and self.sizes.gpu:
+            seconds = max(seconds, reached.launch_s * self.model.shape.layers)
+        return (seconds + reached.step_s) / (reached.accepted if drafts else 1.0)
 
-    def decode_roofline_s(self, sequences: float, context: float) -> float:
+    def decode_roofline_s(self, sequences: float, context: float, positions: int = 1) -> float:
+        """Return the seconds of a pass that computes ``positions`` tokens of each sequence."""
         m, s, t, b = (
             self.model,
             self.model.shape,
@@ -127,15 +139,16 @@ class Rates:
             self.sizes.itemsize,
         )
         fp8 = is_quantised(self.config.rollout)
-        read = (m.read_bytes(sequences, b, fp8=fp8) + b * m.kv_values() * context) / t
-        others = 2 * m.embedding * sequences + 4 * s.layers * s.heads * s.head_dim * context
-        operations = self._linear_flops(sequences) + others
+        tokens = positions * sequences
+        read = (m.read_bytes(tokens, b, fp8=fp8) + b * m.kv_values() * context) / t
+        others = 2 * m.embedding * tokens + 4 * s.layers * s.heads * s.head_dim * positions * context
+        operations = self._linear_flops(tokens) + others
         reading = read / (self.peaks.memory * self.reached.decode)
         computing = operations / t / (self.peaks.engine_flops * self.reached.prefill)
         # A GPU reads while it computes; measurements show that a CPU does one after the other.
         seconds = max(reading, computing) if self.sizes.gpu else reading + computing
         if t > 1:
-            sent = 2 * (t - 1) / t * sequences * s.hidden * b
+            sent = 2 * (t - 1) / t * tokens * s.hidden * b
             seconds += 2 * s.layers * (_HOP_S + sent / (self.peaks.link * self.reached.network))
         return seconds
 

@@ -169,9 +169,8 @@ def _memory(option: Option, cluster: ClusterShape, title: str = "as configured")
     table = wide_table(f"memory of {where}, GiB ({title}{limit})", "role", "parts", "total")
     for role, footprint in option.memory.items():
         parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in footprint.parts.items() if size)
-        if footprint.host:
-            own = sum(footprint.host.values()) / GIB
-            parts += f"; in host memory {own:.1f}"
+        if footprint.total_host:
+            parts += f"; in host memory {footprint.total_host / GIB:.1f}"
         table.add_row(f"{role}{_count(option, role)}", parts, f"{footprint.total / GIB:.1f}")
     engine = option.engine
     table.caption = (
@@ -193,7 +192,7 @@ def _host(option: Option, cluster: ClusterShape) -> list[str]:
     needed, rates = node_host_bytes(option.memory, option.roles, cluster), option.scenario.rates
     if not needed:
         return []
-    kinds = dict.fromkeys(kind for need in option.memory.values() for kind in need.host)
+    kinds = dict.fromkeys(kind for need in option.memory.values() for kind in need.host | need.host_first)
     lines = [
         f"host memory of a node: {needed / GIB:,.0f} of {cluster.host / GIB:,.0f} GiB (assumed) for "
         f"{', '.join(kinds)}, beside what each process itself takes"
@@ -303,11 +302,11 @@ def _cost_with(found: RankFailures, price: float) -> str:
 
 def _cold_start(setting: Setting, config: Config) -> list[str]:
     """Describe the memory of supervised training, which ends before the workers start."""
-    if not is_trained_first(config.model, config.sft):
+    if config.sft is None or not is_trained_first(config.model, config.sft):
         return []
-    need = cold_start(config, setting.model, gpu=setting.cluster.card is not None)
+    sizes = Sizes.of(config, gpu=setting.cluster.card is not None)
+    need = cold_start(config.sft, setting.model, sizes)
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in need.parts.items())
-    assert config.sft is not None
     lines = [
         f"cold start, before all workers: {need.total / GIB:.1f} GiB of one process with "
         f"{config.sft.batch_size} rows of `sft.max_length` = {config.sft.max_length} tokens ({parts})"

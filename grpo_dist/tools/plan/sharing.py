@@ -82,6 +82,7 @@ def host_bytes(memory: Mapping[str, Footprint], workers: Mapping[str, int], *, p
     """Return the most bytes of host memory that the workers of one node take, ``per_node`` of a role at most.
     The few GiB of each process itself are left out.
     """
-    return sum(
+    each = sum(
         sum(own.host.values()) * min(workers[role], per_node) for role, own in memory.items() if own.host
     )
+    return each + sum(sum(own.host_first.values()) for own in memory.values())

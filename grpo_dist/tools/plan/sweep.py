@@ -16,6 +16,7 @@ import numpy as np
 
 from grpo_dist.config import BatchConfig, Config, PolicyConfig, WeightSyncConfig
 from grpo_dist.tools.plan import teachers
+from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.options import Option, Planned, Setting, option_or_reason, planned
 from grpo_dist.tools.plan.rates import UpdateWork
 from grpo_dist.tools.plan.reward_models import role_of
@@ -131,7 +132,10 @@ def _kind(changes: Changes) -> tuple[str, int]:
 
 def changes_of(config: Config, setting: Setting, cell: Cell) -> Iterator[Changes]:
     own = {"batch.prompts_per_step": cell.prompts_per_step, "max_staleness": cell.staleness}
-    for changes in _splits(config, setting):
+    taken = config.reference.num_workers if config.needs_reference else 0
+    taken += sum(model.num_workers for model in config.rewards.models)
+    taken += sum(teacher.num_workers for teacher in config.distillation.of_own_models)
+    for changes in _splits(setting.cluster, taken):
         for stage in stages(config.policy):
             yield own | changes | {"policy.zero_stage": stage}
 
@@ -141,12 +145,11 @@ def stages(policy: PolicyConfig) -> list[int]:
     return list(dict.fromkeys((policy.zero_stage, 2, 3)))
 
 
-def _splits(config: Config, setting: Setting) -> Iterator[Changes]:
-    cluster, reference = setting.cluster, config.reference.num_workers if config.needs_reference else 0
+def _splits(cluster: ClusterShape, taken: int) -> Iterator[Changes]:
+    """Yield the splits of its GPUs between engines and ranks. ``taken``: GPUs of all other workers."""
     if cluster.card is None:
         return
-    free = cluster.gpus - reference - sum(model.num_workers for model in config.rewards.models)
-    free -= sum(teacher.num_workers for teacher in config.distillation.of_own_models)
+    free = cluster.gpus - taken
     for size in (t for t in _TENSOR_PARALLEL if t <= cluster.gpus_per_node):
         for ranks in _ranks(free, cluster.gpus_per_node):
             if engines := (free - ranks) // size:

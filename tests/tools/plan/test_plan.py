@@ -13,6 +13,7 @@ from grpo_dist.config.files import load_config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult, DecodeStep
 from grpo_dist.tools.plan.accelerators import ACCELERATORS, card_called, parse_cluster
+from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.bottleneck import reason
 from grpo_dist.tools.plan.calibration import calibrate
 from grpo_dist.tools.plan.command import _stragglers, make_plan
@@ -54,6 +55,7 @@ def test_cards_have_what_a_plan_needs():
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H200", "H200"),
         ("NVIDIA H20", "H20"),
+        ("NVIDIA H800", "H800"),
         ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
         ("NVIDIA GeForce RTX 4090", "RTX4090"),
         ("NVIDIA L40S", "L40S"),
@@ -113,6 +115,27 @@ def test_measured_engines_scale_the_roofline():
     for sequences, factor in ((1, 2.0), (51, 2.5), (500, 3.0)):
         expected = rates().decode_step_s(sequences, 0) * factor + 0.5
         assert r.decode_step_s(sequences, 0) == pytest.approx(expected)
+
+
+def test_without_cuda_graphs_a_pass_takes_at_least_the_launches_of_its_layers():
+    reached = Reached(step_s=0.004, launch_s=0.001)  # 28 layers
+    graphs, eager = rates(reached=reached), rates(reached=reached, rollout={"enforce_eager": True})
+    assert graphs.decode_step_s(1, 0) < 0.032 == pytest.approx(eager.decode_step_s(1, 0))
+    assert graphs.decode_step_s(1, 10**7) == eager.decode_step_s(1, 10**7) > 0.1  # reads for longer
+
+
+def test_a_drained_engine_with_drafts_computes_more_tokens_in_a_pass_and_gains_the_accepted_ones():
+    drafts = {"tokens": 3, "max_sequences": 2}
+    plain, reached = rates(reached=Reached()), Reached(accepted=1.6)
+    faster = rates(reached=reached, rollout={"speculation": drafts})
+    # Two sequences read weights and cache as one pass of eight tokens does.
+    assert faster.decode_step_s(2, 1000) == pytest.approx(plain.decode_step_s(2, 1000) / 1.6)
+    assert faster.decode_step_s(3, 1000) == plain.decode_step_s(3, 1000)  # too many: nothing is drafted
+    nothing = replace(faster, reached=Reached())  # wrong drafts cost nothing while the engine reads weights
+    assert nothing.decode_step_s(2, 1000) == pytest.approx(plain.decode_step_s(2, 1000))
+    wide = rates(reached=Reached(), rollout={"speculation": {"tokens": 3, "max_sequences": 4096}})
+    cost = wide.decode_step_s(4096, 0) - 0.004  # bound by operations: four times as many
+    assert cost == pytest.approx(4 * (plain.decode_step_s(4096, 0) - 0.004))
 
 
 def test_an_update_computes_shared_prompts_once_and_logits_only_of_completions():
@@ -273,7 +296,7 @@ def test_every_placement_and_zero_stage_is_tried_and_named():
     best_of = {kind: t.best.simulated.tokens_per_s for kind, t in tried.items() if t.best}
     assert max(best_of, key=best_of.get)[0] == "colocated"
     assert best_of["colocated", 3] > 1.1 * best_of["separate", 3]
-    said = printed(make_plan(c, "1x8xH100", prompt_tokens=100))
+    said = printed(make_plan(c, "1x8xH100", Assumptions(prompt_tokens=100)))
     for kind in ("separate, ZeRO-3: ", "separate, ZeRO-2: ", "colocated, ZeRO-3: ", "colocated, ZeRO-2: "):
         assert f"\n  {kind}" in said
     assert "all take turns on the same GPUs: generation " in said
@@ -310,7 +333,7 @@ def test_alternatives_that_train_the_same_keep_batch_and_staleness():
 
 def test_cost_is_the_price_of_all_cards_times_the_time():
     c = wide(max_staleness=1)
-    made = make_plan(c, "1x4xH100", price=2.0, prompt_tokens=100, splits="none")
+    made = make_plan(c, "1x4xH100", Assumptions(prompt_tokens=100), price=2.0, splits="none")
     run = made.simulated.simulated
     hours = run.step_s / 3600
     assert cost_per_million(run, made.setting.cluster) == pytest.approx(
@@ -496,7 +519,7 @@ def test_one_gpu_is_shared(capsys):
 
 def test_a_run_that_does_not_fit_is_planned_with_the_best_split():
     c = wide(policy={"num_workers": 8}, rollout={"num_workers": 8}, max_staleness=1)
-    made = make_plan(c, "1x4xH100", prompt_tokens=100)
+    made = make_plan(c, "1x4xH100", Assumptions(prompt_tokens=100))
     assert made.simulated is None and "16 GPUs are needed" in made.refused
     text = printed(made)
     assert "as configured: does not fit: " in text and "best split: 4 GPU(s)" in text
@@ -506,12 +529,12 @@ def test_settings_that_every_policy_rank_refuses_are_refused_in_a_plan():
     """bfloat16 needs a ZeRO stage, which keeps float32 weights; CPUs use float32."""
     zero = {"policy": {"num_workers": 2, "zero_stage": 0}, "rollout": {"num_workers": 2}}
     with pytest.raises(UserError, match=r"`?policy\.zero_stage`? = 0"):
-        make_plan(wide(**zero), "1x4xH100", prompt_tokens=100, splits="none")
+        make_plan(wide(**zero), "1x4xH100", Assumptions(prompt_tokens=100), splits="none")
 
 
 def test_a_sweep_shows_the_best_of_every_batch_and_staleness():
     c = wide()
-    made = make_plan(c, "1x2xH100", prompt_tokens=100, splits="sweep")
+    made = make_plan(c, "1x2xH100", Assumptions(prompt_tokens=100), splits="sweep")
     seen = [(p.option.config.batch.prompts_per_step, p.option.config.max_staleness) for p in made.found]
     assert seen[0] == (16, 0) and set(seen) == {(b, n) for b in (8, 16, 32) for n in (0, 1)}
     assert "best splits on 1x2xH100" in printed(made)
@@ -520,8 +543,10 @@ def test_a_sweep_shows_the_best_of_every_batch_and_staleness():
 def test_failures_are_part_of_the_plan():
     slow = Stragglers(engines=1, engine_factor=2.0, rank_factor=1.5)
     c = wide(checkpoint={"every": 10}, policy={"num_workers": 2}, steps=100)
-    calm = make_plan(c, "1x4xH100", prompt_tokens=100, splits="none")
-    made = make_plan(c, "1x4xH100", prompt_tokens=100, splits="none", stragglers=slow, failure_hours=20)
+    calm = make_plan(c, "1x4xH100", Assumptions(prompt_tokens=100), splits="none")
+    made = make_plan(
+        c, "1x4xH100", Assumptions(prompt_tokens=100, stragglers=slow, failure_hours=20), splits="none"
+    )
     assert made.simulated.simulated.step_s > 1.2 * calm.simulated.simulated.step_s
     text = printed(made)
     assert "slow: 1 of 1 engine(s): sampling takes 2 times as long there" in text
@@ -533,7 +558,7 @@ def test_failures_are_part_of_the_plan():
 
 def test_failures_add_to_the_hours_and_to_the_price():
     c = wide(checkpoint={"every": 1000}, policy={"num_workers": 2}, steps=3000)
-    made = make_plan(c, "1x4xH100", prompt_tokens=100, splits="none", failure_hours=0.5)
+    made = make_plan(c, "1x4xH100", Assumptions(prompt_tokens=100, failure_hours=0.5), splits="none")
     found = rank_failures_of(made.simulated, made.setting)
     assert found.every_s == 900 and found.planned_s == pytest.approx(3000 * made.simulated.simulated.step_s)
     text = printed(made).replace("\n", " ")
@@ -553,7 +578,10 @@ def test_failures_add_to_the_hours_and_to_the_price():
 def test_a_run_that_cannot_advance_because_of_failures_is_reported(every, remedy):
     c = wide(checkpoint={"every": every}, policy={"num_workers": 2}, steps=3000)
     made = make_plan(
-        c, "1x4xH100", prompt_tokens=100, splits="none", failure_hours=0.5 if every != 1 else 0.01
+        c,
+        "1x4xH100",
+        Assumptions(prompt_tokens=100, failure_hours=0.5 if every != 1 else 0.01),
+        splits="none",
     )
     line = next(x for x in printed(made).splitlines() if x.startswith("failures of policy ranks"))
     assert line.endswith(f"the run hardly advances{remedy}") and "with them" not in printed(made)
@@ -567,16 +595,19 @@ def test_engines_that_share_gpus_with_ranks_fail_with_them(placement, engines_s)
     option = option_of(c, setting(c, "1x4xH100", failure_every_s=100 * 3600.0))
     assert option.roles.colocated == (placement == "colocated")
     assert option.scenario.failures.engine_s == engines_s
-    made = make_plan(c, "1x4xH100", prompt_tokens=100, splits="none", failure_hours=100)
+    made = make_plan(c, "1x4xH100", Assumptions(prompt_tokens=100, failure_hours=100), splits="none")
     assert rank_failures_of(made.simulated, made.setting).every_s == 50 * 3600
 
 
 def test_the_plan_reports_waiting_for_slow_engines():
     """One engine of four is three times slower; the longest completion may be on another."""
     c = wide(rollout={"num_workers": 4}, policy={"num_workers": 2}, max_staleness=1)
-    even = make_plan(c, "1x6xH100", prompt_tokens=100, splits="none")
+    even = make_plan(c, "1x6xH100", Assumptions(prompt_tokens=100), splits="none")
     one = make_plan(
-        c, "1x6xH100", prompt_tokens=100, splits="none", stragglers=Stragglers(engines=1, engine_factor=3.0)
+        c,
+        "1x6xH100",
+        Assumptions(prompt_tokens=100, stragglers=Stragglers(engines=1, engine_factor=3.0)),
+        splits="none",
     )
     said = reason(one.simulated)
     assert said.startswith("slow engines bound the step: they are idle for ") and "keep" in said
@@ -588,7 +619,10 @@ def test_the_plan_reports_waiting_for_slow_engines():
     assert not reason(replace(one.simulated, simulated=busy)).startswith("slow engines")
     alone = longest_s(even.simulated.option.scenario)
     every = make_plan(
-        c, "1x6xH100", prompt_tokens=100, splits="none", stragglers=Stragglers(engines=6, engine_factor=3.0)
+        c,
+        "1x6xH100",
+        Assumptions(prompt_tokens=100, stragglers=Stragglers(engines=6, engine_factor=3.0)),
+        splits="none",
     )
     assert longest_s(one.simulated.option.scenario) == alone
     assert longest_s(every.simulated.option.scenario) == pytest.approx(3 * alone)
@@ -598,7 +632,7 @@ def test_the_plan_reports_waiting_for_slow_engines():
 def test_the_plan_reports_waiting_for_a_slow_rank():
     c = wide(max_staleness=1)
     made = make_plan(
-        c, "1x4xH100", prompt_tokens=100, splits="none", stragglers=Stragglers(rank_factor=2.0)
+        c, "1x4xH100", Assumptions(prompt_tokens=100, stragglers=Stragglers(rank_factor=2.0)), splits="none"
     ).simulated
     run = replace(made.simulated, step_s=100.0, idle={"rollout": 0.5, "policy": 0.01})
     assert reason(replace(made, simulated=run)).endswith("50.0 % of it wait for the slow rank")
@@ -659,7 +693,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
 
 def test_the_reason_names_what_bounds_the_step():
     c = wide(max_staleness=1)
-    made = make_plan(c, "1x4xH100", prompt_tokens=100, splits="none").simulated
+    made = make_plan(c, "1x4xH100", Assumptions(prompt_tokens=100), splits="none").simulated
     run = replace(made.simulated, step_s=100.0)
     bounds = {"rollout": (0.01, 0.5, "generation bounds"), "policy": (0.5, 0.01, "training bounds")}
     for rollout, policy, words in bounds.values():

@@ -23,6 +23,7 @@ from grpo_dist.tools.plan.memory import (
     states,
 )
 from grpo_dist.tools.plan.models import from_config_json, model_of, published
+from grpo_dist.tools.plan.sharing import host_bytes
 from grpo_dist.tools.plan.workload import Workload, workload_of
 from grpo_dist.types import Rows
 from tests.support.fakes import config
@@ -118,17 +119,20 @@ def test_offloaded_states_are_in_host_memory():
     assert sum(rank.host.values()) == pytest.approx(states + written)
 
 
-def test_a_rank_and_each_process_of_an_engine_hold_a_copy_of_the_weights_for_deltas():
-    changes = {"rollout": {"num_workers": 1, "tensor_parallel_size": 2}}
+def test_rank_0_and_each_process_of_an_engine_hold_a_copy_of_the_weights_for_deltas():
+    changes = {"rollout": {"num_workers": 1, "tensor_parallel_size": 2}, "policy": {"num_workers": 4}}
     deltas, whole = gpu(weight_sync={"deltas": True}, **changes), gpu(**changes)
     model, sizes, card = model_of(whole), Sizes.of(whole, gpu=True), parse_cluster("1x8xH100").card
     for copies, worker in (
         (1, lambda c: policy_rank(c, model, sizes, LENGTHS)),
         (2, lambda c: rollout_engine(c, model, sizes, LENGTHS, memory=card.memory)),
     ):
-        more = sum(worker(deltas).host.values()) - sum(worker(whole).host.values())
-        assert more == copies * 2 * 7_615_616_512
+        assert worker(deltas).total_host - worker(whole).total_host == copies * 2 * 7_615_616_512
         assert worker(deltas).parts == worker(whole).parts
+    ranks = {"policy": policy_rank(deltas, model, sizes, LENGTHS)}
+    without = {"policy": policy_rank(whole, model, sizes, LENGTHS)}
+    more = host_bytes(ranks, {"policy": 4}, per_node=8) - host_bytes(without, {"policy": 4}, per_node=8)
+    assert more == 2 * 7_615_616_512  # of four ranks on the node, one sends
 
 
 def test_low_rank_training_keeps_gradients_and_moments_of_the_adapters_alone():

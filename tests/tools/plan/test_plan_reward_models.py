@@ -9,6 +9,7 @@ from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassifica
 
 from grpo_dist.errors import UserError
 from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.bottleneck import reason
 from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import GIB, Sizes
@@ -111,7 +112,7 @@ def test_what_does_not_fit_is_reported_with_a_remedy():
         "`tensor_parallel_size`, or use a smaller model"
     )
     with pytest.raises(UserError, match="reward model judge: a worker needs"):
-        make_plan(c, "1x8xH100", prompt_tokens=100)
+        make_plan(c, "1x8xH100", Assumptions(prompt_tokens=100))
 
 
 def test_a_share_of_a_gpu_has_that_share_of_its_memory_and_of_its_speed():
@@ -207,7 +208,7 @@ def test_sources_with_weights_and_temperatures_of_their_own_are_planned_as_one()
     weighed = [first | {"weight": 3}, second | {"weight": 1, "temperature": 0.5}]
     seconds = [
         make_plan(
-            judged(data={"train": train}), "1x4xH100", prompt_tokens=100, splits="none"
+            judged(data={"train": train}), "1x4xH100", Assumptions(prompt_tokens=100), splits="none"
         ).simulated.simulated.step_s
         for train in ([first, second], weighed)
     ]
@@ -218,7 +219,9 @@ def test_sources_with_weights_and_temperatures_of_their_own_are_planned_as_one()
 
 
 def test_memory_and_times_are_shown():
-    text = printed(make_plan(judged({"num_workers": 2}), "1x4xH100", prompt_tokens=100, splits="none"))
+    text = printed(
+        make_plan(judged({"num_workers": 2}), "1x4xH100", Assumptions(prompt_tokens=100), splits="none")
+    )
     assert "reward model judge x 2" in text and "weights 13.2" in text
     assert "scoring by models" in text and "reward-model-judge-1 |" in text
     assert "assumed: reward models read as many tokens as the policy writes" in text
@@ -227,7 +230,7 @@ def test_memory_and_times_are_shown():
 
 def test_what_is_not_planned_is_named_and_nothing_is_refused():
     models = [{"path": "some/model"}, {"name": "exact", "dtype": "float32"}]
-    text = printed(make_plan(judged(*models), "1x4xH100", prompt_tokens=100, splits="none"))
+    text = printed(make_plan(judged(*models), "1x4xH100", Assumptions(prompt_tokens=100), splits="none"))
     assert "warning: reward model judge: path = some/model: neither a directory here" in text
     assert "its 1 worker(s) are placed, but neither their memory nor their time is planned" in text
     assert "reward model exact x 1" in text and "reward model judge x" not in text
@@ -235,7 +238,7 @@ def test_what_is_not_planned_is_named_and_nothing_is_refused():
 
 
 def test_scoring_longer_than_its_deadline_causes_a_warning():
-    made = make_plan(judged({}), "1x4xH100", prompt_tokens=100, splits="none")
+    made = make_plan(judged({}), "1x4xH100", Assumptions(prompt_tokens=100), splits="none")
     run = made.simulated.simulated
     assert not warnings(made.simulated, made.setting)
     slow = replace(run, stage_s=run.stage_s | {"reward_model": 1900.0})
@@ -244,7 +247,7 @@ def test_scoring_longer_than_its_deadline_causes_a_warning():
 
 
 def test_without_reward_models_the_plan_does_not_mention_them():
-    text = printed(make_plan(judged(), "1x4xH100", prompt_tokens=100, splits="none"))
+    text = printed(make_plan(judged(), "1x4xH100", Assumptions(prompt_tokens=100), splits="none"))
     assert "scoring by models" not in text and "reward models" not in text and "reward-model" not in text
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from grpo_dist.config import LengthsConfig
 from grpo_dist.tools.bench.flops import Shape
 from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.checkpoints import checkpoints, planned_checkpoints
 from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.evaluation import evaluation_s, evaluations, planned_evaluation, waited
@@ -60,12 +61,12 @@ def printed(made):
 )
 def test_evaluations_are_those_of_the_loop_and_of_the_exported_model(evaluation, export, count):
     c = config(steps=100, evaluation=evaluation, checkpoint={"export": export}, **EVAL)
-    assert evaluations(c) == count
+    assert evaluations(c.evaluation, c.checkpoint, c.steps) == count
 
 
 def test_without_evaluation_sets_no_evaluation_is_planned():
     c = wide(evaluation={"before": True, "every": 1})
-    assert evaluations(c) == 0 and planned_evaluation(option(c), 1.0) is None
+    assert planned_evaluation(option(c), 1.0) is None
 
 
 def timed(sizes, *, capacity=100, cap=1000, goes_with=None, **changes):
@@ -194,7 +195,7 @@ def test_colocated_roles_change_turns_to_save():
 
 def test_the_whole_run_is_in_hours_and_price():
     data = {"evaluation": {"every": 50, "max_prompts": 64}, "checkpoint": {"every": 50}, "steps": 100} | EVAL
-    made = make_plan(wide(**data), "1x4xH100", prompt_tokens=100, splits="none")
+    made = make_plan(wide(**data), "1x4xH100", Assumptions(prompt_tokens=100), splits="none")
     whole, run = made.whole, made.simulated.simulated
     assert whole.evaluation.count == 3 and whole.evaluation.prompts == 64
     beside_s = 3 * whole.evaluation.seconds + whole.checkpoints.total_s
@@ -211,8 +212,10 @@ def test_the_whole_run_is_in_hours_and_price():
 
 
 def test_steps_tokens_and_price_a_token_are_those_without_evaluation():
-    plain = make_plan(wide(), "1x4xH100", prompt_tokens=100, splits="none")
-    judged = make_plan(wide(evaluation={"every": 1}, **EVAL), "1x4xH100", prompt_tokens=100, splits="none")
+    plain = make_plan(wide(), "1x4xH100", Assumptions(prompt_tokens=100), splits="none")
+    judged = make_plan(
+        wide(evaluation={"every": 1}, **EVAL), "1x4xH100", Assumptions(prompt_tokens=100), splits="none"
+    )
     assert plain.simulated.simulated.step_s == pytest.approx(judged.simulated.simulated.step_s)
     assert plain.whole.evaluation is None and "evaluation" not in printed(plain)
     price = next(line for line in printed(plain).splitlines() if line.startswith("cost:"))
@@ -221,7 +224,9 @@ def test_steps_tokens_and_price_a_token_are_those_without_evaluation():
 
 def test_sets_of_unknown_size_are_left_out_with_a_warning():
     data = {"train": [{"path": "demo:add3"}], "eval": [{"path": "some/set", "name": "hard"}]}
-    made = make_plan(wide(data=data, evaluation={"every": 1}), "1x4xH100", prompt_tokens=100, splits="none")
+    made = make_plan(
+        wide(data=data, evaluation={"every": 1}), "1x4xH100", Assumptions(prompt_tokens=100), splits="none"
+    )
     text = printed(made).replace("\n", " ")
     assert "warning: evaluation of hard, 7 time(s), is left out" in text
     assert "plan with evaluation.max_prompts" in text and "evaluations (see the warning)" in text
