@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import Fraction, NonNegative, Section, choices
 from grpo_dist.plugins.kinds import ADVANTAGE, AGGREGATION, KL, LOSS
@@ -51,19 +52,17 @@ class RejectConfig(Section):
     low: PositiveFloat | None = Field(None, description="lower bound of the ratio; k1 only")
     high: PositiveFloat | None = Field(None, description="upper bound; null: none, with k1 only")
 
-    @model_validator(mode="after")
-    def _has_its_bounds(self) -> RejectConfig:
+    def _contradictions(self) -> Iterator[str]:
         if self.rule.endswith("_k1"):
             if self.low is None and self.high is None:
-                raise ValueError(f"rule = {self.rule} needs `low` or `high`, e.g. low: 0.5, high: 2.0")
+                yield f"rule = {self.rule} needs `low` or `high`, e.g. low: 0.5, high: 2.0"
             if self.low is not None and self.high is not None and self.low >= self.high:
-                raise ValueError(f"low = {self.low:g} must be below high = {self.high:g}")
-            return self
+                yield f"low = {self.low:g} must be below high = {self.high:g}"
+            return
         if self.high is None:
-            raise ValueError(f"rule = {self.rule} needs `high`, e.g. high: 0.1")
+            yield f"rule = {self.rule} needs `high`, e.g. high: 0.1"
         if self.low is not None:
-            raise ValueError(f"low = {self.low:g}: rule = {self.rule} has an upper bound only; remove `low`")
-        return self
+            yield f"low = {self.low:g}: rule = {self.rule} has an upper bound only; remove `low`"
 
 
 class CorrectionConfig(Section):
@@ -87,11 +86,9 @@ class CorrectionConfig(Section):
     )
     reject: tuple[RejectConfig, ...] = Field((), description="rules that a token must pass, all of them")
 
-    @model_validator(mode="after")
-    def _ordered(self) -> CorrectionConfig:
+    def _contradictions(self) -> Iterator[str]:
         if self.low >= self.high:
-            raise ValueError(f"low = {self.low} must be below high = {self.high}")
-        return self
+            yield f"low = {self.low} must be below high = {self.high}"
 
 
 class AdaptiveEntropyConfig(Section):
@@ -265,16 +262,14 @@ class AlgorithmConfig(Section):
     kl: KLConfig = KLConfig()
     correction: CorrectionConfig = CorrectionConfig()
 
-    @model_validator(mode="after")
-    def _kwargs_have_a_piece(self) -> AlgorithmConfig:
+    def _contradictions(self) -> Iterator[str]:
         own = {piece.key.split(".")[1] for piece in self.own_pieces}
         for name in self.kwargs:
             if name not in own:
-                raise ValueError(
+                yield (
                     f"kwargs.{name}: expected arguments of a piece of your own, named by "
                     f"{', '.join(sorted(own)) or 'none here'}; built-in ones have their own keys"
                 )
-        return self
 
     @property
     def own_pieces(self) -> tuple[OwnPiece, ...]:

@@ -33,13 +33,9 @@ _USE_STD = ("grpo", "gdpo", "grpo_passk", "process", "turn")
 
 def algorithm_contradictions(config: Sections) -> Iterator[str]:
     """Yield a message for each contradiction between settings of the algorithm."""
-    yield from _of_the_algorithm(config)
-    yield from _of_the_updates(config)
-    yield from _of_right_and_wrong(config)
-    yield from _of_the_group(config)
-    yield from _of_the_correction(config)
-    yield from _of_the_covariance(config)
-    yield from _of_the_entropy(config)
+    general = (_of_the_algorithm, _of_the_updates, _of_right_and_wrong, _of_the_group)
+    for check in (*general, _of_the_correction, _of_the_covariance, _of_the_entropy):
+        yield from check(config)
 
 
 def _of_the_algorithm(config: Sections) -> Iterator[str]:

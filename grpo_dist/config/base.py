@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args, get_origin
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 DirectoryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+CodePaths = Annotated[tuple[str, ...], Field(description="the same list as `code_paths` at the top level")]
 # vLLM raises lower temperatures to this one; the trainer would compute log-probs at another temperature.
 LOWEST_TEMPERATURE = 0.01
 Temperature = Annotated[float, Field(ge=LOWEST_TEMPERATURE)]
@@ -57,12 +67,30 @@ class Section(BaseModel):
                 raise ValueError(f"{_shown(item)} {problem}")
         return value
 
+    @model_validator(mode="after")
+    def _has_no_contradiction(self) -> Self:
+        """Refuse the section with the first of its contradictions."""
+        for message in self._contradictions():
+            raise ValueError(message)
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        """Yield a message for keys of this section that contradict each other. Only the first is read, and
+        checks behind one may rely on it.
+        """
+        yield from ()
+
 
 def choices(section: type[BaseModel], field: str) -> tuple[Any, ...]:
     """Return the names that a field lists: those of its Literal, which are built in where it also takes
     others.
     """
     return tuple(_literals(section.model_fields[field].annotation))
+
+
+def repeated(names: Sequence[str]) -> list[str]:
+    """Return the names that stand more than once, in order."""
+    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def _literals(annotation: Any) -> Iterator[Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import Fraction, Section
 
@@ -28,16 +29,14 @@ class LengthsConfig(Section):
         "common; null: 0",
     )
 
-    @model_validator(mode="after")
-    def _settings_of_its_kind(self) -> LengthsConfig:
+    def _contradictions(self) -> Iterator[str]:
         own = {"fixed": ("tokens",), "lognormal": ("mean", "sigma", "prompt_share")}.get(self.kind, ())
         for name in sorted({"tokens", "mean", "sigma", "prompt_share"} - set(own)):
             if getattr(self, name) is not None:
                 value = getattr(self, name)
-                raise ValueError(f"{name} = {value} is not a setting of kind {self.kind}; remove it")
+                yield f"{name} = {value} is not a setting of kind {self.kind}; remove it"
         if self.kind == "lognormal" and self.mean is None:
-            raise ValueError("kind lognormal needs a mean, e.g. mean: 32")
-        return self
+            yield "kind lognormal needs a mean, e.g. mean: 32"
 
 
 class BenchConfig(Section):

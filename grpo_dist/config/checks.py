@@ -106,8 +106,8 @@ def _of_the_ranks(config: Sections) -> Iterator[str]:
         )
     if policy.router_replay and config.weight_sync.mode == "keep":
         yield (
-            "`policy.router_replay` = true needs samples of one model, but `weight_sync.mode` = keep goes on "
-            "with new weights, which route the tokens before differently; set it to drain"
+            "`policy.router_replay` = true needs samples of one model, but `weight_sync.mode` = keep "
+            "continues samples with new weights, which route earlier tokens differently; set it to drain"
         )
     if model.packing and model.attention == "eager":
         yield (
@@ -164,6 +164,7 @@ def _of_the_samples(config: Sections) -> Iterator[str]:
         "`algorithm.advantage` = remax": a.advantage == "remax",
         "`algorithm.advantage` = turn": a.advantage == "turn",
         "`dynamic_sampling.enabled`": dynamic,
+        "`data.drop_solved`": config.data.drop_solved is not None,
         f"`data.order` = {config.data.order}": config.data.order not in ("epochs", "length"),
     }
     for setting in (name for name, is_set in reads_unshuffled.items() if is_set and config.rewards.shuffle):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import Count, Section
 
@@ -49,15 +50,13 @@ class RestartsConfig(Section):
         """Return the seconds without an answer or progress after which an actor is replaced."""
         return self.hang_s or _HANG_S[on_gpu]
 
-    @model_validator(mode="after")
-    def _hang_exceeds_interval(self) -> RestartsConfig:
+    def _contradictions(self) -> Iterator[str]:
         least = self.hangs_after(on_gpu=False)
         if least <= self.health_s:
-            raise ValueError(
+            yield (
                 f"hang_s = {least:g} must be above health_s = {self.health_s:g}, the interval of "
                 "health checks; raise hang_s or lower health_s"
             )
-        return self
 
 
 class AutoscalingConfig(Section):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import Section, Temperature, choices
 from grpo_dist.plugins.kinds import ORDER, SOURCE
@@ -113,32 +114,21 @@ class DataSourceConfig(Section):
             return True
         return self.path.isidentifier() and self.path in registered(SOURCE)
 
-    @model_validator(mode="after")
-    def _kwargs_have_a_task(self) -> DataSourceConfig:
-        if self.is_own:
-            return self
-        if self.kwargs and not self.is_generated_by_reasoning_gym:
-            raise ValueError(
+    def _contradictions(self) -> Iterator[str]:
+        if self.kwargs and not self.is_own and not self.is_generated_by_reasoning_gym:
+            yield (
                 f"kwargs = {self.kwargs} are settings of a path `reasoning_gym:<task>`, but path = "
                 f"{self.path}; remove them (an environment has `environment_kwargs`)"
             )
-        if "size" in self.kwargs:
-            raise ValueError(f"kwargs.size = {self.kwargs['size']}: expected `max_rows` for it; set that")
-        return self
-
-    @model_validator(mode="after")
-    def _pattern_has_a_group(self) -> DataSourceConfig:
+        if "size" in self.kwargs and not self.is_own:
+            yield f"kwargs.size = {self.kwargs['size']}: expected `max_rows` for it; set that"
         try:
             groups = re.compile(self.answer_pattern or "()").groups
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(
-                f"answer_pattern {str(self.answer_pattern)[:200]!r} is not a regular expression: {error}"
-            ) from error
+            yield f"answer_pattern {str(self.answer_pattern)[:200]!r} is not a regular expression: {error}"
+            return
         if groups < 1:
-            raise ValueError(
-                f"answer_pattern {self.answer_pattern!r} has no group; put ( ) around the answer"
-            )
-        return self
+            yield f"answer_pattern {self.answer_pattern!r} has no group; put ( ) around the answer"
 
 
 class PoolsConfig(Section):
@@ -178,6 +168,11 @@ class DataConfig(Section):
         None, description="order length: steps of an epoch that are sorted by expected length; null: 8"
     )
     order_kwargs: dict[str, Any] = Field({}, description="arguments of your own order")
+    drop_solved: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="with order epochs or length: share of right samples in a prompt's group from which all "
+        "later epochs leave the prompt out (ScaleRL: 0.9); null: none is",
+    )
     pools: PoolsConfig | None = Field(
         None, description="pools of `order`; with any order, the metrics of each pool (`pool/...`)"
     )
@@ -210,23 +205,28 @@ class DataConfig(Section):
         """Whether `order` is not built in."""
         return self.order not in choices(DataConfig, "order")
 
-    @model_validator(mode="after")
-    def _window_has_an_order(self) -> DataConfig:
+    def _contradictions(self) -> Iterator[str]:
         if self.length_window is not None and self.order != "length":
-            raise ValueError(
+            yield (
                 f"length_window = {self.length_window} is of order length, but order = {self.order}; remove "
                 "it, or set order to length"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _arguments_have_an_order(self) -> DataConfig:
+        if self.drop_solved is not None and self.order not in ("epochs", "length"):
+            yield (
+                f"drop_solved = {self.drop_solved:g} leaves prompts out of later epochs, but order = "
+                f"{self.order} draws by its own rule, without epochs; set order to epochs or length, or "
+                "remove drop_solved"
+            )
+        if self.drop_solved is not None and self.weights:
+            yield (
+                f"drop_solved = {self.drop_solved:g} leaves prompts out, so that sources with a `weight` "
+                "could not give their shares; remove drop_solved, or the weights"
+            )
         if self.order_kwargs and not self.has_own_order:
-            raise ValueError(
+            yield (
                 f"order_kwargs = {self.order_kwargs} are arguments of your own order, but order = "
                 f"{self.order} is built in; remove them"
             )
-        return self
 
     def environment_of(self, source: DataSourceConfig) -> str | None:
         """Return the environment of a source; None: it has none."""
@@ -256,8 +256,8 @@ class BatchConfig(Section):
     )
     min_samples: PositiveInt | None = Field(
         None,
-        description="samples that a group needs where an engine gives the others up; with fewer it is drawn "
-        "again; null: half of samples_per_prompt, at least 2",
+        description="fewest samples of a group whose other samples an engine aborted; with fewer the group "
+        "is sampled again; null: half of samples_per_prompt, at least 2",
     )
     updates_per_step: PositiveInt = Field(1, description="optimiser updates per step; 1 is on-policy")
     epochs_per_batch: PositiveInt = Field(1, description="passes over the samples of a step")
@@ -276,14 +276,12 @@ class BatchConfig(Section):
         whole = self.samples_per_prompt
         return min(whole, max(2, -(-whole // 2))) if self.min_samples is None else self.min_samples
 
-    @model_validator(mode="after")
-    def _needs_at_most_all(self) -> BatchConfig:
+    def _contradictions(self) -> Iterator[str]:
         if self.min_samples is not None and self.min_samples > self.samples_per_prompt:
-            raise ValueError(
+            yield (
                 f"min_samples = {self.min_samples} is above samples_per_prompt = {self.samples_per_prompt}; "
                 "lower the first"
             )
-        return self
 
 
 class DynamicSamplingConfig(Section):
@@ -294,8 +292,8 @@ class DynamicSamplingConfig(Section):
     )
     metric: str | None = Field(
         None,
-        description="what must differ within a group: the name of a reward, or `accuracy` (right or wrong, "
-        "as in evaluations); null: what algorithm.advantage looks at, mostly the total reward",
+        description="value that must differ within a group: the name of a reward, or `accuracy` (right or "
+        "wrong, as in evaluations); null: the values that algorithm.advantage uses, mostly the total reward",
     )
     max_extra_prompts: PositiveInt | None = Field(
         None,

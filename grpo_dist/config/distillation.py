@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
-from grpo_dist.config.base import Count, Fraction, NonNegative, Section, Seed
+from grpo_dist.config.base import Count, Fraction, NonNegative, Section, Seed, repeated
 from grpo_dist.config.data import ModelConfig
 from grpo_dist.config.stages import DemonstrationsConfig, as_sources
 
@@ -27,8 +28,8 @@ class TeacherConfig(Section):
     )
     prompt: str | None = Field(
         None,
-        description="what it reads as the problem: text with {problem}, {answer} and {name of a column}, "
-        "e.g. the solution; null: what the policy reads",
+        description="problem that it reads: text with {problem}, {answer} and {name of a column}, e.g. the "
+        "solution; null: the same as the policy",
     )
     num_workers: PositiveInt = Field(
         1, description="actors, each with a full model; colocated on GPUs: one on each of the policy's"
@@ -75,12 +76,9 @@ class DistillationConfig(Section):
         "measured",
     )
 
-    @model_validator(mode="after")
-    def _names_are_unique(self) -> DistillationConfig:
-        names = [teacher.name for teacher in self.teachers]
-        if doubled := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-            raise ValueError(f"two teachers have the name {doubled[0]!r}; give each its own `name`")
-        return self
+    def _contradictions(self) -> Iterator[str]:
+        if doubled := repeated([teacher.name for teacher in self.teachers]):
+            yield f"two teachers have the name {doubled[0]!r}; give each its own `name`"
 
     @property
     def of_own_models(self) -> tuple[TeacherConfig, ...]:
@@ -89,7 +87,7 @@ class DistillationConfig(Section):
 
 
 class DemonstrationStreamConfig(Section):
-    """Demonstrations in the batches of GRPO: cross-entropy on their completions beside the policy loss."""
+    """Demonstrations in the batches of GRPO: cross-entropy on their completions, added to the policy loss."""
 
     section: ClassVar[str] = "demonstrations"
 

@@ -48,6 +48,12 @@ def _of_the_rewards(own: DistillationConfig, config: Sections) -> Iterator[str]:
             "`distillation.reward_coef` = 0, so nothing is learned from rewards; set `data.order` to epochs, "
             "or raise `distillation.reward_coef`"
         )
+    if config.data.drop_solved is not None:
+        yield (
+            f"`data.drop_solved` = {config.data.drop_solved:g} leaves out prompts that are solved, but "
+            "`distillation.reward_coef` = 0, so what the teachers would still change of them is lost; remove "
+            "it, or raise `distillation.reward_coef`"
+        )
     # The reference begins as the policy, and follows it at most, so that both stay what they are.
     alone = all(not teacher.has_workers and teacher.prompt is None for teacher in own.teachers)
     if alone and config.demonstrations is None and not algorithm.entropy_coef:

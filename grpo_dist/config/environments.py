@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from grpo_dist.config.base import Section
+from grpo_dist.config.base import CodePaths, Section
 from grpo_dist.plugins.kinds import ENVIRONMENT
 from grpo_dist.plugins.names import registered
 
@@ -46,13 +46,11 @@ class SandboxConfig(Section):
 
 class EnvironmentsConfig(Section):
     """The workers of environments, and the budgets of an episode. `sampling.max_new_tokens` limits the tokens
-    of an episode behind its prompt, sampled and given.
+    of an episode after its prompt, sampled and given.
     """
 
     num_workers: PositiveInt = Field(1, description="actors that run environments and tools")
-    code_paths: tuple[str, ...] = Field(
-        (), description="as `code_paths` at the top: one list for the whole configuration"
-    )
+    code_paths: CodePaths = ()
     python: str | None = Field(
         None,
         description="interpreter of the environments' processes, for packages that exclude this "

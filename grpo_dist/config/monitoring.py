@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from grpo_dist.config.base import Count, EvaluationTemperature, Fraction, Section
+from grpo_dist.config.base import Count, EvaluationTemperature, Fraction, Section, repeated
 from grpo_dist.plugins.kinds import METRIC, SINK
 from grpo_dist.plugins.names import OwnMetric, OwnPiece, OwnSink
 
@@ -37,23 +38,17 @@ class EvaluationConfig(Section):
         0, description="CPU threads of such an engine; 0: one, with low priority, so that training is faster"
     )
 
-    @model_validator(mode="after")
-    def _k_in_range(self) -> EvaluationConfig:
+    def _contradictions(self) -> Iterator[str]:
         if max(self.k, default=1) > self.samples_per_prompt:
-            raise ValueError(
+            yield (
                 f"k = {list(self.k)} has a value above samples_per_prompt = {self.samples_per_prompt}; "
                 "raise samples_per_prompt or lower k"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _threads_of_own_engines(self) -> EvaluationConfig:
         if self.threads and not self.num_workers:
-            raise ValueError(
+            yield (
                 f"threads = {self.threads} are those of engines for evaluation alone, but num_workers = 0; "
                 "set num_workers to 1 or more, or remove threads"
             )
-        return self
 
 
 class HealthConfig(Section):
@@ -155,7 +150,7 @@ class MetricConfig(Section):
 
     @property
     def label(self) -> str:
-        """The name in the metrics: what stands behind the colon."""
+        """The name in the metrics: the text after the colon."""
         return self.function.rpartition(":")[2]
 
 
@@ -184,12 +179,10 @@ class TrackingConfig(Section):
         "policy and reference; 0: none have",
     )
 
-    @model_validator(mode="after")
-    def _metrics_differ(self) -> TrackingConfig:
+    def _contradictions(self) -> Iterator[str]:
         labels = [metric.label for metric in self.metrics]
-        if len(set(labels)) != len(labels):
-            raise ValueError(f"two metrics have the same name: {', '.join(labels)}; rename one")
-        return self
+        if repeated(labels):
+            yield f"two metrics have the same name: {', '.join(labels)}; rename one"
 
     @property
     def own_pieces(self) -> tuple[OwnPiece, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations
 from typing import Any
 
 from grpo_dist.config.peer_row import FRAMEWORKS, Row
@@ -117,24 +118,23 @@ def _whole() -> Mapping[str, list[Found]]:
 @lru_cache
 def _ends() -> Mapping[str, list[Found]]:
     """Map every dotted suffix of a name to its settings: train_batch_size for `data.train_batch_size`."""
-    ends: dict[str, list[Found]] = {}
-    for name, found in _whole().items():
-        parts = name.split(".")
-        for start in range(len(parts)):
-            ends.setdefault(".".join(parts[start:]), []).extend(found)
-    return ends
+    return _by_parts(lambda size: ((start, size) for start in range(size)))
 
 
 @lru_cache
 def _sections() -> Mapping[str, list[Found]]:
     """Map every part of a name before its end to the settings in it: rollout, actor_rollout_ref.rollout."""
-    inside: dict[str, list[Found]] = {}
-    for name, found in _whole().items():
-        parts = name.split(".")
-        for start in range(len(parts)):
-            for end in range(start + 1, len(parts)):
-                inside.setdefault(".".join(parts[start:end]), []).extend(found)
-    return inside
+    return _by_parts(lambda size: combinations(range(size), 2))
+
+
+def _by_parts(spans: Callable[[int], Iterable[tuple[int, int]]]) -> Mapping[str, list[Found]]:
+    """Map parts of names to their settings. ``spans``: first word and end of each part of so many words."""
+    found: dict[str, list[Found]] = {}
+    for name, own in _whole().items():
+        words = name.split(".")
+        for start, end in spans(len(words)):
+            found.setdefault(".".join(words[start:end]), []).extend(own)
+    return found
 
 
 def _leaves(value: Any, prefix: str) -> Iterator[str]:

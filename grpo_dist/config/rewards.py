@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
-from grpo_dist.config.base import Section
+from grpo_dist.config.base import CodePaths, Section, repeated
 
 StepReduction = Annotated[
     Literal["min", "mean", "last"],
@@ -45,19 +46,15 @@ class RewardConfig(GatedConfig):
     )
     kwargs: dict[str, Any] = Field({}, description="keyword arguments of the function")
 
-    @model_validator(mode="after")
-    def _steps_of_own_functions(self) -> RewardConfig:
+    def _contradictions(self) -> Iterator[str]:
         foreign = [n for n in ("reduce", "step_separator") if getattr(self, n) != _default(self, n)]
         if self.kind == "outcome" and foreign:
-            raise ValueError(
-                f"{', '.join(foreign)}: settings of kind process; remove them or set kind: process"
-            )
+            yield f"{', '.join(foreign)}: settings of kind process; remove them or set kind: process"
         if self.kind == "process" and ":" not in self.function:
-            raise ValueError(
+            yield (
                 f"kind = process: built-in reward {self.function} scores no steps; name a function of yours, "
                 "`module:function`"
             )
-        return self
 
 
 class RewardModelConfig(GatedConfig):
@@ -112,27 +109,22 @@ class RewardModelConfig(GatedConfig):
             return math.floor(self.gpu_share * 1e4 + 1e-6) / 1e4
         return float(self.tensor_parallel_size)
 
-    @model_validator(mode="after")
-    def _splits(self) -> RewardModelConfig:
+    def _contradictions(self) -> Iterator[str]:
         size = self.tensor_parallel_size
         if size > 1 and self.gpu_share < 1:
-            raise ValueError(
+            yield (
                 f"gpu_share = {self.gpu_share:g} with tensor_parallel_size = {size}: a copy either shares a "
                 "GPU or is split over several; set one of them to 1"
             )
         if size > 1 and self.trust_remote_code:
-            raise ValueError(
+            yield (
                 f"tensor_parallel_size = {size}: the model's own code (`trust_remote_code`) has no plan for "
                 "splitting it; set one of them to its default"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _settings_of_its_kind(self) -> RewardModelConfig:
         of_process = ("format", "reduce", "step_mark", "step_separator", "verdict_tokens")
         foreign = [n for n in of_process if getattr(self, n) != _default(self, n)]
         if self.kind == "outcome" and foreign:
-            raise ValueError(
+            yield (
                 f"{', '.join(foreign)}: settings of kind process, but `kind` is outcome; remove them "
                 "or set kind: process"
             )
@@ -141,8 +133,7 @@ class RewardModelConfig(GatedConfig):
         }
         for name, formats in unused.items():
             if self.kind == "process" and self.format in formats and getattr(self, name) is not None:
-                raise ValueError(f"{name}: format {self.format} has none; remove it or use another format")
-        return self
+                yield f"{name}: format {self.format} has none; remove it or use another format"
 
 
 def _default(section: Section, name: str) -> Any:
@@ -152,7 +143,7 @@ def _default(section: Section, name: str) -> Any:
 class OverlongBufferConfig(Section):
     """DAPO's soft punishment of long answers (arXiv:2503.14476, equation 13), a part of every total reward.
 
-    Lengths are tokens behind the prompt, as the reward `overlong` counts them; of an episode also those that
+    Lengths are tokens after the prompt, as the reward `overlong` counts them; of an episode also those that
     an environment put in.
     """
 
@@ -166,13 +157,11 @@ class OverlongBufferConfig(Section):
         0.0, description="subtracted from the reward at the end of the buffer; 0: off; the paper: 1"
     )
 
-    @model_validator(mode="after")
-    def _is_on(self) -> OverlongBufferConfig:
+    def _contradictions(self) -> Iterator[str]:
         if self.tokens is not None and not self.penalty:
-            raise ValueError(
+            yield (
                 f"tokens = {self.tokens} has no effect with penalty = 0; set `penalty`, e.g. 1, or remove it"
             )
-        return self
 
     @property
     def functions(self) -> tuple[RewardConfig, ...]:
@@ -210,9 +199,7 @@ class RewardsConfig(Section):
     memory_mb: PositiveInt = Field(
         1024, description="address space a grader process may add after its start, MB"
     )
-    code_paths: tuple[str, ...] = Field(
-        (), description="as `code_paths` at the top: one list for the whole configuration"
-    )
+    code_paths: CodePaths = ()
     accept_arithmetic: bool = Field(
         False, description="math: accept unevaluated arithmetic, e.g. 123+456 for 579"
     )
@@ -226,35 +213,66 @@ class RewardsConfig(Section):
     )
     shuffle: bool = Field(False, description="control: shuffle each step's rewards among its samples")
 
-    @model_validator(mode="after")
-    def _tags_differ(self) -> RewardsConfig:
+    def _contradictions(self) -> Iterator[str]:
         if self.thought_tags is not None:
             opening, closing = self.thought_tags
             if not opening.strip() or not closing.strip() or opening == closing:
-                raise ValueError(
+                yield (
                     f"thought_tags = {list(self.thought_tags)}: expected two different tags that are not "
                     "empty, e.g. [<think>, </think>]"
                 )
-        return self
+        yield from self._of_names_and_kinds()
+        yield from self._of_gates()
+        yield from self._of_sources()
 
-    @model_validator(mode="after")
-    def _distinct(self) -> RewardsConfig:
+    def _of_names_and_kinds(self) -> Iterator[str]:
         functions = (*self.functions, *self.overlong_buffer.functions)
         names = [r.name or r.function for r in functions] + [m.name for m in self.models]
-        if len(set(names)) != len(names):
-            raise ValueError(f"two rewards share a name: {names}; set `name` on each")
+        if repeated(names):
+            yield f"two rewards share a name: {names}; set `name` on each"
         if not (self.functions or self.models or self.by_source):
-            raise ValueError("no functions and no models; configure at least one reward")
+            yield "no functions and no models; configure at least one reward"
         if [m.kind for m in self.models].count("process") + self._own_steps > 1:
-            raise ValueError(
-                "two models or functions of kind process, but a sample has a single list of steps; keep one"
-            )
+            yield "two models or functions of kind process, but a sample has a single list of steps; keep one"
         if self.shuffle and self.scores_steps:
-            raise ValueError(
+            yield (
                 "shuffle = true shuffles total rewards only, but a reward of kind process also gives step "
                 "rewards, which would stay unshuffled; remove one of them"
             )
-        return self
+
+    def _of_gates(self) -> Iterator[str]:
+        gates = {r.name or r.function: r.gate for r in self.functions} | {m.name: m.gate for m in self.models}
+        for name in gates:
+            path = [name]
+            while (gate := gates[path[-1]]) is not None:
+                if gate not in gates:
+                    yield (
+                        f"gate = {gate} of reward {path[-1]}: no such reward; expected one of "
+                        f"{', '.join(gates)}"
+                    )
+                if gate in path:
+                    yield f"gates form a cycle: {' -> '.join([*path, gate])}; remove one"
+                path.append(gate)
+
+    def _of_sources(self) -> Iterator[str]:
+        known, defined = {model.name for model in self.models}, dict[str, RewardConfig]()
+        for source, own in self.by_source.items():
+            if unknown := [name for name in own.models if name not in known]:
+                yield (
+                    f"by_source.{source}.models = {unknown[0]}: no such model; `rewards.models` has: "
+                    f"{', '.join(sorted(known)) or 'none'}"
+                )
+            try:
+                type(self).model_validate(self.of(source).model_dump())
+            except ValidationError as error:
+                yield f"by_source.{source}: {error.errors()[0]['msg']}"
+        for one in self.all_functions:
+            other = defined.setdefault(one.name or one.function, one)
+            if (one.function, one.kwargs) != (other.function, other.kwargs):
+                yield (
+                    f"by_source: reward {one.name or one.function} is not the same in all sources, but it is "
+                    "one metric; set `name` on each"
+                )
 
     @property
     def scores_steps(self) -> bool:
@@ -264,44 +282,6 @@ class RewardsConfig(Section):
     @property
     def _own_steps(self) -> int:
         return sum(function.kind == "process" for function in self.functions)
-
-    @model_validator(mode="after")
-    def _gates_end(self) -> RewardsConfig:
-        gates = {r.name or r.function: r.gate for r in self.functions} | {m.name: m.gate for m in self.models}
-        for name in gates:
-            path = [name]
-            while (gate := gates[path[-1]]) is not None:
-                if gate not in gates:
-                    raise ValueError(
-                        f"gate = {gate} of reward {path[-1]}: no such reward; expected one of "
-                        f"{', '.join(gates)}"
-                    )
-                if gate in path:
-                    raise ValueError(f"gates form a cycle: {' -> '.join([*path, gate])}; remove one")
-                path.append(gate)
-        return self
-
-    @model_validator(mode="after")
-    def _of_sources(self) -> RewardsConfig:
-        known, defined = {model.name for model in self.models}, dict[str, RewardConfig]()
-        for source, own in self.by_source.items():
-            if unknown := [name for name in own.models if name not in known]:
-                raise ValueError(
-                    f"by_source.{source}.models = {unknown[0]}: no such model; `rewards.models` has: "
-                    f"{', '.join(sorted(known)) or 'none'}"
-                )
-            try:
-                type(self).model_validate(self.of(source).model_dump())
-            except ValidationError as error:
-                raise ValueError(f"by_source.{source}: {error.errors()[0]['msg']}") from error
-        for one in self.all_functions:
-            other = defined.setdefault(one.name or one.function, one)
-            if (one.function, one.kwargs) != (other.function, other.kwargs):
-                raise ValueError(
-                    f"by_source: reward {one.name or one.function} is not the same in all sources, but it is "
-                    "one metric; set `name` on each"
-                )
-        return self
 
     def of(self, source: str) -> RewardsConfig:
         """Return the rewards of the prompts of a source, with the overlong buffer as one of them."""

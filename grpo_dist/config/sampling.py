@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
+from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag
 
 from grpo_dist.config.base import Count, Fraction, Section, Temperature
 
@@ -28,12 +28,10 @@ class LengthSchedule(Section):
     )
     patience: PositiveInt = Field(3, description="steps in a row that must be above it")
 
-    @model_validator(mode="after")
-    def _is_one_kind(self) -> LengthSchedule:
+    def _contradictions(self) -> Iterator[str]:
         _check_kind(self, "largest")
         if self.start is not None and self.largest is not None and self.largest <= self.start:
-            raise ValueError(f"largest = {self.largest} must be above start = {self.start}")
-        return self
+            yield f"largest = {self.largest} must be above start = {self.start}"
 
 
 class TemperatureSchedule(Section):
@@ -52,15 +50,13 @@ class TemperatureSchedule(Section):
     lowest: Temperature = Field(0.5, description="lower bound of a steered temperature")
     highest: Temperature = Field(1.5, description="upper bound of a steered temperature")
 
-    @model_validator(mode="after")
-    def _is_one_kind(self) -> TemperatureSchedule:
+    def _contradictions(self) -> Iterator[str]:
         _check_kind(self, "entropy")
         if self.start is not None and not self.lowest <= self.start <= self.highest:
-            raise ValueError(
+            yield (
                 f"start = {self.start:g} must be between lowest = {self.lowest:g} and highest = "
                 f"{self.highest:g}"
             )
-        return self
 
 
 def _check_kind(section: LengthSchedule | TemperatureSchedule, goal: str) -> None:
@@ -83,22 +79,22 @@ def _kind(value: Any) -> str:
     return "changing" if isinstance(value, dict | Section) else "number"
 
 
+Number = TypeVar("Number")
+Schedule = TypeVar("Schedule")
+# A number, or a section with its schedule.
+NumberOr = Annotated[
+    Annotated[Number, Tag("number")] | Annotated[Schedule, Tag("changing")], Discriminator(_kind)
+]
+
+
 class SamplingConfig(Section):
     """Sampling of training completions: from the full distribution, with a temperature only."""
 
-    temperature: Annotated[
-        Annotated[Temperature, Tag("number")] | Annotated[TemperatureSchedule, Tag("changing")],
-        Discriminator(_kind),
-    ] = Field(
-        1.0,
-        description="temperature of samples and of their log-probs; or how it changes during the run",
+    temperature: NumberOr[Temperature, TemperatureSchedule] = Field(
+        1.0, description="temperature of samples and of their log-probs; or how it changes during the run"
     )
-    max_new_tokens: Annotated[
-        Annotated[PositiveInt, Tag("number")] | Annotated[LengthSchedule, Tag("changing")],
-        Discriminator(_kind),
-    ] = Field(
-        512,
-        description="longest completion, longer ones are truncated; or how it changes during the run",
+    max_new_tokens: NumberOr[PositiveInt, LengthSchedule] = Field(
+        512, description="longest completion, longer ones are truncated; or how it changes during the run"
     )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (),

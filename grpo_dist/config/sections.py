@@ -70,7 +70,7 @@ class Sections(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     distillation: DistillationConfig = DistillationConfig()
     demonstrations: DemonstrationStreamConfig | None = Field(
-        None, description="demonstrations beside the samples of every step; null: none"
+        None, description="demonstrations added to the samples of every step; null: none"
     )
     rewards: RewardsConfig = RewardsConfig()
     environments: EnvironmentsConfig = EnvironmentsConfig()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import Count, Fraction, NonNegative, Section, Seed, Temperature
 
@@ -32,14 +33,12 @@ class RejectionConfig(Section):
     )
     chunk_prompts: PositiveInt = Field(512, description="prompts sampled between two saves")
 
-    @model_validator(mode="after")
-    def _keeps_at_most_all(self) -> RejectionConfig:
+    def _contradictions(self) -> Iterator[str]:
         if self.keep_per_prompt > self.samples_per_prompt:
-            raise ValueError(
+            yield (
                 f"keep_per_prompt = {self.keep_per_prompt} is above samples_per_prompt = "
                 f"{self.samples_per_prompt}; sample more or keep fewer"
             )
-        return self
 
 
 class DemonstrationsConfig(Section):
@@ -49,14 +48,12 @@ class DemonstrationsConfig(Section):
     examples: PositiveInt | None = Field(None, description="examples used, from the start; null: as in `sft`")
     noise: Fraction | None = Field(None, description="as `sft.noise`")
 
-    @model_validator(mode="after")
-    def _noise_needs_generated_data(self) -> DemonstrationsConfig:
+    def _contradictions(self) -> Iterator[str]:
         if self.noise is not None and not self.path.startswith("demo:"):
-            raise ValueError(
+            yield (
                 f"noise = {self.noise:g} applies only to generated demonstrations (demo:...), but path = "
                 f"{self.path}; remove it"
             )
-        return self
 
 
 def as_sources(value: Any) -> Any:

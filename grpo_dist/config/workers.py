@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -86,14 +87,17 @@ class RolloutConfig(Section):
             )
         return values | {"num_workers": given["min"], "max_workers": given["max"]}
 
-    @model_validator(mode="after")
-    def _grows_upwards(self) -> RolloutConfig:
+    def _contradictions(self) -> Iterator[str]:
         if self.max_workers is not None and self.max_workers < self.num_workers:
-            raise ValueError(
+            yield (
                 f"max_workers = {self.max_workers} is below num_workers = {self.num_workers}; raise it, or "
                 "remove it for a fixed number of engines"
             )
-        return self
+        if self.function_kwargs and self.function is None:
+            yield (
+                f"function_kwargs = {self.function_kwargs} are arguments of `function`, which is not "
+                "set; set it, or remove them"
+            )
 
     @property
     def most_workers(self) -> int:
@@ -104,15 +108,6 @@ class RolloutConfig(Section):
     def may_grow(self) -> bool:
         """Whether engines may join and leave."""
         return self.most_workers > self.num_workers
-
-    @model_validator(mode="after")
-    def _arguments_have_a_function(self) -> RolloutConfig:
-        if self.function_kwargs and self.function is None:
-            raise ValueError(
-                f"function_kwargs = {self.function_kwargs} are arguments of `function`, which is not "
-                "set; set it, or remove them"
-            )
-        return self
 
     @property
     def own_pieces(self) -> tuple[OwnPiece, ...]:

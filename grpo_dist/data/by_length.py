@@ -22,7 +22,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_dist.data.order import OrderState
+from grpo_dist.data.order import OrderState, shuffled
+from grpo_dist.data.solved import SolvedPrompts
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.types import Group, Prompt
 
@@ -41,9 +42,12 @@ class LengthOrder(PromptStream):
         window: int,
         seed: int,
         state: OrderState,
+        solved: SolvedPrompts | None = None,
     ) -> None:
-        """``per_step``: prompts that share a step. ``window``: steps. Raises as `PromptStream` does."""
-        super().__init__(prompts, per_batch, seed=seed, state=state)
+        """``per_step``: prompts that share a step. ``window``: steps. ``solved``, and what it raises: as of
+        `PromptStream`.
+        """
+        super().__init__(prompts, per_batch, seed=seed, state=state, solved=solved)
         self._per_step, self._window = per_step, window
         self._lengths = {uid: float(tokens) for uid, tokens in state.lengths.items()}
 
@@ -53,6 +57,7 @@ class LengthOrder(PromptStream):
 
     def trained(self, indices: Sequence[int], sampled: Sequence[Group]) -> None:
         """Observe the lengths of these groups; prompts of ``indices`` without a group come next."""
+        self._solved.observe(sampled)
         for group in sampled:
             tokens = float(np.mean([rollout.num_tokens for rollout in group.rollouts]))
             known = self._lengths.get(group.prompt.uid, tokens)
@@ -61,7 +66,7 @@ class LengthOrder(PromptStream):
         self._waiting[:0] = [index for index in indices if self._uid(index) not in uids]
 
     def _next(self, taken: int) -> int:
-        if not self._waiting:
+        while not self._waiting:  # a window is empty where the rest of its epoch is left out
             self._waiting = self._next_window(taken % self._per_step)
         return self._waiting.pop(0)
 
@@ -69,13 +74,7 @@ class LengthOrder(PromptStream):
         """Return the order indices of the next window in the order of their steps. ``started``: prompts that
         the first step has already.
         """
-        first, count = self._position, len(self._prompts)
-        end = min((first // count + 1) * count, first + self._window * self._per_step)
-        rest = -end % count  # of the epoch
-        if rest < self._per_step:  # too few for a window of their own
-            end += rest
-        self._position = end
-        indices = np.arange(first, end)
+        first, indices = self._position, self._window_indices()
         ranked = indices[np.argsort(self._expected(indices), kind="stable")]
         sizes = [self._per_step - started]
         while sum(sizes) < len(indices):
@@ -87,6 +86,20 @@ class LengthOrder(PromptStream):
             steps[step] = ranked[begin : begin + sizes[step]][::-1]
             begin += sizes[step]
         return [int(index) for step in steps for index in step]
+
+    def _window_indices(self) -> np.ndarray:
+        """Go to the end of the next window; return its order indices, int64, in the epoch's permutation."""
+        first, count = self._position, len(self._prompts)
+        epoch, at = divmod(first, count)
+        is_out = self._solved.is_out[shuffled(count, self._seed, epoch)[at:]]
+        left = first + np.flatnonzero(~is_out)
+        size = self._window * self._per_step
+        is_last = len(left) - size < self._per_step  # too few for a window of their own
+        indices = left if is_last else left[:size]
+        self._position = (epoch + 1) * count if is_last else int(indices[-1]) + 1
+        for index in first + np.flatnonzero(is_out[: self._position - first]):
+            self._solved.pass_over(self.prompt(int(index)))
+        return indices
 
     def _expected(self, indices: np.ndarray) -> np.ndarray:
         """Return the expected tokens of a completion, float64 [indices]."""

@@ -20,8 +20,9 @@ from grpo_dist.types import Group
 class OrderState:
     """State of an order in a checkpoint.
 
-    ``position`` and ``waiting`` belong to `stream.PromptStream`; ``position`` counts the draws of any other
-    order where groups are launched one by one (`batch.order` finished). ``pass_rates`` belong to
+    ``position``, ``waiting`` and ``left_out`` (turns passed over by uid, see `solved.SolvedPrompts`) belong
+    to `stream.PromptStream`; ``position`` counts the draws of any other order where groups are launched one
+    by one (`batch.order` finished). ``pass_rates`` belong to
     `curriculum.Curriculum`, ``pools`` (useful, useless), ``outcomes`` (right, wrong, by uid) and
     ``reward_range`` to `pools.PoolOrder`, ``lengths`` (expected tokens by uid) to `by_length.LengthOrder`.
     """
@@ -33,6 +34,7 @@ class OrderState:
     outcomes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     reward_range: tuple[float, float] | None = None  # smallest and largest seen
     lengths: Mapping[str, float] = field(default_factory=dict)
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
 
 class PromptOrder(Protocol):

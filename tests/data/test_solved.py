@@ -1,0 +1,266 @@
+"""What is solved is left out of later epochs, once and for good; the turns balance, also across a resume."""
+
+import asyncio
+import json
+from collections import Counter, deque
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from grpo_dist.config import Config
+from grpo_dist.config.checks import contradictions
+from grpo_dist.data.by_length import LengthOrder
+from grpo_dist.data.order import OrderState, shuffled
+from grpo_dist.data.solved import SolvedPrompts, right_share
+from grpo_dist.data.stream import PromptStream
+from grpo_dist.driver import run
+from grpo_dist.types import Group
+from tests.support import fakes
+from tests.support.made_groups import group
+
+DEMO = [{"path": "demo:add3"}]
+START = OrderState()
+
+
+def of(index, right, *, samples=4, unscored=0):
+    """Return a group of prompt ``index`` with so many right samples."""
+    rewards = [1.0] * right + [float("nan")] * unscored + [0.0] * (samples - right - unscored)
+    return group(index, np.random.default_rng(0), samples=samples, rewards=rewards)
+
+
+def solved(n, *, share=0.9, keep=1, passed=None):
+    return SolvedPrompts(fakes.prompts(n), passed or {}, share=share, keep=keep)
+
+
+def stream(n, per_batch, *, state=START, keep=None, share=0.9):
+    own = solved(n, share=share, keep=keep or per_batch, passed=state.left_out)
+    return PromptStream(fakes.prompts(n), per_batch, seed=0, state=state, solved=own)
+
+
+def window_order(n, per_step, *, state=START, window=2):
+    own = solved(n, keep=per_step, passed=state.left_out)
+    sizes = {"per_step": per_step, "window": window}
+    return LengthOrder(fakes.prompts(n), per_step, **sizes, seed=0, state=state, solved=own)
+
+
+# --- which prompts
+
+
+def test_the_share_by_hand():
+    """9 of 10 are the 0.9 that is asked for; a sample that could not be scored is not right."""
+    assert [right_share(of(0, right, samples=10)) for right in (8, 9, 10)] == [0.8, 0.9, 1.0]
+    assert right_share(of(0, 9, samples=10, unscored=1)) == 0.9
+    assert right_share(of(0, 1, samples=10, unscored=9)) == 0.1
+    own = solved(4)
+    own.observe([of(0, 8, samples=10), of(1, 9, samples=10), of(2, 1, samples=10, unscored=9)])
+    assert own.is_out.tolist() == [False, True, False, False] and own.passed == {"p1": 0}
+
+
+def test_the_latest_group_decides_and_a_prompt_never_returns():
+    own = solved(3, share=1.0)
+    for right in (0, 0, 4):
+        own.observe([of(0, right)])
+    assert own.passed == {"p0": 0}
+    own.observe([of(0, 0)])  # of a step that was on its way
+    assert own.is_out.tolist() == [True, False, False]
+
+
+def test_without_a_share_nothing_is_left_out_but_what_a_checkpoint_has():
+    own = SolvedPrompts(fakes.prompts(3), {"p2": 4})
+    own.observe([of(0, 4)])
+    assert own.is_out.tolist() == [False, False, True] and own.passed == {"p2": 4}
+
+
+def test_as_many_stay_as_the_steps_on_their_way_hold_and_one_warning_says_so(caplog):
+    own = solved(5, keep=3)
+    own.observe([of(i, 4) for i in range(5)])
+    own.observe([of(i, 4) for i in range(2, 5)])
+    assert own.passed == {"p0": 0, "p1": 0}
+    assert [record.getMessage() for record in caplog.records] == [
+        "data.drop_solved = 0.9: 2 of 5 prompts are solved and left out; the other 3 stay, solved or not, "
+        "since the steps on their way hold 3. The run goes on with them; end it, or begin one with further "
+        "prompts"
+    ]  # fmt: skip
+
+
+# --- the order
+
+
+def test_later_epochs_have_the_others_in_the_order_of_their_permutation():
+    """Six prompts, two a batch; those of the first batch are solved in epoch 0, and one more in epoch 1."""
+    own, epochs = stream(6, 2), [shuffled(6, 0, epoch).tolist() for epoch in range(3)]
+    drawn = []
+    for batch, right in enumerate((4, 0, 0)):
+        indices = own.take(batch)
+        drawn += map(own.prompt, indices)
+        own.trained(indices, [of(own.prompt(index), right) for index in indices])
+    assert drawn == epochs[0] and own.state.left_out == {f"p{i}": 0 for i in epochs[0][:2]}
+    left = [i for i in epochs[1] if i not in epochs[0][:2]]
+    assert [own.prompt(index) for index in own.take(3)] == left[:2]
+    own.trained([], [of(left[0], 4)])
+    drawn = [own.prompt(index) for batch in (4, 5) for index in own.take(batch)]
+    expected = left[2:] + [i for i in epochs[2] if i in left[1:]]
+    assert drawn == expected[:4] and drawn[:2] == left[2:]
+
+
+def test_a_returned_prompt_that_was_solved_meanwhile_is_passed_over():
+    own = stream(6, 3)
+    indices = own.take(0)
+    first, second, third = map(own.prompt, indices)
+    own.trained(indices, [of(first, 0)])  # the other two wait
+    own.trained([], [of(second, 4)])
+    assert own.prompt(own.take(1)[0]) == third
+    assert own.state.left_out == {f"p{second}": 1}
+
+
+@pytest.mark.parametrize("make", [stream, window_order])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_turns_balance_with_what_was_sampled_and_a_state_continues_the_same(make, ahead):
+    """Prompt i is solved in its group number 2 + i % 5, and prompts of 7, 14, ... never."""
+    n, seen, resumed = 40, Counter(), None
+    own, launched = make(n, 4), deque()
+    for batch in range(120):
+        if batch == 50:
+            state = TypeAdapter(OrderState).validate_python(json.loads(json.dumps(asdict(own.state))))
+            resumed = make(n, 4, state=state)
+        while len(launched) <= ahead:
+            launched.append(own.take(batch))
+            assert resumed is None or resumed.take(batch) == launched[-1]
+        indices = launched.popleft()
+        prompts = [own.prompt(index) for index in indices]
+        assert len(set(prompts)) == 4
+        seen.update(f"p{i}" for i in prompts)
+        groups = [of(i, 4 if i % 7 and seen[f"p{i}"] >= 2 + i % 5 else 3) for i in prompts]
+        own.trained(indices, groups)
+        if resumed is not None:
+            resumed.trained(indices, groups)
+    pending = [index for indices in launched for index in indices]
+    assert own.sampled(pending) == seen
+    assert PromptStream(fakes.prompts(n), 4, seed=0, state=own.state).sampled(pending) == seen
+    assert set(own.state.left_out) == {f"p{i}" for i in range(n) if i % 7}
+    assert all(abs(seen[f"p{i}"] - 2 - i % 5) <= ahead for i in range(n) if i % 7)
+    assert min(seen[f"p{i}"] for i in range(0, n, 7)) > 20
+
+
+def test_windows_are_of_what_is_left():
+    """40 prompts, steps of 5, windows of 2 steps: with half left out an epoch has 2 windows, not 4."""
+    own = window_order(40, 5)
+    for batch in range(8):
+        indices = own.take(batch)
+        own.trained(indices, [of(own.prompt(i), 4 if own.prompt(i) % 2 else 0) for i in indices])
+    plain = [i for i in shuffled(40, 0, 1).tolist() if i % 2 == 0]
+    steps = [{own.prompt(index) for index in own.take(batch)} for batch in range(8, 12)]
+    assert [steps[0] | steps[1], steps[2] | steps[3]] == [set(plain[:10]), set(plain[10:])]
+    assert own.state.position == 80
+
+
+# --- a run
+
+
+class Learner(fakes.World):
+    """All samples of an even prompt are right from its second group on."""
+
+    def __init__(self, *, seen=None, **how):
+        super().__init__(**how)
+        self.seen = Counter(seen)
+
+    async def score(self, prompt, rollouts):
+        rewards = np.array([float(r.completion_ids[0] % 2) for r in rollouts], np.float32)
+        rewards[0] = 0.0
+        if int(prompt.uid[1:]) % 2 == 0 and self.seen[prompt.uid]:
+            rewards[:] = 1.0
+        self.seen[prompt.uid] += 1
+        return Group(prompt, rollouts, rewards, {"fake": rewards}, ("",) * len(rollouts))
+
+
+def train(world, config, progress=None, count=16):
+    workers = world.workers(reference=config.needs_reference)
+    asyncio.run(run(config, workers, fakes.prompts(count), [], world, world, progress))
+
+
+@pytest.mark.parametrize("order", ["epochs", "length"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_draws_what_is_solved_no_more_counts_it_and_resumes_the_same(order, staleness):
+    """16 prompts, 4 a step: after two epochs, 8 steps, the 8 even ones are solved; the others go on."""
+    config = fakes.config(
+        steps=16, max_staleness=staleness, checkpoint={"every": 4},
+        data={"train": DEMO, "order": order, "drop_solved": 0.9},
+    )  # fmt: skip
+    whole = Learner()
+    train(whole, config)
+    counts = Counter(uid for uid, _, _ in whole.sampled)
+    once_more = {counts[f"p{i}"] for i in range(0, 16, 2)} - {2}  # of a step that was on its way
+    assert sum(counts.values()) == 64 and once_more <= set(range(3, 3 + staleness))
+    assert all(5 <= counts[f"p{i}"] <= 6 for i in range(1, 16, 2))
+    left_out = [whole.logged[step]["data/left_out"] for step in range(1, 17)]
+    assert left_out[:4] == [0] * 4 and left_out == sorted(left_out) and left_out[8:] == [8] * 8
+    for start in (8, 12):
+        progress = whole.saved[start]
+        ahead = [g for own in progress.pipeline.ahead.values() for g in own.groups]
+        trained = [uids for step in range(1, start + 1) for uids in whole.ledger_entries[step].values()]
+        second = Learner(seen=Counter([u for own in trained for u in own] + [g.prompt.uid for g in ahead]))
+        second.version = start
+        train(second, config, progress)
+        pairs = zip(whole.updates[start:], second.updates, strict=True)
+        assert all(torch.equal(a[0].tokens, b[0].tokens) for a, b in pairs)
+        assert [second.logged[s]["data/left_out"] for s in range(start + 1, 17)] == left_out[start:]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "order": "finished"}, "max_staleness": 2},
+        {"dynamic_sampling": {"enabled": True, "max_extra_prompts": 2}},
+    ],
+)
+def test_groups_done_first_and_replaced_ones_leave_their_prompts_out_too(settings):
+    config = fakes.config(
+        steps=24, checkpoint={"every": 24}, data={"train": DEMO, "drop_solved": 0.9}, **settings
+    )
+    world = Learner()
+    train(world, config, count=40)
+    pipeline = world.saved[24].pipeline
+    assert set(pipeline.order.left_out) == {f"p{i}" for i in range(0, 40, 2)}
+    counts = Counter(uid for uid, _, _ in world.sampled)
+    assert max(counts[f"p{i}"] for i in range(0, 40, 2)) == 2
+    found = Counter(u for own in world.ledger_entries.values() for uids in own.values() for u in uids)
+    order = PromptStream(fakes.prompts(40), 1, seed=0, state=pipeline.order)
+    assert found == order.sampled(i for own in pipeline.order_indices.values() for i in own)
+
+
+def test_a_run_whose_prompts_are_all_solved_goes_on_with_as_many_as_its_steps_need(caplog):
+    config = fakes.config(steps=12, max_staleness=1, data={"train": DEMO, "drop_solved": 0.1})
+    train(fakes_all_right := fakes.World(), config, count=20)
+    assert len(fakes_all_right.updates) == 12
+    assert fakes_all_right.logged[12]["data/left_out"] == 12  # 8 of 20 are on their way
+    assert sum("data.drop_solved = 0.1: 12 of 20" in record.getMessage() for record in caplog.records) == 1
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"order": "pass_rate"}, "order = pass_rate draws by its own rule, without epochs"),
+        ({"train": [{"path": "demo:add3", "weight": 2.0}]}, "could not give their shares"),
+        ({"drop_solved": 0.0}, "drop_solved"),
+        ({"drop_solved": 1.5}, "drop_solved"),
+    ],
+)
+def test_settings_without_epochs_and_impossible_shares_are_refused(data, message):
+    base = {"train": DEMO, "drop_solved": 0.9}
+    with pytest.raises(ValidationError, match=message):
+        Config.model_validate({"model": {"path": "m"}, "data": base | data})
+
+
+def test_a_control_with_shuffled_rewards_is_refused():
+    config = fakes.config(data={"train": DEMO, "drop_solved": 0.9})
+    shuffled_rewards = config.model_copy(
+        update={"rewards": config.rewards.model_copy(update={"shuffle": True})}
+    )
+    assert [m for m in contradictions(shuffled_rewards) if "`data.drop_solved`" in m]
+    assert not [m for m in contradictions(config) if "drop_solved" in m]
