@@ -8,6 +8,7 @@ an engine joins                       whole, from another engine's copy; from th
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
@@ -74,16 +75,28 @@ class DeltaSync:
         self, stopping: Coroutine[Any, Any, list[bool]], group: TransferGroup, version: int
     ) -> list[bool]:
         """Have the policy copy its weights, which are ``version``, while engines are ``stopping``. A transfer
-        that is repeated sends the same copy.
+        that is repeated sends the same copy: where an engine is lost as it stops, too, since no engine holds
+        a copy that was never sent, and the changes from it would be of no use to any.
         """
         self._group = group
         if self._of == (of := (version, group.policy.updates)):
             return await stopping
         self.token = self._of = None
+        taking = asyncio.create_task(self._take(group, of), name="the policy copies its weights")
+        try:
+            stopped, _ = await gather([stopping, result(asyncio.shield(taking))])
+        except RayError:
+            await taking
+            raise
+        finally:
+            taking.cancel()
+        lacks: list[bool] = stopped
+        return lacks
+
+    async def _take(self, group: TransferGroup, of: tuple[int, int]) -> None:
         token = secrets.token_hex(8)
-        stopped, self._taken = await gather([stopping, group.take(token)])
+        self._taken = await group.take(token)
         self.token, self._of = token, of
-        return stopped
 
     async def send(self, group: TransferGroup, receivers: Sequence[Any]) -> dict[str, float]:
         """Send changes to ``receivers`` if all hold the weights before, else whole weights.

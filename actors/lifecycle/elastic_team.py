@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from ray.exceptions import RayError
@@ -33,14 +32,8 @@ logger = logging.getLogger("grpo_dist")
 _POLL_S = 0.1  # while a guest that leaves finishes its groups
 
 
-@dataclass
-class _Changes:
-    """What happened to guests: ``joined`` and ``left`` actors, seconds of the slowest of each."""
-
-    joined: int = 0
-    left: int = 0
-    join_s: float = 0.0
-    leave_s: float = 0.0
+# What happened to guests between two steps: how many joined and left, and seconds of the slowest of each.
+_NO_CHANGE = {f"engines/{what}": 0.0 for what in ("joined", "left", "join_s", "leave_s")}
 
 
 class ElasticTeam(Team):
@@ -65,7 +58,7 @@ class ElasticTeam(Team):
         self._nodes: dict[int, str] = {}  # of each guest
         self._leaving: set[int] = set()
         self._created = 0  # guests so far
-        self._changes = _Changes()
+        self._changes = dict(_NO_CHANGE)
         # Held while a guest leaves, so that no weights are on their way to it.
         self.between_syncs: AbstractAsyncContextManager[Any] = nullcontext()
 
@@ -84,14 +77,8 @@ class ElasticTeam(Team):
 
     def metrics(self) -> dict[str, float]:
         """Return how many actors serve, and what happened to guests since the last call."""
-        changes, self._changes = self._changes, _Changes()
-        return {
-            "engines/serving": float(len(self.alive())),
-            "engines/joined": float(changes.joined),
-            "engines/left": float(changes.left),
-            "engines/join_s": changes.join_s,
-            "engines/leave_s": changes.leave_s,
-        }
+        changes, self._changes = self._changes, dict(_NO_CHANGE)
+        return {"engines/serving": float(len(self.alive())), **changes}
 
     def lost(self, index: int, worker: Any, error: BaseException) -> None:
         """See `Team.lost`. A guest becomes absent."""
@@ -99,7 +86,7 @@ class ElasticTeam(Team):
             super().lost(index, worker, error)
         elif self.is_current(index, worker) and self._failure is None:
             logger.warning("%s is lost (%s); others sample its groups", self._name(index), reason(error))
-            self._changes.left += 1
+            self._changes["engines/left"] += 1
             self._remove(index)
 
     def oversee(self, work: Coroutine[Any, Any, None]) -> None:
@@ -131,8 +118,8 @@ class ElasticTeam(Team):
             self._remove(index)
             return
         seconds = time.monotonic() - begin
-        self._changes.joined += 1
-        self._changes.join_s = max(self._changes.join_s, seconds)
+        self._changes["engines/joined"] += 1
+        self._changes["engines/join_s"] = max(self._changes["engines/join_s"], seconds)
         say(f"{name} has joined, after {seconds_text(seconds)}")
 
     async def leave(self, index: int, why: str, *, within_s: float) -> None:
@@ -167,8 +154,8 @@ class ElasticTeam(Team):
         return self.is_current(index, worker) and self.load_balancer.sequences(index) > 0
 
     def _note_left(self, index: int, why: str, seconds: float) -> None:
-        self._changes.left += 1
-        self._changes.leave_s = max(self._changes.leave_s, seconds)
+        self._changes["engines/left"] += 1
+        self._changes["engines/leave_s"] = max(self._changes["engines/leave_s"], seconds)
         say(f"{self._name(index)} has left ({why}), after {seconds_text(seconds)}")
 
     def _remove(self, index: int) -> None:

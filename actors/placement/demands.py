@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from grpo_dist.config import Config, RewardsConfig
+from grpo_dist.config import Config, PolicyConfig, ReferenceConfig, RewardsConfig
 from grpo_dist.errors import UserError
 
 _ROUNDING = 1e-6  # three times 1/3 is a GPU
@@ -137,15 +137,15 @@ def is_colocated(config: Config, has: Resources) -> bool:
     return _gpus(apart) > has.gpus and _not_colocated(config) is None
 
 
-def has_reference(config: Config, *, colocated: bool) -> bool:
-    """Return whether a training run has reference workers.
+def has_reference(policy: PolicyConfig, reference: ReferenceConfig, *, needed: bool, colocated: bool) -> bool:
+    """Return whether a training run has reference workers. ``needed``: something reads their log-probs.
 
     Adapters that share GPUs with their reference need none: without them the policy is the base model. A
     reference that is refreshed is another model.
     """
-    if colocated and config.policy.lora is not None and not config.reference.refresh_every:
+    if colocated and policy.lora is not None and not reference.refresh_every:
         return False
-    return config.needs_reference
+    return needed
 
 
 def _not_colocated(config: Config) -> str | None:
@@ -212,7 +212,7 @@ def _demands(config: Config, has: Resources, *, training: bool, colocated: bool)
         demands["policy"] = Demand(
             policy.num_workers, on_gpu, policy.threads or max(1, min(most, share // policy.num_workers))
         )
-    if training and has_reference(config, colocated=shared):
+    if training and has_reference(policy, reference, needed=config.needs_reference, colocated=shared):
         workers = on_each or reference.num_workers
         demands["reference"] = Demand(workers, on_gpu, reference.threads or 1, shared=shared)
     if training and (teachers := config.distillation.of_own_models):

@@ -15,7 +15,7 @@ import struct
 from dataclasses import dataclass, replace
 
 from actors.transfer.connections import Connections, Seat
-from grpo_dist.policy.ranks import Rank
+from grpo_dist.runtime.rendezvous import Rank
 
 _MESSAGE = struct.Struct("<I32s")  # port of the store, challenge
 

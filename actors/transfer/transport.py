@@ -27,7 +27,7 @@ from actors.transfer.group_store import agree_on_store
 from grpo_dist.config import TransferBackend
 from grpo_dist.errors import TransferLost
 from grpo_dist.runtime.hardware import inductor_settings_kept
-from grpo_dist.runtime.rendezvous import check_members, meeting_point, own_address
+from grpo_dist.runtime.rendezvous import Rank, check_members, meeting_point, own_address
 
 _POLL_S = 0.0005  # while a broadcast runs on the GPU
 
@@ -44,24 +44,18 @@ class GlooTransport(Broadcasts):
     def __init__(self, seat: Seat, *, timeout_s: float) -> None:
         super().__init__()
         timeout = timedelta(seconds=timeout_s)
-        host, rank, world_size, found = seat.host, seat.rank, seat.world_size, agree_on_store(seat, timeout_s)
-        self._store = meeting_point(
-            host,
-            found.port,
-            rank=rank,
-            world_size=world_size,
-            timeout_s=timeout_s,
-            listening=found.listening,
-        )
+        found = agree_on_store(seat, timeout_s)
+        rank = Rank(seat.rank, seat.world_size, seat.host, found.port, timeout_s, listening=found.listening)
+        self._store = meeting_point(rank)
         # Gloo's default is the address of the host's own name, which is often unreachable in containers.
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(host, seat.port))]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(seat.host, seat.port))]
         options._timeout = timeout
         self._group = dist.ProcessGroupGloo(
-            dist.PrefixStore("weights", self._store), rank, world_size, options
+            dist.PrefixStore("weights", self._store), seat.rank, seat.world_size, options
         )
         self._timeout = timeout
-        check_members(self._gathered, seat.secret, found.challenge, rank)
+        check_members(self._gathered, seat.secret, found.challenge, seat.rank)
 
     def _gathered(self, own: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(own) for _ in range(self._group.size())]

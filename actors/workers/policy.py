@@ -31,10 +31,10 @@ from grpo_dist.observe.profiling import profiled, trace_path
 from grpo_dist.plugins.algorithm_pieces import OwnCode
 from grpo_dist.policy.extensions import build_in_own_directory
 from grpo_dist.policy.loss import LossSettings
-from grpo_dist.policy.ranks import Rank
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
 from grpo_dist.runtime.hardware import DeviceType
 from grpo_dist.runtime.metering import metered
+from grpo_dist.runtime.rendezvous import Rank
 from grpo_dist.types import EpochUpdate, Prompt, Rollout, TrainBatch
 
 

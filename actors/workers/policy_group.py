@@ -34,11 +34,11 @@ from grpo_dist.config import (
 )
 from grpo_dist.errors import StateLost, TransferLost
 from grpo_dist.health.bounds import Bound
-from grpo_dist.policy.ranks import Rank
 from grpo_dist.policy.snapshots import WEIGHTS, Snapshot
 from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.hardware import DeviceType
+from grpo_dist.runtime.rendezvous import Rank
 from grpo_dist.types import EpochUpdate, Prompt, TrainBatch
 
 _SAVED_POLL_S = 0.2

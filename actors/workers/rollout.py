@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from ray.exceptions import RayTaskError
 
+from actors.lifecycle.calls import reason
 from actors.lifecycle.probe import Health, Probeable
 from actors.workers import drafter
 from actors.workers.compilation import compilation_began, compiled_graphs
@@ -30,6 +33,8 @@ from grpo_dist.types import HeldRoutes, Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
+
+logger = logging.getLogger("grpo_dist")
 
 
 class RolloutWorker(WeightReceiver, Probeable):
@@ -98,8 +103,8 @@ class RolloutWorker(WeightReceiver, Probeable):
         """Sample ``len(seeds)`` completions or episodes of ``prompt``, the i-th with ``seeds[i]`` alone.
 
         Returns the load that this engine has finished since it started, and the samples. Those whose request
-        the engine gave up are left out, as long as ``sampling.least`` are there. Raises SamplesFailed where
-        fewer are.
+        the engine or an environment worker gave up are left out, as long as ``sampling.least`` are there.
+        Raises SamplesFailed where fewer are.
         """
         lengths = sampling.lengths or [None] * len(seeds)
         found = await asyncio.gather(
@@ -109,19 +114,26 @@ class RolloutWorker(WeightReceiver, Probeable):
             )
         )
         rollouts = tuple(own for own in found if isinstance(own, Rollout))
-        if len(rollouts) < (len(seeds) if sampling.least is None else sampling.least):
-            failure = next(own for own in found if not isinstance(own, Rollout))
-            raise SamplesFailed(f"{len(rollouts)} of {len(seeds)} samples of {prompt.uid}: {failure}")
+        if failures := [own for own in found if not isinstance(own, Rollout)]:
+            why = f"{len(rollouts)} of {len(seeds)} samples of {prompt.uid}: {failures[0]}"
+            if len(rollouts) < (len(seeds) if sampling.least is None else sampling.least):
+                raise SamplesFailed(why)
+            logger.warning("%s; the group goes on without the others", why)
         return self._finished, rollouts
 
     async def _sample_or_failure(
         self, prompt: Prompt, sample: int, seed: int, sampling: Sampling, length: int | None
     ) -> Rollout | SamplesFailed:
-        """Return the sample, or why the engine gave it up. An engine that fails as a whole raises."""
+        """Return the sample, or why it was given up. An engine that fails as a whole raises."""
         try:
             return await self._sample_one(prompt, sample, seed, sampling, length)
         except SamplesFailed as error:
             return error
+        except RayTaskError as error:
+            if prompt.task is None:  # of a rollout function's own
+                raise
+            # In an environment worker, at one action. The loss of a worker begins its episodes again.
+            return SamplesFailed(f"environment: {type(error.cause).__name__}: {reason(error)}")
 
     async def probe(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> tuple[Rollout, ...]:
         """Sample for the sync probe, outside of admission: it counts neither as work nor as finished load.

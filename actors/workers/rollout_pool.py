@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -108,7 +108,9 @@ class RolloutPool:
                 self._note(index, worker, await finished)
             except LOST as error:
                 self.team.lost(index, worker, error)
-            except RayTaskError:  # the request was refused, or the engine has failed
+            except RayTaskError:  # the request was refused, too few samples came, or the engine has failed
+                with suppress(RayError):  # the same error: Ray prints those that nobody reads
+                    await rollouts
                 if self._environments is not None:  # or no environment worker is left
                     self._environments.team.check()
                 if not await self.team.find_dead([worker]):

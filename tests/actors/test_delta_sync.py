@@ -3,20 +3,15 @@
 import asyncio
 import os
 import signal
-from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from actors.weight_sync import WeightSync
-from actors.workers.engine_settings import EngineSpec
 from actors.workers.rollout import RolloutWorker
-from actors.workers.rollout_pool import RolloutPool
-from grpo_dist.config import ModelConfig, RestartsConfig, RolloutConfig, WeightSyncConfig
+from grpo_dist.config import WeightSyncConfig
 from grpo_dist.types import Sampling
-from tests.support.patience import HANG_S
-from tests.support.real_engine import ACTORS, PROMPTS, MovingWorker, OnALoop, difference, one_rank, same
+from tests.support.real_engine import PROMPTS, MovingWorker, difference, same
+from tests.support.two_engines import TwoEngines, on_the_loop, world_of
 
 pytestmark = pytest.mark.machine
 
@@ -63,6 +58,14 @@ class WatchedWorker(RolloutWorker):
     async def process(self):
         return os.getpid()
 
+    async def die_at_next_stop(self):
+        self._dies = True
+
+    async def begin_update(self):
+        if self.__dict__.get("_dies"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().begin_update()
+
     async def gave(self):
         return self.__dict__.get("_gave", 0)
 
@@ -95,45 +98,23 @@ def spoil(worker):
     worker.weight_transfer_engine.held.slots[0][5] ^= 1
 
 
-class World(OnALoop):
+class World(TwoEngines):
     def __init__(self, model_dir):
-        super().__init__()
-        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        super().__init__(model_dir, SETTINGS, SEEDS, SAMPLING, engine=WatchedWorker, rank=NudgedWorker)
         self.version = 0
-        self.run(self._start(model_dir))
-
-    async def _start(self, model_dir):
-        model = ModelConfig(path="tiny")
-        settings = RolloutConfig(num_workers=2, max_num_seqs=16, enforce_eager=True, kv_cache_gib=0.25)
-        spec = EngineSpec(settings, SETTINGS, model, str(model_dir), max_length=256, seed=0)
-        actors = replace(ACTORS, restarts=RestartsConfig(backoff_s=0.1), start_s=HANG_S)
-        self.rollouts = RolloutPool(spec, actors, worker=WatchedWorker)
-        self.policy = one_rank(model, model_dir, worker=NudgedWorker)
-        await asyncio.gather(self.rollouts.ready(), self.policy.ready())
-        self.sync = await WeightSync.connect(self.policy, self.rollouts, SETTINGS, timeout_s=HANG_S)
-
-    def run(self, coroutine):
-        return super().run(asyncio.wait_for(coroutine, HANG_S))
 
     async def nudge(self, seed, share=0.01, only=""):
         weights = await self.policy.ranks[0].nudge.remote(seed, share, only)
-        self.model.load_state_dict(weights, strict=False)
-        self.model.tie_weights()
+        self.follow(weights)
         return weights
 
     async def push(self):
         self.version += 1
         return await self.sync.push(self.version)
 
-    async def sample_on(self, worker):
-        _, rollouts = worker.sample.options(num_returns=2).remote(PROMPTS[0], SEEDS, SAMPLING)
-        return await rollouts
-
     async def check(self):
         """Assert that both engines hold the policy's weights; return what they sample."""
-        while len(self.rollouts.team.alive()) < 2:
-            await asyncio.sleep(0.1)
-        groups = await asyncio.gather(*(self.sample_on(worker) for worker in self.rollouts.workers))
+        groups = await self.sample_on_both()
         assert same(*groups)
         assert all((r.policy_versions == self.version).all() for r in groups[0])
         assert difference(self.model, PROMPTS[0], groups[0]) < 1e-5
@@ -147,106 +128,109 @@ class World(OnALoop):
         return await self.check()
 
 
-@pytest.fixture(scope="module")
-def world(ray_cluster, tiny_model):
-    world = World(tiny_model)
-    yield world
-    world.close()
+world = world_of(World)
 
 
-def test_engines_with_deltas_sample_what_they_sample_with_whole_weights_to_the_bit(world):
-    async def session():
-        weights = await world.nudge(0)
-        size = sum(w.numel() * 4 for w in weights.values())
-        first = await world.push()
-        assert first["sync/whole"] == 1 and first["sync/bytes"] == size
-        await world.check()
-        for seed in range(1, 4):
-            await world.nudge(seed)
-            found = await world.push()
-            assert found["sync/whole"] == 0 and found["sync/mismatches"] == 0
-            assert 0.004 < found["sync/changed_share"] < 0.011  # of words; an element of float32 has two
-            assert found["sync/bytes"] < 0.03 * size
-            got = await world.check()
-        whole = await world.sampled_after_whole_weights()
-        assert same(got, whole)
-        # Engines hold no copy of weights that came without: the next are whole, and then changes again.
-        await world.nudge(4)
-        assert (await world.push())["sync/whole"] == 1
-        await world.nudge(5)
-        assert (await world.push())["sync/whole"] == 0
-        await world.check()
-
-    world.run(session())
-
-
-def test_only_layers_whose_weights_changed_are_loaded_and_none_if_nothing_changed(world):
-    async def session():
-        worker = world.rollouts.workers[0]
-        (before, _) = await worker.layers_of_next_load.remote()
-        await world.nudge(6)
-        await world.push()
-        same_weights = await world.push()
-        assert same_weights["sync/changed_share"] == 0
-        await world.nudge(7, only="layers.1.mlp.gate_proj")
-        await world.push()
-        await world.check()
-        await world.nudge(8, only="embed_tokens")  # the tied head follows
-        await world.push()
-        await world.check()
-        counts, _ = await worker.layers_of_next_load.remote()
-        every, none, gate, embedding = counts[len(before) :]
-        assert none == 0 and 0 < embedding <= gate < every / 2
-
-    world.run(session())
-
-
-def test_a_copy_or_a_delta_with_a_wrong_bit_is_noticed_and_whole_weights_follow(world):
-    async def session():
-        await world.nudge(9)
-        await world.policy.ranks[0].corrupt_next_changes.remote()
+@on_the_loop
+async def test_engines_with_deltas_sample_what_they_sample_with_whole_weights_to_the_bit(world):
+    weights = await world.nudge(0)
+    size = sum(w.numel() * 4 for w in weights.values())
+    first = await world.push()
+    assert first["sync/whole"] == 1 and first["sync/bytes"] == size
+    await world.check()
+    for seed in range(1, 4):
+        await world.nudge(seed)
         found = await world.push()
-        assert found["sync/mismatches"] == 2 and found["sync/whole"] == 0
-        await world.check()
-        await world.rollouts.workers[1].spoil_copy.remote()
-        await world.nudge(10)
-        assert (await world.push())["sync/mismatches"] == 1
-        await world.check()
-        await world.nudge(11)
-        found = await world.push()
-        assert found["sync/mismatches"] == found["sync/whole"] == 0
-        await world.check()
-
-    world.run(session())
-
-
-def test_an_engine_that_was_killed_gets_the_weights_from_the_other_and_then_changes(world):
-    async def session():
-        peer, victim = world.rollouts.workers
-        before, gave = await world.check(), await peer.gave.remote()
-        os.kill(await victim.process.remote(), signal.SIGKILL)
-        while world.rollouts.workers[1] is victim or len(world.rollouts.team.alive()) < 2:
-            await asyncio.sleep(0.1)
-        assert same(before, await world.check())  # no push since
-        assert await peer.gave.remote() == gave + 1
-        await world.nudge(12)
-        assert (await world.push())["sync/whole"] == 0
-        await world.check()
-
-    world.run(session())
+        assert found["sync/whole"] == 0 and found["sync/mismatches"] == 0
+        assert 0.004 < found["sync/changed_share"] < 0.011  # of words; an element of float32 has two
+        assert found["sync/bytes"] < 0.03 * size
+        got = await world.check()
+    whole = await world.sampled_after_whole_weights()
+    assert same(got, whole)
+    # Engines hold no copy of weights that came without: the next are whole, and then changes again.
+    await world.nudge(4)
+    assert (await world.push())["sync/whole"] == 1
+    await world.nudge(5)
+    assert (await world.push())["sync/whole"] == 0
+    await world.check()
 
 
-def test_engines_that_all_were_killed_get_the_weights_of_the_last_push_from_the_policy(world):
-    async def session():
-        before = await world.check()
-        victims = list(world.rollouts.workers)
-        for process in await asyncio.gather(*(w.process.remote() for w in victims)):
-            os.kill(process, signal.SIGKILL)
-        while any(w in victims for w in world.rollouts.workers) or len(world.rollouts.team.alive()) < 2:
-            await asyncio.sleep(0.1)
-        assert same(before, await world.check())
-        await world.nudge(13)
-        assert (await world.push())["sync/whole"] == 0
-        await world.check()
+@on_the_loop
+async def test_only_layers_whose_weights_changed_are_loaded_and_none_if_nothing_changed(world):
+    worker = world.rollouts.workers[0]
+    (before, _) = await worker.layers_of_next_load.remote()
+    await world.nudge(6)
+    await world.push()
+    same_weights = await world.push()
+    assert same_weights["sync/changed_share"] == 0
+    await world.nudge(7, only="layers.1.mlp.gate_proj")
+    await world.push()
+    await world.check()
+    await world.nudge(8, only="embed_tokens")  # the tied head follows
+    await world.push()
+    await world.check()
+    counts, _ = await worker.layers_of_next_load.remote()
+    every, none, gate, embedding = counts[len(before) :]
+    assert none == 0 and 0 < embedding <= gate < every / 2
 
-    world.run(session())
+
+@on_the_loop
+async def test_a_copy_or_a_delta_with_a_wrong_bit_is_noticed_and_whole_weights_follow(world):
+    await world.nudge(9)
+    await world.policy.ranks[0].corrupt_next_changes.remote()
+    found = await world.push()
+    assert found["sync/mismatches"] == 2 and found["sync/whole"] == 0
+    await world.check()
+    await world.rollouts.workers[1].spoil_copy.remote()
+    await world.nudge(10)
+    assert (await world.push())["sync/mismatches"] == 1
+    await world.check()
+    await world.nudge(11)
+    found = await world.push()
+    assert found["sync/mismatches"] == found["sync/whole"] == 0
+    await world.check()
+
+
+@on_the_loop
+async def test_an_engine_that_was_killed_gets_the_weights_from_the_other_and_then_changes(world):
+    peer, victim = world.rollouts.workers
+    before, gave = await world.check(), await peer.gave.remote()
+    os.kill(await victim.process.remote(), signal.SIGKILL)
+    while world.rollouts.workers[1] is victim or len(world.rollouts.team.alive()) < 2:
+        await asyncio.sleep(0.1)
+    assert same(before, await world.check())  # no push since
+    assert await peer.gave.remote() == gave + 1
+    await world.nudge(12)
+    assert (await world.push())["sync/whole"] == 0
+    await world.check()
+
+
+@on_the_loop
+async def test_engines_that_all_were_killed_get_the_weights_of_the_last_push_from_the_policy(world):
+    before = await world.check()
+    victims = list(world.rollouts.workers)
+    for process in await asyncio.gather(*(w.process.remote() for w in victims)):
+        os.kill(process, signal.SIGKILL)
+    while any(w in victims for w in world.rollouts.workers) or len(world.rollouts.team.alive()) < 2:
+        await asyncio.sleep(0.1)
+    assert same(before, await world.check())
+    await world.nudge(13)
+    assert (await world.push())["sync/whole"] == 0
+    await world.check()
+
+
+@on_the_loop
+async def test_an_engine_that_is_lost_while_it_stops_does_not_make_the_transfer_to_the_other_whole(world):
+    await world.check()
+    other, victim = world.rollouts.workers
+    await world.nudge(14)
+    await victim.die_at_next_stop.remote()
+    found = await world.push()
+    assert found["sync/whole"] == 0 and found["sync/mismatches"] == 0
+    while world.rollouts.workers[1] is victim or len(world.rollouts.team.alive()) < 2:
+        await asyncio.sleep(0.1)
+    assert world.rollouts.workers[0] is other
+    await world.check()  # the replacement has the weights of the other
+    await world.nudge(15)
+    assert (await world.push())["sync/whole"] == 0
+    await world.check()

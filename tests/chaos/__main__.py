@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
@@ -23,9 +23,9 @@ from tests.support import made_classifiers
 
 from . import sandbox, verdict
 from .events import SUPERVISED, Event
-from .faults import TornFile, in_starts, in_steps, of_nodes
+from .faults import Fault, TornFile, in_starts, in_steps, of_nodes, of_visits
 from .job import CONFIG, Job, python_path
-from .nodes import OVERRIDES, Nodes
+from .nodes import ELASTIC, OVERRIDES, Nodes
 from .play import Group, Plan, Play, Stuck
 from .report import goodput, step_s, table
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     base = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # sockets below have short paths
     box = sandbox.enter(base / "disk", disk_mb=_DISK_MB)
     problems = []
-    for kind in (Chaos, ChaosOfNodes):
+    for kind in (Chaos, ChaosOfNodes, ChaosOfVisits):
         whole = kind(options, base, box)
         try:
             problems += whole.run() if whole.kinds else []
@@ -233,14 +233,18 @@ class Chaos:
 class ChaosOfNodes(Chaos):
     """The same on a cluster of several nodes, some of which are lost."""
 
+    _name, _settings = "nodes", OVERRIDES
+    _faults: Callable[[], list[Fault]] = staticmethod(of_nodes)
+
     @property
     def kinds(self) -> list[str]:
-        kinds = [fault.kind for fault in of_nodes()] if not self._options.short else []
+        kinds = [fault.kind for fault in self._faults()] if not self._options.short else []
         return [kind for kind in kinds if kind in (self._options.only or kinds)]
 
     def run(self) -> list[str]:
         self._nodes = Nodes(self._temporary(), python_path())
-        self._options.overrides = [*OVERRIDES, *self._options.overrides]
+        overrides = [*self._settings, *self._options.overrides]
+        self._options = argparse.Namespace(**vars(self._options) | {"overrides": overrides})
         self._shared = _shared_memory()
         return super().run()
 
@@ -250,16 +254,23 @@ class ChaosOfNodes(Chaos):
             self._nodes.close()
 
     def _plan(self) -> Plan:
-        wanted = [fault for fault in of_nodes() if fault.kind in self.kinds]
+        wanted = [fault for fault in self._faults() if fault.kind in self.kinds]
         groups = [[fault] for fault in wanted for _ in range(self._options.each)]
         self._rng.shuffle(groups)
         return Plan(groups, [])
 
     def _job(self, name: str) -> Job:
-        return super()._job(f"nodes-{name}")
+        return super()._job(f"{self._name}-{name}")
 
     def _left_in_memory(self) -> str | None:
         return verdict.left_in_memory(self._shared, _shared_memory(), _mapped())  # nodes have own files
+
+
+class ChaosOfVisits(ChaosOfNodes):
+    """The same with engines that join on nodes that are given, and leave before these are taken."""
+
+    _name, _settings = "visits", ELASTIC
+    _faults: Callable[[], list[Fault]] = staticmethod(of_visits)
 
 
 # Faults that can be distinguished strike together, because recovery takes long.
@@ -316,7 +327,7 @@ def _mapped() -> set[str]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    kinds = [*_kinds(), *(fault.kind for fault in of_nodes())]
+    kinds = [*_kinds(), *(fault.kind for fault in (*of_nodes(), *of_visits()))]
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__.partition("\n")[0])
     parser.add_argument("--short", action="store_true", help="one event of most kinds, many at once")
     parser.add_argument("--each", type=int, default=20, help="events of each kind (20)")

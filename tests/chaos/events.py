@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -63,11 +64,41 @@ class Event:
         self.recovered = max(since, further[0])
         return True
 
-    def _reported_at(self, job: Job, words: str) -> float | None:
-        """Return when the job first printed ``words`` about this role after this event.
+    def _reported_at(self, job: Job, words: str, role: str | None = None) -> float | None:
+        """Return when the job first printed ``words`` about ``role``, else this event's, after this event.
 
         Output of another Ray thread may precede it on the line, up to the "m" that ends a colour code.
         """
-        of_role = re.compile(rf"{self.role}-\d+ {words}")
+        of_role = re.compile(rf"{role or self.role}-\d+ {words}")
         lines = (line for line in list(job.lines) if line.at > self.at)
         return next((line.at for line in lines if of_role.search(line.text)), None)
+
+
+@dataclass
+class Visit(Event):
+    """A node was given to the job; it goes, with notice, once an engine has joined on it, ``noticed``."""
+
+    announce: Callable[[], None] = lambda: None  # that the node will go
+    take: Callable[[], None] = lambda: None
+    taken: bool = False
+
+    def look(self, job: Job) -> bool:
+        """Return whether the engine has joined and left, the node is gone, and the run is a step further."""
+        if self.noticed is None:
+            self.noticed = self._reported_at(job, "has joined", "rollout")
+            if self.noticed is not None:
+                self.announce()
+            return False
+        left = self._reported_at(job, "has left", "rollout")
+        if left is None:
+            return False
+        self.end()
+        further = [at for at, step in job.steps() if step > self.step and at > left]
+        self.recovered = further[0] if further else None
+        return self.recovered is not None
+
+    def end(self) -> None:
+        """Take the node, once."""
+        if not self.taken:
+            self.taken = True
+            self.take()

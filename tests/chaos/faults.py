@@ -20,7 +20,7 @@ from typing import Protocol
 import psutil
 
 from . import sandbox
-from .events import SUPERVISED, Event
+from .events import SUPERVISED, Event, Visit
 from .find import doing, is_stopped, role_of
 from .job import Job
 
@@ -98,6 +98,31 @@ class NodeLoss(Plain):
         event = event_of(self, job, doing(victim), role=self.role, victim=victim)
         job.nodes.lose(victim)
         return event
+
+
+@dataclass(frozen=True)
+class NodeVisit(Plain):
+    """Adds a node to the cluster of a job that can have more engines; takes it away once one has joined."""
+
+    kind: str = "node given and taken"
+
+    def strike(self, job: Job, rng: Random) -> Event:
+        if job.nodes is None:
+            raise Skip("the job has no cluster to which a node could be given")
+        event = event_of(self, job, "running")
+        nodes, node = job.nodes, job.nodes.give()
+        return Visit(
+            event.kind,
+            event.at,
+            event.step,
+            event.phase,
+            announce=lambda: nodes.announce(node),
+            take=lambda: nodes.take(node),
+        )
+
+    def while_down(self, job: Job, rng: Random, event: Event) -> None:
+        assert isinstance(event, Visit)
+        event.end()  # the next job begins without it
 
 
 @dataclass(frozen=True)
@@ -280,6 +305,11 @@ def in_steps(refusal: str | None) -> list[Fault]:
 def of_nodes() -> list[Fault]:
     """Return one fault of each kind for a job on several nodes."""
     return [NodeLoss(role) for role in ("rollout", "policy", "reward")]
+
+
+def of_visits() -> list[Fault]:
+    """Return one fault of each kind for a job whose engines may become more."""
+    return [NodeVisit()]
 
 
 def in_starts() -> list[Fault]:

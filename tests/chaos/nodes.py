@@ -1,21 +1,26 @@
-"""A cluster of several nodes on this machine, for a job that loses nodes.
+"""A cluster of several nodes on this machine, for a job that loses nodes, or is given some.
 
     head        no CPU: Ray's own processes, and workers that need no CPU
     node 1..3   one CPU each: an engine or a rank, and what else Ray places there
 
 A node is a raylet with its processes. Losing a node kills all of them, as if the machine were switched off.
-An empty node then joins, as from an autoscaler.
+An empty node then joins, as from an autoscaler. A node that is given has one CPU, too, for one more engine;
+its loss is announced.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+
+from tests.support.patience import HANG_S
 
 from .find import MARK, Family, is_of_ray
 
@@ -24,6 +29,8 @@ OVERRIDES = (
     "cluster.placement=separate", "rollout.num_workers=1", "rollout.threads=1", "policy.threads=1",
     "rewards.num_workers=2",  # so that one is seldom on the head alone
 )  # fmt: skip
+ELASTIC = (*(text for text in OVERRIDES if "rollout.num" not in text), "rollout.num_workers={min: 1, max: 2}")
+NOTICE_S = 120
 _STORE_BYTES = 128 * 2**20
 
 
@@ -40,7 +47,7 @@ class Nodes:
                 initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": _STORE_BYTES}
             )
         for _ in range(NODES):
-            self._add()
+            self.give()
 
     @property
     def address(self) -> str:
@@ -58,21 +65,34 @@ class Nodes:
         """Kill the node of ``worker`` and add another."""
         node = self._node_of(worker)
         assert node is not None
+        self.take(node)
+        self.give()
+
+    def give(self):  # type: ignore[no-untyped-def]
+        """Add a node and return it."""
+        with self._variables():
+            return self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
+
+    def announce(self, node) -> None:  # type: ignore[no-untyped-def]
+        """Have Ray drain the node: it goes in ``NOTICE_S`` seconds."""
+        ray = str(Path(sys.executable).with_name("ray"))
+        place = ["--address", self.address, "--node-id", node.node_id]
+        why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "it is taken"]
+        notice = ["--deadline-remaining-seconds", str(NOTICE_S)]
+        subprocess.run([ray, "drain-node", *place, *why, *notice], check=True, timeout=HANG_S)
+
+    def take(self, node) -> None:  # type: ignore[no-untyped-def]
+        """Kill the node, as if the machine were switched off."""
         raylet = psutil.Process(_raylet(node))
         gone = [raylet, *raylet.children(recursive=True)]
         for process in gone:  # the raylet first, so that it restarts nothing
             with suppress(psutil.Error):
                 process.kill()
         self._cluster.remove_node(node, allow_graceful=False)
-        self._add()
 
     def close(self) -> None:
         """Kill all nodes with their processes."""
         Family(self.mark).kill()
-
-    def _add(self) -> None:
-        with self._variables():
-            self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
 
     def _node_of(self, worker: psutil.Process):  # type: ignore[no-untyped-def]
         with suppress(psutil.Error):

@@ -19,9 +19,18 @@ import pytest
 
 from grpo_dist.loop.ledger import audit
 from tests.chaos import sandbox, verdict
-from tests.chaos.__main__ import Chaos, ChaosOfNodes, _ended, _kinds, _options, long_groups, short_groups
+from tests.chaos.__main__ import (
+    Chaos,
+    ChaosOfNodes,
+    ChaosOfVisits,
+    _ended,
+    _kinds,
+    _options,
+    long_groups,
+    short_groups,
+)
 from tests.chaos.events import Event
-from tests.chaos.faults import Connection, CutConnection, NodeLoss, Skip, Worker, reset
+from tests.chaos.faults import Connection, CutConnection, NodeLoss, NodeVisit, Skip, Worker, reset
 from tests.chaos.find import MARK, Family, is_of_ray
 from tests.chaos.job import End, Line
 from tests.chaos.play import STILL_S, Plan, Play
@@ -65,17 +74,22 @@ def test_all_kinds_are_played_and_a_file_is_torn_only_after_its_driver_ended():
 def test_the_long_form_has_the_requested_number_of_each_kind(tmp_path):
     """Including reward models, ranks stopped during a sync, and nodes."""
     options, counts = _options(["--each", "20"]), Counter()
-    for form in (Chaos, ChaosOfNodes):
+    for form in (Chaos, ChaosOfNodes, ChaosOfVisits):
         whole = form(options, tmp_path / form.__name__, sandbox.Sandbox(tmp_path, None))
         plan = whole._plan()
         counts.update(fault.kind for fault in [f for group in plan.groups for f in group] + plan.starting)
     assert set(counts.values()) == {20}
     models = ("SIGKILL reward-model-quality", "SIGSTOP reward-model-quality")
     nodes = ("node of rollout lost", "node of policy lost", "node of reward lost")
-    assert {*models, "SIGSTOP policy at send_weights", *nodes, *_kinds()} == set(counts)
+    visits = "node given and taken"
+    assert {*models, "SIGSTOP policy at send_weights", *nodes, visits, *_kinds()} == set(counts)
     assert not ChaosOfNodes(_options(["--short"]), tmp_path / "short", sandbox.Sandbox(tmp_path, None)).kinds
     only = ChaosOfNodes(_options(["--only", nodes[1]]), tmp_path / "only", sandbox.Sandbox(tmp_path, None))
     assert only.kinds == [nodes[1]] and not Chaos.kinds.fget(only)
+    only = ChaosOfVisits(_options(["--only", visits]), tmp_path / "visits", sandbox.Sandbox(tmp_path, None))
+    assert only.kinds == [visits] and not Chaos.kinds.fget(only)
+    assert "rollout.num_workers={min: 1, max: 2}" in only._settings
+    assert not any("rollout.num_workers=1" in text for text in only._settings)
 
 
 def test_the_lost_node_has_a_worker_of_the_role(monkeypatch):
@@ -93,6 +107,34 @@ def test_the_lost_node_has_a_worker_of_the_role(monkeypatch):
     job.nodes = None
     with pytest.raises(Skip, match="no nodes"):
         NodeLoss("rollout").strike(job, Random(0))
+
+
+def test_a_given_node_is_announced_when_an_engine_joined_and_taken_when_it_left():
+    done, lines = [], []
+    nodes = SimpleNamespace(
+        give=lambda: "node", announce=lambda n: done.append(f"{n} goes"), take=lambda n: done.append(n)
+    )
+    steps = [(0.0, 3)]
+    job = SimpleNamespace(nodes=nodes, last_step=lambda: 3, lines=lines, steps=lambda: steps)
+    event = NodeVisit().strike(job, Random(0))
+    assert (event.kind, event.role, event.step) == ("node given and taken", None, 3)
+    lines.append(Line(event.at - 1, 0, "rollout-1 has joined, after 9 s"))  # of a visit before
+    assert not event.look(job) and event.noticed is None and done == []
+    lines.append(Line(event.at + 10, 0, "12:00:00  1:00 min  rollout-1 has joined, after 9.0 s"))
+    assert not event.look(job) and event.noticed == event.at + 10 and done == ["node goes"]
+    lines.append(Line(event.at + 12, 0, "rollout-1 has left (its node is drained), after 1.0 s"))
+    assert not event.look(job) and done == ["node goes", "node"]
+    steps.append((event.at + 15, 4))
+    assert event.look(job) and event.recovered == event.at + 15
+    NodeVisit().while_down(job, Random(0), event)
+    assert done == ["node goes", "node"]  # once
+    assert verdict.unnoticed([event]) is verdict.unrecovered([event], [event], event.at + 15) is None
+    other = NodeVisit().strike(job, Random(0))
+    NodeVisit().while_down(job, Random(0), other)  # the job ended first
+    assert done[2:] == ["node"]
+    job.nodes = None
+    with pytest.raises(Skip, match="no cluster"):
+        NodeVisit().strike(job, Random(0))
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from .find import Family, title
 from .job import Line
 
 Lines = Sequence[Mapping[str, Any]]
-# Metrics that differ between runs: clocks, memory, and counts of replaced workers.
-CLOCK = ("time/", "throughput/", "memory/", "restarts/", "sync/")
+# Metrics that differ between runs: clocks, memory, and counts of replaced, joined and left workers.
+CLOCK = ("time/", "throughput/", "memory/", "restarts/", "sync/", "engines/")
 _MISMATCH = 1e-5  # nats between rollout and trainer in float32 with equal weights
 _KILLED, _ASKED = -signal.SIGKILL, 75
 # Kinds that end a launch, with its exit codes. SIGTERM before Python handles signals ends the process itself.

@@ -3,6 +3,7 @@
 import numpy as np
 
 from grpo_dist.demo.tokenizer import character_tokenizer
+from grpo_dist.environments.episode import Generation
 from grpo_dist.types import FurtherRow, Group, Prompt, Rollout, ToolCall, Turn
 
 CALL, RESULT = "```calculator\n347*58\n```\n", "```output\n20126\n```\n"
@@ -22,6 +23,13 @@ def row_of(*parts):
 
 def end_of(*texts):
     return sum(len(ids_of(text)) for text in texts)
+
+
+def generated(ids, logprobs=0.0, version=0, routes=None):
+    """Return an engine's output of these tokens. ``logprobs``: one for all, or of each."""
+    size = len(ids)
+    values = np.full(size, logprobs, np.float32), np.full(size, version, np.int32)
+    return Generation(list(map(int, ids)), *values, "stop", routes=routes)
 
 
 def called(answer, *, outcome="ok", result=RESULT, sample=0, finish="stop", reward=None):

@@ -93,3 +93,11 @@ def _saved(model, directory: Path):
     model.save_pretrained(directory)
     marked_tokenizer().save_pretrained(directory)
     return model
+
+
+MADE = {
+    "qwen": made_qwen_prm,
+    "skywork": made_skywork_prm,
+    "math_shepherd": made_math_shepherd,
+    "rlhflow": made_rlhflow,
+}

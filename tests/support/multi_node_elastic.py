@@ -8,10 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import ray
 
-from tests.support.multi_node_run import LIMIT_S, lines, steps_done, wait
+from tests.support.multi_node_run import LIMIT_S, lines, started, steps_done, wait
 from tests.support.patient_cluster import PatientCluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,33 +47,26 @@ def main(directory):
     cluster.add_node(num_cpus=2)  # the policy's rank and the engine that is reserved
     ray.init(address=cluster.address, log_to_driver=False)
     run_dir = Path(directory) / "run"
-    with open(Path(directory) / "said.txt", "w") as said:
-        own = command(directory, f"cluster.address={cluster.address}", "rollout.num_workers={min: 1, max: 3}")
-        run = subprocess.Popen(own, stdout=said, stderr=subprocess.STDOUT)
+    own = command(directory, f"cluster.address={cluster.address}", "rollout.num_workers={min: 1, max: 3}")
+    with started(own, directory, cluster) as run:
 
         def until(count, what):
             wait(lambda: serving(run_dir) == count, run, what)
             print(f"{what}: {count} engine(s) after step {steps_done(run_dir)}", flush=True)
 
-        try:
-            until(1, "the run begins")
-            first = cluster.add_node(num_cpus=1)
-            until(2, "a node is added")
-            drain(cluster, first)
-            until(1, "the node is drained")
-            cluster.remove_node(first, allow_graceful=False)
-            others = [cluster.add_node(num_cpus=1) for _ in range(2)]
-            until(3, "two nodes are added")
-            cluster.remove_node(others[0], allow_graceful=False)
-            until(2, "a node is lost")
-            (run_dir / "engines").write_text("1")
-            until(1, "one engine is wanted")
-            assert run.wait(LIMIT_S) == 0
-        finally:
-            if run.poll() is None:
-                psutil.Process(run.pid).kill()
-            ray.shutdown()
-            cluster.shutdown()
+        until(1, "the run begins")
+        first = cluster.add_node(num_cpus=1)
+        until(2, "a node is added")
+        drain(cluster, first)
+        until(1, "the node is drained")
+        cluster.remove_node(first, allow_graceful=False)
+        others = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        until(3, "two nodes are added")
+        cluster.remove_node(others[0], allow_graceful=False)
+        until(2, "a node is lost")
+        (run_dir / "engines").write_text("1")
+        until(1, "one engine is wanted")
+        assert run.wait(LIMIT_S) == 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -66,6 +67,20 @@ def lose(cluster, run_dir, run, role):
     print(f"lost the node of {role} after step {step}, and went on", flush=True)
 
 
+@contextmanager
+def started(command, directory, cluster):
+    """Start ``command``, with what it prints in said.txt; at the end kill it and shut the cluster down."""
+    with open(Path(directory) / "said.txt", "w") as said:
+        run = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            yield run
+        finally:
+            if run.poll() is None:
+                psutil.Process(run.pid).kill()
+            ray.shutdown()
+            cluster.shutdown()
+
+
 def main(directory):
     cluster = PatientCluster(initialize_head=True, head_node_args={"num_cpus": 0, "resources": {"other": 1}})
     for _ in range(2):
@@ -81,22 +96,15 @@ def main(directory):
     ]  # fmt: skip
     command = [sys.executable, "-m", "grpo_dist.cli", "train", str(ROOT / "tests/chaos/job.yaml"), *overrides]
     run_dir = Path(directory) / "run"
-    with open(Path(directory) / "said.txt", "w") as said:
-        run = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
-        try:
-            wait(lambda: steps_done(run_dir) >= 3, run, "its first steps")
-            for role in ("RolloutWorker", "PolicyWorker"):
-                lose(cluster, run_dir, run, role)
-            assert run.wait(LIMIT_S) == 0
-            assert ray.get(tenant.count.remote()) == 2  # the same actor, untouched
-            alive = [a for a in actors().values() if a["State"] == "ALIVE"]
-            assert [a["ActorClassName"] for a in alive] == ["Tenant"], alive
-            print("another job's actor is as it was, and none of the run is left", flush=True)
-        finally:
-            if run.poll() is None:
-                psutil.Process(run.pid).kill()
-            ray.shutdown()
-            cluster.shutdown()
+    with started(command, directory, cluster) as run:
+        wait(lambda: steps_done(run_dir) >= 3, run, "its first steps")
+        for role in ("RolloutWorker", "PolicyWorker"):
+            lose(cluster, run_dir, run, role)
+        assert run.wait(LIMIT_S) == 0
+        assert ray.get(tenant.count.remote()) == 2  # the same actor, untouched
+        alive = [a for a in actors().values() if a["State"] == "ALIVE"]
+        assert [a["ActorClassName"] for a in alive] == ["Tenant"], alive
+        print("another job's actor is as it was, and none of the run is left", flush=True)
 
 
 if __name__ == "__main__":

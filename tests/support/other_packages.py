@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -57,3 +58,90 @@ def server_of(code: str, python: str, directory: Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
+
+
+def taskset(reward: str, *, metric: str, short: int) -> str:
+    """Return the module of a `verifiers` taskset Sums, "1+1=" and on.
+
+    ``reward``: an expression of `reply` and `answer`, reported as ``metric``. A reply below ``short``
+    characters adds a reward of 1 with weight 0.5.
+    """
+    return f"""
+import verifiers.v1 as vf
+
+__all__ = ["Sums"]
+
+
+class Data(vf.TaskData):
+    answer: str
+
+
+class Sum(vf.Task[Data]):
+    @vf.reward
+    async def {metric}(self, trace: vf.Trace) -> float:
+        reply, answer = trace.last_reply, self.data.answer
+        return float({reward})
+
+    @vf.reward(weight=0.5)
+    async def short(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply) < {short})
+
+
+class Config(vf.TasksetConfig):
+    last: int = 4
+    left_out: list[int] = []
+
+
+class Sums(vf.Taskset[Sum, Config]):
+    def load(self):
+        for i in range(1, self.config.last):
+            if i in self.config.left_out:
+                continue
+            data = Data(prompt=f"{{i}}+{{i}}=", system_prompt="Add.", answer=str(2 * i))
+            yield Sum(data, self.config.task)
+"""
+
+
+def game_server(asked: str, step: str, *, sessions: int) -> str:
+    """Return a server of `openenv` for a game about the last digit of the seed, `self.number`.
+
+    ``asked``: its first words, with {seed}. ``step``: statements that return the answer to `said`, in turn
+    `self.count`. ``sessions``: most at once.
+    """
+    return f"""
+import sys
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+
+class Said(Action):
+    message: str
+
+
+class Told(Observation):
+    text: str
+
+
+class Game(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        self.number, self.count = 0, 0
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.number, self.count = (seed or 0) % 10, 0
+        return Told(text={asked!r}.format(seed=seed), done=False, reward=None)
+
+    def step(self, action, timeout_s=None, **kwargs):
+        self.count += 1
+        said = action.message
+{indent(step.strip(), " " * 8)}
+
+    @property
+    def state(self):
+        return State(episode_id="e", step_count=self.count)
+
+
+app = create_fastapi_app(Game, Said, Told, max_concurrent_envs={sessions})
+uvicorn.run(app, port=int(sys.argv[1]), log_level="error")
+"""

@@ -1,6 +1,10 @@
 """Reward functions of users, for tests of graders that import them."""
 
+from collections.abc import Iterator
+
 import pytest
+
+from grpo_dist.rewards.pool import GraderPool
 
 
 def code_directory(**modules: str):
@@ -14,3 +18,14 @@ def code_directory(**modules: str):
         return str(directory)
 
     return code
+
+
+def grader_pool(num_workers: int, timeout_s: float):
+    """Return a fixture of the test file: graders that find its `code`."""
+
+    @pytest.fixture(scope="module")
+    def pool(code: str) -> Iterator[GraderPool]:
+        with GraderPool(num_workers, timeout_s=timeout_s, memory_mb=512, code_paths=[code]) as pool:
+            yield pool
+
+    return pool

@@ -1,6 +1,7 @@
 """Reward models that share a GPU of a cluster; `test_reservation` runs it as a process."""
 
 import asyncio
+import os
 from collections import Counter
 
 import ray
@@ -36,5 +37,6 @@ async def main():
 
 
 if __name__ == "__main__":
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray would count the GPUs that it leaves visible: none
     ray.init(address="local", num_cpus=8, num_gpus=5, include_dashboard=False, log_to_driver=False)
     asyncio.run(main())

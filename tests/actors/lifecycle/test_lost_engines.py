@@ -5,23 +5,19 @@ import os
 import signal
 import threading
 import time
-from dataclasses import replace
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 import actors.transfer.vllm_receiver
 from actors.weight_sync import WeightSync
-from actors.workers.engine_settings import EngineSpec
 from actors.workers.rollout import RolloutWorker
-from actors.workers.rollout_pool import RolloutPool
-from grpo_dist.config import ModelConfig, RestartsConfig, RolloutConfig, WeightSyncConfig
+from grpo_dist.config import WeightSyncConfig
 from grpo_dist.errors import TransferLost
 from grpo_dist.types import Sampling
 from tests.support.drawn import FILE
 from tests.support.patience import HANG_S
-from tests.support.real_engine import ACTORS, PROMPTS, OnALoop, difference, one_rank, same
+from tests.support.real_engine import PROMPTS, difference, same
+from tests.support.two_engines import TwoEngines, on_the_loop, world_of
 
 pytestmark = [pytest.mark.machine, pytest.mark.family("lost engines", FILE), pytest.mark.long]
 
@@ -63,35 +59,16 @@ class MortalWorker(RolloutWorker):
         actors.transfer.vllm_receiver.copy_unloaded = count
 
 
-class World(OnALoop):
+class World(TwoEngines):
     def __init__(self, model_dir):
-        super().__init__()
-        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-        self.run(self._start(model_dir))
-
-    async def _start(self, model_dir):
-        model, sync = ModelConfig(path="tiny"), WeightSyncConfig(bucket_mb=1)
-        settings = RolloutConfig(num_workers=2, max_num_seqs=16, enforce_eager=True, kv_cache_gib=0.25)
-        spec = EngineSpec(settings, sync, model, str(model_dir), max_length=256, seed=0)
-        actors = replace(ACTORS, restarts=RestartsConfig(backoff_s=0.1), start_s=HANG_S)
-        self.rollouts = RolloutPool(spec, actors, worker=MortalWorker)
-        self.policy = one_rank(model, model_dir)
-        await asyncio.gather(self.rollouts.ready(), self.policy.ready())
-        self.sync = await WeightSync.connect(self.policy, self.rollouts, sync, timeout_s=HANG_S)
+        super().__init__(model_dir, WeightSyncConfig(bucket_mb=1), SEEDS, SAMPLING, engine=MortalWorker)
 
     async def sample_all(self):
         return await self.groups_of(PROMPTS, SEEDS, SAMPLING)
 
-    async def sample_on(self, worker):
-        """Return the first group of `sample_all`, sampled by this engine."""
-        _, rollouts = worker.sample.options(num_returns=2).remote(PROMPTS[0], SEEDS, SAMPLING)
-        return await rollouts
-
     async def move(self, seed):
         """Change the policy's weights, and those of the trainer that engines are compared with."""
-        weights = await self.policy.ranks[0].move.remote(seed)
-        self.model.load_state_dict(weights, strict=False)
-        self.model.tie_weights()
+        self.follow(await self.policy.ranks[0].move.remote(seed))
 
     async def push_and_check(self, version):
         """Push new weights as ``version``; both engines get them."""
@@ -99,14 +76,9 @@ class World(OnALoop):
         await self.sync.push(version)
         await self.check(version)
 
-    async def all_serve(self):
-        while len(self.rollouts.team.alive()) < 2:
-            await asyncio.sleep(0.1)
-
     async def check(self, version):
         """Assert that both engines hold the policy's weights under ``version``."""
-        await self.all_serve()
-        groups = await asyncio.gather(*(self.sample_on(worker) for worker in self.rollouts.workers))
+        groups = await self.sample_on_both()
         assert same(*groups)
         for group in groups:
             self.check_group(group, version)
@@ -116,112 +88,92 @@ class World(OnALoop):
         assert difference(self.model, PROMPTS[0], group) < 1e-5
 
 
-@pytest.fixture(scope="module")
-def world(ray_cluster, tiny_model):
-    world = World(tiny_model)
-    yield world
-    world.close()
+world = world_of(World)
 
 
-def test_requests_of_a_killed_engine_give_the_same_samples(world):
-    async def session():
-        await world.move(1)
-        await world.sync.push(1)
-        undisturbed = await world.sample_all()
-        victim = world.rollouts.workers[0]
-        process = await victim.process.remote()
-        await victim.hold_after.remote(20)
-        under_way = asyncio.create_task(world.sample_all())
-        while not await victim.is_held.remote():
-            await asyncio.sleep(0.02)
-        assert world.rollouts.team.load_balancer._loads[0].sequences  # it has work
-        os.kill(process, signal.SIGKILL)
-        disturbed = await under_way
-        assert all(same(a, b) for a, b in zip(undisturbed, disturbed, strict=True))
-        await world.check(1)
-        await world.push_and_check(2)
-
-    world.run(session())
+@on_the_loop
+async def test_requests_of_a_killed_engine_give_the_same_samples(world):
+    await world.move(1)
+    await world.sync.push(1)
+    undisturbed = await world.sample_all()
+    victim = world.rollouts.workers[0]
+    process = await victim.process.remote()
+    await victim.hold_after.remote(20)
+    under_way = asyncio.create_task(world.sample_all())
+    while not await victim.is_held.remote():
+        await asyncio.sleep(0.02)
+    assert world.rollouts.team.load_balancer._loads[0].sequences  # it has work
+    os.kill(process, signal.SIGKILL)
+    disturbed = await under_way
+    assert all(same(a, b) for a, b in zip(undisturbed, disturbed, strict=True))
+    await world.check(1)
+    await world.push_and_check(2)
 
 
-def test_an_engine_killed_in_mid_transfer_is_skipped_and_gets_the_weights_later(world):
-    async def session():
-        await world.check(2)
-        survivor = world.rollouts.workers[1]
-        await world.rollouts.workers[0].die_of_the_second_bucket.remote()
-        await world.move(3)
-        metrics = await world.sync.push(3)  # long before its deadline
-        assert metrics["sync/bytes"] > 0
-        assert world.rollouts.team.alive() == [survivor]
-        group = await world.sample_on(survivor)
-        world.check_group(group, 3)
-        await world.check(3)
-        await world.push_and_check(4)
-
-    world.run(session())
+@on_the_loop
+async def test_an_engine_killed_in_mid_transfer_is_skipped_and_gets_the_weights_later(world):
+    await world.check(2)
+    survivor = world.rollouts.workers[1]
+    await world.rollouts.workers[0].die_of_the_second_bucket.remote()
+    await world.move(3)
+    metrics = await world.sync.push(3)  # long before its deadline
+    assert metrics["sync/bytes"] > 0
+    assert world.rollouts.team.alive() == [survivor]
+    group = await world.sample_on(survivor)
+    world.check_group(group, 3)
+    await world.check(3)
+    await world.push_and_check(4)
 
 
-def test_weights_sent_after_an_update_get_the_next_version(world):
+@on_the_loop
+async def test_weights_sent_after_an_update_get_the_next_version(world):
     """The rank runs the send after the queued update, so it sends the weights of the next push."""
-
-    async def session():
-        await world.move(5)
-        world.policy.updates += 1
-        worker = world.rollouts.workers[0]
-        await world.sync.catch_up(worker)
-        group = await world.sample_on(worker)
-        world.check_group(group, 5)
-        await world.sync.push(5)
-        await world.check(5)
-
-    world.run(session())
+    await world.move(5)
+    world.policy.updates += 1
+    worker = world.rollouts.workers[0]
+    await world.sync.catch_up(worker)
+    group = await world.sample_on(worker)
+    world.check_group(group, 5)
+    await world.sync.push(5)
+    await world.check(5)
 
 
-def test_a_broken_connection_is_reopened_once(world):
+@on_the_loop
+async def test_a_broken_connection_is_reopened_once(world):
     """No process is lost: a new group sends the weights again. A second break is an error."""
-
-    async def session():
-        rank = world.policy.ranks[0]
-        await rank.cut_transfers.remote(1)
-        world.sync._is_open = False
-        await world.push_and_check(6)
-        await rank.cut_transfers.remote(2)
-        world.sync._is_open = False
-        with pytest.raises(TransferLost, match="a process of the transfer group is gone"):
-            await world.sync.push(7)
-        assert world.rollouts.team.restarted() == 2  # those of the tests before
-        await rank.cut_transfers.remote(0)
+    rank = world.policy.ranks[0]
+    await rank.cut_transfers.remote(1)
+    world.sync._is_open = False
+    await world.push_and_check(6)
+    await rank.cut_transfers.remote(2)
+    world.sync._is_open = False
+    with pytest.raises(TransferLost, match="a process of the transfer group is gone"):
         await world.sync.push(7)
+    assert world.rollouts.team.restarted() == 2  # those of the tests before
+    await rank.cut_transfers.remote(0)
+    await world.sync.push(7)
 
-    world.run(session())
 
-
-def test_weights_of_a_lost_policy_are_replaced_by_those_of_the_new_one(world):
+@on_the_loop
+async def test_weights_of_a_lost_policy_are_replaced_by_those_of_the_new_one(world):
     """All engines hold version 8 when the policy is lost; its replacement sends version 3 again."""
-
-    async def session():
-        await world.move(8)
-        workers = world.rollouts.workers
-        await asyncio.gather(*(worker.begin_update.remote() for worker in workers))
-        await world.sync._open(workers)
-        await world.sync._send(world.sync._group, workers)
-        await world.rollouts.abandon()
-        settings = WeightSyncConfig(bucket_mb=1)
-        world.sync = await WeightSync.connect(world.policy, world.rollouts, settings, timeout_s=HANG_S)
-        await world.move(9)
-        await world.sync.push(3)
-        await world.check(3)
-
-    world.run(session())
+    await world.move(8)
+    workers = world.rollouts.workers
+    await asyncio.gather(*(worker.begin_update.remote() for worker in workers))
+    await world.sync._open(workers)
+    await world.sync._send(world.sync._group, workers)
+    await world.rollouts.abandon()
+    settings = WeightSyncConfig(bucket_mb=1)
+    world.sync = await WeightSync.connect(world.policy, world.rollouts, settings, timeout_s=HANG_S)
+    await world.move(9)
+    await world.sync.push(3)
+    await world.check(3)
 
 
-def test_a_wrong_checksum_still_ends_the_run(world):
+@on_the_loop
+async def test_a_wrong_checksum_still_ends_the_run(world):
     """Last in this file: the engines are unusable afterwards."""
-
-    async def session():
-        await world.policy.ranks[0].corrupt_next_transfer.remote()
-        with pytest.raises(Exception, match=r"received bytes with checksum \d+, the policy sent \d+"):
-            await world.sync.push(8)
-        assert len(world.rollouts.team.alive()) == 2 and world.rollouts.team.restarted() == 0
-
-    world.run(session())
+    await world.policy.ranks[0].corrupt_next_transfer.remote()
+    with pytest.raises(Exception, match=r"received bytes with checksum \d+, the policy sent \d+"):
+        await world.sync.push(8)
+    assert len(world.rollouts.team.alive()) == 2 and world.rollouts.team.restarted() == 0

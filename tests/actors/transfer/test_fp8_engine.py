@@ -8,13 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.config.quantization import resolve_quantization_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    ensure_model_parallel_initialized,
-    init_distributed_environment,
-)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 from vllm.model_executor.layers.quantization.online import fp8
@@ -27,6 +21,7 @@ from actors.transfer.stream import send
 from actors.transfer.vllm_receiver import PackedWeightTransfer, UpdateInfo
 from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
 from tests.support.engine_arguments import arguments
+from tests.support.vllm_process import one_process_of
 
 FAN_IN, WIDTHS = 32, (48, 16)
 
@@ -39,13 +34,8 @@ def one_process(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fp8, "init_fp8_linear_kernel", lambda **_: Product())
     monkeypatch.setattr(fp8, "expose_input_quant_key", lambda layer, kernel: None)
-    config = VllmConfig(device_config=DeviceConfig("cpu"))
-    config.model_config = SimpleNamespace(dtype=torch.bfloat16, is_moe=False)
-    with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, f"file://{tmp_path}/store", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
+    with one_process_of(torch.bfloat16, tmp_path):
         yield
-    cleanup_dist_env_and_memory()
 
 
 class Model(nn.Module):

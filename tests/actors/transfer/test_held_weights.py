@@ -5,12 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    ensure_model_parallel_initialized,
-    init_distributed_environment,
-)
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -27,6 +21,7 @@ from actors.transfer.stream import send
 from actors.transfer.vllm_receiver import PackedWeightTransfer, UpdateInfo
 from grpo_dist.policy.sent_weights import SentWeights
 from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
+from tests.support.vllm_process import one_process_of
 
 CPU, BUCKET, WIDTH, WORDS = torch.device("cpu"), 20_000, 64, 128
 SHAPES = {
@@ -79,13 +74,8 @@ class Model(nn.Module):
 
 @pytest.fixture
 def one_process(tmp_path):
-    config = VllmConfig(device_config=DeviceConfig("cpu"))
-    config.model_config = SimpleNamespace(dtype=torch.float32, is_moe=False)
-    with set_current_vllm_config(config):
-        init_distributed_environment(1, 0, f"file://{tmp_path}/store", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
+    with one_process_of(torch.float32, tmp_path):
         yield
-    cleanup_dist_env_and_memory()
 
 
 def first_weights():

@@ -26,11 +26,10 @@ from actors.transfer.shared_transport import IpcTransport, SharedMemoryTransport
 from actors.transfer.stream import receive, send
 from actors.transfer.transport import NcclTransport, _nccl_group, open_transport
 from grpo_dist.errors import TransferLost, UserError
-from grpo_dist.policy.ranks import Rank
 from grpo_dist.policy.ranks import join as join_ranks
 from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, make_buckets, pack
 from grpo_dist.runtime.hardware import one_thread, transfer_backend
-from grpo_dist.runtime.rendezvous import NotAMember, check_members, meeting_point
+from grpo_dist.runtime.rendezvous import NotAMember, Rank, check_members, meeting_point
 from tests.support.patience import HANG_S
 from tests.support.ports import free_port
 
@@ -247,7 +246,7 @@ def test_an_intruder_in_the_gloo_store_is_refused_before_weights_are_sent(monkey
 
     thread = threading.Thread(target=rank_0)
     thread.start()
-    store = meeting_point("127.0.0.1", port, rank=1, world_size=2, timeout_s=HANG_S)
+    store = meeting_point(Rank(1, 2, "127.0.0.1", port, HANG_S))
     group = torch.distributed.ProcessGroupGloo(
         torch.distributed.PrefixStore("weights", store), 1, 2, timedelta(seconds=HANG_S)
     )

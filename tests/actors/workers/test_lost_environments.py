@@ -40,6 +40,17 @@ async def held_sampling(world):
     return sampling
 
 
+def same_samples(world, disturb):
+    """Sample, then again while ``disturb`` acts on the held episodes and awaits them; both must agree."""
+
+    async def session():
+        undisturbed = await world.sample_all(PROMPTS)
+        return undisturbed, await disturb(await held_sampling(world))
+
+    undisturbed, disturbed = world.run(session())
+    return all(equal(a, b) for a, b in zip(undisturbed, disturbed, strict=True))
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_episodes_of_a_lost_worker_begin_again_and_give_the_same_samples(world, number):
     async def session():
@@ -66,9 +77,7 @@ def test_episodes_of_a_lost_worker_begin_again_and_give_the_same_samples(world, 
 def test_episodes_wait_for_replacements_that_come_late_when_no_worker_is_left(world):
     """As with one worker, the default: dead ones are tried once, however long the replacement takes."""
 
-    async def session():
-        undisturbed = await world.sample_all(PROMPTS)
-        sampling = await held_sampling(world)
+    async def kill_all(sampling):
         world.environments.team.restarted()
         budgets = world.environments.team._budgets
         given = [budget._settings for budget in budgets]
@@ -80,17 +89,14 @@ def test_episodes_wait_for_replacements_that_come_late_when_no_worker_is_left(wo
         await whole(world.environments.team)
         for budget, settings in zip(budgets, given, strict=True):
             budget._settings = settings
-        return undisturbed, disturbed
+        return disturbed
 
-    undisturbed, disturbed = world.run(session())
-    assert all(equal(a, b) for a, b in zip(undisturbed, disturbed, strict=True))
+    assert same_samples(world, kill_all)
     assert world.environments.team.restarted() == 2
 
 
 def test_the_replacement_of_an_engine_gets_the_addresses_and_the_old_episodes_end(world):
-    async def session():
-        undisturbed = await world.sample_all(PROMPTS)
-        sampling = await held_sampling(world)
+    async def kill_engines(sampling):
         for engine in list(world.rollouts.workers):
             os.kill(await engine.process.remote(), signal.SIGKILL)
         while await world.running():  # of engines that are gone
@@ -99,10 +105,9 @@ def test_the_replacement_of_an_engine_gets_the_addresses_and_the_old_episodes_en
         disturbed = await sampling
         while await world.running():  # their ends are collected
             await asyncio.sleep(0.05)
-        return undisturbed, disturbed
+        return disturbed
 
-    undisturbed, disturbed = world.run(session())
-    assert all(equal(a, b) for a, b in zip(undisturbed, disturbed, strict=True))
+    assert same_samples(world, kill_engines)
     assert world.rollouts.team.restarted() == 2
 
 

@@ -1,0 +1,161 @@
+"""Weight deltas to an engine over two processes: each keeps a copy of all weights, and loads its own part."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.weight_sync import WeightSync
+from actors.workers.engine_settings import EngineSpec
+from actors.workers.rollout import RolloutWorker
+from actors.workers.rollout_pool import RolloutPool
+from grpo_dist.config import ModelConfig, RestartsConfig, RolloutConfig, WeightSyncConfig
+from grpo_dist.types import Sampling
+from tests.actors.test_delta_sync import NudgedWorker
+from tests.support.drawn import FILE
+from tests.support.patience import HANG_S
+from tests.support.real_engine import ACTORS, PROMPTS, OnALoop, difference, one_rank, same
+
+pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE), pytest.mark.long]
+
+SETTINGS = WeightSyncConfig(bucket_mb=1, deltas=True)
+
+
+class SplitEngine(RolloutWorker):
+    """An engine whose processes show their weights."""
+
+    async def weights(self):
+        """Return the rank of each process, and its weights by name."""
+        return await self._engine.in_workers(own_weights)
+
+    async def spoil_copy(self, rank):
+        await self._engine.in_workers(lambda worker: spoil(worker, rank))
+
+
+@torch.no_grad()
+def own_weights(worker):
+    """What is packed for a CPU has no values that can be read. The product with the unit matrix has them: all
+    other terms of its sums are 0.
+    """
+    from vllm.model_executor.layers.linear import LinearBase
+
+    model = worker.model_runner.model
+    found = {name: p.detach().clone() for name, p in model.named_parameters() if p.numel()}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LinearBase):
+            unit = torch.eye(getattr(layer, "input_size_per_partition", layer.input_size))
+            found[f"{name} applied"] = layer.quant_method.apply(layer, unit)
+    return worker.rank, found
+
+
+def spoil(worker, rank):
+    if worker.rank == rank:
+        worker.weight_transfer_engine.held.slots[0][5] ^= 1
+
+
+class World(OnALoop):
+    def __init__(self, model_dir):
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        self.version = 0
+        self.run(self._start(model_dir))
+
+    async def _start(self, model_dir):
+        model = ModelConfig(path="tiny")
+        settings = RolloutConfig(
+            num_workers=1, tensor_parallel_size=2, max_num_seqs=16, enforce_eager=True, kv_cache_gib=0.25
+        )
+        spec = EngineSpec(settings, SETTINGS, model, str(model_dir), max_length=256, seed=0)
+        actors = replace(ACTORS, restarts=RestartsConfig(backoff_s=0.1), start_s=HANG_S)
+        self.rollouts = RolloutPool(spec, actors, worker=SplitEngine)
+        self.policy = one_rank(model, model_dir, worker=NudgedWorker)
+        await asyncio.gather(self.rollouts.ready(), self.policy.ready())
+        self.sync = await WeightSync.connect(self.policy, self.rollouts, SETTINGS, timeout_s=HANG_S)
+        self.engine = self.rollouts.workers[0]
+
+    async def nudge(self, seed, share=0.01, only=""):
+        weights = await self.policy.ranks[0].nudge.remote(seed, share, only)
+        self.model.load_state_dict(weights, strict=False)
+        self.model.tie_weights()
+
+    async def push(self):
+        self.version += 1
+        return await self.sync.push(self.version)
+
+    async def push_whole(self):
+        """Send the same weights whole, as without deltas."""
+        deltas, self.sync._deltas = self.sync._deltas, None
+        found = await self.push()
+        self.sync._deltas = deltas
+        return found
+
+    async def check(self):
+        """Assert that the engine computes what the policy's weights compute; return what it samples and the
+        weights of its processes.
+        """
+        (group,) = await self.groups_of(PROMPTS[:1], [1, 2, 3], Sampling(max_new_tokens=24))
+        assert all((r.policy_versions == self.version).all() for r in group)
+        assert difference(self.model, PROMPTS[0], group) < 1e-5
+        return group, await self.engine.weights.remote()
+
+
+@pytest.fixture(scope="module")
+def world(ray_cluster, tiny_model):
+    world = World(tiny_model)
+    yield world
+    world.close()
+
+
+def equal(a, b):
+    (samples, weights), (others, other_weights) = a, b
+    pairs = zip(weights, other_weights, strict=True)
+    parts = all(
+        i == j and all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+        for (i, before), (j, after) in pairs
+    )
+    return parts and same(samples, others)
+
+
+def test_each_process_holds_its_part_and_after_changes_the_bits_of_a_whole_transfer(world):
+    async def session():
+        await world.nudge(0)
+        assert (await world.push())["sync/whole"] == 1
+        _, parts = await world.check()
+        assert [rank for rank, _ in parts] == [0, 1]
+        (_, first), (_, second) = parts
+        same_in_both = {name for name in first if torch.equal(first[name], second[name])}
+        assert same_in_both and all("norm" in name for name in same_in_both)
+        for seed, only in ((1, ""), (2, ""), (3, "layers.1.mlp.gate_proj"), (4, "embed_tokens")):
+            await world.nudge(seed, only=only)
+            found = await world.push()
+            assert found["sync/whole"] == found["sync/mismatches"] == 0
+            assert 0 < found["sync/changed_share"] < 0.011
+            with_changes = await world.check()
+        await world.push_whole()
+        whole = await world.check()
+        assert equal(with_changes, whole)
+
+    world.run(session())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_bit_in_the_copy_of_one_process_is_noticed_and_whole_weights_follow(world, rank):
+    async def session():
+        for seed in (5, 6):
+            await world.nudge(seed)
+            await world.push()
+        await world.engine.spoil_copy.remote(rank)
+        await world.nudge(7 + rank)
+        found = await world.push()
+        assert found["sync/mismatches"] == 1 and found["sync/whole"] == 0
+        after = await world.check()
+        await world.nudge(9)
+        found = await world.push()
+        assert found["sync/mismatches"] == found["sync/whole"] == 0
+        before = await world.check()
+        await world.push_whole()
+        assert equal(before, await world.check()) and not equal(after, before)
+
+    world.run(session())
