@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
-from grpo_dist.algorithms.ratios import Stats, bounded_exp, clipped_surrogate, masked_inputs, ratio_stats
+from grpo_dist.algorithms.ratios import bounded_exp, clipped_surrogate, masked_inputs, ratio_stats
+from grpo_dist.algorithms.shapes import LossAndStats, Number, TokenMask, TokenValues
 
 
 def ppo_clip(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    clip_low: float | int = 0.2,
-    clip_high: float | int = 0.2,
-    dual_clip: float | int | None = None,
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask, *,
+    clip_low: Number = 0.2, clip_high: Number = 0.2, dual_clip: Number | None = None,
+) -> LossAndStats:  # fmt: skip
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprobs - old_logprobs).
 
     PPO (Schulman et al. 2017, arXiv:1707.06347, equation 7); separate bounds as in DAPO (arXiv:2503.14476,

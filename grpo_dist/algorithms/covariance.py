@@ -18,21 +18,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_dist.algorithms.clipped_losses import ppo_clip
-from grpo_dist.algorithms.ratios import Stats, bounded_exp, masked_inputs, ratio_stats
+from grpo_dist.algorithms.ratios import bounded_exp, masked_inputs, ratio_stats
+from grpo_dist.algorithms.shapes import LossAndStats, Number, TokenMask, TokenValues
 
 _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's constants, as int64
 
 
 def clip_cov(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    selected: Bool[Tensor, "B T"] | None = None,
-    *,
-    clip_low: float | int = 0.2,
-    clip_high: float | int = 0.2,
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask,
+    selected: TokenMask | None = None, *, clip_low: Number = 0.2, clip_high: Number = 0.2,
+) -> LossAndStats:  # fmt: skip
     """`ppo_clip` without the tokens ``selected``; None: no token is. Equation 12 of the paper."""
     losses, stats = ppo_clip(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high)
     chosen = _within(selected, mask)
@@ -40,14 +35,9 @@ def clip_cov(
 
 
 def kl_cov(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    selected: Bool[Tensor, "B T"] | None = None,
-    *,
-    cov_kl_coef: float | int = 1.0,
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask,
+    selected: TokenMask | None = None, *, cov_kl_coef: Number = 1.0,
+) -> LossAndStats:  # fmt: skip
     """-r A, and for the tokens ``selected`` + cov_kl_coef |log r|; None: no token is. Equation 13.
 
     Nothing bounds the ratio of the others: the penalty is what keeps the policy from collapsing.
@@ -58,18 +48,14 @@ def kl_cov(
     return torch.where(mask, losses, 0.0), ratio_stats(log_ratio, mask) | {"selected": chosen.sum()}
 
 
-def _within(selected: Bool[Tensor, "B T"] | None, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+def _within(selected: TokenMask | None, mask: TokenMask) -> TokenMask:
     return torch.zeros_like(mask) if selected is None else mask & selected
 
 
 def token_covariances(
-    logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    mean_logprob: float,
-    mean_advantage: float,
-) -> Float[Tensor, "B T"]:
+    logprobs: TokenValues, advantages: TokenValues, mask: TokenMask, *,
+    mean_logprob: float, mean_advantage: float,
+) -> TokenValues:  # fmt: skip
     """Return (A - mean_advantage) (log pi - mean_logprob), float64; -inf where masked."""
     products = (advantages.double() - mean_advantage) * (logprobs.double() - mean_logprob)
     return torch.where(mask, products, -torch.inf)

@@ -15,22 +15,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_dist.algorithms.ratios import (
     LOG_LIMIT,
-    Stats,
     at_least_float32,
     masked_inputs,
     masked_logprobs,
     ratio_stats,
 )
+from grpo_dist.algorithms.shapes import LossAndStats, Number, TokenMask, TokenValues
 
 _LEAST_OTHER = 1e-8  # probability that a token leaves for all others, at least: float32 has none below 6e-8
 
 
-def binary_kl(old_logprobs: Float[Tensor, "B T"], new_logprobs: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def binary_kl(old_logprobs: TokenValues, new_logprobs: TokenValues) -> TokenValues:
     """Return KL(old, new), in nats, of the distributions over "this token" and "any other".
 
     p log(p / q) + (1 - p) log((1 - p) / (1 - q)) with p = exp(old), q = exp(new). 1 - p and 1 - q are at
@@ -41,27 +40,19 @@ def binary_kl(old_logprobs: Float[Tensor, "B T"], new_logprobs: Float[Tensor, "B
     return old.exp() * (old - new) + other_old.exp() * (other_old - other_new)
 
 
-def total_variation(
-    old_logprobs: Float[Tensor, "B T"], new_logprobs: Float[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
+def total_variation(old_logprobs: TokenValues, new_logprobs: TokenValues) -> TokenValues:
     """Return |exp(new) - exp(old)|, the total variation between the same binary distributions."""
     return (at_least_float32(new_logprobs).exp() - at_least_float32(old_logprobs).exp()).abs()
 
 
-def _log_of_others(logprobs: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def _log_of_others(logprobs: TokenValues) -> TokenValues:
     return torch.log(-torch.expm1(logprobs.clamp(max=-_LEAST_OTHER)))
 
 
 def dppo_tv(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    clip_low: float | int = 0.2,
-    clip_high: float | int = 0.2,
-    ratio_cap: float | int = 20.0,
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask, *,
+    clip_low: Number = 0.2, clip_high: Number = 0.2, ratio_cap: Number = 20.0,
+) -> LossAndStats:  # fmt: skip
     """-stop_gradient(min(r, ratio_cap)) A log pi, without tokens whose probability itself has moved too far:
     by more than ``clip_high`` up where A > 0, or more than ``clip_low`` down where A < 0.
 
@@ -74,15 +65,9 @@ def dppo_tv(
 
 
 def dppo_kl(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    clip_low: float | int = 0.05,
-    clip_high: float | int = 0.05,
-    ratio_cap: float | int = 20.0,
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask, *,
+    clip_low: Number = 0.05, clip_high: Number = 0.05, ratio_cap: Number = 20.0,
+) -> LossAndStats:  # fmt: skip
     """-stop_gradient(min(r, ratio_cap)) A log pi, without tokens whose `binary_kl` from the old policy is
     above ``clip_high`` where A > 0 and the probability rose, or above ``clip_low`` where A < 0 and it fell.
 
@@ -95,16 +80,16 @@ def dppo_kl(
 
 
 def _gated(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
+    logprobs: TokenValues,
+    old_logprobs: TokenValues,
+    advantages: TokenValues,
+    mask: TokenMask,
     divergence_of: Callable[[Tensor, Tensor], Tensor],
     *,
-    clip_low: float | int,
-    clip_high: float | int,
-    ratio_cap: float | int,
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    clip_low: Number,
+    clip_high: Number,
+    ratio_cap: Number,
+) -> LossAndStats:
     """Return the weighted loss without tokens that moved beyond a bound in their advantage's direction."""
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     own = masked_logprobs(logprobs, mask)

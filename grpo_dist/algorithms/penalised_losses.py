@@ -11,20 +11,14 @@ importance ratio is in them, and so nothing is ever clipped.
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
-from torch import Tensor
-
-from grpo_dist.algorithms.ratios import Stats, masked_inputs, masked_logprobs, ratio_stats
+from grpo_dist.algorithms.ratios import masked_inputs, masked_logprobs, ratio_stats
+from grpo_dist.algorithms.shapes import LossAndStats, Number, TokenMask, TokenValues
 
 
 def dro(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    beta: float | int = 0.1,
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask, *,
+    beta: Number = 0.1,
+) -> LossAndStats:  # fmt: skip
     """-A log pi + beta / 2 (log pi - log pi_old)^2, token by token.
 
     Direct reward optimisation (Richemond et al. 2024, arXiv:2405.19107) in the token form of Tinker and verl;
@@ -36,13 +30,9 @@ def dro(
 
 
 def kimi15(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    tau: float | int = 0.1,
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask, *,
+    tau: Number = 0.1,
+) -> LossAndStats:  # fmt: skip
     """-A log pi + tau / 2 D^2 of the whole sequence, D = sum of log pi - log pi_old.
 
     Kimi k1.5 (Kimi team 2025, arXiv:2501.12599), equation 3, whose advantage is r - mean of the group

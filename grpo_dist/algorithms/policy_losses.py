@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_dist.algorithms.clipped_losses import ppo_clip
@@ -34,21 +33,18 @@ from grpo_dist.algorithms.dppo import dppo_kl, dppo_tv
 from grpo_dist.algorithms.penalised_losses import dro, kimi15
 from grpo_dist.algorithms.ratios import (
     LOG_LIMIT,
-    Stats,
     masked_inputs,
     masked_logprobs,
     ratio_stats,
 )
 from grpo_dist.algorithms.sequence_losses import gmpo, gspo
+from grpo_dist.algorithms.shapes import LossAndStats, Number, Stats, TokenMask, TokenValues
 from grpo_dist.algorithms.tapered_losses import topr, topr_token, vespo
 
 
 def policy_gradient(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask
+) -> LossAndStats:
     """REINFORCE: the value is -A, the gradient -A grad log pi; Williams 1992. ``old_logprobs`` are only
     compared with.
     """
@@ -58,15 +54,9 @@ def policy_gradient(
 
 
 def cispo(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    clip_low: float | int = 1.0,
-    clip_high: float | int = 0.2,
-    unified_mask: bool = False,
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask, *,
+    clip_low: Number = 1.0, clip_high: Number = 0.2, unified_mask: bool = False,
+) -> LossAndStats:  # fmt: skip
     """-stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: the weight is bounded, no token is lost.
 
     MiniMax-M1 (arXiv:2506.13585), equations 4 and 5; the paper has no lower bound, which is ``clip_low`` 1.
@@ -85,14 +75,9 @@ def cispo(
 
 
 def sapo(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    tau_positive: float | int = 1.0,
-    tau_negative: float | int = 1.05,
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask, *,
+    tau_positive: Number = 1.0, tau_negative: Number = 1.05,
+) -> LossAndStats:  # fmt: skip
     """-4 / tau sigmoid(tau (r - 1)) A: on-policy the gradient of PPO, fading smoothly as r leaves 1.
 
     SAPO (Gao et al. 2025, arXiv:2511.20347), equations 5 to 7; ``tau`` by the sign of the advantage.

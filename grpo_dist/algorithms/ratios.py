@@ -7,19 +7,17 @@ micro-batches and ranks.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-Stats = dict[str, Tensor]
+from grpo_dist.algorithms.shapes import Number, Stats, TokenMask, TokenValues
+
 LOG_LIMIT = 60.0  # nats; exp of it, 1e26, is past every bound on a ratio and far from overflowing float32
 
 
 def masked_inputs(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask
+) -> tuple[TokenValues, TokenValues]:
     """Return log-ratios logprobs - old_logprobs, in nats, and advantages; both are 0 where masked. No
     gradient flows into ``old_logprobs``.
 
@@ -32,11 +30,11 @@ def masked_inputs(
     return log_ratio, torch.where(mask, advantages.to(logprobs.dtype), zero)
 
 
-def at_least_float32(values: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def at_least_float32(values: TokenValues) -> TokenValues:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def bounded_exp(log_ratio: Float[Tensor, "B T"], unbounded: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def bounded_exp(log_ratio: TokenValues, unbounded: TokenMask) -> TokenValues:
     """exp of ``log_ratio``, of what is past `LOG_LIMIT` only where ``unbounded``.
 
     Elsewhere a bound of the loss, or an advantage of 0, makes the loss constant in a ratio so large. It must
@@ -46,23 +44,19 @@ def bounded_exp(log_ratio: Float[Tensor, "B T"], unbounded: Bool[Tensor, "B T"])
     return torch.where(unbounded, log_ratio, log_ratio.clamp(max=LOG_LIMIT)).exp()
 
 
-def masked_logprobs(logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def masked_logprobs(logprobs: TokenValues, mask: TokenMask) -> TokenValues:
     """Return ``logprobs`` in at least float32, 0 where masked."""
     return torch.where(mask, at_least_float32(logprobs), 0.0)
 
 
-def sequence_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B 1"]:
+def sequence_mean(values: TokenValues, mask: TokenMask) -> Float[Tensor, "B 1"]:
     """Return the mean over each row's unmasked tokens, 0 without any. ``values`` are 0 where masked."""
     return values.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def clipped_surrogate(
-    ratio: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    *,
-    clip_low: float | int,
-    clip_high: float | int,
-) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    ratio: TokenValues, advantages: TokenValues, *, clip_low: Number, clip_high: Number
+) -> tuple[TokenValues, TokenMask, TokenMask]:
     """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A); and where the lower and the upper bound
     removed the gradient.
     """
@@ -73,12 +67,12 @@ def clipped_surrogate(
 
 @torch.no_grad()
 def ratio_stats(
-    log_ratio: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
+    log_ratio: TokenValues,
+    mask: TokenMask,
     *,
-    low: Bool[Tensor, "B T"] | None = None,
-    high: Bool[Tensor, "B T"] | None = None,
-    capped: Bool[Tensor, "B T"] | None = None,
+    low: TokenMask | None = None,
+    high: TokenMask | None = None,
+    capped: TokenMask | None = None,
 ) -> Stats:
     """``ratio``, ``ratio_max``, ``clip_low``, ``clip_high``, ``dual_clip`` (tokens whose gradient a bound
     removed or held; None: there is no such bound) and ``approx_kl`` (k3 of old to new, nats).

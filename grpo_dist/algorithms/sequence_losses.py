@@ -5,28 +5,21 @@ aggregation works; the papers' objectives are those of ``seq-mean-token-mean``.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from grpo_dist.algorithms.ratios import (
-    Stats,
     bounded_exp,
     clipped_surrogate,
     masked_inputs,
     ratio_stats,
     sequence_mean,
 )
+from grpo_dist.algorithms.shapes import LossAndStats, Number, TokenMask, TokenValues
 
 
 def gspo(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    clip_low: float | int = 3e-4,
-    clip_high: float | int = 4e-4,
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask, *,
+    clip_low: Number = 3e-4, clip_high: Number = 4e-4,
+) -> LossAndStats:  # fmt: skip
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) with s the geometric mean of the token ratios.
 
     GSPO (Zheng et al. 2025, arXiv:2507.18071), in its token form, equations 13 and 14: the value of s is the
@@ -41,15 +34,9 @@ def gspo(
 
 
 def gmpo(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    kept: Bool[Tensor, "B T"] | None = None,
-    *,
-    clip_low: float | int = 0.4,
-    clip_high: float | int = 0.4,
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask,
+    kept: TokenMask | None = None, *, clip_low: Number = 0.4, clip_high: Number = 0.4,
+) -> LossAndStats:  # fmt: skip
     """-A times the geometric mean of the token ratios, each clipped on its own before the mean is taken.
 
     GMPO (Zhao et al. 2025, arXiv:2507.20673), equation 4. The bounds are on log r: above ``clip_high`` where

@@ -14,21 +14,17 @@ from __future__ import annotations
 import math
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
-from grpo_dist.algorithms.ratios import Stats, masked_inputs, masked_logprobs, ratio_stats
+from grpo_dist.algorithms.ratios import masked_inputs, masked_logprobs, ratio_stats
+from grpo_dist.algorithms.shapes import LossAndStats, Number, TokenMask, TokenValues
 
 # Of a sequence's log-ratio, in nats: beyond it the weight of vespo is all but 0.
 _LOG_RANGE = (math.log(1e-8), 20.0)
 
 
 def topr(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask
+) -> LossAndStats:
     """-A log pi where A >= 0, -stop_gradient(min(w, 1)) A log pi where A < 0, w the sequence's ratio.
 
     TOPR, tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv:2503.14286), equation 8: good samples are
@@ -41,23 +37,20 @@ def topr(
 
 
 def topr_token(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask
+) -> LossAndStats:
     """As `topr` with the ratio of each token instead of its sequence's: ROLL's ``pg_variant: topr``."""
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     return _tapered(logprobs, log_ratio, log_ratio.detach(), advantages, mask)
 
 
 def _tapered(
-    logprobs: Float[Tensor, "B T"],
-    log_ratio: Float[Tensor, "B T"],
-    log_weight: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    logprobs: TokenValues,
+    log_ratio: TokenValues,
+    log_weight: TokenValues,
+    advantages: TokenValues,
+    mask: TokenMask,
+) -> LossAndStats:
     negative = advantages < 0
     weight = torch.where(negative, log_weight.clamp(max=0.0).exp(), 1.0)
     losses = -weight * advantages * masked_logprobs(logprobs, mask)
@@ -65,16 +58,10 @@ def _tapered(
 
 
 def vespo(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    k_positive: float | int = 2.0,
-    lambda_positive: float | int = 3.0,
-    k_negative: float | int = 3.0,
-    lambda_negative: float | int = 2.0,
-) -> tuple[Float[Tensor, "B T"], Stats]:
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask, *,
+    k_positive: Number = 2.0, lambda_positive: Number = 3.0,
+    k_negative: Number = 3.0, lambda_negative: Number = 2.0,
+) -> LossAndStats:  # fmt: skip
     """-stop_gradient(w^k exp(lambda (1 - w))) A log pi with w the sequence's ratio.
 
     VESPO (arXiv:2602.10693), section 3.4: the weight is 1 at w = 1, largest at w = k / lambda, and falls to 0

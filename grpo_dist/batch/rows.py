@@ -16,7 +16,7 @@ infinite: its sampling distribution is unknown. Its reward still counts in its g
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -54,22 +54,21 @@ def make_batch(
     samples = [r for g in groups for r in g.rollouts]
     rows = [row for sample in samples for row in sample.rows]
     owner, group_ids = _owners(groups, samples)
-    starts, shared = _starts(groups, rows, group_ids)
-    lengths = starts + np.fromiter((len(row.completion_ids) for row in rows), np.int64, len(rows))
-    tokens = _tokens(groups, rows, group_ids, starts, lengths)
+    placed, shared = _placed(groups, rows, group_ids)
+    tokens = _tokens(groups, placed, group_ids)
     usable = _usable(samples, mask_truncated=mask_truncated, mask_outcomes=mask_outcomes)[owner]
     has_teacher = usable & _are_known(teacher_logprobs, len(rows))
     is_scored = np.isfinite(np.concatenate([g.rewards for g in groups]))[owner]
     trained = usable & (is_scored | (has_teacher & trains_taught))
-    mask = _loss_mask(rows, starts, lengths, trained | has_teacher, tokens.shape[1])
+    mask = _loss_mask(placed, trained | has_teacher, tokens.shape[1])
     loss_mask, taught = mask & trained[:, None], mask & has_teacher[:, None]
     advantage = np.where(loss_mask, np.concatenate(list(advantages))[owner, None], 0)
 
-    of_tokens = partial(_of_tokens, rows, starts, lengths, mask)
+    of_tokens = partial(_of_tokens, placed, mask)
     sample_tokens = _sample_tokens(loss_mask, owner) if len(rows) > len(samples) else None
     return TrainBatch(
         tokens=torch.from_numpy(tokens),
-        lengths=torch.from_numpy(lengths),
+        lengths=torch.from_numpy(placed.ends),
         loss_mask=torch.from_numpy(loss_mask),
         advantages=torch.from_numpy(advantage),
         rollout_logprobs=of_tokens([row.logprobs for row in rows], trained),
@@ -86,6 +85,15 @@ def make_batch(
         routes=tuple(row.routes for row in rows) if any(row.routes for row in rows) else None,
         **_denominators(loss_mask, group_ids, sample_tokens, taught),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Rows, and where the completion of each starts and ends in its row of the batch, int64 [B]."""
+
+    rows: Sequence[Rollout | FurtherRow]
+    starts: np.ndarray
+    ends: np.ndarray
 
 
 def _owners(groups: Sequence[Group], samples: Sequence[Rollout]) -> tuple[np.ndarray, np.ndarray]:
@@ -132,36 +140,33 @@ def shared_tokens(prompt: Prompt, row: Rollout | FurtherRow) -> int:
     return size if same else 0
 
 
-def _starts(
+def _placed(
     groups: Sequence[Group], rows: Sequence[Rollout | FurtherRow], group_ids: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each row the length of its context, and how many tokens of it are the group's prompt."""
+) -> tuple[_Placed, np.ndarray]:
+    """Place completions behind their contexts. Also return how many tokens of each context are the group's
+    prompt.
+    """
     starts = np.array([len(g.prompt.token_ids) for g in groups])[group_ids]
     shared = starts.copy()
     for i, row in enumerate(rows):
         if isinstance(row, FurtherRow):
             starts[i] = len(row.context_ids)
             shared[i] = shared_tokens(groups[group_ids[i]].prompt, row)
-    return starts, shared
+    lengths = np.fromiter((len(row.completion_ids) for row in rows), np.int64, len(rows))
+    return _Placed(rows, starts, starts + lengths), shared
 
 
-def _tokens(
-    groups: Sequence[Group],
-    rows: Sequence[Rollout | FurtherRow],
-    group_ids: np.ndarray,
-    starts: np.ndarray,
-    lengths: np.ndarray,
-) -> np.ndarray:
+def _tokens(groups: Sequence[Group], placed: _Placed, group_ids: np.ndarray) -> np.ndarray:
     # Allocated and filled by numpy: torch pays for every fresh page, and a call for each row.
-    tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
+    tokens = np.zeros((len(placed.rows), int(placed.ends.max())), np.int64)
     ends = np.searchsorted(group_ids, np.arange(len(groups) + 1)).tolist()
     for group, first, end in zip(groups, ends, ends[1:], strict=False):
         tokens[first:end, : len(group.prompt.token_ids)] = group.prompt.token_ids
-    for i, row in enumerate(rows):
+    for i, row in enumerate(placed.rows):
         if isinstance(row, FurtherRow):
             tokens[i] = 0
-            tokens[i, : starts[i]] = row.context_ids
-    _fill(tokens, starts, lengths, [row.completion_ids for row in rows])
+            tokens[i, : placed.starts[i]] = row.context_ids
+    _fill(tokens, placed, [row.completion_ids for row in placed.rows])
     return tokens
 
 
@@ -176,48 +181,34 @@ def _usable(
     return usable
 
 
-def _loss_mask(
-    rows: Sequence[Rollout | FurtherRow],
-    starts: np.ndarray,
-    lengths: np.ndarray,
-    trained: np.ndarray,
-    width: int,
-) -> np.ndarray:
-    column = np.arange(width)
-    mask: np.ndarray = (column >= starts[:, None]) & (column < np.where(trained, lengths, 0)[:, None])
-    for i, row in enumerate(rows):
+def _loss_mask(placed: _Placed, trained: np.ndarray, width: int) -> np.ndarray:
+    column, starts, ends = np.arange(width), placed.starts, placed.ends
+    mask: np.ndarray = (column >= starts[:, None]) & (column < np.where(trained, ends, 0)[:, None])
+    for i, row in enumerate(placed.rows):
         if row.sampled is not None:
-            mask[i, starts[i] : lengths[i]] &= row.sampled
+            mask[i, starts[i] : ends[i]] &= row.sampled
     return mask
 
 
 def _of_tokens(
-    rows: Sequence[Rollout | FurtherRow],
-    starts: np.ndarray,
-    lengths: np.ndarray,
-    mask: np.ndarray,
-    values: Sequence[np.ndarray | None],
-    wanted: np.ndarray,
+    placed: _Placed, mask: np.ndarray, values: Sequence[np.ndarray | None], wanted: np.ndarray
 ) -> torch.Tensor:
     """Return ``values`` of the completions of the rows ``wanted``, float32 [B, T], 0 elsewhere."""
     out = np.zeros(mask.shape, np.float32)
-    _fill(out, starts, lengths, values, wanted)
-    given = any(row.sampled is not None for row in rows)
+    _fill(out, placed, values, wanted)
+    given = any(row.sampled is not None for row in placed.rows)
     return torch.from_numpy(np.where(mask, out, 0) if given else out)
 
 
 def _fill(
     out: np.ndarray,
-    starts: np.ndarray,
-    ends: np.ndarray,
+    placed: _Placed,
     values: Sequence[np.ndarray | None],
     wanted: np.ndarray | None = None,
 ) -> None:
-    """Write ``values[i]`` into ``out[i]`` from ``starts[i]`` to ``ends[i]``, for the rows ``wanted``, which
-    have values.
-    """
+    """Write the ``values`` of completions where these stand in ``out``: those of the rows ``wanted``."""
     rows = range(len(values)) if wanted is None else np.flatnonzero(wanted).tolist()
-    begin, end = starts.tolist(), ends.tolist()
+    begin, end = placed.starts.tolist(), placed.ends.tolist()
     for i in rows:
         out[i, begin[i] : end[i]] = values[i]
 

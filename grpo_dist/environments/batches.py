@@ -16,38 +16,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.environments.base import Environment
-from grpo_dist.environments.program import Program, answer_of, awaited
-from grpo_dist.environments.registry import load_environment
+from grpo_dist.environments.program import EnvironmentPrograms, Program, answer_of, awaited, programs_of
 from grpo_dist.environments.sandbox.failure import ProcessFailure
 from grpo_dist.environments.sandbox.host import ProcessHost
 
 BATCHES = "grpo_dist.environments.batches"
 _ALL = "all"  # the one process, for its host
-_CLOSE_S = 60.0  # deadline for the end of an episode; nobody waits for it
+_CLOSE_S = 60.0  # deadline of a `close` request, for which no caller waits
 
 
-def __getattr__(name: str) -> BatchPrograms:
-    """Return the programs of the environment ``name``, as in ``batches:my_module:Guess``."""
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return BatchPrograms(load_environment(name))
-
-
-class BatchPrograms:
-    """Makes the program of one environment, in a process that has preloaded what its episodes share."""
-
-    def __init__(self, environment: type[Environment]) -> None:
-        self._environment = environment
-        self.preload = environment.preload
-
-    def __call__(self, **kwargs: Any) -> BatchProgram:
-        return BatchProgram(self._environment, kwargs)
+def __getattr__(name: str) -> EnvironmentPrograms:
+    """Return the program of the environment ``name``, as in ``batches:my_module:Guess``."""
+    return programs_of(name, BatchProgram)
 
 
 class BatchProgram:
-    """Episodes by name. What raises fails its own episode, and `step_batch` all that it was given."""
+    """Episodes by name. An exception fails one episode; one of `step_batch` fails all that share the call."""
 
-    def __init__(self, environment: type[Environment], kwargs: dict[str, Any]) -> None:
+    def __init__(self, environment: type[Environment], /, **kwargs: Any) -> None:
         self._class, self._kwargs = environment, kwargs
         self._live: dict[str, Program] = {}
 
@@ -78,7 +64,7 @@ class BatchProgram:
         return None
 
     async def _step(self, episodes: Sequence[Environment], actions: Sequence[str]) -> list[Any]:
-        """Return an answer, or what was raised, for each action."""
+        """Return an answer, or the exception raised, for each action."""
         try:
             steps = list(await awaited(self._class.step_batch(episodes, actions)))
             if len(steps) != len(actions):
@@ -116,7 +102,7 @@ class _Asked:
 
 
 class BatchHost:
-    """The process of such an environment. Where it is lost, all its episodes are."""
+    """Owns the process of an environment with `step_batch`. Losing the process loses all its episodes."""
 
     def __init__(self, host: ProcessHost) -> None:
         self._host = host
@@ -126,12 +112,12 @@ class BatchHost:
     async def ask(self, episode: str, kind: str, payload: Any, *, timeout_s: float) -> Any:
         """Return the answer to a request of ``episode``. Raises ProcessFailure.
 
-        ``timeout_s``: of the request that it shares with others, which may be the next but one.
+        ``timeout_s``: deadline of the shared request that carries this one, which may be the second from now.
         """
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Asked(episode, kind, payload, timeout_s, answer))
         if self._sending is None or self._sending.done():
-            # Behind the other episodes that ask now.
+            # Runs after the other episodes that ask now, so that one request carries them all.
             self._sending = asyncio.create_task(self._send(), name="batches of an environment")
         return await answer
 
@@ -140,7 +126,7 @@ class BatchHost:
         await self._host.begin(_ALL)
 
     async def end(self, episode: str) -> None:
-        """End an episode, also one whose action was abandoned: its place in the process is freed."""
+        """End an episode and free its place in the process, also if its last action was abandoned."""
         if self._host.is_live(_ALL):
             with suppress(ProcessFailure):
                 await self.ask(episode, "close", {}, timeout_s=_CLOSE_S)

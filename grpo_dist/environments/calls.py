@@ -63,7 +63,7 @@ class CallParser(Protocol):
 
     @property
     def openings(self) -> Sequence[str]:
-        """What opens a call, as far as the parser says it."""
+        """Texts that open a call, if the parser states them."""
         ...
 
     def __call__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Sequence[Call]:
@@ -73,7 +73,7 @@ class CallParser(Protocol):
 def resolve_format(call_format: str, chat_template: str | None) -> str:
     """Return the format of calls: `environments.call_format`, or where that is `auto` the chat template's.
 
-    ``chat_template``: None for plain text. A template that shows no tools has code blocks.
+    ``chat_template``: None for plain text. For a template without tools the format is code blocks.
     """
     if call_format != "auto":
         return call_format
@@ -82,7 +82,7 @@ def resolve_format(call_format: str, chat_template: str | None) -> str:
 
 
 def is_known(call_format: str) -> bool:
-    """Return whether ``call_format`` needs no question to vLLM; others are parsers that only it knows."""
+    """Return whether this package parses ``call_format`` itself; other names are parsers of vLLM."""
     return call_format in ("auto", CODE) or call_format in _OPENINGS
 
 
@@ -97,7 +97,7 @@ def read_chat(
     """Return the calls in an action's answer, and why they cannot be read ("": they can)."""
     try:
         calls = tuple(parser(text, tools))
-    except Exception as error:  # what the policy wrote must not end the run; the samples show the reason
+    except Exception as error:  # text of the policy must not end the run; the samples show the reason
         why = f"{type(error).__name__}: {error}"[:_REASON]
         return (), f"the call cannot be read ({why}); write it as valid {_form(call_format)}"
     opening, closing = _CLOSED.get(call_format, ("", ""))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from grpo_dist.environments.base import Message
+from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.records import Action, Observed
 from grpo_dist.environments.rendering import Rendered, Renderer, result_messages
 from grpo_dist.types import FurtherRow, Prompt, Rollout, Routes, ToolCall, Turn
@@ -33,18 +34,12 @@ class _GrowingRow:
     end: int = 0
     routes: Routes | None = None  # of the last action's request: all tokens up to ``end`` but the last
 
-    def add(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[int],
-        routes: Routes | None,
-    ) -> None:
-        self.ids.extend(map(int, ids))
-        self.logprobs.extend(map(float, logprobs))
-        self.versions.extend(map(int, versions))
-        self.sampled.extend([True] * len(ids))
-        self.end, self.routes = len(self.ids), routes
+    def add(self, sampled: Generation) -> None:
+        self.ids.extend(sampled.token_ids)
+        self.logprobs.extend(sampled.logprobs.tolist())
+        self.versions.extend(sampled.versions.tolist())
+        self.sampled.extend([True] * len(sampled.token_ids))
+        self.end, self.routes = len(self.ids), sampled.routes
 
     def give(self, ids: Sequence[int]) -> None:
         self.ids.extend(ids)
@@ -92,23 +87,10 @@ class Dialogue:
         length = len(row.context) + len(row.ids) - len(self._prompt.token_ids)
         return max(length, sum(len(row.ids) for row in self._rows))
 
-    def add_action(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[int],
-        routes: Routes | None = None,
-    ) -> Action:
-        """Append what the policy sampled, and read it. An unfinished action is continued by the next call.
-
-        Args:
-            ids: [C] sampled tokens, with EOS where it was sampled.
-            logprobs: [C], nats.
-            versions: [C], of the weights that produced each token.
-            routes: of the row so far, its last token left out.
-        """
-        self._rows[-1].add(ids, logprobs, versions, routes)
-        self._action_ids.extend(map(int, ids))
+    def add_action(self, sampled: Generation) -> Action:
+        """Append what the policy sampled, and read it. The next call continues an unfinished action."""
+        self._rows[-1].add(sampled)
+        self._action_ids.extend(sampled.token_ids)
         text = self._renderer.text(self._action_ids)
         self._action = self._renderer.parse(text, self._action_ids, self._task, self._prompt.thought)
         return self._action
@@ -173,7 +155,7 @@ class Dialogue:
             parts = [*results, *(_text(message) for message in told)]
             self._rows[-1].give(self._renderer.ids("".join(f"\n{part}\n" for part in parts)))
             return
-        if self._renderer.in_place:  # a template without tools need not know their messages
+        if self._renderer.in_place:  # a template without tools may not support their messages
             messages = [*({"role": "user", "content": text} for text in results), *told]
         else:
             messages = [*result_messages([call.name for call in calls], results), *told]
@@ -197,7 +179,7 @@ class Dialogue:
             self._behind = rendered.text.removeprefix(prompt)
 
     def _is_kept(self, prompt: str, content: str, rendered: Rendered) -> bool:
-        """Return whether the row's text still stands in front of the tail, but for white space."""
+        """Return whether the tail still follows the row's text, up to white space."""
         if not rendered.text.endswith(rendered.tail):
             return False
         before = rendered.text[: len(rendered.text) - len(rendered.tail)]

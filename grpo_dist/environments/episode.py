@@ -33,6 +33,7 @@ class Generation:
     """What an engine sampled for one request.
 
     Attributes:
+        token_ids: [C], with EOS where it was sampled.
         logprobs: float32 [C], nats, under the distribution sampled from.
         versions: int32 [C], of the weights that produced each token.
         finish_reason: "stop" (EOS or a stop string) or "length".
@@ -69,13 +70,7 @@ class EpisodeRows(Protocol):
         """Tokens of the episode behind its prompt, sampled and given."""
         ...
 
-    def add_action(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[int],
-        routes: Routes | None = None,
-    ) -> Action: ...
+    def add_action(self, sampled: Generation) -> Action: ...
     def observe(self, observed: Observed) -> None: ...
 
 
@@ -101,7 +96,7 @@ async def play(
     *,
     seed: int,
 ) -> str:
-    """Play an episode that has just begun, and return its finish reason. ``rows`` hold it afterwards.
+    """Play an episode from its start and return its finish reason. ``rows`` then hold its tokens.
 
     The action of the last turn is answered like any other: it may be the one that ends the episode well. The
     answer is then cut off, because no action follows it.
@@ -138,8 +133,7 @@ async def _sampled(
         room = min(left, budgets.tokens - rows.used)
         own_seed = turn_seed(seed, next(numbers))
         output = await engine.generate(list(rows.context), own_seed, room)
-        drawn = output.logprobs.tolist(), output.versions.tolist()
-        action = rows.add_action(output.token_ids, *drawn, output.routes)
+        action = rows.add_action(output)
         left -= len(output.token_ids)
         if rows.used >= budgets.tokens and (output.finish_reason == "length" or action.unfinished):
             return None

@@ -3,8 +3,8 @@
     environment: openenv:http://localhost:8000
     environment_kwargs: {action: message, observation: echoed_message}
 
-A problem is a seed, which `reset` gets, so the samples of a group meet the same start where the server keeps
-to it.
+A problem is a seed, which `reset` gets, so the samples of a group get the same start if the server honours
+the seed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class OpenEnv(Environment):
         return Step(self._shown(answer.observation), reward)
 
     async def close(self) -> None:
-        """End the session: a server has only so many."""
+        """End the session: a server allows a limited number of them."""
         if self._client is not None:
             client, self._client = self._client, None
             await client.close()

@@ -1,4 +1,4 @@
-"""One sample by a user's own rollout function: which tokens the policy sampled, and which were put in.
+"""One sample by a user's own rollout function: which tokens the policy sampled and which were given.
 
 function   generate ----------> put in -> generate ------>
 sample     prompt a a a a a a   g g g     a a a a a        a: sampled and trained, g: given

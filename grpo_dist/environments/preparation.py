@@ -1,4 +1,4 @@
-"""Asks environments, in processes of their own, what a run must know before it begins."""
+"""Query environments, each in its own process, for what a run needs before it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in the process of an episode: an instance of its environment, and the tools of it.
+"""The program in an episode's process: an instance of its environment, and its tools.
 
 `sandbox.host.ProcessHost` is given ``grpo_dist.environments.program:NAME`` with the name of an environment,
 so that the process that others are forked from has imported it. Requests and replies are JSON.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -25,25 +25,32 @@ _ROWS = 500  # problems of one reply
 
 def __getattr__(name: str) -> EnvironmentPrograms:
     """Return the programs of the environment ``name``, as in ``program:my_module:Guess``."""
+    return programs_of(name, Program)
+
+
+def programs_of(name: str, program: Callable[..., Any]) -> EnvironmentPrograms:
+    """Return what makes each ``program`` of the environment ``name``. Raises AttributeError for ``__path__``
+    and the like, which Python asks every module for.
+    """
     if name.startswith("__"):
         raise AttributeError(name)
-    return EnvironmentPrograms(load_environment(name))
+    return EnvironmentPrograms(load_environment(name), program)
 
 
 class EnvironmentPrograms:
     """Makes the programs of one environment, in a process that has preloaded what they share."""
 
-    def __init__(self, environment: type[Environment]) -> None:
-        self._environment = environment
+    def __init__(self, environment: type[Environment], program: Callable[..., Any]) -> None:
+        self._environment, self._program = environment, program
         self.preload = environment.preload
 
-    def __call__(self, **kwargs: Any) -> Program:
-        return Program(self._environment, **kwargs)
+    def __call__(self, **kwargs: Any) -> Any:
+        return self._program(self._environment, **kwargs)
 
 
 class Program:
-    """One episode of an environment. A tool that raises has a result that says so; anything else that raises
-    is a failure of the environment.
+    """One episode of an environment. An exception of a tool becomes the result of the call; any other
+    exception is a failure of the environment.
     """
 
     def __init__(self, environment: type[Environment], /, **kwargs: Any) -> None:
@@ -57,7 +64,7 @@ class Program:
         return await getattr(self, f"_{kind}")(**payload)
 
     async def _describe(self) -> dict[str, Any]:
-        """Tell what preparation and failures need to know.
+        """Describe the environment for preparation and for the handling of failures.
 
         ``asks``: it has a `start` of its own. ``stateless``: an episode can continue in a new process.
         ``batched``: it answers many episodes at once.
@@ -133,7 +140,7 @@ class Program:
 
 
 def answer_of(step: Any) -> dict[str, Any]:
-    """Return the reply for a `Step`. Raises TypeError or ValueError for what is none."""
+    """Return the reply for a `Step`. Raises TypeError or ValueError for any other object."""
     if not isinstance(step, Step):
         raise TypeError(f"step returned a {type(step).__name__}, expected a Step")
     if step.observation is None and not step.done:

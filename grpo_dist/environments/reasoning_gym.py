@@ -3,8 +3,8 @@ a reward (`grpo_dist.rewards.reasoning_gym`).
 
 The answer is what stands in <answer></answer>, else in the last \\boxed{}, else the whole completion.
 
-A problem belongs to the split `train`, or to any other, by its text alone: one in ten is held out, whatever
-the settings and the seed that made it. So no held-out problem is ever trained on.
+A problem belongs to the split `train`, or to any other, by its text alone: one in ten is held out, under any
+settings and any seed. So no held-out problem is ever trained on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from grpo_dist.runtime.child_python import child_command
 COLUMN = "reasoning_gym"  # the package's entry of a problem, and the settings of its scorer
 _SIZE = 500  # problems of a split without `max_rows`
 _HELD_OUT = 10  # one in so many
-_SPARE = 5  # so many times as many problems are made, at most, as a split needs on average
+_SPARE = 5  # upper bound of the problems that are generated, relative to the mean number that a split needs
 
 
 class ReasoningGym(Environment):

@@ -1,4 +1,4 @@
-"""What passes between an episode and its environment."""
+"""Records exchanged between an episode and its environment."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Observed:
     """The environment's answer.
 
     Attributes:
-        observation: what the environment says besides results of calls; () and "" with ``done``.
+        observation: text of the environment other than results of calls; () and "" with ``done``.
         calls: one for each call of the action, and one of outcome "malformed" for a malformed action. Their
             results are cut where they are rendered.
         failed: why the environment itself could not answer; "": it did. The sample cannot be scored.

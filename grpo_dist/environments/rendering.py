@@ -122,7 +122,7 @@ class Renderer:
         return Rendered(text, before, tail)
 
     def harmless(self, text: str) -> str:
-        """Break control tokens in text of an environment, which could otherwise begin a turn of its own."""
+        """Break control tokens in text of an environment, which could otherwise start a turn."""
         return self._controls.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     def cut(self, result: str) -> str:
@@ -178,7 +178,7 @@ def _assistant(content: str) -> Message:
 
 
 def _behind_thought(text: str, thought: Thought) -> str:
-    """Return what follows the thought; "" where it is not closed. A call inside a thought is none."""
+    """Return what follows the thought; "" where it is not closed. A call inside a thought does not count."""
     begun = thought.prompt == "opens" or text.lstrip().startswith(thought.opening)
     if thought.closing in text:
         return text.partition(thought.closing)[2]

@@ -34,7 +34,7 @@ _REASON = 1000  # characters of a failure
 
 
 class UnknownEpisode(Exception):
-    """An action in mid-episode came to a worker that never saw the episode."""
+    """An action in mid-episode reached a worker that does not have the episode."""
 
 
 class Host(Protocol):
@@ -117,7 +117,7 @@ class EpisodeRunner:
         return await self._sandbox.start()
 
     async def begin(self, episode: str, task: Task, problem: Problem) -> None:
-        """Start the process of an episode ahead of its first action. What fails is raised by that action."""
+        """Start an episode's process before its first action, which raises the error of a failed start."""
         if episode not in self._episodes:
             with suppress(ProcessFailure, ValueError):
                 known = self._episodes[episode] = _Episode(self._host(task), asdict(problem))
@@ -128,8 +128,8 @@ class EpisodeRunner:
     async def act(self, episode: str, task: Task, problem: Problem, action: Action, *, turn: int) -> Observed:
         """Answer an action. The first one of an episode begins it, unless `begin` has.
 
-        Raises UnknownEpisode for a later one of an episode that was begun elsewhere. A failure of the
-        environment is no exception but `Observed.failed`.
+        Raises UnknownEpisode for a later action of an episode that another worker has. A failure of the
+        environment is reported as `Observed.failed`, not raised.
         """
         if episode not in self._episodes and turn > 0:
             raise UnknownEpisode(episode)
@@ -155,7 +155,7 @@ class EpisodeRunner:
         return Observed(told, reward=answer["reward"], done=answer["done"])
 
     async def end(self, episode: str) -> None:
-        """End an episode and delete what it left. An unknown one has nothing."""
+        """End an episode and delete its files. Does nothing for an unknown one."""
         if (known := self._episodes.pop(episode, None)) is not None:
             if known.begun and not known.failed:
                 with suppress(ProcessFailure):  # the episode is over, and its sample complete

@@ -93,7 +93,7 @@ def typed_tools(functions: Sequence[Tool]) -> dict[str, TypedTool]:
 
 
 def as_text(result: Any) -> str:
-    """Return a tool's result as the policy reads it: text as it is, anything else as JSON where it can be."""
+    """Return a tool's result as the policy reads it: text unchanged, other values as JSON if possible."""
     if isinstance(result, str):
         return result
     try:

@@ -78,7 +78,7 @@ class VerifiersEnvironment(Environment):
 
 
 def _taskset(name: str, settings: Mapping[str, Any]) -> Iterator[Any]:
-    return iter(_loaded(name, json.dumps(settings, sort_keys=True)))  # lists and maps are no keys of a cache
+    return iter(_loaded(name, json.dumps(settings, sort_keys=True)))  # a cache takes no lists as keys
 
 
 @lru_cache

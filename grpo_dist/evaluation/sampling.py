@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from grpo_dist.config import Config, EvaluationConfig, RejectionConfig
+from grpo_dist.config import Config, EvaluationConfig, RejectionConfig, SamplingConfig
 from grpo_dist.evaluation.estimates import Estimate, estimate, summarise
 from grpo_dist.runtime.concurrency import gather, progressing, sampled_again
 from grpo_dist.runtime.recorder import Recorder
@@ -37,15 +37,23 @@ class Draw:
     sample_s: float  # deadline of the next finished prompt
 
     @classmethod
-    def of(cls, config: Config, settings: EvaluationConfig | RejectionConfig) -> Draw:
+    def of(
+        cls,
+        settings: EvaluationConfig | RejectionConfig,
+        training: SamplingConfig,
+        *,
+        seed: int,
+        sample_s: float,
+    ) -> Draw:
+        """Translate ``settings``; what they leave open is as in ``training``."""
         sampling = Sampling(
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
-            max_new_tokens=settings.max_new_tokens or config.sampling.longest,
-            stop=config.sampling.stop,
+            max_new_tokens=settings.max_new_tokens or training.longest,
+            stop=training.stop,
         )
-        return cls(sampling, settings.samples_per_prompt, config.seed, config.cluster.timeouts.sample_s)
+        return cls(sampling, settings.samples_per_prompt, seed, sample_s)
 
 
 class EvaluationHandles(Protocol):
@@ -74,7 +82,8 @@ async def evaluate(
     counted in ``eval/<set>/unscored``. Raises TimeoutError, with the answer of ``explain``, when no prompt is
     sampled or done for `timeouts.sample_s`.
     """
-    settings, draw = config.evaluation, Draw.of(config, config.evaluation)
+    settings, sample_s = config.evaluation, config.cluster.timeouts.sample_s
+    draw = Draw.of(settings, config.sampling, seed=config.seed, sample_s=sample_s)
     metrics: dict[str, float] = {}
     for eval_set in eval_sets:
         prompts = eval_set.prompts[: settings.max_prompts]

@@ -74,34 +74,44 @@ class Stateful(Protocol):
     def progress(self, step: int, *, evaluation_pending: bool) -> Progress: ...
 
 
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Which steps are traced, after how many steps a checkpoint is due, and the last step of the run."""
+
+    traced: tuple[int, ...]
+    save_every: int
+    last: int
+
+    @classmethod
+    def of(cls, profile: ProfileConfig, checkpoint: CheckpointConfig, last: int) -> StepTimes:
+        return cls(profile.steps, checkpoint.every, last)
+
+
 class StepChores:
     """Does what the loops of GRPO and of supervised training share: traces, measurements, checkpoints, and
     the end of a run that is asked to end.
 
     Args:
-        last_step: of the run.
         state: asked for the state of the loop by a checkpoint.
         stop_requested: true once the run is to save and end.
     """
 
     def __init__(
         self,
-        profile: ProfileConfig,
-        checkpoint: CheckpointConfig,
-        last_step: int,
+        times: StepTimes,
         workers: Workers,
         recorder: Recorder,
         checkpoints: Checkpointer,
         state: Stateful,
         stop_requested: Callable[[], bool],
     ) -> None:
-        self._traced, self._save_every, self._last_step = profile.steps, checkpoint.every, last_step
+        self._times = times
         self._workers, self._recorder, self._checkpoints, self._state = workers, recorder, checkpoints, state
         self._stop_requested, self._evaluation_pending = stop_requested, False
 
     async def before_update(self, step: int) -> None:
         """Have the policy trace the update of ``step`` if the profile asks for it."""
-        if step in self._traced:
+        if step in self._times.traced:
             await self._workers.policy.trace_next(self._recorder.directory, step)
 
     async def _final_metrics(
@@ -133,7 +143,7 @@ class StepChores:
 
     async def _save_where_due(self, step: int) -> None:
         """Save after ``step`` where that is due. Raises Preempted in a run that is asked to end."""
-        if is_due(step, self._save_every) or step == self._last_step or self._stop_requested():
+        if is_due(step, self._times.save_every) or step == self._times.last or self._stop_requested():
             await self._save(step)
         if self._stop_requested():  # asked again: it may have come while saving
             await self._end(step)
@@ -170,16 +180,8 @@ class Chores(StepChores):
         evaluation: Callable[..., Coroutine[Any, Any, dict[str, float]]],
         stop_requested: Callable[[], bool],
     ) -> None:
-        super().__init__(
-            config.profile,
-            config.checkpoint,
-            config.steps,
-            workers,
-            recorder,
-            checkpoints,
-            parts,
-            stop_requested,
-        )
+        times = StepTimes.of(config.profile, config.checkpoint, config.steps)
+        super().__init__(times, workers, recorder, checkpoints, parts, stop_requested)
         self._config, self._parts, self._evaluation = config, parts, evaluation
         self._own_metrics = OwnMetrics(
             config.tracking.metrics,
@@ -243,7 +245,7 @@ class Chores(StepChores):
         if self._concurrent is not None:
             self._concurrent.check()
         metrics = metrics | await self._final_metrics(staged, batch.sampled, timer, trained=trained)
-        metrics |= batch.metrics
+        metrics |= {**batch.metrics, **self._parts.pipeline.metrics}
         metrics |= sampling_cost(batch.groups, batch.discarded, staged.groups_with_signal)
         metrics |= self._own_metrics(MetricInputs(step, batch.sampled, metrics))
         alarms, counts = health.examine(step, metrics)

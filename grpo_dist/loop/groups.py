@@ -20,7 +20,7 @@ import numpy as np
 
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
 from grpo_dist.config import AlgorithmConfig, BatchConfig, DataConfig
-from grpo_dist.errors import SamplesFailed
+from grpo_dist.errors import SamplesFailed, cause_of
 from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.progress import SampledBatch
 from grpo_dist.loop.refill import Refill
@@ -211,10 +211,11 @@ class GroupScorer:
                 least = f"batch.min_samples = {self._draw.least}"
                 if number == _DRAWS:
                     raise SamplesFailed(
-                        f"{error}; the last of {_DRAWS} draws, expected at least {least}. See the logs of "
-                        "the engines"
+                        f"{cause_of(error)}; the last of {_DRAWS} draws, expected at least {least}. See the "
+                        "logs of the engines"
                     ) from error
-                logger.warning("%s, expected at least %s; the group is drawn again", error, least)
+                why = cause_of(error)
+                logger.warning("%s, expected at least %s; the group is drawn again", why, least)
         raise AssertionError("the loop ends by itself")
 
     def _kept(self, prompt: Prompt, batch: int) -> Group | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from grpo_dist.config import Config
@@ -17,6 +17,7 @@ from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
 from grpo_dist.data.own_order import OwnOrder
 from grpo_dist.data.pools import PoolOrder
+from grpo_dist.data.solved import SolvedPrompts
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.loop.admission import Admission
 from grpo_dist.loop.frozen_models import FrozenModels
@@ -58,6 +59,7 @@ class Pipeline:
         )
         self._order_indices = {batch: list(own) for batch, own in state.order_indices.items()}
         self._order = order_of(config, prompts, state.order)
+        self._drops_solved = config.data.drop_solved is not None
         self._restore(state, first=first)
 
     def _restore(self, state: PipelineState, *, first: int) -> None:
@@ -80,6 +82,11 @@ class Pipeline:
     def oldest(self) -> asyncio.Task[ScoredBatch] | None:
         """The launched batch that `next` waits for; None when nothing is launched."""
         return self._launched[0][1] if self._launched else None
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the prompt order after the last batch."""
+        return {"data/left_out": float(len(self._order.state.left_out))} if self._drops_solved else {}
 
     async def next(self, *, unless: Callable[[], bool] = lambda: False) -> ScoredBatch | None:
         """Wait for the oldest launched batch and return it, its groups in prompt order.
@@ -196,26 +203,31 @@ def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> Pr
     Together, all batches on their way hold one epoch at most. If each could hold a whole one, several epochs
     would be sampled at once, and some prompts twice before others once.
     """
-    own, dynamic = config.batch.prompts_per_step, config.dynamic_sampling
-    if config.batch.order == "finished" and config.data.order == "epochs":
-        return PromptStream(prompts, 1, seed=config.seed, state=state, weights=config.data.weights)
+    own, dynamic, data = config.batch.prompts_per_step, config.dynamic_sampling, config.data
     extra = (dynamic.max_extra_prompts or 3 * own) if dynamic.enabled else 0
     most = max(own, min(own + extra, len(prompts) // (config.max_staleness + 1)))
-    if config.data.order == "length":
-        taken, window = 1 if config.batch.order == "finished" else most, config.data.length_window or 8
-        return LengthOrder(prompts, taken, per_step=own, window=window, seed=config.seed, state=state)
-    if config.batch.order == "finished":
+    in_flight, drawn, by_group = most * (config.max_staleness + 1), most, config.batch.order == "finished"
+    if by_group:
         staleness, count = config.max_staleness, len(prompts)
         admission = Admission.of(config.batch, dynamic, max_staleness=staleness, prompts=count)
-        most = admission.per_draw(own, count)
-    if config.data.order == "pass_rate":
-        return Curriculum([p.uid for p in prompts], most, seed=config.seed, rates=state.pass_rates)
-    if config.data.has_own_order:
-        own_order, rates = (config.data, config.code_paths), state.pass_rates
+        in_flight = drawn = admission.per_draw(own, count)
+    solved = SolvedPrompts(prompts, state.left_out, share=data.drop_solved, keep=in_flight)
+    if data.order == "length":
+        taken, window = 1 if by_group else most, data.length_window or 8
+        return LengthOrder(
+            prompts, taken, per_step=own, window=window, seed=config.seed, state=state, solved=solved
+        )
+    if data.order == "pass_rate":
+        return Curriculum([p.uid for p in prompts], drawn, seed=config.seed, rates=state.pass_rates)
+    if data.has_own_order:
+        own_order, rates = (data, config.code_paths), state.pass_rates
         limit_s = config.cluster.timeouts.own_code_s
-        return OwnOrder(prompts, most, *own_order, seed=config.seed, rates=rates, limit_s=limit_s)
-    if config.data.order == "pools" and config.data.pools is not None:
-        return PoolOrder(prompts, most, config.data.pools, seed=config.seed, state=state)
-    if dynamic.enabled or config.data.weights:
-        return PromptStream(prompts, most, seed=config.seed, state=state, weights=config.data.weights)
+        return OwnOrder(prompts, drawn, *own_order, seed=config.seed, rates=rates, limit_s=limit_s)
+    if data.order == "pools" and data.pools is not None:
+        return PoolOrder(prompts, drawn, data.pools, seed=config.seed, state=state)
+    if by_group or dynamic.enabled or data.weights or data.drop_solved is not None:
+        taken = 1 if by_group else most
+        return PromptStream(
+            prompts, taken, seed=config.seed, state=state, weights=data.weights, solved=solved
+        )
     return EpochOrder(len(prompts), own, seed=config.seed)

@@ -21,7 +21,7 @@ from grpo_dist.config import Config, SFTConfig
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.order import step_indices
 from grpo_dist.health.watch import HealthWatch
-from grpo_dist.loop.chores import Checkpointer, StepChores
+from grpo_dist.loop.chores import Checkpointer, StepChores, StepTimes
 from grpo_dist.loop.progress import Progress
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.recorder import Recorder
@@ -50,7 +50,8 @@ async def run(
     progress = progress or Progress()
     health = HealthWatch(config, recorder, progress.health)
     batches = _Batches(config.sft, workers.policy, demonstrations)
-    chores = _Chores(config, workers, held_out, recorder, checkpoints, health, stop_requested)
+    times = StepTimes.of(config.profile, config.checkpoint, config.steps)
+    chores = _Chores(config.sft, times, workers, held_out, recorder, checkpoints, health, stop_requested)
     if progress.step == 0 or progress.evaluation_pending:
         await chores.validate(progress.step)
     ahead = batches.begin(progress.step)
@@ -123,7 +124,8 @@ class _Chores(StepChores):
 
     def __init__(
         self,
-        config: Config,
+        settings: SFTConfig,
+        times: StepTimes,
         workers: Workers,
         held_out: Sequence[Demonstration],
         recorder: Recorder,
@@ -131,19 +133,8 @@ class _Chores(StepChores):
         health: HealthWatch,
         stop_requested: Callable[[], bool],
     ) -> None:
-        state = _State(health)
-        super().__init__(
-            config.profile,
-            config.checkpoint,
-            config.steps,
-            workers,
-            recorder,
-            checkpoints,
-            state,
-            stop_requested,
-        )
-        assert config.sft is not None
-        self._settings, self._held_out, self._health = config.sft, held_out, health
+        super().__init__(times, workers, recorder, checkpoints, _State(health), stop_requested)
+        self._settings, self._held_out, self._health = settings, held_out, health
 
     async def after_step(
         self, step: int, staged: _Staged, metrics: dict[str, float], timer: Stopwatch, *, trained: bool
@@ -157,7 +148,7 @@ class _Chores(StepChores):
         self._recorder.spans(step, timer.spans, usage.latest if usage else {})
         self._recorder.log(step, metrics)
         health.act(step, alarms, metrics, staged.groups)
-        if step == self._last_step or is_due(step, self._settings.validate_every):
+        if step == self._times.last or is_due(step, self._settings.validate_every):
             await self.validate(step)
         await self._save_where_due(step)
 

@@ -8,10 +8,10 @@ import re
 import time
 from pathlib import Path
 
-from grpo_dist.config import Config
+from grpo_dist.config import MlflowConfig
 from grpo_dist.observe.completions import COLUMNS, Table
 from grpo_dist.observe.metrics_file import METRICS
-from grpo_dist.observe.settings import flat
+from grpo_dist.observe.settings import ShownConfig
 
 _TAG = "grpo_dist.id"
 _PARAMS_A_CALL, _LONGEST, _LONGEST_TAG = 100, 6000, 8000  # limits of MLflow
@@ -19,12 +19,11 @@ _FILES = ("config.yaml", "environment.json")
 
 
 class MlflowRun:
-    def __init__(self, config: Config, run_dir: Path, run_id: str) -> None:
+    def __init__(self, settings: MlflowConfig, config: ShownConfig, run_dir: Path, run_id: str) -> None:
         """Open the run that is tagged with ``run_id``, or create it."""
         from mlflow.tracking import MlflowClient  # optional
         from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
-        settings = config.tracking.mlflow
         here = not (settings.uri or os.environ.get("MLFLOW_TRACKING_URI"))
         # By default all runs of `output_dir` share a database, and a directory of files next to it.
         parent = run_dir.absolute().parent if here else None
@@ -79,11 +78,11 @@ class MlflowRun:
                 found = self._client.get_experiment_by_name(name)
         return str(found.experiment_id)
 
-    def _describe(self, config: Config, known: set[str]) -> None:
+    def _describe(self, config: ShownConfig, known: set[str]) -> None:
         """Log parameters, which keep their first value in MLflow, and the files of the latest launch."""
         from mlflow.entities import Param  # optional
 
-        params = [Param(k, str(v)[:_LONGEST]) for k, v in flat(config).items() if k not in known]
+        params = [Param(k, str(v)[:_LONGEST]) for k, v in config.flat().items() if k not in known]
         for first in range(0, len(params), _PARAMS_A_CALL):
             self._client.log_batch(self._id, params=params[first : first + _PARAMS_A_CALL])
         for name in _FILES:

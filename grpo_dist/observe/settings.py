@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 from grpo_dist.config import Config, TrackingConfig
+from grpo_dist.config.files import dump_config
 from grpo_dist.config.secrets import masked
 from grpo_dist.errors import UserError
 
@@ -30,9 +32,27 @@ def check_trackers(tracking: TrackingConfig) -> str:
     return ", ".join(["metrics.jsonl", *on])
 
 
-def flat(config: Config) -> dict[str, str | int | float | bool]:
-    """Flatten the configuration to dotted keys, with *** for secrets: {"policy.optimizer.lr": 1e-06, ...}."""
-    return dict(_leaves(masked(config.model_dump(mode="json")), ""))
+@dataclass(frozen=True, slots=True)
+class ShownConfig:
+    """The configuration as trackers show it, with *** for secrets.
+
+    Attributes:
+        name: of the run.
+        text: YAML.
+        tree: nested, for JSON.
+    """
+
+    name: str
+    text: str
+    tree: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: Config) -> ShownConfig:
+        return cls(config.name, dump_config(config), masked(config.model_dump(mode="json")))
+
+    def flat(self) -> dict[str, str | int | float | bool]:
+        """Return it by dotted keys: {"policy.optimizer.lr": 1e-06, ...}."""
+        return dict(_leaves(self.tree, ""))
 
 
 def _leaves(value: Any, path: str) -> list[tuple[str, str | int | float | bool]]:

@@ -34,7 +34,7 @@ from grpo_dist.observe.metrics_file import METRICS, MetricsFile
 from grpo_dist.observe.mlflow_run import MlflowRun
 from grpo_dist.observe.profiling import TIMELINE, write_timeline
 from grpo_dist.observe.samples import write_groups
-from grpo_dist.observe.settings import flat
+from grpo_dist.observe.settings import ShownConfig
 from grpo_dist.observe.sinks import AsyncSink, Sink, close_all
 from grpo_dist.observe.tensorboard import TensorBoard
 from grpo_dist.observe.wandb_run import WandbRun
@@ -226,16 +226,17 @@ class Tracker:
 
 def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str, _Opener]:
     """Return the function that opens each enabled tracker, to be called in its thread."""
-    settings, found = config.tracking, dict[str, _Opener]()
+    settings, shown, found = config.tracking, ShownConfig.of(config), dict[str, _Opener]()
     if settings.tensorboard:
         purge, directory = start + 1 if start else None, run_dir / "tensorboard"
-        found["TensorBoard"] = lambda _: TensorBoard(directory, config, purge_step=purge)
+        found["TensorBoard"] = lambda _: TensorBoard(directory, shown, purge_step=purge)
     if settings.wandb.enabled:
-        found["wandb"] = partial(WandbRun, config, run_dir, run_id)
+        late = config.evaluation.num_workers > 0
+        found["wandb"] = partial(WandbRun, settings.wandb, shown, run_dir, run_id, evaluates_late=late)
     if settings.mlflow.enabled:
-        found["MLflow"] = lambda _: MlflowRun(config, run_dir, run_id)
+        found["MLflow"] = lambda _: MlflowRun(settings.mlflow, shown, run_dir, run_id)
     for i, own in enumerate(settings.sinks):
-        inputs = SinkInputs(run_dir, config.name, run_id, start, flat(config))
+        inputs = SinkInputs(run_dir, config.name, run_id, start, shown.flat())
         name = f"tracking.sinks.{i} {own.function}" if own.function in found else own.function
         found[name] = partial(_open_own, own, config.code_paths, inputs)
     return found

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from grpo_dist.config import Config
-from grpo_dist.config.secrets import masked, masked_command
+from grpo_dist.config import WandbConfig
+from grpo_dist.config.secrets import masked_command
 from grpo_dist.observe.completions import COLUMNS, Table
+from grpo_dist.observe.settings import ShownConfig
 
 _BY_VARIABLE = {"offline": "offline", "dryrun": "offline", "disabled": "disabled"}
 _EVALUATED = "eval/step"  # the x-axis of evaluations that finish during a later step
@@ -21,10 +22,21 @@ _INIT_S = _FINISH_S = 30.0  # for the server to answer at the start, and to take
 class WandbRun:
     """A run at wandb; offline without a key or an answer of the server, for `wandb sync` to upload later."""
 
-    def __init__(self, config: Config, run_dir: Path, run_id: str, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: WandbConfig,
+        config: ShownConfig,
+        run_dir: Path,
+        run_id: str,
+        warn: Callable[[str], None],
+        *,
+        evaluates_late: bool,
+    ) -> None:
+        """Open the run ``run_id``. ``evaluates_late``: an evaluation may finish during a later step than that
+        of its weights, which is then its own step.
+        """
         import wandb  # optional
 
-        settings = config.tracking.wandb
         with _masked_command():
             self._run = wandb.init(
                 project=settings.project,
@@ -34,13 +46,12 @@ class WandbRun:
                 mode=online_mode(settings.mode, run_dir, warn),
                 id=run_id,
                 resume="allow",
-                config=masked(config.model_dump(mode="json")),
+                config=config.tree,
                 # wandb does not capture the terminal output.
                 settings=wandb.Settings(init_timeout=_INIT_S, finish_timeout=_FINISH_S, console="off"),
             )
 
-        # An evaluation that ran while training continued has a step of its own, that of its weights.
-        self._newest, self._evaluates_late = 0, config.evaluation.num_workers > 0
+        self._newest, self._evaluates_late = 0, evaluates_late
         if self._evaluates_late:
             self._run.define_metric("eval/*", step_metric=_EVALUATED)
 

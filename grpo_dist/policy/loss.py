@@ -31,20 +31,19 @@ from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.algorithms.ratios import LOG_LIMIT
 from grpo_dist.algorithms.rejection import accepted, off_policy_sequence_mask
+from grpo_dist.algorithms.shapes import LossAndStats, Stats, TokenMask, TokenValues
 from grpo_dist.plugins.algorithm_pieces import aggregated, kl_estimate, own_policy_loss
 from grpo_dist.plugins.inputs import AggregationInputs, PolicyLossInputs
 from grpo_dist.policy.loss_settings import LossSettings
 from grpo_dist.types import PreparedBatch, TrainBatch
 
-Stats = dict[str, Tensor]
-
 
 def batch_loss(
-    logprobs: Float[Tensor, "B T"],
+    logprobs: TokenValues,
     batch: PreparedBatch,
     settings: LossSettings,
     *,
-    entropy: Float[Tensor, "B T"] | None = None,
+    entropy: TokenValues | None = None,
     kl_coef: float | None = None,
     entropy_coef: float | None = None,
 ) -> tuple[Float[Tensor, ""], Stats]:
@@ -75,10 +74,10 @@ def batch_loss(
 
 
 def _policy_objective(
-    logprobs: Float[Tensor, "B T"],
+    logprobs: TokenValues,
     batch: PreparedBatch,
     settings: LossSettings,
-    entropy: Float[Tensor, "B T"] | None,
+    entropy: TokenValues | None,
     kl_coef: float | None,
     entropy_coef: float,
 ) -> tuple[Float[Tensor, ""], Stats]:
@@ -114,7 +113,7 @@ def _policy_objective(
 
 
 def _other_streams(
-    logprobs: Float[Tensor, "B T"], batch: TrainBatch, settings: LossSettings
+    logprobs: TokenValues, batch: TrainBatch, settings: LossSettings
 ) -> Iterator[tuple[Float[Tensor, ""], Stats]]:
     """Yield the weighted loss of each further stream of ``batch``, and its statistics."""
     if batch.teacher_logprobs is not None and batch.taught is not None:
@@ -131,21 +130,19 @@ def _other_streams(
         yield term, {"loss_demonstrations": term, "demonstrated": batch.demonstrated.sum(), "nll": nll}
 
 
-def _cross_entropy(
-    logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], num_tokens: float
-) -> Float[Tensor, ""]:
+def _cross_entropy(logprobs: TokenValues, mask: TokenMask, num_tokens: float) -> Float[Tensor, ""]:
     """Return the share of these rows in the update's mean of -log p over the tokens of ``mask``, in nats."""
     return _mean(-logprobs, mask, num_tokens)
 
 
-def _mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], num_tokens: float) -> Float[Tensor, ""]:
+def _mean(values: TokenValues, mask: TokenMask, num_tokens: float) -> Float[Tensor, ""]:
     return aggregate(values, mask, "token-mean", num_tokens=num_tokens, num_sequences=1.0, max_tokens=1)
 
 
 def _policy_term(
-    logprobs: Float[Tensor, "B T"],
-    old: Float[Tensor, "B T"],
-    weights: Float[Tensor, "B T"],
+    logprobs: TokenValues,
+    old: TokenValues,
+    weights: TokenValues,
     batch: PreparedBatch,
     settings: LossSettings,
 ) -> tuple[Float[Tensor, ""], Stats]:
@@ -176,12 +173,12 @@ def _policy_term(
 
 @torch.no_grad()
 def _with_masks(
-    logprobs: Float[Tensor, "B T"],
-    old: Float[Tensor, "B T"],
-    weights: Float[Tensor, "B T"],
+    logprobs: TokenValues,
+    old: TokenValues,
+    weights: TokenValues,
     batch: PreparedBatch,
     settings: LossSettings,
-) -> tuple[Float[Tensor, "B T"], Stats]:
+) -> LossAndStats:
     """Return ``weights``, 0 for the tokens that are rejected or off-policy, and how many those are."""
     mask, stats = batch.loss_mask, {}
     # With ratios to the engine's log-probs no others are known but those that are being trained.
@@ -200,8 +197,8 @@ def _with_masks(
 
 
 def _kl_term(
-    logprobs: Float[Tensor, "B T"],
-    ref_logprobs: Float[Tensor, "B T"],
+    logprobs: TokenValues,
+    ref_logprobs: TokenValues,
     known: Bool[Tensor, "B 1"],
     batch: TrainBatch,
     settings: LossSettings,
@@ -301,9 +298,7 @@ def _own_settings(settings: LossSettings) -> dict[str, float]:
     return {name: value for name, value in own.items() if value is not None}
 
 
-def _aggregate(
-    token_losses: Float[Tensor, "B T"], batch: TrainBatch, settings: LossSettings
-) -> Float[Tensor, ""]:
+def _aggregate(token_losses: TokenValues, batch: TrainBatch, settings: LossSettings) -> Float[Tensor, ""]:
     mask = batch.loss_mask
     of_samples = mask.sum(dim=1) if batch.sample_tokens is None else batch.sample_tokens
     by_prompt = batch.prompt_tokens is not None  # else each sample has a prompt of its own
@@ -316,7 +311,7 @@ def _aggregate(
 
 
 @torch.no_grad()
-def _mismatch(old: Float[Tensor, "B T"], batch: TrainBatch) -> Stats:
+def _mismatch(old: TokenValues, batch: TrainBatch) -> Stats:
     """Sum differences between the trainer's and the engine's log-probs of the sampled tokens."""
     difference = old.double() - batch.rollout_logprobs.double()
     known = batch.loss_mask & ~batch.rollout_logprobs.isnan()
@@ -331,11 +326,8 @@ def _mismatch(old: Float[Tensor, "B T"], batch: TrainBatch) -> Stats:
 
 
 def _without_overflow(
-    advantages: Float[Tensor, "B T"],
-    log_ratio: Float[Tensor, "B T"],
-    weights: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-) -> Float[Tensor, "B T"]:
+    advantages: TokenValues, log_ratio: TokenValues, weights: TokenValues, mask: TokenMask
+) -> TokenValues:
     """Return ``advantages``, 0 where the weight is 0 and the loss could overflow: 0 * inf would be NaN.
 
     Only ratios of tokens with A < 0 are that large, because no bound of the loss applies to them; the one of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from datetime import timedelta
 
 import psutil
@@ -11,28 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_dist.policy.loss import Stats, is_maximum
+from grpo_dist.algorithms.shapes import Stats
+from grpo_dist.policy.loss import is_maximum
 from grpo_dist.runtime.hardware import collective_backend, device_type
-from grpo_dist.runtime.rendezvous import check_members, meeting_point, own_address
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """This process among the ranks, and the address where they meet.
-
-    ``timeout_s``: longest any collective may take. ``secret``: of the group; empty: ranks need not prove that
-    they know one. ``challenge``: the input of that proof, the same for all ranks. ``listening``: rank 0's
-    descriptor of a socket at ``port``; None: rank 0 opens one.
-    """
-
-    index: int
-    world_size: int
-    host: str
-    port: int
-    timeout_s: float
-    secret: bytes = field(default=b"", repr=False)
-    challenge: bytes = field(default=b"", repr=False)
-    listening: int | None = None
+from grpo_dist.runtime.rendezvous import Rank, check_members, meeting_point, own_address
 
 
 def join(rank: Rank) -> None:
@@ -48,14 +29,7 @@ def join(rank: Rank) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # else gloo asks for the address of the host's name
     dist.init_process_group(
         collective_backend(),
-        store=meeting_point(
-            rank.host,
-            rank.port,
-            rank=rank.index,
-            world_size=rank.world_size,
-            timeout_s=rank.timeout_s,
-            listening=rank.listening,
-        ),
+        store=meeting_point(rank),
         rank=rank.index,
         world_size=rank.world_size,
         timeout=timedelta(seconds=rank.timeout_s),

@@ -34,7 +34,7 @@ from grpo_dist.policy.model import TokenLogprobs, attention_cost, reads_packed_r
 from grpo_dist.policy.offload import check_offload, size_buffers
 from grpo_dist.policy.preparation import Preparation
 from grpo_dist.policy.rank_memory import RankMemory
-from grpo_dist.policy.ranks import Rank, join, over_ranks
+from grpo_dist.policy.ranks import join, over_ranks
 from grpo_dist.policy.router_replay import check_routes
 from grpo_dist.policy.saved_state import SavedState
 from grpo_dist.policy.sequence_parallel import SequenceGroup
@@ -45,6 +45,7 @@ from grpo_dist.runtime.hardware import (
     micro_batch_tokens,
     resolve_dtype,
 )
+from grpo_dist.runtime.rendezvous import Rank
 from grpo_dist.types import EpochUpdate, PreparedBatch, TrainBatch
 
 

@@ -73,7 +73,7 @@ class Format(Builtin):
 
 
 class Parity(Builtin):
-    """0, 1, 0, 1 ... over the samples of a group, whatever their text.
+    """0, 1, 0, 1 ... over the samples of a group, independent of their text.
 
     For benchmarks: every group has a learning signal.
     """
@@ -83,7 +83,7 @@ class Parity(Builtin):
 
 
 class Random(Builtin):
-    """1 with probability ``share``, else 0, whatever the completion: a control, since any reward may change a
+    """1 with probability ``share``, else 0, for any completion: a control, since any reward may change a
     policy.
 
     The SHA-256 of seed, problem, gold and the sample's place in its group decides, so a resumed run draws the

@@ -26,7 +26,7 @@ from typing import Any
 from grpo_dist.runtime.address_space import limit_address_space
 from grpo_dist.runtime.guardian import die_with, fork_guarded
 
-_CANCELLED_S = 1.0  # that calls which took too long have to end
+_CANCELLED_S = 1.0  # seconds that cancelled calls have to end
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 threads of rewards --post--> retries --> one attempt --> event loop of the endpoint, one thread
                              |           deadline over name look-up, connection, headers and body
                              |           rate limit over attempts
-                             breaker     after several failed requests in a row: no more for a while
+                             breaker     opens after several failed requests in a row
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class CircuitBreaker:
         self._failures, self._pause_s, self._opens_at = 0, first_s, 0.0
 
     def permits(self) -> bool:
-        """Return whether a request may be sent. While the breaker is open, one is after each pause."""
+        """Return whether a request may be sent. An open breaker permits one after each pause."""
         with self._lock:
             if self._failures < self._after:
                 return True

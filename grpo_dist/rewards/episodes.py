@@ -1,4 +1,4 @@
-"""Rewards of episodes: what their turns gave, and what the way they ended adds."""
+"""Rewards of episodes: the sum over their turns, and the reward of their outcome."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sum_of_turns(turns: Turns) -> float:
 
 def reward_of_environment(turns: Turns, finish_reason: str, rewarded_ends: Collection[str]) -> float:
     """Return `sum_of_turns`; 0 for an episode without a reward that a budget ended, where
-    `environments.outcome_rewards` says what that end is worth: it would add to NaN otherwise.
+    `environments.outcome_rewards` has a reward for that outcome, which could not be added to NaN.
     """
     if finish_reason in rewarded_ends and turns and all(turn["reward"] is None for turn in turns):
         return 0.0

@@ -55,7 +55,7 @@ class CompletionGroup:
     ) -> CompletionGroup:
         """Collect the completions of ``prompt``.
 
-        ``max_new_tokens``: of samples that do not say their own. ``settings`` may override the thought found
+        ``max_new_tokens``: of samples without their own limit. ``settings`` may override the thought found
         in the prompt.
         """
         return cls(

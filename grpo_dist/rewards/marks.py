@@ -71,7 +71,7 @@ def without_percent(gold: str, answer: str, *, share: Callable[[], bool]) -> lis
 
         28\\%, 28\\%   28, 28        28, 28\\%   28, 28        0.28, 28\\%   0.28, 28 or 0.28, 28/100
 
-    ``share`` tells whether the gold is a number of at most 1, or not a number.
+    ``share``: whether the gold is a number of at most 1, or not a number.
     """
     ours, theirs = percent(tidy(gold)), percent(tidy(answer))
     if theirs is None:

@@ -5,7 +5,7 @@
       its part of each layer  <-- all-reduce -->  its part of each layer
       scores                              the same scores, dropped
 
-Transformers' own plan of the architecture says which weights are split; heads are whole on every rank. A rank
+Transformers' plan of the architecture names the weights to split; heads are whole on every rank. A rank
 that ends takes rank 0 with it: that waits for it in a collective, and a supervisor replaces what has ended.
 """
 
@@ -140,7 +140,7 @@ def main() -> None:
         size = settings.tensor_parallel_size
         _join(rank, size, TCPStore(_HOST, port, size, is_master=False))
         model = Classifier(settings)
-    except Exception as error:  # rank 0 has most likely the same, and says so
+    except Exception as error:  # rank 0 most likely fails alike, and reports it
         traceback.print_exc()
         problem = f"{type(error).__name__}: {error}"
     with suppress(EOFError, OSError):

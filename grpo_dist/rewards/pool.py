@@ -1,4 +1,4 @@
-"""Pool of killable grader processes: a hard deadline per answer, whatever the answer does to a parser.
+"""Pool of killable grader processes: a hard deadline per answer, even if the answer hangs a parser.
 
 grade() threads      one each     grader processes
     pair  ---------- pickle ---->  parse, compare       reply in time: the process takes the next pair
@@ -45,7 +45,7 @@ _MARK = "GRPO_DIST_GRADER"  # environment variable inherited by all that a grade
 class GraderPool:
     """``num_workers`` grader processes shared by any number of threads. Use as a context manager, or `close`.
 
-    The processes end with the process that made the pool, however that one ends.
+    The processes end with the process that made the pool, even if that is killed.
 
     Args:
         timeout_s: deadline of an answer, seconds of wall clock. Starting a process does not count.

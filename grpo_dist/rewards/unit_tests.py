@@ -4,7 +4,7 @@ a test                            what runs, in an interpreter of its own       
 "assert f(2) == 4"                the solution, then the test                      if the test ends
 {"input": "2\\n", "output": "4"}   the solution, which reads the input              if it prints the output
 
-The test itself runs beside the solution, which could tamper with it; output is compared outside.
+The test itself runs in the process of the solution, which could tamper with it; output is compared outside.
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ def _find_error(run: Run) -> str | None:
     config, count = run.config, run.config.batch.prompts_per_step
     expected_uids: Callable[[int], set[str]] | None = None
     expected_counts = None
-    of_a_stream = config.dynamic_sampling.enabled or config.batch.order == "finished" or config.data.weights
+    drops = config.data.drop_solved is not None
+    drawn_singly = config.dynamic_sampling.enabled or config.batch.order == "finished"
+    of_a_stream = drawn_singly or config.data.weights or drops
     if config.data.order == "length" or (config.data.order == "epochs" and of_a_stream):
         expected_counts = _expected_counts(run)
     elif config.data.order == "epochs":

@@ -45,6 +45,15 @@ from grpo_dist.runtime.stage_log import stage
 from grpo_dist.types import Prompt
 
 
+@dataclass(frozen=True, slots=True)
+class PromptSections:
+    """The sections that decide how rows become prompts."""
+
+    data: DataConfig
+    rewards: RewardsConfig
+    environments: EnvironmentsConfig
+
+
 @dataclass(frozen=True)
 class Prepared:
     model_dir: Path
@@ -114,9 +123,9 @@ def prepared(
         say(message)
         warnings.append(message)
 
-    sections = config.data, config.rewards, config.environments
+    sections = PromptSections(config.data, config.rewards, config.environments)
     with stage("prompts", "are tokenized"):
-        loaded = train_prompts(*sections, train_rows, tokenizer, warn)
+        loaded = train_prompts(sections, train_rows, tokenizer, warn)
     prompts, needed = loaded.prompts, config.batch.prompts_per_step
     if len(prompts) < needed:
         raise ValueError(
@@ -125,7 +134,7 @@ def prepared(
         )
     check_pools(config.data, prompts, [source_name(source) for source, _ in train_rows])
     check_weights(config.data, prompts, in_flight=config.batch.prompts_per_step * (1 + config.max_staleness))
-    eval_sets = prepare_eval(*sections, eval_rows, tokenizer, prompts, warn)
+    eval_sets = prepare_eval(sections, eval_rows, tokenizer, prompts, warn)
     further = config.distillation.teachers or config.demonstrations is not None
     with stage("teachers and demonstrations", "are read") if further else nullcontext():
         prompts, teacher_dirs = load_teachers(
@@ -143,9 +152,7 @@ def prepared(
 
 
 def train_prompts(
-    data: DataConfig,
-    rewards: RewardsConfig,
-    environments: EnvironmentsConfig,
+    sections: PromptSections,
     sources: list[tuple[DataSourceConfig, list[DataRow]]],
     tokenizer: Any,
     say: Callable[[str], None],
@@ -155,7 +162,7 @@ def train_prompts(
     dropped: list[Dropped] = []
     uid_counts: Mapping[str, int] = {}
     for source, rows in sources:
-        built = load_prompts(data, rewards, environments, source, rows, tokenizer, say, uid_counts)
+        built = load_prompts(sections, source, rows, tokenizer, say, uid_counts)
         prompts += built.prompts
         dropped += built.dropped
         uid_counts = built.uid_counts
@@ -163,9 +170,7 @@ def train_prompts(
 
 
 def prepare_eval(
-    data: DataConfig,
-    rewards: RewardsConfig,
-    environments: EnvironmentsConfig,
+    sections: PromptSections,
     sources: list[tuple[DataSourceConfig, list[DataRow]]],
     tokenizer: Any,
     prompts: list[Prompt],
@@ -174,11 +179,11 @@ def prepare_eval(
     """Return the held-out sets. Raises ValueError where one shares problems with ``prompts``, unless
     `data.overlap` allows it.
     """
-    eval_sets = []
+    data, eval_sets = sections.data, []
     for source, rows in sources:
         eval_set = EvalSet(
             source_name(source),
-            load_prompts(data, rewards, environments, source, rows, tokenizer, say).prompts,
+            load_prompts(sections, source, rows, tokenizer, say).prompts,
         )
         overlap = check_overlap(prompts, eval_set.prompts)
         if overlap and data.overlap == "refuse":
@@ -287,9 +292,7 @@ def load_tokenizer(model_dir: Path, trust_remote_code: bool) -> Any:
 
 
 def load_prompts(
-    data: DataConfig,
-    rewards: RewardsConfig,
-    environments: EnvironmentsConfig,
+    sections: PromptSections,
     source: DataSourceConfig,
     rows: list[DataRow],
     tokenizer: Any,
@@ -299,6 +302,7 @@ def load_prompts(
     """Turn the ``rows`` of ``source`` into prompts. ``uid_counts`` are those of earlier sources: no uid may
     repeat.
     """
+    data = sections.data
     built = build_prompts(
         rows,
         tokenizer,
@@ -306,12 +310,12 @@ def load_prompts(
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong,
         uid_counts=uid_counts,
-        tasks=source_tasks(data, environments, source, rows, tokenizer),
+        tasks=source_tasks(data, sections.environments, source, rows, tokenizer),
     )
     prompts, dropped = built.prompts, built.dropped
     if dropped:
         say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}")
-    unreadable, looked_at = count_unreadable([p.answer for p in prompts], rewards)
+    unreadable, looked_at = count_unreadable([p.answer for p in prompts], sections.rewards)
     if unreadable:
         say(
             f"{source_name(source)}: {unreadable} of {looked_at} gold answers are not parsable mathematics "

@@ -7,7 +7,8 @@
     close(1)           -> worker 1 finishes its groups, and gets no other until restore(1)
 
 A release wakes only groups that fit now: with a thousand groups waiting for 64 engines, the driver does not
-visit all of them each time a group is finished. A decision looks at each worker once.
+visit all of them each time a group is finished. A decision about a new group looks at each worker once; a
+release looks only at its own worker, because nowhere else has room appeared.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class LoadBalancer:
         load = self._loads[index]
         load.sequences -= sequences
         load.tokens -= tokens
-        self._serve()
+        self._serve(index)
 
     def withdraw(self, index: int) -> None:
         """Take worker ``index`` out of service: it is lost with its load."""
@@ -112,7 +113,7 @@ class LoadBalancer:
         """Put worker ``index`` back into service, without load."""
         self._withdrawn.discard(index)
         self._closed.discard(index)
-        self._serve()
+        self._serve(index)
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` in all waiting and all future calls of `admit`."""
@@ -122,24 +123,33 @@ class LoadBalancer:
             if not turn.done():
                 turn.set_exception(error)
 
-    def _serve(self) -> None:
+    def _serve(self, only: int | None = None) -> None:
+        """Assign the groups that waited longest. ``only``: the worker that has got room since the first of
+        them was refused; None: any may have room.
+        """
         while self._waiting:
             wanted, cost, turn = self._waiting[0]
-            if not turn.done():  # a cancelled one only leaves the queue
-                taken = self._take(wanted, cost)
+            if turn.done():  # a cancelled one only leaves the queue, and the next was not refused yet
+                only = None
+            else:
+                taken = self._take(wanted, cost, only)
                 if taken is None:
                     return
                 turn.set_result(taken)
             self._waiting.popleft()
+            if self._waiting and self._waiting[0][0] < wanted:  # may fit where this one did not
+                only = None
 
-    def _take(self, sequences: int, tokens: int) -> int | None:
-        """Assign the group to the worker with the fewest tokens among those with capacity, if any."""
-        taken, least = None, 0
-        for index, load in enumerate(self._loads):
-            if index in self._withdrawn or index in self._closed:
+    def _take(self, sequences: int, tokens: int, only: int | None = None) -> int | None:
+        """Assign the group to the worker with the fewest tokens among those with capacity, if any. ``only``:
+        the one to consider.
+        """
+        taken, least, most = None, 0, self._capacity - sequences
+        away = self._withdrawn | self._closed
+        for index, load in enumerate(self._loads) if only is None else ((only, self._loads[only]),):
+            if taken is not None and load.tokens >= least:
                 continue
-            fits = load.sequences == 0 or load.sequences + sequences <= self._capacity
-            if fits and (taken is None or load.tokens < least):
+            if (load.sequences <= most or load.sequences == 0) and index not in away:
                 taken, least = index, load.tokens
         if taken is not None:
             self._loads[taken].sequences += sequences

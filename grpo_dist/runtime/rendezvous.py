@@ -7,6 +7,7 @@ from __future__ import annotations
 import hmac
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -18,23 +19,41 @@ class NotAMember(RuntimeError):
     """A process of the group does not know its secret."""
 
 
-def meeting_point(
-    host: str, port: int, *, rank: int, world_size: int, timeout_s: float, listening: int | None = None
-) -> dist.TCPStore:
-    """Connect to the store at ``host:port``. Rank 0 serves it at this address alone; torch's own store would
-    listen at every address of the machine. ``listening``: descriptor of rank 0's socket, if it is open
-    already.
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """This process among the ranks of a process group, and the address where they meet.
+
+    ``timeout_s``: longest any collective may take. ``secret``: of the group; empty: ranks need not prove that
+    they know one. ``challenge``: the input of that proof, the same for all ranks. ``listening``: rank 0's
+    descriptor of a socket at ``port``; None: rank 0 opens one.
     """
-    if rank == 0 and listening is None:
-        listening = socket.create_server((host, port)).detach()
+
+    index: int
+    world_size: int
+    host: str
+    port: int
+    timeout_s: float
+    secret: bytes = field(default=b"", repr=False)
+    challenge: bytes = field(default=b"", repr=False)
+    listening: int | None = None
+
+
+def meeting_point(rank: Rank) -> dist.TCPStore:
+    """Connect to the store of the group. Rank 0 serves it at its own address alone; torch's own store would
+    listen at every address of the machine.
+    """
+    serves = rank.index == 0
+    listening = rank.listening if serves else None
+    if serves and listening is None:
+        listening = socket.create_server((rank.host, rank.port)).detach()
     return dist.TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=rank == 0,
-        timeout=timedelta(seconds=timeout_s),
+        rank.host,
+        rank.port,
+        rank.world_size,
+        is_master=serves,
+        timeout=timedelta(seconds=rank.timeout_s),
         wait_for_workers=False,
-        master_listen_fd=listening if rank == 0 else None,
+        master_listen_fd=listening,
         use_libuv=False,
     )
 

@@ -16,6 +16,7 @@ from grpo_dist.policy.attention import BlockKernel
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.types import HeldRoutes, PreparedBatch, Prompt, Task
 from tests.support import made_groups
+from tests.support.made_episodes import generated
 
 
 def routed(groups):
@@ -152,9 +153,9 @@ def test_an_episode_has_the_routes_of_its_last_request():
         SimpleNamespace(text=str, parse=lambda *_: SimpleNamespace(text="a"), ids=lambda _: [9]), prompt
     )
     first, last = (HeldRoutes(np.zeros((size, 1, 1), np.uint8)) for size in (3, 6))
-    dialogue.add_action([5, 6], [-1.0, -1.0], [0, 0], first)
+    dialogue.add_action(generated([5, 6], -1.0, routes=first))
     dialogue._rows[-1].give([9])
-    dialogue.add_action([5, 6], [-1.0, -1.0], [0, 0], last)
+    dialogue.add_action(generated([5, 6], -1.0, routes=last))
     rollout = dialogue.rollout(0, "stop")
     assert rollout.routes is last
     assert len(rollout.completion_ids) == 5

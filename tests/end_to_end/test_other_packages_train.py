@@ -9,7 +9,7 @@ import subprocess
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.other_packages import interpreter_with, server_of
+from tests.support.other_packages import game_server, interpreter_with, server_of, taskset
 from tests.support.real_runs import metrics, run
 
 pytestmark = pytest.mark.machine
@@ -68,43 +68,14 @@ def test_a_data_set_of_reasoning_gym_trains_with_the_scores_of_the_package(tmp_p
     assert [row["reward"] for row in rows] == pytest.approx(json.loads(scores.stdout))
 
 
-_TASKSET = """
-import verifiers.v1 as vf
-
-__all__ = ["Digits"]
-
-
-class Data(vf.TaskData):
-    answer: str
-
-
-class Digit(vf.Task[Data]):
-    @vf.reward
-    async def digits(self, trace: vf.Trace) -> float:
-        reply = trace.last_reply
-        return sum(letter.isdigit() for letter in reply) / max(len(reply), 1)
-
-    @vf.reward(weight=0.5)
-    async def short(self, trace: vf.Trace) -> float:
-        return float(len(trace.last_reply) < 12)
-
-
-class Config(vf.TasksetConfig):
-    last: int = 4
-
-
-class Digits(vf.Taskset[Digit, Config]):
-    def load(self):
-        for i in range(1, self.config.last):
-            yield Digit(Data(prompt=f"{i}+{i}=", system_prompt="Add.", answer=str(2 * i)), self.config.task)
-"""
+_DIGITS = "sum(letter.isdigit() for letter in reply) / max(len(reply), 1)"
 
 
 @pytest.mark.family("other packages")
 def test_a_taskset_of_verifiers_trains_with_its_weighted_rewards(tmp_path):
     directory = tmp_path / "run"
     directory.mkdir()
-    (directory / "my_digits.py").write_text(_TASKSET)
+    (directory / "my_digits.py").write_text(taskset(_DIGITS, metric="digits", short=12))
     line = '{environment: "verifiers:my_digits", environment_kwargs: {last: 9}}'
     rows = train(directory, "verifiers", line)
     assert {row["problem"] for row in rows} <= {f"{i}+{i}=" for i in range(1, 9)}
@@ -114,48 +85,16 @@ def test_a_taskset_of_verifiers_trains_with_its_weighted_rewards(tmp_path):
         assert row["reward"] == pytest.approx(digits(reply) + 0.5 * (len(reply) < 12))
 
 
-_SERVER = """
-import sys
-import uvicorn
-from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
-
-
-class Said(Action):
-    message: str
-
-
-class Told(Observation):
-    text: str
-
-
-class Game(Environment):
-    SUPPORTS_CONCURRENT_SESSIONS = True
-
-    def __init__(self):
-        self.count = 0
-
-    def reset(self, seed=None, episode_id=None, **kwargs):
-        self.count = 0
-        return Told(text=f"Say digits (seed {seed}).", done=False, reward=None)
-
-    def step(self, action, timeout_s=None, **kwargs):
-        self.count += 1
-        share = sum(letter.isdigit() for letter in action.message) / max(len(action.message), 1)
-        return Told(text=f"more {self.count}", done=self.count == 2, reward=share)
-
-    @property
-    def state(self):
-        return State(episode_id="e", step_count=self.count)
-
-
-app = create_fastapi_app(Game, Said, Told, max_concurrent_envs=64)
-uvicorn.run(app, port=int(sys.argv[1]), log_level="error")
+_STEP = """
+share = sum(letter.isdigit() for letter in said) / max(len(said), 1)
+return Told(text=f"more {self.count}", done=self.count == 2, reward=share)
 """
 
 
 @pytest.mark.family("other packages")
 def test_a_server_of_openenv_trains_with_the_rewards_of_its_turns(tmp_path):
-    with server_of(_SERVER, interpreter_with("openenv"), tmp_path) as url:
+    server = game_server("Say digits (seed {seed}).", _STEP, sessions=64)
+    with server_of(server, interpreter_with("openenv"), tmp_path) as url:
         line = f'{{environment: "openenv:{url}", max_rows: 40, name: game}}'
         rows = train(tmp_path / "run", "openenv", line)
     for row in rows:

@@ -12,6 +12,7 @@ from grpo_dist.environments.records import Observed
 from grpo_dist.environments.rendering import Renderer
 from grpo_dist.environments.tools import TypedTool
 from grpo_dist.types import Prompt, Task, ToolCall
+from tests.support.made_episodes import generated
 
 
 def test_a_demonstrated_call_has_the_tokens_and_the_mask_of_an_episode():
@@ -42,7 +43,7 @@ def test_a_demonstrated_call_has_the_tokens_and_the_mask_of_an_episode():
 
 
 def sampled(episode, ids):
-    return episode.add_action(ids.tolist(), [-0.5] * len(ids), [0] * len(ids))
+    return episode.add_action(generated(ids, -0.5))
 
 
 @pytest.mark.parametrize("expression", ["347*58", "100*10", "999*99"])

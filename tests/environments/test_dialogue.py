@@ -17,6 +17,7 @@ from grpo_dist.environments.rendering import Renderer
 from grpo_dist.environments.tools import TypedTool
 from grpo_dist.types import Prompt, Rollout, Task, ToolCall
 from tests.support.chat_templates import real_tokenizer
+from tests.support.made_episodes import generated
 
 _TOOLS = (TypedTool(calculator).schema,)
 _QUESTION = {"role": "user", "content": "What is 12*34?"}
@@ -53,7 +54,7 @@ def _prompt(
 
 def _act(dialogue: Dialogue, renderer: Renderer, text: str, end: str | None) -> list[int]:
     ids = renderer.ids(text) + ([renderer.ids(end)[0]] if end else [])
-    dialogue.add_action(ids, [-0.5] * len(ids), [3] * len(ids))
+    dialogue.add_action(generated(ids, -0.5, 3))
     return ids
 
 
@@ -229,7 +230,7 @@ def test_the_code_form_puts_the_result_into_the_same_message() -> None:
     prompt = _prompt(renderer)
     dialogue = Dialogue(renderer, prompt)
     ids = renderer.ids("```calculator\n12*34\n```\n")
-    action = dialogue.add_action(ids, [0.0] * len(ids), [1] * len(ids))
+    action = dialogue.add_action(generated(ids, version=1))
     assert action.calls == (Call("calculator", "12*34\n", raw=True),)
     dialogue.observe(_result("408"))
     _act(dialogue, renderer, "\\boxed{408}", END)
@@ -248,9 +249,9 @@ def test_a_block_in_another_language_is_no_call_and_sampling_continues() -> None
     renderer = _renderer(tokenizer, "code")
     dialogue = Dialogue(renderer, _prompt(renderer))
     ids = renderer.ids("```text\nhm\n```\n")
-    assert dialogue.add_action(ids, [0.0] * len(ids), [1] * len(ids)).unfinished
+    assert dialogue.add_action(generated(ids, version=1)).unfinished
     more = renderer.ids("```calculator\n1+1\n```\n")
-    action = dialogue.add_action(more, [0.0] * len(more), [1] * len(more))
+    action = dialogue.add_action(generated(more, version=1))
     assert not action.unfinished and action.calls[0].arguments == "1+1\n"
     dialogue.observe(_result("2"))
     _act(dialogue, renderer, "2", END)
@@ -263,7 +264,7 @@ def test_an_observation_of_the_environment_follows_calls_in_code_blocks() -> Non
     renderer = _renderer(tokenizer, "code")
     dialogue = Dialogue(renderer, _prompt(renderer))
     ids = renderer.ids("```calculator\n1+1\n```\n")
-    dialogue.add_action(ids, [0.0] * len(ids), [1] * len(ids))
+    dialogue.add_action(generated(ids, version=1))
     dialogue.observe(_result("2"))
     _act(dialogue, renderer, "Is it 2?", END)
     dialogue.observe(Observed("No."))
@@ -322,7 +323,7 @@ def test_calls_inside_a_thought_are_none() -> None:
         ("<think>\n{12*34}</think>\n<tool_call>{12*34}", 1),
     ]:
         ids = renderer.ids(text)
-        action = dialogue.add_action(ids, [0.0] * len(ids), [0] * len(ids))
+        action = dialogue.add_action(generated(ids))
         assert len(action.calls) == calls and not action.malformed
         dialogue.observe(Observed("go on"))
 
@@ -332,5 +333,5 @@ def test_a_call_that_cannot_be_read_is_malformed() -> None:
     renderer = _renderer(tokenizer)
     dialogue = Dialogue(renderer, _prompt(renderer))
     ids = renderer.ids("<tool_call>{broken")
-    action = dialogue.add_action(ids, [0.0] * len(ids), [0] * len(ids))
+    action = dialogue.add_action(generated(ids))
     assert not action.calls and "<tool_call>" in action.malformed

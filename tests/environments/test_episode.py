@@ -25,7 +25,8 @@ class Rows:
     def used(self):
         return len(self.context) - len(PROMPT)
 
-    def add_action(self, ids, logprobs, versions, routes=None):
+    def add_action(self, sampled):
+        ids = sampled.token_ids
         self.context += ids
         calls = tuple(Call("f", "{}") for token in ids if token == CALL)
         return Action(str(ids), calls, unfinished=ids[-1] == UNFINISHED)

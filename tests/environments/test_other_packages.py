@@ -18,7 +18,7 @@ from grpo_dist.environments.base import Problem
 from grpo_dist.environments.records import Action, Observed
 from grpo_dist.environments.runner import EpisodeRunner
 from grpo_dist.types import Prompt
-from tests.support.other_packages import interpreter_with, server_of
+from tests.support.other_packages import game_server, interpreter_with, server_of, taskset
 from tests.support.patience import HANG_S
 
 
@@ -64,42 +64,8 @@ def test_reasoning_gym_scores_its_own_problems() -> None:
         assert (observed.reward, observed.done, observed.failed) == (reward, True, "")
 
 
-_TASKSET = """
-import verifiers.v1 as vf
-
-__all__ = ["Sums"]
-
-
-class Data(vf.TaskData):
-    answer: str
-
-
-class Sum(vf.Task[Data]):
-    @vf.reward
-    async def right(self, trace: vf.Trace) -> float:
-        return float(trace.last_reply == self.data.answer)
-
-    @vf.reward(weight=0.5)
-    async def short(self, trace: vf.Trace) -> float:
-        return float(len(trace.last_reply) < 4)
-
-
-class Config(vf.TasksetConfig):
-    last: int = 4
-    left_out: list[int] = []
-
-
-class Sums(vf.Taskset[Sum, Config]):
-    def load(self):
-        for i in range(1, self.config.last):
-            if i in self.config.left_out:
-                continue
-            yield Sum(Data(prompt=f"{i}+{i}=", system_prompt="Add.", answer=str(2 * i)), self.config.task)
-"""
-
-
 def test_a_taskset_of_verifiers_gives_prompts_and_weighted_rewards(tmp_path: Path) -> None:
-    (tmp_path / "my_sums.py").write_text(_TASKSET)
+    (tmp_path / "my_sums.py").write_text(taskset("reply == answer", metric="right", short=4))
     environments = EnvironmentsConfig(
         python=interpreter_with("verifiers"), code_paths=(str(tmp_path),), timeout_s=HANG_S
     )
@@ -114,51 +80,19 @@ def test_a_taskset_of_verifiers_gives_prompts_and_weighted_rewards(tmp_path: Pat
         assert (observed.reward, observed.done, observed.failed) == (reward, True, "")
 
 
-_SERVER = """
-import sys
-import uvicorn
-from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
-
-
-class Guess(Action):
-    message: str
-
-
-class Told(Observation):
-    text: str
-
-
-class Game(Environment):
-    SUPPORTS_CONCURRENT_SESSIONS = True
-
-    def __init__(self):
-        self.number, self.count = 0, 0
-
-    def reset(self, seed=None, episode_id=None, **kwargs):
-        self.number, self.count = (seed or 0) % 10, 0
-        return Told(text=f"Guess a number below 10 (seed {seed}).", done=False, reward=None)
-
-    def step(self, action, timeout_s=None, **kwargs):
-        self.count += 1
-        if action.message == str(self.number):
-            return Told(text="right", done=True, reward=1.0)
-        side = "low" if int(action.message) < self.number else "high"
-        return Told(text=f"too {side}", done=False, reward=0.0)
-
-    @property
-    def state(self):
-        return State(episode_id="e", step_count=self.count)
-
-
-app = create_fastapi_app(Game, Guess, Told, max_concurrent_envs=8)
-uvicorn.run(app, port=int(sys.argv[1]), log_level="error")
+_STEP = """
+if said == str(self.number):
+    return Told(text="right", done=True, reward=1.0)
+side = "low" if int(said) < self.number else "high"
+return Told(text=f"too {side}", done=False, reward=0.0)
 """
 
 
 def test_a_server_of_openenv_plays_several_turns(tmp_path: Path) -> None:
     python = interpreter_with("openenv")
     environments = EnvironmentsConfig(python=python, timeout_s=HANG_S)
-    with server_of(_SERVER, python, tmp_path) as url:
+    server = game_server("Guess a number below 10 (seed {seed}).", _STEP, sessions=8)
+    with server_of(server, python, tmp_path) as url:
         source = {"environment": f"openenv:{url}", "environment_kwargs": {"instruction": "A game."}}
         # More problems than the server has sessions: each is closed before the next.
         prompts = _prompts(environments, **source, max_rows=12, name="game")

@@ -48,8 +48,8 @@ def rank(index, port, directory, dtype, stage):
 
     from grpo_dist.config import ModelConfig, PolicyConfig
     from grpo_dist.policy.loss import LossSettings
-    from grpo_dist.policy.ranks import Rank
     from grpo_dist.policy.trainer import Trainer, TrainerSettings
+    from grpo_dist.runtime.rendezvous import Rank
     from grpo_dist.types import PreparedBatch, TrainBatch
 
     own = {"zero_optimization": {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}}

@@ -18,8 +18,8 @@ def main(entries):
     from actors.transfer.transport import free_port
     from grpo_dist.config import ModelConfig, PolicyConfig
     from grpo_dist.policy.loss import LossSettings
-    from grpo_dist.policy.ranks import Rank
     from grpo_dist.policy.trainer import Trainer, TrainerSettings
+    from grpo_dist.runtime.rendezvous import Rank
     from grpo_dist.types import TrainBatch
 
     shape = Qwen2Config(

@@ -199,27 +199,29 @@ def test_the_evaluation_before_the_first_step_runs_once_after_a_resume(tmp_path)
     assert logged == [0, 2]
 
 
+def resumed_world(directory, step, snapshot):
+    """Resume a run at ``step`` for one more, with the evaluation of step 2 pending; return its world.
+
+    ``snapshot``: step of the weights that were kept for an evaluation.
+    """
+    world = OwnWorld(directory)
+    world.version, world.updates = step, [None] * step
+    (directory / f"evaluation/step_{snapshot:06}").mkdir(parents=True)
+    train(world, fakes.config(steps=step + 1, evaluation=EVERY_2), Progress(step, evaluations=(2,)))
+    return world
+
+
 def test_a_resumed_run_repeats_no_evaluation_that_finished_after_its_checkpoint(tmp_path):
-    world = OwnWorld(tmp_path)
-    world.version, world.updates = 2, [None] * 2
-    (tmp_path / "evaluation/step_000003").mkdir(parents=True)  # the run comes to it again
-    train(world, fakes.config(steps=3, evaluation=EVERY_2), Progress(2, evaluations=(2,)))
+    world = resumed_world(tmp_path, step=2, snapshot=3)  # to which the run comes again
     assert evaluated(world) == {} and world.kept == []
 
 
 def test_an_evaluation_whose_snapshot_was_not_written_takes_the_weights_of_the_checkpoint(tmp_path):
-    world = OwnWorld(tmp_path)
-    world.version, world.updates = 2, [None] * 2
-    (tmp_path / "evaluation/step_000002").mkdir(parents=True)
-    train(world, fakes.config(steps=3, evaluation=EVERY_2), Progress(2, evaluations=(2,)))
-    assert sorted(evaluated(world)) == [2]
+    assert sorted(evaluated(resumed_world(tmp_path, step=2, snapshot=2))) == [2]
 
 
 def test_an_evaluation_whose_snapshot_is_lost_is_left_out_with_a_warning(tmp_path):
-    world = OwnWorld(tmp_path)
-    world.version, world.updates = 3, [None] * 3
-    (tmp_path / "evaluation/step_000002").mkdir(parents=True)
-    train(world, fakes.config(steps=4, evaluation=EVERY_2), Progress(3, evaluations=(2,)))
+    world = resumed_world(tmp_path, step=3, snapshot=2)
     assert sorted(evaluated(world)) == [4]
     (warning,) = world.warnings
     assert warning.startswith("the evaluation of step 2 is left out") and "no whole snapshot" in warning

@@ -16,7 +16,7 @@ from grpo_dist.batch.token_values import TokenValues
 from grpo_dist.errors import UserError
 from grpo_dist.observe import EVENTS, Tracker, sinks
 from grpo_dist.observe.completions import COLUMNS, said_besides, step_of, table_of, transcript
-from grpo_dist.observe.settings import check_trackers, flat
+from grpo_dist.observe.settings import ShownConfig, check_trackers
 from grpo_dist.observe.sinks import AsyncSink, close_all
 from grpo_dist.observe.tracker import _openers
 from grpo_dist.observe.wandb_run import online_mode
@@ -185,7 +185,7 @@ def test_a_table_has_whole_groups_with_all_values_of_each_sample():
 def test_trackers_get_every_key_and_no_secret():
     judge = {"function": "judge", "kwargs": {"api_key": "sk-1", "base_url": "http://me:pw@host/v1"}}
     config = fakes.config(rewards={"functions": [{"function": "math"}, judge]})
-    told = flat(config)
+    told = ShownConfig.of(config).flat()
     assert told["policy.optimizer.lr"] == 1e-6 and told["rewards.functions.0.function"] == "math"
     assert told["rewards.functions.1.kwargs.api_key"] == "***" and "sk-1" not in str(told)
     assert told["rewards.functions.1.kwargs.base_url"] == "http://***@host/v1"

@@ -15,13 +15,7 @@ from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.own_rollout import OwnRollout
 from grpo_dist.loop.own_metrics import own_metric
 from grpo_dist.observe.tracker import Tracker
-from grpo_dist.plugins.algorithm_pieces import (
-    OwnCode,
-    aggregated,
-    kl_estimate,
-    own_advantages,
-    own_policy_loss,
-)
+from grpo_dist.plugins import algorithm_pieces as pieces
 from grpo_dist.plugins.inputs import (
     AdvantageInputs,
     AggregationInputs,
@@ -84,28 +78,31 @@ def test_the_estimator(code):
     rewards = torch.tensor([1.0, 0.0, 0.0, 5.0, torch.nan], dtype=torch.float64)
     ids = torch.tensor([0, 0, 0, 1, 1])
     inputs = AdvantageInputs(rewards, ids, torch.ones(5), torch.zeros(5, dtype=torch.bool), {}, {})
-    own = OwnCode([code], {"advantage": {"scale": 2.0}})
-    assert own_advantages("my_pieces:median", own, inputs).tolist() == [2.0, 0.0, 0.0, 0.0, 0.0]
+    own = pieces.OwnCode([code], {"advantage": {"scale": 2.0}})
+    assert pieces.own_advantages("my_pieces:median", own, inputs).tolist() == [2.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_the_loss(code):
     logprobs = torch.tensor([[0.5, 0.0]], requires_grad=True)
     zero, mask = torch.zeros(1, 2), torch.tensor([[True, False]])
     inputs = PolicyLossInputs(logprobs, zero, zero, torch.tensor([[2.0, 9.0]]), mask)
-    losses, _ = own_policy_loss("my_pieces:squared", OwnCode([code]), inputs)
+    losses, _ = pieces.own_policy_loss("my_pieces:squared", pieces.OwnCode([code]), inputs)
     assert losses.tolist() == [[pytest.approx(-2 * np.exp(0.5) + 0.1 * 0.25), 0.0]]
 
 
 def test_the_kl_and_the_aggregation(code):
-    kl = kl_estimate(
-        "my_pieces:absolute", OwnCode([code]), torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 1.0]])
+    kl = pieces.kl_estimate(
+        "my_pieces:absolute", pieces.OwnCode([code]), torch.tensor([[1.0, 3.0]]), torch.tensor([[2.0, 1.0]])
     )
     assert kl.tolist() == [[1.0, 2.0]]
     mask = torch.tensor([[True] * 4, [True, False, False, False]])
     inputs = AggregationInputs(
         torch.full((2, 4), 3.0), mask, 5.0, 2.0, 8, torch.tensor([4, 1]), 1.0, torch.tensor([5, 5])
     )
-    assert aggregated("my_pieces:by_root_length", OwnCode([code]), inputs).item() == (12 / 2 + 3) / 2
+    assert (
+        pieces.aggregated("my_pieces:by_root_length", pieces.OwnCode([code]), inputs).item()
+        == (12 / 2 + 3) / 2
+    )
 
 
 def test_the_metric(code):

@@ -164,11 +164,14 @@ def test_check_tries_own_code_and_names_the_key(code, tmp_path, monkeypatch):
     assert wrong.problem and "`algorithm.policy_loss` = tried_pieces:good" in wrong.detail
 
 
+def metrics_of(code, *functions):
+    """Return the settings of a run's own metrics."""
+    metrics = [{"function": function} for function in functions]
+    return fakes.config(code_paths=[code], tracking={"metrics": metrics}).tracking.metrics
+
+
 def test_a_metric_that_fails_is_one_warning_and_the_others_stay(code):
-    own = fakes.config(
-        code_paths=[code],
-        tracking={"metrics": [{"function": "tried_pieces:text"}, {"function": "math:fsum"}]},
-    ).tracking.metrics
+    own = metrics_of(code, "tried_pieces:text", "math:fsum")
     warnings = []
     metrics = OwnMetrics(own[:1], (code,), warnings.append, limit_s=HANG_S)
     assert metrics(MetricInputs(1, [], {})) == {} == metrics(MetricInputs(2, [], {}))
@@ -177,10 +180,7 @@ def test_a_metric_that_fails_is_one_warning_and_the_others_stay(code):
 
 
 def test_a_metric_that_hangs_is_one_warning_and_is_not_called_again(code):
-    own = fakes.config(
-        code_paths=[code],
-        tracking={"metrics": [{"function": "tried_pieces:endless"}, {"function": "tried_pieces:calls"}]},
-    ).tracking.metrics
+    own = metrics_of(code, "tried_pieces:endless", "tried_pieces:calls")
     warnings = []
     slow = OwnMetrics(own[:1], (code,), warnings.append, limit_s=0.5)
     assert slow(MetricInputs(1, [], {})) == {} == slow(MetricInputs(2, [], {}))

@@ -16,6 +16,7 @@ from grpo_dist.environments.dialogue import Dialogue
 from grpo_dist.environments.records import Observed
 from grpo_dist.environments.rendering import Renderer
 from grpo_dist.types import Prompt, Task
+from tests.support.made_episodes import generated
 
 MERGES = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo")]
 VOCABULARY = ["<eos>", *"helo?\n", "he", "ll", "llo", "hello"]
@@ -44,7 +45,7 @@ def played():
     dialogue, contexts = Dialogue(renderer, prompt), []
     for version, logprobs in ((3, [-0.5, -0.25]), (4, [-0.125, -2.0])):
         contexts.append(dialogue.context)
-        action = dialogue.add_action(SAMPLED, logprobs, [version] * 2)
+        action = dialogue.add_action(generated(SAMPLED, logprobs, version))
         assert action.text == "hello"
         dialogue.observe(Observed("ll") if version == 3 else Observed(done=True))
     return contexts, dialogue.rollout(0, "stop")

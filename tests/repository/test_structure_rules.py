@@ -113,12 +113,6 @@ WRITERS = {
         "environments/sandbox/cells.py:_trim",
         "tools/submit/kuberay.py:_size",
     ],
-    "what each check leaves for the next": [
-        "tools/check/data.py:check_cold_start",
-        "tools/check/data.py:check_data",
-        "tools/check/data.py:check_model",
-        "tools/check/data.py:check_prompts",
-    ],
     "the figures of a measurement, collected in its record": [
         "tools/gpu_check/jobs/device.py:_of_card",
         "tools/gpu_check/jobs/engine.py:_sleep",

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from grpo_dist.rewards.pool import Failure, GraderPool
 from tests.support.made_completions import boxed
 from tests.support.patience import in_time
 from tests.support.processes import children_of, wait_until_gone
-from tests.support.reward_code import code_directory
+from tests.support.reward_code import code_directory, grader_pool
 
 BOMBS = ["9^{9^{9^9}}", "((100!)!)!", "\\binom{1000000000}{500000000}"]
 
@@ -81,17 +80,9 @@ def has_a_child(completion, answer):
 code = code_directory(reward_samples=REWARDS)
 
 
-@pytest.fixture(scope="module")
-def pool(code: str) -> Iterator[GraderPool]:
-    """For calls that must time out. Others use `patient`, because the machine may be busy."""
-    with GraderPool(2, timeout_s=2.0, memory_mb=512, code_paths=[code]) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def patient(code: str) -> Iterator[GraderPool]:
-    with GraderPool(2, timeout_s=60.0, memory_mb=512, code_paths=[code]) as pool:
-        yield pool
+# For calls that must time out. Others use `patient`, because the machine may be busy.
+pool = grader_pool(2, timeout_s=2.0)
+patient = grader_pool(2, timeout_s=60.0)
 
 
 def call(pool: GraderPool, name: str, **keywords: object) -> float | Failure:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from grpo_dist.rewards.pool import Failure, GraderPool
 from tests.support.made_completions import boxed
 from tests.support.processes import alive, children_of, wait_until_gone
-from tests.support.reward_code import code_directory
+from tests.support.reward_code import code_directory, grader_pool
 
 HOSTILE = """
 import gc, json, os, signal, subprocess, sys, threading, time
@@ -147,10 +146,7 @@ def wait_for(path, lines):
 code = code_directory(hostile=HOSTILE)
 
 
-@pytest.fixture(scope="module")
-def pool(code: str) -> Iterator[GraderPool]:
-    with GraderPool(1, timeout_s=60.0, memory_mb=512, code_paths=[code]) as pool:
-        yield pool
+pool = grader_pool(1, timeout_s=60.0)
 
 
 def call(pool: GraderPool, name: str, *completions: str) -> list[float | Failure]:

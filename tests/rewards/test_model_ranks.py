@@ -14,23 +14,11 @@ import pytest
 from grpo_dist.config import RewardModelConfig
 from grpo_dist.rewards.models import Classifier, check_model
 from tests.support import made_classifiers
-from tests.support.made_process_models import (
-    made_math_shepherd,
-    made_qwen_prm,
-    made_rlhflow,
-    made_skywork_prm,
-    marked_tokenizer,
-)
+from tests.support.made_process_models import MADE, marked_tokenizer
 from tests.support.patience import HANG_S
 
 TOKENIZER = marked_tokenizer()
 TEXTS = ["one\n\ntwo\n\nso 2", "2", "a\n\nb"]
-MADE = {
-    "qwen": made_qwen_prm,
-    "skywork": made_skywork_prm,
-    "math_shepherd": made_math_shepherd,
-    "rlhflow": made_rlhflow,
-}
 
 _SPLIT = """
 import json, sys

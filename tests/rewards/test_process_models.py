@@ -16,6 +16,7 @@ from grpo_dist.rewards.model_inputs import QWEN_SYSTEM_PROMPT, process_inputs
 from grpo_dist.rewards.models import Classifier, check_model
 from tests.support import made_classifiers
 from tests.support.made_process_models import (
+    MADE,
     made_math_shepherd,
     made_qwen_prm,
     made_rlhflow,
@@ -130,13 +131,7 @@ def test_a_sequence_classifier_scores_the_solution_up_to_each_step(tmp_path):
     np.testing.assert_allclose([own[-1] for own in scores.step_rewards], whole.rewards, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("of_format", "make"),
-    [
-        ("qwen", made_qwen_prm), ("math_shepherd", made_math_shepherd), ("rlhflow", made_rlhflow),
-        ("skywork", made_skywork_prm),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("of_format", "make"), MADE.items())
 def test_batches_do_not_change_scores_of_steps(tmp_path, of_format, make):
     make(tmp_path)
     texts = [*TEXTS, "long " * 20, "\n\n".join("abcdef"), ""]

@@ -172,3 +172,51 @@ def test_a_release_visits_no_group_that_does_not_fit(monkeypatch):
         return taken
 
     assert asyncio.run(session()) <= 3 * 1000
+
+
+def test_a_release_looks_at_its_own_worker_alone():
+    """With 500 full workers and a waiting group, a finished sample must not cost a look at each of them."""
+
+    class Unseen(list):
+        def __iter__(self):
+            raise AssertionError("looked at all workers")
+
+    async def session():
+        load_balancer = LoadBalancer(500, capacity=8)
+        assert [await load_balancer.admit(8, 800) for _ in range(500)] == list(range(500))
+        waiting = asyncio.create_task(load_balancer.admit(8, 800))
+        await asyncio.sleep(0)
+        load_balancer._loads = Unseen(load_balancer._loads)
+        for sample in range(8):
+            assert not waiting.done(), sample
+            load_balancer.release(123, 1, 100)
+        assert await waiting == 123
+
+    asyncio.run(session())
+
+
+def test_a_smaller_group_behind_a_served_one_goes_where_that_did_not_fit():
+    async def session():
+        load_balancer = LoadBalancer(2, capacity=4)
+        assert [await load_balancer.admit(n, 1) for n in (4, 2)] == [0, 1]
+        large, small = (asyncio.create_task(load_balancer.admit(n, 1)) for n in (4, 2))
+        await asyncio.sleep(0)
+        load_balancer.release(0, 4, 1)
+        async with asyncio.timeout(HANG_S):
+            assert [await large, await small] == [0, 1]
+
+    asyncio.run(session())
+
+
+def test_a_closed_worker_takes_no_waiting_group_when_it_releases_one():
+    async def session():
+        load_balancer, waiting = await full_balancer()
+        load_balancer.close(0)
+        load_balancer.release(0, 1, 1)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        load_balancer.restore(0)
+        async with asyncio.timeout(HANG_S):
+            assert await waiting == 0
+
+    asyncio.run(session())

@@ -101,7 +101,7 @@ def _stream() -> TextIO:
 
 
 def replay(earlier: list[str], code: str) -> None:
-    """Run ``code`` behind ``earlier``, whose output nobody sees, and exit: with 0 if it was ok, 1 after an
+    """Run ``code`` after ``earlier``, whose output is discarded, and exit: with 0 if it was ok, 1 after an
     error, 3 out of memory.
     """
     cells = Cells()

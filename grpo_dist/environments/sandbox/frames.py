@@ -4,7 +4,7 @@ owner (asyncio)  -- Request -->  keeper  -- token, payload -->  worker, which ru
                  <-- Answer ---          <-- token, reply ----
 
 Lengths come first, so no message is searched for its end. The keeper never parses what the worker wrote; the
-owner reads it as JSON and takes it for text that anybody may have written.
+owner reads it as untrusted JSON.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ ask(episode, ...)     owner's event loop     zygote                  one keeper 
           <------------------ answer ------------------------------  reply, or why there is none
 end(episode)  --------------- end -------->  kill all its processes, delete its files
 
-All of it ends with the owner's process, however that ends: the zygote and each keeper hold a socket of it.
+All processes end with the owner's, even if that is killed: the zygote and each keeper hold a socket of it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ProcessHost:
         """Start the zygote and import the program. Raises ProcessFailure "error" if that fails."""
         if self._start is None or (self._start.done() and self._child is None):
             self._start = asyncio.create_task(self._start_once())
-        await asyncio.shield(self._start)  # others wait for it, too, and go on if this one is cancelled
+        await asyncio.shield(self._start)  # other callers wait for it, too: no one cancels it
 
     async def ask(self, episode: str, kind: str, payload: Any, *, timeout_s: float) -> Any:
         """Return ``handle(kind, payload)`` of the episode's process, which is forked for the first request.
@@ -158,7 +158,7 @@ class ProcessHost:
             self._lost.clear()
 
     def is_live(self, episode: str) -> bool:
-        """Return whether the episode has been given a process, which may have died since."""
+        """Return whether the episode has a process, which may have died."""
         return episode in self._live or episode in self._lost
 
     @staticmethod
@@ -204,7 +204,7 @@ class ProcessHost:
         return live
 
     async def _start_episode(self, live: LiveEpisode, given: socket.socket) -> None:
-        """Have a keeper made that holds ``given``; by another zygote if this one is gone."""
+        """Ask the zygote for a keeper that holds ``given``; start another zygote if it is gone."""
         zygote = self._child
         try:
             await self._ask_zygote(live, given)
@@ -214,7 +214,7 @@ class ProcessHost:
             await self._ask_zygote(live, given)
 
     async def _ask_zygote(self, live: LiveEpisode, given: socket.socket) -> None:
-        """Have a keeper made. Raises ProcessFailure; a zygote that does not answer is replaced."""
+        """Ask the zygote for a keeper, and replace a zygote that does not answer. Raises ProcessFailure."""
         zygote = self._child
         try:
             async with asyncio.timeout(_START_S):
@@ -292,7 +292,7 @@ class ProcessHost:
         loop.add_reader(mine, self._hear)
 
     def _hear(self) -> None:
-        """Read what the zygote tells."""
+        """Read the messages of the zygote."""
         try:
             message = self._control.recv(_MESSAGE)  # bounded: does not block
         except BlockingIOError:

@@ -34,5 +34,5 @@ class Interpreter:
         self._cells = Cells()
 
     def handle(self, kind: str, payload: Any) -> str:
-        """``run``: run code, return the outcome. ``ready``: only be there."""
+        """``run``: run code, return the outcome. ``ready``: do nothing."""
         return self._cells.run(payload) if kind == "run" else "ok"

@@ -1,4 +1,4 @@
-"""What the processes of an episode are confined by: layers that do not depend on each other.
+"""Confinement of the processes of an episode, in layers that do not depend on each other.
 
     namespaces   own processes, own network without any interface, own root with a directory of its own
     user         as root: a user id of its own, which owns nothing outside
@@ -128,7 +128,7 @@ class Isolation:
             socket.sethostname("sandbox")
         if "mount" in self.spaces:
             root.build_root(place.path, self.user(place), limits.files_mb, own_proc=self.own_proc)
-        linux.process_option(linux.PR_SET_DUMPABLE, 0)  # nobody reads its memory
+        linux.process_option(linux.PR_SET_DUMPABLE, 0)  # no other process can read its memory
 
     def confine(self, place: Place, limits: Limits, used: int) -> None:
         """Give up everything that is not needed, for good; in the worker, before it runs foreign code.

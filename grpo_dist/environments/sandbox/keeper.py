@@ -28,7 +28,7 @@ _WATCH_S = 0.25  # between measurements of what a request uses; shorter requests
 _KILLED_S = 5.0  # limit for killed processes to end
 _DRAINED = (
     1 << 20
-)  # bytes of output still read once a reply is there: a process left behind may go on printing
+)  # bytes of output still read once a reply is there: a process left behind may continue to print
 _PIECE = 1 << 16
 
 

@@ -54,7 +54,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
 
 
 def bind_read_only(source: str, target: str) -> None:
-    """Show ``source``, with all that is mounted in it, at ``target``, where nobody can write to it."""
+    """Show ``source``, with all that is mounted in it, at ``target``, read-only for all."""
     mount(source, target, None, MS_BIND | MS_REC)
     attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_READ_ONLY, 0, 0, 0)
     name = f"mount_setattr {target}"

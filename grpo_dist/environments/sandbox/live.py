@@ -1,4 +1,4 @@
-"""What the owner of an episode's process knows of it."""
+"""The state of an episode's process, as its owner sees it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LiveEpisode:
         return self.started.done() and not self.started.cancelled() and not self.lock.locked()
 
     def conclude(self, failed: ProcessFailure | None) -> None:
-        """Tell all who wait that nothing is left of it."""
+        """Notify all waiting callers that the process has ended."""
         self.failed = failed
         for future in (self.started, self.ended):
             if not future.done():

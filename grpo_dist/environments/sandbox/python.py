@@ -24,11 +24,11 @@ _USED_UP = "no time is left for calls of this episode"
 
 @dataclass(frozen=True, slots=True)
 class CodeResult:
-    """What came of a call.
+    """The result of a call.
 
     Attributes:
         output: stdout and stderr in order, the value of a last expression, a traceback; cut to
-            ``environments.sandbox.output_kb``. It says so where the interpreter was lost.
+            ``environments.sandbox.output_kb``. It notes a lost interpreter.
         outcome: ok | error | timeout | memory | died.
         seconds: wall clock of the code.
     """
@@ -64,7 +64,7 @@ class PythonSandbox:
         self._used_s: dict[str, float] = {}
 
     async def start(self) -> list[str]:
-        """Start. Returns sentences that say what code is confined by. Raises ProcessFailure."""
+        """Start. Returns sentences that describe the confinement of code. Raises ProcessFailure."""
         return await self._backend.start()
 
     async def run(self, episode: str, code: str) -> CodeResult:
@@ -89,7 +89,7 @@ class PythonSandbox:
         return CodeResult(_readable(output), outcome if outcome in _OUTCOMES else "error", seconds)
 
     async def end(self, episode: str) -> None:
-        """End the episode's interpreter; nothing of it is left. An unknown episode has none."""
+        """End the episode's interpreter and delete its files. Does nothing for an unknown episode."""
         self._used_s.pop(episode, None)
         await self._backend.end(episode)
 

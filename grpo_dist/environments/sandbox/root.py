@@ -79,9 +79,9 @@ def build_root(directory: str, user: int, files_mb: int | None, *, own_proc: boo
 
 
 def remove_tree(path: str) -> None:
-    """Delete a directory with everything in it, however deep, and whatever the modes. Follows no links.
+    """Delete a directory with everything in it, at any depth and with any modes. Follows no links.
 
-    Directories below are moved to the top one by one, so no path becomes long. Nobody may use it any more.
+    Directories below are moved to the top one by one, so no path becomes long. No process may still use it.
     """
     with contextlib.suppress(FileNotFoundError):
         while entries := list(os.scandir(path)):

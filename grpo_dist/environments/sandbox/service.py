@@ -1,7 +1,7 @@
 """The Python tool on a sandbox service that speaks SandboxFusion's API: POST /run_code.
 
 The service starts a new process for each request. So that variables stay, the earlier code of the episode
-runs again before the new code, and what it prints is dropped. What depends on time is not the same again.
+runs again before the new code, and its output is discarded. Results that depend on time may differ.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _UNUSED_MODULE = "colorsys"  # of the standard library, and imported by nothing 
 
 
 async def find_isolation() -> tuple[Isolation, list[str]]:
-    """Return the strongest isolation that works here, and sentences that say what is protected by what.
+    """Return the strongest isolation that works here, and sentences that describe each protection.
 
     Raises RuntimeError if the trial itself fails.
     """

@@ -92,7 +92,7 @@ class Zygote:
             self._reap(options=0)
 
     def _obey(self) -> bool:
-        """Read a message and do what it says. Returns False when the owner is gone."""
+        """Read and execute a message. Returns False when the owner is gone."""
         message, descriptors, _, _ = socket.recv_fds(self._control, _MESSAGE, 1)
         if not message:
             return False
@@ -198,7 +198,7 @@ class Zygote:
             os.kill(kept.pid, signal.SIGKILL)
 
     def _reap(self, options: int = os.WNOHANG) -> None:
-        """Reap what has ended; tell the owner of keepers, and delete what their episodes wrote."""
+        """Reap ended processes; notify the owner of ended keepers, and delete the files of their episodes."""
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, options)[0]:
                 options = os.WNOHANG
@@ -223,7 +223,7 @@ class Zygote:
         if self._isolation:
             try:
                 self._isolation.remove(place)
-            except OSError as error:  # the other episodes go on
+            except OSError as error:  # the other episodes continue
                 print(f"sandbox: {place.path} cannot be deleted: {error}", file=sys.stderr, flush=True)
 
     def _send(self, message: dict[str, Any]) -> None:

@@ -21,16 +21,16 @@ def _(mo):
 @app.cell
 def _():
     import json
-    import subprocess
-    import sys
     from pathlib import Path
 
     import marimo as mo
     import matplotlib.pyplot as plt
     import pyarrow.parquet as pq
 
+    from grpo_dist.runtime.commands import run_command
+
     steps = mo.cli_args().get("steps") or 40  # python first_run.py --steps 4
-    return Path, json, mo, plt, pq, steps, subprocess, sys
+    return Path, json, mo, plt, pq, run_command, steps
 
 
 @app.cell(hide_code=True)
@@ -82,21 +82,16 @@ def _(mo):
 
 
 @app.cell
-def _(config, mo, subprocess, sys):
-    def grpo_dist(*arguments: str) -> str:
-        """Run a command in a process of its own, as a shell does, and return its output."""
-        command = [sys.executable, "-m", "grpo_dist.cli", *arguments]
-        return subprocess.check_output(command, text=True)  # bounded: the command has deadlines
-
-    checked = grpo_dist("check", str(config))
+def _(config, mo, run_command):
+    checked = run_command("check", str(config))
     mo.plain_text(checked)
-    return checked, grpo_dist
+    return (checked,)
 
 
 @app.cell
-def _(checked, config, grpo_dist, mo):
+def _(checked, config, mo, run_command):
     assert checked
-    trained = grpo_dist("train", str(config), "checkpoint.resume=never")
+    trained = run_command("train", str(config), "checkpoint.resume=never")
     mo.plain_text("\n".join(line for line in trained.splitlines() if line.startswith("step"))[-2000:])
     return (trained,)
 

@@ -17,15 +17,15 @@ def _(mo):
 
 @app.cell
 def _():
-    import subprocess
-    import sys
     from pathlib import Path
 
     import marimo as mo
     import pyarrow.parquet as pq
 
+    from grpo_dist.runtime.commands import run_command
+
     steps = mo.cli_args().get("steps") or 2
-    return Path, mo, pq, steps, subprocess, sys
+    return Path, mo, pq, run_command, steps
 
 
 @app.cell(hide_code=True)
@@ -114,7 +114,7 @@ def _(mo):
 
 
 @app.cell
-def _(Path, mo, steps, subprocess, sys, turns):
+def _(Path, mo, run_command, steps, turns):
     assert turns
     Path("guess.yaml").write_text(f"""\
 name: guess
@@ -129,14 +129,9 @@ sampling: {{max_new_tokens: 100}}
 rollout: {{threads: 1}}
 """)
 
-    def grpo_dist(*arguments: str) -> str:
-        """Run a command in a process of its own, and return its output."""
-        command = [sys.executable, "-m", "grpo_dist.cli", *arguments]
-        return subprocess.check_output(command, text=True)  # bounded: the command has deadlines
-
-    checked = grpo_dist("check", "guess.yaml")
+    checked = run_command("check", "guess.yaml")
     mo.plain_text(checked)
-    return checked, grpo_dist
+    return (checked,)
 
 
 @app.cell(hide_code=True)
@@ -152,9 +147,9 @@ def _(mo):
 
 
 @app.cell
-def _(checked, grpo_dist, mo, pq):
+def _(checked, mo, pq, run_command):
     assert checked
-    grpo_dist("train", "guess.yaml", "checkpoint.resume=never")
+    run_command("train", "guess.yaml", "checkpoint.resume=never")
     rows = pq.read_table("runs/guess/samples/step_000001.parquet").to_pylist()
     mo.ui.table(
         [{"problem": r["problem"], "reward": r["reward"], "ended by": r["finish_reason"]} for r in rows],

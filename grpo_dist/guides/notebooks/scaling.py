@@ -24,7 +24,9 @@ def _():
 
     import marimo as mo
 
-    return Path, mo, subprocess, sys
+    from grpo_dist.runtime.commands import run_command
+
+    return Path, mo, run_command, subprocess, sys
 
 
 @app.cell
@@ -60,15 +62,10 @@ def _(mo):
 
 
 @app.cell
-def _(config, mo, subprocess, sys):
-    def grpo_dist(*arguments: str) -> str:
-        """Run a command in a process of its own, and return its output."""
-        command = [sys.executable, "-m", "grpo_dist.cli", *arguments]
-        return subprocess.check_output(command, text=True)  # bounded: the command has deadlines
-
-    small = grpo_dist("plan", str(config), "--cluster", "1x4xA100-80GB")
+def _(config, mo, run_command):
+    small = run_command("plan", str(config), "--cluster", "1x4xA100-80GB")
     mo.plain_text(small)
-    return grpo_dist, small
+    return (small,)
 
 
 @app.cell(hide_code=True)
@@ -84,13 +81,13 @@ def _(mo):
 
 
 @app.cell
-def _(config, grpo_dist, mo, small):
+def _(config, mo, run_command, small):
     wide = [
         "model.path=Qwen/Qwen2.5-7B-Instruct", "model.gradient_checkpointing=true", "max_staleness=1",
         "policy.num_workers=8", "policy.zero_stage=3", "rollout.num_workers=7",
         "batch.prompts_per_step=256", "evaluation.num_workers=1",
     ]  # fmt: skip
-    large = grpo_dist("plan", str(config), "--cluster", "2x8xH100", *wide)
+    large = run_command("plan", str(config), "--cluster", "2x8xH100", *wide)
 
     def rates(text: str) -> str:
         return next(line for line in text.splitlines() if "tokens/s (" in line)
@@ -142,8 +139,8 @@ def _(mo):
 
 
 @app.cell
-def _(config, grpo_dist, mo, wide):
-    script = grpo_dist("submit", str(config), "--to", "slurm", "--gpus-per-node", "8", "--dry-run", *wide)
+def _(config, mo, run_command, wide):
+    script = run_command("submit", str(config), "--to", "slurm", "--gpus-per-node", "8", "--dry-run", *wide)
     asked = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     assert any("--nodes=2" in line for line in asked)
     mo.plain_text("\n".join(asked))

@@ -19,17 +19,17 @@ def _(mo):
 @app.cell
 def _():
     import json
-    import subprocess
-    import sys
     from pathlib import Path
 
     import marimo as mo
     import matplotlib.pyplot as plt
 
+    from grpo_dist.runtime.commands import run_command
+
     # python sft_rl_distill.py --steps 2 --sft_steps 60
     arguments = mo.cli_args()
     steps, sft_steps = arguments.get("steps") or 30, arguments.get("sft_steps") or 450
-    return Path, json, mo, plt, sft_steps, steps, subprocess, sys
+    return Path, json, mo, plt, run_command, sft_steps, steps
 
 
 @app.cell(hide_code=True)
@@ -101,21 +101,16 @@ def _(mo):
 
 
 @app.cell
-def _(mo, pipeline, subprocess, sys):
-    def grpo_dist(*arguments: str) -> str:
-        """Run a command in a process of its own, and return its output."""
-        command = [sys.executable, "-m", "grpo_dist.cli", *arguments]
-        return subprocess.check_output(command, text=True)  # bounded: the command has deadlines
-
-    checked = grpo_dist("pipeline", str(pipeline), "--check")
+def _(mo, pipeline, run_command):
+    checked = run_command("pipeline", str(pipeline), "--check")
     mo.plain_text(checked[-1500:])
-    return checked, grpo_dist
+    return (checked,)
 
 
 @app.cell
-def _(checked, grpo_dist, mo, pipeline):
+def _(checked, mo, pipeline, run_command):
     assert checked
-    finished = grpo_dist("pipeline", str(pipeline))
+    finished = run_command("pipeline", str(pipeline))
     mo.plain_text(finished[-1500:])
     return (finished,)
 

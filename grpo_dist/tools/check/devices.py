@@ -12,7 +12,7 @@ from actors.placement.demands import Resources
 from grpo_dist.config import Config, SupervisedConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import GIB, device_type
-from grpo_dist.tools.check.context import CheckFailed, CheckSkipped, Context, fail
+from grpo_dist.tools.check.inputs import CheckFailed, CheckSkipped, Inputs, fail
 from grpo_dist.tools.plan.accelerators import ClusterShape, card_called, parse_cluster
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
 from grpo_dist.tools.plan.memory import Footprint, Sizes
@@ -26,20 +26,22 @@ from grpo_dist.tools.plan.workload import workload_of
 _PLENTY = 10**6  # of CPUs and GPUs
 
 
-def check_placement(context: Context) -> str:
-    if context.cluster is None:
-        if isinstance(context.fit, UserError):
-            raise context.fit
-        return context.fit.words
-    return roles_of(context.config, context.shape(), parse_cluster(context.cluster)).words
+def check_placement(inputs: Inputs) -> str:
+    target = inputs.target
+    if target.cluster is None:
+        if isinstance(target.fit, UserError):
+            raise target.fit
+        return target.fit.words
+    return roles_of(inputs.config, inputs.shape(), parse_cluster(target.cluster)).words
 
 
-def check_memory(context: Context) -> str:
+def check_memory(inputs: Inputs) -> str:
     """List the memory of one worker of each role by purpose, and compare it with what there is."""
-    if context.cluster is None and context.is_elsewhere:
+    target = inputs.target
+    if target.cluster is None and target.is_elsewhere:
         raise CheckSkipped("this machine has no GPU; say what the cluster has, e.g. --cluster 8x8xH100")
-    config, model = context.config, context.shape()
-    cluster = parse_cluster(context.cluster) if context.cluster else this_machine()
+    config, model = inputs.config, inputs.shape()
+    cluster = parse_cluster(target.cluster) if target.cluster else this_machine()
     card = cluster.card
     memory, roles = card.memory if card else 0, _roles(config, cluster.gpus)
     found = footprints(
@@ -54,13 +56,14 @@ def check_memory(context: Context) -> str:
     lines = [_of_role(role, need) for role, need in found.items()]
     wrong = memory_problems(config, found, cluster, roles)
     first = None
-    if is_trained_first(config.model, config.sft):
-        first = cold_start(config, model, gpu=card is not None, longest=context.longest_demonstration)
+    if config.sft is not None and is_trained_first(config.model, config.sft):
+        sizes = Sizes.of(config, gpu=card is not None)
+        first = cold_start(config.sft, model, sizes, longest=inputs.longest_demonstration)
         lines.append(f"cold start, before all others: {first.total / GIB:.1f} GiB ({_parts(first)})")
         wrong += [why] if (why := cold_start_problem(first, cluster)) else []
     lines += _as_stage(config, cluster)
     fail(wrong)
-    if context.cluster is None or card is None:
+    if target.cluster is None or card is None:
         lines += _of_this_machine(found, first, roles, cluster)
     return "\n    ".join([f"of one worker, on {cluster}", *lines])
 
@@ -81,7 +84,7 @@ def _as_stage(config: Config, cluster: ClusterShape) -> list[str]:
 
 
 def _of_role(role: str, need: Footprint) -> str:
-    host = f"; {sum(need.host.values()) / GIB:.1f} GiB each in host memory" if need.host else ""
+    host = f"; {need.total_host / GIB:.1f} GiB each in host memory" if need.total_host else ""
     return f"{role}: {need.total / GIB:.1f} GiB each ({_parts(need)}){host}"
 
 

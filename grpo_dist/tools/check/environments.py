@@ -14,7 +14,7 @@ from grpo_dist.environments.records import Action, Call, Observed
 from grpo_dist.environments.rendering import template_text
 from grpo_dist.environments.runner import EpisodeRunner
 from grpo_dist.runs.prepare import load_tokenizer
-from grpo_dist.tools.check.context import CheckFailed, CheckSkipped, Context, NotApplicable
+from grpo_dist.tools.check.inputs import CheckFailed, CheckSkipped, Inputs, NotApplicable
 from grpo_dist.types import Prompt, Task
 
 _SHOWN = 200  # characters of an observation
@@ -22,20 +22,20 @@ _SHOWN = 200  # characters of an observation
 _TRIALS = {"python": "print(6 * 7)", "calculator": "6 * 7"}
 
 
-def check_environments(context: Context) -> str:
+def check_environments(inputs: Inputs) -> str:
     """Play a trial episode with each environment, and say how the policy's code is confined."""
-    config = context.config
+    config = inputs.config
     if not config.has_environments:
         raise NotApplicable
-    if context.prepared is None:
+    if inputs.prepared is None:
         raise CheckSkipped("the prompts cannot be prepared")
-    prompts = [*context.prepared.prompts, *(p for own in context.prepared.eval_sets for p in own.prompts)]
+    prompts = [*inputs.prepared.prompts, *(p for own in inputs.prepared.eval_sets for p in own.prompts)]
     first = _first_of_each(prompts)
     described = [
         EnvironmentProbe(task.environment, task.kwargs, config.environments).describe() for task, _ in first
     ]
     notes, answers = asyncio.run(_played(config.environments, first, described))
-    tokenizer = load_tokenizer(context.prepared.model_dir, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(inputs.prepared.model_dir, config.model.trust_remote_code)
     form = resolve_format(config.environments.call_format, template_text(tokenizer, config.data))
     lines = [*notes]
     failed: list[str] = []

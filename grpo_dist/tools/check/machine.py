@@ -11,7 +11,7 @@ from grpo_dist.runs.prepare import check_writable, choose_run_dir
 from grpo_dist.runs.resume import check_data, load_state, other_layout
 from grpo_dist.runs.run import check_unfinished
 from grpo_dist.runtime.hardware import GIB
-from grpo_dist.tools.check.context import CheckFailed, Context
+from grpo_dist.tools.check.inputs import CheckFailed, Inputs
 from grpo_dist.tools.plan.memory import lora_parameters
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -19,9 +19,9 @@ _LEAST_SHARED = GIB // 2  # Docker's default is 64 MiB
 _LOG_BYTES = GIB  # metrics, samples and logs of a long run: a guess
 
 
-def check_disk(context: Context) -> str:
+def check_disk(inputs: Inputs) -> str:
     """Compare the free space with the kept checkpoints, one being written, the exported model and logs."""
-    config, model = context.config, context.shape()
+    config, model = inputs.config, inputs.shape()
     trained = lora_parameters(config.policy, model)
     # Adam keeps two float32 numbers per weight; bfloat16 weights have a float32 copy as well.
     checkpoint = trained * (4 + 4 + 4 + 2)
@@ -38,22 +38,22 @@ def check_disk(context: Context) -> str:
     return text
 
 
-def check_resume(context: Context) -> str:
+def check_resume(inputs: Inputs) -> str:
     """Check that the newest checkpoint belongs to this run. Its checksums are verified when it is loaded."""
-    config = context.config
+    config = inputs.config
     run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
     found = list_checkpoints(run_dir / CHECKPOINTS)
     if not found:
         return f"a new run, in {run_dir}"
     state = load_state(found[-1], config)
-    if context.prepared is not None:
-        check_data(found[-1], state, context.prepared.trained)
+    if inputs.prepared is not None:
+        check_data(found[-1], state, inputs.prepared.trained)
     check_unfinished(config.steps, run_dir, state.step)
     layout = other_layout(found[-1], config)
     return f"resumes from step {state.step} of {config.steps}, {found[-1]}{layout}"
 
 
-def check_shared_memory(context: Context) -> str:
+def check_shared_memory(inputs: Inputs) -> str:
     usage = shutil.disk_usage(_SHARED_MEMORY)
     text = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {_SHARED_MEMORY}"
     if usage.free < _LEAST_SHARED:
@@ -64,7 +64,7 @@ def check_shared_memory(context: Context) -> str:
     return text
 
 
-def check_ports(context: Context) -> str:
+def check_ports(inputs: Inputs) -> str:
     """Connect to free ports of this node's address and of loopback, as actors do."""
     from ray.util import get_node_ip_address  # grpo_dist imports without Ray
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from grpo_dist.runs.own_code import shadowed
 from grpo_dist.runs.own_trials import own_code_problems
-from grpo_dist.tools.check.context import Context, NotApplicable, fail
+from grpo_dist.tools.check.inputs import CheckedRun, NotApplicable, fail
 
 
-def check_own_code(context: Context) -> str:
+def check_own_code(target: CheckedRun) -> str:
     """Try the user's own pieces, and name packages that register names of built-in ones."""
-    config = context.config
+    config = target.config
     pieces, notes = config.own_pieces, list(shadowed())
     if not pieces and not notes:
         raise NotApplicable

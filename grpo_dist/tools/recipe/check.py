@@ -17,10 +17,8 @@ from grpo_dist.config import (
     DataConfig,
     DataSourceConfig,
     DemonstrationsConfig,
-    EnvironmentsConfig,
     EvaluationConfig,
     ModelConfig,
-    RewardsConfig,
     SupervisedConfig,
 )
 from grpo_dist.config.engine_arguments import engine_problems
@@ -29,6 +27,7 @@ from grpo_dist.data.readers import read_all
 from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.runs.prepare import (
+    PromptSections,
     check_scoring,
     check_writable,
     load_tokenizer,
@@ -130,9 +129,7 @@ def _check_sft(stage: ResolvedStage, config: Config) -> None:
     if evaluates(config.data, config.evaluation):
         _check_sampling(config)
         prepare_eval(
-            config.data,
-            config.rewards,
-            config.environments,
+            PromptSections(config.data, config.rewards, config.environments),
             read_all(config.data.eval, own=own_problems(config.data, config.environments)),
             tokenizer,
             [],
@@ -178,12 +175,14 @@ def _check_grpo(stage: ResolvedStage, config: Config) -> None:
         prepare(config, _quiet)
     else:
         _check_sampling(config)
-        _check_prompts(config.model, config.data, config.rewards, config.environments, there)
+        sections = PromptSections(config.data, config.rewards, config.environments)
+        _check_prompts(config.model, sections, there)
 
 
 def _check_sample(stage: ResolvedStage, config: Config) -> None:
     _check_sampling(config)
-    _check_prompts(config.model, config.data, config.rewards, config.environments, _there(stage))
+    sections = PromptSections(config.data, config.rewards, config.environments)
+    _check_prompts(config.model, sections, _there(stage))
 
 
 def _check_sampling(config: Config) -> None:
@@ -193,22 +192,10 @@ def _check_sampling(config: Config) -> None:
     check_length(config, Path(config.model.path))
 
 
-def _check_prompts(
-    model: ModelConfig,
-    data: DataConfig,
-    rewards: RewardsConfig,
-    environments: EnvironmentsConfig,
-    sources: list[DataSourceConfig],
-) -> None:
+def _check_prompts(model: ModelConfig, sections: PromptSections, sources: list[DataSourceConfig]) -> None:
     tokenizer = load_tokenizer(Path(model.path), model.trust_remote_code)
-    train_prompts(
-        data,
-        rewards,
-        environments,
-        read_all(sources, own=own_problems(data, environments)),
-        tokenizer,
-        _quiet,
-    )
+    own = own_problems(sections.data, sections.environments)
+    train_prompts(sections, read_all(sources, own=own), tokenizer, _quiet)
 
 
 def _there(stage: ResolvedStage) -> list[DataSourceConfig]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
 from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.evaluation.sampling import Draw, sample_chunks
+from grpo_dist.evaluation.sampling import Draw, EvaluationHandles, sample_chunks
 from grpo_dist.observe.samples import read_groups, write_groups
-from grpo_dist.runs.prepare import load_tokenizer, resolve_model, train_prompts
+from grpo_dist.runs.prepare import PromptSections, load_tokenizer, resolve_model, train_prompts
 from grpo_dist.runs.start_checks import check_length
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.seeds import derived_seed
@@ -45,8 +46,14 @@ def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) ->
         model_dir = resolve_model(config.model, config.sft, config.seed, say)
         check_length(config, model_dir)
         tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-        chunks = _chunks(config.rejection, _prompts(config, tokenizer, say))
-    asyncio.run(_sample_missing(config, model_dir, chunks, directory, say))
+        own = own_problems(config.data, config.environments)
+        sections = PromptSections(config.data, config.rewards, config.environments)
+        found = train_prompts(sections, read_all(config.data.train, own=own), tokenizer, say).prompts
+        chunks = _chunks(config.rejection, _drawn(found, config.rejection.max_prompts, config.seed))
+    sample_s = config.cluster.timeouts.sample_s
+    draw = Draw.of(config.rejection, config.sampling, seed=config.seed, sample_s=sample_s)
+    workers = evaluation_workers(config, model_dir)
+    asyncio.run(_sample_missing(workers, draw, chunks, directory, say))
     selection = Selection(config.rejection, config.data, tokenizer, seed=config.seed)
     lines = [
         json.dumps(record, ensure_ascii=False) + "\n"
@@ -69,15 +76,11 @@ def _reasons(report: dict[str, Any]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in report["dropped"].items() if count)
 
 
-def _prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> list[Prompt]:
-    """Return all prompts of `data.train`, or `rejection.max_prompts` of them drawn by seed."""
-    own = own_problems(config.data, config.environments)
-    sections = config.data, config.rewards, config.environments
-    found = train_prompts(*sections, read_all(config.data.train, own=own), tokenizer, say).prompts
-    wanted = config.rejection.max_prompts
+def _drawn(found: list[Prompt], wanted: int | None, seed: int) -> list[Prompt]:
+    """Return ``wanted`` of the prompts, drawn by seed; None: all."""
     if wanted is None or wanted >= len(found):
         return found
-    drawn = step_prompts(len(found), wanted, derived_seed(config.seed, "rejection prompts"), 0)
+    drawn = step_prompts(len(found), wanted, derived_seed(seed, "rejection prompts"), 0)
     return [found[i] for i in drawn]
 
 
@@ -91,7 +94,11 @@ def _part(directory: Path, number: int) -> Path:
 
 
 async def _sample_missing(
-    config: Config, model_dir: Path, chunks: list[list[Prompt]], directory: Path, say: Callable[[str], None]
+    starting: AbstractAsyncContextManager[EvaluationHandles],
+    draw: Draw,
+    chunks: list[list[Prompt]],
+    directory: Path,
+    say: Callable[[str], None],
 ) -> None:
     """Sample every missing part. Start no engine when there is none."""
     missing = [i for i in range(len(chunks)) if not _part(directory, i).exists()]
@@ -105,7 +112,6 @@ async def _sample_missing(
         say(f"rejection sampling: {chunk}: {samples} samples of {len(groups)} prompts")
 
     left = {number: chunks[number] for number in missing}
-    async with evaluation_workers(config, model_dir) as workers:
+    async with starting as workers:
         with stage("rejection sampling", f"{len(missing)} of {len(chunks)} chunks of prompts"):
-            draw = Draw.of(config, config.rejection)
             await sample_chunks(draw, workers, left, finished, stage=_STAGE, what="rejection sampling")

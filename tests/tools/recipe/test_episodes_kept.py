@@ -15,6 +15,7 @@ from grpo_dist.environments.rendering import Renderer
 from grpo_dist.environments.tools import TypedTool
 from grpo_dist.tools.recipe.rejection import Selection
 from grpo_dist.types import Group, Prompt, Task, ToolCall
+from tests.support.made_episodes import generated
 
 # Shows the tools, and their results as messages, as the templates of Qwen and Llama do.
 WITH_TOOLS = (
@@ -59,7 +60,7 @@ def episode(renderer, tokenizer, form, prompt, *, answer="\\boxed{408}", end=Tru
     made = Dialogue(renderer, prompt)
     for text, ended in ((CALLS[form], form != "code"), (answer, end)):
         ids = renderer.ids(text) + [tokenizer.eos_token_id] * ended
-        made.add_action(ids, [-0.5] * len(ids), [0] * len(ids))
+        made.add_action(generated(ids, -0.5))
         if text == CALLS[form]:
             made.observe(Observed(calls=(ToolCall("calculator", "12*34", "408", "ok", 0.0),)))
     return made.rollout(sample, "stop")

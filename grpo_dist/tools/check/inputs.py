@@ -1,4 +1,8 @@
-"""What every check gets, and how it reports: its result in words, or an exception."""
+"""What checks get, and how they report: their result in words, or an exception.
+
+A run is checked in two stages: the first checks have a `CheckedRun` and read its files, the others have
+`Inputs`, which is what was read.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.data.readers import DataRow
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from actors.fit import Fit
 
 SourceRows = tuple[DataSourceConfig, list[DataRow]]
+TrainAndEvalRows = tuple[list[SourceRows], list[SourceRows]]
+T = TypeVar("T")
 
 
 class CheckFailed(Exception):
@@ -44,16 +50,14 @@ def fail(problems: Iterable[str]) -> None:
         raise CheckFailed(*found)
 
 
-@dataclass
-class Context:
-    """What the checks share. ``rows``: of `data.train` and `data.eval`; None: not read, or unreadable."""
+@dataclass(frozen=True)
+class CheckedRun:
+    """The run to check. ``cluster``: where it will be, as `plan` takes it; None: this machine, or the Ray
+    cluster that the configuration names.
+    """
 
     config: Config
     cluster: str | None
-    rows: tuple[list[SourceRows], list[SourceRows]] | None = None
-    model_dir: Path | None = None
-    prepared: Prepared | None = None
-    longest_demonstration: int | None = None
 
     @cached_property
     def fit(self) -> Fit | UserError:
@@ -80,6 +84,35 @@ class Context:
         if isinstance(self.fit, UserError):
             return device_type()
         return "cuda" if self.fit.gpus else "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadInput(Generic[T]):
+    """What a check has read, in words and as a value; ``problems`` may be found in what could be read."""
+
+    words: str
+    value: T
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The run to check with all that it reads; None: unreadable, or the run has none.
+
+    Attributes:
+        rows: of `data.train` and `data.eval`.
+        longest_demonstration: of the cold start, tokens.
+    """
+
+    target: CheckedRun
+    rows: TrainAndEvalRows | None
+    model_dir: Path | None
+    longest_demonstration: int | None
+    prepared: Prepared | None
+
+    @property
+    def config(self) -> Config:
+        return self.target.config
 
     def shape(self) -> ModelShape:
         """Return the sizes of the model. Raises CheckSkipped where they are unknown."""
