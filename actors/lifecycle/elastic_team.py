@@ -33,7 +33,7 @@ _POLL_S = 0.1  # while a guest that leaves finishes its groups
 
 
 # What happened to guests between two steps: how many joined and left, and seconds of the slowest of each.
-_NO_CHANGE = {f"engines/{what}": 0.0 for what in ("joined", "left", "join_s", "leave_s")}
+_NO_CHANGE = {"engines/joined": 0.0, "engines/left": 0.0, "engines/join_s": 0.0, "engines/leave_s": 0.0}
 
 
 class ElasticTeam(Team):
