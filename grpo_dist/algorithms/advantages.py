@@ -10,7 +10,7 @@ rounding error by a deviation of the same size gives 0.06 to 0.9.
 A reward that is NaN or infinite could not be scored: under every estimator the sample leaves the statistics
 and gets advantage 0.
 
-What else an estimator looks at stands in `ADVANTAGE_INPUTS`, in the line of its name.
+What else an estimator looks at, and what else holds of it, stands in `estimators.ESTIMATORS`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jaxtyping import Float, Int, Real
 from torch import Tensor
 
 from grpo_dist.algorithms.best_of_group import gpg, grpo_passk, maxrl
+from grpo_dist.algorithms.estimators import ESTIMATORS
 from grpo_dist.algorithms.groups import Groups, deviation, is_scored, typed_like
 from grpo_dist.algorithms.pass_at_k import pass_at_k
 
@@ -170,12 +171,5 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "maxrl": maxrl,
     "grpo_passk": grpo_passk,
 }
-# Keyword arguments of each estimator, which the caller provides; one that is not here takes none.
-ADVANTAGE_INPUTS: dict[str, tuple[str, ...]] = {
-    "grpo": ("std", "eps"),
-    "remax": ("baselines",),
-    "opo": ("lengths",),
-    "pass_at_k": ("k", "eps"),
-    "gdpo": ("parts", "weights", "std", "eps"),
-    "grpo_passk": ("std", "eps"),
-}
+# Keyword arguments of each, which the caller provides.
+ADVANTAGE_INPUTS = {name: ESTIMATORS[name].inputs for name in ADVANTAGES}

@@ -84,7 +84,7 @@ def sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> l
         eps=settings.eps, moments=settings.moments,
     )  # fmt: skip
     if settings.estimator in ADVANTAGES:
-        names = ADVANTAGE_INPUTS.get(settings.estimator, ())
+        names = ADVANTAGE_INPUTS[settings.estimator]
         inputs = {name: _INPUTS[name](groups, settings) for name in names}
         advantages = ADVANTAGES[settings.estimator](rewards, ids, **inputs)
     else:

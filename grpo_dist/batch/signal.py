@@ -1,6 +1,7 @@
 """Whether a group has a signal: something that its estimator turns into an advantage other than 0.
 
-    estimator        what must differ within the group
+    estimator        what must differ within the group; of one with the input `parts` or `baselines` what
+                     gdpo or remax looks at
     gdpo             any reward whose weight is not 0
     process          the rewards of steps, or of turns
     turn             the returns of a turn, over the episodes that have it
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.algorithms.turn_level import turn_level
 from grpo_dist.batch.credit_assignment import PROCESS, TURN
 from grpo_dist.types import Group, correctness, has_signal
@@ -52,14 +54,15 @@ class SignalRule:
         return (self.steps and has_signal(_step_rewards(group))) or self._by_estimator(group)
 
     def _by_estimator(self, group: Group) -> bool:
-        if self.estimator == "gdpo":
+        inputs = estimator_of(self.estimator).inputs
+        if "parts" in inputs:
             parts = [part for name, part in group.reward_parts.items() if self.weights.get(name)]
             return any(has_signal(_of_scored(group, part)) for part in parts)
         if self.estimator == PROCESS:
             return has_signal(_step_rewards(group))
         if self.estimator == TURN:
             return _turns_differ(group, self.turn_discount)
-        if self.estimator == "remax":
+        if "baselines" in inputs:
             return _differs_from_greedy(group)
         return has_signal(group.rewards)
 

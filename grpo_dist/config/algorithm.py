@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
+from grpo_dist.algorithms.estimators import ESTIMATORS, estimator_of
 from grpo_dist.config.base import Fraction, NonNegative, Section, choices
 from grpo_dist.plugins.kinds import ADVANTAGE, AGGREGATION, KL, LOSS
 from grpo_dist.plugins.names import OwnAdvantage, OwnAggregation, OwnKL, OwnLoss, OwnPiece
+
+if TYPE_CHECKING:
+    BuiltinAdvantage = str
+else:  # the names of the registry, which a type checker cannot read
+    BuiltinAdvantage = Literal[tuple(ESTIMATORS)]
 
 
 class KLConfig(Section):
@@ -118,12 +124,9 @@ class AlgorithmConfig(Section):
         description="name of the preset that these settings come from; set by `+algorithm=NAME` and "
         "`defaults: [algorithms/NAME.yaml]`. A name alone sets nothing: run and report add what differs",
     )
-    advantage: Literal[
-        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "pass_at_k",
-        "gdpo", "gpg", "maxrl", "grpo_passk", "process", "turn",
-    ] | OwnAdvantage = Field(
+    advantage: BuiltinAdvantage | OwnAdvantage = Field(
         "grpo", description="estimator that turns the rewards of a group into advantages; or your own"
-    )  # fmt: skip
+    )
     std: Literal["group", "batch", "batch_raw", "none"] | None = Field(
         None,
         description="standard deviation that divides centred rewards. group: of the group; batch: of all "
@@ -289,7 +292,7 @@ class AlgorithmConfig(Section):
     @property
     def whitens(self) -> bool:
         """Whether advantages are whitened. REINFORCE++ has no baseline but the mean of all tokens."""
-        by_default = self.advantage in ("reinforce_pp", "reinforce_pp_baseline")
+        by_default = estimator_of(self.advantage).whitens
         return by_default if self.whiten_advantages is None else self.whiten_advantages
 
     @property

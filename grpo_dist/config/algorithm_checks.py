@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_dist.algorithms.estimators import ESTIMATORS, estimator_of
 from grpo_dist.algorithms.loss_settings import LOSS_SPECIFIC, settings_of
 from grpo_dist.config.sections import Sections
 
-# Estimators whose baseline is not of the other samples of the prompt.
-_WITHOUT_A_GROUP = ("reinforce_pp", "remax", "process")
-# Built-in rewards that are not only 0 or 1.
-_GRADED = (
-    "repetition",
-    "language",
-    "overlong",
-    "overlong_share",
-    "cosine_length",
-    "relative_length",
-    "environment",
-)
 # Losses whose weight or penalty looks at how far the policy is from what sampled, and what that is.
 _OFF_POLICY = {
     "dro": "squared log-ratio",
@@ -28,7 +17,6 @@ _OFF_POLICY = {
     "vespo": "weight",
     "kl_cov": "penalty",
 }
-_USE_STD = ("grpo", "gdpo", "grpo_passk", "process", "turn")
 
 
 def algorithm_contradictions(config: Sections) -> Iterator[str]:
@@ -40,7 +28,8 @@ def algorithm_contradictions(config: Sections) -> Iterator[str]:
 
 def _of_the_algorithm(config: Sections) -> Iterator[str]:
     a, loss = config.algorithm, config.algorithm.policy_loss
-    if a.advantage not in _USE_STD and a.std not in (None, "none"):
+    inputs = estimator_of(a.advantage).inputs
+    if "std" not in inputs and a.std not in (None, "none"):
         yield (
             f"`algorithm.std` = {a.std} contradicts `algorithm.advantage` = {a.advantage}, which does not "
             "divide by a standard deviation; remove `algorithm.std` or use advantage grpo"
@@ -53,7 +42,7 @@ def _of_the_algorithm(config: Sections) -> Iterator[str]:
                 f"`algorithm.policy_loss` = {loss}, which reads "
                 f"{', '.join(own) or 'none'}; remove it"
             )
-    if a.advantage == "pass_at_k" and a.pass_k >= config.batch.samples_per_prompt:
+    if "k" in inputs and a.pass_k >= config.batch.samples_per_prompt:
         yield (
             f"`algorithm.pass_k` = {a.pass_k} must be below `batch.samples_per_prompt` = "
             f"{config.batch.samples_per_prompt}: every choice of k out of k samples is the same"
@@ -70,10 +59,10 @@ def _of_the_algorithm(config: Sections) -> Iterator[str]:
         )
     rewards = config.rewards
     gated = [r.gate for r in (*rewards.all_functions, *rewards.models) if r.gate is not None]
-    if a.advantage == "gdpo" and gated:
+    if "parts" in inputs and gated:
         yield (
-            "`algorithm.advantage` = gdpo normalises every reward separately, which contradicts a gate "
-            f"between two rewards; remove `gate` = {gated[0]}"
+            f"`algorithm.advantage` = {a.advantage} normalises every reward separately, which contradicts a "
+            f"gate between two rewards; remove `gate` = {gated[0]}"
         )
     if config.reference.refresh_every and not config.needs_reference:
         yield (
@@ -133,19 +122,23 @@ def _of_the_updates(config: Sections) -> Iterator[str]:
 
 
 def _of_right_and_wrong(config: Sections) -> Iterator[str]:
-    """Yield what keeps total rewards from being 0 or 1, which advantage maxrl needs."""
-    if config.algorithm.advantage != "maxrl":
+    """Yield what keeps total rewards from being 0 or 1, where the estimator needs that. Before a run
+    `rewards.registry.graded_problems` adds which built-in reward has other values.
+    """
+    advantage = config.algorithm.advantage
+    if not estimator_of(advantage).only_right_and_wrong:
         return
-    rewards, needs = config.rewards, "`algorithm.advantage` = maxrl needs a reward of 0 and 1, but"
+    rewards, needs = config.rewards, f"`algorithm.advantage` = {advantage} needs a reward of 0 and 1, but"
     for source, own in rewards.variants.items():
         weighted = [r for r in (*own.functions, *own.models) if r.weight]
         at = f"rewards.by_source.{source}" if source else "rewards"
         if (own.functions or own.models) and (len(weighted) != 1 or weighted[0].weight != 1):
             yield f"{needs} `{at}` sums {len(weighted)} with their weights; keep one, with `weight` = 1"
-    models = [f"a score of the model {m.name}" for m in rewards.models if m.weight]
-    graded = [f"`{f.function}`" for f in rewards.all_functions if f.weight and f.function in _GRADED]
-    for part in dict.fromkeys(models + graded):
-        yield f"{needs} {part} has other values; set its `weight` to 0, or use another advantage"
+    for name in (model.name for model in rewards.models if model.weight):
+        yield (
+            f"{needs} a score of the model {name} has other values; set its `weight` to 0, or use another "
+            "advantage"
+        )
     if (clip := config.algorithm.reward_clip) is not None and clip < 1:
         yield f"{needs} `algorithm.reward_clip` = {clip:g} gives others; remove it, or use another advantage"
     if config.algorithm.reward_norm != "none":
@@ -202,19 +195,20 @@ def _of_the_entropy(config: Sections) -> Iterator[str]:
 
 def _of_the_group(config: Sections) -> Iterator[str]:
     a, samples = config.algorithm, config.batch.samples_per_prompt
-    own = ":" in a.advantage  # the user's function may need no group
-    if samples == 1 and a.advantage not in _WITHOUT_A_GROUP and not own:
+    estimator = estimator_of(a.advantage)
+    if samples == 1 and estimator.needs_group:
+        others = [name for name, other in ESTIMATORS.items() if not other.needs_group]
         yield (
             f"`algorithm.advantage` = {a.advantage} compares the samples of a prompt, but "
             "`batch.samples_per_prompt` = 1: every advantage would be 0; raise it to 2 or more, or use "
-            f"{' or '.join(_WITHOUT_A_GROUP)}"
+            f"{' or '.join(others)}"
         )
-    if samples == 1 and a.advantage == "reinforce_pp" and config.dynamic_sampling.enabled:
+    alone = estimator.learns_from_one_sample or a.process_coef > 0
+    if samples == 1 and not estimator.needs_group and not alone and config.dynamic_sampling.enabled:
         yield (
             "`dynamic_sampling.enabled` = true replaces groups of equal rewards, but with "
             "`batch.samples_per_prompt` = 1 every group is one; set one of the two"
         )
-    alone = a.advantage in ("remax", "process") or a.process_coef > 0  # may teach by one sample
     if samples == 1 and a.zero_variance_filter and not alone:
         yield (
             "`algorithm.zero_variance_filter` = true leaves out groups of equal rewards, but with "
@@ -231,7 +225,7 @@ def _of_the_group(config: Sections) -> Iterator[str]:
             "`algorithm.reward_norm` = group normalises over the samples of a prompt, but "
             "`batch.samples_per_prompt` = 1; use batch or running"
         )
-    if a.gamma < 1 and a.advantage != "reinforce_pp":
+    if a.gamma < 1 and not estimator.discounts:
         yield (
             f"`algorithm.gamma` = {a.gamma:g} discounts returns of tokens, but `algorithm.advantage` = "
             f"{a.advantage} gives all tokens of a sample one advantage; remove it, or use reinforce_pp"

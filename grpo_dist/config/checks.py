@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_dist.config.algorithm import AlgorithmConfig
+from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config.algorithm_checks import algorithm_contradictions
-from grpo_dist.config.base import choices
 from grpo_dist.config.distillation_checks import distillation_contradictions
 from grpo_dist.config.episode_checks import episode_contradictions
 from grpo_dist.config.group_checks import group_contradictions
@@ -14,23 +13,11 @@ from grpo_dist.config.own_checks import own_contradictions
 from grpo_dist.config.sections import Sections
 from grpo_dist.config.step_checks import step_contradictions
 
-# Estimators that can learn from a group of equal rewards.
-_LEARN_FROM_EQUAL_REWARDS = ("remax", "gdpo", "process", "turn", "reinforce_pp")
-# Estimators that read more than the total reward of each sample, and what they read.
-_OTHER_REWARDS = {
-    "gdpo": "each reward separately",
-    "process": "the rewards of reasoning steps or turns",
-    "turn": "the rewards of turns as well",
-    "remax": "the reward of the greedy answer as well",
-}
-
 
 def learns_from_equal_rewards(config: Sections) -> bool:
     """Return whether a step can learn from groups of equal rewards, or has another source to learn from."""
     other_streams = bool(config.distillation.teachers) or config.demonstrations is not None
-    # Of a user's own estimator nothing is known, so that nothing is skipped that it could learn from.
-    own = config.algorithm.advantage not in choices(AlgorithmConfig, "advantage")
-    estimates = own or config.algorithm.advantage in _LEARN_FROM_EQUAL_REWARDS
+    estimates = estimator_of(config.algorithm.advantage).learns_from_equal_rewards
     estimates = estimates or config.algorithm.process_coef > 0
     return estimates or config.rewards.shuffle or other_streams
 
@@ -146,23 +133,21 @@ def _of_the_engines(config: Sections) -> Iterator[str]:
 
 def _of_the_samples(config: Sections) -> Iterator[str]:
     a, dynamic = config.algorithm, config.dynamic_sampling.enabled
-    if a.advantage in ("gdpo", "process", "turn") and a.reward_clip is not None:
+    estimator = estimator_of(a.advantage)
+    others = estimator.other_rewards
+    if others is not None and not estimator.clips_other_rewards and a.reward_clip is not None:
         yield (
             f"`algorithm.reward_clip` = {a.reward_clip} clips total rewards, but `algorithm.advantage` = "
-            f"{a.advantage} uses {_OTHER_REWARDS[a.advantage]}; remove `algorithm.reward_clip`"
+            f"{a.advantage} uses {others}; remove `algorithm.reward_clip`"
         )
-    if a.advantage in _OTHER_REWARDS and a.reward_norm != "none":
+    if others is not None and a.reward_norm != "none":
         yield (
             f"`algorithm.reward_norm` = {a.reward_norm} normalises total rewards, but "
-            f"`algorithm.advantage` = {a.advantage} uses {_OTHER_REWARDS[a.advantage]}; remove "
-            "`algorithm.reward_norm`"
+            f"`algorithm.advantage` = {a.advantage} uses {others}; remove `algorithm.reward_norm`"
         )
     reads_unshuffled = {
-        "`algorithm.advantage` = gdpo": a.advantage == "gdpo",
-        "`algorithm.advantage` = process": a.advantage == "process",
+        f"`algorithm.advantage` = {a.advantage}": others is not None,
         "`algorithm.process_coef`": a.process_coef > 0,
-        "`algorithm.advantage` = remax": a.advantage == "remax",
-        "`algorithm.advantage` = turn": a.advantage == "turn",
         "`dynamic_sampling.enabled`": dynamic,
         "`data.drop_solved`": config.data.drop_solved is not None,
         f"`data.order` = {config.data.order}": config.data.order not in ("epochs", "length"),
@@ -205,7 +190,11 @@ def _without_effect(config: Sections) -> Iterator[str]:
             a.reward_norm == "none" and a.shifts_rewards != a.scales_rewards,
             "algorithm.reward_norm",
         ),
-        ("algorithm.pass_k", a.pass_k != 4 and a.advantage != "pass_at_k", "algorithm.advantage=pass_at_k"),
+        (
+            "algorithm.pass_k",
+            a.pass_k != 4 and "k" not in estimator_of(a.advantage).inputs,
+            "algorithm.advantage=pass_at_k",
+        ),
         (
             "algorithm.turn_discount",
             a.turn_discount != 1.0 and a.advantage != "turn",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config.data import DataConfig
 from grpo_dist.config.sampling import SamplingConfig, TemperatureSchedule
 from grpo_dist.config.sections import Sections
@@ -94,13 +95,14 @@ def _of_the_rewards(config: Sections) -> Iterator[str]:
                 f"`rewards.by_source` does not have it; add rewards.by_source.{label}"
             )
     variants = list(rewards.variants.values())
-    if algorithm.advantage == "gdpo":
+    if "parts" in estimator_of(algorithm.advantage).inputs:
         for name in rewards.names:
             weights = {own.weights[name] for own in variants if name in own.weights}
             if len(weights) > 1:
                 yield (
-                    f"`algorithm.advantage` = gdpo weighs reward {name} alike in all sources, but "
-                    f" `rewards.by_source` gives it {sorted(weights)}; give it one weight or several names"
+                    f"`algorithm.advantage` = {algorithm.advantage} weighs reward {name} alike in all "
+                    f"sources, but `rewards.by_source` gives it {sorted(weights)}; give it one weight or "
+                    "several names"
                 )
     if algorithm.advantage == "process" or algorithm.process_coef:
         without = [s.label for s in config.data.train if config.data.environment_of(s) is None]

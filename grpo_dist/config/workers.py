@@ -226,7 +226,7 @@ TransferBackend = Literal["gloo", "nccl", "shared_memory", "ipc"]
 class WeightSyncConfig(Section):
     """Transfer of new weights from the policy to the engines."""
 
-    backend: Literal["auto", "gloo", "nccl", "shared_memory", "ipc"] = Field(
+    backend: Literal["auto", TransferBackend] = Field(
         "auto",
         description="auto: nccl between GPUs, ipc between processes that share GPUs; on CPUs shared_memory "
         "within a host, gloo across hosts",

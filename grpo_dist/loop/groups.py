@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
+from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config import AlgorithmConfig, BatchConfig, DataConfig
 from grpo_dist.errors import SamplesFailed, cause_of
 from grpo_dist.loop.frozen_models import FrozenModels
@@ -92,11 +92,11 @@ class GroupDraw:
 
     @classmethod
     def of(cls, batch: BatchConfig, algorithm: AlgorithmConfig, data: DataConfig) -> GroupDraw:
-        with_baseline = "baselines" in ADVANTAGE_INPUTS.get(algorithm.advantage, ())
+        inputs = estimator_of(algorithm.advantage).inputs
         least = batch.least_samples
-        if algorithm.advantage == "pass_at_k":  # smaller groups have no advantage
+        if "k" in inputs:  # smaller groups have no advantage
             least = max(least, algorithm.pass_k + 1)
-        return cls(batch.samples_per_prompt, least, with_baseline, data.temperatures)
+        return cls(batch.samples_per_prompt, least, "baselines" in inputs, data.temperatures)
 
 
 class GroupScorer:

@@ -10,7 +10,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, PositiveInt, field_validator
 
@@ -27,7 +27,20 @@ Note = Callable[[str], None]  # receives the reason why a sample could not be sc
 
 
 class Builtin(Section, ABC):
-    """A reward of the registry. One with external resources overrides `start` and `close`."""
+    """A reward of the registry. One with external resources overrides `start` and `close`.
+
+    ``is_blind``: its score does not depend on whether the answer is right, so `grpo-dist check` expects no
+    difference between a right and a wrong one.
+    """
+
+    is_blind: ClassVar[bool] = False
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether a score may be another than 0 and 1: a reward that is only right or wrong is a `Binary`.
+        Estimators such as maxrl refuse a graded one.
+        """
+        return True
 
     def check(self, *, max_new_tokens: int) -> None:
         """Raise ValueError for settings that do not fit the run.
@@ -46,15 +59,25 @@ class Builtin(Section, ABC):
         """Release what `start` acquired."""
 
 
-class Math(Builtin):
+class Binary(Builtin, ABC):
+    """A reward whose scores are 0 and 1 alone."""
+
+    @property
+    def is_graded(self) -> bool:
+        return False
+
+
+class Math(Binary):
     """1 if the answer equals the gold mathematically, else 0."""
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         return verdicts.correct
 
 
-class Format(Builtin):
+class Format(Binary):
     """1 for a thought in its tags followed by one answer, else 0."""
+
+    is_blind: ClassVar[bool] = True
 
     answer_tags: tuple[str, str] = Field(("<answer>", "</answer>"), description="tags around an answer")
 
@@ -72,23 +95,27 @@ class Format(Builtin):
         ]
 
 
-class Parity(Builtin):
+class Parity(Binary):
     """0, 1, 0, 1 ... over the samples of a group, independent of their text.
 
     For benchmarks: every group has a learning signal.
     """
 
+    is_blind: ClassVar[bool] = True
+
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         return [float(i % 2) for i in range(len(group.completions))]
 
 
-class Random(Builtin):
+class Random(Binary):
     """1 with probability ``share``, else 0, for any completion: a control, since any reward may change a
     policy.
 
     The SHA-256 of seed, problem, gold and the sample's place in its group decides, so a resumed run draws the
     same rewards.
     """
+
+    is_blind: ClassVar[bool] = True
 
     seed: int = 0
     share: Fraction = 0.5
@@ -104,7 +131,7 @@ def _uniform(key: list[Any]) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-class Exact(Builtin):
+class Exact(Binary):
     """1 if the final answer is the text of the gold, else 0."""
 
     ignore_case: bool = True
@@ -113,7 +140,7 @@ class Exact(Builtin):
         return [exact_match(c, group.gold, ignore_case=self.ignore_case) for c in group.outside_thoughts]
 
 
-class Numeric(Builtin):
+class Numeric(Binary):
     """1 if the last number is within max(relative * |gold|, absolute) of the gold, else 0."""
 
     relative: NonNegative = 1e-4
@@ -129,6 +156,8 @@ class Numeric(Builtin):
 class Repetition(Builtin):
     """Minus the share of token n-grams that repeat an earlier one, in (-1, 0]."""
 
+    is_blind: ClassVar[bool] = True
+
     n: PositiveInt = Field(40, description="tokens")
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
@@ -137,6 +166,8 @@ class Repetition(Builtin):
 
 class Language(Builtin):
     """Share of words in the wanted scripts, in [0, 1]."""
+
+    is_blind: ClassVar[bool] = True
 
     scripts: tuple[Script, ...] = Field(min_length=1, description="one or more of: " + ", ".join(SCRIPTS))
 
@@ -151,6 +182,8 @@ class Language(Builtin):
 
 class Overlong(Builtin):
     """DAPO's soft length penalty: 0 to -1 over the last ``buffer_tokens`` of the length in force."""
+
+    is_blind: ClassVar[bool] = True
 
     buffer_tokens: PositiveInt
 
@@ -171,6 +204,8 @@ class Overlong(Builtin):
 
 class OverlongShare(Builtin):
     """`Overlong` with a buffer that is a share of the length in force, at least one token."""
+
+    is_blind: ClassVar[bool] = True
 
     share: float = Field(0.2, gt=0, le=1)
 

@@ -67,6 +67,10 @@ class Generative(ChatReward):
             raise ValueError(f"range = {list(self.range)}: expected the least before the largest number")
         return self
 
+    @property
+    def is_graded(self) -> bool:
+        return self.verdicts is None or not {*self.verdicts.values()} <= {0.0, 1.0}
+
     def check(self, *, max_new_tokens: int) -> None:
         """Ask about one completion, so that an unreachable model is reported before the run starts."""
         where = f"the model {self.model} at kwargs.base_url = {masked(self.base_url)}"

@@ -86,6 +86,10 @@ class LLMJudge(ChatReward):
 
     _cache: VerdictCache = PrivateAttr()
 
+    @property
+    def is_graded(self) -> bool:
+        return False
+
     def check(self, *, max_new_tokens: int) -> None:
         """Ask one question, so that an unreachable judge is reported before the run starts."""
         VerdictCache(self.cache_path).close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config import GatedConfig, RewardConfig, RewardsConfig
 from grpo_dist.config.secrets import masked_text, shown_value
 from grpo_dist.plugins.kinds import REWARD
@@ -174,6 +176,22 @@ def reward_problems(settings: RewardsConfig, *, max_new_tokens: int) -> Iterator
                 own_function(spec, pool)
             except ValueError as error:
                 yield str(error)
+
+
+def graded_problems(settings: RewardsConfig, advantage: str) -> Iterator[str]:
+    """Yield a message for every built-in reward with other scores than 0 and 1, if the estimator needs those.
+    Of user functions and servers nothing is known.
+    """
+    if not estimator_of(advantage).only_right_and_wrong:
+        return
+    builtin = [r for r in settings.all_functions if r.weight and r.function in REWARDS]
+    for reward in {r.function: r for r in reversed(builtin)}.values():
+        with suppress(ValueError):  # of its kwargs, which `reward_problems` reports
+            if make(RewardSpec(_term(reward.name, reward), reward.function, reward.kwargs)).is_graded:
+                yield (
+                    f"`algorithm.advantage` = {advantage} needs a reward of 0 and 1, but `{reward.function}` "
+                    "has other values; set its `weight` to 0, or use another advantage"
+                )
 
 
 def own_code(settings: RewardsConfig) -> Iterator[Path]:

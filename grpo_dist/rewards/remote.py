@@ -32,6 +32,11 @@ class Remote(ServedReward):
 
     _server: Endpoint = PrivateAttr()
 
+    @property
+    def is_graded(self) -> bool:
+        """Only its server knows, so nothing is refused."""
+        return False
+
     def check(self, *, max_new_tokens: int) -> None:
         """Post a trial group, so that an unreachable server is reported before the run starts. Its scores,
         and errors about its content, say nothing yet.

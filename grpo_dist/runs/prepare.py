@@ -34,7 +34,7 @@ from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.policy.gguf_model import loss_of
 from grpo_dist.rewards.gold import count_unreadable
 from grpo_dist.rewards.models import check_model
-from grpo_dist.rewards.registry import reward_problems
+from grpo_dist.rewards.registry import graded_problems, reward_problems
 from grpo_dist.runs.cold_start import base_model, run_sft
 from grpo_dist.runs.own_code import shadowed
 from grpo_dist.runs.own_trials import own_code_problems
@@ -85,7 +85,7 @@ def prepare(
         refuse(own_code_problems(config.own_pieces, config.code_paths))
     for warning in shadowed():
         say(f"warning: {warning}")
-    check_scoring(config.rewards, config.sampling)
+    check_scoring(config.rewards, config.sampling, config.algorithm.advantage)
     refuse(setting_problems(config, device))
     # Rows first: a mistake in them should show before a cold start or a download.
     with stage("data", "problems are read"):
@@ -268,13 +268,14 @@ def download(hub_id: str, revision: str | None, key: str) -> Path:
         ) from error
 
 
-def check_scoring(rewards: RewardsConfig, sampling: SamplingConfig) -> None:
-    """Raise ValueError for a reward function or a reward model that cannot be used."""
-    refuse(scoring_problems(rewards, sampling))
+def check_scoring(rewards: RewardsConfig, sampling: SamplingConfig, advantage: str = "") -> None:
+    """Raise ValueError for a reward function or model that cannot be used; see `scoring_problems`."""
+    refuse(scoring_problems(rewards, sampling, advantage))
 
 
-def scoring_problems(rewards: RewardsConfig, sampling: SamplingConfig) -> Iterator[str]:
-    """Yield a message for every reward function and reward model that cannot be used."""
+def scoring_problems(rewards: RewardsConfig, sampling: SamplingConfig, advantage: str = "") -> Iterator[str]:
+    """Yield a message for every reward that cannot be used, also by estimator ``advantage``; "": by none."""
+    yield from graded_problems(rewards, advantage)
     yield from reward_problems(rewards, max_new_tokens=sampling.shortest)
     for model in rewards.models:
         try:

@@ -22,10 +22,6 @@ def refusal(base, *overrides):
     ("overrides", "words"),
     [
         (
-            ["rewards.functions=[{function: cosine_length}]"],
-            "`algorithm.advantage` = maxrl needs a reward of 0 and 1, but `cosine_length` has other values",
-        ),
-        (
             ["rewards.functions=[{function: math}, {function: format, weight: 0.1}]"],
             "but `rewards` sums 2 with their weights; keep one, with `weight` = 1",
         ),
@@ -138,6 +134,9 @@ def test_groups_of_one_are_not_refilled(base):
     alone = ["algorithm.advantage=reinforce_pp", "batch.samples_per_prompt=1", "algorithm.reward_norm=none"]
     words = "replaces groups of equal rewards, but with `batch.samples_per_prompt` = 1 every group is one"
     assert words in refusal(base, *alone, "dynamic_sampling.enabled=true")
+    own = ["code_paths=[.]", "algorithm.advantage=mine:median", *alone[1:]]
+    assert words in refusal(base, *own, "dynamic_sampling.enabled=true")
+    assert load_config(base, own).batch.samples_per_prompt == 1
 
 
 def test_a_discount_of_outcomes_does_not_go_with_rewards_of_steps(base):

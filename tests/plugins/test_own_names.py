@@ -10,6 +10,7 @@ import pytest
 
 from grpo_dist.config import AlgorithmConfig, Config
 from grpo_dist.config.base import choices
+from grpo_dist.config.checks import learns_from_equal_rewards
 from grpo_dist.config.files import ConfigError, load_config
 from grpo_dist.plugins.kinds import ADVANTAGE, KL, LOSS
 from grpo_dist.plugins.loading import load
@@ -57,6 +58,17 @@ def test_a_name_of_a_package_is_found_by_its_entry_point(install):
     assert [piece.name for piece in config.own_pieces] == ["short"]
     with pytest.raises(ValueError, match=r"'short': expected a built-in advantage.*grpo_dist\.advantages"):
         target_of(ADVANTAGE, "short")  # registered for another kind
+
+
+def test_an_estimator_of_a_package_is_treated_as_one_of_a_module(install, tmp_path):
+    """Nothing is known of either: it may need no group, and learn from equal rewards."""
+    install("medians", {"grpo_dist.advantages": {"median": "medians:found"}})
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: demo:tiny}\ndata: {train: [{path: demo:add3}]}\n")
+    for name in ("median", "medians:found"):
+        config = load_config(path, [f"algorithm.advantage={name}", "batch.samples_per_prompt=1"])
+        assert config.own_pieces[0].name == name and learns_from_equal_rewards(config)
+    assert not learns_from_equal_rewards(load_config(path))
 
 
 def test_a_package_cannot_replace_a_built_in_piece_and_is_reported(install):

@@ -1,14 +1,24 @@
 """Rewards by name: weights, unscored samples, user functions, and rejected settings."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from grpo_dist.config import RewardConfig, RewardsConfig
+from grpo_dist.config import RewardConfig, RewardsConfig, SamplingConfig
 from grpo_dist.rewards.combine import Term
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import Scorer, check_rewards, reward_specs
+from grpo_dist.rewards.registry import (
+    REWARDS,
+    RewardSpec,
+    Scorer,
+    check_rewards,
+    graded_problems,
+    make,
+    reward_specs,
+)
+from grpo_dist.runs.prepare import check_scoring
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S, in_time
 from tests.support.reward_code import code_directory
@@ -203,6 +213,63 @@ def test_unknown_settings_of_a_built_in_are_rejected(function, kwargs, words) ->
     message = str(refusal.value)
     assert "rewards.functions mine" in message and "\n" not in message
     assert [word for word in words if word not in message] == []
+
+
+NEEDED = {
+    "language": {"scripts": "latin"}, "overlong": {"buffer_tokens": 8}, "remote": {"url": "http://x"},
+    "judge": {"base_url": "http://x", "model": "m"}, "generative": {"base_url": "http://x", "model": "m"},
+}  # fmt: skip
+OF_SERVERS = {"judge", "remote", "generative", "unit_tests", "environment"}  # not scored here
+
+
+def made(function, kwargs=None):
+    return make(RewardSpec(Term("r"), function, NEEDED.get(function, {}) | (kwargs or {})))
+
+
+@pytest.mark.parametrize("function", sorted(set(REWARDS) - OF_SERVERS))
+def test_a_reward_that_is_not_graded_gives_0_and_1_alone(pool: GraderPool, function: str) -> None:
+    texts = [*COMPLETIONS, "four 四", "4 " * 100, "<think>2</think><answer>4</answer>"]
+    tokens = tuple(np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts)
+    group = replace(completion_group(texts, "4"), token_ids=tokens)
+    scores = Scorer([spec("r", function, kwargs=NEEDED.get(function, {}))], pool).score(group)
+    assert made(function).is_graded == bool(set(scores.rewards.tolist()) - {0.0, 1.0})
+
+
+@pytest.mark.parametrize("function", sorted(set(REWARDS) - OF_SERVERS))
+def test_a_blind_reward_gives_a_right_and_a_wrong_answer_the_same(pool: GraderPool, function: str) -> None:
+    scorer = Scorer([spec("r", function, kwargs=NEEDED.get(function, {}))], pool)
+    longer = "\\boxed{5}" + " so" * 30
+    right, wrong = (
+        scorer.score(completion_group([f"The answer is \\boxed{{{n}}}.", longer], "4")).rewards[0]
+        for n in (4, 5)
+    )
+    assert REWARDS[function].is_blind == (right == wrong)
+
+
+def test_whether_a_reward_is_graded_may_depend_on_its_settings() -> None:
+    assert not made("judge").is_graded and not made("remote").is_graded and made("environment").is_graded
+    assert not made("unit_tests").is_graded and made("unit_tests", {"reward": "share"}).is_graded
+    assert made("generative").is_graded  # a number from 0 to 10
+    assert not made("generative", {"verdicts": {"yes": 1, "no": 0}}).is_graded
+    assert made("generative", {"verdicts": {"yes": 1, "maybe": 0.5, "no": 0}}).is_graded
+
+
+def test_maxrl_refuses_graded_rewards_before_a_run() -> None:
+    functions = (
+        RewardConfig(function="cosine_length", name="brief"),
+        RewardConfig(function="repetition", weight=0),  # only reported
+        RewardConfig(function="overlong", kwargs={"buffer_tokens": "many"}),  # refused as such
+        RewardConfig(function="mine:graded"),
+    )
+    settings = RewardsConfig(functions=functions)
+    (problem,) = graded_problems(settings, "maxrl")
+    assert problem == (
+        "`algorithm.advantage` = maxrl needs a reward of 0 and 1, but `cosine_length` has other values; set "
+        "its `weight` to 0, or use another advantage"
+    )
+    assert list(graded_problems(settings, "grpo")) == list(graded_problems(settings, "mine:own")) == []
+    with pytest.raises(ValueError, match="maxrl needs a reward of 0 and 1, but `cosine_length`"):
+        check_scoring(RewardsConfig(functions=functions[:1]), SamplingConfig(), "maxrl")
 
 
 def test_random_rewards_depend_on_the_seed_and_never_on_the_text(pool: GraderPool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_dist.config import RewardsConfig, SamplingConfig
-from grpo_dist.rewards.registry import placed
+from grpo_dist.rewards.registry import REWARDS, placed
 from grpo_dist.rewards.thought import thought_for
 from grpo_dist.types import Prompt, Rollout, Thought
 
@@ -16,8 +16,6 @@ _WRONG = "-987654321"
 # Forms of an answer: a reward may ask for any of them. The two texts differ only in the answer.
 _ANSWERS = ("The answer is \\boxed{{{answer}}}.", "I work it out step by step.\n#### {answer}", "{answer}")
 _THOUGHT_ANSWERS = ("<answer>The answer is \\boxed{{{answer}}}.</answer>", "<answer>{answer}</answer>")
-# Rewards that do not depend on whether an answer is right.
-_BLIND = ("format", "repetition", "language", "overlong", "overlong_share")
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,8 @@ def _forms(thought: Thought) -> list[tuple[str, str]]:
 
 def is_blind(rewards: RewardsConfig) -> bool:
     """Return True where no reward function depends on the answer, so that both may score the same."""
-    return all(reward.function in _BLIND for reward in rewards.functions)
+    builtin = [REWARDS.get(reward.function) for reward in rewards.functions]
+    return all(own is not None and own.is_blind for own in builtin)
 
 
 def _as_rollout(prompt: Prompt, sample: int, text: str) -> Rollout:

@@ -16,7 +16,7 @@ def check_reward(inputs: Inputs) -> str:
     each source with rewards of its own.
     """
     rewards, sampling = inputs.config.rewards, inputs.config.sampling
-    fail(scoring_problems(rewards, sampling))
+    fail(scoring_problems(rewards, sampling, inputs.config.algorithm.advantage))
     if not rewards.all_functions:
         raise CheckSkipped("`rewards.functions` is empty, and reward models are not asked before a run")
     if not rewards.by_source:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
+from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config import Config, DataConfig, HealthConfig, TeacherConfig
 from grpo_dist.tools.plan import teachers
 from grpo_dist.tools.plan.failures import NO_FAILURES, FailureRates
@@ -76,7 +76,7 @@ def as_planned(scenario: Scenario) -> Config:
     config = scenario.config
     every = config.checkpoint.every if scenario.failures.rank_s else 0
     # One more answer of each prompt.
-    greedy = "baselines" in ADVANTAGE_INPUTS.get(config.algorithm.advantage, ())
+    greedy = "baselines" in estimator_of(config.algorithm.advantage).inputs
     timeouts = dict.fromkeys(type(config.cluster.timeouts).model_fields, _FOREVER_S)
     cluster = config.cluster.model_copy(
         update={

@@ -36,9 +36,11 @@ def check_resumes(checkpoint: CheckpointConfig, steps: int, run_dir: Path) -> No
         )
 
 
-def check_rewards_known(rewards: RewardsConfig) -> None:
-    """Raise UserError for an unknown built-in reward. The user's own may exist only on the cluster."""
-    from grpo_dist.rewards.registry import REWARDS, module_and_name  # imports numpy
+def check_rewards_known(rewards: RewardsConfig, advantage: str) -> None:
+    """Raise UserError for an unknown built-in reward, and for one that estimator ``advantage`` cannot use.
+    The user's own may exist only on the cluster.
+    """
+    from grpo_dist.rewards.registry import REWARDS, graded_problems, module_and_name  # imports numpy
 
     named = [(f"functions.{i}", reward) for i, reward in enumerate(rewards.functions)]
     for source, own in rewards.by_source.items():
@@ -50,6 +52,8 @@ def check_rewards_known(rewards: RewardsConfig) -> None:
             except ValueError as error:
                 reason = str(error).removeprefix(f"reward function {reward.function!r}: ")
                 raise UserError(f"`rewards.{key}.function` = {reward.function}: {reason}") from error
+    for problem in graded_problems(rewards, advantage):
+        raise UserError(problem)
 
 
 def check_no_secrets(job: Job) -> None:

@@ -21,7 +21,12 @@ from grpo_dist.tools.submit.checks import (
 )
 from grpo_dist.tools.submit.job import Job, SubmissionRecord, read_record, run_directory
 
-_TARGETS = {"ray": ray_jobs, "slurm": slurm_jobs, "kuberay": kuberay}
+# The class that submits, and the module with `state`, `print_logs` and `stop` of a record.
+_TARGETS: dict[str, tuple[Any, ModuleType]] = {
+    "ray": (ray_jobs.RayTarget, ray_jobs),
+    "slurm": (slurm_jobs.SlurmTarget, slurm_jobs),
+    "kuberay": (kuberay.KubeRayTarget, kuberay),
+}
 
 
 class Target(Protocol):
@@ -45,7 +50,7 @@ def submit(
     config = load_config(path, overrides)
     check_one_line("`output_dir`", config.output_dir)
     check_resumes(config.checkpoint, config.steps, run_directory(config.name, config.output_dir))
-    check_rewards_known(config.rewards)
+    check_rewards_known(config.rewards, config.algorithm.advantage)
     job = Job(config, Path(path).resolve(), tuple(overrides), variables(env))
     target = _target(to, options)
     check_no_secrets(job)
@@ -88,14 +93,12 @@ def stop(run_dir: str) -> None:
 def _target(to: str, options: dict[str, Any]) -> Target:
     """Build the target. Raises UserError for an option of another target."""
     given = {name: value for name, value in options.items() if value is not None}
-    targets: dict[str, Any] = {
-        "ray": ray_jobs.RayTarget, "slurm": slurm_jobs.SlurmTarget, "kuberay": kuberay.KubeRayTarget,
-    }  # fmt: skip
-    own = targets[to].__dataclass_fields__
+    made_by, _ = _TARGETS[to]
+    own = made_by.__dataclass_fields__
     if foreign := sorted(set(given) - set(own)):
         known = ", ".join(_option(name) for name in own)
         raise UserError(f"{_option(foreign[0])} is not an option of --to {to}, which has {known}")
-    target: Target = targets[to](**given)
+    target: Target = made_by(**given)
     return target
 
 
@@ -116,4 +119,4 @@ def _record(run_dir: str) -> SubmissionRecord:
 
 
 def _module(record: SubmissionRecord) -> ModuleType:
-    return _TARGETS[record.target]
+    return _TARGETS[record.target][1]

@@ -365,6 +365,10 @@ def test_dangling_links_are_not_uploaded(project, capsys):
         (("checkpoint.resume=never",), "`checkpoint.resume` = never"),
         (("steps=none",), "steps"),
         (("rewards.functions=[{function: maths}]",), "`rewards.functions.0.function` = maths: expected"),
+        (
+            ("algorithm.advantage=maxrl", "rewards.functions=[{function: cosine_length}]"),
+            "needs a reward of 0 and 1, but `cosine_length` has other values",
+        ),
         (("--env", "NOT_SET_HERE"), "--env NOT_SET_HERE: not set here"),
         (("--env", "HF_TOKEN=hf_123"), "--env HF_TOKEN=***: looks like a secret"),
         (("--image", "x"), "--image is not an option of --to ray"),
