@@ -66,8 +66,8 @@ class HealthConfig(Section):
     min_signal_groups: Count = Field(
         1,
         description="skip a step with fewer groups of unequal rewards; 0: never. Ignored by estimators that "
-        "learn from equal rewards (remax, gdpo, process, reinforce_pp), and with `distillation.teachers` or "
-        "`demonstrations`",
+        "learn from equal rewards (remax, gdpo, process, turn, reinforce_pp, your own), and with "
+        "`distillation.teachers` or `demonstrations`",
     )
     skipped_steps_above: PositiveInt | None = Field(
         10,
@@ -143,15 +143,22 @@ class MlflowConfig(Section):
 
 
 class MetricConfig(Section):
-    """A metric of your own, logged as `own/<name>` after each step."""
+    """A metric of your own, logged as `own/<name>` after each step; `own/<name>/<key>` for each value of a
+    mapping.
+    """
 
+    name: str = Field(
+        "",
+        pattern="^[^/]*$",
+        description="name in the metrics; empty: the function's, without its module",
+    )
     function: OwnMetric = Field(description="`module:name`, or a name that a package registers")
     kwargs: dict[str, Any] = Field({}, description="its arguments")
 
     @property
     def label(self) -> str:
-        """The name in the metrics: the text after the colon."""
-        return self.function.rpartition(":")[2]
+        """The name in the metrics."""
+        return self.name or self.function.rpartition(":")[2]
 
 
 class SinkConfig(Section):
@@ -181,8 +188,8 @@ class TrackingConfig(Section):
 
     def _contradictions(self) -> Iterator[str]:
         labels = [metric.label for metric in self.metrics]
-        if repeated(labels):
-            yield f"two metrics have the same name: {', '.join(labels)}; rename one"
+        for label in repeated(labels):
+            yield f"metrics: two have the name {label}, and each would overwrite the other; set `name` on one"
 
     @property
     def own_pieces(self) -> tuple[OwnPiece, ...]:

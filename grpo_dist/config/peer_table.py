@@ -192,7 +192,7 @@ PEER_TABLE = (
     row("data.instruction", "text added to each problem", openrlhf="data.input_template input_template"),
     row("rewards.functions", "built-in rewards by name, your own as module:function",
         verl="reward.reward_manager.name reward_model.reward_manager", trl="reward_funcs"),
-    row("rewards.functions.N.function", "`module:function`, from a directory of `rewards.code_paths`",
+    row("rewards.functions.N.function", "`module:function`, from a directory of `code_paths`",
         verl="reward.custom_reward_function.path reward.custom_reward_function.name "
         "custom_reward_function.path custom_reward_function.name",
         openrlhf="reward.remote_url remote_rm_url", roll="worker_cls"),

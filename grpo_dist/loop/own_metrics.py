@@ -41,16 +41,17 @@ class OwnMetrics:
             measure = partial(
                 own_metric, metric.function, self._code_paths, metric.kwargs, inputs, metric.label
             )
+            what = f"metric {metric.name or metric.function}"
             try:
-                found |= call_in_time(measure, self._limit_s, f"metric {metric.function}", _NOT_AGAIN)
+                found |= call_in_time(measure, self._limit_s, what, _NOT_AGAIN)
             except TimeoutError as error:
                 self._hung.add(metric.label)
                 self._warn(f"{' '.join(str(error).split())} (step {inputs.step})")
             except Exception as error:  # a user's function may raise anything
-                if metric.function not in self._failed:
-                    self._failed.add(metric.function)
+                if metric.label not in self._failed:
+                    self._failed.add(metric.label)
                     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
-                    self._warn(f"metric {metric.function} failed in step {inputs.step} ({reason}); the run "
+                    self._warn(f"{what} failed in step {inputs.step} ({reason}); the run "
                                "continues, and this is not repeated for later steps")  # fmt: skip
         return found
 

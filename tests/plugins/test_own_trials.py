@@ -45,6 +45,9 @@ def nan_kl(logprobs, ref_logprobs):
 def text(groups):
     return "many"
 
+def times(step, factor=1):
+    return {"a": step * factor, "b": step * factor * 2}
+
 def by_format(parts):
     return parts["format"]
 
@@ -177,6 +180,34 @@ def test_a_metric_that_fails_is_one_warning_and_the_others_stay(code):
     assert metrics(MetricInputs(1, [], {})) == {} == metrics(MetricInputs(2, [], {}))
     assert len(warnings) == 1 and "tried_pieces:text failed in step 1 (ValueError" in warnings[0]
     assert np.isfinite(len(own))
+
+
+def test_two_uses_of_one_metric_have_names_of_their_own(code):
+    shown = {"function": "tried_pieces:times", "kwargs": {"factor": 3}}
+    named = [{"function": "tried_pieces:times"}, {"name": "thrice", **shown}]
+    tracking = fakes.config(code_paths=[code], tracking={"metrics": named}).tracking
+    metrics = OwnMetrics(tracking.metrics, (code,), pytest.fail, limit_s=HANG_S)
+    assert metrics(MetricInputs(2, [], {})) == {
+        "own/times/a": 2.0, "own/times/b": 4.0, "own/thrice/a": 6.0, "own/thrice/b": 12.0,
+    }  # fmt: skip
+    message = r"two have the name times, and each would overwrite the other; set `name` on one"
+    for other in (shown, {"function": "other_pieces:times"}, {"name": "times", "function": "math:fsum"}):
+        with pytest.raises(ValueError, match=message):
+            fakes.config(tracking={"metrics": [named[0], other]})
+    with pytest.raises(ValueError, match="pattern"):  # own/a/b is of a mapping
+        fakes.config(tracking={"metrics": [{"name": "a/b", "function": "math:fsum"}]})
+
+
+def test_each_use_of_a_metric_that_fails_is_a_warning(code):
+    named = [{"name": name, "function": "tried_pieces:text"} for name in ("first", "second")]
+    tracking = fakes.config(code_paths=[code], tracking={"metrics": named}).tracking
+    warnings = []
+    metrics = OwnMetrics(tracking.metrics, (code,), warnings.append, limit_s=HANG_S)
+    for step in (1, 2):
+        assert metrics(MetricInputs(step, [], {})) == {}
+    assert [text.split(" (")[0] for text in warnings] == [
+        "metric first failed in step 1", "metric second failed in step 1",
+    ]  # fmt: skip
 
 
 def test_a_metric_that_hangs_is_one_warning_and_is_not_called_again(code):
