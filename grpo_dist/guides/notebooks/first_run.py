@@ -59,9 +59,9 @@ model: {{path: "demo:tiny"}}
 data:
   train: [{{path: "demo:add3"}}]
   max_prompt_tokens: 64
+code_paths: [.]
 rewards:
   functions: [{{function: math}}, {{function: "digits:share", name: digits}}]
-  code_paths: [.]
 batch: {{prompts_per_step: 8, samples_per_prompt: 8}}
 sampling: {{max_new_tokens: 16}}
 policy: {{optimizer: {{lr: 1.0e-3}}}}

@@ -122,7 +122,8 @@ steps: {steps}
 model: {{path: "demo:tiny"}}
 data:
   train: [{{environment: "games:Guess"}}]
-environments: {{code_paths: [.], max_turns: 4}}
+code_paths: [.]
+environments: {{max_turns: 4}}
 rewards: {{functions: [{{function: environment}}]}}
 batch: {{prompts_per_step: 2, samples_per_prompt: 4}}
 sampling: {{max_new_tokens: 100}}

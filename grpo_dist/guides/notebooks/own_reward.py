@@ -73,7 +73,7 @@ def _(Path, json, mo, subprocess, sys):
     by_hand = {"1a2b": 1.0, "1234": 0.0, "abcd": 0.0, "1abc": 0.5, "": None}
     rows = [{"answer": "0", "completion": text} for text in by_hand]
     Path("by_hand.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["by_hand.jsonl", "--reward", "my_rewards:half_digits", "rewards.code_paths=[.]"]
+    arguments = ["by_hand.jsonl", "--reward", "my_rewards:half_digits", "code_paths=[.]"]
     done = subprocess.run(  # bounded: the command has deadlines
         [sys.executable, "-m", "grpo_dist.cli", "score", *arguments], capture_output=True, text=True
     )
@@ -114,7 +114,8 @@ def _(scored, steps):
         "steps": steps,
         "model": {"path": "demo:tiny"},
         "data": {"train": [{"path": "demo:add3"}], "max_prompt_tokens": 64},
-        "rewards": {"functions": [{"function": "my_rewards:half_digits"}], "code_paths": ["."]},
+        "code_paths": ["."],
+        "rewards": {"functions": [{"function": "my_rewards:half_digits"}]},
         "batch": {"prompts_per_step": 8, "samples_per_prompt": 8},
         "sampling": {"max_new_tokens": 16},
         "policy": {"optimizer": {"lr": 1.0e-3}},

@@ -26,8 +26,7 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     sub.add_argument(
         "--reward", action="append", default=[], metavar="NAME",
-        help="a built-in reward, or module:function (in rewards.code_paths=[DIR]); repeat to compare; "
-        "default math",
+        help="a built-in reward, or module:function (in code_paths=[DIR]); repeat to compare; default math",
     )  # fmt: skip
     sub.add_argument(
         "--label",
