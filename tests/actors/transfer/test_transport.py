@@ -35,6 +35,9 @@ from tests.support.ports import free_port
 
 SECRET = b"of the group in these tests"
 CPU_KINDS = ["gloo", "shared_memory"]
+# Forked from one process that has imported this file: an import in each would take longer than its test.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([__name__])
 SPECS = [
     ParameterSpec("a", "float32", (300, 7)),
     ParameterSpec("b", "bfloat16", (3,)),
@@ -76,7 +79,7 @@ def one_that(backend, port, action, up, reached):
 
 
 def start(target, *arguments):
-    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, daemon=True)
+    process = PROCESSES.Process(target=target, args=arguments, daemon=True)
     process.start()
     return process
 
@@ -87,7 +90,7 @@ def buckets_of(held):
 
 @pytest.mark.parametrize("backend", CPU_KINDS)
 def test_two_receivers_get_every_byte_round_after_round(backend):
-    port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
+    port, out = free_port("127.0.0.1"), PROCESSES.Queue()
     others = [start(receiver, backend, port, rank, 3, 2, out) for rank in (1, 2)]
     transport = join(backend, port, 0, 3)
     for seed in (1, 2):
@@ -107,8 +110,8 @@ def test_two_receivers_get_every_byte_round_after_round(backend):
 @pytest.mark.parametrize("backend", CPU_KINDS)
 @pytest.mark.parametrize("action", ["die", "hang"])
 def test_a_peer_that_dies_or_hangs_ends_the_sending_by_the_deadline(backend, action):
-    port, processes = free_port("127.0.0.1"), multiprocessing.get_context("spawn")
-    up, reached = processes.Event(), processes.Event()
+    port = free_port("127.0.0.1")
+    up, reached = PROCESSES.Event(), PROCESSES.Event()
     other = start(one_that, backend, port, action, up, reached)
     assert up.wait(HANG_S)
     transport = join(backend, port, 0, 2, timeout_s=10.0)
@@ -181,8 +184,7 @@ def of_another_group(port, refused):
 @pytest.mark.parametrize("count", [1, 50])
 def test_a_process_without_the_secret_cannot_join_delay_or_end_a_transfer(count):
     """Intruders are silent, send noise or use another secret; 50 of each exceed the pending limit."""
-    context = multiprocessing.get_context("spawn")
-    port, out, refused = free_port("127.0.0.1"), context.Queue(), context.Event()
+    port, out, refused = free_port("127.0.0.1"), PROCESSES.Queue(), PROCESSES.Event()
     held, begin = weights(1), time.monotonic()
     with intruders(port, b"", b"short", b"x" * 500, count=count) as made:
         others = [start(of_another_group, port, refused)]
@@ -292,7 +294,7 @@ def rank_of_the_policy(port, rank, out):
 
 
 def test_ranks_with_the_secret_join_and_listen_only_at_their_meeting_address():
-    port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
+    port, out = free_port("127.0.0.1"), PROCESSES.Queue()
     ranks = [start(rank_of_the_policy, port, rank, out) for rank in range(2)]
     assert [out.get(timeout=HANG_S) for _ in ranks] == [(2.0, {"127.0.0.1"})] * 2
     for rank in ranks:
@@ -339,7 +341,7 @@ def listening():
 
 
 def test_a_gloo_group_listens_only_at_the_given_address():
-    port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
+    port, out = free_port("127.0.0.1"), PROCESSES.Queue()
     before = listening()
     other = start(receiver, "gloo", port, 1, 2, 1, out)
     transport = join("gloo", port, 0, 2)
@@ -352,7 +354,7 @@ def test_a_gloo_group_listens_only_at_the_given_address():
 
 def test_shared_memory_leaves_no_named_segment_behind():
     before = set(os.listdir("/dev/shm"))
-    port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
+    port, out = free_port("127.0.0.1"), PROCESSES.Queue()
     other = start(receiver, "shared_memory", port, 1, 2, 2, out)
     transport = join("shared_memory", port, 0, 2)
     send(transport, buckets_of(weights(1)), SPECS, BUCKET)
@@ -484,7 +486,7 @@ def peer_outside_nccl(port, up):
 
 def test_a_dead_peer_does_not_leave_the_others_blocked_in_nccl(nccl):
     """The broadcast never finishes, since NCCL waits for the dead peer."""
-    up, port = multiprocessing.get_context("spawn").Event(), free_port("127.0.0.1")
+    up, port = PROCESSES.Event(), free_port("127.0.0.1")
     peer = start(peer_outside_nccl, port, up)
     transport, group = nccl(Seat("127.0.0.1", port, 0, 2, SECRET), done=lambda: False)
     assert up.wait(HANG_S)
