@@ -68,7 +68,8 @@ def correction(
         (tokens whose returned weight is 0). Tokens of sequences with a NaN count in the last two only.
         Weights are computed in float64, so that a product over a long sequence does not depend on the order
         of its factors, and returned in the type of ``train_logprobs``. Bounds and veto compare logarithms.
-        log w is cut from above only, where exp overflows: the loss multiplies a tiny weight by a ratio.
+        log w is cut from above only, where exp overflows: the loss multiplies a tiny weight by a ratio. A
+        weight is 0 only where a token is dropped; one that underflows is the least number above 0.
 
     Raises:
         ValueError: unknown kind or level, or bounds out of order.
@@ -86,12 +87,14 @@ def correction(
     outside = ~known | below | above
     if kind == "tis":
         weights = torch.where(below, low, torch.where(above, high, ratio))
-    elif kind == "mis":
-        weights = torch.where(outside, zero, ratio)
     else:
-        weights = torch.where(outside, zero, log_token.clamp(max=largest).exp())
+        weights = ratio if kind == "mis" else log_token.clamp(max=largest).exp()
     vetoed = (mask & (log_token < _log(veto))).any(dim=1, keepdim=True)
-    weights = torch.where(mask & known & ~vetoed, weights, zero).to(train_logprobs.dtype)
+    kept = mask & known & ~vetoed & (~outside | (kind == "tis"))
+    # 0 says "dropped". A weight that underflows is not: times a ratio that overflows it must not be 0.
+    number = torch.finfo(train_logprobs.dtype)
+    least = number.tiny * number.eps  # above 0
+    weights = torch.where(kept, weights.clamp(min=least), zero).to(train_logprobs.dtype)
     counted = torch.where(mask & known, ratio, zero)
     stats = {
         "weight": counted.sum(),

@@ -136,7 +136,9 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Advan
         advantages = advantages + settings.teacher_coef * _nearer_to_teacher(whole)
         whole = replace(whole, teacher_logprobs=None, taught=None, num_taught=0.0)
     if settings.clip is not None:
-        advantages = advantages.clamp(-settings.clip, settings.clip)
+        # An infinite KL must not become the bound either.
+        clipped = advantages.clamp(-settings.clip, settings.clip)
+        advantages = torch.where(torch.isfinite(advantages), clipped, torch.nan)
     return replace(whole, advantages=advantages.float())
 
 

@@ -111,6 +111,16 @@ def test_old_logprobs_far_below_both_others_leave_loss_and_gradient_exact(gap, l
     assert [loss.item(), logprobs.grad.item()] == [pytest.approx(exact, rel=1e-5)] * 2
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("gap", [95.0, 104.0, 150.0])
+def test_a_product_that_cannot_be_formed_is_refused_and_never_0(gap, level):
+    """The ratio overflows float32. A weight that underflows is not taken for that of a dropped token."""
+    logprobs = torch.zeros(1, 1, requires_grad=True)
+    batch = one_token_batch(torch.full((1, 1), -gap), torch.zeros(1, 1))
+    loss, stats = batch_loss(logprobs, batch, LossSettings(correction_kind="tis", correction_level=level))
+    assert not math.isfinite(loss.item()) and stats["correction_dropped"] == 0
+
+
 def one_token_batch(old, rollout):
     mask = torch.ones_like(old, dtype=torch.bool)
     return PreparedBatch(

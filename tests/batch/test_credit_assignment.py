@@ -377,13 +377,15 @@ def test_rolls_reward_settings_have_rolls_meaning(block, expected):
     np.testing.assert_allclose(got[:2], expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("clip", [None, 2.0])
 @pytest.mark.parametrize("whiten", [False, True])
-def test_a_kl_that_is_not_a_number_is_not_whitened_away(whiten):
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_kl_that_is_not_finite_is_neither_whitened_nor_clipped_away(broken, whiten, clip):
     """The loss stays non-finite, so the update is refused."""
-    reference = [np.array([-1.0, math.nan], np.float32), np.array([-1.0], np.float32)]
-    settings = AdvantageSettings(std="none", kl_coef=0.1, kl_estimator="k3", whiten=whiten)
+    reference = [np.array([-1.0, broken], np.float32), np.array([-1.0], np.float32)]
+    settings = AdvantageSettings(std="none", kl_coef=0.1, kl_estimator="k1", whiten=whiten, clip=clip)
     got = credited([group_of([1, 0], [2, 1])], settings, reference)
-    assert got[0, 2:4].isnan().all() and got[1, 2].isfinite()
+    assert not got[0, 2:4].isfinite().any() and got[1, 2].isfinite()
 
 
 def test_gamma_discounts_the_reward_and_the_kl_for_each_later_token():
