@@ -233,6 +233,14 @@ def test_settings_that_every_gpu_rank_refuses_are_refused_without_gpus(here, mon
             ["policy.deepspeed.zero_optimization={reduce_bucket_size: big}"],
             "zero_optimization.reduce_bucket_size` = 'big': DeepSpeed refuses it",
         ),
+        (
+            ["policy.deepspeed.zero_optimization={reduce_bucket_size: true}"],
+            "zero_optimization.reduce_bucket_size` = true is not a number",
+        ),
+        (
+            ["policy.deepspeed.zero_optimization={api_key: SESAME}"],
+            "zero_optimization.api_key` = ***: DeepSpeed refuses it",
+        ),
         (["policy.deepspeed.gradient_allreduce_op=sum"], "would scale gradients"),
         (["policy.deepspeed.data_types={grad_accum_dtype: bf16}"], "is set by model.dtype"),
         (["model.attention=flash_attention_2"], "flash_attention_2 on cpu"),
