@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from actors.workers.engine_settings import set_environment
+from grpo_dist.config.secrets import masked_text, shown_setting, shown_value
 
 
 def argument_problems(own: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
@@ -24,7 +25,7 @@ def argument_problems(own: Mapping[str, Any], known: Mapping[str, Any]) -> Itera
     arguments.
     """
     for name, value in own.items():
-        prefix = f"`rollout.engine.{name}` = {value!r}"
+        prefix = f"`rollout.engine.{name}` = {shown_value((name,), value)}"
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean `rollout.engine.{near[0]}`?" if near else "remove it"
@@ -66,8 +67,9 @@ def whole_problem(arguments: Mapping[str, Any], own: Mapping[str, Any]) -> str |
         complaint = f"{type(error).__name__}: {error}"
     else:
         return None
-    settings = ", ".join(f"{name}={value}" for name, value in own.items())
-    return f"`rollout.engine` ({settings}): vLLM refuses the engine: {' '.join(complaint.split())}"
+    settings = ", ".join(f"{name}={shown_setting(name, value)}" for name, value in own.items())
+    complaint = masked_text(" ".join(complaint.split()), dict(own))
+    return f"`rollout.engine` ({settings}): vLLM refuses the engine: {complaint}"
 
 
 def main() -> None:

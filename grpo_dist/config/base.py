@@ -53,7 +53,7 @@ class Section(BaseModel):
         """Refuse booleans for numbers: pydantic converts true to 1."""
         kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
         if kinds & {int, float} and bool not in kinds:
-            for item in value if isinstance(value, list | tuple) else [value]:
+            for item in _items(value):
                 if isinstance(item, bool):
                     raise ValueError(f"{str(item).lower()} is not a number; expected a number")
         return value
@@ -62,7 +62,7 @@ class Section(BaseModel):
     @classmethod
     def _number_fits(cls, value: Any, info: ValidationInfo) -> Any:
         name = str(info.field_name)
-        for item in value if isinstance(value, tuple) else (value,):
+        for item in _items(value):
             if isinstance(item, int | float) and (problem := _misfit(item, name)):
                 raise ValueError(f"{_shown(item)} {problem}")
         return value
@@ -91,6 +91,15 @@ def choices(section: type[BaseModel], field: str) -> tuple[Any, ...]:
 def repeated(names: Sequence[str]) -> list[str]:
     """Return the names that stand more than once, in order."""
     return [name for name, count in Counter(names).items() if count > 1]
+
+
+def _items(value: Any) -> Iterator[Any]:
+    """Yield the single values of a list, also of lists in it: [[0, 1.0], [5, 0.8]] -> 0, 1.0, 5, 0.8"""
+    if isinstance(value, list | tuple):
+        for inner in value:
+            yield from _items(inner)
+    else:
+        yield value
 
 
 def _literals(annotation: Any) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from grpo_dist.config.checks import corrects
 from grpo_dist.config.root import Config
+from grpo_dist.config.secrets import shown_setting
 
 _SET_BY = {
     "model": "model.path",
@@ -71,7 +72,7 @@ def engine_problems(config: Config, device: Literal["cpu", "cuda"] | None) -> It
     ``device``: the device of the engines; None: unknown.
     """
     for name, value in config.rollout.engine.items():
-        setting = f"`rollout.engine.{name}` = {value}"
+        setting = f"`rollout.engine.{name}` = {shown_setting(name, value)}"
         if name in _SET_BY:
             yield f"{setting} is set by {_SET_BY[name]}; remove it"
         elif name in _CHANGES:

@@ -245,18 +245,20 @@ def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) ->
 
 def _suggestion(location: tuple[Any, ...], root: type[BaseModel], value: Any) -> str:
     section = _section(location[:-1], root)
+    elsewhere = [path for path in _all_keys(root) if path.rsplit(".", 1)[-1] == location[-1]]
     own = {key.rsplit(".", 1)[-1] for key in _all_keys(root)}
     # If another section has the same key, only the full path identifies the framework it is from.
     elsewhere_named = hint(".".join(map(str, location)), value, ends=location[-1] not in own)
     if root is Config and elsewhere_named:
         return f"; {elsewhere_named}"
+    if len(elsewhere) == 1:  # the name of exactly one key, in a wrong place
+        return f"; did you mean `{elsewhere[0]}`?"
     if section is None:
         return ""
     known = list(section.model_fields)
     near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
     if near:
         return f"; did you mean `{'.'.join(map(str, (*location[:-1], near[0])))}`?"
-    elsewhere = [p for p in _all_keys(root) if p.rsplit(".", 1)[-1] == location[-1]]
     return f"; did you mean `{elsewhere[0]}`?" if elsewhere else f"; known here: {', '.join(known)}"
 
 

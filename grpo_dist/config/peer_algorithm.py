@@ -187,7 +187,7 @@ ALGORITHM_ROWS = (
     ),
     row(
         "algorithm.correction.high",
-        verl="algorithm.rollout_correction.rollout_is_threshold",
+        verl="algorithm.rollout_correction.rollout_is_threshold @actor.tis_imp_ratio_cap",
         trl="vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
         openrlhf="algo.advantage.is_correction_threshold vllm_is_truncated_threshold",
         roll="train_infer_correction.is_weight.upper_bound ratio_high",
@@ -205,7 +205,7 @@ ALGORITHM_ROWS = (
         verl="algorithm.filter_groups.enable algorithm.filter_groups.metric",
         openrlhf="algo.dynamic_filtering_enable dynamic_filtering algo.dynamic_filtering_range "
         "dynamic_filtering_reward_range",
-        roll="query_filter_config is_use_additional_prompts",
+        roll="query_filter_config is_use_additional_prompts use_additional_prompts",
     ),
     row(
         "dynamic_sampling.max_extra_prompts",

@@ -62,8 +62,9 @@ PEER_TABLE = (
         roll="response_length generating_args.max_new_tokens"),
     row("model.max_length", "prompt and completion together", verl="@rollout.max_model_len",
         trl="vllm_max_model_length", openrlhf="data.max_len max_len", roll="sequence_length"),
-    row("sampling.temperature", verl="@rollout.temperature", openrlhf="rollout.temperature",
-        roll="generating_args.temperature"),
+    row("sampling.temperature", verl="@rollout.temperature", trl="temperature",
+        openrlhf="rollout.temperature", roll="generating_args.temperature"),
+    row("", "an engine gets each sample as a request of its own", roll="is_num_return_sequences_expand"),
     row("", "training samples from the whole distribution, by `sampling.temperature` alone: cut off, the "
         "engine's log-probs would not be those of the policy. Evaluations have `evaluation.top_p` and "
         "`evaluation.top_k`", verl="@rollout.top_p @rollout.top_k @rollout.do_sample", trl="top_p top_k "
@@ -82,8 +83,11 @@ PEER_TABLE = (
     row("model.packing", verl="@model.use_remove_padding", openrlhf="ds.packing_samples packing_samples",
         roll="use_sequence_packing"),
     row("model.gradient_checkpointing", "ROLL's disable_gradient_checkpointing is the opposite",
-        verl="@model.enable_gradient_checkpointing", openrlhf="actor.gradient_checkpointing_enable",
+        verl="@model.enable_gradient_checkpointing", trl="gradient_checkpointing",
+        openrlhf="actor.gradient_checkpointing_enable",
         roll="model_args.disable_gradient_checkpointing"),
+    row("", "weights are always sent to the engines; ZeRO-3 gathers them bucket by bucket",
+        trl="ds3_gather_for_generation"),
     row("model.trust_remote_code", verl="@model.trust_remote_code data.trust_remote_code"),
     row("policy.lora.rank", "set `policy.lora` to train adapters", verl="@model.lora_rank @model.lora.rank",
         trl="lora_r use_peft", openrlhf="ds.lora.rank lora_rank", roll="model_args.lora_rank"),

@@ -26,7 +26,7 @@ def _set(words: str) -> frozenset[str]:
 _SECRET_WORDS = _set(
     "secret secrets password passwords passwd passwds passphrase passphrases pwd pwds credential credentials "
     "cookie cookies authorization authorisation jwt oauth auth auths bearer bearers userpass passcode "
-    "passcodes cred creds"
+    "passcodes cred creds hmac pat pats"
 )
 # Words written together: `apikey`, `userpassword`.
 _SECRET_ENDS = tuple(
@@ -73,6 +73,7 @@ _VALUE = re.compile(  # all items of a list or mapping
     re.IGNORECASE,
 )
 _OPTION = re.compile(r"(?<!\S)(--[A-Za-z][\w-]*)(\s+)(?!-)([^\s,;}\])'\"]+)")  # and its value, the next word
+_NEXT_SETTING = re.compile(r",(?=[A-Za-z_][\w.-]*=)")  # a comma elsewhere belongs to the value before it
 _SHORTEST = 4  # characters of a secret that is searched for in other text
 
 
@@ -135,7 +136,8 @@ def masked_setting(argument: str) -> str:
     if is_secret(key):
         return f"{key}={masked({key: value})[key]}"
     if key.startswith("-"):  # a value that is itself one or several settings: --export=ALL,HF_TOKEN=k
-        return f"{key}=" + ",".join(masked_setting(part) for part in value.split(","))
+        parts = [value] if key == "--env" else _NEXT_SETTING.split(value)
+        return f"{key}=" + ",".join(masked_setting(part) for part in parts)
     try:
         read = yaml.safe_load(value)
     except (yaml.YAMLError, ValueError, RecursionError):  # also refused as a setting
@@ -179,6 +181,13 @@ def shown_value(location: Iterable[Any], value: Any) -> str:
     if any(is_secret(str(part)) for part in location):
         return HIDDEN
     return repr(masked_text(value) if isinstance(value, str) else masked(value))
+
+
+def shown_setting(name: str, value: Any) -> str:
+    """Return how a message shows ``value`` of the argument ``name``: a text without quotes."""
+    if isinstance(value, str) and not is_secret(name):
+        return masked_text(value)
+    return shown_value((name,), value)
 
 
 def secret_values(tree: Any) -> Iterator[str]:

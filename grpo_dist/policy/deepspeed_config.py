@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from grpo_dist.config import PolicyConfig
+from grpo_dist.config.secrets import shown_value
 from grpo_dist.policy.offload import offload_config
 
 # Set by the trainer itself: a user's value would change the gradient or be ignored silently.
@@ -84,13 +85,22 @@ def check_values(policy: PolicyConfig) -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError  # with DeepSpeed, above
 
+    own = policy.deepspeed["zero_optimization"]
+    for name, value in own.items():
+        field = DeepSpeedZeroConfig.model_fields.get(name)
+        if isinstance(value, bool) and field is not None and field.annotation in (int, float):
+            raise ValueError(
+                f"`policy.deepspeed.zero_optimization.{name}` = {str(value).lower()} is not a number; "
+                "expected a number"
+            )
     try:
-        DeepSpeedZeroConfig(**policy.deepspeed["zero_optimization"])
+        DeepSpeedZeroConfig(**own)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ValueError(
-            f"`policy.deepspeed.zero_optimization.{where}` = {first['input']!r}: DeepSpeed refuses it: "
+            f"`policy.deepspeed.zero_optimization.{where}` = {shown_value(first['loc'], first['input'])}: "
+            "DeepSpeed refuses it: "
             f"{first['msg'].lower()}"
         ) from error
 

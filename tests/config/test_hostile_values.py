@@ -114,10 +114,12 @@ def test_an_override_that_cannot_be_set_is_refused_in_one_line(path, override, w
         ("data.train.0.max_rows", "true"),
         ("rewards.functions.0.weight", "true"),
         ("cluster.timeouts.start_s", "true"),
+        ("sampling.temperature.schedule", "[[0, true]]"),
+        ("sampling.max_new_tokens.schedule", "[[0, 8], [true, 9]]"),
     ],
 )
 def test_booleans_are_refused_for_numbers(path, key, value):
-    word = value.strip("[]").split(",")[0]
+    word = next(word for word in ("true", "false") if word in value)
     message = refused(path, BASE + "rewards: {functions: [{function: math}]}", f"{key}={value}")
     assert f"`{key}`: {word} is not a number" in message
 
@@ -149,6 +151,10 @@ def test_numeric_keys_refuse_booleans_and_non_finite_or_huge_numbers(path, key):
         ("checkpoint.grace_s=1e12", "expected at most 100000000"),
         ("policy.optimizer.lr=1e-320", "is too close to 0; expected 0 or at least 1e-30"),
         ("steps=1e12", "`steps`: 1000000000000 is too large; expected at most 2147483647"),
+        (
+            "sampling.max_new_tokens={schedule: [[0, 8], [5, 1000000000000]]}",
+            "schedule`: 1000000000000 is too large; expected at most 2147483647",
+        ),
         ("sampling.temperature=0.001", "greater than or equal to 0.01"),
         ("rejection.temperature=0.001", "greater than or equal to 0.01"),
         ("evaluation.temperature=0.001", "0.001 is below 0.01, and the engine would raise it"),

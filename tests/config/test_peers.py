@@ -57,6 +57,17 @@ def test_no_framework_has_one_name_in_two_rows():
             "`actor_rollout_ref.actor.ppo_epochs`: did you mean `batch.epochs_per_batch`?",
         ]),
         ("num_generations=8", ["did you mean `batch.samples_per_prompt`?", "TRL's `num_generations`"]),
+        ("temperature=0.9", ["did you mean `sampling.temperature`?", "TRL's"]),
+        ("gradient_checkpointing=true", ["did you mean `model.gradient_checkpointing`?"]),
+        ("ds3_gather_for_generation=true", ["has no counterpart", "bucket by bucket"]),
+        ("actor_rollout_ref.actor.tis_imp_ratio_cap=2", ["did you mean `algorithm.correction.high`?"]),
+        ("use_additional_prompts=true", ["did you mean `dynamic_sampling.enabled`?"]),
+        ("is_num_return_sequences_expand=true", ["has no counterpart"]),
+        *(
+            (f"{name}=1", [f"did you mean `algorithm.{name}`?"])  # ROLL's block, pasted at the top
+            for name in ("reward_clip", "reward_norm", "reward_shift", "reward_scale",
+                         "whiten_advantages", "advantage_clip", "add_token_level_kl")
+        ),
         ("scale_rewards=batch", ["did you mean `algorithm.std`?", "batch_raw"]),
         ("policy.learning_rate=1", ["did you mean `policy.optimizer.lr`?"]),
         ("n_samples_per_prompt=8", ["did you mean `batch.samples_per_prompt`?", "OpenRLHF's"]),

@@ -1,10 +1,15 @@
 """No secret of a configuration is written anywhere."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 from omegaconf import OmegaConf
 
+from actors.workers.engine_check import argument_problems, whole_problem
 from grpo_dist.cli import main
 from grpo_dist.config import Config
+from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.config.files import ConfigError, dump_config, load_config
 from grpo_dist.config.secrets import masked, masked_command, masked_setting, masked_text
 from grpo_dist.rewards.registry import check_rewards
@@ -155,6 +160,10 @@ def test_no_key_of_the_configuration_counts_as_a_secret():
     [
         ("--env=HF_TOKEN=sesame", "--env=HF_TOKEN=***"),
         ("--sbatch=--export=ALL,HF_TOKEN=sesame", "--sbatch=--export=ALL,HF_TOKEN=***"),
+        ("--env=DB_PASS=sesame,open", "--env=DB_PASS=***"),
+        ("--env=DB_PASS=sesame,open=2", "--env=DB_PASS=***"),
+        ("--sbatch=--export=ALL,HF_TOKEN=sesame,open,A=b", "--sbatch=--export=ALL,HF_TOKEN=***,A=b"),
+        ("--env=GITHUB_PAT=sesame", "--env=GITHUB_PAT=***"),
         ("--api-key=sesame", "--api-key=***"),
         ("--header=Authorization: Bearer sesame", "--header=Authorization: ***"),
         ("a={function: judge, kwargs: {api_key: sesame}}", "a={function: judge, kwargs: {api_key: '***'}}"),
@@ -233,6 +242,24 @@ def test_no_error_of_a_configuration_shows_a_secret(tmp_path, text, overrides):
     with pytest.raises(ConfigError) as refused:
         load_config(path, overrides)
     assert "SESAME" not in str(refused.value)
+
+
+def test_no_refusal_of_an_argument_of_vllm_shows_a_secret(monkeypatch):
+    extra = {"speculative_config": {"hf_token": "SESAME"}, "hf_token": "SESAME"}
+    (said,) = engine_problems(fakes.config(rollout={"engine": extra}), "cpu")
+    assert "SESAME" not in said and "speculative_config` = {'hf_token': '***'}" in said
+    (said,) = argument_problems({"hf_token": ["SESAME"]}, {"hf_token": bool | str})
+    assert "SESAME" not in said and "`rollout.engine.hf_token` = ***" in said
+
+    def refuses(**arguments):
+        raise RuntimeError(f"401 for {arguments}")
+
+    vllm = SimpleNamespace(AsyncEngineArgs=refuses)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(engine=None))
+    monkeypatch.setitem(sys.modules, "vllm.engine", SimpleNamespace(arg_utils=vllm))
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", vllm)
+    said = whole_problem({"model": "m", "hf_token": "SESAME"}, {"hf_token": "SESAME"})
+    assert said is not None and "SESAME" not in said and "(hf_token=***)" in said
 
 
 @pytest.mark.parametrize(

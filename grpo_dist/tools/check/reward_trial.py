@@ -35,6 +35,11 @@ class RewardTrial:
         return self.totals[0] > self.totals[1]
 
     @property
+    def inverts(self) -> bool:
+        """True where the wrong answer gets more."""
+        return self.totals[0] < self.totals[1]
+
+    @property
     def unscored(self) -> str | None:
         return next((name for name, part in self.parts.items() if np.isnan(part).any()), None)
 
@@ -47,9 +52,9 @@ class RewardTrial:
 
 
 def try_rewards(rewards: RewardsConfig, sampling: SamplingConfig, prompt: Prompt) -> RewardTrial:
-    """Try each form of an answer until the right answer gets more than the wrong one.
+    """Try each form of an answer until the right answer gets more than the wrong one, or less.
 
-    Where none does, returns the first form that all rewards score. Reward models and environments are not
+    Where neither happens, returns the first form that all rewards score. Reward models and environments are not
     asked. Raises ValueError for rewards that cannot be used.
     """
     from actors.workers.reward import RewardWorker  # Ray: no module of grpo_dist imports it at its top
@@ -76,7 +81,7 @@ def try_rewards(rewards: RewardsConfig, sampling: SamplingConfig, prompt: Prompt
             totals = float(group.rewards[0]), float(group.rewards[1])
             tried.append(RewardTrial(texts, totals, parts, tuple(news)))
             unscored = tried[-1].unscored
-            if tried[-1].separates or (unscored is not None and unscored not in own):
+            if tried[-1].separates or tried[-1].inverts or (unscored is not None and unscored not in own):
                 return tried[-1]
     finally:
         worker.close()

@@ -26,20 +26,24 @@ def check_reward(inputs: Inputs) -> str:
     first: dict[str, Prompt] = {}
     for prompt in inputs.prepared.prompts:
         first.setdefault(prompt.source, prompt)
-    found = []
+    found, skipped = [], []
     for source, prompt in first.items():
-        own = rewards.of(source)
         try:
-            text = _check_source(own, sampling, prompt) if own.functions else "reward models are not asked"
+            found.append(f"source {source}: {_check_source(rewards.of(source), sampling, prompt)}")
         except CheckFailed as error:
             raise CheckFailed(f"source {source}: {error}") from error
-        found.append(f"source {source}: {text}")
-    return "\n    ".join(found)
+        except CheckSkipped as reason:
+            skipped.append(f"source {source}: not checked: {reason}")
+    if not found:
+        raise CheckSkipped("; ".join(skipped).replace(": not checked: ", ": "))
+    return "\n    ".join(found + skipped)
 
 
 def _check_source(rewards: RewardsConfig, sampling: SamplingConfig, prompt: Prompt | None) -> str:
+    if not rewards.functions:
+        raise CheckSkipped("reward models are not asked before a run")
     if all(reward.function == ENVIRONMENT for reward in rewards.functions):
-        return "the reward is the sum of what the environment gives for each turn"
+        raise CheckSkipped("the reward is the sum of what the environment gives for each turn")
     if prompt is None:
         raise CheckSkipped("the data cannot be read, so there is no problem to answer")
     trial = try_rewards(rewards, sampling, prompt)

@@ -194,6 +194,16 @@ def test_weights_that_invert_a_reward_are_found(here):
     assert not wrong(results("rewards.functions=[{function: format}]"))
 
 
+def test_a_wrong_answer_that_scores_above_the_right_one_in_one_form_is_a_problem(here):
+    (here / "mine.py").write_text(
+        "def mine(completion, answer):\n"
+        "    right = completion.strip().endswith('#### ' + answer)\n"
+        "    return 1.0 if right else 0.5 if 'boxed{-987654321}' in completion else 0.0\n"
+    )
+    own = "rewards.functions=[{function: 'mine:mine'}]", f"rewards.code_paths=[{here}]"
+    assert "| wrong, 0.5 in all" in wrong(results(*own))["reward"]
+
+
 @pytest.mark.parametrize("form", ["<answer>{}</answer>", "#### {}"])
 def test_a_reward_may_expect_answers_of_another_form(here, form):
     (here / "mine.py").write_text(
@@ -213,6 +223,9 @@ def test_a_run_scored_only_by_reward_models_is_not_reported_as_ok(here, monkeypa
     monkeypatch.setattr("grpo_dist.runs.prepare.check_model", lambda model: None)
     found = results("rewards.functions=[]", "rewards.models=[{name: judge, path: x/y}]")["reward"]
     assert found.skipped and "reward models are not asked" in found.detail
+    own = "rewards.models=[{name: judge, path: x/y}]", "rewards.by_source={train: {functions: [], models: [judge]}}"
+    found = results(*own)["reward"]
+    assert found.skipped and "source train: reward models are not asked" in found.detail
 
 
 def test_settings_that_every_gpu_rank_refuses_are_refused_without_gpus(here, monkeypatch):
@@ -232,6 +245,14 @@ def test_settings_that_every_gpu_rank_refuses_are_refused_without_gpus(here, mon
         (
             ["policy.deepspeed.zero_optimization={reduce_bucket_size: big}"],
             "zero_optimization.reduce_bucket_size` = 'big': DeepSpeed refuses it",
+        ),
+        (
+            ["policy.deepspeed.zero_optimization={reduce_bucket_size: true}"],
+            "zero_optimization.reduce_bucket_size` = true is not a number",
+        ),
+        (
+            ["policy.deepspeed.zero_optimization={api_key: SESAME}"],
+            "zero_optimization.api_key` = ***: DeepSpeed refuses it",
         ),
         (["policy.deepspeed.gradient_allreduce_op=sum"], "would scale gradients"),
         (["policy.deepspeed.data_types={grad_accum_dtype: bf16}"], "is set by model.dtype"),
