@@ -39,7 +39,9 @@ def topr(
 def topr_token(
     logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask
 ) -> LossAndStats:
-    """As `topr` with the ratio of each token instead of its sequence's: ROLL's ``pg_variant: topr``."""
+    """As `topr` with the ratio of each token instead of its sequence's: ROLL's ``pg_variant: topr``, which
+    calls a sample bad by its score instead of its advantage.
+    """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     return _tapered(logprobs, log_ratio, log_ratio.detach(), advantages, mask)
 

@@ -180,7 +180,7 @@ class AlgorithmConfig(Section):
     clip_low: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="lower clip bound; null: the default of the policy loss, e.g. 0.2 for ppo_clip"
     )
-    clip_high: PositiveFloat | None = Field(
+    clip_high: NonNegative | None = Field(
         None,
         description="upper clip bound; null: default of the policy loss; above clip_low: clip-higher (DAPO)",
     )

@@ -46,7 +46,8 @@ ALGORITHM_ROWS = (
     row(
         "algorithm.policy_loss",
         "verl: vanilla: ppo_clip; geo_mean: gmpo; gpg: policy_gradient; others "
-        "alike. TRL: importance_sampling_level = sequence: gspo; loss_type = vespo. OpenRLHF: ppo: ppo_clip. "
+        "alike. TRL: importance_sampling_level = sequence: gspo; loss_type = cispo, sapo, vespo alike; "
+        "luspo: gspo. OpenRLHF: ppo: ppo_clip. "
         "ROLL: importance_sampling = seq: gspo; pg_variant = cispo; topr: topr_token; kimi15: dro",
         verl="@actor.policy_loss.loss_mode",
         trl="importance_sampling_level",
@@ -71,7 +72,8 @@ ALGORITHM_ROWS = (
     ),
     row(
         "algorithm.dual_clip",
-        "off unless set; TRL's delta from 1 + clip_high on is the same; verl has 3.0 "
+        "off unless set; TRL's delta from 1 + clip_high on is the same, below it is clip_high = delta - 1 "
+        "with dual_clip = 1 + epsilon_high; verl has 3.0 "
         "always. ROLL's dual_clip_loss: true is 1 + 2 * pg_clip",
         verl="@actor.clip_ratio_c",
         trl="delta",
@@ -96,9 +98,9 @@ ALGORITHM_ROWS = (
     row(
         "algorithm.aggregation",
         "verl and ROLL: the same names. TRL's loss_type: grpo: "
-        "seq-mean-token-mean; dapo, bnpo: token-mean; dr_grpo: seq-mean-token-sum-norm; cispo, sapo: see "
-        "`algorithm.policy_loss`. seq-mean-token-sum-norm divides by `sampling.max_new_tokens`, verl by "
-        "loss_scale_factor",
+        "seq-mean-token-mean, as sapo; dapo, bnpo, cispo, vespo: token-mean; dr_grpo: "
+        "seq-mean-token-sum-norm; luspo: seq-mean-token-sum. seq-mean-token-sum-norm divides by "
+        "`sampling.max_new_tokens`, verl by loss_scale_factor",
         verl="@actor.loss_agg_mode @actor.loss_scale_factor",
         trl="loss_type",
         roll="loss_agg_mode",
@@ -150,7 +152,8 @@ ALGORITHM_ROWS = (
     row(
         "algorithm.correction.kind",
         "TRL: *_truncate: tis; *_mask: mis. verl: rollout_is: tis; "
-        "two bounds: icepop at level token. OpenRLHF: tis and icepop alike",
+        "two bounds: mis, which at level token is icepop. OpenRLHF: tis and icepop alike; seq-mask-tis: "
+        "icepop at level geometric",
         trl="vllm_importance_sampling_correction vllm_importance_sampling_mode",
         openrlhf="algo.advantage.is_correction_enable algo.advantage.is_correction_type "
         "enable_vllm_is_correction vllm_is_correction_type",

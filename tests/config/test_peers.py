@@ -6,12 +6,13 @@ from collections import Counter
 import pytest
 
 from grpo_dist.cli import main
-from grpo_dist.config import Config
+from grpo_dist.config import AlgorithmConfig, Config
 from grpo_dist.config.files import ConfigError, load_config
 from grpo_dist.config.peer_row import FRAMEWORKS
 from grpo_dist.config.peer_table import PEER_TABLE
 from grpo_dist.config.peers import hint, lookup, table
 from grpo_dist.tools.config_reference import keys, sections
+from tests.support.documents import ROOT
 
 BASE = "model: {path: demo:add3}\ndata: {train: [{path: demo:add3}]}\n"
 
@@ -139,3 +140,11 @@ def test_a_flag_of_another_framework_is_answered_with_our_key(base, capsys):
 
 def test_the_table_has_a_line_for_every_row():
     assert len(table().splitlines()) == len(PEER_TABLE) + 2
+
+
+def test_settings_that_the_maths_documents_for_peers_are_accepted():
+    """ROLL's truncated weights in [0, 1] are cispo's with no room above 1."""
+    own = AlgorithmConfig(policy_loss="cispo", clip_low=1.0, clip_high=0.0)
+    assert (own.clip_low, own.clip_high) == (1.0, 0.0)
+    text = (ROOT / "grpo_dist/algorithms/README.md").read_text()
+    assert "its `tis` is `cispo` with\n`clip_low: 1, clip_high: 0`" in text

@@ -1,0 +1,40 @@
+"""Settings of Dr. GRPO's own code, and ours."""
+
+from tests.algorithms.peers.counterparts import of_losses
+from tests.algorithms.peers.counterparts.base import Counterpart
+
+MODES = {"drgrpo": "seq-mean-token-sum-norm", "grpo": "seq-mean-token-mean"}
+STD = {"drgrpo": "none", "grpo": "group"}
+
+
+def counterpart(case):
+    return globals()[f"_{case.kind}"](case, case.settings)
+
+
+def _loss(case, settings):
+    """Its advantages are of its own making."""
+    clip = settings.get("cliprange", 0.2)
+    section = {
+        "policy_loss": "ppo_clip", "clip_low": clip, "clip_high": clip,
+        "aggregation": MODES[settings["critic_type"]],
+    }  # fmt: skip
+    if settings.get("reinforce_update"):
+        section = {"policy_loss": "policy_gradient", "aggregation": section["aggregation"]}
+    if "tis_c" in settings:
+        section["correction"] = {"kind": "tis", "high": settings["tis_c"]}
+    if "beta" in settings:
+        section["kl"] = {"coef": settings["beta"], "estimator": "k3"}
+    how = {"max_tokens": settings["generate_max_length"]}
+    own = Counterpart(section, how | {"estimated": {"std": STD[settings["critic_type"]], "eps": 1e-8}})
+    return of_losses.value_of_logprob(case, own) if "reinforce_update" in settings else own
+
+
+def _advantages(case, settings):
+    std = STD[settings["critic_type"]]
+    return Counterpart(
+        {"advantage": "grpo", "std": std, "advantage_eps": 1e-8}, {"estimate": {"std": std, "eps": 1e-8}}
+    )
+
+
+def _whiten(case, settings):
+    return Counterpart()

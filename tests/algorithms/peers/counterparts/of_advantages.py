@@ -1,0 +1,187 @@
+"""Why some advantages, KL values and masks of peers are not ours, and the one change that gives theirs."""
+
+import math
+
+import numpy as np
+import torch
+
+from grpo_dist.algorithms.kl import KL_ESTIMATORS
+from grpo_dist.algorithms.normalise import whiten
+from grpo_dist.algorithms.process import discounted_to_go
+from grpo_dist.algorithms.ratios import sequence_mean
+from grpo_dist.algorithms.segments import segment_mean
+from tests.algorithms.peers import ours
+from tests.algorithms.peers.compute import run
+from tests.algorithms.peers.counterparts.of_losses import differing
+
+
+def _alone(x):
+    return torch.tensor([int((x["groups"] == own).sum()) == 1 for own in x["groups"]])
+
+
+def _spread(values, mask):
+    return torch.where(mask, values[:, None], 0.0)
+
+
+def group_of_one(case, own, *, scale=1.0):
+    """``scale``: of the reward that such a sample has as its advantage."""
+
+    def whitens():
+        return own.section["advantage"] == "reinforce_pp_baseline"
+
+    def peers(case, own):
+        x = case.tensors()
+        centred = ours.estimate(x, own.section["advantage"], **own.how.get("estimate", {}))
+        found = _spread(torch.where(_alone(x), x["rewards"] * scale, centred), x["mask"])
+        return {"advantages": whiten(found, x["mask"]) if whitens() else found}
+
+    def mine(case, own):
+        x = case.tensors()
+        if whitens():
+            return {"advantages": whiten(_spread(_centred(x), x["mask"]), x["mask"])}
+        found = case.numbers()["advantages"]
+        return {"advantages": torch.where(_alone(x)[:, None], 0.0, found)}
+
+    return differing(case, own, "a sample without siblings has its reward as advantage, here 0", peers, mine)
+
+
+def _centred(x):
+    """Return r - mean of the group, by hand."""
+    own = [x["rewards"][x["groups"] == group].mean() for group in x["groups"]]
+    return x["rewards"] - torch.stack(own)
+
+
+def float32_statistics(case, own):
+    def peers(case, own):
+        x, found = case.tensors(), []
+        for group in x["groups"].unique():
+            rewards = x["rewards"][x["groups"] == group].numpy()
+            mean, std = np.float32(rewards.mean()), np.float32(rewards.std(ddof=1))
+            found.append((rewards - mean.item()) / (std.item() + 1e-6))
+        return {"advantages": _spread(torch.from_numpy(np.concatenate(found)), x["mask"])}
+
+    def mine(case, own):
+        x = case.tensors()
+        same = torch.tensor([len(set(x["rewards"][x["groups"] == g].tolist())) == 1 for g in x["groups"]])
+        return {"advantages": torch.where(same[:, None], 0.0, case.numbers()["advantages"])}
+
+    return differing(
+        case, own, "rounds the group's mean to float32, which gives equal rewards an advantage", peers, mine
+    )
+
+
+def counts_nonzero(case, own):
+    def scaled(case, count):
+        x = case.tensors()
+        centred = ours.estimate(x, "dr_grpo")
+        if count == "nonzero":
+            centred = torch.where(_alone(x), x["rewards"], centred)
+        trained = (x["rewards"] != 0).sum() if count == "nonzero" else (_centred(x).abs() > 1e-9).any()
+        if count != "nonzero":
+            groups = x["groups"].tolist()
+            spread = [
+                len({float(x["rewards"][j]) for j, g in enumerate(groups) if g == own}) > 1 for own in groups
+            ]
+            trained = sum(spread)
+        return {"advantages": _spread(centred * len(centred) / trained, x["mask"])}
+
+    return differing(
+        case, own, "divides by the samples whose reward is not 0, ours by those in groups with a spread",
+        lambda case, own: scaled(case, "nonzero"), lambda case, own: scaled(case, "spread"),
+    )  # fmt: skip
+
+
+def clamped_kl(case, own, *, low=None):
+    """``low``: of the value, for peers that hold every estimator on both sides."""
+    name = own.section["kl"]["estimator"]
+
+    def exact(x):
+        d = x["now"] - x["reference"]
+        values = {"k1": d, "k2": d * d / 2}
+        slopes = {"k1": torch.ones_like(d), "k2": d, "k3": 1 - (-d).exp(), "k3+": d}
+        return values.get(name, (-d).exp() - 1 + d), slopes[name]
+
+    def peers(case, own):
+        found, x = run(case, own.section, own.how), case.tensors()
+        inside = (found["value"] <= 10) & (found["value"] >= (-math.inf if low is None else low))
+        if name == "k3+":
+            inside = torch.ones_like(inside)
+        elif low is None or name == "k3":
+            inside &= (x["now"] - x["reference"]).abs() < 20
+        grad = torch.where(inside, found["grad"], 0.0)
+        return {"value": found["value"].clamp(low, 10), "grad": grad}
+
+    def mine(case, own):
+        value, slope = exact(case.tensors())
+        return {"value": value, "grad": slope}
+
+    return differing(case, own, "holds the KL of a token within 10", peers, mine)
+
+
+def _population(x, values):
+    n = int(x["mask"].sum())
+    return values * math.sqrt(n / (n - 1))
+
+
+def _by_hand(case, own, *, every_place=False, largest=None, clip_after=None, clip_before=None, centres=None):
+    """Return advantages of tokens with the reward on the last token, summed up from each token on.
+
+    ``every_place``: given tokens are steps of time, too. ``largest``: of a token's KL. ``clip_after``,
+    ``clip_before``: of the reward, on which side of the estimator. ``centres``: how tokens are whitened;
+    None: as our section says.
+    """
+    x, section = case.tensors(), own.section
+    mask, rewards = x["mask"], x["rewards"]
+    if clip_before is not None:
+        x["rewards"] = rewards.clamp(-clip_before, clip_before)
+    of_samples = ours.estimate(x, section["advantage"], eps=section.get("advantage_eps", 1e-6))
+    if clip_after is not None:
+        of_samples = of_samples.clamp(-clip_after, clip_after)
+    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(dim=1)
+    at_end = torch.zeros_like(x["now"])
+    at_end[torch.arange(len(mask)), last] = of_samples
+    if "kl" in section:
+        kl = KL_ESTIMATORS[section["kl"]["estimator"]](x["engine"], x["reference"])
+        kl = kl.clamp(max=math.inf if largest is None else largest)
+        at_end = at_end - section["kl"]["coef"] * torch.where(mask, kl, 0.0)
+    steps = torch.ones_like(mask) if every_place else mask
+    found = torch.where(mask, discounted_to_go(at_end, steps, section.get("gamma", 1.0)), 0.0)
+    kept = found[mask]
+    centred = torch.where(mask, found - kept.mean(), 0.0)
+    if centres is None:
+        centres = "sample" if ours.configured(section).whitens else "not"
+    by = {"sample": kept.std(), "population": kept.std(correction=0), "mean": 1.0}
+    return {"advantages": found if centres == "not" else centred / by[centres]}
+
+
+def by_hand(case, own, reason, **change):
+    """``centres`` alone: peers differ in the deviation."""
+    same = {"clip_before": change["clip_after"]} if "clip_after" in change else {}
+    return differing(
+        case,
+        own,
+        reason,
+        lambda case, own: _by_hand(case, own, **change),
+        lambda case, own: _by_hand(case, own, **same),
+    )
+
+
+def signed_differences(case, own):
+    (rule,) = own.section["correction"]["reject"]
+    scope, limit = rule["rule"].removesuffix("_tv"), rule["high"]
+
+    def over(values, mask):
+        values = torch.where(mask, values, 0.0)
+        if scope == "segment_mean":
+            return segment_mean(values, mask)
+        return sequence_mean(values, mask) if scope == "seq_mean" else values.sum(dim=1, keepdim=True)
+
+    def within(case, magnitude):
+        x = case.tensors()
+        moved = x["old"].exp() - x["engine"].exp()
+        return {"kept": x["mask"] & (over(moved.abs() if magnitude else moved, x["mask"]).abs() <= limit)}
+
+    return differing(
+        case, own, "adds up signed differences of probabilities, which cancel; ours are total variations",
+        lambda case, own: within(case, False), lambda case, own: within(case, True),
+    )  # fmt: skip

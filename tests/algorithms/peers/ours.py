@@ -1,0 +1,124 @@
+"""This project's numbers for an input, from a section `algorithm` of its configuration."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from actors.workers.policy import loss_settings
+from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
+from grpo_dist.algorithms.rejection import RejectionRule
+from grpo_dist.batch.credit_assignment import sample_advantages, token_advantages
+from grpo_dist.batch.rows import make_batch
+from grpo_dist.config import AlgorithmConfig, RewardsConfig
+from grpo_dist.loop.updates import advantage_settings
+from grpo_dist.policy.loss import batch_loss, finish_stats
+from grpo_dist.policy.preparation import Preparation
+from grpo_dist.types import Group, PreparedBatch, Prompt, Rollout, TrainBatch
+
+_PROMPT = 2  # tokens
+
+
+def configured(section):
+    """Validate a section `algorithm`. Without a correction of its own it has none."""
+    return AlgorithmConfig(**{"correction": {"kind": "none"}} | section)
+
+
+def rules(section):
+    """Return the rejection rules of a section `algorithm`."""
+    return [RejectionRule(r.rule, r.high, r.low) for r in configured(section).correction.reject]
+
+
+def loss(x, section, *, max_tokens=None, num_tokens=None, num_sequences=None, selected=None):
+    """Return loss, gradient by the log-probs, and the metrics of an update whose rows are those of ``x``."""
+    settings, mask = loss_settings(configured(section)), x["mask"]
+    batch = TrainBatch(
+        tokens=torch.zeros(mask.shape, dtype=torch.long), lengths=mask.sum(dim=1), loss_mask=mask,
+        advantages=x["advantages"], rollout_logprobs=x["engine"], ref_logprobs=x["reference"],
+        row_ids=torch.arange(len(mask)), max_tokens=max_tokens or mask.shape[1],
+        num_tokens=float(mask.sum()) if num_tokens is None else num_tokens,
+        num_sequences=float(mask.any(dim=1).sum()) if num_sequences is None else num_sequences,
+    )  # fmt: skip
+    if not settings.kl_coef:
+        batch = replace(batch, ref_logprobs=None)
+    old = x["engine"] if settings.old_policy == "rollout" else x["old"]
+    prepared = PreparedBatch.of(
+        batch, old_logprobs=old, old_entropies=x["entropy"] if settings.top_entropy_share < 1 else None
+    )
+    preparation = Preparation(lambda _: (x["now"], x["entropy"]), torch.device("cpu"), reports=True)
+    prepared = preparation.before_the_update(
+        preparation.over_the_update(prepared, settings), settings, number=0
+    )
+    if selected is not None:
+        prepared = replace(prepared, selected=selected)
+    now = x["now"].detach().clone().requires_grad_()
+    value, stats = batch_loss(now, prepared, settings, entropy=x["entropy"])
+    value.backward()
+    metrics = finish_stats(stats)
+    return {
+        "loss": value.detach(),
+        "grad": now.grad,
+        "clip_share": metrics["policy/clip_low_share"] + metrics["policy/clip_high_share"],
+        "dual_share": metrics["policy/dual_clip_share"],
+        "k3_kl": metrics["mismatch/kl"],
+    }
+
+
+def groups(x, *, weights=None):
+    """Return the rewards and completions of ``x`` as groups, and the order of their rows."""
+    order = torch.argsort(x["groups"], stable=True)
+    made = []
+    for i in x["groups"].unique().tolist():
+        rows = order[x["groups"][order] == i].tolist()
+        prompt = Prompt(f"p{i}", np.full(_PROMPT, 3, np.int32), "1", "made")
+        rollouts = tuple(_rollout(x, row, j) for j, row in enumerate(rows))
+        parts = {name: x["parts"][k][rows].numpy() for k, name in enumerate(weights or {})}
+        rewards = x["rewards"][rows].numpy()
+        greedy = float(x["greedy"][rows[0]])
+        made.append(Group(prompt, rollouts, rewards, parts, ("",) * len(rows), baseline_reward=greedy))
+    return made, order
+
+
+def _rollout(x, row, sample):
+    mask = x["mask"][row]
+    length = int((mask * torch.arange(1, len(mask) + 1)).max())
+    sampled = mask[:length].numpy()
+    return Rollout(
+        prompt_uid="p", sample=sample, completion_ids=np.full(length, 5, np.int32),
+        logprobs=x["engine"][row, :length].numpy().astype(np.float32), finish_reason="stop", text="",
+        policy_versions=np.zeros(length, np.int32), sampled=None if sampled.all() else sampled,
+    )  # fmt: skip
+
+
+def advantages(x, section, *, weights=None, moments=None):
+    """Return advantages as a run computes them, float32: of samples [B], before any step over tokens, and of
+    tokens [B, T].
+    """
+    algorithm = configured(section)
+    made, order = groups(x, weights=weights)
+    how = replace(
+        advantage_settings(algorithm, RewardsConfig(), algorithm.kl.coef),
+        weights=weights or {},
+        moments=moments,
+    )
+    own = sample_advantages(made, how)
+    lengths = [len(r.completion_ids) for g in made for r in g.rollouts]
+    reference = [
+        x["reference"][row, :n].numpy().astype(np.float32) for row, n in zip(order, lengths, strict=True)
+    ]
+    batch = make_batch(made, own, ref_logprobs=reference, max_new_tokens=x["mask"].shape[1])
+    tokens = token_advantages(batch, made, how).advantages[:, _PROMPT:]
+    inverse = torch.argsort(order)
+    out = torch.zeros(x["mask"].shape)
+    out[:, : tokens.shape[1]] = tokens[inverse]
+    return torch.from_numpy(np.concatenate(own))[inverse], out
+
+
+def estimate(x, name, **settings):
+    """Return the advantages [B] of one estimator, in the type of the rewards."""
+    known = {
+        "eps": 1e-6, "std": "group", "lengths": x["mask"].sum(dim=1), "baselines": x["greedy"],
+        "parts": x["parts"], "weights": torch.ones(len(x["parts"])),
+    } | settings  # fmt: skip
+    own = {key: known[key] for key in ADVANTAGE_INPUTS.get(name, ())}
+    return ADVANTAGES[name](x["rewards"], x["groups"], **own)
