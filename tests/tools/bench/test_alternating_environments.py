@@ -5,13 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from grpo_dist import driver
 from grpo_dist.config import DataSourceConfig
 from grpo_dist.tools.bench.alternate import AlternatingEnvironments, divide, is_other, pair_figures
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, StepRecord
+from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.bench.run import _check_other_kwargs, as_benchmark, timed
-from grpo_dist.tools.bench.table import FIGURES
+from grpo_dist.tools.bench.table import FIGURES, print_result
 from grpo_dist.types import Task
 from tests.support.fakes import World, config, prompts
 
@@ -49,7 +51,37 @@ def test_a_machine_that_becomes_steadily_slower_does_not_move_the_ratio():
     found = pair_figures(*divide(steps))
     assert found["pairs/step_ratio"] == pytest.approx(1.1, rel=1e-4)
     assert found["pairs/step_ratio_mean"] == pytest.approx(1.1, rel=1e-4)
+    assert found["pairs/median_ratio"] == pytest.approx(1.1, rel=0.01)
     assert set(found) <= set(FIGURES)
+
+
+def test_one_odd_step_does_not_move_the_ratio_of_medians_and_noise_widens_its_spread():
+    """Seven pairs of 1.1 and 1.0 s; in an eighth the machine is busy with something else."""
+    even = [1.0 if is_other(i, 0) else 1.1 for i in range(16)]
+    odd = [*even[:15], 9.9]
+    same, found = (pair_figures(*divide(recorded(seconds))) for seconds in (even, odd))
+    ends = ("pairs/median_ratio_low", "pairs/median_ratio", "pairs/median_ratio_high")
+    assert [same[name] for name in ends] == pytest.approx([1.1] * 3)
+    assert found["pairs/median_ratio"] == pytest.approx(1.1)
+    assert found["pairs/step_ratio_mean"] == pytest.approx((7 * 1.1 + 9.9) / 8)
+    noisy = [own * (1 + 0.1 * (i % 5 - 2)) for i, own in enumerate(even)]
+    low, middle, high = (pair_figures(*divide(recorded(noisy)))[name] for name in ends)
+    assert 0.8 < low < middle < high < 1.5
+    assert pair_figures(*divide(recorded(noisy))) == pair_figures(*divide(recorded(noisy))), "a fixed seed"
+
+
+def test_pairs_are_printed_with_their_spread_and_the_extra_time_of_engines():
+    steps = recorded([1.0 if is_other(i, 0) else 1.1 for i in range(4)])
+    longer = [{"time/rollout_sample_busy_s": 0.4 if is_other(i, 0) else 0.6} for i in range(4)]
+    own, others = divide([replace(step, metrics=m) for step, m in zip(steps, longer, strict=True)])
+    found = pair_figures(own, others) | {"loop/step_median_s": 1.1}
+    result = BenchResult("b", {"bench": {"other_kwargs": {"seconds": 0}}}, {}, {}, found, {}, [], [], [], 1.0)
+    console = Console(record=True, width=300)
+    print_result(replace(result, pairs=[1.1, 1.1]), console)
+    told = console.export_text()
+    assert "median step over that with seconds=0: 1.100 (1.10 s and 1.00 s, generation 0.20 s longer)" in told
+    assert "90 % of 2 resampled pairs: 1.100 to 1.100" in told
+    assert "each pair: 1.100, 1.100; median 1.100, mean 1.100" in told
 
 
 class ArgumentsOfSteps(World):
