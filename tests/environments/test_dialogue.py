@@ -226,8 +226,8 @@ def test_a_failure_is_told_to_the_reader_and_not_to_the_policy() -> None:
 def test_the_code_form_puts_the_result_into_the_same_message() -> None:
     tokenizer = character_tokenizer()
     renderer = _renderer(tokenizer, "auto")
-    assert renderer.in_place and renderer.stop == ("\n```\n",)
     prompt = _prompt(renderer)
+    assert renderer.in_place and prompt.task and renderer.stop(prompt.task) == ("\n```\n",)
     dialogue = Dialogue(renderer, prompt)
     ids = renderer.ids("```calculator\n12*34\n```\n")
     action = dialogue.add_action(generated(ids, version=1))
@@ -242,6 +242,16 @@ def test_the_code_form_puts_the_result_into_the_same_message() -> None:
     assert rollout.sampled is not None
     assert tokenizer.decode(rollout.completion_ids[~rollout.sampled].tolist()) == "```output\n408\n```\n"
     assert rollout.text == "\\boxed{408}"
+
+
+def test_a_code_block_ends_no_action_where_there_are_no_tools() -> None:
+    """The environment reads the whole answer, also what follows the block."""
+    renderer = _renderer(character_tokenizer(), "auto")
+    prompt = _prompt(renderer, tools=())
+    assert renderer.in_place and prompt.task and renderer.stop(prompt.task) == ()
+    text = "```python\n1\n```\nIt is 1."
+    action = Dialogue(renderer, prompt).add_action(generated(renderer.ids(text), version=1))
+    assert action.text == text and not action.unfinished and not action.calls
 
 
 def test_a_block_in_another_language_is_no_call_and_sampling_continues() -> None:
