@@ -105,8 +105,8 @@ class EnvironmentWorker(Metered, Probeable):
     @metered("act")
     async def act(self, acts: Sequence[Act]) -> list[Observed | None]:
         """Give each action to its environment. Returns the answers that are there at once; None: `answer`
-        waits for that one, or raises the error of that action alone. A lone action keeps no other waiting: its
-        answer needs no second call.
+        waits for that one, or raises the error of that action alone. A lone action keeps no other waiting,
+        so its own call waits for the answer.
         """
         tasks = {
             act.episode: asyncio.create_task(self._act(act), name=f"episode {act.episode}") for act in acts

@@ -1,6 +1,8 @@
 """Benchmarks of pairs: which steps have the other arguments, how pairs are divided, and what is refused."""
 
 import asyncio
+import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from rich.console import Console
 
 from grpo_dist import driver
 from grpo_dist.config import DataSourceConfig
+from grpo_dist.tools.bench import slow_tools
 from grpo_dist.tools.bench.alternate import AlternatingEnvironments, divide, is_other, pair_figures
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, StepRecord
 from grpo_dist.tools.bench.result import BenchResult
@@ -114,6 +117,34 @@ def test_every_other_step_of_the_real_loop_has_the_other_arguments():
     assert all(own["turns"] == 3 for own in world.kwargs), "the other arguments stay"
     own, others = divide(timed(settings.bench, recorder.steps))
     assert [[step.step for step in steps] for steps in (own, others)] == [[3, 6], [4, 5]]
+
+
+@pytest.mark.parametrize(("kwargs", "means"), [
+    ({}, [0.2, 0.2, 0.2]),
+    ({"last_seconds": 0}, [0.2, 0.2]),
+    ({"last_seconds": 0.4, "turns": 2}, [0.2, 0.4]),
+    ({"seconds": 0}, []),
+])  # fmt: skip
+def test_a_slow_tool_takes_the_same_time_in_each_run_and_may_answer_the_last_action_otherwise(
+    kwargs, means, monkeypatch
+):
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr(slow_tools.asyncio, "sleep", sleep)
+    for _ in range(2):
+        tool = slow_tools.SlowTool(**kwargs)
+        found = [asyncio.run(tool.step(f"action {i}")) for i in range(kwargs.get("turns", 3))]
+        assert [step.done for step in found] == [False] * (len(found) - 1) + [True]
+    count = len(waits) // 2
+    assert waits[:count] == waits[count:]
+    expected = [
+        random.Random(f"{i} action {i}").lognormvariate(math.log(mean) - 0.5, 1.0)
+        for i, mean in enumerate(means)
+    ]
+    assert waits[:count] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("changes", "words"), [
