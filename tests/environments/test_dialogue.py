@@ -338,6 +338,24 @@ def test_calls_inside_a_thought_are_none() -> None:
         dialogue.observe(Observed("go on"))
 
 
+def test_a_code_block_inside_a_thought_is_a_call_and_the_thought_goes_on_behind_its_result() -> None:
+    tokenizer = real_tokenizer("deepseek-r1-distill")
+    renderer = _renderer(tokenizer, "auto")
+    prompt = _prompt(renderer)
+    assert renderer.in_place and prompt.thought.prompt == "opens"
+    dialogue = Dialogue(renderer, prompt)
+    action = dialogue.add_action(generated(renderer.ids("I try.\n```calculator\n12*34\n```\n"), version=1))
+    assert action.calls == (Call("calculator", "12*34\n", raw=True),)
+    dialogue.observe(_result("408"))
+    _act(dialogue, renderer, "So it is.\n</think>\n\n\\boxed{408}", tokenizer.eos_token)
+    rollout = dialogue.rollout(0, "stop")
+    assert rollout.further_rows == ()
+    assert tokenizer.decode(rollout.completion_ids.tolist()) == (
+        "I try.\n```calculator\n12*34\n```\n```output\n408\n```\nSo it is.\n</think>\n\n\\boxed{408}"
+        + tokenizer.eos_token
+    )
+
+
 def test_a_call_that_cannot_be_read_is_malformed() -> None:
     tokenizer = real_tokenizer("qwen2.5")
     renderer = _renderer(tokenizer)
