@@ -30,7 +30,7 @@ from grpo_dist.runtime.stacks import pending_calls
 from grpo_dist.runtime.stage_log import say
 from grpo_dist.types import Task
 
-# A batch of actions is answered after so long at most; slower answers are fetched one by one. A call costs
+# Several actions are answered after so long at most; slower answers are fetched one by one. A call costs
 # both sides about a millisecond, which is more than most tools take.
 _AT_ONCE_S = 0.005
 # Names of ended episodes that are remembered: their last actions may arrive after their ends.
@@ -105,13 +105,15 @@ class EnvironmentWorker(Metered, Probeable):
     @metered("act")
     async def act(self, acts: Sequence[Act]) -> list[Observed | None]:
         """Give each action to its environment. Returns the answers that are there at once; None: `answer`
-        waits for that one, or raises the error of that action alone.
+        waits for that one, or raises the error of that action alone. A lone action keeps no other waiting,
+        so its own call waits for the answer.
         """
         tasks = {
             act.episode: asyncio.create_task(self._act(act), name=f"episode {act.episode}") for act in acts
         }
         self._acting |= tasks  # before the wait, in which `end` may cancel them
-        await asyncio.wait(tasks.values(), timeout=_AT_ONCE_S)
+        # bounded: an environment, and each of its tools, has a deadline
+        await asyncio.wait(tasks.values(), timeout=_AT_ONCE_S if len(acts) > 1 else None)
         return [self._answer_at_once(episode, task) for episode, task in tasks.items()]
 
     def _answer_at_once(self, episode: str, task: asyncio.Task[Observed]) -> Observed | None:

@@ -42,7 +42,7 @@ class EnvironmentLine:
         answer: asyncio.Future[Observed | None] = loop.create_future()
         self._acts.append((act, answer))
         observed: Observed | None = await answer
-        if observed is None:  # it takes its time
+        if observed is None:  # it takes its time, and was not alone
             observed = await self._worker.answer.remote(act.episode)
         return observed
 

@@ -162,7 +162,7 @@ class _Ends:
             self._sampling,
             min(self._length or max_tokens, max_tokens),
             exact=exact,
-            stop=() if exact else self._sampler._renderer.stop,
+            stop=() if exact else self._sampler._renderer.stop(self._task),
         )
         meter.count("tokens", len(output.token_ids))
         if self._requests:

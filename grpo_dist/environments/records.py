@@ -31,7 +31,8 @@ class Call:
     """A tool call as parsed from an action.
 
     Attributes:
-        arguments: a JSON object; with ``raw`` the text of a code block, which is the tool's first argument.
+        arguments: a JSON object; with ``raw`` the text of a code block, which is one where a tool has several
+            arguments, else the only one.
     """
 
     name: str

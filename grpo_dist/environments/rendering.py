@@ -63,10 +63,11 @@ class Renderer:
         """Whether results follow a call in the same message."""
         return self.call_format == CODE
 
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """Strings that end an action. They are part of it."""
-        return (CODE_STOP,) if self.in_place else ()
+    def stop(self, task: Task) -> tuple[str, ...]:
+        """Return the strings that end an action of ``task``. They are part of it. Without tools a code block
+        is an answer like any other.
+        """
+        return (CODE_STOP,) if self.in_place and task.tools else ()
 
     def parse(self, text: str, ids: Sequence[int], task: Task, thought: Thought) -> Action:
         """Read an action with its calls.

@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NotRequired, Required, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
@@ -35,6 +36,7 @@ class TypedTool:
             raise ValueError(f"tool `{self.name}` is no function; name functions with typed parameters")
         parameters = inspect.signature(function).parameters
         self._names = [name for name in parameters if name != "self"]
+        self._required = [n for n in self._names if parameters[n].default is inspect.Parameter.empty]
         for name in self._names:
             if parameters[name].kind not in _NAMED:
                 raise ValueError(f"tool `{self.name}`: parameter `{name}` must be one that calls can name")
@@ -76,8 +78,19 @@ class TypedTool:
             raise BadCall(f"{self.name}: {wrong}. It takes: {', '.join(self._names) or 'nothing'}") from error
 
     def _raw(self, call: Call) -> dict[str, Any]:
+        """Read the text of a code block: the only argument, or the first where the others have defaults; of
+        several arguments a JSON object. Raises BadCall.
+        """
         if not self._names:
             return {}
+        several, given = len(self._required) > 1, None
+        with suppress(BadCall):
+            given = _decoded(call.arguments) if len(self._names) > 1 else None
+        if given is not None and (several or (given and given.keys() <= set(self._names))):
+            return given
+        if several:
+            form = ", ".join(f'"{name}": ...' for name in self._names)
+            raise BadCall(f"{self.name}: write its arguments in the block as a JSON object: {{{form}}}")
         return {self._names[0]: call.arguments}
 
 

@@ -170,6 +170,36 @@ def test_arguments_that_fit_are_converted() -> None:
     assert tool.arguments(Call("_weather", "Ulm", raw=True)) == {"city": "Ulm"}
 
 
+def _middle(low: int, high: int, rounding: Literal["down", "up"] = "down") -> int:
+    """Return the middle."""
+    return (low + high + (rounding == "up")) // 2
+
+
+@pytest.mark.parametrize(("tool", "block", "arguments"), [
+    (_middle, '{"low": 1, "high": 4}\n', {"low": 1, "high": 4}),
+    (_middle, '{\n "low": "1", "high": 4,\n "rounding": "up"\n}', {"low": 1, "high": 4, "rounding": "up"}),
+    (_weather, '{"city": "Ulm", "days": 2}\n', {"city": "Ulm", "days": 2}),
+    (_weather, '{"name": "Ulm"}\n', {"city": '{"name": "Ulm"}\n'}),
+    (_weather, "{}", {"city": "{}"}),
+    (calculator, '{"expression": "1+1"}', {"expression": '{"expression": "1+1"}'}),
+])  # fmt: skip
+def test_a_code_block_holds_the_only_argument_or_all_of_several(tool, block: str, arguments: dict) -> None:
+    assert TypedTool(tool).arguments(Call("t", block, raw=True)) == arguments
+
+
+@pytest.mark.parametrize(("block", "words"), [
+    ("1 4", ["_middle: write its arguments in the block as a JSON object: {", '"low": ..., "high": ...']),
+    ("[1, 4]", ["as a JSON object"]),
+    ('{"low": 1}', ["`high` is missing"]),
+    ('{"low": 1, "high": 4, "by": 2}', ["no argument `by`"]),
+    ("{}", ["`low` is missing; argument `high` is missing"]),
+])  # fmt: skip
+def test_a_code_block_without_all_arguments_is_refused_in_words(block: str, words: list[str]) -> None:
+    with pytest.raises(BadCall) as error:
+        TypedTool(_middle).arguments(Call("_middle", block, raw=True))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
 def _untyped(x) -> str:  # type: ignore[no-untyped-def]
     """Do it."""
     return x

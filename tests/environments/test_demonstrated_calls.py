@@ -29,7 +29,7 @@ def test_a_demonstrated_call_has_the_tokens_and_the_mask_of_an_episode():
         episode = Dialogue(renderer, Prompt("p", row.token_ids, "", "products", question, task=task))
         asked, given, answer = np.split(row.completion_ids, np.flatnonzero(np.diff(row.sampled)) + 1)
         action = sampled(episode, asked)
-        assert renderer.text(asked.tolist()).endswith(renderer.stop[0])
+        assert renderer.text(asked.tolist()).endswith(renderer.stop(task)[0])
         (call,) = action.calls
         assert (call.name, call.arguments.strip()) == ("calculator", question.removesuffix("="))
         result = calculator(call.arguments)

@@ -226,8 +226,8 @@ def test_a_failure_is_told_to_the_reader_and_not_to_the_policy() -> None:
 def test_the_code_form_puts_the_result_into_the_same_message() -> None:
     tokenizer = character_tokenizer()
     renderer = _renderer(tokenizer, "auto")
-    assert renderer.in_place and renderer.stop == ("\n```\n",)
     prompt = _prompt(renderer)
+    assert renderer.in_place and prompt.task and renderer.stop(prompt.task) == ("\n```\n",)
     dialogue = Dialogue(renderer, prompt)
     ids = renderer.ids("```calculator\n12*34\n```\n")
     action = dialogue.add_action(generated(ids, version=1))
@@ -242,6 +242,16 @@ def test_the_code_form_puts_the_result_into_the_same_message() -> None:
     assert rollout.sampled is not None
     assert tokenizer.decode(rollout.completion_ids[~rollout.sampled].tolist()) == "```output\n408\n```\n"
     assert rollout.text == "\\boxed{408}"
+
+
+def test_a_code_block_ends_no_action_where_there_are_no_tools() -> None:
+    """The environment reads the whole answer, also what follows the block."""
+    renderer = _renderer(character_tokenizer(), "auto")
+    prompt = _prompt(renderer, tools=())
+    assert renderer.in_place and prompt.task and renderer.stop(prompt.task) == ()
+    text = "```python\n1\n```\nIt is 1."
+    action = Dialogue(renderer, prompt).add_action(generated(renderer.ids(text), version=1))
+    assert action.text == text and not action.unfinished and not action.calls
 
 
 def test_a_block_in_another_language_is_no_call_and_sampling_continues() -> None:
@@ -326,6 +336,24 @@ def test_calls_inside_a_thought_are_none() -> None:
         action = dialogue.add_action(generated(ids))
         assert len(action.calls) == calls and not action.malformed
         dialogue.observe(Observed("go on"))
+
+
+def test_a_code_block_inside_a_thought_is_a_call_and_the_thought_goes_on_behind_its_result() -> None:
+    tokenizer = real_tokenizer("deepseek-r1-distill")
+    renderer = _renderer(tokenizer, "auto")
+    prompt = _prompt(renderer)
+    assert renderer.in_place and prompt.thought.prompt == "opens"
+    dialogue = Dialogue(renderer, prompt)
+    action = dialogue.add_action(generated(renderer.ids("I try.\n```calculator\n12*34\n```\n"), version=1))
+    assert action.calls == (Call("calculator", "12*34\n", raw=True),)
+    dialogue.observe(_result("408"))
+    _act(dialogue, renderer, "So it is.\n</think>\n\n\\boxed{408}", tokenizer.eos_token)
+    rollout = dialogue.rollout(0, "stop")
+    assert rollout.further_rows == ()
+    assert tokenizer.decode(rollout.completion_ids.tolist()) == (
+        "I try.\n```calculator\n12*34\n```\n```output\n408\n```\nSo it is.\n</think>\n\n\\boxed{408}"
+        + tokenizer.eos_token
+    )
 
 
 def test_a_call_that_cannot_be_read_is_malformed() -> None:

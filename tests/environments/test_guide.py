@@ -10,9 +10,13 @@ import pytest
 from grpo_dist.cli import main
 from grpo_dist.config.files import load_config
 from grpo_dist.environments.base import Problem
+from grpo_dist.environments.builtin import calculator
+from grpo_dist.environments.preparation import Description
 from grpo_dist.environments.records import Action, Call, Observed
 from grpo_dist.environments.runner import EpisodeRunner
+from grpo_dist.environments.tools import typed_tools
 from grpo_dist.runs.prepare import prepare
+from grpo_dist.tools.check.environments import _not_told, _signature
 from tests.support.documents import ROOT, blocks
 
 _GUIDE = ROOT / "grpo_dist/guides/write_an_environment.md"
@@ -39,9 +43,24 @@ def test_check_shows_the_environment_its_tools_and_an_answer(
     told = capsys.readouterr().out
     assert status == 0, told
     assert "rows for training: 50 of Guess; held out: 50 of held_out" in told
-    assert "| <|user|>Guess a number below 100. Answer with the number alone.<|assistant|>" in told
-    assert "games:Guess; tools: calculator, called in code blocks" in told
+    asked = "<|user|>Guess a number below 100. Answer with the number alone.<|assistant|>"
+    assert f"computes the expression in it.{asked}" in told
+    assert "games:Guess; tools: calculator(expression), called in code blocks" in told
+    assert "the prompt does not name" not in told
     assert "'6 * 7' is answered with '42' (ok)" in told
+
+
+def test_check_says_where_the_policy_is_not_told_of_a_tool() -> None:
+    def middle(low: int, high: int, rounding: str = "down") -> int:
+        """Return the middle."""
+        return (low + high) // 2
+
+    tools = tuple(tool.schema for tool in typed_tools([calculator, middle]).values())
+    described = Description(tools, False, True, False, False, True)
+    assert [_signature(tool) for tool in tools] == ["calculator(expression)", "middle(low, high, [rounding])"]
+    (line,) = _not_told(described, "Guess; a block in the language calculator computes.")
+    assert "the prompt does not name `middle`: describe tools and their form in `data.system_prompt`" in line
+    assert _not_told(described, "calculator, middle") == []
 
 
 def test_an_episode_of_the_guide_reaches_its_end(here: Path) -> None:

@@ -8,6 +8,7 @@ out, and the order within the pairs changes, so that a steady drift cancels.
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +18,9 @@ from grpo_dist.runtime.seeds import request_seed
 from grpo_dist.tools.bench.record import StepRecord
 from grpo_dist.types import Prompt, Sampling
 from grpo_dist.workers import RolloutHandle, RolloutsRef
+
+_RESAMPLED = 1000  # times that the pairs are drawn again, for the spread of their ratio
+_OUTSIDE = 0.05  # share of these on each side of the spread
 
 
 def is_other(batch: int, warmup_steps: int) -> bool:
@@ -74,13 +78,42 @@ def divide(steps: Sequence[StepRecord]) -> tuple[list[StepRecord], list[StepReco
 
 
 def pair_figures(own: Sequence[StepRecord], other: Sequence[StepRecord]) -> dict[str, float]:
-    """Return the figures of pairs: the median of ratios, and the median step with the other arguments."""
+    """Return the figures of pairs: the ratio of the median steps with its spread, the median and the mean of
+    the pairs' ratios, the median step with the other arguments, and how much longer engines were busy.
+    """
     ratios = ratios_of(own, other)
+    pairs = [(a.seconds, b.seconds) for a, b in zip(own, other, strict=True)]
+    low, high = _spread(pairs)
     return {
+        "pairs/median_ratio": _median_ratio(pairs),
+        "pairs/median_ratio_low": low,
+        "pairs/median_ratio_high": high,
         "pairs/step_ratio": statistics.median(ratios),
         "pairs/step_ratio_mean": statistics.mean(ratios),
         "pairs/other_step_median_s": statistics.median(step.seconds for step in other),
+        "pairs/generation_extra_s": statistics.median(
+            _generation_s(a) - _generation_s(b) for a, b in zip(own, other, strict=True)
+        ),
     }
+
+
+def _generation_s(step: StepRecord) -> float:
+    return step.metrics.get("time/rollout_sample_busy_s", 0.0)
+
+
+def _median_ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the median of the first members over that of the second."""
+    return statistics.median(a for a, _ in pairs) / statistics.median(b for _, b in pairs)
+
+
+def _spread(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return between which values nine in ten ratios of medians are, when as many pairs are drawn from
+    ``pairs`` with replacement (percentile bootstrap). The seed is fixed.
+    """
+    rng = random.Random(0)
+    ratios = sorted(_median_ratio(rng.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLED))
+    outside = round(_OUTSIDE * _RESAMPLED)
+    return ratios[outside], ratios[-1 - outside]
 
 
 def ratios_of(own: Sequence[StepRecord], other: Sequence[StepRecord]) -> list[float]:

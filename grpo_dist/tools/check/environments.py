@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.environments.base import Problem
@@ -39,10 +40,11 @@ def check_environments(inputs: Inputs) -> str:
     form = resolve_format(config.environments.call_format, template_text(tokenizer, config.data))
     lines = [*notes]
     failed: list[str] = []
-    for (task, _), own, answered in zip(first, described, answers, strict=True):
-        tools = ", ".join(tool["function"]["name"] for tool in own.tools)
+    for (task, prompt), own, answered in zip(first, described, answers, strict=True):
+        tools = ", ".join(map(_signature, own.tools))
         calls = f"; tools: {tools}, called {_form(form)}" if tools else ""
         lines.append(f"{task.environment}{calls}")
+        lines += _not_told(own, tokenizer.decode(prompt.token_ids.tolist()))
         lines += [f"  | {action.text!r} is answered with {_shown(observed)}" for action, observed in answered]
         failed += [f"a trial action failed: {o.failed}" for _, o in answered if o.failed]
     if failed:
@@ -84,6 +86,25 @@ def _trial_calls(described: Description) -> list[Action]:
     """Return a call of each tool of this package; those of users may do anything."""
     names = [tool["function"]["name"] for tool in described.tools]
     return [Action(_TRIALS[n], (Call(n, _TRIALS[n], raw=True),)) for n in names if n in _TRIALS]
+
+
+def _signature(schema: Mapping[str, Any]) -> str:
+    """Return a tool with its arguments, those in brackets optional: middle(low, high, [rounding])."""
+    function = schema["function"]
+    needed = function["parameters"].get("required", ())
+    names = (name if name in needed else f"[{name}]" for name in function["parameters"]["properties"])
+    return f"{function['name']}({', '.join(names)})"
+
+
+def _not_told(described: Description, prompt: str) -> list[str]:
+    """Return a line where the first prompt does not name a tool: then it may never be called."""
+    absent = [f"`{n}`" for tool in described.tools if (n := tool["function"]["name"]) not in prompt]
+    if not absent:
+        return []
+    return [
+        f"  | the prompt does not name {', '.join(absent)}: describe tools and their form in "
+        "`data.system_prompt`, unless the policy knows them from demonstrations"
+    ]
 
 
 def _form(call_format: str) -> str:

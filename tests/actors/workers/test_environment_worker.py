@@ -61,6 +61,25 @@ def test_quick_answers_come_at_once_and_slow_ones_when_they_are_there():
     assert late == Observed("p0:3")
 
 
+def test_a_lone_action_is_answered_by_its_own_call_however_long_that_takes(monkeypatch):
+    monkeypatch.setattr(environment, "_AT_ONCE_S", 0.0)
+
+    async def play(worker):
+        line, asked = line_to(worker), []
+
+        async def answer(episode):
+            asked.append(episode)
+            return await worker.answer(episode)
+
+        line._worker.answer.remote = answer
+        lone = await line.act(act("e:0", seconds=0.05))
+        several = await asyncio.gather(*(line.act(act(f"e:{i}", seconds=0.05)) for i in (1, 2)))
+        return [lone, *several], asked
+
+    answers, asked = with_worker(play)
+    assert answers == [Observed("p0:3")] * 3 and asked == ["e:1", "e:2"]
+
+
 def test_episodes_that_end_take_what_they_wait_for_with_them():
     async def play(worker):
         await worker.hold(True)

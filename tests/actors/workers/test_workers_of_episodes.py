@@ -6,14 +6,18 @@ import asyncio
 import gc
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from actors.workers import environment_line, episodes
 from actors.workers.environment import EnvironmentAddresses
 from actors.workers.episodes import EpisodeSampler, WorkersOfEpisodes
-from grpo_dist.config import EnvironmentsConfig
+from grpo_dist.config import DataConfig, EnvironmentsConfig
+from grpo_dist.demo.tokenizer import character_tokenizer
+from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.records import Action, Observed
+from grpo_dist.environments.rendering import Renderer
 from grpo_dist.types import Prompt, Sampling, Task
 from tests.support.patience import HANG_S
 
@@ -147,6 +151,33 @@ def sampler(monkeypatch):
     monkeypatch.setattr(episodes, "Dialogue", FakeRows)
     monkeypatch.setattr(episodes, "play", play)
     return EpisodeSampler(None, None, EnvironmentsConfig(), SimpleNamespace(count=lambda name, value: None))
+
+
+def test_a_code_block_ends_actions_of_tasks_with_tools_alone(sampler, monkeypatch):
+    asked = []
+
+    async def generate(token_ids, seed, sampling, max_tokens, *, exact, stop):
+        asked.append(tuple(stop))
+        return Generation([1], np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+
+    async def play(rows, engine, environment, budgets, *, seed):
+        await engine.generate([1], seed, 8)
+        return "stop"
+
+    monkeypatch.setattr(episodes, "play", play)
+    data = DataConfig(train=[{"path": "demo:add3"}], chat_template="none")
+    sampler._generate = generate
+    sampler._renderer = Renderer(character_tokenizer(), data, EnvironmentsConfig())
+
+    async def session():
+        sampler.workers.use(EnvironmentAddresses(1, (FakeWorker(),)))
+        for tools in ((), ({"type": "function"},)):
+            prompt = Prompt("u", None, "1", "test", text="p", task=Task("toy", tools=tools))
+            for length in (None, 3):  # exact lengths are a benchmark's
+                await sampler.sample(prompt, 0, 1, Sampling(), length)
+
+    asyncio.run(asyncio.wait_for(session(), HANG_S))
+    assert asked == [(), (), ("\n```\n",), ()]
 
 
 async def sampled(sampler):
