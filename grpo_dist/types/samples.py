@@ -161,13 +161,28 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         """Count the tokens behind the prompt, sampled and given."""
-        return sum(len(row.completion_ids) for row in self.rows)
+        own = len(self.completion_ids)
+        return own + sum(len(row.completion_ids) for row in self.further_rows) if self.further_rows else own
+
+    @property
+    def num_sampled(self) -> int:
+        """Count the tokens that the policy sampled."""
+        if self.sampled is None and not self.further_rows:
+            return len(self.completion_ids)
+        return len(self.sampled_ids)
 
     @property
     def sampled_ids(self) -> np.ndarray:
         """Return the tokens that the policy sampled, int32."""
         own = [of_sampled(row, row.completion_ids) for row in self.rows]
         return own[0] if len(own) == 1 else np.concatenate(own)
+
+
+def training_rows(samples: Sequence[Rollout]) -> Sequence[Rollout | FurtherRow]:
+    """Return the training rows of all ``samples`` in order."""
+    if not any(sample.further_rows for sample in samples):
+        return samples
+    return [row for sample in samples for row in sample.rows]
 
 
 def of_sampled(row: Rollout | FurtherRow, values: np.ndarray) -> np.ndarray:
@@ -245,6 +260,17 @@ def has_signal(rewards: np.ndarray) -> bool:
     """Return whether samples differ in reward, so that not every group-relative advantage is 0."""
     known = rewards[~np.isnan(rewards)]
     return len(known) > 1 and bool(np.any(known != known[0]))
+
+
+def count_signals(groups: Sequence[Group]) -> int:
+    """Count the groups whose rewards have a signal, as `has_signal` says."""
+    if not groups:
+        return 0
+    rewards = np.concatenate([group.rewards for group in groups])
+    sizes = np.fromiter((len(group.rewards) for group in groups), np.int64, len(groups))
+    starts = np.cumsum(sizes) - sizes
+    least, most = (pick.reduceat(rewards, starts) for pick in (np.fmin, np.fmax))  # both pass over NaN
+    return int(np.count_nonzero(least < most))
 
 
 def correctness(group: Group) -> np.ndarray:
