@@ -63,6 +63,23 @@ class Prompt:
     # int32 [P] by the name of a teacher: what it reads in place of ``token_ids``; no entry: the same
     teacher_ids: Mapping[str, np.ndarray] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the tokens as bytes: every call for a group carries a prompt, and an array costs the driver
+        more than all else in it.
+        """
+        ids = self.token_ids.tobytes() if self.token_ids.dtype == np.int32 else self.token_ids
+        thought = None if self.thought == NO_THOUGHT else self.thought
+        return _prompt, (
+            *(self.uid, ids, self.answer, self.source, self.text, self.columns),
+            *(thought, self.task, self.teacher_ids),
+        )
+
+
+def _prompt(uid: str, ids: Any, answer: str, source: str, text: str, columns: Any, *how: Any) -> Prompt:
+    token_ids = np.frombuffer(ids, np.int32) if isinstance(ids, bytes) else ids
+    thought, task, teacher_ids = how
+    return Prompt(uid, token_ids, answer, source, text, columns, thought or NO_THOUGHT, task, teacher_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
