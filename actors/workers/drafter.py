@@ -63,14 +63,16 @@ class Drafter:
         """
         self._count(sampled_token_ids)
         rows = len(sampled_token_ids)
-        self._remember(sampled_token_ids, np.array(num_tokens_no_spec[:rows]), token_ids_cpu)
+        sampled = np.fromiter(map(len, sampled_token_ids), np.int64, rows)
+        self._remember(sampled, np.array(num_tokens_no_spec[:rows]), token_ids_cpu)
         drafts: list[list[int]] = [[] for _ in range(rows)]
+        self._drafts = self._pending = 0
         if rows <= self._most_sequences and self._is_worth_it():
             for i in range(rows):
                 if sampled_token_ids[i]:  # else its prompt is not finished
                     text = self._texts[i, : self._lengths[i]]
                     drafts[i] = self._history.continuation(text, self._tokens)
-        self._drafts, self._pending = sum(map(bool, drafts)), sum(map(len, drafts))
+            self._drafts, self._pending = sum(map(bool, drafts)), sum(map(len, drafts))
         return drafts
 
     def take_counts(self) -> DraftCounts:
@@ -85,7 +87,6 @@ class Drafter:
         now = DraftCounts(self._drafts, self._pending, right)
         self._counts = DraftCounts(*(a + b for a, b in zip(self._counts, now, strict=True)))
         self._share = _MEMORY * self._share + (1 - _MEMORY) * right / self._pending
-        self._pending = 0
 
     def _is_worth_it(self) -> bool:
         if self._share >= _WORTH:
@@ -94,32 +95,42 @@ class Drafter:
         return self._skipped == 0
 
     def _remember(
-        self, sampled: list[list[int]], lengths: NDArray[np.int64], texts: NDArray[np.int32]
+        self, sampled: NDArray[np.int64], lengths: NDArray[np.int64], texts: NDArray[np.int32]
     ) -> None:
         """Keep the texts of rows that have ended: those that hold another text now. Of one that has only
         moved a part is kept, which does no harm.
+
+        This runs in every step, also where nothing is drafted: no Python for each row that goes on.
         """
         going = self._going(sampled, lengths, texts)
-        for i in sorted(set(range(len(self._lengths))) - set(going)):
+        for i in np.flatnonzero(~going[: len(self._lengths)]).tolist():
             self._history.add(self._texts[i, : self._lengths[i]])
+        before = np.where(going[: len(sampled)], lengths - sampled, 0)
         self._grow(len(sampled), texts.shape[1])
-        for i in going:
-            self._texts[i, self._lengths[i] : lengths[i]] = sampled[i]
-        for i in sorted(set(range(len(sampled))) - set(going)):
+        rows = np.flatnonzero(going[: len(sampled)])
+        for token in range(int(sampled[rows].max(initial=0))):
+            rows = rows[sampled[rows] > token]
+            at = before[rows] + token
+            self._texts[rows, at] = texts[rows, at]
+        for i in np.flatnonzero(~going[: len(sampled)]).tolist():
             self._texts[i, : lengths[i]] = texts[i, : lengths[i]]
         self._lengths = lengths
 
     def _going(
-        self, sampled: list[list[int]], lengths: NDArray[np.int64], texts: NDArray[np.int32]
-    ) -> list[int]:
-        """Return the rows that hold the text of the step before and what was sampled since."""
+        self, sampled: NDArray[np.int64], lengths: NDArray[np.int64], texts: NDArray[np.int32]
+    ) -> NDArray[np.bool_]:
+        """Return which rows, of those now and before, hold the text of the step before and what was sampled
+        since.
+        """
         rows = min(len(self._lengths), len(sampled))
         old, at = self._lengths[:rows], np.arange(rows)
-        same = lengths[:rows] == old + np.array([len(tokens) for tokens in sampled[:rows]], dtype=np.int64)
+        same = lengths[:rows] == old + sampled[:rows]
         for back in range(1, _TOLD_BY + 1):
             position = np.maximum(old - back, 0)
             same &= texts[at, position] == self._texts[at, position]
-        return [int(i) for i in np.flatnonzero(same)]
+        going = np.zeros(max(len(self._lengths), len(sampled)), dtype=bool)
+        going[:rows] = same
+        return going
 
     def _grow(self, rows: int, width: int) -> None:
         have = self._texts.shape

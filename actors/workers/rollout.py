@@ -161,7 +161,7 @@ class RolloutWorker(WeightReceiver, Probeable):
                 return stored(drawn(episode, sampling))
             if self._own is not None and length is None:  # exact lengths are a benchmark's
                 own = await self._own.sample(prompt, sample, seed, sampling, self._generate, self._tokenizer)
-                self.meter.count("tokens", len(own.sampled_ids))
+                self.meter.count("tokens", own.num_sampled)
                 return stored(drawn(own, sampling))
             most, exact = length or sampling.max_new_tokens, length is not None
             stop = () if exact else sampling.stop

@@ -156,7 +156,7 @@ def _nearer_to_teacher(batch: TrainBatch) -> Tensor:
 
 
 def _lengths(groups: Sequence[Group], settings: AdvantageSettings) -> Int[Tensor, " B"]:
-    return torch.tensor([len(r.sampled_ids) for g in groups for r in g.rollouts])
+    return torch.tensor([r.num_sampled for g in groups for r in g.rollouts])
 
 
 def _baselines(groups: Sequence[Group], settings: AdvantageSettings) -> Float[Tensor, " B"]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_dist.types import FurtherRow, Group, Prompt, Rollout, TrainBatch, of_sampled
+from grpo_dist.types import FurtherRow, Group, Prompt, Rollout, TrainBatch, training_rows
 
 
 def make_batch(
@@ -52,11 +52,11 @@ def make_batch(
         trains_taught: a sample with a teacher belongs to the policy loss without a reward, too.
     """
     samples = [r for g in groups for r in g.rollouts]
-    rows = [row for sample in samples for row in sample.rows]
+    rows = training_rows(samples)
     owner, group_ids = _owners(groups, samples)
     placed, shared = _placed(groups, rows, group_ids)
     tokens = _tokens(groups, placed, group_ids)
-    usable = _usable(samples, mask_truncated=mask_truncated, mask_outcomes=mask_outcomes)[owner]
+    usable = _usable(samples, rows, mask_truncated=mask_truncated, mask_outcomes=mask_outcomes)[owner]
     has_teacher = usable & _are_known(teacher_logprobs, len(rows))
     is_scored = np.isfinite(np.concatenate([g.rewards for g in groups]))[owner]
     trained = usable & (is_scored | (has_teacher & trains_taught))
@@ -123,9 +123,19 @@ def _temperatures(samples: Sequence[Rollout], owner: np.ndarray) -> torch.Tensor
     return torch.from_numpy(np.array(known, np.float64)[owner]) if known else None
 
 
-def has_logprobs(rollout: Rollout) -> bool:
-    """Return whether the engine gave a finite log-prob for every sampled token of the sample."""
-    return all(bool(np.isfinite(of_sampled(row, row.logprobs)).all()) for row in rollout.rows)
+def sampled_logprobs(rows: Sequence[Rollout | FurtherRow]) -> np.ndarray:
+    """Return the engine's log-probs of all sampled tokens of ``rows`` end to end, float32."""
+    return np.concatenate([r.logprobs if r.sampled is None else r.logprobs[r.sampled] for r in rows])
+
+
+def have_logprobs(samples: Sequence[Rollout], finite: np.ndarray) -> np.ndarray:
+    """Return which samples have a finite log-prob of every sampled token, bool [samples]. ``finite``: which
+    of the `sampled_logprobs` of all their rows are.
+    """
+    if finite.all():
+        return np.ones(len(samples), bool)
+    owner = np.repeat(np.arange(len(samples)), [sample.num_sampled for sample in samples])
+    return np.bincount(owner[~finite], minlength=len(samples)) == 0
 
 
 def context_ids(prompt: Prompt, row: Rollout | FurtherRow) -> np.ndarray:
@@ -171,10 +181,14 @@ def _tokens(groups: Sequence[Group], placed: _Placed, group_ids: np.ndarray) -> 
 
 
 def _usable(
-    samples: Sequence[Rollout], *, mask_truncated: bool, mask_outcomes: Collection[str]
+    samples: Sequence[Rollout],
+    rows: Sequence[Rollout | FurtherRow],
+    *,
+    mask_truncated: bool,
+    mask_outcomes: Collection[str],
 ) -> np.ndarray:
     """Return which samples may be trained on, whatever their rewards, bool [samples]."""
-    usable = np.fromiter(map(has_logprobs, samples), bool, len(samples))
+    usable = have_logprobs(samples, np.isfinite(sampled_logprobs(rows)))
     left_out = {"error", *(["length"] if mask_truncated else [])}
     of_episodes = left_out.union(mask_outcomes)
     usable &= np.array([r.finish_reason not in (of_episodes if r.turns else left_out) for r in samples])

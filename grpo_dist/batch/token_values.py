@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 
 import numpy as np
 
@@ -28,6 +27,8 @@ class TokenValues:
     trainer_logprobs: np.ndarray | None = None  # float32 [C], nats, before its update
     further_rows: tuple[TokenValues | None, ...] = ()  # of an episode with more rows; None: not trained
 
+
+_NOT_TRAINED = TokenValues(0.0)
 
 # By prompt uid and the sample's index in its group.
 ValuesOfSamples = Mapping[tuple[str, int], TokenValues]
@@ -54,19 +55,30 @@ def by_sample(
     samples = [(group.prompt.uid, rollout) for group in groups for rollout in group.rollouts]
     scored = np.isfinite(np.concatenate([group.rewards for group in groups])).tolist()
     found: dict[tuple[str, int], TokenValues] = {}
-    row_ids = count()
+    first = 0  # id of the sample's first row
     for (uid, rollout), is_scored in zip(samples, scored, strict=True):
-        rows = [(row, next(row_ids)) for row in rollout.rows]
-        own = [_with_given(row, values[i], logprobs.get(i)) if i in values else None for row, i in rows]
-        if any(own):
-            found[uid, rollout.sample] = _of_sample(rollout, own)
+        end = first + 1 + len(rollout.further_rows)
+        if end == first + 1:
+            own = _with_given(rollout, values.get(first), logprobs.get(first))
+        else:
+            rows = zip(rollout.rows, range(first, end), strict=True)
+            own = _of_sample(rollout, [_with_given(row, values.get(i), logprobs.get(i)) for row, i in rows])
+        if own is not None:
+            found[uid, rollout.sample] = own
         elif is_scored:
-            found[uid, rollout.sample] = TokenValues(0.0)
+            found[uid, rollout.sample] = _NOT_TRAINED
+        first = end
     return found
 
 
-def _with_given(row: Rollout | FurtherRow, values: TokenValues, logprobs: np.ndarray | None) -> TokenValues:
-    """Return ``values`` and ``logprobs`` of sampled tokens for all tokens of ``row``, 0 for given ones."""
+def _with_given(
+    row: Rollout | FurtherRow, values: TokenValues | None, logprobs: np.ndarray | None
+) -> TokenValues | None:
+    """Return ``values`` and ``logprobs`` of sampled tokens for all tokens of ``row``, 0 for given ones; None
+    without ``values``.
+    """
+    if values is None or (logprobs is None and row.sampled is None):
+        return values
 
     def spread(own: np.ndarray | None) -> np.ndarray | None:
         if own is None or row.sampled is None:
@@ -80,10 +92,10 @@ def _with_given(row: Rollout | FurtherRow, values: TokenValues, logprobs: np.nda
     )
 
 
-def _of_sample(rollout: Rollout, rows: Sequence[TokenValues | None]) -> TokenValues:
-    first = rows[0] or TokenValues(0.0)
-    if len(rows) == 1:
-        return first
+def _of_sample(rollout: Rollout, rows: Sequence[TokenValues | None]) -> TokenValues | None:
+    if not any(rows):
+        return None
+    first = rows[0] or _NOT_TRAINED
     sizes = [len(of_sampled(row, row.completion_ids)) for row in rollout.rows]
     means = [0.0 if own is None else own.advantage for own in rows]
     return replace(first, advantage=float(np.dot(means, sizes) / sum(sizes)), further_rows=tuple(rows[1:]))
@@ -92,11 +104,23 @@ def _of_sample(rollout: Rollout, rows: Sequence[TokenValues | None]) -> TokenVal
 def _of_rows(update: TrainBatch, tokens: bool) -> Iterator[tuple[int, TokenValues]]:
     reference = None if update.ref_logprobs is None else update.ref_logprobs.numpy()
     mask, advantages = update.loss_mask.numpy(), update.advantages.numpy()
-    for i, row in enumerate(update.row_ids.tolist()):  # row by row: a step is hundreds of megabytes
-        own = mask[i]
-        if not own.any():
+    means = _constants(mask, advantages)
+    row_ids = update.row_ids.tolist()
+    for i in np.flatnonzero(mask.any(axis=1)).tolist():  # row by row: a step is hundreds of megabytes
+        row, own, mean = row_ids[i], mask[i], means[i]
+        if mean is not None and not tokens:
+            yield row, TokenValues(mean)
             continue
         trained = advantages[i][own]
-        mean = float(trained.mean(dtype=np.float64))
+        mean = float(trained.mean(dtype=np.float64)) if mean is None else mean
         known = None if reference is None or not tokens else reference[i][own]
         yield row, TokenValues(mean, trained if tokens else None, known)
+
+
+def _constants(mask: np.ndarray, advantages: np.ndarray) -> list[float | None]:
+    """Return for each row the advantage that all its trained tokens have, None where they have several. It is
+    their mean to the last bit: so many times a float32 is exact in float64.
+    """
+    first = advantages[np.arange(len(mask)), mask.argmax(axis=1)]
+    same = ~((advantages != first[:, None]) & mask).any(axis=1) & ((first != 0) | ~np.signbit(first))
+    return [value if is_same else None for value, is_same in zip(first.tolist(), same.tolist(), strict=True)]

@@ -225,5 +225,5 @@ def pool_metrics(groups: Sequence[Group], by: str) -> Mapping[str, float]:
         metrics[f"pool/{name}/share"] = len(own) / len(groups)
         metrics[f"pool/{name}/pass_rate"] = float(known.mean()) if len(known) else float("nan")
         metrics[f"pool/{name}/usefulness"] = float(np.mean(useful))
-        metrics[f"pool/{name}/tokens"] = float(sum(len(r.sampled_ids) for g in own for r in g.rollouts))
+        metrics[f"pool/{name}/tokens"] = float(sum(r.num_sampled for g in own for r in g.rollouts))
     return metrics

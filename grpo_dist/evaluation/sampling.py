@@ -13,7 +13,7 @@ from grpo_dist.config import Config, EvaluationConfig, RejectionConfig, Sampling
 from grpo_dist.evaluation.estimates import Estimate, estimate, summarise
 from grpo_dist.runtime.concurrency import gather, progressing, sampled_again
 from grpo_dist.runtime.recorder import Recorder
-from grpo_dist.runtime.seeds import request_seed
+from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.runtime.stage_log import note
 from grpo_dist.types import Group, Prompt, Sampling, correctness
 from grpo_dist.workers import RewardHandle, RolloutHandle
@@ -165,7 +165,7 @@ async def sample_chunks(
 async def _sample_group(
     draw: Draw, workers: EvaluationHandles, prompt: Prompt, *, stage: int, sampled: Callable[[], None]
 ) -> Group:
-    seeds = [request_seed(draw.seed, stage, prompt.uid, i) for i in range(draw.samples)]
+    seeds = request_seeds(draw.seed, stage, prompt.uid, range(draw.samples))
 
     async def scored() -> Group:
         rollouts = await workers.rollouts.sample(prompt, seeds=seeds, sampling=draw.sampling)

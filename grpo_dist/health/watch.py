@@ -32,7 +32,7 @@ from grpo_dist.health.bounds import (
 from grpo_dist.health.drift import DRIFTING, count_drifting, new_drifts, track
 from grpo_dist.health.state import HealthState
 from grpo_dist.runtime.recorder import Recorder
-from grpo_dist.types import Group, has_signal
+from grpo_dist.types import Group, count_signals
 
 TRAINED_TOKENS = "train/loss_tokens"
 _REMEMBERED = 20  # gradient norms
@@ -58,7 +58,7 @@ class HealthWatch:
         A batch is not trained on after a rollback from its step, when too few groups carry a signal, or when
         its metrics pass a bound of `health` and the action is skip.
         """
-        with_signal = sum(has_signal(group.rewards) for group in groups)
+        with_signal = count_signals(groups)
         metrics = {**metrics, "health/low_signal": float(with_signal < self._needed)}
         if unknown := metrics.get("rollout/nan_logprobs"):
             self._recorder.warn(

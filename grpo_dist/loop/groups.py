@@ -25,7 +25,7 @@ from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.progress import SampledBatch
 from grpo_dist.loop.refill import Refill
 from grpo_dist.runtime.concurrency import gather, sampled_again
-from grpo_dist.runtime.seeds import request_seed
+from grpo_dist.runtime.seeds import request_seed, request_seeds
 from grpo_dist.types import Group, Prompt, Rollout, Sampling
 from grpo_dist.workers import RolloutsRef, Workers
 
@@ -206,7 +206,7 @@ class GroupScorer:
             first = (number - 1) * self._draw.samples
             samples = range(first, first + self._draw.samples)
             try:
-                return await work([request_seed(self._seed, batch, prompt.uid, i) for i in samples])
+                return await work(request_seeds(self._seed, batch, prompt.uid, samples))
             except SamplesFailed as error:
                 least = f"batch.min_samples = {self._draw.least}"
                 if number == _DRAWS:
@@ -238,12 +238,15 @@ class GroupScorer:
         return replace(group, baseline_reward=baseline)
 
     async def _sample(self, prompt: Prompt, batch: int, seeds: Sequence[int]) -> RolloutsRef:
-        sampling = replace(self.sampling_of(prompt, self._sampling[batch]), least=self._draw.least)
+        sampling = self.sampling_of(prompt, self._sampling[batch])
+        if sampling.least != self._draw.least:
+            sampling = replace(sampling, least=self._draw.least)
         return await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
 
     def sampling_of(self, prompt: Prompt, sampling: Sampling) -> Sampling:
         """Return ``sampling`` with the temperature of the prompt's source, where that has its own."""
-        return replace(sampling, temperature=self._draw.temperatures.get(prompt.source, sampling.temperature))
+        own = self._draw.temperatures.get(prompt.source, sampling.temperature)
+        return sampling if own == sampling.temperature else replace(sampling, temperature=own)
 
     async def _greedy_reward(self, prompt: Prompt, batch: int) -> float:
         """Return the reward of the most likely completion."""

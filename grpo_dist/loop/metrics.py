@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import get_args
 
 import numpy as np
 
-from grpo_dist.batch.rows import has_logprobs
+from grpo_dist.batch.rows import have_logprobs, sampled_logprobs
 from grpo_dist.config import PoolsConfig, RewardsConfig
 from grpo_dist.config.environments import BudgetOutcome
 from grpo_dist.data.pools import pool_metrics
 from grpo_dist.loop.groups import ScoredGroup
-from grpo_dist.types import Group, Rollout, has_signal, of_sampled
+from grpo_dist.types import FurtherRow, Group, Rollout, count_signals, of_sampled, training_rows
 
 OUTCOMES = ("correct", "wrong", "no_answer", "timeout", "error")
 ENDS = ("stop", *get_args(BudgetOutcome), "error")  # of an episode
@@ -39,24 +40,23 @@ def rollout_metrics(
     scored = rewards[np.isfinite(rewards)]
     rollouts = [r for g in groups for r in g.rollouts]
     lengths = np.array([r.num_tokens for r in rollouts])
-    versions = [of_sampled(row, row.policy_versions) for r in rollouts for row in r.rows]
-    staleness = version - np.concatenate(versions)
+    rows = training_rows(rollouts)
+    logprobs = sampled_logprobs(rows)
+    finite = np.isfinite(logprobs)
     metrics = {
         "reward/mean": float(scored.mean()) if len(scored) else float("nan"),
         "reward/std": float(scored.std()) if len(scored) else float("nan"),
         "reward/unscored": float(len(rewards) - len(scored)),
         "group/size_mean": len(rollouts) / len(groups),
         "group/size_min": float(min(len(g.rollouts) for g in groups)),
-        "group/no_signal_share": float(np.mean([not has_signal(g.rewards) for g in groups])),
+        "group/no_signal_share": (len(groups) - count_signals(groups)) / len(groups),
         "rollout/length_tokens": float(lengths.mean()),
         "rollout/length_max_tokens": float(lengths.max()),
         "rollout/truncated_share": truncated_share(groups),
-        "rollout/entropy": sampled_entropy(groups),
-        "rollout/nan_logprobs": float(sum(not has_logprobs(r) for r in rollouts)),
+        "rollout/entropy": _entropy(logprobs, finite),
+        "rollout/nan_logprobs": float(np.count_nonzero(~have_logprobs(rollouts, finite))),
         "rollout/garbage_share": sum(g.garbage for g in groups) / len(lengths),
-        "rollout/tokens": float(len(staleness)),
-        "rollout/staleness_mean": float(staleness.mean()) if len(staleness) else 0.0,
-        "rollout/staleness_max": float(staleness.max(initial=0)),
+        **_staleness(rows, version),
     }
     if (first := rollouts[0]).temperature is not None and first.max_new_tokens is not None:
         temperatures = [r.temperature for r in rollouts if r.temperature is not None]
@@ -76,21 +76,37 @@ def rollout_metrics(
         known = part[np.isfinite(part)]
         metrics[f"reward/{name}"] = float(known.mean()) if len(known) else float("nan")
         metrics[f"reward/{name}_unscored"] = float(len(part) - len(known))
-    outcomes = Counter(o for g in groups for o in g.outcomes if o)
-    if outcomes:
+    outcomes = Counter(chain.from_iterable(g.outcomes for g in groups))
+    if any(outcomes):
         metrics |= {f"outcome/{o}": float(outcomes[o]) for o in OUTCOMES}
     if pools is not None:
         metrics |= pool_metrics(groups, pools.by)
     return metrics | episode_metrics([r for r in rollouts if r.turns])
 
 
+def _staleness(rows: Sequence[Rollout | FurtherRow], version: int) -> dict[str, float]:
+    """Compute how much older than ``version`` the sampled tokens are, and count them."""
+    own = [r.policy_versions if r.sampled is None else r.policy_versions[r.sampled] for r in rows]
+    versions = np.concatenate(own)
+    count = len(versions)
+    behind = version * count - int(versions.sum(dtype=np.int64))  # integers: the order of a sum is no matter
+    return {
+        "rollout/tokens": float(count),
+        "rollout/staleness_mean": behind / count if count else 0.0,
+        "rollout/staleness_max": float(max(version - int(versions.min()), 0)) if count else 0.0,
+    }
+
+
 def sampled_entropy(groups: Sequence[Group]) -> float:
     """Return the mean of -log p over all sampled tokens, nats: an unbiased estimate of the entropy at the
     temperature that they were sampled at, and known before they are trained on. NaN without any.
     """
-    rows = [row for g in groups for r in g.rollouts for row in r.rows]
-    logprobs = np.concatenate([of_sampled(row, row.logprobs) for row in rows]).astype(np.float64)
-    known = logprobs[np.isfinite(logprobs)]
+    logprobs = sampled_logprobs(training_rows([r for g in groups for r in g.rollouts]))
+    return _entropy(logprobs, np.isfinite(logprobs))
+
+
+def _entropy(logprobs: np.ndarray, finite: np.ndarray) -> float:
+    known = (logprobs if finite.all() else logprobs[finite]).astype(np.float64)
     return float(-known.mean()) if len(known) else float("nan")
 
 
@@ -111,7 +127,7 @@ def episode_metrics(episodes: Sequence[Rollout]) -> dict[str, float]:
         "episode/turns": sum(len(r.turns) for r in episodes) / count,
         "episode/rows": sum(len(r.rows) for r in episodes) / count,
         "episode/rewritten": sum(bool(r.further_rows) for r in episodes) / count,
-        "episode/given_share": 1 - sum(len(r.sampled_ids) for r in episodes) / max(tokens, 1),
+        "episode/given_share": 1 - sum(r.num_sampled for r in episodes) / max(tokens, 1),
         "episode/tool_calls": len(calls) / count,
         "episode/tool_error_share": sum(call.outcome != "ok" for call in calls) / max(len(calls), 1),
     }
@@ -156,12 +172,13 @@ def sampling_cost(
         discarded: also sampled for the step.
         with_signal: indices of ``groups`` that the update learns from.
     """
-    trained = [group for i, group in enumerate(groups) if i in with_signal]
     metrics = {"group/extra_prompts": float(len(discarded))}
-    if trained:
-        drawn = [*groups, *discarded]
-        metrics["group/samples_per_trained"] = _samples(drawn) / _samples(trained)
-        metrics["group/tokens_per_trained"] = _tokens(drawn) / max(_tokens(trained), 1)
+    if with_signal:
+        tokens = [_tokens([group]) for group in groups]
+        samples = _samples([groups[i] for i in with_signal])
+        metrics["group/samples_per_trained"] = (_samples(groups) + _samples(discarded)) / samples
+        trained = sum(tokens[i] for i in with_signal)
+        metrics["group/tokens_per_trained"] = (sum(tokens) + _tokens(discarded)) / max(trained, 1)
     return metrics
 
 
@@ -171,7 +188,7 @@ def _samples(groups: Sequence[Group]) -> int:
 
 def _tokens(groups: Sequence[Group]) -> int:
     """Count the tokens that the policy sampled."""
-    return sum(len(rollout.sampled_ids) for group in groups for rollout in group.rollouts)
+    return sum(rollout.num_sampled for group in groups for rollout in group.rollouts)
 
 
 def throughput_metrics(groups: Sequence[Group], times: dict[str, float]) -> dict[str, float]:

@@ -68,7 +68,7 @@ class CompletionGroup:
             max_new_tokens=next((r.max_new_tokens for r in rollouts if r.max_new_tokens), max_new_tokens),
             thought=thought_for(prompt.thought, settings) if settings else prompt.thought,
             turns=tuple(turns_for_rewards(r.turns) for r in rollouts),
-            given=tuple(r.num_tokens - len(r.sampled_ids) for r in rollouts),
+            given=tuple(r.num_tokens - r.num_sampled for r in rollouts),
         )
 
     @property

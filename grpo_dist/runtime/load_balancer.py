@@ -7,8 +7,8 @@
     close(1)           -> worker 1 finishes its groups, and gets no other until restore(1)
 
 A release wakes only groups that fit now: with a thousand groups waiting for 64 engines, the driver does not
-visit all of them each time a group is finished. A decision about a new group looks at each worker once; a
-release looks only at its own worker, because nowhere else has room appeared.
+visit all of them each time a group is finished. A decision about a new group takes the first of a heap by
+outstanding tokens; a release looks only at its own worker, because nowhere else has room appeared.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 # Sequences assigned to an engine, as a multiple of what it decodes at once: enough to keep it full, few
 # enough that the rest waits in the pool, where the first free engine can take it.
 QUEUE_DEPTH = 2
+_OUTDATED = 8  # entries of the heap for each worker, before it is made again
 
 
 class Load(NamedTuple):
@@ -56,6 +58,10 @@ class LoadBalancer:
     def __init__(self, workers: int, capacity: int, *, on_wait: Callable[[], None] = lambda: None) -> None:
         self._capacity, self._on_wait = capacity, on_wait
         self._loads = [_Slot() for _ in range(workers)]
+        # A heap of (tokens, worker) with an entry for each worker whose load is not in `_changed` since, and
+        # with outdated entries.
+        self._by_tokens = list[tuple[int, int]]()
+        self._changed = set(range(workers))
         self._waiting: deque[tuple[int, int, asyncio.Future[int]]] = deque()
         self._withdrawn: set[int] = set()
         self._closed: set[int] = set()
@@ -94,7 +100,9 @@ class LoadBalancer:
         load = self._loads[index]
         load.sequences -= sequences
         load.tokens -= tokens
-        self._serve(index)
+        self._changed.add(index)
+        if self._waiting:
+            self._serve(index)
 
     def withdraw(self, index: int) -> None:
         """Take worker ``index`` out of service: it is lost with its load."""
@@ -113,6 +121,7 @@ class LoadBalancer:
         """Put worker ``index`` back into service, without load."""
         self._withdrawn.discard(index)
         self._closed.discard(index)
+        self._changed.add(index)
         self._serve(index)
 
     def fail(self, error: BaseException) -> None:
@@ -144,14 +153,36 @@ class LoadBalancer:
         """Assign the group to the worker with the fewest tokens among those with capacity, if any. ``only``:
         the one to consider.
         """
-        taken, least, most = None, 0, self._capacity - sequences
-        away = self._withdrawn | self._closed
-        for index, load in enumerate(self._loads) if only is None else ((only, self._loads[only]),):
-            if taken is not None and load.tokens >= least:
-                continue
-            if (load.sequences <= most or load.sequences == 0) and index not in away:
-                taken, least = index, load.tokens
+        if only is None:
+            taken = self._least_loaded(sequences)
+        else:
+            taken = only if self._takes(only, sequences) else None
         if taken is not None:
             self._loads[taken].sequences += sequences
             self._loads[taken].tokens += tokens
+            self._changed.add(taken)
         return taken
+
+    def _least_loaded(self, sequences: int) -> int | None:
+        """Return the worker with room for so many and the fewest tokens, the first of several; None: none."""
+        heap, loads, changed = self._by_tokens, self._loads, self._changed
+        if len(heap) > _OUTDATED * len(loads):
+            heap.clear()
+            changed.update(range(len(loads)))
+        for index in changed:
+            heappush(heap, (loads[index].tokens, index))
+        changed.clear()
+        while heap:
+            tokens, index = heappop(heap)
+            if tokens == loads[index].tokens and index not in changed:
+                changed.add(index)
+                if self._takes(index, sequences):
+                    return index
+        return None
+
+    def _takes(self, index: int, sequences: int) -> bool:
+        """Return whether worker ``index`` is in service and has room for so many."""
+        assigned = self._loads[index].sequences
+        if assigned and assigned + sequences > self._capacity:
+            return False
+        return index not in self._withdrawn and index not in self._closed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 
 def request_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
@@ -12,8 +13,18 @@ def request_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
     A request's seed follows from these four values alone, whichever engine serves it in whichever batch. That
     makes a run repeatable.
     """
-    key = f"{run_seed}\x1f{step}\x1f{uid}\x1f{sample}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+    return request_seeds(run_seed, step, uid, [sample])[0]
+
+
+def request_seeds(run_seed: int, step: int, uid: str, samples: Iterable[int]) -> list[int]:
+    """Return the `request_seed` of each of ``samples``; what they share is hashed once."""
+    shared = hashlib.blake2b(f"{run_seed}\x1f{step}\x1f{uid}\x1f".encode(), digest_size=8)
+    found = []
+    for sample in samples:
+        own = shared.copy()
+        own.update(str(sample).encode())
+        found.append(int.from_bytes(own.digest(), "big") >> 1)
+    return found
 
 
 def turn_seed(seed: int, number: int) -> int:

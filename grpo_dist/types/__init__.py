@@ -17,9 +17,11 @@ from grpo_dist.types.samples import (
     ToolCall,
     Turn,
     correctness,
+    count_signals,
     has_signal,
     of_sampled,
     pack_rollouts,
+    training_rows,
     unpack_rollouts,
 )
 
@@ -41,8 +43,10 @@ __all__ = [
     "TrainBatch",
     "Turn",
     "correctness",
+    "count_signals",
     "has_signal",
     "of_sampled",
     "pack_rollouts",
+    "training_rows",
     "unpack_rollouts",
 ]

@@ -63,6 +63,23 @@ class Prompt:
     # int32 [P] by the name of a teacher: what it reads in place of ``token_ids``; no entry: the same
     teacher_ids: Mapping[str, np.ndarray] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the tokens as bytes: every call for a group carries a prompt, and an array costs the driver
+        more than all else in it.
+        """
+        ids = self.token_ids.tobytes() if self.token_ids.dtype == np.int32 else self.token_ids
+        thought = None if self.thought == NO_THOUGHT else self.thought
+        return _prompt, (
+            *(self.uid, ids, self.answer, self.source, self.text, self.columns),
+            *(thought, self.task, self.teacher_ids),
+        )
+
+
+def _prompt(uid: str, ids: Any, answer: str, source: str, text: str, columns: Any, *how: Any) -> Prompt:
+    token_ids = np.frombuffer(ids, np.int32) if isinstance(ids, bytes) else ids
+    thought, task, teacher_ids = how
+    return Prompt(uid, token_ids, answer, source, text, columns, thought or NO_THOUGHT, task, teacher_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -161,13 +178,28 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         """Count the tokens behind the prompt, sampled and given."""
-        return sum(len(row.completion_ids) for row in self.rows)
+        own = len(self.completion_ids)
+        return own + sum(len(row.completion_ids) for row in self.further_rows) if self.further_rows else own
+
+    @property
+    def num_sampled(self) -> int:
+        """Count the tokens that the policy sampled."""
+        if self.sampled is None and not self.further_rows:
+            return len(self.completion_ids)
+        return len(self.sampled_ids)
 
     @property
     def sampled_ids(self) -> np.ndarray:
         """Return the tokens that the policy sampled, int32."""
         own = [of_sampled(row, row.completion_ids) for row in self.rows]
         return own[0] if len(own) == 1 else np.concatenate(own)
+
+
+def training_rows(samples: Sequence[Rollout]) -> Sequence[Rollout | FurtherRow]:
+    """Return the training rows of all ``samples`` in order."""
+    if not any(sample.further_rows for sample in samples):
+        return samples
+    return [row for sample in samples for row in sample.rows]
 
 
 def of_sampled(row: Rollout | FurtherRow, values: np.ndarray) -> np.ndarray:
@@ -245,6 +277,17 @@ def has_signal(rewards: np.ndarray) -> bool:
     """Return whether samples differ in reward, so that not every group-relative advantage is 0."""
     known = rewards[~np.isnan(rewards)]
     return len(known) > 1 and bool(np.any(known != known[0]))
+
+
+def count_signals(groups: Sequence[Group]) -> int:
+    """Count the groups whose rewards have a signal, as `has_signal` says."""
+    if not groups:
+        return 0
+    rewards = np.concatenate([group.rewards for group in groups])
+    sizes = np.fromiter((len(group.rewards) for group in groups), np.int64, len(groups))
+    starts = np.cumsum(sizes) - sizes
+    least, most = (pick.reduceat(rewards, starts) for pick in (np.fmin, np.fmax))  # both pass over NaN
+    return int(np.count_nonzero(least < most))
 
 
 def correctness(group: Group) -> np.ndarray:

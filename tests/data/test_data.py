@@ -14,7 +14,7 @@ from grpo_dist.config import DataSourceConfig
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.prompts import PromptFormat, build_prompts, check_overlap
 from grpo_dist.data.readers import DataRow, read, source_name
-from grpo_dist.runtime.seeds import derived_seed, request_seed
+from grpo_dist.runtime.seeds import derived_seed, request_seed, request_seeds
 
 GOOD = {"problem": "1+1=", "answer": "2"}
 
@@ -83,6 +83,7 @@ def test_more_prompts_per_step_than_prompts_is_rejected():
 
 def test_request_seeds_differ_in_every_argument_and_never_change():
     assert request_seed(0, 0, "a", 0) == 3314364817658374458
+    assert request_seeds(0, 7, "a", range(-1, 12)) == [request_seed(0, 7, "a", i) for i in range(-1, 12)]
     seeds = {
         request_seed(run, step, uid, i)
         for run in (0, 1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 from collections import Counter
 
 import numpy as np
@@ -34,6 +35,19 @@ def test_synchronous_loop_samples_updates_and_syncs_in_turn():
         "update at version 2", "sync 3 with 0 in flight",
     ]  # fmt: skip
     assert [world.logged[s]["rollout/staleness_max"] for s in (1, 2, 3)] == [0, 0, 0]
+
+
+def test_what_exists_before_the_loop_is_left_out_of_garbage_collections_while_it_runs(monkeypatch):
+    world, frozen = fakes.World(), []
+    update = type(world).update
+
+    async def observed(self, *arguments, **named):
+        frozen.append(gc.get_freeze_count())
+        return await update(self, *arguments, **named)
+
+    monkeypatch.setattr(type(world), "update", observed)
+    train(world, fakes.config(steps=2), fakes.prompts(20))
+    assert len(frozen) == 2 and min(frozen) > 1000 and gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 3])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_dist.loop.metrics import rollout_metrics, sampling_cost
-from grpo_dist.types import FurtherRow, Rollout, ToolCall, Turn
+from grpo_dist.types import FurtherRow, Rollout, ToolCall, Turn, count_signals, has_signal
 from tests.support.made_groups import group, group_of
 
 NAN = float("nan")
@@ -70,6 +70,34 @@ def test_given_tokens_are_neither_stale_nor_sampled_and_ends_of_episodes_are_sha
     assert ends == {"stop": 0.5, "length": 0.0, "turns": 0.25, "tool_limit": 0.0, "error": 0.25}
     assert metrics["time/tool_call_mean_s"] == pytest.approx((0.5 + 3.5 + 1 + 1) / 4)
     assert metrics["time/tool_call_p95_s"] == pytest.approx(3.5 - 0.15 * 2.5)
+
+
+def test_a_log_prob_that_is_not_finite_counts_its_sample_once_and_is_in_no_mean():
+    made = group_of([1, 0, 1], [2, 3, 4])
+    logprobs = ([-1.0, -2.0], [np.nan, -np.inf, -3.0], [-4.0, -4.0, -4.0, -4.0])
+    versions = ([3, 3], [3, 3, 2], [1, 1, 1, 4])
+    own = zip(made.rollouts, logprobs, versions, strict=True)
+    rollouts = tuple(
+        replace(r, logprobs=np.array(p, np.float32), policy_versions=np.array(v, np.int32)) for r, p, v in own
+    )
+    metrics = rollout_metrics([replace(made, rollouts=rollouts)], version=3)
+    assert metrics["rollout/nan_logprobs"] == 1.0
+    assert metrics["rollout/entropy"] == (1 + 2 + 3 + 16) / 7
+    assert metrics["rollout/staleness_mean"] == (0 + 0 + 0 + 0 + 1 + 2 + 2 + 2 - 1) / 9
+    assert metrics["rollout/staleness_max"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "signals"),
+    [
+        ([[1, 1], [0, 1], [NAN, 1], [NAN, 1, 0], [NAN, NAN]], 2),
+        ([[np.inf, np.inf], [-np.inf, np.inf], [0.0, -0.0], [0.7, 0.7, 0.7], [5]], 1),
+        ([], 0),
+    ],
+)
+def test_groups_with_a_signal_are_counted_as_one_by_one(rewards, signals):
+    groups = [replace(group_of([0], [1]), rewards=np.array(own, np.float32)) for own in rewards]
+    assert count_signals(groups) == sum(has_signal(g.rewards) for g in groups) == signals
 
 
 def test_a_run_without_environments_has_no_metrics_of_episodes():

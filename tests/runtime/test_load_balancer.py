@@ -195,6 +195,68 @@ def test_a_release_looks_at_its_own_worker_alone():
     asyncio.run(session())
 
 
+def test_a_new_group_looks_at_few_workers(monkeypatch):
+    """With 500 workers, 4000 groups of samples that finish one by one look at fewer than three each."""
+
+    async def session():
+        load_balancer, looks = LoadBalancer(500, capacity=64), 0
+        takes = load_balancer._takes
+
+        def counted(*arguments):
+            nonlocal looks
+            looks += 1
+            return takes(*arguments)
+
+        monkeypatch.setattr(load_balancer, "_takes", counted)
+        for group in range(4000):
+            index = await load_balancer.admit(8, 800)
+            for _ in range(8 if group % 3 else 5):
+                load_balancer.release(index, 1, 100)
+        return looks
+
+    assert asyncio.run(session()) <= 3 * 4000
+
+
+@settings(max_examples=25)
+@given(workers=st.integers(1, 6), capacity=st.integers(1, 8), order=st.randoms(use_true_random=False))
+def test_a_group_goes_where_a_search_of_all_workers_sends_it(workers, capacity, order):
+    """Also while workers are lost, are closed and return."""
+
+    async def session():
+        load_balancer = LoadBalancer(workers, capacity)
+        sequences, tokens, running, away = [0] * workers, [0] * workers, [], set()
+        for _ in range(120):
+            at = order.randrange(workers)
+            what = order.choice(["admit", "admit", "release", "withdraw", "close", "restore"])
+            size, cost = order.randint(1, 6), order.randint(0, 30)
+            serving = [i for i in range(workers) if i not in away]
+            room = [i for i in serving if not sequences[i] or sequences[i] + size <= capacity]
+            if what == "admit" and room:
+                index = await load_balancer.admit(size, cost)
+                assert index == min(room, key=lambda i: (tokens[i], i))
+                running.append((index, size, cost))
+                sequences[index] += size
+                tokens[index] += cost
+            elif what == "release" and running:
+                index, size, cost = running.pop(order.randrange(len(running)))
+                load_balancer.release(index, size, cost)
+                sequences[index] -= size
+                tokens[index] -= cost
+            elif what == "restore" and at in away:
+                away.discard(at)
+                load_balancer.restore(at)
+            elif what == "close" and at not in away:
+                away.add(at)
+                load_balancer.close(at)
+            elif what == "withdraw" and at not in away:
+                away.add(at)
+                load_balancer.withdraw(at)
+                running = [own for own in running if own[0] != at]
+                sequences[at] = tokens[at] = 0
+
+    asyncio.run(session())
+
+
 def test_a_smaller_group_behind_a_served_one_goes_where_that_did_not_fit():
     async def session():
         load_balancer = LoadBalancer(2, capacity=4)

@@ -87,8 +87,8 @@ class BenchRecorder:
             Request(
                 tuple(group.prompt.token_ids.tolist()),
                 request_seed(self._seed, batch, group.prompt.uid, rollout.sample),
-                len(rollout.sampled_ids),
-                rollout.num_tokens - len(rollout.sampled_ids),
+                rollout.num_sampled,
+                rollout.num_tokens - rollout.num_sampled,
             )
             for group in groups
             for rollout in group.rollouts

@@ -1,0 +1,71 @@
+"""How much of the prompts that could be computed once is: the tokens that an update needs at least, P + sum R
+for each group, as a share of those that the ranks' micro-batches compute.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_dist.batch.rows import make_batch
+from grpo_dist.batch.sharding import packed_micro_batches, shard
+from grpo_dist.config.files import load_config
+from grpo_dist.policy.packing import _stream_indices
+from grpo_dist.runtime.hardware import micro_batch_tokens
+from grpo_dist.runtime.seeds import request_seed
+from grpo_dist.tools.bench.lengths import length_of
+from grpo_dist.types import Group, Prompt, Rollout
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHES = sorted((ROOT / "configs/bench").glob("*.yaml"))
+
+
+def step_of(config, prompt_tokens, step):
+    """Return the batch of a step with the lengths that the bench forces; its tokens are all 0."""
+    cap, groups = config.sampling.max_new_tokens, []
+    for n in range(config.batch.prompts_per_step):
+        prompt = Prompt(f"p{n}", np.zeros(prompt_tokens, np.int32), "", "made")
+        seeds = [request_seed(0, step, prompt.uid, i) for i in range(config.batch.samples_per_prompt)]
+        lengths = [length_of(seed, config.bench.lengths, cap=cap, uid=prompt.uid) for seed in seeds]
+        own = tuple(
+            Rollout(prompt.uid, i, np.zeros(n, np.int32), np.zeros(n, np.float32), "stop", "",
+                    np.zeros(n, np.int32))
+            for i, n in enumerate(lengths)
+        )  # fmt: skip
+        groups.append(Group(prompt, own, np.zeros(len(own), np.float32), {}, ("",) * len(own)))
+    advantages = [np.ones(len(g.rollouts), np.float32) for g in groups]
+    return make_batch(groups, advantages, ref_logprobs=None, max_new_tokens=cap)
+
+
+def computed(batch, budget):
+    """Count the tokens of the streams of a rank's micro-batches."""
+    rows = [own.tolist() for own in (batch.lengths, batch.rows.group_ids, batch.rows.prompt_lengths)]
+    streams = (
+        _stream_indices(*([own[i] for i in part] for own in rows))
+        for part in packed_micro_batches(*rows, budget)
+    )
+    return sum(int(stream.max()) + 1 for stream in streams)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("path", BENCHES, ids=lambda path: path.stem)
+def test_nine_tenths_of_the_shared_prompts_of_every_bench_are_computed_once(path, ranks):
+    config = load_config(path, [])
+    budget = micro_batch_tokens(config.batch.micro_batch_tokens, "cpu")
+    for prompt_tokens in (8, config.data.max_prompt_tokens):
+        for step in range(2):
+            batch = step_of(config, prompt_tokens, step)
+            completions = int((batch.lengths - batch.rows.prompt_lengths).sum())
+            least = completions + prompt_tokens * config.batch.prompts_per_step
+            share = least / sum(computed(part, budget) for part in shard(batch, ranks))
+            assert 0.9 <= share <= 1.0, (prompt_tokens, step, share)
+
+
+def test_a_prompt_longer_than_its_completions_is_computed_once_for_each_micro_batch():
+    """Eight samples of 1 token behind a prompt of 99: 107 tokens, or 2 x 99 + 8 in two micro-batches."""
+    prompt = Prompt("p", np.zeros(99, np.int32), "", "made")
+    one = [np.zeros(1, kind) for kind in (np.int32, np.float32, np.int32)]
+    own = tuple(Rollout("p", i, one[0], one[1], "stop", "", one[2]) for i in range(8))
+    group = Group(prompt, own, np.zeros(8, np.float32), {}, ("",) * 8)
+    batch = make_batch([group], [np.ones(8, np.float32)], ref_logprobs=None, max_new_tokens=1)
+    assert computed(batch, 1000) == 99 + 8 and computed(batch, 103) == 2 * 99 + 8
