@@ -211,17 +211,24 @@ async def _passes(solution: str, test: str | Mapping[str, str], sandbox: PythonS
                 return False
             # Printed behind the test, so that a solution which exits in it has not passed.
             mark = secrets.token_hex(16)
-            ran = await sandbox.run(episode, _sendable(f"{test}\nprint({mark!r})\n"))
+            ran = _begun(await sandbox.run(episode, _sendable(f"{test}\nprint({mark!r})\n")))
             return ran.outcome == "ok" and ran.output.rstrip().endswith(mark)
         given = await sandbox.run(episode, _READ_FROM.format(data=_sendable(test["input"]).encode()))
         if given.outcome != "ok":  # the program would find nothing to read: no fault of its own
             reason = f"the input cannot be given: {given.outcome} {given.output.strip()[-_REASON:]}".rstrip()
             raise ProcessFailure("error", reason, lost=False, infrastructure=True)
         program = f"{_quiet(_sendable(solution))}\nNone\n"  # None: its last value is not shown
-        ran = await sandbox.run(episode, program)
+        ran = _begun(await sandbox.run(episode, program))
         return ran.outcome == "ok" and _same_output(ran, test["output"])
     finally:
         await sandbox.end(episode)
+
+
+def _begun(ran: CodeResult) -> CodeResult:
+    """Raise ProcessFailure where the machine lost the interpreter between two pieces of code."""
+    if not ran.began:
+        raise ProcessFailure("died", "it lost an interpreter between two calls", infrastructure=True)
+    return ran
 
 
 def _same_output(ran: CodeResult, expected: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.environments.sandbox.failure import ProcessFailure
-from grpo_dist.environments.sandbox.python import CodeResult
+from grpo_dist.environments.sandbox.python import CodeResult, PythonSandbox
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards
 from grpo_dist.rewards.unit_tests import UnitTests, last_block, read_tests
@@ -165,6 +165,39 @@ def test_where_the_sandbox_cannot_hold_the_input_nothing_is_known(pool, monkeypa
     scorer.close()
     assert np.isnan(result.rewards).all()
     reason = f"the sandbox failed: the input cannot be given: {outcome} OSError: no space left"
+    assert scorer.failures == {"code": {reason: 1}}
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "test"),
+    [
+        ("def double(x): return 2 * x", "def double(x): return 5", "assert double(2) == 4"),
+        ("print(2 * int(input()))", "print(5)", {"input": "2", "output": "4"}),
+    ],
+)
+def test_an_interpreter_that_the_machine_loses_between_two_calls_is_no_wrong_solution(
+    pool, monkeypatch, right, wrong, test
+):
+    """The process that starts interpreters is killed after the first call of the first solution."""
+    plain, killed = PythonSandbox.run, []
+
+    async def run(self, episode, code):
+        result = await plain(self, episode, code)
+        if not killed:
+            host = self._backend._host
+            killed.append(host._child)
+            host._child.kill()
+            while host._child is killed[0]:
+                await asyncio.sleep(0.01)
+        return result
+
+    scorer = Scorer([spec("code", "unit_tests", kwargs={"sandbox": LIMITS, "max_concurrency": 1})], pool)
+    monkeypatch.setattr(PythonSandbox, "run", run)
+    group = completion_group([block(right), block(wrong)], "", columns={"tests": [test]})
+    rewards = scorer.score(group).rewards
+    scorer.close()
+    np.testing.assert_array_equal(rewards, [np.nan, 0.0])
+    reason = "the sandbox failed: it lost an interpreter between two calls"
     assert scorer.failures == {"code": {reason: 1}}
 
 
