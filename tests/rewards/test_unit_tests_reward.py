@@ -80,6 +80,39 @@ def test_a_program_is_right_if_it_prints_the_output(pool):
     assert scores.rewards.tolist() == [1, 1, 0, 0, 0, 0, 1]
 
 
+def test_the_code_of_the_data_runs_in_front_and_by_itself(pool):
+    """A solution may begin with an import from __future__; what the data prints is no output of it; and code
+    of the data that fails says nothing of the solution.
+    """
+    right = "from __future__ import annotations\nprint(K * int(input()))"
+    completions, tests = [block(right), block("print(5)")], [{"input": "2", "output": "4"}]
+
+    def rewards(setup):
+        scorer = Scorer(
+            [spec("code", "unit_tests", kwargs={"sandbox": LIMITS, "setup_column": "setup"})], pool
+        )
+        columns = {"tests": tests, "setup": setup}
+        found = scorer.score(completion_group(completions, "", columns=columns)).rewards
+        scorer.close()
+        return found, [*scorer.failures.get("code", ())]
+
+    assert rewards("print('ready')\nK = 2")[0].tolist() == [1, 0]
+    found, (reason,) = rewards("K = missing")
+    assert np.isnan(found).all()
+    assert reason.startswith("column setup: error ") and "NameError: name 'missing' is not defined" in reason
+
+
+def test_the_code_of_the_data_may_be_a_header_whose_body_is_the_solution(pool):
+    setup = 'def double(x):\n    """Return twice x."""\n'
+    bodies = [block("    return 2 * x"), block("\n    return x"), block("def double(x): return x + x")]
+    kwargs = {"sandbox": LIMITS, "setup_column": "setup"}
+    scorer = Scorer([spec("code", "unit_tests", kwargs=kwargs)], pool)
+    columns = {"tests": ["assert double(2) == 4"], "setup": setup}
+    rewards = scorer.score(completion_group(bodies, "", columns=columns)).rewards
+    scorer.close()
+    assert rewards.tolist() == [1, 0, 1]
+
+
 READERS = {
     "input": "data = input()",
     "sys.stdin": "import sys\ndata = sys.stdin.readline().strip()",
