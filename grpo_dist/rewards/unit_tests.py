@@ -72,6 +72,10 @@ class UnitTests(Builtin):
     _code: _CodeLoop = PrivateAttr()
     _note: Note = PrivateAttr()
 
+    @property
+    def data_columns(self) -> tuple[str, ...]:
+        return (self.column, self.setup_column) if self.setup_column else (self.column,)
+
     def check(self, *, max_new_tokens: int) -> None:
         """Run one test, so that a machine without a sandbox is reported before the run starts."""
         code = _CodeLoop(self._limits, 1)
