@@ -200,10 +200,12 @@ def test_a_run_goes_on_sampling_while_a_metric_is_computed(tmp_path):
     """It returns 1 once the driver's loop has answered it, and would hold that up if it ran there."""
     (tmp_path / "asking_metric.py").write_text(
         "import threading\nasked, answered = threading.Event(), threading.Event()\n"
-        "def f():\n    asked.set()\n    return float(answered.wait(50))\n"
+        "def f():\n    asked.set()\n    return float(answered.wait())\n"
     )
-    tracking = {"metrics": [{"function": "asking_metric:f"}]}
-    config = fakes.config(steps=2, code_paths=[str(tmp_path)], tracking=tracking)
+    config = fakes.config(
+        steps=2, code_paths=[str(tmp_path)], tracking={"metrics": [{"function": "asking_metric:f"}]},
+        cluster={"timeouts": {"own_code_s": HANG_S}},
+    )  # fmt: skip
     module = loading.load(METRIC, "asking_metric:f", [str(tmp_path)]).__globals__
     world = fakes.World()
 
