@@ -7,8 +7,8 @@
 
 ScaleRL's no-positive resampling, arXiv:2510.13786: what a policy solves, it mostly goes on solving, so the
 prompt never returns, but for steps that are on their way by then. The group of the latest epoch decides, and
-not the mean over all epochs, which the first ones would hold down. A sample that could not be scored does not
-count as right: it is no reason to leave a prompt out for good.
+not the mean over all epochs, which the first ones would hold down. A sample that could not be scored, or that
+no engine gave (`batch.min_samples`), does not count as right: it is no reason to leave a prompt out for good.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ class SolvedPrompts:
         *,
         share: float | None = None,
         keep: int = 1,
+        samples: int = 1,
     ) -> None:
         """``share``: right samples of a group from which its prompt is left out; None: it never is.
-        ``keep``: prompts that stay in any case, since the steps on their way hold so many.
+        ``keep``: prompts that stay in any case, since the steps on their way hold so many. ``samples``: of a
+        whole group.
         """
-        self._prompts, self._share, self._keep = prompts, share, keep
+        self._prompts, self._share, self._keep, self._samples = prompts, share, keep, samples
         tracked = share is not None or passed
         self._index = {prompt.uid: i for i, prompt in enumerate(prompts)} if tracked else {}
         self.is_out = np.zeros(len(prompts), bool)
@@ -61,7 +63,7 @@ class SolvedPrompts:
             return
         for group in sampled:
             uid, index = group.prompt.uid, self._index[group.prompt.uid]
-            if self.is_out[index] or right_share(group) < self._share:
+            if self.is_out[index] or right_share(group, self._samples) < self._share:
                 continue
             if len(self._prompts) - len(self._passed) <= self._keep:
                 self._warn()
@@ -86,7 +88,9 @@ class SolvedPrompts:
         )  # fmt: skip
 
 
-def right_share(group: Group) -> float:
-    """Return the right samples of a group as a share of all of them, those not scored included."""
+def right_share(group: Group, samples: int = 1) -> float:
+    """Return the right samples of a group as a share of all, of ``samples`` at least: those that could
+    not be scored or had are not right.
+    """
     right = correctness(group)
-    return int(np.count_nonzero(right == 1.0)) / len(right)
+    return int(np.count_nonzero(right == 1.0)) / max(len(right), samples)

@@ -32,8 +32,15 @@ class Admission:
         oversample = batch.oversample or 1 + max_staleness / 2
         # A prompt that is trained stays out until the next launch, where groups may be replaced before it.
         free = prompts - extra - (own if extra else 0)
-        return cls(max(own, min(math.ceil(own * oversample), free)), extra)
+        return cls(max(own, min(rounded_up(own * oversample), free)), extra)
 
     def per_draw(self, own: int, prompts: int) -> int:
         """Return how many prompts hold one that is not on its way, with ``own`` of a step just trained."""
         return min(prompts, self.most + self.extra + own + 1)
+
+
+def rounded_up(product: float) -> int:
+    """Return a product of a count and a factor of the configuration, rounded up: 50 * 1.1 is 55, though in
+    floating point it is above.
+    """
+    return math.ceil(round(product, 9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -252,7 +253,9 @@ class Chores(StepChores):
         metrics = metrics | await self._final_metrics(staged, batch.sampled, timer, trained=trained)
         metrics |= {**batch.metrics, **self._parts.pipeline.metrics}
         metrics |= sampling_cost(batch.groups, batch.discarded, staged.groups_with_signal)
-        metrics |= self._own_metrics(MetricInputs(step, batch.sampled, metrics))
+        if config.tracking.metrics:  # in a thread: groups are received and launched meanwhile
+            inputs = MetricInputs(step, batch.sampled, metrics)
+            metrics |= await asyncio.to_thread(self._own_metrics, inputs)
         alarms, counts = health.examine(step, metrics)
         metrics |= counts
         usage = self._workers.usage

@@ -211,7 +211,8 @@ def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> Pr
         staleness, count = config.max_staleness, len(prompts)
         admission = Admission.of(config.batch, dynamic, max_staleness=staleness, prompts=count)
         in_flight = drawn = admission.per_draw(own, count)
-    solved = SolvedPrompts(prompts, state.left_out, share=data.drop_solved, keep=in_flight)
+    samples = config.batch.samples_per_prompt
+    solved = SolvedPrompts(prompts, state.left_out, share=data.drop_solved, keep=in_flight, samples=samples)
     if data.order == "length":
         taken, window = 1 if by_group else most, data.length_window or 8
         return LengthOrder(

@@ -13,9 +13,9 @@ each prefix whose groups are all known adds what is due after it.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Sequence
 
+from grpo_dist.loop.admission import rounded_up
 from grpo_dist.loop.progress import SampledBatch
 from grpo_dist.runtime.concurrency import task_group
 from grpo_dist.types import Group, Prompt
@@ -81,5 +81,5 @@ class Refill:
             self._prefix += 1
             missing = self._wanted - self._useful
             if self._prefix >= self._wanted and missing > 0:
-                due = max(due, self._prefix + math.ceil(missing * self._oversample))
+                due = max(due, self._prefix + rounded_up(missing * self._oversample))
         return due

@@ -48,6 +48,11 @@ class Builtin(Section, ABC):
         Called once on the driver, before the run.
         """
 
+    @property
+    def data_columns(self) -> tuple[str, ...]:
+        """Columns of the data that its settings name."""
+        return ()
+
     def start(self, *, workers: int, note: Note) -> None:
         """Acquire resources. Called in each of the ``workers`` reward workers, before the first `score`."""
 

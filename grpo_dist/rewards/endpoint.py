@@ -99,6 +99,8 @@ class CircuitBreaker:
 
     closed --``after`` failures in a row--> open --``first_s``--> one trial --success--> closed
                                              ^-----twice as long------failure
+
+    Requests that were sent before it opened may fail after that. They say nothing new and prolong no pause.
     """
 
     LONGEST_S = 300.0
@@ -107,6 +109,7 @@ class CircuitBreaker:
         self._after, self._first_s, self._clock = after, first_s, clock
         self._lock = threading.Lock()
         self._failures, self._pause_s, self._opens_at = 0, first_s, 0.0
+        self._on_trial = False
 
     def permits(self) -> bool:
         """Return whether a request may be sent. An open breaker permits one after each pause."""
@@ -116,6 +119,7 @@ class CircuitBreaker:
             if self._clock() < self._opens_at:
                 return False
             self._opens_at = self._clock() + self._pause_s  # the others wait for the outcome of this one
+            self._on_trial = True
             return True
 
     @property
@@ -124,13 +128,15 @@ class CircuitBreaker:
 
     def succeeded(self) -> None:
         with self._lock:
-            self._failures, self._pause_s = 0, self._first_s
+            self._failures, self._pause_s, self._on_trial = 0, self._first_s, False
 
     def failed(self) -> None:
         with self._lock:
-            if self._failures >= self._after:
-                self._pause_s = min(2 * self._pause_s, self.LONGEST_S)
-            self._failures += 1
+            was_open, self._failures = self._failures >= self._after, self._failures + 1
+            if was_open and not self._on_trial:
+                return
+            if was_open:
+                self._pause_s, self._on_trial = min(2 * self._pause_s, self.LONGEST_S), False
             self._opens_at = self._clock() + self._pause_s
 
 
@@ -289,4 +295,4 @@ def _pause(attempt: int) -> float:
 
 def _seconds(header: str) -> float | None:
     """Return a Retry-After in seconds; None when absent or given as a date."""
-    return float(header) if header.replace(".", "", 1).isdigit() else None
+    return float(header) if header.replace(".", "", 1).isdecimal() else None

@@ -37,6 +37,10 @@ class Remote(ServedReward):
         """Only its server knows, so nothing is refused."""
         return False
 
+    @property
+    def data_columns(self) -> tuple[str, ...]:
+        return self.columns
+
     def check(self, *, max_new_tokens: int) -> None:
         """Post a trial group, so that an unreachable server is reported before the run starts. Its scores,
         and errors about its content, say nothing yet.

@@ -76,6 +76,10 @@ class UnitTests(Builtin):
     def is_graded(self) -> bool:
         return self.reward == "share"
 
+    @property
+    def data_columns(self) -> tuple[str, ...]:
+        return (self.column, self.setup_column) if self.setup_column else (self.column,)
+
     def check(self, *, max_new_tokens: int) -> None:
         """Run one test, so that a machine without a sandbox is reported before the run starts."""
         code = _CodeLoop(self._limits, 1)
@@ -128,21 +132,24 @@ class UnitTests(Builtin):
         setup = str(group.columns.get(self.setup_column) or "") if self.setup_column else ""
         solutions = [last_block(text) for text in group.outside_thoughts]
         distinct = list(dict.fromkeys(code for code in solutions if code is not None))
-        scores = self._code.run(self._scores([f"{setup}\n{code}" for code in distinct], tests))
+        scores = self._code.run(self._scores(distinct, tests, setup))
         known = dict(zip(distinct, scores, strict=True))
         return [0.0 if code is None else known[code] for code in solutions]
 
     def close(self) -> None:
         self._code.close()
 
-    async def _scores(self, solutions: Sequence[str], tests: Sequence[Any]) -> list[float]:
-        return list(await asyncio.gather(*(self._score_of(code, tests) for code in solutions)))
+    async def _scores(self, solutions: Sequence[str], tests: Sequence[Any], setup: str) -> list[float]:
+        return list(await asyncio.gather(*(self._score_of(code, tests, setup) for code in solutions)))
 
-    async def _score_of(self, solution: str, tests: Sequence[Any]) -> float:
+    async def _score_of(self, solution: str, tests: Sequence[Any], setup: str) -> float:
         try:
-            passed = await _passed_all(solution, tests, self._code, stop=self.reward == "all")
+            passed = await _passed_all(solution, tests, self._code, setup=setup, stop=self.reward == "all")
         except ProcessFailure as failure:  # of the machine or the service: nothing is known
             self._note(f"the sandbox failed: {failure}")
+            return math.nan
+        except _SetupFailed as failure:
+            self._note(f"column {self.setup_column}: {failure}; expected code that runs by itself")
             return math.nan
         return float(all(passed)) if self.reward == "all" else sum(passed) / len(tests)
 
@@ -194,38 +201,64 @@ def _check_lengths(tests: Sequence[Any], limits: SandboxConfig, output_key: str)
         )
 
 
+class _SetupFailed(Exception):
+    """The code that comes with the data, and runs before the solution, has failed: no fault of that."""
+
+
 async def _passed_all(
-    solution: str, tests: Sequence[Any], code: _CodeLoop, *, stop: bool = False
+    solution: str, tests: Sequence[Any], code: _CodeLoop, *, setup: str = "", stop: bool = False
 ) -> list[bool]:
-    """Return whether each test passes, up to the first that does not if ``stop``. Raises ProcessFailure."""
+    """Return whether each test passes, up to the first that does not if ``stop``. Raises ProcessFailure, and
+    _SetupFailed.
+    """
     passed: list[bool] = []
     for test in tests:
         async with code.permits:
-            passed.append(await _passes(solution, test, code.sandbox))
+            passed.append(await _passes(solution, test, code.sandbox, setup))
         if stop and not passed[-1]:
             break
     return passed
 
 
-async def _passes(solution: str, test: str | Mapping[str, str], sandbox: PythonSandbox) -> bool:
+async def _passes(solution: str, test: str | Mapping[str, str], sandbox: PythonSandbox, setup: str) -> bool:
+    setup, solution = _pieces(setup, solution)
     episode = secrets.token_hex(8)
     try:
+        if setup and (ran := await sandbox.run(episode, _sendable(setup))).outcome != "ok":
+            raise _SetupFailed(f"{ran.outcome} {ran.output.strip()[-_REASON:]}".rstrip())
         if isinstance(test, str):
-            if (await sandbox.run(episode, _sendable(solution))).outcome != "ok":
+            if _begun(await sandbox.run(episode, _sendable(solution))).outcome != "ok":
                 return False
             # Printed behind the test, so that a solution which exits in it has not passed.
             mark = secrets.token_hex(16)
-            ran = await sandbox.run(episode, _sendable(f"{test}\nprint({mark!r})\n"))
+            ran = _begun(await sandbox.run(episode, _sendable(f"{test}\nprint({mark!r})\n")))
             return ran.outcome == "ok" and ran.output.rstrip().endswith(mark)
         given = await sandbox.run(episode, _READ_FROM.format(data=_sendable(test["input"]).encode()))
         if given.outcome != "ok":  # the program would find nothing to read: no fault of its own
             reason = f"the input cannot be given: {given.outcome} {given.output.strip()[-_REASON:]}".rstrip()
             raise ProcessFailure("error", reason, lost=False, infrastructure=True)
         program = f"{_quiet(_sendable(solution))}\nNone\n"  # None: its last value is not shown
-        ran = await sandbox.run(episode, program)
+        ran = _begun(await sandbox.run(episode, program))
         return ran.outcome == "ok" and _same_output(ran, test["output"])
     finally:
         await sandbox.end(episode)
+
+
+def _pieces(setup: str, solution: str) -> tuple[str, str]:
+    """Return what runs first, and what after it: a solution may begin with an import from __future__, and
+    what ``setup`` prints is no output of it. A header and its body are one piece.
+    """
+    lines = [line for line in solution.splitlines() if line.strip()]
+    if lines and lines[0][0].isspace():
+        return "", f"{setup}\n{solution}"
+    return setup, solution
+
+
+def _begun(ran: CodeResult) -> CodeResult:
+    """Raise ProcessFailure where the machine lost the interpreter between two pieces of code."""
+    if not ran.began:
+        raise ProcessFailure("died", "it lost an interpreter between two calls", infrastructure=True)
+    return ran
 
 
 def _same_output(ran: CodeResult, expected: str) -> bool:

@@ -32,6 +32,7 @@ from grpo_dist.data.tasks import own_problems, source_tasks
 from grpo_dist.demo.model import made_model, random_model
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.policy.gguf_model import loss_of
+from grpo_dist.rewards.data_columns import column_problems
 from grpo_dist.rewards.gold import count_unreadable
 from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.registry import graded_problems, reward_problems
@@ -132,6 +133,7 @@ def prepared(
             f"data.train: {len(prompts)} prompts, but `batch.prompts_per_step` = {needed} must be drawn "
             f"without repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
+    refuse(column_problems(config.rewards, prompts))
     check_pools(config.data, prompts, [source_name(source) for source, _ in train_rows])
     check_weights(config.data, prompts, in_flight=config.batch.prompts_per_step * (1 + config.max_staleness))
     eval_sets = prepare_eval(sections, eval_rows, tokenizer, prompts, warn)

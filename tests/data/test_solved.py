@@ -59,6 +59,14 @@ def test_the_share_by_hand():
     assert own.is_out.tolist() == [False, True, False, False] and own.passed == {"p1": 0}
 
 
+def test_a_group_that_lacks_samples_is_solved_by_those_of_a_whole_group():
+    """Two of eight came, both right: of the other six nothing is known. With nine of ten it is solved."""
+    assert right_share(of(0, 2, samples=2), 8) == 0.25
+    own = SolvedPrompts(fakes.prompts(3), {}, share=0.9, samples=10)
+    own.observe([of(0, 5, samples=5), of(1, 9, samples=9)])
+    assert own.passed == {"p1": 0}
+
+
 def test_the_latest_group_decides_and_a_prompt_never_returns():
     own = solved(3, share=1.0)
     for right in (0, 0, 4):

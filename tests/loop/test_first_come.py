@@ -111,6 +111,7 @@ def test_bounds_by_hand():
 
     assert bounds(100, 1) == (6, 0) and bounds(100, 4) == (12, 0)
     assert bounds(100, 1, oversample=1.3) == (6, 0) and bounds(100, 1, oversample=2) == (8, 0)
+    assert bounds(100, 1, prompts_per_step=50, oversample=1.1) == (55, 0)  # a float product is above
     assert bounds(5, 1) == (5, 0)  # no prompt twice
     assert bounds(100, 1, {"enabled": True}) == (6, 12)
     assert bounds(20, 1, {"enabled": True}) == (6, 6)  # 6 + 6 + the 4 just trained are within 20

@@ -1,10 +1,13 @@
 """Own pieces are tried before a run: a wrong result, a hang and an unknown argument are refused there."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
 from grpo_dist.config.files import load_config
 from grpo_dist.data.own_order import OwnOrder
+from grpo_dist.driver import run
 from grpo_dist.loop.own_metrics import OwnMetrics
 from grpo_dist.plugins import loading
 from grpo_dist.plugins.inputs import MetricInputs
@@ -222,6 +225,32 @@ def test_a_metric_that_hangs_is_one_warning_and_is_not_called_again(code):
     others = OwnMetrics(own[1:], (code,), warnings.append, limit_s=HANG_S)
     first, second = (others(MetricInputs(step, [], {}))["own/calls"] for step in (2, 3))
     assert second == first + 1 and len(warnings) == 1
+
+
+def test_a_run_goes_on_sampling_while_a_metric_is_computed(tmp_path):
+    """It returns 1 once the driver's loop has answered it, and would hold that up if it ran there."""
+    (tmp_path / "asking_metric.py").write_text(
+        "import threading\nasked, answered = threading.Event(), threading.Event()\n"
+        "def f():\n    asked.set()\n    return float(answered.wait())\n"
+    )
+    config = fakes.config(
+        steps=2, code_paths=[str(tmp_path)], tracking={"metrics": [{"function": "asking_metric:f"}]},
+        cluster={"timeouts": {"own_code_s": HANG_S}},
+    )  # fmt: skip
+    module = loading.load(METRIC, "asking_metric:f", [str(tmp_path)]).__globals__
+    world = fakes.World()
+
+    async def answer():
+        while not module["asked"].is_set():
+            await asyncio.sleep(0.01)
+        module["answered"].set()
+
+    async def both():
+        trained = run(config, world.workers(), fakes.prompts(20), [], world, world)
+        await asyncio.gather(trained, answer())
+
+    asyncio.run(both())
+    assert [world.logged[step]["own/f"] for step in (1, 2)] == [1.0, 1.0] and world.warnings == []
 
 
 def test_a_prompt_order_that_hangs_ends_the_run_with_its_name_and_the_key(code):

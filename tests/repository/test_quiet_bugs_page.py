@@ -18,6 +18,14 @@ FILES = sorted(path.name for path in FOLDER.glob("*.py"))
 THREAD = re.compile(r"([\w-]+#\d+)")
 
 
+# What the museum must have, whatever else it has.
+ASKED = (
+    "verl#6362", "verl#6376", "verl#6361", "AReaL#1346", "trl#6369", "marin#6335", "trl#5144",
+    "ms-swift#10012", "NeMo-RL#3599", "prime-rl#3050", "NeMo-RL#1798", "miles#2800", "training-gym#536",
+    "verl#4948", "verl#5392",
+)  # fmt: skip
+
+
 def entry(name):
     return next(row for row in ROWS if row[-1] == f"`{name}`")
 
@@ -26,6 +34,11 @@ def test_every_file_has_one_row_and_every_row_a_file():
     assert sorted(row[-1].strip("`") for row in ROWS) == FILES
     assert len(FILES) >= 14
     assert all(len(row) == 3 and all(row) for row in ROWS)
+
+
+@pytest.mark.parametrize("thread", ASKED)
+def test_the_bugs_that_began_the_museum_are_in_it(thread):
+    assert [row[-1] for row in ROWS if thread in THREAD.findall(row[0])], thread
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -1,6 +1,7 @@
 """Rewards of a server against a fake one: whole groups, deadlines, the breaker, replies and secrets."""
 
 import math
+import re
 import time
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.rewards.endpoint import CircuitBreaker, Endpoint, EndpointSettings, NoReply
+from grpo_dist.rewards.generative import Generative
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards
 from grpo_dist.rewards.remote import scores_of
@@ -129,6 +131,25 @@ def test_the_pause_of_a_breaker_doubles_up_to_its_bound():
     assert breaker.permits() and not breaker.is_open
 
 
+def test_requests_that_were_on_their_way_when_the_breaker_opened_prolong_no_pause():
+    """Eight at once, of which the second failure opens it: the other six do not make 10 s into 300."""
+    now = [0.0]
+    breaker = CircuitBreaker(2, 10.0, clock=lambda: now[0])
+    assert all(breaker.permits() for _ in range(8))
+    for _ in range(8):
+        breaker.failed()
+        now[0] += 1.0
+    assert not breaker.permits()
+    now[0] = 11.0  # ten seconds behind the second
+    assert breaker.permits() and not breaker.permits()
+    breaker.failed()
+    breaker.failed()  # late again
+    now[0] += 19.0
+    assert not breaker.permits()
+    now[0] += 1.0
+    assert breaker.permits()
+
+
 def test_while_one_request_tries_a_server_that_is_gone_the_others_are_not_sent():
     breaker = CircuitBreaker(1, 10.0, clock=lambda: 10.0)
     breaker._failures = 1
@@ -209,6 +230,21 @@ def test_a_generative_model_is_asked_once_about_each_completion(pool):
     assert server.requests[0]["messages"][0] == {"role": "system", "content": "Be strict."}
     assert "Problem:\n1+1\n\nReference answer:\n2" in server.requests[0]["messages"][1]["content"]
     assert sorted(reason[:9] for reason in scorer.failures["served"]) == ["no score ", "score 11 "]
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("Score: 7", "7"), ("**Score:** 7/10", "7"), ("score = 7.5.", "7.5"), ("Score: `7`", "7"),
+        ("Score:\n\n7", "7"), ("Rating - 7", "7"), ("Score (7)", "7"), ("Score: [7]", "7"),
+        ("Score: -7", "-7"), ("Score: .7", ".7"),
+        ("Score (0-10): 7", "7"), ("**Score** (out of 10): 7", "7"), ("Score (0-10): unsure", None),
+    ],
+)  # fmt: skip
+def test_the_number_behind_the_word_is_the_score(reply, score):
+    """Its sign and its point belong to it, and a scale in parentheses does not."""
+    found = [match[1] for match in re.finditer(Generative.model_fields["pattern"].default, reply)]
+    assert found == ([] if score is None else [score])
 
 
 def test_verdicts_of_a_generative_model_have_values(pool):

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.environments.sandbox.failure import ProcessFailure
-from grpo_dist.environments.sandbox.python import CodeResult
+from grpo_dist.environments.sandbox.python import CodeResult, PythonSandbox
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards
 from grpo_dist.rewards.unit_tests import UnitTests, last_block, read_tests
@@ -78,6 +78,39 @@ def test_a_program_is_right_if_it_prints_the_output(pool):
     ]
     scores, _ = scored(pool, completions, tests)
     assert scores.rewards.tolist() == [1, 1, 0, 0, 0, 0, 1]
+
+
+def test_the_code_of_the_data_runs_in_front_and_by_itself(pool):
+    """A solution may begin with an import from __future__; what the data prints is no output of it; and code
+    of the data that fails says nothing of the solution.
+    """
+    right = "from __future__ import annotations\nprint(K * int(input()))"
+    completions, tests = [block(right), block("print(5)")], [{"input": "2", "output": "4"}]
+
+    def rewards(setup):
+        scorer = Scorer(
+            [spec("code", "unit_tests", kwargs={"sandbox": LIMITS, "setup_column": "setup"})], pool
+        )
+        columns = {"tests": tests, "setup": setup}
+        found = scorer.score(completion_group(completions, "", columns=columns)).rewards
+        scorer.close()
+        return found, [*scorer.failures.get("code", ())]
+
+    assert rewards("print('ready')\nK = 2")[0].tolist() == [1, 0]
+    found, (reason,) = rewards("K = missing")
+    assert np.isnan(found).all()
+    assert reason.startswith("column setup: error ") and "NameError: name 'missing' is not defined" in reason
+
+
+def test_the_code_of_the_data_may_be_a_header_whose_body_is_the_solution(pool):
+    setup = 'def double(x):\n    """Return twice x."""\n'
+    bodies = [block("    return 2 * x"), block("\n    return x"), block("def double(x): return x + x")]
+    kwargs = {"sandbox": LIMITS, "setup_column": "setup"}
+    scorer = Scorer([spec("code", "unit_tests", kwargs=kwargs)], pool)
+    columns = {"tests": ["assert double(2) == 4"], "setup": setup}
+    rewards = scorer.score(completion_group(bodies, "", columns=columns)).rewards
+    scorer.close()
+    assert rewards.tolist() == [1, 0, 1]
 
 
 READERS = {
@@ -165,6 +198,39 @@ def test_where_the_sandbox_cannot_hold_the_input_nothing_is_known(pool, monkeypa
     scorer.close()
     assert np.isnan(result.rewards).all()
     reason = f"the sandbox failed: the input cannot be given: {outcome} OSError: no space left"
+    assert scorer.failures == {"code": {reason: 1}}
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "test"),
+    [
+        ("def double(x): return 2 * x", "def double(x): return 5", "assert double(2) == 4"),
+        ("print(2 * int(input()))", "print(5)", {"input": "2", "output": "4"}),
+    ],
+)
+def test_an_interpreter_that_the_machine_loses_between_two_calls_is_no_wrong_solution(
+    pool, monkeypatch, right, wrong, test
+):
+    """The process that starts interpreters is killed after the first call of the first solution."""
+    plain, killed = PythonSandbox.run, []
+
+    async def run(self, episode, code):
+        result = await plain(self, episode, code)
+        if not killed:
+            host = self._backend._host
+            killed.append(host._child)
+            host._child.kill()
+            while host._child is killed[0]:
+                await asyncio.sleep(0.01)
+        return result
+
+    scorer = Scorer([spec("code", "unit_tests", kwargs={"sandbox": LIMITS, "max_concurrency": 1})], pool)
+    monkeypatch.setattr(PythonSandbox, "run", run)
+    group = completion_group([block(right), block(wrong)], "", columns={"tests": [test]})
+    rewards = scorer.score(group).rewards
+    scorer.close()
+    np.testing.assert_array_equal(rewards, [np.nan, 0.0])
+    reason = "the sandbox failed: it lost an interpreter between two calls"
     assert scorer.failures == {"code": {reason: 1}}
 
 

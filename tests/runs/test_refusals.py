@@ -76,6 +76,10 @@ def refusal(capsys, *overrides, command="train"):
             ["rewards.functions=[{function: overlong, kwargs: {buffer_tokens: 9}}]"],
             ["rewards.functions overlong", "kwargs.buffer_tokens = 9", "`sampling.max_new_tokens` = 8"],
         ),
+        (
+            ["rewards.functions=[{function: unit_tests, kwargs: {column: checks}}]"],
+            ["reward unit_tests reads column `checks`", "add it to `columns`"],
+        ),
         (["rewards.functions=[{function: math, gate: nothing}]"], ["gate = nothing", "no such reward"]),
         (
             ["rewards.models=[{name: quality, path: /no/such/model}]"],

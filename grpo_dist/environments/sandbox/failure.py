@@ -15,6 +15,7 @@ class ProcessFailure(Exception):
         output: what was printed before, cut to ``Limits.output_kb``.
         infrastructure: whether the machine or a service failed, and not the code of the request.
         cpu_s: CPU seconds of the processes that are gone, where they were measured.
+        began: False where the process was gone with its zygote before the request, which no code caused.
     """
 
     def __init__(
@@ -23,7 +24,7 @@ class ProcessFailure(Exception):
         super().__init__(outcome, detail)
         self.outcome, self.detail, self.lost, self.output = outcome, detail, lost, output
         self.infrastructure = infrastructure
-        self.cpu_s = 0.0
+        self.cpu_s, self.began = 0.0, True
 
     def __str__(self) -> str:
         return self.detail
@@ -41,3 +42,10 @@ def not_started(reason: str) -> ProcessFailure:
 def lost_zygote(what: str) -> ProcessFailure:
     """Return the failure of an episode whose zygote ``what``."""
     return ProcessFailure("died", f"the process that starts others {what}", infrastructure=True)
+
+
+def lost_before() -> ProcessFailure:
+    """Return the failure of an episode whose process ended with its zygote between two requests."""
+    failure = ProcessFailure("died", "the process had ended, with the one that starts others")
+    failure.began = False
+    return failure

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from grpo_dist.environments.sandbox.child_environment import environment_of
-from grpo_dist.environments.sandbox.failure import ProcessFailure, lost_zygote, not_started
+from grpo_dist.environments.sandbox.failure import ProcessFailure, lost_before, lost_zygote, not_started
 from grpo_dist.environments.sandbox.frames import ANSWER, OUTCOMES, REQUEST, TOKEN_BYTES, receive_soon
 from grpo_dist.environments.sandbox.isolation import Isolation
 from grpo_dist.environments.sandbox.limits import Limits
@@ -110,7 +110,7 @@ class ProcessHost:
         cpu_s = self._cpu_s if cpu_s is None else cpu_s
         if episode in self._lost:
             self._lost.remove(episode)
-            raise ProcessFailure("died", "the process had ended, with the one that starts others")
+            raise lost_before()
         request = json.dumps([kind, payload]).encode()
         live = self._live.get(episode) or await self.begin(episode)
         async with live.lock:

@@ -31,11 +31,13 @@ class CodeResult:
             ``environments.sandbox.output_kb``. It notes a lost interpreter.
         outcome: ok | error | timeout | memory | died.
         seconds: wall clock of the code.
+        began: False where the machine had lost the interpreter before, so that the code did not run.
     """
 
     output: str
     outcome: str
     seconds: float
+    began: bool = True
 
 
 class CodeBackend(Protocol):
@@ -76,17 +78,17 @@ class PythonSandbox:
         timeout_s = min(settings.call_s, settings.episode_s - used_s)
         if timeout_s <= 0:
             return CodeResult(f"[{_USED_UP}: {settings.episode_s:g} s]\n", "timeout", 0.0)
-        begin = time.monotonic()
+        begin, began = time.monotonic(), True
         try:
             outcome, output, seconds = await self._backend.run(episode, code, timeout_s)
         except ProcessFailure as failure:
             if failure.infrastructure:
                 raise
-            outcome, seconds = failure.outcome, time.monotonic() - begin
+            outcome, seconds, began = failure.outcome, time.monotonic() - begin, failure.began
             output = failure.output + "\n" * (bool(failure.output) and not failure.output.endswith("\n"))
             output += f"[{failure.detail}{'. ' + _GONE if failure.lost else ''}]\n"
         self._used_s[episode] = used_s + seconds
-        return CodeResult(_readable(output), outcome if outcome in _OUTCOMES else "error", seconds)
+        return CodeResult(_readable(output), outcome if outcome in _OUTCOMES else "error", seconds, began)
 
     async def end(self, episode: str) -> None:
         """End the episode's interpreter and delete its files. Does nothing for an unknown episode."""
