@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from grpo_dist.config import Config, PolicyConfig, ReferenceConfig, RewardsConfig
+from grpo_dist.config import ClusterConfig, Config, PolicyConfig, ReferenceConfig, RewardsConfig
 from grpo_dist.errors import UserError
 
 _ROUNDING = 1e-6  # three times 1/3 is a GPU
@@ -114,7 +114,7 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
             "cluster.placement=separate or evaluation.num_workers=0"
         )
     if has.gpus:
-        _check_gpus(config, demands, has.gpus)
+        _check_gpus(config.cluster, demands, has.gpus, colocates=_not_colocated(config) is None)
     else:
         _check_cpus(demands, has.cpus, config.rollout.tensor_parallel_size)
     return demands
@@ -251,15 +251,16 @@ def _gpus(demands: dict[str, Demand]) -> int:
     return sum(d.total_gpus for d in demands.values() if not d.shared)
 
 
-def _check_gpus(config: Config, demands: dict[str, Demand], gpus: int) -> None:
+def _check_gpus(cluster: ClusterConfig, demands: dict[str, Demand], gpus: int, *, colocates: bool) -> None:
+    """Raise UserError where the demands take more than ``gpus``. ``colocates``: the roles may share some."""
     needed = _gpus(demands)
     if needed <= gpus:
         return
     parts = " + ".join(f"{role} {d}" for role, d in demands.items() if d.gpus and not d.shared)
-    colocate, grown = "", " with the nodes of `cluster.grows_to`" if config.cluster.grows_to else ""
+    colocate, grown = "", " with the nodes of `cluster.grows_to`" if cluster.grows_to else ""
     keys = "`policy.num_workers`"
     if "rollout" in demands:
-        if "policy" in demands and not demands["rollout"].shared and _not_colocated(config) is None:
+        if "policy" in demands and not demands["rollout"].shared and colocates:
             colocate = f"set cluster.placement=colocated ({demands['policy'].workers} GPUs), "
         keys += ", `rollout.num_workers`, `rollout.tensor_parallel_size` or the `num_workers` of "
         keys += "`rewards.models` or `distillation.teachers`"

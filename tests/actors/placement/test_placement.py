@@ -293,8 +293,8 @@ class Held:
 
     is_held, given_back = True, False
 
-    async def wait_ready(self, config):
-        self.waited_for = config
+    async def wait_ready(self, cluster, nearest):
+        self.waited_for = cluster
 
     def release(self):
         self.given_back = True
@@ -310,7 +310,7 @@ def test_restarted_workers_keep_their_reservation(monkeypatch):
 
     monkeypatch.setattr(own, "start_training", start_training)
     assert asyncio.run(own.start_again("model")) is False
-    assert reservation.waited_for is own._config
+    assert reservation.waited_for is own._config.cluster
     asyncio.run(own.stop_workers())
     assert reservation.given_back
 
