@@ -26,8 +26,8 @@ def vllm_problems(config: Config, device: DeviceType, model_dir: Path | None) ->
     this machine has, it checks the whole configuration of the engine. With an empty `rollout.engine` there is
     nothing to check: all arguments are this project's.
     """
-    own = config.rollout.engine
-    if not own or any(engine_problems(config, device)):  # the run is refused before an engine gets them
+    own, refused = config.rollout.engine, engine_problems(config.rollout, config.algorithm, device)
+    if not own or any(refused):  # the run is refused before an engine gets them
         return
     whole: Mapping[str, Any] | None = None
     if model_dir is not None and device == device_type():

@@ -123,7 +123,7 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
     if stage.kind != "sft":
         own = stage.config
         digest = (
-            digest_of_run(own) if stage.kind == "grpo"
+            digest_of_run(own.own_pieces, own.rewards, own.data) if stage.kind == "grpo"
             else digest_of_samples(own.rollout, own.rewards, own.data)
         )  # fmt: skip
         found |= {f"own code {label}": code for label, code in digest.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -48,19 +49,16 @@ class NodeSizes:
         held, used = count * per_node, sum(bundle.gpus for bundle in bundles(demands))
         if used >= held:
             return None
-        fewer = replace(self, gpus_per_node=used)
-        advice = f"give --gpus-per-node {used}, or " if count == 1 and fewer._fits(job.config, target) else ""
+        advice = ""
+        if count == 1:
+            with suppress(UserError):
+                if replace(self, gpus_per_node=used)._fitted(job.config, target)[0] == 1:
+                    advice = f"give --gpus-per-node {used}, or "
         return (
             f"warning: the job asks for {held} GPU(s), {count} node(s) with {per_node} each, and the run "
             f"uses {used}: {held - used} would be idle; {advice}raise `rollout.num_workers` or "
             "`policy.num_workers`"
         )
-
-    def _fits(self, config: Config, target: str) -> bool:
-        try:
-            return self._fitted(config, target)[0] == 1
-        except UserError:
-            return False
 
     def _fitted(self, config: Config, target: str) -> tuple[int, dict[str, Demand], Resources]:
         """Return the number of nodes, the demand of each role and the resources. Raises as `nodes_for`."""

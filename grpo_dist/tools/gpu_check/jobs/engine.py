@@ -57,7 +57,8 @@ async def _eager(config: Config) -> Findings:
     alone = await _sample(engine, config.sampling, [1])
     found.equal("tokens of a request", len(alone[0].completion_ids), config.sampling.longest, "asked")
     if device_type() == "cuda":
-        await _sleep(engine, config, found, "engine-eager", keep_weights=True)
+        weights = 2 * model_of(config).parameters
+        await _sleep(engine, weights, found, "engine-eager", keep_weights=True)
         again = await _sample(engine, config.sampling, [1])
         found.true("the same tokens after sleep and wake", same(alone, again), "the weights were kept")
     await engine.close()
@@ -90,7 +91,8 @@ async def _graphs(config: Config) -> dict[str, Findings]:
     seeds.equal("different samples of one prompt", len({r.completion_ids.tobytes() for r in batch}), _AT_ONCE,
                 "random weights: no two samples of so many tokens are alike")  # fmt: skip
     if device_type() == "cuda":
-        await _sleep(engine, config, started, "engine-graphs", keep_weights=False)
+        weights = 2 * model_of(config).parameters
+        await _sleep(engine, weights, started, "engine-graphs", keep_weights=False)
     await engine.close()
     return {"engine-graphs": started, "seeds": seeds}
 
@@ -118,8 +120,8 @@ async def _sample(engine: Any, settings: SamplingConfig, seeds: Sequence[int]) -
     return list(rollouts)
 
 
-async def _sleep(engine: Any, config: Config, found: Findings, name: str, *, keep_weights: bool) -> None:
-    """Claim that the engine frees its memory and takes it again."""
+async def _sleep(engine: Any, weights: int, found: Findings, name: str, *, keep_weights: bool) -> None:
+    """Claim that the engine, with so many bytes of ``weights``, frees its memory and takes it again."""
     awake = torch.cuda.mem_get_info()[0]
     begin = time.perf_counter()
     await engine.sleep(keep_weights)
@@ -133,7 +135,7 @@ async def _sleep(engine: Any, config: Config, found: Findings, name: str, *, kee
     }
     sleep_s, wake_s = (written(found.figures[f"{name}/{part}_s"], "s") for part in ("sleep", "wake"))
     found.notes.append(f"{written(freed, 'B')} freed in {sleep_s}, taken again in {wake_s}")
-    total, weights = torch.cuda.get_device_properties(0).total_memory, 2 * model_of(config).parameters
+    total = torch.cuda.get_device_properties(0).total_memory
     # The engine's share holds, besides weights and cache, what a step computes with.
     expected = 0.5 * (_SHARE * total - weights) + weights
     found.at_least("bytes freed asleep", freed, expected, "the weights, and most of the engine's share")

@@ -11,7 +11,7 @@ from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.gpu_check.findings import Findings
 from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.gpu_check.sizes import dtype_of, update_config, update_size
-from grpo_dist.tools.gpu_check.trainers import model_dir_of, run_trainers
+from grpo_dist.tools.gpu_check.trainers import model_dir_of, run_trainers, trainer_sections
 from grpo_dist.tools.plan.models import model_of
 
 _REPEATS = 3
@@ -24,7 +24,7 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     found, dtype = Findings(), dtype_of(task)
     size = update_size(task, dtype=dtype, zero_stage=1)
     config = update_config(task, size, dtype=dtype, zero_stage=1)
-    (own,) = run_trainers(task, config, size, timed=True)
+    (own,) = run_trainers(trainer_sections(config), size, timed=True)
     job = {
         "model_dir": model_dir_of(config.model, config.seed),
         "dtype": resolve_dtype(config.model.dtype),

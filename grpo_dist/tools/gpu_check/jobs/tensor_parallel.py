@@ -16,7 +16,8 @@ from grpo_dist.tools.gpu_check.jobs.engine import engine_config
 from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.gpu_check.sampling import PROMPT, same, sampled, sampling_engines
 from grpo_dist.tools.gpu_check.sizes import dtype_of
-from grpo_dist.tools.gpu_check.trainers import trainer_logprobs
+from grpo_dist.tools.gpu_check.trainer_job import TrainerSections
+from grpo_dist.tools.gpu_check.trainers import trainer_logprobs, trainer_sections
 from grpo_dist.types import Group, Rollout
 
 _SEEDS = (1, 2, 3, 4)
@@ -28,7 +29,7 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     config = engine_config(task, eager=True, tensor_parallel_size=1 if task.rehearsal else 2)
     rollouts = asyncio.run(_samples(config, found))
     bound, why = BOUNDS[dtype_of(task)], "the sync probe's bound"
-    apart = _differences(config, rollouts)
+    apart = _differences(trainer_sections(config), rollouts, longest=config.sampling.longest)
     found.at_most("log-probs of trainer and engine: nats a token", float(np.abs(apart).mean()), bound, why)
     yield "tensor-parallel", found
 
@@ -46,10 +47,10 @@ async def _samples(config: Config, found: Findings) -> list[Rollout]:
     return samples
 
 
-def _differences(config: Config, rollouts: Sequence[Rollout]) -> np.ndarray:
+def _differences(sections: TrainerSections, rollouts: Sequence[Rollout], *, longest: int) -> np.ndarray:
     """Return trainer - engine of every sampled token, in nats."""
     rewards = np.zeros(len(rollouts), np.float32)
     group = Group(PROMPT, tuple(rollouts), rewards, {}, ("",) * len(rollouts))
-    batch = make_batch([group], [rewards], ref_logprobs=None, max_new_tokens=config.sampling.longest)
-    own: np.ndarray = trainer_logprobs(config, batch) - batch.rollout_logprobs.numpy()
+    batch = make_batch([group], [rewards], ref_logprobs=None, max_new_tokens=longest)
+    own: np.ndarray = trainer_logprobs(sections, batch) - batch.rollout_logprobs.numpy()
     return own[batch.loss_mask.numpy()]
