@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -229,8 +229,7 @@ class Scorer:
         Args:
             modelled: float [G] of each reward model.
         """
-        group = replace(group, rewarded_ends=frozenset(self._outcome_rewards))
-        verdicts = Verdicts(group, self._pool)
+        verdicts = Verdicts(group, self._pool, self._outcome_rewards)
         values: dict[str, Any] = dict(modelled or {})
         for name, reward in self._builtin.items():
             values[name] = reward.score(group, verdicts)
