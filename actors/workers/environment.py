@@ -38,23 +38,21 @@ _ENDED = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
-    """An action for the environment of ``episode``, which turn 0 starts."""
+class ActingEpisode:
+    """An episode by its name, with what its environment is made of."""
 
-    episode: str
+    name: str
     task: Task
     problem: Problem
-    action: Action
-    turn: int
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """An episode that will act."""
+class Act:
+    """An action for the environment of ``episode``, which turn 0 starts."""
 
-    episode: str
-    task: Task
-    problem: Problem
+    episode: ActingEpisode
+    action: Action
+    turn: int
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,12 @@ class EnvironmentWorker(Metered, Probeable):
         """Return what the user must know of this worker, such as how strong its sandbox is."""
         return self._notes
 
-    async def prepare(self, begins: Sequence[Begin]) -> None:
+    async def prepare(self, episodes: Sequence[ActingEpisode]) -> None:
         """Start the processes of episodes whose first actions are still sampled."""
-        running = [begin for begin in begins if not self._why_over(begin.episode)]
-        for begin in running:
-            self._episodes[_engine_of(begin.episode)].add(begin.episode)
-        await asyncio.gather(*(self._runner.begin(b.episode, b.task, b.problem) for b in running))
+        running = [episode for episode in episodes if not self._why_over(episode.name)]
+        for episode in running:
+            self._episodes[_engine_of(episode.name)].add(episode.name)
+        await asyncio.gather(*(self._runner.begin(e.name, e.task, e.problem) for e in running))
 
     @metered("act")
     async def act(self, acts: Sequence[Act]) -> list[Observed | None]:
@@ -108,7 +106,8 @@ class EnvironmentWorker(Metered, Probeable):
         waits for that one, or raises the error of that action alone.
         """
         tasks = {
-            act.episode: asyncio.create_task(self._act(act), name=f"episode {act.episode}") for act in acts
+            act.episode.name: asyncio.create_task(self._act(act), name=f"episode {act.episode.name}")
+            for act in acts
         }
         self._acting |= tasks  # before the wait, in which `end` may cancel them
         await asyncio.wait(tasks.values(), timeout=_AT_ONCE_S)
@@ -129,12 +128,11 @@ class EnvironmentWorker(Metered, Probeable):
             self._acting.pop(episode, None)
 
     async def _act(self, act: Act) -> Observed:
-        if why := self._why_over(act.episode):
+        name, task, problem = act.episode.name, act.episode.task, act.episode.problem
+        if why := self._why_over(name):
             return Observed(failed=why)
-        self._episodes[_engine_of(act.episode)].add(act.episode)
-        observed: Observed = await self._runner.act(
-            act.episode, act.task, act.problem, act.action, turn=act.turn
-        )
+        self._episodes[_engine_of(name)].add(name)
+        observed: Observed = await self._runner.act(name, task, problem, act.action, turn=act.turn)
         return observed
 
     def _why_over(self, episode: str) -> str:

@@ -82,7 +82,7 @@ def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Itera
         return
     if config.is_supervised and config.sft is not None:
         rows = config.sft.max_length
-        yield from _refusal(lambda: _check_rows(config.model, model_dir, rows))
+        yield from _refusal(lambda: check_length(config.model, model_dir, rows, supervised=True))
     else:
         yield from _refusal(lambda: check_length(config.model, model_dir, config.max_length))
     if config.policy.lora is not None:
@@ -134,25 +134,23 @@ def position_limit(settings: ModelConfig, model_dir: Path) -> int | None:
     return getattr(model.get_text_config(), "max_position_embeddings", None)
 
 
-def check_length(model: ModelConfig, model_dir: Path, longest: int) -> None:
-    """Raise ValueError where prompt and completion may be longer than the model takes: ``longest`` tokens."""
+def check_length(model: ModelConfig, model_dir: Path, longest: int, *, supervised: bool = False) -> None:
+    """Raise ValueError where a row of ``longest`` tokens is longer than the model takes. ``supervised``: rows
+    are demonstrations, not prompts with their completions.
+    """
     limit = position_limit(model, model_dir)
-    if limit is not None and longest > limit:
+    if limit is None or longest <= limit:
+        return
+    if not supervised:
         raise ValueError(
             f"prompt + completion may be {longest} tokens (data.max_prompt_tokens + "
             f"sampling.max_new_tokens), but {model_dir.name} has max_position_embeddings = {limit}; "
             "lower one of the two"
         )
-
-
-def _check_rows(model: ModelConfig, model_dir: Path, longest: int) -> None:
-    """Raise ValueError where demonstrations may be longer than the model takes: ``longest`` tokens."""
-    limit = position_limit(model, model_dir)
-    if limit is not None and longest > limit:
-        raise ValueError(
-            f"sft.max_length = {longest}, but the model in {model_dir} has "
-            f"max_position_embeddings = {limit}; lower it"
-        )
+    raise ValueError(
+        f"sft.max_length = {longest}, but the model in {model_dir} has max_position_embeddings = {limit}; "
+        "lower it"
+    )
 
 
 def _tensor_parallel(rollout: RolloutConfig, model: Any) -> Iterator[str]:

@@ -10,17 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.drawn import FILE
 from tests.support.real_episodes import EpisodeWorld, equal, prompt, trainer_logprobs
+from tests.support.two_engines import world_of
 
 pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE), pytest.mark.long]
 
 PROMPTS = [prompt("a"), prompt("bcd", turns=5, tokens=20), prompt("ef", turns=1)]
 
-
-@pytest.fixture(scope="module")
-def world(ray_cluster, tiny_model):
-    world = EpisodeWorld(tiny_model, max_length=1024)
-    yield world
-    world.close()
+world = world_of(lambda model_dir: EpisodeWorld(model_dir, max_length=1024))
 
 
 @pytest.fixture(scope="module")
