@@ -14,7 +14,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -37,17 +37,15 @@ _AT_ONCE_S = 0.005
 _ENDED = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class ActingEpisode:
-    """An episode by its name, with what its environment is made of."""
+class ActingEpisode(NamedTuple):
+    """An episode by its name, with what its environment is made of. As a tuple it costs least to send."""
 
     name: str
     task: Task
     problem: Problem
 
 
-@dataclass(frozen=True, slots=True)
-class Act:
+class Act(NamedTuple):
     """An action for the environment of ``episode``, which turn 0 starts."""
 
     episode: ActingEpisode
