@@ -30,9 +30,9 @@ USER_ERROR = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: done. 1: the run failed. 2: the input cannot be used; one message says why. 3: the run stopped itself
-    for its health. 75: it ended in order when asked to; the same command resumes it. 128 + n: signal n ended
-    it at once.
+    0: done. 1: the run failed. 2: the input cannot be used; one message has the reason. 3: the run stopped
+    itself for its health. 75: it ended in order when asked to; the same command resumes it. 128 + n: signal n
+    ended it at once.
     """
     parser = command_parser()
     args, rest = parser.parse_known_args(arguments)

@@ -8,7 +8,7 @@ GPU 7         the reference            GPU 0 1 2 3 4 5 6 7   policy ranks, while
               (a teacher likewise)
 GPU 8         evaluation's own engine  GPU 8                 evaluation's own engine
 
-`actors.colocation` says how they take turns.
+`actors.colocation` has them take turns.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _demands(config: Config, has: Resources, *, training: bool, colocated: bool)
         "rewards": Demand(config.rewards.num_workers, 0, 1),
     }
     if training and config.evaluation.num_workers:
-        # Threads besides the shares of the others: between two evaluations they would be idle.
+        # Threads in addition to the shares of the other roles: between evaluations a share would be idle.
         demands["evaluation"] = Demand(
             config.evaluation.num_workers,
             on_gpu * rollout.tensor_parallel_size,

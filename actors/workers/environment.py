@@ -1,6 +1,6 @@
 """Environment workers: each runs the environments and tools of many episodes, in killable processes.
 
-driver    EnvironmentPool: starts, watches and replaces workers, and says to the engines which ones serve
+driver    EnvironmentPool: starts, watches and replaces workers, and sends their addresses to the engines
 engines   an episode calls its worker itself, turn by turn: neither the driver nor the engine waits for a tool
 
 A worker that is lost takes its episodes with it: the engines begin those again with the same seeds, on
@@ -78,7 +78,7 @@ class EnvironmentWorker(Metered, Probeable):
         self._episodes: defaultdict[str, set[str]] = defaultdict(set)  # those that run, by engine
         self._lost_engines: set[str] = set()
         self._ended: dict[str, None] = {}  # oldest first
-        self._acting: dict[str, asyncio.Task[Observed]] = {}  # actions whose answers nobody has yet
+        self._acting: dict[str, asyncio.Task[Observed]] = {}  # actions whose answers no caller has yet
 
     async def start(self) -> None:
         """Start what all episodes share. Raises UserError for an environment that cannot be used."""
@@ -145,7 +145,7 @@ class EnvironmentWorker(Metered, Probeable):
             self._episodes[_engine_of(episode)].discard(episode)
             self._ended[episode] = None
             if (acting := self._acting.pop(episode, None)) is not None:
-                acting.cancel()  # nobody waits for the answer
+                acting.cancel()  # no caller waits for the answer
         while len(self._ended) > _ENDED:
             del self._ended[next(iter(self._ended))]
         await asyncio.gather(*(self._runner.end(episode) for episode in episodes))  # a failure ends no other
@@ -223,7 +223,7 @@ class EnvironmentPool:
         return ""
 
     def end_all(self, engine: Any) -> None:
-        """End all episodes of an engine that is lost. Nobody waits for it."""
+        """End all episodes of a lost engine, without waiting for it."""
         for worker in self.team.alive():
             worker.end_all.remote(engine_name(engine))
 

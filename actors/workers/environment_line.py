@@ -29,7 +29,7 @@ class EnvironmentLine:
         self._calls: set[asyncio.Task[None]] = set()
 
     def begin(self, episode: ActingEpisode) -> None:
-        """Announce that an episode will act, so that its process starts meanwhile. Nobody waits for it."""
+        """Announce that an episode will act, so that its process starts meanwhile. Does not wait."""
         if not self._begins:
             asyncio.get_running_loop().call_soon(self._send_begins)
         self._begins.append(episode)
@@ -47,7 +47,7 @@ class EnvironmentLine:
         return observed
 
     def end(self, episode: str) -> None:
-        """End an episode soon. Nobody waits for it."""
+        """End an episode soon. Does not wait."""
         if not self._ends:
             asyncio.get_running_loop().call_later(_END_S, self._send_ends)
         self._ends.append(episode)

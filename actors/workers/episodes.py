@@ -86,7 +86,7 @@ class EpisodeSampler:
     async def _until_finished(
         self, prompt: Prompt, sample: int, seed: int, sampling: Sampling, length: int | None
     ) -> Rollout:
-        lost: set[Any] = set()  # one that does not answer again says nothing new about the episode
+        lost: set[Any] = set()  # a second failure of one worker is no further evidence against the episode
         while True:
             worker = await self.workers.take()
             name = f"{self._name}:{next(self._numbers)}"

@@ -231,7 +231,7 @@ class RolloutWorker(WeightReceiver, Probeable):
         return Health(self._engine.work() if self._engine else None, self.phases())
 
     def _note_compilation(self) -> None:
-        """Begin the phase of compilation where vLLM has begun to compile since the model was loaded."""
+        """Begin the phase of compilation if vLLM has started to compile since the model was loaded."""
         if self._phases and self._phases[-1][0] == "model" and (began := compilation_began()) is not None:
             self.begin("compilation", began)
 

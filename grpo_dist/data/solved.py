@@ -5,7 +5,7 @@
     epoch 1          b 4   c 2   d 1     a is left out
     epoch 2                c 3   d 2     b, too
 
-ScaleRL's no-positive resampling, arXiv:2510.13786: what a policy solves, it mostly goes on solving, so the
+ScaleRL's no-positive resampling, arXiv:2510.13786: a policy mostly keeps solving what it has solved, so the
 prompt never returns, but for steps that are on their way by then. The group of the latest epoch decides, and
 not the mean over all epochs, which the first ones would hold down. A sample that could not be scored does not
 count as right: it is no reason to leave a prompt out for good.

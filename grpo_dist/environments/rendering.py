@@ -49,7 +49,7 @@ class Renderer:
         """
         Args:
             parser: of calls in the form `environments.call_format`; not needed for code blocks.
-            end_ids: tokens that end an action, besides the tokenizer's EOS.
+            end_ids: tokens that end an action, in addition to the tokenizer's EOS.
         """
         self._tokenizer, self._parser = tokenizer, parser
         self.has_template = data.chat_template == "model"

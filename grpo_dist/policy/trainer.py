@@ -1,7 +1,7 @@
 """One ZeRO rank of the policy: the model under DeepSpeed and its optimiser updates.
 
 No Ray here: `actors.workers.policy` puts one of these into each actor, and a script may use it on its own.
-All ranks call the same methods in the same order; each method that communicates says so.
+All ranks call the same methods in the same order; each method that communicates is marked "Collective".
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ class Scorer:
     ) -> Scores:
         """Compute every reward and their combination.
 
-        User functions are called as `functions` says, with the names they accept, for episodes with
+        User functions are called as in `functions`, with the names they accept, for episodes with
         ``turns``, see `turns_for_rewards`. An exception, a timeout, None, NaN and a value that is not finite
         as float32 all mean "could not be scored", and so does an environment that failed.
 

@@ -39,8 +39,8 @@ class TrainBatch:
     A token may belong to the policy loss (``loss_mask``), to the KL with a teacher (``taught``), and to the
     cross-entropy of demonstrations (``demonstrated``). Each of these streams has denominators of its own,
     those of the whole update (all ranks, all micro-batches), fixed before any split, so that a selection of
-    rows still carries them. ``None`` in an optional field says "not needed". A rank makes a `StepBatch` of it
-    before the step, and of that a `PreparedBatch` before the update.
+    rows still carries them. ``None`` in an optional field means "not needed". A rank makes a `StepBatch` of
+    it before the step, and of that a `PreparedBatch` before the update.
     """
 
     tokens: Int[Tensor, "B T"]  # int64

@@ -13,8 +13,8 @@ from grpo_dist.policy.gguf_model import gguf_config, is_gguf
 from grpo_dist.runtime.json_files import read_json
 from grpo_dist.tools.bench.flops import Shape
 
-# What a layer has besides the matrices of `Shape`, by model_type: biases of query, key and value; norms of
-# query and key.
+# What a layer has in addition to the matrices of `Shape`, by model_type: biases of query, key and value;
+# norms of query and key.
 _BIAS = ("qwen2", "qwen2_moe")
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
 _DENSE = ("qwen2", "qwen3", "llama", "mistral")

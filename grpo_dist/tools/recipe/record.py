@@ -1,6 +1,6 @@
 """The record of a stage: `stage.json` in its directory, written atomically before and after the work.
 
-A stage is complete when its record says so with the current settings and inputs. The record has the settings
+A stage is complete when its record is, with the current settings and inputs. The record has the settings
 themselves, so that an error can name the changed ones. Inputs are fingerprints: the contents of a file, or
 the id of the completed record of an earlier stage.
 """

@@ -136,6 +136,6 @@ async def _sleep(engine: Any, weights: int, found: Findings, name: str, *, keep_
     sleep_s, wake_s = (written(found.figures[f"{name}/{part}_s"], "s") for part in ("sleep", "wake"))
     found.notes.append(f"{written(freed, 'B')} freed in {sleep_s}, taken again in {wake_s}")
     total = torch.cuda.get_device_properties(0).total_memory
-    # The engine's share holds, besides weights and cache, what a step computes with.
+    # The engine's share holds weights, cache and what a step computes with.
     expected = 0.5 * (_SHARE * total - weights) + weights
     found.at_least("bytes freed asleep", freed, expected, "the weights, and most of the engine's share")
