@@ -54,7 +54,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Draw tests from their families. Long files begin first: the others are shared out beside them."""
+    """Draw tests from their families. Long files begin first: the others are distributed in parallel."""
     draw_families(items)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 

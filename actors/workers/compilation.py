@@ -6,8 +6,8 @@ import sys
 
 
 def compilation_began() -> float | None:
-    """Return when vLLM began to compile the model, seconds of `time.perf_counter`; None: it has not, or does so
-    in another process.
+    """Return when vLLM began to compile the model, seconds of `time.perf_counter`; None: it has not, or
+    does so in another process.
     """
     monitor = sys.modules.get("vllm.compilation.monitor")  # vLLM may be half imported by the engine's thread
     return getattr(monitor, "torch_compile_start_time", 0.0) or None

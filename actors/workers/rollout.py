@@ -118,7 +118,7 @@ class RolloutWorker(WeightReceiver, Probeable):
             why = f"{len(rollouts)} of {len(seeds)} samples of {prompt.uid}: {failures[0]}"
             if len(rollouts) < (len(seeds) if sampling.least is None else sampling.least):
                 raise SamplesFailed(why)
-            logger.warning("%s; the group goes on without the others", why)
+            logger.warning("%s; the group continues without the others", why)
         return self._finished, rollouts
 
     async def _sample_or_failure(

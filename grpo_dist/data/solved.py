@@ -79,8 +79,8 @@ class SolvedPrompts:
         self._has_warned = True
         logger.warning(
             "data.drop_solved = %g: %d of %d prompts are solved and left out; the other %d stay, solved or "
-            "not, since the steps on their way hold %d. The run goes on with them; end it, or begin one with "
-            "further prompts",
+            "not, since the steps on their way hold %d. The run continues with them; end it, or start one "
+            "with further prompts",
             self._share, len(self._passed), len(self._prompts), len(self._prompts) - len(self._passed),
             self._keep,
         )  # fmt: skip

@@ -132,7 +132,7 @@ class Trainer:
             later_epochs: updates of each epoch after the first; (): those of the first again.
 
         Returns:
-            Metrics of the whole step over all ranks: the mean over updates (maxima where the name says so).
+            Metrics of the whole step over all ranks: the mean over updates (maxima where it is in the name).
             ``mismatch/*`` compares rollout and trainer before anything moved; ``first_update/*`` is from
             before anything moved, too. `health/skipped_updates` counts skipped updates, and
             `health/refused_<key of the bound>` those that passed a bound. `health/bad_weights` is 1 when

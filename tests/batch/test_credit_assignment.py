@@ -118,7 +118,7 @@ def test_equal_outcomes_leave_the_signal_of_steps():
 
 
 def test_a_group_that_was_not_scored_at_all_needs_no_steps():
-    """As after the loss of the workers that score steps: it trains nothing, and the others go on."""
+    """As after the loss of the workers that score steps: it trains nothing, and the others are trained."""
     lost = group_of([np.nan, np.nan], [2, 2])
     how = AdvantageSettings(estimator="process")
     got = credited([with_steps(), lost], how)

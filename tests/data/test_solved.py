@@ -81,7 +81,7 @@ def test_as_many_stay_as_the_steps_on_their_way_hold_and_one_warning_says_so(cap
     assert own.passed == {"p0": 0, "p1": 0}
     assert [record.getMessage() for record in caplog.records] == [
         "data.drop_solved = 0.9: 2 of 5 prompts are solved and left out; the other 3 stay, solved or not, "
-        "since the steps on their way hold 3. The run goes on with them; end it, or begin one with further "
+        "since the steps on their way hold 3. The run continues with them; end it, or start one with further "
         "prompts"
     ]  # fmt: skip
 
@@ -184,7 +184,7 @@ def train(world, config, progress=None, count=16):
 @pytest.mark.parametrize("order", ["epochs", "length"])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_draws_what_is_solved_no_more_counts_it_and_resumes_the_same(order, staleness):
-    """16 prompts, 4 a step: after two epochs, 8 steps, the 8 even ones are solved; the others go on."""
+    """16 prompts, 4 a step: after two epochs, 8 steps, the 8 even ones are solved; the others stay."""
     config = fakes.config(
         steps=16, max_staleness=staleness, checkpoint={"every": 4},
         data={"train": DEMO, "order": order, "drop_solved": 0.9},

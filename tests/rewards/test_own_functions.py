@@ -142,7 +142,7 @@ def test_a_function_of_a_group_that_hangs_is_killed(code):
 
 
 def test_asynchronous_calls_of_a_group_run_at_the_same_time(pool):
-    """Ten calls in one process, each of which waits until all have begun."""
+    """Ten calls in one process, each of which waits until all have started."""
     scores, scorer = scored(pool, "together", [*"abcdefg", "bad", "none", "xy"], kwargs={"count": 10})
     np.testing.assert_array_equal(scores.rewards, [1.0] * 7 + [np.nan, np.nan, 2.0])
     assert scorer.failures == {"own": {"RuntimeError: bad one": 1}}

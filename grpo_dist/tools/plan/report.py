@@ -195,7 +195,7 @@ def _host(option: Option, cluster: ClusterShape) -> list[str]:
     kinds = dict.fromkeys(kind for need in option.memory.values() for kind in need.host | need.host_first)
     lines = [
         f"host memory of a node: {needed / GIB:,.0f} of {cluster.host / GIB:,.0f} GiB (assumed) for "
-        f"{', '.join(kinds)}, beside what each process itself takes"
+        f"{', '.join(kinds)}, in addition to what each process itself takes"
     ]
     if option.roles.sharing:
         peaks, reached = rates.peaks, rates.reached

@@ -11,7 +11,7 @@ NAMES = [path.relative_to(CONFIGS).as_posix() for path in recipes()]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_head_states_memory_and_bounds_as_they_are_planned_now(name):
-    """Whoever changes a recipe, or what a plan knows, runs `python -m grpo_dist.tools.plan.heads`."""
+    """After a change of a recipe or of the plan: `python -m grpo_dist.tools.plan.heads`."""
     head, lines = Head.of(CONFIGS / name), read(CONFIGS / name)
     stated = list(head.digests(lines))
     rows = [line for line in lines if re.search(r" \[\w{8}\]$", line)]

@@ -29,7 +29,7 @@ STAGES = [(run, stage) for run in RUNS for stage in run.stages]
 
 
 def test_the_page_has_the_rows_that_are_planned_now():
-    """Whoever changes what a plan knows runs `python -m grpo_dist.tools.plan.published`."""
+    """After a change of the plan: `python -m grpo_dist.tools.plan.published`."""
     now = [row_digest(run, variant) for run in RUNS for variant in PRICE_VARIANTS]
     assert stated_digests(GUIDE.read_text()) == now
 

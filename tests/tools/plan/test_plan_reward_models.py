@@ -192,7 +192,7 @@ def test_a_reward_model_that_is_the_bottleneck_scores_groups_one_after_the_other
     found = planned(option)
     run = found.simulated
     assert run.stage_s["reward_model"] == pytest.approx(scoring_s, rel=1e-6)
-    # Mode drain: sampled (beside the update), scored, synced; a group is graded in 10 ms.
+    # Mode drain: sampled (during the update), scored, synced; a group is graded in 10 ms.
     others = run.stage_s["sample"] + run.stage_s["sync"]
     assert run.step_s == pytest.approx(scoring_s + others, rel=0.05)
     assert run.tokens_per_s < 1.05 * bound(option)
