@@ -18,7 +18,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from grpo_dist.config import ClusterConfig, Config, PolicyConfig, ReferenceConfig, RewardsConfig
+from grpo_dist.config import (
+    ClusterConfig,
+    Config,
+    PolicyConfig,
+    ReferenceConfig,
+    RewardsConfig,
+    RolloutConfig,
+)
 from grpo_dist.errors import UserError
 
 _ROUNDING = 1e-6  # three times 1/3 is a GPU
@@ -114,7 +121,10 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
             "cluster.placement=separate or evaluation.num_workers=0"
         )
     if has.gpus:
-        _check_gpus(config.cluster, demands, has.gpus, colocates=_not_colocated(config) is None)
+        problem = _not_colocated(
+            config.rollout, config.policy.num_workers, config.rewards, config.max_staleness
+        )
+        _check_gpus(config.cluster, demands, has.gpus, colocates=problem is None)
     else:
         _check_cpus(demands, has.cpus, config.rollout.tensor_parallel_size)
     return demands
@@ -127,14 +137,15 @@ def is_colocated(config: Config, has: Resources) -> bool:
     that sampling and training alternate anyway. Raises UserError where `colocated` is set and impossible.
     """
     wanted = config.cluster.placement
+    problem = _not_colocated(config.rollout, config.policy.num_workers, config.rewards, config.max_staleness)
     if wanted != "auto":
-        if wanted == "colocated" and (problem := _not_colocated(config)):
+        if wanted == "colocated" and problem:
             raise UserError(f"`cluster.placement` = colocated: {problem}")
         return wanted == "colocated"
     if not has.gpus:
         return config.max_staleness == 0
     apart = _demands(config, has, training=True, colocated=False)
-    return _gpus(apart) > has.gpus and _not_colocated(config) is None
+    return _gpus(apart) > has.gpus and problem is None
 
 
 def has_reference(policy: PolicyConfig, reference: ReferenceConfig, *, needed: bool, colocated: bool) -> bool:
@@ -148,17 +159,18 @@ def has_reference(policy: PolicyConfig, reference: ReferenceConfig, *, needed: b
     return needed
 
 
-def _not_colocated(config: Config) -> str | None:
-    """Return why engines and policy ranks cannot share devices, and the remedy; None: they can."""
-    rollout, ranks = config.rollout, config.policy.num_workers
+def _not_colocated(
+    rollout: RolloutConfig, ranks: int, rewards: RewardsConfig, max_staleness: int
+) -> str | None:
+    """Return why engines and so many policy ranks cannot share devices, and the remedy; None: they can."""
     if rollout.may_grow:
         return (
             f"`rollout.max_workers` = {rollout.max_workers} has engines join on devices of their own, and "
             "colocated engines have none; remove it, or set cluster.placement=separate"
         )
-    if config.max_staleness > 0:
+    if max_staleness > 0:
         return (
-            f"`max_staleness` = {config.max_staleness} has sampling and training at the same time, and on "
+            f"`max_staleness` = {max_staleness} has sampling and training at the same time, and on "
             "shared devices they take turns; set max_staleness=0 or cluster.placement=separate"
         )
     if rollout.num_workers * rollout.tensor_parallel_size > ranks:
@@ -167,7 +179,7 @@ def _not_colocated(config: Config) -> str | None:
             f"{rollout.tensor_parallel_size} must be at most `policy.num_workers` = {ranks}, the GPUs they "
             "share; lower one of the former, raise the latter, or set cluster.placement=separate"
         )
-    for model in config.rewards.models:
+    for model in rewards.models:
         if model.tensor_parallel_size > 1:
             return (
                 f"`rewards.models` {model.name}: `tensor_parallel_size` = {model.tensor_parallel_size}: on "

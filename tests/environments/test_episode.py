@@ -92,7 +92,7 @@ def test_the_call_beyond_the_limit_ends_the_episode_and_is_not_run():
     actions = [[CALL, CALL], [1], [CALL, CALL]]
     reason, _, parts = played(actions, [Observed("a")] * 2, tool_calls=3)
     assert reason == "tool_limit"
-    assert parts.acted == [("[50, 50]", 0), ("[1]", 1)]  # the third call of the turn, and the fourth, never ran
+    assert parts.acted == [("[50, 50]", 0), ("[1]", 1)]  # the third and fourth calls never ran
     assert played(actions, [Observed("a"), Observed("a"), DONE], tool_calls=4)[0] == "stop"
 
 

@@ -1,6 +1,6 @@
 """prime-rl#3050, "hold batch ship on the trainer's published version": the review found that the version
-advanced when the weights were published, before the engines had paused. Groups started in between had the label of
-the new version while the engine still served the old weights, so staleness was understated.
+advanced when the weights were published, before the engines had paused. Groups started in between had the
+new version while the engine still served the old weights, so staleness was understated.
 
 Here a token's version is the engine's own label at the step that produced it, and the label changes between
 pause and resume, after the last weight has arrived.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from actors.workers.engine_settings import EngineSpec
 from grpo_dist.config import BatchConfig, Config, PolicyConfig
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult
@@ -154,9 +155,6 @@ def _steps(result: BenchResult) -> list[list[tuple[int, tuple[int, ...]]]]:
 
 def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], result: BenchResult) -> Reached:
     """Calibrate decoding with the engine's single steps and with the overhead of the loop's engine."""
-    # No module of grpo_dist imports the actors at its top.
-    from actors.workers.engine_settings import EngineSpec
-
     curve = _curve(rates, result)
     reached = replace(rates.reached, decode_curve=curve, step_s=0.0)
     capacity = EngineSpec.of(rates.config, Path()).max_num_seqs

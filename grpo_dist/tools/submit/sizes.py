@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from actors.placement.demands import Demand, Resources, describe, placement
+from actors.placement.fitting import Node, bundles, fits
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.submit.job import Job
-
-if TYPE_CHECKING:
-    from actors.placement.demands import Demand, Resources
 
 _LEAST_CPUS, _CPUS_PER_GPU = 16, 8
 # Least and greatest value of each option.
@@ -35,15 +33,11 @@ class NodeSizes:
         """Return the number of nodes and a description of the placement. Raises UserError if ``nodes`` are
         too few.
         """
-        from actors.placement.demands import describe  # imports torch
-
         count, demands, has = self._fitted(config, target)
         return count, describe(demands, has)
 
     def idle(self, job: Job, target: str) -> str | None:
         """Return a warning if the job would hold GPUs that no worker uses, else None."""
-        from actors.placement.fitting import bundles  # imports torch
-
         count, demands, _ = self._fitted(job.config, target)
         per_node = self.gpus_per_node or 0
         held, used = count * per_node, sum(bundle.gpus for bundle in bundles(demands))
@@ -62,10 +56,6 @@ class NodeSizes:
 
     def _fitted(self, config: Config, target: str) -> tuple[int, dict[str, Demand], Resources]:
         """Return the number of nodes, the demand of each role and the resources. Raises as `nodes_for`."""
-        # These import torch.
-        from actors.placement.demands import Resources, describe, placement
-        from actors.placement.fitting import Node, bundles, fits
-
         if self.gpus_per_node is None:
             raise UserError(f"--to {target}: give --gpus-per-node, the GPUs of a node (0: train on CPUs)")
         for name, (least, most) in _BOUNDS.items():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import numpy as np
 
 from grpo_dist.batch.rows import make_batch
-from grpo_dist.config import Config
+from grpo_dist.config import ClusterConfig, SamplingConfig
 from grpo_dist.loop.sync_probe import BOUNDS
 from grpo_dist.tools.gpu_check.findings import Findings
 from grpo_dist.tools.gpu_check.jobs.engine import engine_config
@@ -27,21 +29,26 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     found = Findings()
     # A CPU's engine has no tensor parallelism; all the rest is the same.
     config = engine_config(task, eager=True, tensor_parallel_size=1 if task.rehearsal else 2)
-    rollouts = asyncio.run(_samples(config, found))
+    rollouts = asyncio.run(_samples(sampling_engines(config), config.cluster, config.sampling, found))
     bound, why = BOUNDS[dtype_of(task)], "the sync probe's bound"
     apart = _differences(trainer_sections(config), rollouts, longest=config.sampling.longest)
     found.at_most("log-probs of trainer and engine: nats a token", float(np.abs(apart).mean()), bound, why)
     yield "tensor-parallel", found
 
 
-async def _samples(config: Config, found: Findings) -> list[Rollout]:
+async def _samples(
+    engines: AbstractAsyncContextManager[Any],
+    cluster: ClusterConfig,
+    sampling: SamplingConfig,
+    found: Findings,
+) -> list[Rollout]:
     begin = time.perf_counter()
-    async with sampling_engines(config) as rollouts:
+    async with engines as rollouts:
         found.figures["tensor-parallel/start_s"] = time.perf_counter() - begin
-        samples = await sampled(rollouts, config.cluster, config.sampling, _SEEDS)
+        samples = await sampled(rollouts, cluster, sampling, _SEEDS)
         one, again = (
-            await sampled(rollouts, config.cluster, config.sampling, [1]),
-            await sampled(rollouts, config.cluster, config.sampling, [1]),
+            await sampled(rollouts, cluster, sampling, [1]),
+            await sampled(rollouts, cluster, sampling, [1]),
         )
         found.true("the same seed, the same tokens", same(one, again), "one request at a time")
     return samples
