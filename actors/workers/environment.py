@@ -195,7 +195,7 @@ class EnvironmentPool:
         self.team.catch_up = self._announce
         self.engines: list[Team] = []  # each `RolloutPool` adds its own
         self._number = 0
-        self._said: set[str] = set()
+        self._noted: set[str] = set()
         self._failing: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
@@ -206,8 +206,8 @@ class EnvironmentPool:
     async def _say_notes(self, workers: Sequence[Any]) -> None:
         """Report what the user must know of these workers, once."""
         for note in itertools.chain(*await results(worker.notes.remote() for worker in workers)):
-            if note not in self._said:
-                self._said.add(note)
+            if note not in self._noted:
+                self._noted.add(note)
                 say(f"environments: {note}")
 
     def addresses(self, *further: Any) -> EnvironmentAddresses:

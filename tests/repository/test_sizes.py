@@ -110,4 +110,4 @@ def test_no_function_takes_the_whole_configuration_for_one_or_two_sections():
 
 
 def test_no_more_functions_than_now_take_the_whole_configuration():
-    assert len(takes_the_whole_configuration()) <= 96
+    assert len(takes_the_whole_configuration()) <= 95

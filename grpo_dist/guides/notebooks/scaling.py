@@ -120,9 +120,9 @@ def _(config, mo, subprocess, sys):
         capture_output=True,
         text=True,
     )
-    told = refused.stdout + refused.stderr
-    assert "policy: a worker needs" in told
-    mo.plain_text(told[:1500])
+    message = refused.stdout + refused.stderr
+    assert "policy: a worker needs" in message
+    mo.plain_text(message[:1500])
     return
 
 

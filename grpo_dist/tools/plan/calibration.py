@@ -70,7 +70,7 @@ def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
     """Calibrate with ``result``. Raises UserError for other hardware, or too few measurements."""
     _check_hardware(result, cluster)
     config = Config.model_validate(result.config)
-    model, gpu = model_of(config), cluster.card is not None
+    model, gpu = model_of(config.model, config.sft, config.seed), cluster.card is not None
     cpus = None if gpu else int(result.machine["cores"])
     roles = roles_of(config, model, _own_cluster(result, cluster), cpus=cpus)
     peaks = Peaks.of(cluster) if gpu else _cpu_peaks(result, config.policy, roles)

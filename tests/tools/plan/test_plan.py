@@ -18,7 +18,6 @@ from grpo_dist.tools.plan.bottleneck import reason
 from grpo_dist.tools.plan.calibration import calibrate
 from grpo_dist.tools.plan.command import _stragglers, make_plan
 from grpo_dist.tools.plan.memory import Sizes
-from grpo_dist.tools.plan.models import model_of
 from grpo_dist.tools.plan.options import Option, Setting, option_of, option_or_reason, planned
 from grpo_dist.tools.plan.rates import Peaks, Rates, Reached, UpdateWork
 from grpo_dist.tools.plan.report import print_plan, rank_failures_of
@@ -27,6 +26,7 @@ from grpo_dist.tools.plan.stragglers import Stragglers
 from grpo_dist.tools.plan.sweep import Cell, bound, changes_of, longest_s, search
 from grpo_dist.tools.plan.workload import Workload, workload_of
 from tests.support.fakes import config
+from tests.support.planned_models import model_of
 from tests.support.preset_needs import PRESET_NEEDS
 
 ROOT = Path(__file__).resolve().parents[3]

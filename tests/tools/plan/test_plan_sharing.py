@@ -9,7 +9,7 @@ import pytest
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.engine_memory import rollout_engine
 from grpo_dist.tools.plan.memory import GIB, Sizes, policy_rank, states
-from grpo_dist.tools.plan.models import model_of, published
+from grpo_dist.tools.plan.models import published
 from grpo_dist.tools.plan.options import Setting, memory_problems, node_host_bytes, option_of
 from grpo_dist.tools.plan.rates import Peaks, Rates, Reached
 from grpo_dist.tools.plan.reward_models import KnownRewardModel
@@ -19,6 +19,7 @@ from grpo_dist.tools.plan.simulation import simulate
 from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config
 from tests.support.made_times import Times, judges
+from tests.support.planned_models import model_of
 
 N = 7_615_616_512
 EMBEDDING = 152064 * 3584

@@ -50,7 +50,8 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
 
     eager = task.argument == "eager"
     config = engine_config(task, eager=eager)
-    model_dir, weights = Path(model_dir_of(config.model, config.seed)), 2 * model_of(config).parameters
+    model_dir = Path(model_dir_of(config.model, config.seed))
+    weights = 2 * model_of(config.model, config.sft, config.seed).parameters
     spec = EngineSpec.of(config, model_dir, colocated=device_type() == "cuda")
     if eager:
         yield "engine-eager", asyncio.run(_eager(spec, config.sampling, weights))

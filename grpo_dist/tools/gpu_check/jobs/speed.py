@@ -35,7 +35,8 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     }
     (bare,) = run_jobs("grpo_dist.tools.bench.limit_training", [job], threads=available_cpus(), gpus=1)
     tokens, update_s, limit_s = size.rows * size.row, own["update_s"], min(bare["seconds"])
-    work = training_flops(model_of(config).shape, [(size.row, size.completion)] * size.rows)
+    model = model_of(config.model, config.sft, config.seed)
+    work = training_flops(model.shape, [(size.row, size.completion)] * size.rows)
     found.figures |= {
         "speed/tokens_per_s": tokens / update_s,
         "speed/limit_tokens_per_s": tokens / limit_s,
