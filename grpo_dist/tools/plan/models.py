@@ -182,8 +182,9 @@ def published(hub_id: str) -> ModelShape | None:
 
 def model_of(model: ModelConfig, sft: SFTConfig | None, seed: int) -> ModelShape:
     """Return the sizes of ``model``: a directory, `demo:`, `random:`, the model of the cold start ``sft``, or
-    a hub id in the local cache or the table here. Nothing is fetched. Raises UserError where they are unknown.
-    ``seed``: of models of the demo.
+    a hub id in the local cache or the table here; nothing is fetched. ``seed``: of models of the demo.
+
+    Raises UserError where the sizes are unknown.
     """
     path = model.path
     if path == "sft":
