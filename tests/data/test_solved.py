@@ -74,7 +74,7 @@ def test_without_a_share_nothing_is_left_out_but_what_a_checkpoint_has():
     assert own.is_out.tolist() == [False, False, True] and own.passed == {"p2": 4}
 
 
-def test_as_many_stay_as_the_steps_on_their_way_hold_and_one_warning_says_so(caplog):
+def test_as_many_stay_as_the_steps_on_their_way_hold_and_one_warning_names_them(caplog):
     own = solved(5, keep=3)
     own.observe([of(i, 4) for i in range(5)])
     own.observe([of(i, 4) for i in range(2, 5)])
@@ -231,7 +231,7 @@ def test_groups_done_first_and_replaced_ones_leave_their_prompts_out_too(setting
     assert found == order.sampled(i for own in pipeline.order_indices.values() for i in own)
 
 
-def test_a_run_whose_prompts_are_all_solved_goes_on_with_as_many_as_its_steps_need(caplog):
+def test_a_run_whose_prompts_are_all_solved_continues_with_as_many_as_its_steps_need(caplog):
     config = fakes.config(steps=12, max_staleness=1, data={"train": DEMO, "drop_solved": 0.1})
     train(fakes_all_right := fakes.World(), config, count=20)
     assert len(fakes_all_right.updates) == 12

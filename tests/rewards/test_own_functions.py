@@ -232,7 +232,7 @@ def test_the_group_carries_the_rewards_of_steps_at_the_policys_tokens(code, tiny
     assert [ends.tolist() for ends in group.step_ends] == [[4, 6], [1]]
 
 
-def test_the_configuration_says_which_function_scores_steps(code):
+def test_the_configuration_selects_which_function_scores_steps(code):
     function = {"function": "own_rewards:right_steps", "kind": "process", "reduce": "last"}
     settings = RewardsConfig.model_validate({"functions": [function], "code_paths": [code]})
     assert settings.scores_steps

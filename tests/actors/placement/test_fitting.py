@@ -123,7 +123,7 @@ def test_the_nearest_run_that_fits_keeps_most(wanted, free, near):
     assert nearest(shape(*wanted, where="separate"), nodes, training=True) == near
 
 
-def test_engines_can_be_put_on_the_policys_gpus_where_nothing_says_otherwise():
+def test_engines_can_be_put_on_the_policys_gpus_where_nothing_excludes_it():
     """Eight GPUs are enough for both, so that `auto` has them apart, but four of them are taken."""
     nodes = [node("a", 8, 4)]
     assert nearest(shape(4, 4), nodes, training=True) == {"cluster.placement": "colocated"}

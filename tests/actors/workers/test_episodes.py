@@ -37,7 +37,7 @@ def gaps(model, prompt, rollout):
     return np.abs(trainer_logprobs(model, prompt, rollout) - rollout.logprobs)[sampled]
 
 
-def test_an_episode_is_one_row_that_says_of_each_token_whether_it_was_sampled(world, model):
+def test_an_episode_is_one_row_that_marks_for_each_token_whether_it_was_sampled(world, model):
     for own, group in zip(PROMPTS, world.run(world.sample_all(PROMPTS)), strict=True):
         assert [r.sample for r in group] == [0, 1, 2, 3]
         for rollout in group:

@@ -131,7 +131,7 @@ def world(ray_cluster):
     world.close()
 
 
-def test_the_others_of_a_group_and_all_other_groups_go_on(world):
+def test_the_others_of_a_group_and_all_other_groups_continue(world):
     prompts = [prompt(name) for name in "abcd"]
     found, asked = world.groups(prompts, gone=[*seeds("a", 1), *seeds("c", 0, 3)])
     assert found == [[0, 2, 3], [0, 1, 2, 3], [1, 2], [0, 1, 2, 3]]

@@ -309,7 +309,7 @@ def test_every_placement_and_zero_stage_is_tried_and_named():
     assert "not tried: other batches and staleness (--sweep does); other ZeRO stages" in said
 
 
-def test_options_that_cannot_be_tried_say_why():
+def test_options_that_cannot_be_tried_give_the_reason():
     c = wide(max_staleness=1)
     tried = search(c, setting(c, "1x4xH100"), Cell(16, 1)).tried
     why = next(t.why for t in tried if t.placement == "colocated")
@@ -475,7 +475,7 @@ def printed(made):
     return console.export_text()
 
 
-def test_a_plan_of_a_length_schedule_says_that_it_is_an_upper_bound():
+def test_a_plan_of_a_length_schedule_shows_that_it_is_an_upper_bound():
     lengths = ("sampling.max_new_tokens={schedule: [[0, 128], [9, 256]]}", "sampling.max_new_tokens=256")
     texts = []
     for own in lengths:

@@ -49,7 +49,7 @@ def test_a_head_replaces_the_one_before_and_nothing_else():
     assert with_head(once, ["#| new"]) == once
 
 
-def test_the_command_finds_a_stale_head_and_mends_it(tmp_path, monkeypatch, capsys):
+def test_the_command_finds_a_stale_head_and_repairs_it(tmp_path, monkeypatch, capsys):
     recipe = tmp_path / "small.yaml"
     recipe.write_text(
         "model: {path: Qwen/Qwen2.5-0.5B}\ndata: {train: [{path: 'demo:add3'}]}\n"

@@ -68,7 +68,7 @@ def test_sizes_come_from_a_directory_or_a_known_family(tmp_path):
     assert one().shape.without_head == 7_615_616_512 - 152064 * 3584
 
 
-def test_a_model_whose_sizes_are_unknown_says_why():
+def test_a_model_whose_sizes_are_unknown_gives_the_reason():
     settings = judged({"path": "some/model"}).rewards.models[0]
     with pytest.raises(UserError, match=r"path = some/model: neither a directory here.*`path`$"):
         classifier_of(settings)
