@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from actors.lifecycle.usage import ActorUsage
 from actors.lifecycle.watchdog import where_stuck
 from actors.placement.demands import Demand, placement, share_out
 from actors.placement.elasticity import Elasticity
-from actors.placement.fitting import bundles, too_large
+from actors.placement.fitting import bundles, nearest, too_large
 from actors.placement.reservation import Reservation, expected
 from actors.reference_sync import ReferenceSync
 from actors.startup import wait_until_ready, wait_until_ready_colocated
@@ -302,13 +303,15 @@ class Cluster:
         return SamplingActors(rollouts, rewards, environments)
 
     async def _reserve(self, *, training: bool) -> None:
+        config = self._config
+        would_fit = partial(nearest, config, training=training)
         if self._factory.reservation.is_held:  # by workers that were lost or ended
-            await self._factory.reservation.wait_ready(self._config)
+            await self._factory.reservation.wait_ready(config.cluster, would_fit)
             return
         with stage("placement", "GPUs and CPUs are reserved for all actors"):
             demands = await self._placed(training)
-            reservation = await Reservation.acquire(self._config, demands)
-        self._factory = Factory(self._config, demands, reservation)
+            reservation = await Reservation.acquire(demands, config.cluster, would_fit, name=config.name)
+        self._factory = Factory(config, demands, reservation)
 
     async def _placed(self, training: bool) -> dict[str, Demand]:
         """Return the demands of all roles once the cluster is large enough for them.

@@ -51,7 +51,7 @@ class Resident(Protocol):
 
 
 class Colocation:
-    """Moves the GPUs between roles. ``residents``: those besides engines and policy, by name."""
+    """Moves the GPUs between roles. ``residents``: all roles but engines and policy, by name."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Colocation:
         """
         if (change := self._change) is not None:
             await asyncio.wait([change])  # bounded: by the deadlines of its parts
-            if self._change is change:  # it failed; another may have begun since
+            if self._change is change:  # it failed; another may have started since
                 change.result()  # bounded: it is done
         elif self._users:
             self._idle.clear()

@@ -44,15 +44,15 @@ async def uses_deltas(settings: WeightSyncConfig, group: TransferGroup, *, coloc
     if any(spec.torch_dtype.itemsize > 2 for spec in group.parameters):
         return False
     holders = [group.policy.ranks[0], *group.workers]
-    places = await results(holder.__ray_call__.remote(_place) for holder in holders)
+    found = await results(holder.__ray_call__.remote(_free_memory) for holder in holders)
     copies = [1, *[group.spec.processes_each] * len(group.workers)]
     needed: Counter[str] = Counter()
-    for (node, _), own in zip(places, copies, strict=True):
+    for (node, _), own in zip(found, copies, strict=True):
         needed[node] += own * size
-    return all(needed[node] <= _OF_FREE_MEMORY * free for node, free in places)
+    return all(needed[node] <= _OF_FREE_MEMORY * free for node, free in found)
 
 
-def _place(_: Any) -> tuple[str, int]:
+def _free_memory(_: Any) -> tuple[str, int]:
     """Return the node of an actor, and the free memory there, bytes."""
     return ray.get_runtime_context().get_node_id(), psutil.virtual_memory().available
 

@@ -17,7 +17,7 @@ from typing import Any
 from grpo_dist.errors import RERUN, RunEnded, UserError, refusals
 from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
 from grpo_dist.runtime.version import __version__
-from grpo_dist.tools.arguments import add_command
+from grpo_dist.tools.arguments import add_command, add_inputs
 from grpo_dist.tools.evaluate.arguments import add_commands as add_evaluation
 from grpo_dist.tools.gpu_check.command import add_gpu_check
 from grpo_dist.tools.report.arguments import add_report
@@ -30,9 +30,9 @@ USER_ERROR = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: done. 1: the run failed. 2: the input cannot be used; one message says why. 3: the run stopped itself
-    for its health. 75: it ended in order when asked to; the same command resumes it. 128 + n: signal n ended
-    it at once.
+    0: done. 1: the run failed. 2: the input cannot be used; one message has the reason. 3: the run stopped
+    itself for its health. 75: it ended in order when asked to; the same command resumes it. 128 + n: signal n
+    ended it at once.
     """
     parser = command_parser()
     args, rest = parser.parse_known_args(arguments)
@@ -220,10 +220,7 @@ def command_parser() -> argparse.ArgumentParser:
         ),
     ):
         sub = add_command(commands, name, text, command)
-        sub.add_argument("config", help="YAML file, e.g. configs/demo.yaml")
-        sub.add_argument(
-            "overrides", nargs="*", metavar="key=value", help="e.g. steps=50 policy.optimizer.lr=1e-5"
-        )
+        add_inputs(sub, "YAML file, e.g. configs/demo.yaml", "e.g. steps=50 policy.optimizer.lr=1e-5")
     _add_check(commands)
     _add_bench(commands)
     add_gpu_check(commands)
@@ -240,8 +237,7 @@ def command_parser() -> argparse.ArgumentParser:
 def _add_check(commands: Any) -> None:
     text = "check all input and report what a run needs and every problem; start nothing"
     sub = add_command(commands, "check", text, _check)
-    sub.add_argument("config", help="YAML file, e.g. configs/demo.yaml")
-    sub.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. steps=50")
+    add_inputs(sub, "YAML file, e.g. configs/demo.yaml", "e.g. steps=50")
     sub.add_argument(
         "--cluster", help="the run's cluster as NODESxGPUSxKIND, e.g. 8x8xH100; default: this machine"
     )
@@ -256,9 +252,11 @@ def _add_check(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     text = "measure the throughput of the whole loop and how close each stage is to the machine's limit"
     sub = add_command(commands, "bench", text, _bench)
-    sub.add_argument("config", nargs="?", help="YAML file, e.g. configs/bench/cpu_13m.yaml")
-    sub.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="e.g. bench.steps=10 bench.lengths.kind=natural"
+    add_inputs(
+        sub,
+        "YAML file, e.g. configs/bench/cpu_13m.yaml",
+        "e.g. bench.steps=10 bench.lengths.kind=natural",
+        nargs="?",
     )
     sub.add_argument(
         "--compare", nargs=2, metavar=("A.json", "B.json"), help="print the ratios of two results instead"
@@ -268,8 +266,7 @@ def _add_bench(commands: Any) -> None:
 def _add_plan(commands: Any) -> None:
     text = "predict memory, step time, cost and the best split of GPUs on a cluster, by simulating the loop"
     sub = add_command(commands, "plan", text, _plan)
-    sub.add_argument("config", help="YAML file, e.g. configs/gsm8k_qwen2.5_1.5b.yaml")
-    sub.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. bench.lengths.kind=fixed")
+    add_inputs(sub, "YAML file, e.g. configs/gsm8k_qwen2.5_1.5b.yaml", "e.g. bench.lengths.kind=fixed")
     sub.add_argument("--cluster", required=True, help="NODESxGPUSxKIND, e.g. 8x8xH100; 1x0xCPU with --bench")
     sub.add_argument("--bench", metavar="FILE", help="take times from this bench.json of the same hardware")
     sub.add_argument("--price", type=float, help="dollars per GPU-hour")
@@ -319,8 +316,7 @@ def _add_recipes(commands: Any) -> None:
         ),
     ):
         sub = add_command(commands, name, text, command)
-        sub.add_argument("config", help=file)
-        sub.add_argument("overrides", nargs="*", metavar="key=value", help=override)
+        add_inputs(sub, file, override)
         sub.add_argument(
             "--from",
             dest="again_from",

@@ -109,7 +109,7 @@ class NoSampling:
         """Nothing is in flight."""
 
     async def push(self, version: int) -> dict[str, float]:
-        """Return no metrics: nobody waits for weights."""
+        """Return no metrics: no engine waits for weights."""
         return {}
 
 
@@ -123,7 +123,7 @@ class Workers:
     Attributes:
         reference: None where neither a KL term nor a teacher needs it.
         reference_sync: None when the reference stays frozen.
-        usage: None when nobody measures what the workers do.
+        usage: None when the work of the workers is not measured.
         where_stuck: describes where each worker is in its code, for a deadline that has passed.
         probe: None where there is no engine to probe, as with simulated workers.
         evaluation: None where evaluation uses the engines of training.

@@ -94,7 +94,7 @@ def _is_fence(node: ast.AST, names: re.Pattern[str]) -> bool:
 
 
 def _endless_queues(tree: ast.AST) -> set[str]:
-    """Names of queues made without a size: nobody waits to put into one."""
+    """Names of queues made without a size: no call waits to put into one."""
     made: dict[bool, set[str]] = {True: set(), False: set()}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Call):
@@ -121,7 +121,7 @@ def _may_wait(name: str, call: ast.Call) -> bool:
         return False
     if method == "put":
         given = given[1:]
-    # Of a mapping or a cache they have a key, where queues are told whether to wait.
+    # Of a mapping or a cache they have a key, where queues have a flag that waits.
     return method not in ("get", "put") or all(_is(block, True) for block in given)
 
 

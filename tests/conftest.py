@@ -21,7 +21,8 @@ os.environ.setdefault("GRPO_DIST_TEST_SEED", str(random.SystemRandom().randrange
 
 import tests.support.shapes  # noqa: F401  the hook below names its checker
 
-_CHECKED = ["grpo_dist.algorithms", "grpo_dist.batch", "grpo_dist.policy", "grpo_dist.rewards.combine"]
+_REWARDS = [f"grpo_dist.rewards.{name}" for name in ("combine", "episodes", "model_heads", "models", "steps")]
+_CHECKED = ["grpo_dist.algorithms", "grpo_dist.batch", "grpo_dist.policy", *_REWARDS]
 install_import_hook(_CHECKED, "tests.support.shapes.checked")
 
 import pytest  # noqa: E402
@@ -53,7 +54,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Draw tests from their families. Long files begin first: the others are shared out beside them."""
+    """Draw tests from their families. Long files begin first: the others are distributed in parallel."""
     draw_families(items)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 

@@ -76,6 +76,6 @@ def reason(error: BaseException) -> str:
 
 
 def where_stuck_in(error: BaseException) -> str:
-    """Return the further lines of a TimeoutError that says where an actor hangs."""
+    """Return the further lines of a TimeoutError that names where an actor hangs."""
     _, newline, where = str(error).partition("\n")
     return newline + where if type(error) is TimeoutError else ""

@@ -45,9 +45,9 @@ class Probeable:
 
     def phases(self) -> tuple[tuple[str, float], ...]:
         """Return the phases of the start so far, and the seconds of each."""
-        begun = list(self._phases)
-        ends = [*(at for _, at in begun[1:]), time.perf_counter()]
-        return tuple((name, end - at) for (name, at), end in zip(begun, ends, strict=False) if name)
+        phases = list(self._phases)
+        ends = [*(at for _, at in phases[1:]), time.perf_counter()]
+        return tuple((name, end - at) for (name, at), end in zip(phases, ends, strict=False) if name)
 
     def health(self) -> Health:
         """Return the worker's progress. Raises when it cannot continue."""

@@ -30,7 +30,7 @@ _CALLS_S = 2.0  # of an event loop, for what waits in it
 
 
 def deadline_of(workers: Mapping[str, Any], seconds: float, stage: str) -> AbstractAsyncContextManager[None]:
-    """Return a `deadline` whose error says where each of ``workers``, actors by name, is."""
+    """Return a `deadline` whose error has the location of each of ``workers``, actors by name."""
     return deadline(seconds, stage, explain=partial(where_stuck, workers))
 
 

@@ -8,7 +8,7 @@ GPU 7         the reference            GPU 0 1 2 3 4 5 6 7   policy ranks, while
               (a teacher likewise)
 GPU 8         evaluation's own engine  GPU 8                 evaluation's own engine
 
-`actors.colocation` says how they take turns.
+`actors.colocation` has them take turns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from grpo_dist.config import Config, PolicyConfig, ReferenceConfig, RewardsConfig
+from grpo_dist.config import (
+    ClusterConfig,
+    Config,
+    PolicyConfig,
+    ReferenceConfig,
+    RewardsConfig,
+    RolloutConfig,
+)
 from grpo_dist.errors import UserError
 
 _ROUNDING = 1e-6  # three times 1/3 is a GPU
@@ -114,7 +121,10 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
             "cluster.placement=separate or evaluation.num_workers=0"
         )
     if has.gpus:
-        _check_gpus(config, demands, has.gpus)
+        problem = _not_colocated(
+            config.rollout, config.policy.num_workers, config.rewards, config.max_staleness
+        )
+        _check_gpus(config.cluster, demands, has.gpus, colocates=problem is None)
     else:
         _check_cpus(demands, has.cpus, config.rollout.tensor_parallel_size)
     return demands
@@ -127,14 +137,15 @@ def is_colocated(config: Config, has: Resources) -> bool:
     that sampling and training alternate anyway. Raises UserError where `colocated` is set and impossible.
     """
     wanted = config.cluster.placement
+    problem = _not_colocated(config.rollout, config.policy.num_workers, config.rewards, config.max_staleness)
     if wanted != "auto":
-        if wanted == "colocated" and (problem := _not_colocated(config)):
+        if wanted == "colocated" and problem:
             raise UserError(f"`cluster.placement` = colocated: {problem}")
         return wanted == "colocated"
     if not has.gpus:
         return config.max_staleness == 0
     apart = _demands(config, has, training=True, colocated=False)
-    return _gpus(apart) > has.gpus and _not_colocated(config) is None
+    return _gpus(apart) > has.gpus and problem is None
 
 
 def has_reference(policy: PolicyConfig, reference: ReferenceConfig, *, needed: bool, colocated: bool) -> bool:
@@ -148,17 +159,18 @@ def has_reference(policy: PolicyConfig, reference: ReferenceConfig, *, needed: b
     return needed
 
 
-def _not_colocated(config: Config) -> str | None:
-    """Return why engines and policy ranks cannot share devices, and the remedy; None: they can."""
-    rollout, ranks = config.rollout, config.policy.num_workers
+def _not_colocated(
+    rollout: RolloutConfig, ranks: int, rewards: RewardsConfig, max_staleness: int
+) -> str | None:
+    """Return why engines and so many policy ranks cannot share devices, and the remedy; None: they can."""
     if rollout.may_grow:
         return (
             f"`rollout.max_workers` = {rollout.max_workers} has engines join on devices of their own, and "
             "colocated engines have none; remove it, or set cluster.placement=separate"
         )
-    if config.max_staleness > 0:
+    if max_staleness > 0:
         return (
-            f"`max_staleness` = {config.max_staleness} has sampling and training at the same time, and on "
+            f"`max_staleness` = {max_staleness} has sampling and training at the same time, and on "
             "shared devices they take turns; set max_staleness=0 or cluster.placement=separate"
         )
     if rollout.num_workers * rollout.tensor_parallel_size > ranks:
@@ -167,7 +179,7 @@ def _not_colocated(config: Config) -> str | None:
             f"{rollout.tensor_parallel_size} must be at most `policy.num_workers` = {ranks}, the GPUs they "
             "share; lower one of the former, raise the latter, or set cluster.placement=separate"
         )
-    for model in config.rewards.models:
+    for model in rewards.models:
         if model.tensor_parallel_size > 1:
             return (
                 f"`rewards.models` {model.name}: `tensor_parallel_size` = {model.tensor_parallel_size}: on "
@@ -198,7 +210,7 @@ def _demands(config: Config, has: Resources, *, training: bool, colocated: bool)
         "rewards": Demand(config.rewards.num_workers, 0, 1),
     }
     if training and config.evaluation.num_workers:
-        # Threads besides the shares of the others: between two evaluations they would be idle.
+        # Threads in addition to the shares of the other roles: between evaluations a share would be idle.
         demands["evaluation"] = Demand(
             config.evaluation.num_workers,
             on_gpu * rollout.tensor_parallel_size,
@@ -251,15 +263,16 @@ def _gpus(demands: dict[str, Demand]) -> int:
     return sum(d.total_gpus for d in demands.values() if not d.shared)
 
 
-def _check_gpus(config: Config, demands: dict[str, Demand], gpus: int) -> None:
+def _check_gpus(cluster: ClusterConfig, demands: dict[str, Demand], gpus: int, *, colocates: bool) -> None:
+    """Raise UserError where the demands take more than ``gpus``. ``colocates``: the roles may share some."""
     needed = _gpus(demands)
     if needed <= gpus:
         return
     parts = " + ".join(f"{role} {d}" for role, d in demands.items() if d.gpus and not d.shared)
-    colocate, grown = "", " with the nodes of `cluster.grows_to`" if config.cluster.grows_to else ""
+    colocate, grown = "", " with the nodes of `cluster.grows_to`" if cluster.grows_to else ""
     keys = "`policy.num_workers`"
     if "rollout" in demands:
-        if "policy" in demands and not demands["rollout"].shared and _not_colocated(config) is None:
+        if "policy" in demands and not demands["rollout"].shared and colocates:
             colocate = f"set cluster.placement=colocated ({demands['policy'].workers} GPUs), "
         keys += ", `rollout.num_workers`, `rollout.tensor_parallel_size` or the `num_workers` of "
         keys += "`rewards.models` or `distillation.teachers`"

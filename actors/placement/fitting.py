@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -55,6 +55,10 @@ class Bundle:
     def __str__(self) -> str:
         parts = [f"{n} {what}(s)" for n, what in ((self.gpus, "GPU"), (self.cpus, "CPU")) if n]
         return " and ".join(parts)
+
+
+# Returns the run nearest to the one that waits that fits these nodes now, see `nearest`.
+Nearest = Callable[[Sequence[Node]], dict[str, Any] | None]
 
 
 def bundles(demands: dict[str, Demand]) -> list[Bundle]:
@@ -143,8 +147,11 @@ def too_large(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> str | None:
     return None
 
 
-def no_room(config: Config, wanted: Sequence[Bundle], nodes: Sequence[Node], waited_s: float) -> UserError:
+def no_room(
+    wanted: Sequence[Bundle], nodes: Sequence[Node], cluster: ClusterConfig, nearest: Nearest
+) -> UserError:
     """Return an error with the request, what each node has, and the nearest request that would fit."""
+    waited_s = cluster.timeouts.room_s
     asked = Counter((bundle.role, str(bundle)) for bundle in wanted)
     lines = [
         f"cluster: no room for this run within `cluster.timeouts.room_s` = {waited_s:g} s; it asks for",
@@ -152,7 +159,7 @@ def no_room(config: Config, wanted: Sequence[Bundle], nodes: Sequence[Node], wai
         "and has",
         *(f"  {node}" for node in nodes),
     ]
-    to = config.cluster.grows_to
+    to = cluster.grows_to
     if to and len(grown(nodes, to)) > len(nodes):
         lines.append(
             f"It has not grown to {to.nodes} node(s) with {to.gpus} GPU(s) and {to.cpus} CPU(s) each, as "
@@ -160,7 +167,7 @@ def no_room(config: Config, wanted: Sequence[Bundle], nodes: Sequence[Node], wai
         )
         if not any(node.gpus for node in nodes):  # a run that fits on its CPUs is no help
             return UserError("\n".join(lines))
-    near = nearest(config, nodes, training=any(bundle.role == "policy" for bundle in wanted))
+    near = nearest(nodes)
     if near:
         lines.append("There is room for " + " ".join(f"{key}={value}" for key, value in near.items()))
     elif near is None:

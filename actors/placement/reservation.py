@@ -26,8 +26,8 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.placement.demands import Demand
-from actors.placement.fitting import Bundle, Node, bundles, grown, no_room, too_large
-from grpo_dist.config import ClusterConfig, Config
+from actors.placement.fitting import Bundle, Nearest, Node, bundles, grown, no_room, too_large
+from grpo_dist.config import ClusterConfig
 from grpo_dist.errors import UserError
 
 logger = logging.getLogger("grpo_dist")
@@ -44,22 +44,24 @@ class Reservation:
         self._wanted, self._group = wanted, group
 
     @classmethod
-    async def acquire(cls, config: Config, demands: dict[str, Demand]) -> Reservation:
-        """Reserve the devices of all roles, waiting for `cluster.timeouts.room_s` at most.
+    async def acquire(
+        cls, demands: dict[str, Demand], cluster: ClusterConfig, nearest: Nearest, *, name: str
+    ) -> Reservation:
+        """Reserve the devices of the run ``name``, waiting for `cluster.timeouts.room_s` at most.
 
-        Raises UserError with the request, what each node has, and what would fit.
+        Raises UserError with the request, what each node has, and the ``nearest`` run that would fit.
         """
         wanted = bundles(demands)
         if not wanted:
             return cls([], None)
-        if problem := too_large(wanted, expected(config.cluster)):
+        if problem := too_large(wanted, expected(cluster)):
             raise UserError(f"cluster: {problem}")
         group = placement_group(
-            [_resources(bundle) for bundle in wanted], strategy="PACK", name=f"grpo-dist-{config.name}"
+            [_resources(bundle) for bundle in wanted], strategy="PACK", name=f"grpo-dist-{name}"
         )
         reservation = cls(wanted, group)
         try:
-            await reservation._wait(config)
+            await reservation.wait_ready(cluster, nearest)
         except BaseException:
             reservation.release()
             raise
@@ -74,9 +76,18 @@ class Reservation:
         """Return whether all bundles have their places. Asks Ray."""
         return self._group is None or placement_group_table(self._group)["state"] == "CREATED"
 
-    async def wait_ready(self, config: Config) -> None:
+    async def wait_ready(self, cluster: ClusterConfig, nearest: Nearest) -> None:
         """Wait until all bundles are placed: Ray moves those of a lost node. Raises as `acquire`."""
-        await self._wait(config)
+        assert self._group is not None
+        limit_s, begin, log_s = cluster.timeouts.room_s, time.monotonic(), _QUIET_S
+        while placement_group_table(self._group)["state"] != "CREATED":
+            waited = time.monotonic() - begin
+            if waited > limit_s:
+                raise no_room(self._wanted, nodes(), cluster, nearest)
+            if waited > log_s:
+                logger.warning("waiting for room in the cluster (%d of %d s): %s", waited, limit_s, _free())
+                log_s = waited + _LOG_EVERY_S
+            await asyncio.sleep(_POLL_S)
 
     def options(self, role: str) -> list[dict[str, Any]] | None:
         """Return the Ray options of each worker of ``role``; None: nothing is reserved for them."""
@@ -101,18 +112,6 @@ class Reservation:
         group, self._group = self._group, None
         if group is not None:
             remove_placement_group(group)
-
-    async def _wait(self, config: Config) -> None:
-        assert self._group is not None
-        limit_s, begin, log_s = config.cluster.timeouts.room_s, time.monotonic(), _QUIET_S
-        while placement_group_table(self._group)["state"] != "CREATED":
-            waited = time.monotonic() - begin
-            if waited > limit_s:
-                raise no_room(config, self._wanted, nodes(), limit_s)
-            if waited > log_s:
-                logger.warning("waiting for room in the cluster (%d of %d s): %s", waited, limit_s, _free())
-                log_s = waited + _LOG_EVERY_S
-            await asyncio.sleep(_POLL_S)
 
 
 def nodes() -> list[Node]:

@@ -1,6 +1,6 @@
 """Loading weights into a running vLLM model: all of them, or the layers whose weights changed.
 
-vLLM's layerwise reload fills a layer anew, packs or quantises it, and copies the result to where the layer's
+vLLM's layerwise reload fills a new layer, packs or quantises it, and copies the result to where the layer's
 weights were. It needs every checkpoint tensor of a layer at once: a changed q_proj is loaded with the k_proj
 and v_proj that vLLM fuses it with.
 """
@@ -45,7 +45,7 @@ class LoadMap:
         self._is_complete = True
 
     def watch(self, model: nn.Module, held: HeldWeights) -> None:
-        """Note what the reload that has just begun loads, from views of ``held``."""
+        """Note what the reload that has just started loads, from views of ``held``."""
         self._layers, self._is_complete = {}, True
         for layer in model.modules():
             for tensor in get_layer_tensors(layer).values():

@@ -6,7 +6,7 @@ import sys
 
 
 def compilation_began() -> float | None:
-    """Return when vLLM began to compile the model, seconds of `time.perf_counter`; None: it has not begun, or
+    """Return when vLLM began to compile the model, seconds of `time.perf_counter`; None: it has not, or
     does so in another process.
     """
     monitor = sys.modules.get("vllm.compilation.monitor")  # vLLM may be half imported by the engine's thread

@@ -91,7 +91,7 @@ class EngineSpec:
     @classmethod
     def of(cls, config: Config, model_dir: Path, *, colocated: bool = False) -> EngineSpec:
         """Raises UserError for arguments in `rollout.engine` that a user must not set."""
-        if problems := list(engine_problems(config, None)):
+        if problems := list(engine_problems(config.rollout, config.algorithm, None)):
             raise UserError("; ".join(problems))
         return cls(
             config.rollout,

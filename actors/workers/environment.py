@@ -1,6 +1,6 @@
 """Environment workers: each runs the environments and tools of many episodes, in killable processes.
 
-driver    EnvironmentPool: starts, watches and replaces workers, and says to the engines which ones serve
+driver    EnvironmentPool: starts, watches and replaces workers, and sends their addresses to the engines
 engines   an episode calls its worker itself, turn by turn: neither the driver nor the engine waits for a tool
 
 A worker that is lost takes its episodes with it: the engines begin those again with the same seeds, on
@@ -14,7 +14,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -37,24 +37,20 @@ _AT_ONCE_S = 0.005
 _ENDED = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class Act:
+class ActingEpisode(NamedTuple):
+    """An episode by its name, with what its environment is made of. As a tuple it costs least to send."""
+
+    name: str
+    task: Task
+    problem: Problem
+
+
+class Act(NamedTuple):
     """An action for the environment of ``episode``, which turn 0 starts."""
 
-    episode: str
-    task: Task
-    problem: Problem
+    episode: ActingEpisode
     action: Action
     turn: int
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """An episode that will act."""
-
-    episode: str
-    task: Task
-    problem: Problem
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ class EnvironmentWorker(Metered, Probeable):
         self._episodes: defaultdict[str, set[str]] = defaultdict(set)  # those that run, by engine
         self._lost_engines: set[str] = set()
         self._ended: dict[str, None] = {}  # oldest first
-        self._acting: dict[str, asyncio.Task[Observed]] = {}  # actions whose answers nobody has yet
+        self._acting: dict[str, asyncio.Task[Observed]] = {}  # actions whose answers no caller has yet
 
     async def start(self) -> None:
         """Start what all episodes share. Raises UserError for an environment that cannot be used."""
@@ -95,12 +91,12 @@ class EnvironmentWorker(Metered, Probeable):
         """Return what the user must know of this worker, such as how strong its sandbox is."""
         return self._notes
 
-    async def prepare(self, begins: Sequence[Begin]) -> None:
+    async def prepare(self, episodes: Sequence[ActingEpisode]) -> None:
         """Start the processes of episodes whose first actions are still sampled."""
-        running = [begin for begin in begins if not self._why_over(begin.episode)]
-        for begin in running:
-            self._episodes[_engine_of(begin.episode)].add(begin.episode)
-        await asyncio.gather(*(self._runner.begin(b.episode, b.task, b.problem) for b in running))
+        running = [episode for episode in episodes if not self._why_over(episode.name)]
+        for episode in running:
+            self._episodes[_engine_of(episode.name)].add(episode.name)
+        await asyncio.gather(*(self._runner.begin(e.name, e.task, e.problem) for e in running))
 
     @metered("act")
     async def act(self, acts: Sequence[Act]) -> list[Observed | None]:
@@ -109,7 +105,8 @@ class EnvironmentWorker(Metered, Probeable):
         so its own call waits for the answer.
         """
         tasks = {
-            act.episode: asyncio.create_task(self._act(act), name=f"episode {act.episode}") for act in acts
+            act.episode.name: asyncio.create_task(self._act(act), name=f"episode {act.episode.name}")
+            for act in acts
         }
         self._acting |= tasks  # before the wait, in which `end` may cancel them
         # bounded: an environment, and each of its tools, has a deadline
@@ -131,12 +128,11 @@ class EnvironmentWorker(Metered, Probeable):
             self._acting.pop(episode, None)
 
     async def _act(self, act: Act) -> Observed:
-        if why := self._why_over(act.episode):
+        name, task, problem = act.episode.name, act.episode.task, act.episode.problem
+        if why := self._why_over(name):
             return Observed(failed=why)
-        self._episodes[_engine_of(act.episode)].add(act.episode)
-        observed: Observed = await self._runner.act(
-            act.episode, act.task, act.problem, act.action, turn=act.turn
-        )
+        self._episodes[_engine_of(name)].add(name)
+        observed: Observed = await self._runner.act(name, task, problem, act.action, turn=act.turn)
         return observed
 
     def _why_over(self, episode: str) -> str:
@@ -151,7 +147,7 @@ class EnvironmentWorker(Metered, Probeable):
             self._episodes[_engine_of(episode)].discard(episode)
             self._ended[episode] = None
             if (acting := self._acting.pop(episode, None)) is not None:
-                acting.cancel()  # nobody waits for the answer
+                acting.cancel()  # no caller waits for the answer
         while len(self._ended) > _ENDED:
             del self._ended[next(iter(self._ended))]
         await asyncio.gather(*(self._runner.end(episode) for episode in episodes))  # a failure ends no other
@@ -201,7 +197,7 @@ class EnvironmentPool:
         self.team.catch_up = self._announce
         self.engines: list[Team] = []  # each `RolloutPool` adds its own
         self._number = 0
-        self._said: set[str] = set()
+        self._noted: set[str] = set()
         self._failing: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
@@ -212,8 +208,8 @@ class EnvironmentPool:
     async def _say_notes(self, workers: Sequence[Any]) -> None:
         """Report what the user must know of these workers, once."""
         for note in itertools.chain(*await results(worker.notes.remote() for worker in workers)):
-            if note not in self._said:
-                self._said.add(note)
+            if note not in self._noted:
+                self._noted.add(note)
                 say(f"environments: {note}")
 
     def addresses(self, *further: Any) -> EnvironmentAddresses:
@@ -229,7 +225,7 @@ class EnvironmentPool:
         return ""
 
     def end_all(self, engine: Any) -> None:
-        """End all episodes of an engine that is lost. Nobody waits for it."""
+        """End all episodes of a lost engine, without waiting for it."""
         for worker in self.team.alive():
             worker.end_all.remote(engine_name(engine))
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from actors.workers.environment import Act, Begin
+from actors.workers.environment import Act, ActingEpisode
 from grpo_dist.environments.records import Observed
 
 _END_S = 0.05  # ends of episodes are collected for so long
@@ -24,15 +24,15 @@ class EnvironmentLine:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._acts: list[tuple[Act, asyncio.Future[Observed | None]]] = []
-        self._begins: list[Begin] = []
+        self._begins: list[ActingEpisode] = []
         self._ends: list[str] = []
         self._calls: set[asyncio.Task[None]] = set()
 
-    def begin(self, begin: Begin) -> None:
-        """Announce that an episode will act, so that its process starts meanwhile. Nobody waits for it."""
+    def begin(self, episode: ActingEpisode) -> None:
+        """Announce that an episode will act, so that its process starts meanwhile. Does not wait."""
         if not self._begins:
             asyncio.get_running_loop().call_soon(self._send_begins)
-        self._begins.append(begin)
+        self._begins.append(episode)
 
     async def act(self, act: Act) -> Observed:
         """Give an action to its environment; return the answer."""
@@ -43,11 +43,11 @@ class EnvironmentLine:
         self._acts.append((act, answer))
         observed: Observed | None = await answer
         if observed is None:  # it takes its time, and was not alone
-            observed = await self._worker.answer.remote(act.episode)
+            observed = await self._worker.answer.remote(act.episode.name)
         return observed
 
     def end(self, episode: str) -> None:
-        """End an episode soon. Nobody waits for it."""
+        """End an episode soon. Does not wait."""
         if not self._ends:
             asyncio.get_running_loop().call_later(_END_S, self._send_ends)
         self._ends.append(episode)

@@ -20,7 +20,7 @@ from ray.exceptions import ActorDiedError
 
 from actors.lifecycle.calls import LOST, reason
 from actors.workers.engine_settings import EngineSpec
-from actors.workers.environment import Act, Begin, EnvironmentAddresses
+from actors.workers.environment import Act, ActingEpisode, EnvironmentAddresses
 from actors.workers.environment_line import EnvironmentLine
 from actors.workers.tool_calls import call_parser
 from grpo_dist.config import EnvironmentsConfig
@@ -86,7 +86,7 @@ class EpisodeSampler:
     async def _until_finished(
         self, prompt: Prompt, sample: int, seed: int, sampling: Sampling, length: int | None
     ) -> Rollout:
-        lost: set[Any] = set()  # one that does not answer again says nothing new about the episode
+        lost: set[Any] = set()  # a second failure of one worker is no further evidence against the episode
         while True:
             worker = await self.workers.take()
             name = f"{self._name}:{next(self._numbers)}"
@@ -144,15 +144,16 @@ class _Ends:
         sampling: Sampling,
         length: int | None,
     ) -> None:
-        self._sampler, self._line, self._name = sampler, line, name
+        self._sampler, self._line = sampler, line
         self._sampling, self._length = sampling, length
         assert prompt.task is not None, "a prompt without a task has no turns"
-        self._task, self._problem = prompt.task, Problem(prompt.text, prompt.answer, prompt.columns)
+        problem = Problem(prompt.text, prompt.answer, prompt.columns)
+        self._episode = ActingEpisode(name, prompt.task, problem)
         self._requests = 0
 
     def begin(self) -> None:
         """Have the environment's process started while the first action is sampled."""
-        self._line.begin(Begin(self._name, self._task, self._problem))
+        self._line.begin(self._episode)
 
     async def generate(self, token_ids: list[int], seed: int, max_tokens: int) -> Generation:
         exact, meter = self._length is not None, self._sampler._meter
@@ -162,7 +163,7 @@ class _Ends:
             self._sampling,
             min(self._length or max_tokens, max_tokens),
             exact=exact,
-            stop=() if exact else self._sampler._renderer.stop(self._task),
+            stop=() if exact else self._sampler._renderer.stop(self._episode.task),
         )
         meter.count("tokens", len(output.token_ids))
         if self._requests:
@@ -173,7 +174,7 @@ class _Ends:
 
     async def act(self, action: Action, turn: int) -> Observed:
         begin = time.perf_counter()
-        observed = await self._line.act(Act(self._name, self._task, self._problem, action, turn))
+        observed = await self._line.act(Act(self._episode, action, turn))
         self._sampler._meter.count("turns", 1)
         self._sampler._meter.count("tool_wait_s", time.perf_counter() - begin)
         return observed

@@ -118,7 +118,7 @@ class RolloutWorker(WeightReceiver, Probeable):
             why = f"{len(rollouts)} of {len(seeds)} samples of {prompt.uid}: {failures[0]}"
             if len(rollouts) < (len(seeds) if sampling.least is None else sampling.least):
                 raise SamplesFailed(why)
-            logger.warning("%s; the group goes on without the others", why)
+            logger.warning("%s; the group continues without the others", why)
         return self._finished, rollouts
 
     async def _sample_or_failure(
@@ -231,7 +231,7 @@ class RolloutWorker(WeightReceiver, Probeable):
         return Health(self._engine.work() if self._engine else None, self.phases())
 
     def _note_compilation(self) -> None:
-        """Begin the phase of compilation where vLLM has begun to compile since the model was loaded."""
+        """Begin the phase of compilation if vLLM has started to compile since the model was loaded."""
         if self._phases and self._phases[-1][0] == "model" and (began := compilation_began()) is not None:
             self.begin("compilation", began)
 

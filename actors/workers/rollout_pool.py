@@ -109,7 +109,7 @@ class RolloutPool:
             except LOST as error:
                 self.team.lost(index, worker, error)
             except RayTaskError:  # the request was refused, too few samples came, or the engine has failed
-                with suppress(RayError):  # the same error: Ray prints those that nobody reads
+                with suppress(RayError):  # the same error: Ray prints errors that no caller reads
                     await rollouts
                 if self._environments is not None:  # or no environment worker is left
                     self._environments.team.check()

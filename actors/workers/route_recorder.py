@@ -51,7 +51,7 @@ class RouteRecorder:
 @torch.library.custom_op("grpo_dist::record_routes", mutates_args=("experts",), device_types="cpu")
 def record_routes(experts: torch.Tensor, layer: int) -> None:
     """Record the experts [N, k] of this step's tokens. One operation for the compiler, which keeps it because
-    it is said to change ``experts``.
+    it is declared to change ``experts``.
     """
     slots = get_forward_context().slot_mapping
     if _recorder is None or not isinstance(slots, dict) or not slots:  # a trial run, which caches nothing

@@ -13,7 +13,7 @@ from grpo_dist.errors import TransferLost
 
 
 class TakenWeights:
-    """What `PolicyGroup` extends; see there for what it uses of it."""
+    """The base of `PolicyGroup`, which describes what it uses."""
 
     updates: int
     sent_after: int

@@ -2,7 +2,7 @@
 
     rewards [0, 0, 1, 1], one group, std "none" -> [-0.5, -0.5, 0.5, 0.5]
 
-``group_ids`` says which samples answer the same prompt; ids need be neither sorted nor consecutive.
+``group_ids`` groups the samples of one prompt; ids need be neither sorted nor consecutive.
 Statistics are taken in float64 and the result has the type of ``rewards``, float32 for integer rewards. So a
 group of equal rewards gets exact zeros: in float32 the mean of eight 0.7s is not 0.7, and dividing that
 rounding error by a deviation of the same size gives 0.06 to 0.9.

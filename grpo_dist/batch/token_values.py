@@ -1,7 +1,7 @@
 """Per-token values of each trained sample, for the run's records: advantages, the policy's log-probs when it
 trained on the sample, and the reference's.
 
-Rows are dealt to ranks in another order than samples; `TrainBatch.row_ids` says which row of the step each
+Rows are dealt to ranks in another order than samples; `TrainBatch.row_ids` is the row of the step that each
 is. Ranks know values of trained tokens alone; in the records given tokens have 0.
 """
 

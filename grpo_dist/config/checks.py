@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_dist.algorithms.estimators import estimator_of
+from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.algorithm_checks import algorithm_contradictions
 from grpo_dist.config.distillation_checks import distillation_contradictions
 from grpo_dist.config.episode_checks import episode_contradictions
@@ -22,9 +23,8 @@ def learns_from_equal_rewards(config: Sections) -> bool:
     return estimates or config.rewards.shuffle or other_streams
 
 
-def corrects(config: Sections) -> bool:
+def corrects(algorithm: AlgorithmConfig) -> bool:
     """Return whether the loss corrects the mismatch between engine and trainer."""
-    algorithm = config.algorithm
     return algorithm.correction.kind != "none" or algorithm.old_logprobs == "rollout"
 
 
@@ -118,7 +118,7 @@ def _of_the_placement(config: Sections) -> Iterator[str]:
 
 def _of_the_engines(config: Sections) -> Iterator[str]:
     quantization = config.rollout.quantization
-    if quantization != "none" and not corrects(config):
+    if quantization != "none" and not corrects(config.algorithm):
         yield (
             f"`rollout.quantization` = {quantization} makes the engine's log-probs differ from the "
             "trainer's, uncorrected; set algorithm.correction.kind (tis is the default), or remove "

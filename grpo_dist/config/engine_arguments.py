@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.checks import corrects
-from grpo_dist.config.root import Config
 from grpo_dist.config.secrets import shown_setting
+from grpo_dist.config.workers import RolloutConfig
 
 _SET_BY = {
     "model": "model.path",
@@ -67,11 +68,13 @@ _CHANGES = {
 _WHOLE_PROMPTS = "without a GPU the engine crashes when it prefills a prompt in chunks"
 
 
-def engine_problems(config: Config, device: Literal["cpu", "cuda"] | None) -> Iterator[str]:
+def engine_problems(
+    rollout: RolloutConfig, algorithm: AlgorithmConfig, device: Literal["cpu", "cuda"] | None
+) -> Iterator[str]:
     """Yield a problem for each refused argument in `rollout.engine`, by its name alone, without an engine.
     ``device``: the device of the engines; None: unknown.
     """
-    for name, value in config.rollout.engine.items():
+    for name, value in rollout.engine.items():
         setting = f"`rollout.engine.{name}` = {shown_setting(name, value)}"
         if name in _SET_BY:
             yield f"{setting} is set by {_SET_BY[name]}; remove it"
@@ -79,7 +82,7 @@ def engine_problems(config: Config, device: Literal["cpu", "cuda"] | None) -> It
             yield f"{setting}: {_CHANGES[name]}; remove it"
         elif name == "enable_chunked_prefill" and value and device == "cpu":
             yield f"{setting}: {_WHOLE_PROMPTS}; remove it"
-        elif name in ("kv_cache_dtype", "mamba_cache_dtype") and value != "auto" and not corrects(config):
+        elif name in ("kv_cache_dtype", "mamba_cache_dtype") and value != "auto" and not corrects(algorithm):
             yield (
                 f"{setting} makes the engine's log-probs differ from the trainer's, uncorrected; "
                 "set algorithm.correction.kind (tis is the default), or remove it"

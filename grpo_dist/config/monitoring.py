@@ -169,7 +169,7 @@ class SinkConfig(Section):
 
 
 class TrackingConfig(Section):
-    """Outputs of metrics and samples besides `metrics.jsonl`: see `grpo_dist/observe/README.md`."""
+    """Outputs of metrics and samples other than `metrics.jsonl`: see `grpo_dist/observe/README.md`."""
 
     console: bool = Field(True, description="print a line per step in the terminal")
     tensorboard: bool = Field(True, description="write `tensorboard/` in the run directory")

@@ -5,7 +5,7 @@
     epoch 1          b 4   c 2   d 1     a is left out
     epoch 2                c 3   d 2     b, too
 
-ScaleRL's no-positive resampling, arXiv:2510.13786: what a policy solves, it mostly goes on solving, so the
+ScaleRL's no-positive resampling, arXiv:2510.13786: a policy mostly keeps solving what it has solved, so the
 prompt never returns, but for steps that are on their way by then. The group of the latest epoch decides, and
 not the mean over all epochs, which the first ones would hold down. A sample that could not be scored, or that
 no engine gave (`batch.min_samples`), does not count as right: it is no reason to leave a prompt out for good.
@@ -81,8 +81,8 @@ class SolvedPrompts:
         self._has_warned = True
         logger.warning(
             "data.drop_solved = %g: %d of %d prompts are solved and left out; the other %d stay, solved or "
-            "not, since the steps on their way hold %d. The run goes on with them; end it, or begin one with "
-            "further prompts",
+            "not, since the steps on their way hold %d. The run continues with them; end it, or start one "
+            "with further prompts",
             self._share, len(self._passed), len(self._prompts), len(self._prompts) - len(self._passed),
             self._keep,
         )  # fmt: skip

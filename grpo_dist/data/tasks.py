@@ -113,10 +113,10 @@ def _check_template(renderer: Renderer, task: Task, described: Description) -> N
             results = result_messages(names[:1], [_RESULT])
             if _RESULT not in renderer.conversation(task, task.messages, "?", results).tail:
                 raise ValueError(f"the model's chat template does not show results of tools; {remedy}")
-        told = [{"role": "user", "content": _RESULT}]
+        shown = [{"role": "user", "content": _RESULT}]
         if (
             not described.stateless
-            and _RESULT not in renderer.conversation(task, task.messages, "?", told).tail
+            and _RESULT not in renderer.conversation(task, task.messages, "?", shown).tail
         ):
             raise ValueError(
                 "the model's chat template does not show a second user message, in which environment "

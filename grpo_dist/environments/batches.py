@@ -44,11 +44,11 @@ class BatchProgram:
             *(self._begin(e, p) if k == "step" else self._handle(e, k, p) for e, k, p in payload),
             return_exceptions=True,
         )
-        begun = [index for index in steps if not isinstance(answers[index], BaseException)]
-        if begun:
-            actions = [payload[index][2]["action"] for index in begun]
+        running = [index for index in steps if not isinstance(answers[index], BaseException)]
+        if running:
+            actions = [payload[index][2]["action"] for index in running]
             for index, step in zip(
-                begun, await self._step([answers[i] for i in begun], actions), strict=True
+                running, await self._step([answers[i] for i in running], actions), strict=True
             ):
                 answers[index] = step
         return [_reply(answer) for answer in answers]

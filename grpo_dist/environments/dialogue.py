@@ -98,12 +98,12 @@ class Dialogue:
     def observe(self, observed: Observed) -> None:
         """Append the environment's answer to the last action as given tokens; none with ``done``."""
         calls = tuple(replace(call, result=self._renderer.cut(call.result)) for call in observed.calls)
-        told = self._told(observed)
-        shown = "\n".join([*(call.result for call in calls), *(_text(m) for m in told)])
+        own_messages = self._observation_messages(observed)
+        shown = "\n".join([*(call.result for call in calls), *(_text(m) for m in own_messages)])
         # A failure is shown, but the policy does not read it.
         self._end_turn(observed.failed or shown, calls, observed.reward)
         if not (observed.done or observed.failed):
-            self._give(calls, told)
+            self._give(calls, own_messages)
         self._action_ids = []
 
     def rollout(self, sample: int, finish_reason: str) -> Rollout:
@@ -128,7 +128,7 @@ class Dialogue:
             routes=first.routes,
         )
 
-    def _told(self, observed: Observed) -> list[Message]:
+    def _observation_messages(self, observed: Observed) -> list[Message]:
         """Return the environment's own observation as messages that hold no control token."""
         given = observed.observation
         if isinstance(given, str):
@@ -142,23 +142,23 @@ class Dialogue:
         self._turns.append(Turn(row, end, text, observation, calls, reward))
         self._action = None
 
-    def _give(self, calls: Sequence[ToolCall], told: list[Message]) -> None:
+    def _give(self, calls: Sequence[ToolCall], own_messages: list[Message]) -> None:
         ids, written = self._action_ids, self._renderer.raw(self._action_ids)
         results = [call.result for call in calls]
-        if self._renderer.in_place and calls and not told and not self._renderer.ended(ids):
+        if self._renderer.in_place and calls and not own_messages and not self._renderer.ended(ids):
             blocks = "".join(f"```output\n{result.rstrip()}\n```\n" for result in results)
             given = blocks if written.endswith("\n") else f"\n{blocks}"
             self._content += written + given
             self._rows[-1].give(self._renderer.ids(given))
             return
         if not self._task.messages:
-            parts = [*results, *(_text(message) for message in told)]
+            parts = [*results, *(_text(message) for message in own_messages)]
             self._rows[-1].give(self._renderer.ids("".join(f"\n{part}\n" for part in parts)))
             return
         if self._renderer.in_place:  # a template without tools may not support their messages
-            messages = [*({"role": "user", "content": text} for text in results), *told]
+            messages = [*({"role": "user", "content": text} for text in results), *own_messages]
         else:
-            messages = [*result_messages([call.name for call in calls], results), *told]
+            messages = [*result_messages([call.name for call in calls], results), *own_messages]
         self._continue(self._content + written, messages or [{"role": "user", "content": ""}])
 
     def _continue(self, content: str, messages: Sequence[Message]) -> None:

@@ -46,8 +46,8 @@ class OpenEnv(Environment):
     async def start(self, problem: Problem) -> str:
         self._client = GenericEnvClient(base_url=self.target)
         await self._client.connect()
-        begun = await self._client.reset(seed=problem.columns["seed"])
-        return f"{self._instruction}\n{self._shown(begun.observation)}".strip()
+        first = await self._client.reset(seed=problem.columns["seed"])
+        return f"{self._instruction}\n{self._shown(first.observation)}".strip()
 
     async def step(self, action: str) -> Step:
         answer = await self._client.step({**self._fields, self._action: action})

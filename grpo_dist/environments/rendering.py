@@ -49,7 +49,7 @@ class Renderer:
         """
         Args:
             parser: of calls in the form `environments.call_format`; not needed for code blocks.
-            end_ids: tokens that end an action, besides the tokenizer's EOS.
+            end_ids: tokens that end an action, in addition to the tokenizer's EOS.
         """
         self._tokenizer, self._parser = tokenizer, parser
         self.has_template = data.chat_template == "model"
@@ -180,10 +180,10 @@ def _assistant(content: str) -> Message:
 
 def _behind_thought(text: str, thought: Thought) -> str:
     """Return what follows the thought; "" where it is not closed. A call inside a thought does not count."""
-    begun = thought.prompt == "opens" or text.lstrip().startswith(thought.opening)
+    is_open = thought.prompt == "opens" or text.lstrip().startswith(thought.opening)
     if thought.closing in text:
         return text.partition(thought.closing)[2]
-    return "" if begun else text
+    return "" if is_open else text
 
 
 def _middle_cut(text: str, half: int) -> str:

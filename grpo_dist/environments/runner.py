@@ -92,7 +92,7 @@ def host_of(
 class _Episode:
     host: Host
     problem: dict[str, Any]
-    begun: bool = False
+    started: bool = False
     failed: bool = False
 
 
@@ -151,13 +151,13 @@ class EpisodeRunner:
         except Exception as error:  # of an environment of this package, or its code path is missing
             return Observed(failed=f"{task.environment}: {type(error).__name__}: {error}"[:_REASON])
         observation = answer["observation"]
-        told = observation if isinstance(observation, str) else tuple(observation)
-        return Observed(told, reward=answer["reward"], done=answer["done"])
+        shown = observation if isinstance(observation, str) else tuple(observation)
+        return Observed(shown, reward=answer["reward"], done=answer["done"])
 
     async def end(self, episode: str) -> None:
         """End an episode and delete its files. Does nothing for an unknown one."""
         if (known := self._episodes.pop(episode, None)) is not None:
-            if known.begun and not known.failed:
+            if known.started and not known.failed:
                 with suppress(ProcessFailure):  # the episode is over, and its sample complete
                     await known.host.ask(episode, "close", {}, timeout_s=_CLOSE_S)
             await known.host.end(episode)
@@ -179,7 +179,7 @@ class EpisodeRunner:
         return self._hosts[key]
 
     async def _ask(self, episode: str, known: _Episode, kind: str, **payload: Any) -> Any:
-        begin, known.begun = not known.begun, True
+        begin, known.started = not known.started, True
         return await known.host.ask(
             episode,
             kind,

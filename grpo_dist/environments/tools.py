@@ -1,6 +1,6 @@
 """Tools: functions with typed parameters and a docstring. Their schema, and calls with checked arguments.
 
-A docstring says what the tool does and, in a section ``Args:``, what each argument is. The policy reads both.
+A docstring describes the tool and, in a section ``Args:``, what each argument is. The policy reads both.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Detects slow drift of a metric away from the run's own history. It needs no thresholds, so it is always on.
 
-The moving average of a metric is compared with an earlier one: the first, the least or the best. Nobody can
+The moving average of a metric is compared with an earlier one: the first, the least or the best. No one can
 say beforehand whether a healthy entropy is 2 or 0.2, but a fall to a tenth is visible. The comparison is
 coarse, so it only warns; the bound of `health` that the warning names can skip, stop or roll back. The first
 5 steps are enough for a reference, since a learning rate that is too high ruins a policy before the 10th. A

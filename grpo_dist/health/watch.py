@@ -140,7 +140,7 @@ class HealthWatch:
     def act(
         self, step: int, alarms: Sequence[Bound], metrics: Mapping[str, float], groups: list[Group]
     ) -> None:
-        """Warn of ``alarms``, or raise Unhealthy or Rollback, as `health.action` says.
+        """Warn of ``alarms``, or raise Unhealthy or Rollback, by `health.action`.
 
         Warns of drift in any case. With action skip, the watch has warned already of what was skipped; only
         too many skipped steps in a row stop the run.

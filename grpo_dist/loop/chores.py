@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -47,8 +47,8 @@ class StatefulParts:
     health: HealthWatch
     kl: KLController
 
-    def progress(self, step: int, *, evaluation_pending: bool) -> Progress:
-        """Return the state after ``step``."""
+    def progress(self, step: int, *, evaluation_pending: bool, evaluations: tuple[int, ...] = ()) -> Progress:
+        """Return the state after ``step``. ``evaluations``: as in `Progress`."""
         return Progress(
             step,
             self.pipeline.state(),
@@ -56,6 +56,7 @@ class StatefulParts:
             self.kl.coef,
             evaluation_pending,
             self.staging.rewards,
+            evaluations,
         )
 
 
@@ -294,7 +295,7 @@ class Chores(StepChores):
 
     def _progress(self, step: int) -> Progress:
         due = self._concurrent.due if self._concurrent is not None else ()
-        return replace(super()._progress(step), evaluations=due)
+        return self._parts.progress(step, evaluation_pending=self._evaluation_pending, evaluations=due)
 
     async def _evaluate(self, step: int) -> None:
         if self._concurrent is not None:

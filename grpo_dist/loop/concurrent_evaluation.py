@@ -4,7 +4,7 @@
     engines                  load, sample version k ............ | idle
     driver            begin                          log as step k
 
-One evaluation runs at a time: if the next is due before, training waits for the one that runs, and says so.
+One evaluation runs at a time: if the next is due before, training waits for the one that runs, and warns.
 After its last step a run waits for the last one; a run that is asked to end does not. The directory
 `evaluation/step_NNNNNN` of the run exists from the step at which an evaluation is due until its metrics are
 written, and holds the weights; a checkpoint names the evaluations that are due. So a resumed run repeats
@@ -25,7 +25,7 @@ from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.workers import EvaluationHandle
 
 _DIRECTORY = re.compile(r"step_(\d{6,})")
-_SAID_S = 1.0  # a shorter wait is not said
+_WARNED_S = 1.0  # a shorter wait is not warned of
 
 
 class ConcurrentEvaluation:
@@ -88,7 +88,7 @@ class ConcurrentEvaluation:
         if not await self.settle(stop_requested) or stop_requested():
             return
         waited = time.perf_counter()
-        if waited - begin > _SAID_S:
+        if waited - begin > _WARNED_S:
             self._recorder.warn(
                 f"step {step}: waited {waited - begin:.1f} s for the evaluation before; raise "
                 "`evaluation.every`, lower `evaluation.max_prompts`, or add `evaluation.num_workers`"

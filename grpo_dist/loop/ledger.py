@@ -86,9 +86,9 @@ def summary(path: Path, *, dropped: int = 0) -> str:
     parts = [f"{found[TRAINED]:,} trained"]
     parts += [f"{found[name]:,} {words}" for name, words in REASONS.items() if found[name]]
     shown = sum(len(line.get(DEMONSTRATIONS, ())) for line in read(path))
-    beside = f"; beside them {shown:,} demonstrations" if shown else ""
+    further = f"; in addition {shown:,} demonstrations" if shown else ""
     never = f"; {dropped:,} rows dropped before, too long ({DROPPED})" if dropped else ""
-    return f"ledger: {sum(found.values()):,} prompts sampled = {' + '.join(parts)}{beside}{never}"
+    return f"ledger: {sum(found.values()):,} prompts sampled = {' + '.join(parts)}{further}{never}"
 
 
 def audit(

@@ -1,4 +1,4 @@
-"""The state of a run at the end of a step, besides the weights; a checkpoint keeps all of it."""
+"""The state of a run at the end of a step, without the weights; a checkpoint keeps all of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`sampling` during a run: by step, or steered by what the samples of earlier steps were like.
 
 A batch is given its settings when it is launched, and keeps them. What is steered therefore knows the steps
-up to ``max_staleness`` before it; each sample says how it was drawn, and its log-probs are computed that way.
+up to ``max_staleness`` before it; each sample records how it was drawn, and its log-probs are computed so.
 """
 
 from __future__ import annotations

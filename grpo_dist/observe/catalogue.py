@@ -1,6 +1,6 @@
 """The metric catalogue: the meaning of each name, and the table of it in this folder's README.
 
-``python -m grpo_dist.observe.catalogue`` rewrites the table; with ``--check`` its exit code says whether the
+``python -m grpo_dist.observe.catalogue`` rewrites the table; with ``--check`` its exit code shows whether the
 table is out of date.
 """
 

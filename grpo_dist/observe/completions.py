@@ -33,7 +33,7 @@ def table_of(name: str, groups: Sequence[Group], values: ValuesOfSamples | None)
 
 
 def transcript(rollout: Rollout) -> str:
-    """Return what was said in an episode, turn by turn with results of tools; else the completion.
+    """Return the dialogue of an episode, turn by turn with results of tools; else the completion.
 
     ```calculator
     347*58
@@ -53,7 +53,7 @@ def transcript(rollout: Rollout) -> str:
 
 
 def said_besides(observation: str, results: Sequence[str]) -> str:
-    """Return what an environment said behind the results of tools, with which an observation begins."""
+    """Return the text of an environment behind the results of tools, with which an observation begins."""
     given = "\n".join(results)
     return observation[len(given) :].lstrip("\n") if observation.startswith(given) else observation
 

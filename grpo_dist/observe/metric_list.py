@@ -59,7 +59,7 @@ METRICS = (
            "below 0.5; near 1: problems too easy or too hard (`data.order`, `dynamic_sampling`, other "
            "data)"),
     Metric("data/left_out", "prompts", "count", "solved: later epochs leave them out (`data.drop_solved`)",
-           "rises with the reward; a warning says when the steps need the rest"),
+           "rises with the reward; a warning comes when the steps need the rest"),
     Metric("pool/<name>/share", "share", "of the groups", "groups of the step from this pool (`data.pools`)",
            "moves to pools with a pass rate near one half"),
     Metric("pool/<name>/pass_rate", "share", "mean over samples", "right answers in the pool", "rises"),

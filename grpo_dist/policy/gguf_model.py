@@ -6,7 +6,7 @@ its chat template. transformers reads the file; what it leaves out is added here
     pre-tokenizer   it does not know every name in `tokenizer.ggml.pre`, and splits text by a default then.
                     Digits of `smollm`, for one, are split one by one.
     tied head       a head that is the embedding is written once, as training and export write it.
-    file_type       quantised weights lose precision for good; `loss_of` says how many bits were left.
+    file_type       quantised weights lose precision for good; `loss_of` returns how many bits were left.
 """
 
 from __future__ import annotations

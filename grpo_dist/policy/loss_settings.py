@@ -17,7 +17,7 @@ class LossSettings:
     # cross_entropy: the mean of -log p over the trained tokens, in place of all terms below.
     objective: Literal["policy", "cross_entropy"] = "policy"
     policy_loss: str = "ppo_clip"
-    # Settings of the policy loss; None: its own default. `POLICY_LOSS_SETTINGS` says which it takes.
+    # Settings of the policy loss; None: its own default. `POLICY_LOSS_SETTINGS` lists those it takes.
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None

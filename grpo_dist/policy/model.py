@@ -73,7 +73,7 @@ def check_supported(model: Any, model_dir: str) -> None:
 
 
 def switch_off_noise(model: nn.Module) -> None:
-    """Turn off dropout and noise on a router's input, whatever the model's configuration says: the engine has
+    """Turn off dropout and noise on a router's input, whatever the model's configuration has: the engine has
     none, so its log-probs would differ from the trainer's.
     """
     for module in model.modules():

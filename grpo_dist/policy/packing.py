@@ -16,7 +16,7 @@ result, and its gradient is the sum over the samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -62,13 +62,9 @@ def padded(
     """Lay rows out as they are. The first token of a row is never wanted: nothing predicts it."""
     size = tokens.numel()
     indices = torch.arange(size, device=tokens.device).view(tokens.shape)
-    layout = _layout(tokens, None, None, tokens, indices, mask, temperatures)
-    if routes is None:
-        return layout
-    experts = fetched(routes)
-    return replace(
-        layout, routes=laid_out(experts, np.arange(size).reshape(tokens.shape), size, tokens.device)
-    )
+    shape = np.arange(size).reshape(tokens.shape)
+    experts = None if routes is None else laid_out(fetched(routes), shape, size, tokens.device)
+    return _layout(tokens, None, None, tokens, indices, mask, temperatures, experts)
 
 
 def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1) -> Layout:
@@ -89,8 +85,8 @@ def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1) -> Layout:
     positions[0, indices[inside]] = columns[inside]
     spans = kernel.spans([own[:length] for own, length in zip(indices, lengths, strict=True)], size, device)
     tokens, position_ids, index = (torch.from_numpy(a).to(device) for a in (stream, positions, indices))
-    layout = _layout(tokens, position_ids, spans, rows.tokens, index, rows.wanted, rows.temperatures)
-    return layout if experts is None else replace(layout, routes=laid_out(experts, indices, size, device))
+    routes = None if experts is None else laid_out(experts, indices, size, device)
+    return _layout(tokens, position_ids, spans, rows.tokens, index, rows.wanted, rows.temperatures, routes)
 
 
 def _layout(
@@ -101,12 +97,14 @@ def _layout(
     indices: Int[Tensor, "B T"],
     mask: Tensor,
     temperatures: Tensor | None,
+    routes: Tensor | None,
 ) -> Layout:
     """The one place where logits are shifted: the token at t is predicted by the hidden state at t - 1."""
     wanted = mask[:, 1:]
     shifted = torch.cat([torch.zeros_like(mask[:, :1]), wanted], dim=1)
     sources, targets = indices[:, :-1][wanted], tokens[:, 1:][wanted]
-    return Layout(stream, positions, spans, sources, targets, shifted, _of_tokens(temperatures, shifted))
+    temperature = _of_tokens(temperatures, shifted)
+    return Layout(stream, positions, spans, sources, targets, shifted, temperature, routes)
 
 
 def _of_tokens(temperatures: Tensor | None, wanted: Bool[Tensor, "B T"]) -> float | Tensor | None:

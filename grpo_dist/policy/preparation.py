@@ -5,7 +5,7 @@ update, which no rank sees alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from grpo_dist.algorithms.offpolicy import correction, mean_weight_sums
 from grpo_dist.algorithms.ratios import LOG_LIMIT, clipped_surrogate
 from grpo_dist.policy.loss_settings import LossSettings
 from grpo_dist.policy.ranks import gathered_values, least_of_top
-from grpo_dist.types import PreparedBatch, TrainBatch
+from grpo_dist.types import PreparedBatch, StepBatch, TrainBatch
 
 _ROW = 1 << 20  # more than the tokens of any row: the id of a token is row * this + column
 _COV_SHARE, _COV_LOW, _COV_HIGH = 2e-4, 1.0, 5.0  # of the paper, arXiv:2505.22617
@@ -34,7 +34,7 @@ class Preparation:
     device: torch.device
     reports: bool
 
-    def before_the_step(self, batch: TrainBatch, settings: LossSettings, *, moves: bool) -> PreparedBatch:
+    def before_the_step(self, batch: TrainBatch, settings: LossSettings, *, moves: bool) -> StepBatch:
         """Return ``batch`` with what must be known before any weight moves. ``moves``: they will have moved
         by the time it is trained on. Collective.
         """
@@ -44,32 +44,32 @@ class Preparation:
         if by_entropy or _normalises(settings) or (moves and not bypassed):
             logprobs, found = self.logprobs(batch)
             old, entropies = old if bypassed else logprobs, found if by_entropy else None
-        prepared = PreparedBatch.of(batch, old_logprobs=old, old_entropies=entropies)
-        return self.over_the_update(prepared, settings)
+        return StepBatch.of(batch, old_logprobs=old, old_entropies=entropies)
 
-    def over_the_update(self, batch: PreparedBatch, settings: LossSettings) -> PreparedBatch:
-        """Return ``batch`` with what depends on all tokens of its update, and on the weights before the step
-        alone. Collective.
+    def before_the_update(
+        self, batch: StepBatch, settings: LossSettings, *, number: int, unmoved: bool = False
+    ) -> PreparedBatch:
+        """Return ``batch`` with what depends on all tokens of its update: those of its policy loss, those
+        that the loss treats differently under the current weights, and the mean weight. Collective.
+
+        Args:
+            number: of the update in the run, for the choice at random.
+            unmoved: no weight has moved since `before_the_step`, so that every ratio is exactly 1.
         """
-        kept, share, mean_weight = None, settings.top_entropy_share, 1.0
+        kept, share, mean_weight, selected = None, settings.top_entropy_share, 1.0, None
         if batch.old_entropies is not None:
             own = batch.old_entropies[self._reported(batch.loss_mask)]
             kept = batch.loss_mask & (batch.old_entropies >= least_of_top(own, share, self.device))
         if _normalises(settings):
             assert batch.old_logprobs is not None
             mean_weight = self._mean_weight(batch, batch.old_logprobs, settings)
-        return replace(batch, policy_mask=kept, mean_weight=mean_weight)
-
-    def before_the_update(
-        self, batch: PreparedBatch, settings: LossSettings, *, number: int
-    ) -> PreparedBatch:
-        """Return ``batch`` with the tokens that its policy loss treats differently, by the current weights.
-        ``number``: of the update in the run, for the choice at random. Collective.
-        """
-        if settings.policy_loss not in SELECTION_SETTINGS:
-            return batch
-        logprobs, _ = self.logprobs(batch)
-        return replace(batch, selected=self._selected(batch, logprobs, settings, number))
+        old = None if unmoved else batch.old_logprobs
+        if settings.policy_loss in SELECTION_SETTINGS:
+            logprobs, _ = self.logprobs(batch)
+            selected = self._selected(batch, old, logprobs, settings, number)
+        return PreparedBatch.of(
+            batch, old_logprobs=old, policy_mask=kept, selected=selected, mean_weight=mean_weight
+        )
 
     def _reported(self, mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
         return mask if self.reports else torch.zeros_like(mask)
@@ -86,7 +86,12 @@ class Preparation:
         return total / count if total else 1.0
 
     def _selected(
-        self, batch: PreparedBatch, logprobs: Float[Tensor, "B T"], settings: LossSettings, number: int
+        self,
+        batch: TrainBatch,
+        old: Float[Tensor, "B T"] | None,
+        logprobs: Float[Tensor, "B T"],
+        settings: LossSettings,
+        number: int,
     ) -> Bool[Tensor, "B T"]:
         mask, own = batch.loss_mask, self._reported(batch.loss_mask)
         advantages = torch.where(mask, batch.advantages, 0.0)
@@ -101,7 +106,8 @@ class Preparation:
             return mask & self._lowest(-products, ids, own, mask, count)
         low = _COV_LOW if settings.cov_low is None else settings.cov_low
         high = _COV_HIGH if settings.cov_high is None else settings.cov_high
-        within = mask & (products > low) & (products < high) & ~_is_clipped(batch, logprobs, settings)
+        clipped = _is_clipped(batch.advantages, old, logprobs, settings)
+        within = mask & (products > low) & (products < high) & ~clipped
         return within & self._lowest(random_keys(ids, number), ids, own & within, within, count)
 
     def _lowest(
@@ -131,13 +137,16 @@ def _normalises(settings: LossSettings) -> bool:
 
 
 def _is_clipped(
-    batch: PreparedBatch, logprobs: Float[Tensor, "B T"], settings: LossSettings
+    advantages: Float[Tensor, "B T"],
+    old: Float[Tensor, "B T"] | None,
+    logprobs: Float[Tensor, "B T"],
+    settings: LossSettings,
 ) -> Bool[Tensor, "B T"]:
-    """Return which tokens have no gradient under clip_cov's bounds already."""
-    if batch.old_logprobs is None:
-        return torch.zeros_like(batch.loss_mask)
-    ratio = (logprobs - batch.old_logprobs).clamp(max=LOG_LIMIT).exp()
+    """Return which tokens have no gradient under clip_cov's bounds already. ``old``: None: ratios are 1."""
+    if old is None:
+        return torch.zeros_like(logprobs, dtype=torch.bool)
+    ratio = (logprobs - old).clamp(max=LOG_LIMIT).exp()
     low = 0.2 if settings.clip_low is None else settings.clip_low
     high = 0.2 if settings.clip_high is None else settings.clip_high
-    _, falls, rises = clipped_surrogate(ratio, batch.advantages, clip_low=low, clip_high=high)
+    _, falls, rises = clipped_surrogate(ratio, advantages, clip_low=low, clip_high=high)
     return falls | rises

@@ -162,7 +162,7 @@ def _cut(flat: list[Tensor], start: int, numel: int) -> Iterator[Tensor]:
 
 
 def reshard(saved: SavedPolicy, engine: Any, own: Sharding) -> None:
-    """Load each rank's part of ``saved`` into DeepSpeed's ``engine``, which shards as ``own`` says.
+    """Load each rank's part of ``saved`` into DeepSpeed's ``engine``, which shards by ``own``.
     Collective under ZeRO-3. Raises ValueError where a state is on disks that only its own rank can read.
     """
     if "nvme" in (own.optimizer, own.parameters, saved.sharding.optimizer, saved.sharding.parameters):

@@ -11,7 +11,7 @@ from grpo_dist.policy.deepspeed_engine import use_policy_files
 from grpo_dist.policy.offload import create_moments, optimizer_device, set_steps
 from grpo_dist.policy.resharding import SavedPolicy, Sharding, reshard
 
-_TAG = "state"  # of DeepSpeed's checkpoint: one per directory, the directory's name says which step
+_TAG = "state"  # of DeepSpeed's checkpoint: one per directory, whose name has the step
 
 
 class SavedState:
@@ -24,8 +24,8 @@ class SavedState:
     def save(self, directory: Path, counters: Mapping[str, Any], *, blocking: bool = True) -> None:
         """Write this rank's share, with ``counters``. Collective.
 
-        ``blocking`` False: return once the state is copied in host memory; `is_saved` says when the files are
-        written.
+        ``blocking`` False: return once the state is copied in host memory; `is_saved` returns whether the
+        files are written.
         """
         self.files.blocking = blocking
         frozen = self._policy.lora is not None  # all but the adapters, and that is in the model's directory

@@ -67,7 +67,7 @@ class PolicyFiles:
 
 
 def _deepspeed_classes() -> list[Any]:
-    """Return the classes in DeepSpeed's states besides tensors and plain values."""
+    """Return the classes in DeepSpeed's states that are neither tensors nor plain values."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address

@@ -1,7 +1,7 @@
 """One ZeRO rank of the policy: the model under DeepSpeed and its optimiser updates.
 
 No Ray here: `actors.workers.policy` puts one of these into each actor, and a script may use it on its own.
-All ranks call the same methods in the same order; each method that communicates says so.
+All ranks call the same methods in the same order; each method that communicates is marked "Collective".
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -132,7 +132,7 @@ class Trainer:
             later_epochs: updates of each epoch after the first; (): those of the first again.
 
         Returns:
-            Metrics of the whole step over all ranks: the mean over updates (maxima where the name says so).
+            Metrics of the whole step over all ranks: the mean over updates (maxima where it is in the name).
             ``mismatch/*`` compares rollout and trainer before anything moved; ``first_update/*`` is from
             before anything moved, too. `health/skipped_updates` counts skipped updates, and
             `health/refused_<key of the bound>` those that passed a bound. `health/bad_weights` is 1 when
@@ -142,23 +142,20 @@ class Trainer:
             for batch in batches:
                 check_routes(batch)
         prepare = Preparation(self.logprobs, self.device, self._reports)
-        prepared = [
+        first = [
             prepare.before_the_step(b, self._loss, moves=i > 0 or self._epochs > 1)
             for i, b in enumerate(batches)
         ]
-        plan = list(prepared)
-        for epoch in later_epochs:
-            dealt = [regrouped(prepared, own) for own in epoch]
-            plan += [prepare.over_the_update(own, self._loss) for own in dealt]
-        plan = plan if later_epochs else prepared * self._epochs
+        later = [regrouped(first, own) for epoch in later_epochs for own in epoch]
+        plan = [*first, *later] if later_epochs else first * self._epochs
         self.token_logprobs = {}
         known_old = self._loss.old_policy == "trainer"
-        if known_old:
-            plan[0] = replace(plan[0], old_logprobs=None)  # nothing has moved yet: the ratio is exactly 1
         most = min((b.value for b in bounds if b.metric == GRAD_NORM), default=math.inf)
         per_update, refused = [], Counter[str]()
-        for batch in plan:
-            batch = prepare.before_the_update(batch, self._loss, number=self._updates)
+        for index, known in enumerate(plan):
+            batch = prepare.before_the_update(
+                known, self._loss, number=self._updates, unmoved=known_old and index == 0
+            )
             own = self.accumulate(batch, kl_coef, keep_logprobs=keep_logprobs)
             own |= self._bonus.observe(own, tokens=batch.num_tokens)
             too_far = passed(bounds, own)

@@ -259,4 +259,4 @@ class EnvironmentSum(Builtin):
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         episodes = zip(group.turns or [()] * len(group.completions), group.finish_reasons, strict=True)
-        return [reward_of_environment(turns, end, group.rewarded_ends) for turns, end in episodes]
+        return [reward_of_environment(turns, end, verdicts.rewarded_ends) for turns, end in episodes]

@@ -28,11 +28,11 @@ _BEFORE = re.compile(  # of the same clause: it is not claimed, or not that it i
     re.IGNORECASE,
 )
 _ADVERB = r"(?:also|already|clearly|explicitly|now|once|only|further|just)"
-_NOBODY = (  # what says something is given, and is no claim of somebody else
+_NOBODY = (  # words for a given answer that is no claim of another person
     r"(?:problem|question|text|statement|exercise|task|condition|definition|theorem|passage|hint|it|which|we|as"
     rf"|{_ADVERB})"
 )
-_SUPPOSED = re.compile(  # of the same sentence: somebody else's claim, or one that is made to be tried
+_SUPPOSED = re.compile(  # of the same sentence: the claim of another person, or one that is made to be tried
     r"\b(?:suppos\w+|assum\w+|imagin\w+|doubt\w*|who|claim\w*|thinks?"
     r"|conclude\s+that\s+the|would\s+(?:have|mean|imply))\b"
     rf"|\b(?!{_NOBODY}\b)\w+\s+(?:{_ADVERB}\s+)?(?:says?|said|thought|believe[sd]?|argue[sd]?)\b"

@@ -33,7 +33,7 @@ _CLOSE_S = 10.0
 
 
 class NoReply(Exception):
-    """The server gave no usable reply after all retries; the message says why.
+    """The server gave no usable reply after all retries; the message has the reason.
 
     ``status`` is that of the last HTTP reply; None where there was none.
     """

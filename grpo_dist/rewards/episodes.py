@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float32
 
 from grpo_dist.runtime.records import fields_of
 from grpo_dist.types import Turn
@@ -54,8 +55,11 @@ def failure_of(finish_reason: str, turns: Turns) -> str | None:
 
 
 def with_outcome_rewards(
-    rewards: np.ndarray, finish_reasons: Sequence[str], turns: Sequence[Turns], added: Mapping[Any, float]
-) -> np.ndarray:
-    """Return float32 [G]: ``rewards`` with what `environments.outcome_rewards` adds to episodes."""
+    rewards: Float32[np.ndarray, " G"],
+    finish_reasons: Sequence[str],
+    turns: Sequence[Turns],
+    added: Mapping[Any, float],
+) -> Float32[np.ndarray, " G"]:
+    """Return ``rewards`` with what `environments.outcome_rewards` adds to episodes."""
     more = [added.get(why, 0.0) if own else 0.0 for why, own in zip(finish_reasons, turns, strict=True)]
     return (rewards + np.array(more)).astype(np.float32)

@@ -4,7 +4,7 @@ reward models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,7 +42,6 @@ class CompletionGroup:
     turns: tuple[Turns, ...] = ()  # [G], see `turns_for_rewards`; (): no environment
     given: tuple[int, ...] = ()  # [G] tokens that the environment put in; (): none
     source: str = ""  # name of the data set that the problem came from
-    rewarded_ends: frozenset[str] = frozenset()  # finish reasons in `environments.outcome_rewards`
 
     @classmethod
     def of(
@@ -84,10 +83,12 @@ class CompletionGroup:
 
 
 class Verdicts:
-    """Grades of one group by the math grader, computed on first use."""
+    """Grades of one group by the math grader, computed on first use. ``rewarded_ends``: the finish reasons in
+    `environments.outcome_rewards`.
+    """
 
-    def __init__(self, group: CompletionGroup, pool: GraderPool) -> None:
-        self._group, self._pool = group, pool
+    def __init__(self, group: CompletionGroup, pool: GraderPool, rewarded_ends: Collection[str] = ()) -> None:
+        self._group, self._pool, self.rewarded_ends = group, pool, rewarded_ends
 
     @cached_property
     def grades(self) -> list[Grade]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float32, Int32
 
 from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.config import RewardModelConfig
@@ -85,14 +85,18 @@ class Classifier:
         self._memory.reload()
 
     def score(
-        self, problem: str, completions: Sequence[str], token_ids: Sequence[np.ndarray], policy_tokenizer: Any
+        self,
+        problem: str,
+        completions: Sequence[str],
+        token_ids: Sequence[Int32[np.ndarray, " _C"]],
+        policy_tokenizer: Any,
     ) -> ModelScores:
         """Score the completions of one problem.
 
         Args:
             problem: text of the problem in the data set.
             completions: G texts.
-            token_ids: int32 [C] of each, by ``policy_tokenizer``; used by process models only.
+            token_ids: of each, by ``policy_tokenizer``; used by process models only.
         """
         if self._settings.kind == "outcome":
             scores = self.scores([conversation(self._tokenizer, problem, text) for text in completions])
@@ -112,8 +116,8 @@ class Classifier:
 
     def _step_scores(
         self, problem: str, completions: Sequence[str], steps: Sequence[Steps]
-    ) -> list[np.ndarray]:
-        """Return float32 [S] of each completion, whose steps may be spread over several rows."""
+    ) -> list[Float32[np.ndarray, " _S"]]:
+        """Return the scores of each completion, as many as it has steps, which may be spread over rows."""
         rows = [
             process_inputs(self._settings, self._tokenizer, problem, text, own)
             for text, own in zip(completions, steps, strict=True)
@@ -122,8 +126,8 @@ class Classifier:
         return [np.concatenate([next(scores) for _ in own]) for own in rows]
 
     @torch.no_grad()
-    def scores(self, rows: Sequence[ModelInput]) -> list[np.ndarray]:
-        """Score each row: float32 [S] for S step positions, else [1]. NaN for a row that is too long."""
+    def scores(self, rows: Sequence[ModelInput]) -> list[Float32[np.ndarray, " _S"]]:
+        """Score each row: S step positions, or one. NaN for a row that is too long."""
         out = [np.full(max(1, len(row.read_at)), np.nan, np.float32) for row in rows]
         fits = [i for i, row in enumerate(rows) if len(row.token_ids) <= self._longest]
         if len(fits) < len(rows):
@@ -135,8 +139,8 @@ class Classifier:
                 out[i] = own
         return out
 
-    def _forward(self, inputs: Sequence[ModelInput]) -> list[np.ndarray]:
-        """Run the model on right-padded rows. Returns float32 [S] of each: S = 1 without positions."""
+    def _forward(self, inputs: Sequence[ModelInput]) -> list[Float32[np.ndarray, " _S"]]:
+        """Run the model on right-padded rows. Returns the scores of each: S = 1 without positions."""
         rows = [own.token_ids for own in inputs]
         padding = _unused_id(rows, self._model.config.get_text_config().vocab_size)
         # A sequence classifier locates the end of a row by the padding id of its configuration. With EOS as

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float32
 from pydantic import ValidationError
 
 from grpo_dist.algorithms.estimators import estimator_of
@@ -78,14 +79,13 @@ class Scores:
     """Scores of G completions.
 
     Attributes:
-        rewards: float32 [G].
-        parts: float32 [G] of each reward by name, before weights and gates.
+        parts: of each reward by name, before weights and gates.
         outcomes: [G] of the math grader; "" if no reward used it.
         steps: of a function of kind process.
     """
 
-    rewards: np.ndarray
-    parts: dict[str, np.ndarray]
+    rewards: Float32[np.ndarray, " G"]
+    parts: dict[str, Float32[np.ndarray, " G"]]
     outcomes: list[str]
     steps: StepScores | None = None
 
@@ -237,18 +237,19 @@ class Scorer:
         for name, reward in self._builtin.items():
             reward.start(workers=workers, note=partial(self._note, name))
 
-    def score(self, group: CompletionGroup, modelled: Mapping[str, np.ndarray] | None = None) -> Scores:
+    def score(
+        self, group: CompletionGroup, modelled: Mapping[str, Float32[np.ndarray, " G"]] | None = None
+    ) -> Scores:
         """Compute every reward and their combination.
 
-        User functions are called as `functions` says, with the names they accept, for episodes with
+        User functions are called as in `functions`, with the names they accept, for episodes with
         ``turns``, see `turns_for_rewards`. An exception, a timeout, None, NaN and a value that is not finite
         as float32 all mean "could not be scored", and so does an environment that failed.
 
         Args:
-            modelled: float [G] of each reward model.
+            modelled: of each reward model.
         """
-        group = replace(group, rewarded_ends=frozenset(self._outcome_rewards))
-        verdicts = Verdicts(group, self._pool)
+        verdicts = Verdicts(group, self._pool, self._outcome_rewards)
         values: dict[str, Any] = dict(modelled or {})
         for name, reward in self._builtin.items():
             values[name] = reward.score(group, verdicts)
@@ -280,13 +281,14 @@ class Scorer:
             return scores
         reasons, outcomes = group.finish_reasons, list(scores.outcomes)
         rewards = with_outcome_rewards(scores.rewards, reasons, group.turns, self._outcome_rewards)
+        failed = np.zeros(len(rewards), bool)
         for i, (reason, turns) in enumerate(zip(reasons, group.turns, strict=True)):
             if (failure := failure_of(reason, turns)) is not None:
                 self._note("environment", failure)
-                for values in (rewards, *scores.parts.values()):
-                    values[i] = np.nan
-                outcomes[i] = outcomes[i] and "error"
-        return Scores(rewards, scores.parts, outcomes, scores.steps)
+                failed[i], outcomes[i] = True, outcomes[i] and "error"
+        unknown = np.float32(np.nan)
+        parts = {name: np.where(failed, unknown, part) for name, part in scores.parts.items()}
+        return Scores(np.where(failed, unknown, rewards), parts, outcomes, scores.steps)
 
     def _note_overflow(self, name: str, values: Any, part: np.ndarray) -> None:
         """Note scores dropped because they are infinite. NaN and None are intended, so they need no note."""

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int32
 
 # How the scores of steps, at least one, become that of the completion.
-REDUCE: dict[str, Callable[[np.ndarray], float]] = {
+REDUCE: dict[str, Callable[[Float[np.ndarray, " S"]], float]] = {
     "min": lambda scores: float(scores.min()),
     "mean": lambda scores: float(scores.mean()),
     "last": lambda scores: float(scores[-1]),
@@ -35,8 +36,10 @@ def split_steps(text: str, separator: str) -> list[tuple[str, int]]:
     return steps or [("", len(text))]
 
 
-def token_ends(char_ends: Sequence[int], num_tokens: int, decoded_length: Callable[[int], int]) -> np.ndarray:
-    """Return the index of the last token of each step: int32 [S], non-decreasing.
+def token_ends(
+    char_ends: Sequence[int], num_tokens: int, decoded_length: Callable[[int], int]
+) -> Int32[np.ndarray, " S"]:
+    """Return the index of the last token of each step, non-decreasing.
 
     A step ends with the token that holds its last character, even if that token continues into the next step.
     The last step ends with the last token of the completion, EOS included. Bisection needs about log2(C)
@@ -57,7 +60,7 @@ def token_ends(char_ends: Sequence[int], num_tokens: int, decoded_length: Callab
     return np.array([*ends, num_tokens - 1], dtype=np.int32)
 
 
-def decoded_length(tokenizer: Any, token_ids: np.ndarray) -> Callable[[int], int]:
+def decoded_length(tokenizer: Any, token_ids: Int32[np.ndarray, " C"]) -> Callable[[int], int]:
     """Return a function: number of characters in the first n of ``token_ids``, decoded like `Rollout.text`.
 
     A multi-byte character may span tokens. While incomplete it decodes to replacement characters, which are

@@ -90,7 +90,7 @@ class Checkpoints:
         self._directory, self._config, self._wandb_id = directory, config, wandb_id
         self._fingerprint, self._data = fingerprint(identity or config), data_digest(prompts)
         # Now: files that change later are not what was imported.
-        self._code = digest_of_run(config)
+        self._code = digest_of_run(config.own_pieces, config.rewards, config.data)
         self._writing: asyncio.Task[None] | None = None
         self._saves = count()
 

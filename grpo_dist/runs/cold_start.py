@@ -48,7 +48,7 @@ def run_sft(settings: SFTConfig, say: Callable[[str], None]) -> Path:
         "settings": settings.model_dump(
             mode="json", exclude={"threads", "data", "validation_share", "validate_every"}
         ),
-        # The name of a directory in the cache says what is in it.
+        # The name of a directory in the cache identifies its content.
         "model": model_dir.name if is_made(settings.model) else fingerprint(model_dir),
         "data": contents(settings),
     }

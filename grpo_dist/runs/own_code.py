@@ -8,7 +8,6 @@ from pathlib import Path
 from grpo_dist.config import (
     AlgorithmConfig,
     CheckpointConfig,
-    Config,
     DataConfig,
     KLConfig,
     RewardsConfig,
@@ -28,15 +27,17 @@ from grpo_dist.plugins.kinds import (
     REWARD,
     SINK,
 )  # fmt: skip
-from grpo_dist.plugins.names import shadowing
+from grpo_dist.plugins.names import OwnPiece, shadowing
 from grpo_dist.plugins.sources import code_digest
 from grpo_dist.rewards.registry import REWARDS, own_rewards
 
 
-def digest_of_run(config: Config) -> dict[str, str]:
-    """Return `code_digest` of all pieces that determine the numbers of a run: not of metrics and sinks."""
-    own = [*config.own_pieces, *own_rewards(config.rewards), *own_environments(config.data)]
-    return code_digest([piece for piece in own if piece.kind not in (METRIC, SINK)], config.code_paths)
+def digest_of_run(pieces: Sequence[OwnPiece], rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:
+    """Return `code_digest` of all pieces that determine the numbers of a run: not of metrics and sinks.
+    ``pieces``: `Config.own_pieces`.
+    """
+    own = [*pieces, *own_rewards(rewards), *own_environments(data)]
+    return code_digest([piece for piece in own if piece.kind not in (METRIC, SINK)], rewards.code_paths)
 
 
 def digest_of_samples(rollout: RolloutConfig, rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:

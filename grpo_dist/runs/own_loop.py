@@ -140,7 +140,7 @@ class TrainingCluster:
     ) -> dict[str, float]:
         """Train on ``groups``, with the loss of `algorithm`, and return the metrics of the step.
 
-        As in `train`, a step is not trained on where `health` says so: see `health/low_signal`.
+        As in `train`, a step that fails the checks of `health` is not trained on: see `health/low_signal`.
 
         Args:
             advantages: [G] of each group, used as they are; None: those of `algorithm.advantage`.

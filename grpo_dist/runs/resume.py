@@ -62,8 +62,12 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
             f"{checkpoint}: state.json cannot be read ({error}); delete this directory to resume from the "
             "checkpoint before it"
         ) from error
-    changed = _changes(checkpoint, config)
-    if state.fingerprint != fingerprint(config) and (decisive := _decisive(changed, config)) != []:
+    changed = changes_since(checkpoint, config)
+    # None: unknown, a value is masked or config.yaml is unreadable. Empty: the fingerprint differs only
+    # because another version of grpo-dist computed it.
+    known = changed is not None and HIDDEN not in dump_config(config)
+    decisive = [change for change in changed or () if change.decides(config)] if known else None
+    if state.fingerprint != fingerprint(config) and decisive != []:
         # The identity of a pipeline stage names other stages where its run had directories: no difference.
         named = [change for change in decisive or () if "stage:" not in str(change.now)]
         raise ValueError(
@@ -73,14 +77,14 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
             "values, choose another `name`, or set `checkpoint.resume=never`"
         )
     _check_nvme_sharding(checkpoint, changed or [], config.policy)
-    own = digest_of_run(config)
+    own = digest_of_run(config.own_pieces, config.rewards, config.data)
     check_code(checkpoint, state.changed_code(own), config.checkpoint)
     return state
 
 
-def other_layout(checkpoint: Path, config: Config) -> str:
-    """Describe the changes of layout since ``checkpoint`` was written, for a message; "" without any."""
-    changed = [change for change in _changes(checkpoint, config) or () if change.is_layout]
+def other_layout(since: Sequence[Change] | None) -> str:
+    """Describe the changes of layout, of `changes_since`, for a message; "" without any."""
+    changed = [change for change in since or () if change.is_layout]
     return f", with another layout ({describe(changed)}): results differ by rounding only" if changed else ""
 
 
@@ -93,16 +97,6 @@ def other_code(checkpoint: Path, own: Mapping[str, str]) -> str:
     return f"warning: your own code has changed since: {', '.join(changed)}" if changed else ""
 
 
-def _decisive(changed: list[Change] | None, config: Config) -> list[Change] | None:
-    """Return the changes that make ``config`` another run; empty where the fingerprint differs only because
-    another version of grpo-dist computed it. None: unknown, because a value is masked or config.yaml is
-    unreadable.
-    """
-    if changed is None or HIDDEN in dump_config(config):
-        return None
-    return [change for change in changed if change.decides(config)]
-
-
 def _check_nvme_sharding(checkpoint: Path, changed: list[Change], policy: PolicyConfig) -> None:
     """Raise ValueError where the policy's sharding has changed and its state is or was on NVMe disks."""
     other = [change for change in changed if change.is_sharding]
@@ -113,7 +107,7 @@ def _check_nvme_sharding(checkpoint: Path, changed: list[Change], policy: Policy
         )
 
 
-def _changes(checkpoint: Path, config: Config) -> list[Change] | None:
+def changes_since(checkpoint: Path, config: Config) -> list[Change] | None:
     """Return the changes from the configuration in ``checkpoint``; None where that is unreadable."""
     try:
         return changes((checkpoint / "config.yaml").read_text(), config)

@@ -30,7 +30,14 @@ from grpo_dist.runs.preemption import Interruption, ended_by_sigterm
 from grpo_dist.runs.prepare import Prepared, check_writable, choose_run_dir, prepare
 from grpo_dist.runs.prepare_supervised import PreparedDemonstrations, prepare_supervised
 from grpo_dist.runs.recovery import Recovery
-from grpo_dist.runs.resume import ResumePoint, load_resume_point, load_state, other_code, other_layout
+from grpo_dist.runs.resume import (
+    ResumePoint,
+    changes_since,
+    load_resume_point,
+    load_state,
+    other_code,
+    other_layout,
+)
 from grpo_dist.runs.run import Run, check_unfinished, exclusive_directory, mark_finished
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.files import check_room, write_text
@@ -149,8 +156,9 @@ async def _start(run: Run, cluster: Cluster, first: ResumePoint) -> Workers:
     async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded", explain=explain):
         workers = await cluster.start_training(run.prepared.model_dir)
     if first.checkpoint is not None:
-        print_line(f"resuming from {first}{other_layout(first.checkpoint, config)}")
-        if changed := other_code(first.checkpoint, digest_of_run(config)):
+        print_line(f"resuming from {first}{other_layout(changes_since(first.checkpoint, config))}")
+        own = digest_of_run(config.own_pieces, config.rewards, config.data)
+        if changed := other_code(first.checkpoint, own):
             run.tracker.warn(changed)
     return workers
 

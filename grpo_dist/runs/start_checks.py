@@ -45,7 +45,7 @@ def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
         yield from _refusal(check)
     if not config.is_supervised:
         yield from plugin_problems()
-    yield from engine_problems(config, device)
+    yield from engine_problems(config.rollout, config.algorithm, device)
     if config.has_environments:
         yield from call_format_problems(config.environments)
     if config.rollout.quantization != "none" and device == "cpu":
@@ -80,7 +80,11 @@ def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Itera
     if unreadable := list(_refusal(lambda: position_limit(config.model, model_dir))):
         yield from unreadable
         return
-    yield from _refusal(lambda: check_length(config, model_dir))
+    if config.is_supervised and config.sft is not None:
+        rows = config.sft.max_length
+        yield from _refusal(lambda: check_length(config.model, model_dir, rows, supervised=True))
+    else:
+        yield from _refusal(lambda: check_length(config.model, model_dir, config.max_length))
     if config.policy.lora is not None:
         lora = config.policy.lora
         yield from _refusal(lambda: check_targets(model_dir, lora, trust_remote_code=trusted))
@@ -130,22 +134,23 @@ def position_limit(settings: ModelConfig, model_dir: Path) -> int | None:
     return getattr(model.get_text_config(), "max_position_embeddings", None)
 
 
-def check_length(config: Config, model_dir: Path) -> None:
-    """Raise ValueError where the run may make longer sequences than the model takes."""
-    limit = position_limit(config.model, model_dir)
-    if config.is_supervised and config.sft is not None:
-        if limit is not None and config.sft.max_length > limit:
-            raise ValueError(
-                f"sft.max_length = {config.sft.max_length}, but the model in {model_dir} has "
-                f"max_position_embeddings = {limit}; lower it"
-            )
+def check_length(model: ModelConfig, model_dir: Path, longest: int, *, supervised: bool = False) -> None:
+    """Raise ValueError where a row of ``longest`` tokens is longer than the model takes. ``supervised``: rows
+    are demonstrations, not prompts with their completions.
+    """
+    limit = position_limit(model, model_dir)
+    if limit is None or longest <= limit:
         return
-    if limit is not None and config.max_length > limit:
+    if not supervised:
         raise ValueError(
-            f"prompt + completion may be {config.max_length} tokens (data.max_prompt_tokens + "
-            f"sampling.max_new_tokens), "
-            f"but {model_dir.name} has max_position_embeddings = {limit}; lower one of the two"
+            f"prompt + completion may be {longest} tokens (data.max_prompt_tokens + "
+            f"sampling.max_new_tokens), but {model_dir.name} has max_position_embeddings = {limit}; "
+            "lower one of the two"
         )
+    raise ValueError(
+        f"sft.max_length = {longest}, but the model in {model_dir} has max_position_embeddings = {limit}; "
+        "lower it"
+    )
 
 
 def _tensor_parallel(rollout: RolloutConfig, model: Any) -> Iterator[str]:

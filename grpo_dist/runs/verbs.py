@@ -65,7 +65,7 @@ class Verbs:
         self._indices: list[int] = []
         self._drawn = Counter[str]()  # samples of each prompt since the last update
         self._synced = 0  # version that the engines hold
-        self._probed = -1  # version whose probe has begun
+        self._probed = -1  # version whose probe was started
 
     async def start(self) -> None:
         config, explain = self._config, self._actors.where_stuck

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from actors.workers.engine_settings import EngineSpec, fitting_arguments
 from grpo_dist.config import Config, EnvironmentsConfig
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.environments.calls import is_known
@@ -26,14 +27,11 @@ def vllm_problems(config: Config, device: DeviceType, model_dir: Path | None) ->
     this machine has, it checks the whole configuration of the engine. With an empty `rollout.engine` there is
     nothing to check: all arguments are this project's.
     """
-    own = config.rollout.engine
-    if not own or any(engine_problems(config, device)):  # the run is refused before an engine gets them
+    own, refused = config.rollout.engine, engine_problems(config.rollout, config.algorithm, device)
+    if not own or any(refused):  # the run is refused before an engine gets them
         return
     whole: Mapping[str, Any] | None = None
     if model_dir is not None and device == device_type():
-        # Only where an engine would be here.
-        from actors.workers.engine_settings import EngineSpec, fitting_arguments
-
         whole = fitting_arguments(EngineSpec.of(config, model_dir))
     try:
         yield from _answer("actors.workers.engine_check", "rollout.engine", {"own": own, "whole": whole})

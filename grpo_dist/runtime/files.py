@@ -105,11 +105,11 @@ def keep_backup(path: Path) -> Path:
 def alone(directory: Path, what: str, *, patience_s: float = 0.0) -> Iterator[None]:
     """Hold the lock of ``directory`` for the length of the block.
 
-    Raises UserError where another process still holds it after ``patience_s``; ``what`` says what that
+    Raises UserError where another process still holds it after ``patience_s``; ``what`` names what that
     process does. The kernel releases the locks when the process ends, however it ends.
 
     Both the directory and the file `.lock` in it are locked. The file can be deleted, and then a lock on it
-    excludes nobody; the directory cannot be locked on some network file systems.
+    excludes no other process; the directory cannot be locked on some network file systems.
     """
     end = time.monotonic() + patience_s
     while not (descriptors := _locks(directory)):

@@ -71,8 +71,8 @@ def check_members(
     """Raise NotAMember unless every process of a group knows ``secret``.
 
     A collective: all ranks call it with the same new ``challenge``. ``gather`` takes this rank's uint8 [32]
-    and returns those of all ranks. The store, gloo and NCCL authenticate nobody, so this check runs over them
-    before anything else is sent.
+    and returns those of all ranks. The store, gloo and NCCL authenticate no peer, so this check runs over
+    them before anything else is sent.
     """
     own = torch.frombuffer(bytearray(_proof(secret, challenge, rank)), dtype=torch.uint8)
     for other, proof in enumerate(gather(own)):

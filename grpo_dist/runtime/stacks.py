@@ -67,7 +67,7 @@ async def look(processes: Sequence[int]) -> dict[int, str]:
 
 
 def pending_calls() -> str:
-    """In what the other tasks of the running event loop wait: the stack of its thread says only that it
+    """Where the other tasks of the running event loop wait: the stack of its thread shows only that it
     does.
     """
     own = asyncio.current_task()

@@ -1,1 +1,1 @@
-"""Commands besides training: check, plan, bench, evaluate, report, recipe, scoring, submit."""
+"""Commands other than training: check, plan, bench, evaluate, report, recipe, scoring, submit."""

@@ -13,6 +13,21 @@ def add_command(commands: Any, name: str, text: str, run: Callable[..., None], *
     return parser
 
 
+def add_inputs(
+    parser: Any,
+    config: str,
+    overrides: str,
+    *,
+    nargs: str | None = None,
+    metavars: tuple[str | None, str] = (None, "key=value"),
+) -> None:
+    """Add the positional arguments of a command, with their help: ``config``, and the ``overrides`` of its
+    keys. ``nargs``: "?" for a ``config`` that may be missing. ``metavars``: of both.
+    """
+    parser.add_argument("config", nargs=nargs, metavar=metavars[0], help=config)
+    parser.add_argument("overrides", nargs="*", metavar=metavars[1], help=overrides)
+
+
 def split_overrides(texts: list[str]) -> tuple[list[str], list[str]]:
     """Split positional arguments into the others and the overrides (key=value)."""
     from grpo_dist.config.files import is_override  # loads OmegaConf, which --help does not need

@@ -1,7 +1,7 @@
 """Generate ``configs/README.md``, the page of all configuration keys, from the configuration classes.
 
 ``python -m grpo_dist.tools.config_reference`` rewrites its generated parts. With ``--check`` its exit code
-says whether they are out of date.
+shows whether they are out of date.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Each is frozen and complete when made; no field is filled in later. They hold nu
 """
 
 from grpo_dist.types.routes import HeldRoutes, Routes
-from grpo_dist.types.rows import EpochUpdate, PreparedBatch, Rows, TrainBatch
+from grpo_dist.types.rows import EpochUpdate, PreparedBatch, Rows, StepBatch, TrainBatch
 from grpo_dist.types.samples import (
     NO_THOUGHT,
     FurtherRow,
@@ -37,6 +37,7 @@ __all__ = [
     "Routes",
     "Rows",
     "Sampling",
+    "StepBatch",
     "Task",
     "Thought",
     "ToolCall",

@@ -39,8 +39,8 @@ class TrainBatch:
     A token may belong to the policy loss (``loss_mask``), to the KL with a teacher (``taught``), and to the
     cross-entropy of demonstrations (``demonstrated``). Each of these streams has denominators of its own,
     those of the whole update (all ranks, all micro-batches), fixed before any split, so that a selection of
-    rows still carries them. ``None`` in an optional field says "not needed". A rank makes a `PreparedBatch`
-    of it.
+    rows still carries them. ``None`` in an optional field means "not needed". A rank makes a `StepBatch` of
+    it before the step, and of that a `PreparedBatch` before the update.
     """
 
     tokens: Int[Tensor, "B T"]  # int64
@@ -121,20 +121,41 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class StepBatch(TrainBatch):
+    """A batch on its rank, with what the weights before the step give for it.
+
+    Attributes:
+        old_logprobs: nats, of the weights that ratios are taken to; None: of those that are being trained.
+        old_entropies: nats, with `algorithm.top_entropy_share`; else None.
+    """
+
+    old_logprobs: Float[Tensor, "B T"] | None = None
+    old_entropies: Float[Tensor, "B T"] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        batch: TrainBatch,
+        *,
+        old_logprobs: Float[Tensor, "B T"] | None,
+        old_entropies: Float[Tensor, "B T"] | None,
+    ) -> StepBatch:
+        return cls(**_of_train_batch(batch), old_logprobs=old_logprobs, old_entropies=old_entropies)
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedBatch(TrainBatch):
-    """A batch on its rank, with what the rank computes before its weights move.
+    """A batch on its rank, ready for its loss.
 
     Attributes:
         old_logprobs: nats, of the weights that ratios are taken to; None: of those that are being trained,
             because the update is the first on these samples.
-        old_entropies: nats, of the weights before the step, with `algorithm.top_entropy_share`; else None.
         policy_mask: tokens of the policy loss, with `algorithm.top_entropy_share`; None: all of loss_mask.
         selected: tokens that policy losses clip_cov and kl_cov treat differently; None: no token.
         mean_weight: of the correction over the whole update, by which each weight is divided; 1: it is not.
     """
 
     old_logprobs: Float[Tensor, "B T"] | None = None
-    old_entropies: Float[Tensor, "B T"] | None = None
     policy_mask: Bool[Tensor, "B T"] | None = None
     selected: Bool[Tensor, "B T"] | None = None
     mean_weight: float = 1.0
@@ -145,18 +166,21 @@ class PreparedBatch(TrainBatch):
         batch: TrainBatch,
         *,
         old_logprobs: Float[Tensor, "B T"] | None = None,
-        old_entropies: Float[Tensor, "B T"] | None = None,
         policy_mask: Bool[Tensor, "B T"] | None = None,
+        selected: Bool[Tensor, "B T"] | None = None,
         mean_weight: float = 1.0,
     ) -> PreparedBatch:
-        values = {f.name: getattr(batch, f.name) for f in fields(TrainBatch)}
         return cls(
-            **values,
+            **_of_train_batch(batch),
             old_logprobs=old_logprobs,
-            old_entropies=old_entropies,
             policy_mask=policy_mask,
+            selected=selected,
             mean_weight=mean_weight,
         )
+
+
+def _of_train_batch(batch: TrainBatch) -> dict[str, Any]:
+    return {f.name: getattr(batch, f.name) for f in fields(TrainBatch)}
 
 
 @dataclass(frozen=True, slots=True)

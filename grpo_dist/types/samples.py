@@ -31,7 +31,7 @@ NO_THOUGHT = Thought()  # the usual tags, none of them in the prompt
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What an episode needs besides the tokens of its prompt.
+    """What an episode needs in addition to the tokens of its prompt.
 
     Attributes:
         environment: as in `data.environment`, e.g. "python" or "my_module:Guess".
@@ -131,7 +131,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class FurtherRow:
-    """A further training row of an episode, begun where the chat template rewrote what came before.
+    """A further training row of an episode. It begins where the chat template rewrote what came before.
 
     No token of ``context_ids`` is trained; the actions in it are trained in earlier rows.
     """
@@ -209,7 +209,7 @@ def of_sampled(row: Rollout | FurtherRow, values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One prompt with its G scored samples. A NaN reward says "could not be scored", which is not 0."""
+    """One prompt with its G scored samples. A NaN reward means "could not be scored", which is not 0."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -233,7 +233,7 @@ class Group:
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[Any, ...]:
     """Pack ``rollouts`` for `unpack_rollouts`: the numbers of all samples in one int32 array, for each sample
-    its token ids, its versions and the bits of its log-probs; beside it what only an episode has.
+    its token ids, its versions and the bits of its log-probs; then what only an episode has.
     """
     lengths = [len(r.completion_ids) for r in rollouts]
     parts = [(r.completion_ids, r.policy_versions, r.logprobs.view(np.int32)) for r in rollouts]

@@ -168,7 +168,7 @@ class ForcedLengths:
 
 class Clock(TrainerCallback):
     """Seconds of each step from the end of the one before, and of the watched methods in it; and how many
-    cores other processes used meanwhile, since a time taken beside them says little.
+    cores other processes used meanwhile, since a time taken during their work means little.
     """
 
     def __init__(self) -> None:

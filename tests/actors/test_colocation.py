@@ -239,7 +239,7 @@ def test_a_cancelled_caller_does_not_leave_the_gpus_half_moved():
     assert events == [*TO_POLICY, "policy.update([], kl_coef=None, bounds=())"]
 
 
-def test_engines_do_not_go_on_with_what_a_cancelled_caller_asked_for():
+def test_engines_drop_what_a_cancelled_caller_asked_for():
     """A preempted evaluation: its samples may take longer than the grace."""
 
     async def step(world):

@@ -1,22 +1,15 @@
 """Weight deltas to an engine over two processes: each keeps a copy of all weights, and loads its own part."""
 
-import asyncio
-from dataclasses import replace
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from actors.weight_sync import WeightSync
-from actors.workers.engine_settings import EngineSpec
 from actors.workers.rollout import RolloutWorker
-from actors.workers.rollout_pool import RolloutPool
-from grpo_dist.config import ModelConfig, RestartsConfig, RolloutConfig, WeightSyncConfig
+from grpo_dist.config import WeightSyncConfig
 from grpo_dist.types import Sampling
 from tests.actors.test_delta_sync import NudgedWorker
 from tests.support.drawn import FILE
-from tests.support.patience import HANG_S
-from tests.support.real_engine import ACTORS, PROMPTS, OnALoop, difference, one_rank, same
+from tests.support.real_engine import PROMPTS, difference, same
+from tests.support.two_engines import TwoEngines, world_of
 
 pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE), pytest.mark.long]
 
@@ -55,30 +48,21 @@ def spoil(worker, rank):
         worker.weight_transfer_engine.held.slots[0][5] ^= 1
 
 
-class World(OnALoop):
+class World(TwoEngines):
     def __init__(self, model_dir):
-        super().__init__()
-        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-        self.version = 0
-        self.run(self._start(model_dir))
-
-    async def _start(self, model_dir):
-        model = ModelConfig(path="tiny")
-        settings = RolloutConfig(
-            num_workers=1, tensor_parallel_size=2, max_num_seqs=16, enforce_eager=True, kv_cache_gib=0.25
+        super().__init__(
+            model_dir,
+            SETTINGS,
+            [1, 2, 3],
+            Sampling(max_new_tokens=24),
+            engine=SplitEngine,
+            rank=NudgedWorker,
+            tensor_parallel=2,
         )
-        spec = EngineSpec(settings, SETTINGS, model, str(model_dir), max_length=256, seed=0)
-        actors = replace(ACTORS, restarts=RestartsConfig(backoff_s=0.1), start_s=HANG_S)
-        self.rollouts = RolloutPool(spec, actors, worker=SplitEngine)
-        self.policy = one_rank(model, model_dir, worker=NudgedWorker)
-        await asyncio.gather(self.rollouts.ready(), self.policy.ready())
-        self.sync = await WeightSync.connect(self.policy, self.rollouts, SETTINGS, timeout_s=HANG_S)
-        self.engine = self.rollouts.workers[0]
+        self.version, self.engine = 0, self.rollouts.workers[0]
 
     async def nudge(self, seed, share=0.01, only=""):
-        weights = await self.policy.ranks[0].nudge.remote(seed, share, only)
-        self.model.load_state_dict(weights, strict=False)
-        self.model.tie_weights()
+        self.follow(await self.policy.ranks[0].nudge.remote(seed, share, only))
 
     async def push(self):
         self.version += 1
@@ -95,17 +79,13 @@ class World(OnALoop):
         """Assert that the engine computes what the policy's weights compute; return what it samples and the
         weights of its processes.
         """
-        (group,) = await self.groups_of(PROMPTS[:1], [1, 2, 3], Sampling(max_new_tokens=24))
+        (group,) = await self.groups_of(PROMPTS[:1], self.seeds, self.sampling)
         assert all((r.policy_versions == self.version).all() for r in group)
         assert difference(self.model, PROMPTS[0], group) < 1e-5
         return group, await self.engine.weights.remote()
 
 
-@pytest.fixture(scope="module")
-def world(ray_cluster, tiny_model):
-    world = World(tiny_model)
-    yield world
-    world.close()
+world = world_of(World)
 
 
 def equal(a, b):

@@ -21,6 +21,7 @@ from grpo_dist.types import Sampling
 from tests.support.drawn import FILE
 from tests.support.patience import HANG_S
 from tests.support.real_engine import ACTORS, PROMPTS, OnALoop, difference, one_rank, same
+from tests.support.two_engines import world_of
 
 pytestmark = [pytest.mark.machine, pytest.mark.family("lost engines", FILE), pytest.mark.long]
 
@@ -66,11 +67,7 @@ class World(OnALoop):
         assert await self.engines.load(directory)
 
 
-@pytest.fixture(scope="module")
-def world(ray_cluster, tiny_model):
-    made = World(tiny_model)
-    yield made
-    made.close()
+world = world_of(World)
 
 
 def test_an_engine_samples_the_weights_of_its_snapshot_whatever_the_policy_does(world, tmp_path):

@@ -11,7 +11,7 @@ from actors.startup import StartProgress, wait_until_ready
 from grpo_dist.runtime import stage_log
 from grpo_dist.runtime.stage_log import StageLog
 
-A_MOMENT_S = 0.05  # of following actors, which goes on until they are up
+A_MOMENT_S = 0.05  # of following actors, which continues until they are up
 
 
 class FakeTeam:

@@ -102,7 +102,7 @@ def test_advantages_of_outcomes_and_steps_add_up_with_their_weights():
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "dr_grpo", "reinforce_pp_baseline", "opo"])
-def test_steps_beside_an_estimator_are_the_sum_of_both_alone(estimator):
+def test_steps_next_to_an_estimator_are_the_sum_of_both_alone(estimator):
     groups = [with_steps(), with_steps((0, 3))]
     outcome = credited(groups, AdvantageSettings(estimator=estimator))
     steps = credited(groups, AdvantageSettings(estimator="process"))
@@ -118,7 +118,7 @@ def test_equal_outcomes_leave_the_signal_of_steps():
 
 
 def test_a_group_that_was_not_scored_at_all_needs_no_steps():
-    """As after the loss of the workers that score steps: it trains nothing, and the others go on."""
+    """As after the loss of the workers that score steps: it trains nothing, and the others are trained."""
     lost = group_of([np.nan, np.nan], [2, 2])
     how = AdvantageSettings(estimator="process")
     got = credited([with_steps(), lost], how)
@@ -235,7 +235,7 @@ def settings_of(**algorithm):
     return advantage_settings(config.algorithm, config.rewards, 0.0)
 
 
-def test_reinforce_pp_is_whitened_unless_the_configuration_says_otherwise():
+def test_reinforce_pp_is_whitened_unless_the_configuration_sets_otherwise():
     def whitened(**algorithm):
         return settings_of(**algorithm).whiten
 
@@ -404,7 +404,7 @@ def test_gamma_discounts_the_reward_and_the_kl_for_each_later_token():
     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def test_given_tokens_take_no_time_in_discounted_returns_and_rows_of_a_sample_go_on():
+def test_given_tokens_take_no_time_in_discounted_returns_and_rows_of_a_sample_continue():
     values = torch.tensor([[1.0, 9.0, 2.0], [4.0, 9.0, 9.0], [3.0, 5.0, 9.0]])
     mask = torch.tensor([[True, False, True], [True, False, False], [True, True, False]])
     got = discounted_to_go(values, mask, 0.5, torch.tensor([0, 0, 1]))

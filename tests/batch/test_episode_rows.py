@@ -80,7 +80,7 @@ def test_a_batch_of_episodes_equals_one_built_token_by_token(seed, data):
 
 
 def test_a_sample_without_an_environment_makes_the_batch_it_always_made():
-    """Also where it stands beside episodes; an all-true mask changes nothing but a step's fast path."""
+    """Also next to episodes; an all-true mask changes nothing but a step's fast path."""
     plain = made_groups.group(0, np.random.default_rng(0))
     marked = replace(
         plain,

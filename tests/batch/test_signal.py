@@ -40,7 +40,7 @@ def test_a_metric_decides_in_place_of_the_total_reward():
     assert SignalRule(metric="brevity")(both_right)
 
 
-def test_accuracy_is_what_the_grader_says_and_else_whether_the_reward_is_above_a_half():
+def test_accuracy_is_by_the_grader_and_else_whether_the_reward_is_above_a_half():
     graded = replace(group_of([0.9, 0.6], [3, 3]), outcomes=("correct", "no_answer"))
     assert SignalRule(metric="accuracy")(graded)
     assert not SignalRule(metric="accuracy")(replace(graded, outcomes=("correct", "correct")))

@@ -26,7 +26,7 @@ _TITLES = {
     "grader": "grpo_dist.rewards.child",
     "tool": "grpo_dist.environments.sandbox.zygote",
 }
-_DASHBOARD = "/ray/dashboard/dashboard.py"  # a raylet names the agent beside it in its arguments
+_DASHBOARD = "/ray/dashboard/dashboard.py"  # a raylet names its agent in its arguments
 _OF_RAY = (
     "/ray/core/",
     "/ray/_private/",

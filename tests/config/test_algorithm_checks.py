@@ -42,7 +42,7 @@ def test_maxrl_refuses_rewards_other_than_right_and_wrong(base, overrides, words
     assert words in refusal(base, "algorithm.advantage=maxrl", *overrides)
 
 
-def test_maxrl_takes_a_binary_reward_beside_others_that_are_only_reported(base):
+def test_maxrl_takes_a_binary_reward_next_to_others_that_are_only_reported(base):
     functions = (
         "rewards.functions=[{function: math}, {function: overlong, kwargs: {buffer_tokens: 2}, weight: 0}]"
     )

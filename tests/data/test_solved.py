@@ -82,14 +82,14 @@ def test_without_a_share_nothing_is_left_out_but_what_a_checkpoint_has():
     assert own.is_out.tolist() == [False, False, True] and own.passed == {"p2": 4}
 
 
-def test_as_many_stay_as_the_steps_on_their_way_hold_and_one_warning_says_so(caplog):
+def test_as_many_stay_as_the_steps_on_their_way_hold_and_one_warning_names_them(caplog):
     own = solved(5, keep=3)
     own.observe([of(i, 4) for i in range(5)])
     own.observe([of(i, 4) for i in range(2, 5)])
     assert own.passed == {"p0": 0, "p1": 0}
     assert [record.getMessage() for record in caplog.records] == [
         "data.drop_solved = 0.9: 2 of 5 prompts are solved and left out; the other 3 stay, solved or not, "
-        "since the steps on their way hold 3. The run goes on with them; end it, or begin one with further "
+        "since the steps on their way hold 3. The run continues with them; end it, or start one with further "
         "prompts"
     ]  # fmt: skip
 
@@ -192,7 +192,7 @@ def train(world, config, progress=None, count=16):
 @pytest.mark.parametrize("order", ["epochs", "length"])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_draws_what_is_solved_no_more_counts_it_and_resumes_the_same(order, staleness):
-    """16 prompts, 4 a step: after two epochs, 8 steps, the 8 even ones are solved; the others go on."""
+    """16 prompts, 4 a step: after two epochs, 8 steps, the 8 even ones are solved; the others stay."""
     config = fakes.config(
         steps=16, max_staleness=staleness, checkpoint={"every": 4},
         data={"train": DEMO, "order": order, "drop_solved": 0.9},
@@ -239,7 +239,7 @@ def test_groups_done_first_and_replaced_ones_leave_their_prompts_out_too(setting
     assert found == order.sampled(i for own in pipeline.order_indices.values() for i in own)
 
 
-def test_a_run_whose_prompts_are_all_solved_goes_on_with_as_many_as_its_steps_need(caplog):
+def test_a_run_whose_prompts_are_all_solved_continues_with_as_many_as_its_steps_need(caplog):
     config = fakes.config(steps=12, max_staleness=1, data={"train": DEMO, "drop_solved": 0.1})
     train(fakes_all_right := fakes.World(), config, count=20)
     assert len(fakes_all_right.updates) == 12

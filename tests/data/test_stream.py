@@ -83,7 +83,7 @@ def test_every_prompt_of_an_epoch_is_sampled_once(n, own, further, ahead):
         order.trained(launched.popleft(), [])
     assert order.sampled() == counted
     least, most = min(counted.values()), max(counted.values())
-    together = (own + further) * (ahead + 1)  # if that is more than an epoch, epochs are begun side by side
+    together = (own + further) * (ahead + 1)  # if that is more than an epoch, epochs run side by side
     assert len(counted) == n and most - least <= (2 if together <= n else ahead + 2)
 
 

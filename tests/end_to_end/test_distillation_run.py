@@ -63,7 +63,7 @@ def test_teachers_and_demonstrations_give_the_same_digits_in_turns_and_after_a_k
 
 
 @pytest.mark.family("whole runs")
-def test_teachers_say_of_samples_what_transformers_says_of_the_same_tokens(apart):
+def test_teachers_compute_for_samples_what_transformers_computes_for_the_same_tokens(apart):
     """A model of its own for one source, and the policy's initial weights that read the answer."""
     found = [line for line in numbers(apart) if "loss/total" in line]  # the others are of evaluations
     assert [line["step"] for line in found] == [1, 2, 3]

@@ -158,7 +158,7 @@ def test_actions_that_come_during_a_call_share_the_next_one(
     play(settings, script)
 
 
-def test_what_one_episode_raises_is_told_to_it_alone(tmp_path: Path, settings: EnvironmentsConfig) -> None:
+def test_what_one_episode_raises_only_it_gets(tmp_path: Path, settings: EnvironmentsConfig) -> None:
     (tmp_path / "gate").touch()
 
     async def script(runner: EpisodeRunner) -> None:
@@ -237,7 +237,7 @@ def test_an_abandoned_episode_is_closed_and_disturbs_no_other(
     play(settings, script)
 
 
-def test_a_source_says_of_its_prompts_that_they_are_answered_in_batches(
+def test_a_source_marks_prompts_that_are_answered_in_batches(
     tmp_path: Path, settings: EnvironmentsConfig
 ) -> None:
     source = DataSourceConfig(

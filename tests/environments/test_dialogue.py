@@ -212,7 +212,7 @@ def test_a_row_that_nothing_was_sampled_in_is_dropped() -> None:
     assert dialogue.rollout(0, "length").further_rows == ()
 
 
-def test_a_failure_is_told_to_the_reader_and_not_to_the_policy() -> None:
+def test_a_failure_is_reported_to_the_reader_and_not_to_the_policy() -> None:
     tokenizer = character_tokenizer()
     renderer = _renderer(tokenizer)
     dialogue = Dialogue(renderer, _prompt(renderer, tools=()))

@@ -92,7 +92,7 @@ def test_the_call_beyond_the_limit_ends_the_episode_and_is_not_run():
     actions = [[CALL, CALL], [1], [CALL, CALL]]
     reason, _, parts = played(actions, [Observed("a")] * 2, tool_calls=3)
     assert reason == "tool_limit"
-    assert parts.acted == [("[50, 50]", 0), ("[1]", 1)]  # the fourth call, and the third beside it, never ran
+    assert parts.acted == [("[50, 50]", 0), ("[1]", 1)]  # the third and fourth calls never ran
     assert played(actions, [Observed("a"), Observed("a"), DONE], tool_calls=4)[0] == "stop"
 
 
@@ -117,7 +117,7 @@ def test_an_action_cut_at_the_tokens_of_a_turn_is_read_as_it_is():
     assert [limit for *_, limit in parts.requests] == [3, 3]
 
 
-def test_an_unfinished_action_goes_on_within_its_turn_and_its_tokens():
+def test_an_unfinished_action_continues_within_its_turn_and_its_tokens():
     """The stop string of a code block ended it, but the block was none."""
     reason, _, parts = played([[1, UNFINISHED], [2]], [DONE], turn_tokens=10)
     assert reason == "stop"

@@ -117,7 +117,7 @@ def test_check_shows_the_environment_that_answers_in_batches(
     ("class Guess(Environment)", "class Guess", ["no subclass of Environment"]),
     ("tools = [calculator]", "tools = [int]", ["environment games:Guess: tool `int` is no function"]),
 ])  # fmt: skip
-def test_what_is_wrong_with_an_environment_is_told_before_a_run(
+def test_what_is_wrong_with_an_environment_is_reported_before_a_run(
     here: Path, capsys: pytest.CaptureFixture[str], part: str, broken: str, words: list[str]
 ) -> None:
     games = here / "games.py"

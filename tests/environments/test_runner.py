@@ -207,7 +207,7 @@ def test_an_episode_keeps_its_state_and_others_have_their_own(settings: Environm
     ("nothing", "neither an observation nor done=True"),
     ("wrong type", "step returned a str, expected a Step"),
 ])  # fmt: skip
-def test_an_environment_that_fails_says_why_and_others_go_on(
+def test_an_environment_that_fails_gives_the_reason_and_others_continue(
     settings: EnvironmentsConfig, action: str, reason: str
 ) -> None:
     async def played(runner: EpisodeRunner) -> None:
@@ -401,7 +401,7 @@ def test_no_process_is_started_to_close_an_episode_whose_action_was_cancelled(
     _play(settings, played)
 
 
-def test_an_episode_that_has_begun_finds_its_process_there(
+def test_an_episode_that_has_started_finds_its_process_there(
     settings: EnvironmentsConfig,
 ) -> None:
     """Also one that ends before it acts; what fails in between is told to its first action."""

@@ -23,7 +23,7 @@ def test_replayed_routes_keep_engine_and_trainer_the_same_over_real_updates(mode
     """Four experts that are all but tied: rounding decides between them. With replay the trainer's log-probs
     are the engine's to float32 rounding at every step, before each update and after the weights moved; the
     mismatch metrics of the same run without it show tokens that took other experts. The probe would end that
-    run before its first update, so it has a bound that lets it go on.
+    run before its first update, so it has a bound that lets it continue.
     """
     model = tied_model(model_cache, "qwen3_moe")
     steps = {}

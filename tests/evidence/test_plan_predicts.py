@@ -82,4 +82,4 @@ def test_ranks_hold_and_write_the_planned_bytes():
         assert case["bytes"] == pytest.approx(planned, rel=0.02)
         written = rank_bytes(settings.policy, model, sizes)
         print(f"{case['dtype']} stage {case['stage']}: planned {written}, written {case['files']} bytes")
-        assert case["files"] == pytest.approx(written, rel=0.01, abs=100_000)  # beside names and settings
+        assert case["files"] == pytest.approx(written, rel=0.01, abs=100_000)  # next to names and settings

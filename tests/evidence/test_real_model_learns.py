@@ -34,7 +34,7 @@ def test_adapters_alone_reach_80_percent():
 
 
 @pytest.mark.parametrize("control", [["rewards.shuffle=true"], RANDOM], ids=["shuffled", "random"])
-def test_rewards_that_say_nothing_of_the_answer_teach_nothing(control):
+def test_rewards_that_ignore_the_answer_teach_nothing(control):
     """Any reward helps some models (arXiv:2506.10947). Here the accuracy may not rise beyond its interval."""
     real_model()
     lines, _ = train(CONFIG, *control)

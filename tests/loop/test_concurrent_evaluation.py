@@ -115,7 +115,7 @@ def test_training_continues_during_an_evaluation(tmp_path):
     assert sorted(evaluated(world)) == [2, 4]
 
 
-def test_training_waits_for_an_evaluation_that_runs_when_the_next_is_due_and_says_so(tmp_path, monkeypatch):
+def test_training_waits_for_an_evaluation_that_runs_when_the_next_is_due_and_warns(tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_dist.loop.concurrent_evaluation._SAID_S", 0.01)
     world = OwnWorld(tmp_path)
     world.engines.gate.clear()
@@ -227,7 +227,7 @@ def test_an_evaluation_whose_snapshot_is_lost_is_left_out_with_a_warning(tmp_pat
     assert warning.startswith("the evaluation of step 2 is left out") and "no whole snapshot" in warning
 
 
-def test_a_run_that_gives_up_its_engines_of_evaluation_says_what_it_leaves_out():
+def test_a_run_that_gives_up_its_engines_of_evaluation_reports_what_it_leaves_out():
     world = fakes.World(jitter=False)
     world.version = 3
     train(world, fakes.config(steps=4, evaluation=EVERY_2), Progress(3, evaluations=(2, 3)))

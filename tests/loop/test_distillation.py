@@ -251,6 +251,6 @@ def test_a_ledger_with_demonstrations_balances_and_counts_them(tmp_path):
     )
     assert audit(path, steps=2, prompts_per_step=2) is None
     assert summary(path) == (
-        "ledger: 4 prompts sampled = 3 trained + 1 without signal (no advantage but 0); beside them 6 "
+        "ledger: 4 prompts sampled = 3 trained + 1 without signal (no advantage but 0); in addition 6 "
         "demonstrations"
     )

@@ -120,7 +120,7 @@ def test_finished_groups_of_an_unfinished_batch_are_kept(dynamic):
     train(whole, config, fakes.prompts(40))
     order = order_of(config, fakes.prompts(40), OrderState())
     _, second_batch = order.take(0), order.take(1)
-    # One of the four has no signal: with dynamic sampling its replacement is sampled beside the slow one.
+    # One of the four has no signal: with dynamic sampling its replacement is sampled during the slow one.
     launched = [fakes.prompts(40)[order.prompt(place)].uid for place in second_batch[: 5 if dynamic else 4]]
     own = launched[:4]
 

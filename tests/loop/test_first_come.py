@@ -168,7 +168,7 @@ def test_a_synchronous_run_with_carry_over_trains_only_carried_groups_late():
 
 
 @pytest.mark.parametrize("mode", ["keep", "drain"])
-def test_weights_are_sent_as_the_mode_says(mode):
+def test_weights_are_sent_by_the_mode(mode):
     world = Timed(by_number)
     train(world, finished(steps=5, weight_sync={"mode": mode}, max_staleness=1), fakes.prompts(40))
     assert world.version == 5

@@ -70,7 +70,7 @@ def test_values_of_a_schedule_by_hand():
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_each_step_is_sampled_as_its_number_says_however_early_it_is_launched(staleness):
+def test_each_step_is_sampled_by_its_number_however_early_it_is_launched(staleness):
     config = fakes.config(max_staleness=staleness, sampling={"max_new_tokens": LENGTHS, "temperature": HEAT})
     world = train(Drawing(), config)
     expected = [(1.0, 4), (0.9, 4), (0.8, 8), (0.7, 8), (0.6, 16), (0.6, 16)]

@@ -138,7 +138,7 @@ def test_it_saves_where_due_and_at_the_end():
     assert list(job.saved) == [2, 4, 5]
 
 
-def test_a_refused_update_is_told_of_and_its_rows_are_kept():
+def test_a_refused_update_is_reported_and_its_rows_are_kept():
     job = Job(skip=(2,)).run(config(steps=3), demonstrations(4))
     assert list(job.quarantined) == [2] and len(job.quarantined[2]) == 4
     assert any("step 2: 1 update(s) skipped" in warning for warning in job.warnings)

@@ -407,7 +407,7 @@ def test_settings_of_the_probe_may_change_on_resume():
 # --- records and report
 
 
-def test_the_report_draws_the_probe_in_one_chart_beside_the_mismatch():
+def test_the_report_draws_the_probe_in_one_chart_next_to_the_mismatch():
     (section,) = [s for s in SECTIONS if s.title == "Engine against trainer"]
     names = {"probe/logprob_diff_mean", "probe/logprob_diff_max"}
     assert [c.title for c in section.charts if set(c.metrics) == names] == ["sync probe"]

@@ -210,7 +210,7 @@ def test_wandb_without_a_key_is_offline_and_warns_if_online_was_requested(monkey
 
 
 @pytest.mark.parametrize(("variable", "mode"), [("offline", "offline"), ("disabled", "disabled")])
-def test_wandb_with_a_key_stays_offline_if_its_variable_says_so(monkeypatch, tmp_path, variable, mode):
+def test_wandb_with_a_key_stays_offline_if_its_variable_is_offline(monkeypatch, tmp_path, variable, mode):
     monkeypatch.setattr("wandb.login", lambda **_: True)
     monkeypatch.setenv("WANDB_MODE", variable)
     assert online_mode("auto", tmp_path, print) == mode

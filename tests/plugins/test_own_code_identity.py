@@ -122,7 +122,7 @@ def test_code_paths_for_actors_do_not_depend_on_a_working_directory(own, tmp_pat
 
 
 def digest(config: Config) -> dict[str, str]:
-    return digest_of_run(config)
+    return digest_of_run(config.own_pieces, config.rewards, config.data)
 
 
 def saved(config, tmp_path):

@@ -182,7 +182,8 @@ from grpo_dist.plugins.names import package_of
 from grpo_dist.runs.own_code import digest_of_run
 plain = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
 config = Config.model_validate(plain | {"algorithm": {"policy_loss": "really_short"}})
-print(load(LOSS, "really_short")(2, 3), package_of(LOSS, "really_short"), digest_of_run(config))
+digest = digest_of_run(config.own_pieces, config.rewards, config.data)
+print(load(LOSS, "really_short")(2, 3), package_of(LOSS, "really_short"), digest)
 """
     paths = os.pathsep.join([str(site), str(ROOT)])
     ran = subprocess.run(

@@ -20,7 +20,7 @@ def test_a_bonus_without_a_target_is_that_of_the_settings():
     assert bonus.weight is None and observed(bonus, 0.1) == [None] and bonus.state() == {}
 
 
-def test_a_loaded_bonus_goes_on_as_the_saved_one():
+def test_a_loaded_bonus_continues_as_the_saved_one():
     entropies = (0.5, 0.5, 2.0, math.nan, 0.5, 0.5)
     whole, first = EntropyBonus(STEERED), EntropyBonus(STEERED)
     expected = observed(whole, *entropies)
@@ -31,7 +31,7 @@ def test_a_loaded_bonus_goes_on_as_the_saved_one():
     assert observed(again, *entropies[2:]) == expected[2:]
 
 
-def test_a_checkpoint_without_a_bonus_starts_it_anew():
+def test_a_checkpoint_without_a_bonus_restarts_it():
     bonus = EntropyBonus(STEERED)
     bonus.restore({"updates": 7})
     assert observed(bonus, 0.5, 0.5) == pytest.approx([0, 0.03])

@@ -58,7 +58,7 @@ def test_quantised_weights_become_the_float32_values_that_they_stand_for(tmp_pat
     )
 
 
-def test_the_run_says_what_was_lost(tmp_path):
+def test_the_run_reports_what_was_lost(tmp_path):
     file, said = write_gguf(tmp_path / "m.gguf", llama(), matrices=GGMLQuantizationType.Q8_0), []
     directory = resolve_model(ModelConfig(path=str(file)), None, 0, said.append)
     assert directory == convert(file) and said == [loss_of(directory)]

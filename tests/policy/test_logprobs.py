@@ -206,7 +206,7 @@ class OutTypes(TorchDispatchMode):
 
 def test_on_tensor_cores_the_weights_gradient_is_added_up_in_place(monkeypatch):
     """In float32 [V, D] it is the largest tensor there: a second one for each block would be read and written
-    besides.
+    in addition.
     """
     rows, vocabulary = 64, 500
     weight = torch.randn(vocabulary, 16).bfloat16()

@@ -47,11 +47,12 @@ def prepared(rank, world, own, reports, store, results):
     preparation = Preparation(logprobs_of, torch.device("cpu"), reports)
     found = {}
     for name, how in HOW.items():
-        ready = preparation.before_the_step(own, how, moves=True)
-        ready = replace(ready, old_logprobs=own.rollout_logprobs)
-        ready = preparation.before_the_update(ready, how, number=5)
+        known = preparation.before_the_step(own, how, moves=True)
+        mean_weight = preparation.before_the_update(known, how, number=5).mean_weight
+        known = replace(known, old_logprobs=own.rollout_logprobs)
+        ready = preparation.before_the_update(known, how, number=5)
         rows = {} if ready.selected is None else by_row(ready)
-        found[name] = ready.mean_weight, rows
+        found[name] = mean_weight, rows
     results.put((rank, found))
     dist.destroy_process_group()
 

@@ -58,8 +58,8 @@ def test_the_cache_is_emptied_after_the_memory_is_free_and_while_the_weights_sta
     assert seen == [(0, 16), (0, 0)]
 
 
-def test_a_frozen_weight_that_zero3_gathers_anew_comes_back_as_it_is():
-    """ZeRO-3 keeps small parameters whole. After a push or a checkpoint it gathers them anew, one perhaps
+def test_a_frozen_weight_that_zero3_gathers_again_comes_back_as_it_is():
+    """ZeRO-3 keeps small parameters whole. After a push or a checkpoint it gathers them again, one perhaps
     where another was.
     """
     norms = torch.nn.ParameterList(torch.full((4,), float(i)) for i in range(8)).requires_grad_(False)

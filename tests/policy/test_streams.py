@@ -140,7 +140,7 @@ def test_the_gradient_is_the_sum_of_those_of_the_streams_alone(mixed):
     assert float((reward + taught + shown - whole).norm() / whole.norm()) < 1e-12
 
 
-def test_the_policy_loss_and_its_metrics_are_the_same_beside_demonstrations():
+def test_the_policy_loss_and_its_metrics_are_the_same_next_to_demonstrations():
     """The rows of the samples stay as they are."""
     rng = np.random.default_rng(3)
     groups = [made_groups.group(i, rng) for i in range(3)]

@@ -1,5 +1,5 @@
 """marin#6335: `apply_chat_template` returned a `BatchEncoding`, and read as a list it is its keys. There the
-prompt's token ids came out empty, and the run went on without learning anything.
+prompt's token ids came out empty, and the run continued without learning anything.
 
 transformers 5 returns such an encoding by default. Iterated it gives "input_ids" and "attention_mask".
 """

@@ -35,7 +35,7 @@ def test_the_bug_makes_advantages_of_rounding():
 
 
 def test_the_bug_divides_by_the_rounding_of_a_deviation():
-    """Seven rewards of 0.35 beside a 0: the deviation of the others is 0, but for 1.5e-4 of rounding."""
+    """Seven rewards of 0.35 and a 0: the deviation of the others is 0, but for 1.5e-4 of rounding."""
     others = np.full(7, 0.35, np.float32)
     residue = np.sqrt(mean_in_float32(others**2) - mean_in_float32(others) ** 2)
     assert residue == pytest.approx(1.5e-4, rel=0.01)

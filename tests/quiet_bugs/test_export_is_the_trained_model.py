@@ -1,6 +1,6 @@
 """verl#7285, "model_merger writes a "merged" directory that is byte-identical to the base model", verl#4553
 and verl#4948: the export of a run with adapters was its base model, or merged with another one, and the
-adapter beside it had `lora_alpha` 0.
+adapter next to it had `lora_alpha` 0.
 """
 
 import json

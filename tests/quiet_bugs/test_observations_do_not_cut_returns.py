@@ -1,5 +1,5 @@
 """verl#6376, "skip tool observations in RF++ reward-to-go", and verl#7278: the scan that adds up what is
-still to come began anew at every token that is not trained, so that an action in front of a tool's answer
+still to come restarted at every token that is not trained, so that an action in front of a tool's answer
 lost the reward behind it.
 
 The thread's numbers: rewards [0, 0, 1], mask [1, 0, 1] and a discount of 0.5 gave [0, 0.5, 1], and must give

@@ -1,6 +1,6 @@
 """open-instruct#1627, "Fixes the weight sync": after a resume the engines sampled with the initial weights,
 because the first sync was tied to step 1. trl#5312, "vLLM weights are not synchronized with
-vllm_enable_sleep_mode=True", is the same without a resume: training went on, and nothing showed it.
+vllm_enable_sleep_mode=True", is the same without a resume: training continued, and nothing showed it.
 """
 
 import asyncio

@@ -21,7 +21,7 @@ def decoded(ids):
     return character_tokenizer().decode(ids, skip_special_tokens=True)
 
 
-def test_the_bug_scores_what_the_tool_has_said():
+def test_the_bug_scores_what_the_tool_has_printed():
     everything, own = decoded(GAVE_UP.completion_ids), decoded(GAVE_UP.sampled_ids)
     assert GOLD in everything and GOLD not in own
     assert everything.startswith(CALL) and own.endswith("I do not know.\n")

@@ -13,7 +13,7 @@ from tests.support.fake_runs import train
 
 
 def updates_survived(bound, *, counts_first):
-    """The updates during which a sample may go on before it is cancelled."""
+    """The updates during which a sample may continue before it is cancelled."""
     age = 0
     for update in range(10):
         if counts_first:

@@ -1,6 +1,6 @@
 """prime-rl#3050, "hold batch ship on the trainer's published version": the review found that the version
-advanced when the weights were published, before the engines had paused. Groups begun in between were labelled
-with the new version while the engine still served the old weights, so staleness was understated.
+advanced when the weights were published, before the engines had paused. Groups started in between had the
+new version while the engine still served the old weights, so staleness was understated.
 
 Here a token's version is the engine's own label at the step that produced it, and the label changes between
 pause and resume, after the last weight has arrived.
@@ -20,36 +20,46 @@ from tests.support.made_groups import group_of
 OLD, NEW = 4, 5
 
 
+def noted(method):
+    """Note the call of an asynchronous ``method`` in the engine's log, then run it."""
+
+    async def call(engine, *arguments, **keywords):
+        engine.log.append(method.__name__)
+        return method(engine, *arguments, **keywords)
+
+    return call
+
+
 class Engine:
     """Serves while it is not paused, and labels what it makes. ``log``: what was called, in order."""
 
     def __init__(self):
         self.label, self.weights, self.paused, self.log = OLD, OLD, False, []
 
-    async def pause(self, *, drain):
+    @noted
+    def pause(self, *, drain):
         self.paused = True
-        self.log.append("pause")
 
-    async def start_weight_update(self):
-        self.log.append("start")
+    @noted
+    def start_weight_update(self): ...
 
-    async def update_weights(self, info):
+    @noted
+    def update_weights(self, info):
         assert self.paused, "weights are replaced under running requests"
         self.weights = NEW
-        self.log.append("weights")
 
-    async def finish_weight_update(self):
-        self.log.append("finish")
+    @noted
+    def finish_weight_update(self): ...
 
-    async def set_weight_version(self, version):
+    @noted
+    def set_weight_version(self, version):
         assert self.paused, "the label changes under running requests"
         self.label = version
-        self.log.append("label")
         return version
 
-    async def resume(self):
+    @noted
+    def resume(self):
         self.paused = False
-        self.log.append("resume")
 
     def token(self):
         """The label and the weights of a token, if one can be made now."""
@@ -85,7 +95,10 @@ def test_an_engine_labels_every_token_with_the_weights_that_made_it():
         made.append(engine.token())
 
     asyncio.run(update())
-    assert engine.log == ["pause", "start", "weights", "finish", "label", "resume"]
+    assert engine.log == [
+        "pause", "start_weight_update", "update_weights",
+        "finish_weight_update", "set_weight_version", "resume",
+    ]  # fmt: skip
     assert made == [(OLD, OLD), None, None, (NEW, NEW)]
 
 

@@ -70,7 +70,7 @@ def test_a_configuration_in_the_documents_loads(block, tmp_path):
 
 
 @pytest.mark.parametrize("block", [b for b in of("python") if b.mode == ""], ids=str)
-def test_python_in_the_documents_does_what_it_says(block, place):
+def test_python_in_the_documents_works_as_written(block, place):
     exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
 
 

@@ -140,7 +140,7 @@ def test_b(): pass
     ("3", "not evidence", "2", "1 failed, 1 passed, 2 skipped"),
     ("all", "evidence", "0", "2 failed, 2 passed"),
 ])  # fmt: skip
-def test_a_run_says_what_it_leaves_out_and_after_a_failure_how_to_repeat_the_draw(
+def test_a_run_reports_what_it_leaves_out_and_after_a_failure_how_to_repeat_the_draw(
     tmp_path, seed, marked, processes, counts
 ):
     """With several processes, too: each draws the same."""

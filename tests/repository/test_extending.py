@@ -40,7 +40,7 @@ def checkout(tmp_path):
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_each_part_is_added_as_the_guide_says(section, checkout):
+def test_each_part_is_added_by_the_guide(section, checkout):
     own = [block for block in blocks(ROOT / GUIDE) if section_of(block) == section]
     for block in own:
         if block.language == "diff":

@@ -52,7 +52,7 @@ def test_page_and_docstring_name_the_same_threads(name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_test_shows_the_bug_beside_what_holds(name):
+def test_every_test_shows_the_bug_next_to_what_holds(name):
     found = [
         node.name
         for node in ast.parse((FOLDER / name).read_text()).body

@@ -49,7 +49,7 @@ def run_dir(tmp_path):
     return tmp_path
 
 
-def test_a_row_says_what_was_run_on_what_and_what_came_out(run_dir):
+def test_a_row_shows_what_was_run_on_what_and_what_came_out(run_dir):
     (row,) = rows_of(run_dir)
     assert row == {
         "configuration": "configs/demo.yaml", "overrides": ["seed=3"], "model": "demo:tiny", "seed": 3,

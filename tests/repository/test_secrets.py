@@ -155,27 +155,37 @@ def test_no_key_of_the_configuration_counts_as_a_secret():
     assert masked(plain) == plain
 
 
+IN_A_COMMAND = [
+    ("--env=HF_TOKEN=sesame", "--env=HF_TOKEN=***"),
+    ("--sbatch=--export=ALL,HF_TOKEN=sesame", "--sbatch=--export=ALL,HF_TOKEN=***"),
+    ("--env=DB_PASS=sesame,open", "--env=DB_PASS=***"),
+    ("--env=DB_PASS=sesame,open=2", "--env=DB_PASS=***"),
+    ("--sbatch=--export=ALL,HF_TOKEN=sesame,open,A=b", "--sbatch=--export=ALL,HF_TOKEN=***,A=b"),
+    ("--env=GITHUB_PAT=sesame", "--env=GITHUB_PAT=***"),
+    ("--api-key=sesame", "--api-key=***"),
+    ("--header=Authorization: Bearer sesame", "--header=Authorization: ***"),
+    ("a={function: judge, kwargs: {api_key: sesame}}", "a={function: judge, kwargs: {api_key: '***'}}"),
+    ("a.kwargs.api_key={sesame: 1", "a.kwargs.api_key=***"),
+    ('a={kwargs: {api_key: "sesame}}', "a={kwargs: {api_key: ***"),
+    ("http://me:sesame@host/data", "http://***@host/data"),
+    *((same, same) for same in ("steps=3", "a=[1, 2]", "a={b: [1,2]}", "--verbose", "+algorithm=dapo")),
+    *((same, same) for same in ("a=b=c", "--env=A=b", "sampling.max_new_tokens=8", "algorithm.pass_k=2")),
+]
+IN_A_MESSAGE = [
+    ("auth: [sesame, 'open 2'], steps: 4", "auth: [***], steps: 4"),
+    ("api_keys=[sesame, open", "api_keys=[***"),
+    ("auth: {user: sesame, pass: 'open'}; steps", "auth: {***}; steps"),
+    ("cannot run: x --api-key sesame --steps 4", "cannot run: x --api-key *** --steps 4"),
+    ("use --env NAME or --secret NAME", "use --env NAME or --secret NAME"),
+]
+
+
 @pytest.mark.parametrize(
-    ("argument", "shown"),
-    [
-        ("--env=HF_TOKEN=sesame", "--env=HF_TOKEN=***"),
-        ("--sbatch=--export=ALL,HF_TOKEN=sesame", "--sbatch=--export=ALL,HF_TOKEN=***"),
-        ("--env=DB_PASS=sesame,open", "--env=DB_PASS=***"),
-        ("--env=DB_PASS=sesame,open=2", "--env=DB_PASS=***"),
-        ("--sbatch=--export=ALL,HF_TOKEN=sesame,open,A=b", "--sbatch=--export=ALL,HF_TOKEN=***,A=b"),
-        ("--env=GITHUB_PAT=sesame", "--env=GITHUB_PAT=***"),
-        ("--api-key=sesame", "--api-key=***"),
-        ("--header=Authorization: Bearer sesame", "--header=Authorization: ***"),
-        ("a={function: judge, kwargs: {api_key: sesame}}", "a={function: judge, kwargs: {api_key: '***'}}"),
-        ("a.kwargs.api_key={sesame: 1", "a.kwargs.api_key=***"),
-        ('a={kwargs: {api_key: "sesame}}', "a={kwargs: {api_key: ***"),
-        ("http://me:sesame@host/data", "http://***@host/data"),
-        *((same, same) for same in ("steps=3", "a=[1, 2]", "a={b: [1,2]}", "--verbose", "+algorithm=dapo")),
-        *((same, same) for same in ("a=b=c", "--env=A=b", "sampling.max_new_tokens=8", "algorithm.pass_k=2")),
-    ],
+    ("hide", "text", "shown"),
+    [(masked_setting, *row) for row in IN_A_COMMAND] + [(masked_text, *row) for row in IN_A_MESSAGE],
 )
-def test_a_command_line_is_recorded_without_the_secrets_in_its_words(argument, shown):
-    assert masked_setting(argument) == shown
+def test_a_recorded_word_of_a_command_and_a_message_hide_every_value_of_a_secret_name(hide, text, shown):
+    assert hide(text) == shown
 
 
 def test_a_secret_in_the_next_word_of_a_command_is_hidden():
@@ -189,20 +199,6 @@ def test_a_message_has_neither_values_of_secret_names_nor_known_secrets():
     tree = {"kwargs": {"api_key": "sesame-1", "base_url": "http://me:open-2@host/", "a": "Bearer abc12345"}}
     said = "401 for sesame-1 (me:open-2, abc12345); {'pass': 'x y', 'n': 1}, token=zz, steps: 4"
     assert masked_text(said, tree) == "401 for *** (***, ***); {'pass': ***, 'n': 1}, token=***, steps: 4"
-
-
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [
-        ("auth: [sesame, 'open 2'], steps: 4", "auth: [***], steps: 4"),
-        ("api_keys=[sesame, open", "api_keys=[***"),
-        ("auth: {user: sesame, pass: 'open'}; steps", "auth: {***}; steps"),
-        ("cannot run: x --api-key sesame --steps 4", "cannot run: x --api-key *** --steps 4"),
-        ("use --env NAME or --secret NAME", "use --env NAME or --secret NAME"),
-    ],
-)
-def test_every_value_that_a_message_assigns_to_a_secret_name_is_hidden(said, shown):
-    assert masked_text(said) == shown
 
 
 BASE = "model: {path: m}\ndata: {train: [{path: t}]}\n"
@@ -246,7 +242,8 @@ def test_no_error_of_a_configuration_shows_a_secret(tmp_path, text, overrides):
 
 def test_no_refusal_of_an_argument_of_vllm_shows_a_secret(monkeypatch):
     extra = {"speculative_config": {"hf_token": "SESAME"}, "hf_token": "SESAME"}
-    (said,) = engine_problems(fakes.config(rollout={"engine": extra}), "cpu")
+    config = fakes.config(rollout={"engine": extra})
+    (said,) = engine_problems(config.rollout, config.algorithm, "cpu")
     assert "SESAME" not in said and "speculative_config` = {'hf_token': '***'}" in said
     (said,) = argument_problems({"hf_token": ["SESAME"]}, {"hf_token": bool | str})
     assert "SESAME" not in said and "`rollout.engine.hf_token` = ***" in said

@@ -155,7 +155,7 @@ def writes_into_an_argument(function: Function) -> bool:
 
 
 def test_functions_do_not_write_into_arguments() -> None:
-    """The exceptions are written for it. One that is mended leaves the list."""
+    """The exceptions are written for it. One that is fixed leaves the list."""
     found = {
         f"{path.relative_to(ROOT)}:{function.name}".removeprefix("grpo_dist/")
         for path in FILES

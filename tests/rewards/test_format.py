@@ -1,4 +1,4 @@
-"""The think/answer format: its time, and what is made to confuse it. What it accepts is beside the grader's
+"""The think/answer format: its time, and what is made to confuse it. What it accepts is next to the grader's
 cases.
 """
 

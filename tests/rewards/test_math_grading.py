@@ -276,24 +276,14 @@ def boxed(text: str) -> str:
     return f"So the answer is $\\boxed{{{text}}}$."
 
 
-@pytest.mark.parametrize(("gold", "answer"), RIGHT)
-def test_an_equal_answer_in_other_notation_is_correct(gold: str, answer: str) -> None:
+@pytest.mark.parametrize(("gold", "answer"), [*RIGHT, *MEANT_SO])
+def test_an_equal_answer_in_other_notation_or_words_is_correct(gold: str, answer: str) -> None:
     assert grade(boxed(answer), gold) == Grade("correct", 1.0)
 
 
-@pytest.mark.parametrize(("gold", "answer"), WRONG)
-def test_a_different_answer_is_wrong(gold: str, answer: str) -> None:
+@pytest.mark.parametrize(("gold", "answer"), [*WRONG, *MEANT_OTHERWISE])
+def test_another_answer_and_words_that_change_the_value_are_wrong(gold: str, answer: str) -> None:
     assert grade(boxed(answer), gold) == Grade("wrong", 0.0)
-
-
-@pytest.mark.parametrize(("gold", "answer"), MEANT_OTHERWISE)
-def test_words_that_change_the_value_count(gold: str, answer: str) -> None:
-    assert grade(boxed(answer), gold) == Grade("wrong", 0.0)
-
-
-@pytest.mark.parametrize(("gold", "answer"), MEANT_SO)
-def test_words_that_keep_the_value_do_not_count(gold: str, answer: str) -> None:
-    assert grade(boxed(answer), gold) == Grade("correct", 1.0)
 
 
 @pytest.mark.parametrize(("gold", "answer"), ARITHMETIC)
@@ -370,22 +360,33 @@ def test_text_in_an_unclosed_thought_is_no_answer(completion: str) -> None:
     assert answer_found(completion) is None
 
 
-def test_an_answer_outside_an_unclosed_thought_counts() -> None:
-    assert grade("\\boxed{4}<think>or \\boxed{5}", "4").outcome == "correct"
-    assert grade("<think>\\boxed{5}</think>\\boxed{4}", "4").outcome == "correct"
-
-
-def test_the_last_box_is_the_answer() -> None:
-    assert grade("first \\boxed{3}, no: \\boxed{4}", "4").outcome == "correct"
-    assert grade("first \\boxed{3}, no: \\boxed{4}", "3").outcome == "wrong"
-    assert grade("\\boxed{4}, then a box that is cut off \\boxed{5", "4").outcome == "correct"
-    assert grade("\\boxed{ never closed, but \\boxed{4} is", "4").outcome == "correct"
-
-
-def test_a_set_may_be_boxed_element_by_element() -> None:
-    assert grade("Solutions: $\\boxed{2}$ and $\\boxed{3}$", "2, 3").outcome == "correct"
-    assert grade("Solutions: $\\boxed{2}$ and $\\boxed{4}$", "2, 3").outcome == "wrong"
-    assert grade("\\boxed{2, 3}", "\\boxed{2}, \\boxed{3}").outcome == "correct"
+@pytest.mark.parametrize(
+    ("completion", "gold", "outcome"),
+    [
+        # outside of an unclosed thought
+        ("\\boxed{4}<think>or \\boxed{5}", "4", "correct"),
+        ("<think>\\boxed{5}</think>\\boxed{4}", "4", "correct"),
+        # the last box that is closed
+        ("first \\boxed{3}, no: \\boxed{4}", "4", "correct"),
+        ("first \\boxed{3}, no: \\boxed{4}", "3", "wrong"),
+        ("\\boxed{4}, then a box that is cut off \\boxed{5", "4", "correct"),
+        ("\\boxed{ never closed, but \\boxed{4} is", "4", "correct"),
+        # the elements of a set, one by one
+        ("Solutions: $\\boxed{2}$ and $\\boxed{3}$", "2, 3", "correct"),
+        ("Solutions: $\\boxed{2}$ and $\\boxed{4}$", "2, 3", "wrong"),
+        ("\\boxed{2, 3}", "\\boxed{2}, \\boxed{3}", "correct"),
+        # without a box, the whole response
+        ("The final answer is $\\frac{1}{2}$.", "0.5", "correct"),
+        ("<think>3 or 4?</think><answer> 4 </answer>", "4", "correct"),
+        ("Adding up, 12*3+6 = 42", "42", "correct"),
+        ("Sunday", "\\text{Sunday}", "correct"),
+        ("That makes 41.", "42", "wrong"),
+    ],
+)
+def test_the_answer_is_the_last_box_outside_of_unclosed_thoughts_else_the_response(
+    completion: str, gold: str, outcome: str
+) -> None:
+    assert grade(completion, gold).outcome == outcome
 
 
 def test_every_kind_of_box_counts() -> None:
@@ -396,14 +397,6 @@ def test_every_kind_of_box_counts() -> None:
     assert boxes("\\boxed\\boxed{5} \\boxed \\fbox 6 \\boxed \\boxed") == ["5", "6"]
     assert boxes("\\boxed{\\frac{\\boxed{1}}{2}}") == ["\\frac{{1}}{2}"]
     assert grade("so \\fbox{42}", "42").outcome == "correct"
-
-
-def test_without_a_box_the_whole_response_is_parsed() -> None:
-    assert grade("The final answer is $\\frac{1}{2}$.", "0.5").outcome == "correct"
-    assert grade("<think>3 or 4?</think><answer> 4 </answer>", "4").outcome == "correct"
-    assert grade("Adding up, 12*3+6 = 42", "42").outcome == "correct"
-    assert grade("Sunday", "\\text{Sunday}").outcome == "correct"
-    assert grade("That makes 41.", "42").outcome == "wrong"
 
 
 @pytest.mark.parametrize("completion", ["", "   ", "I do not know.", "\0", "\ud800", "🙂"])

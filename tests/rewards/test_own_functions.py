@@ -142,7 +142,7 @@ def test_a_function_of_a_group_that_hangs_is_killed(code):
 
 
 def test_asynchronous_calls_of_a_group_run_at_the_same_time(pool):
-    """Ten calls in one process, each of which waits until all have begun."""
+    """Ten calls in one process, each of which waits until all have started."""
     scores, scorer = scored(pool, "together", [*"abcdefg", "bad", "none", "xy"], kwargs={"count": 10})
     np.testing.assert_array_equal(scores.rewards, [1.0] * 7 + [np.nan, np.nan, 2.0])
     assert scorer.failures == {"own": {"RuntimeError: bad one": 1}}
@@ -232,7 +232,7 @@ def test_the_group_carries_the_rewards_of_steps_at_the_policys_tokens(code, tiny
     assert [ends.tolist() for ends in group.step_ends] == [[4, 6], [1]]
 
 
-def test_the_configuration_says_which_function_scores_steps(code):
+def test_the_configuration_selects_which_function_scores_steps(code):
     function = {"function": "own_rewards:right_steps", "kind": "process", "reduce": "last"}
     settings = RewardsConfig.model_validate({"functions": [function], "code_paths": [code]})
     assert settings.scores_steps

@@ -89,7 +89,7 @@ def test_the_step_tag_within_a_word_is_no_step():
 
 @torch.no_grad()
 def test_rlhflow_is_asked_step_by_step(tmp_path):
-    """The model's own script runs the conversation anew for each step and reads before the last +."""
+    """The model's own script runs the conversation again for each step and reads before the last +."""
     model, expected = made_rlhflow(tmp_path), []
     verdicts = TOKENIZER.convert_tokens_to_ids(["+", "-"])
     for steps in STEPS:

@@ -161,7 +161,7 @@ def test_samples_are_read_back_with_the_rewards_they_had(tmp_path):
 
 
 def test_gdpo_takes_each_reward_where_a_source_has_it():
-    """Alone, the group of math has the advantages that it has beside a group without that reward."""
+    """Alone, the group of math has the advantages that it has next to a group without that reward."""
     one, other = groups()
     equal = np.full(2, 0.5, np.float32)
     other = replace(other, rewards=equal, reward_parts={"exact": equal})

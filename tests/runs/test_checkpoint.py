@@ -24,7 +24,7 @@ from grpo_dist.runs.checkpoint import (
     remove_partial,
 )
 from grpo_dist.runs.manifest import find_damage
-from grpo_dist.runs.resume import check_data, load_progress, load_state, other_layout
+from grpo_dist.runs.resume import changes_since, check_data, load_progress, load_state, other_layout
 from tests.support import fakes
 from tests.support.made_checkpoints import HEALTH, MOMENTS, ORDER, PROMPTS, Disk, group, save, whole
 
@@ -328,10 +328,10 @@ def test_the_layout_of_workers_may_change_on_resume_and_is_reported(tmp_path, se
     (found,) = list_checkpoints(tmp_path)
     was = getattr(getattr(fakes.config(), section), key)
     other = fakes.config(**{section: {key: value}})
-    assert load_state(found, other).step == 1 and other_layout(found, fakes.config()) == ""
+    assert load_state(found, other).step == 1 and other_layout(changes_since(found, fakes.config())) == ""
     name, value, was = ("offload.optimizer", "cpu", "none") if key == "offload" else (key, value, was)
     words = f", with another layout (`{section}.{name}` = {value} was {was}): results differ by rounding only"
-    assert other_layout(found, other) == words
+    assert other_layout(changes_since(found, other)) == words
 
 
 @pytest.mark.parametrize("on_disk_before", [False, True])

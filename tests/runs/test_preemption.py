@@ -261,7 +261,7 @@ def test_the_signal_handler_of_ray_is_recognised():
 
 
 @pytest.mark.parametrize(("end", "code"), [(Preempted("x"), 75), (Interrupted("x", 143), 143)])
-def test_the_exit_code_says_whether_to_rerun(end, code, capsys):
+def test_the_exit_code_shows_whether_to_rerun(end, code, capsys):
     assert report_end(end) == code
     assert capsys.readouterr().err == "x\n"
 

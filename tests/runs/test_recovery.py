@@ -1,4 +1,4 @@
-"""Back to the last checkpoint within the same job: the books and the weights are those of a run that was
+"""Back to the last checkpoint within the same job: the ledger and the weights are those of a run that was
 never disturbed.
 """
 

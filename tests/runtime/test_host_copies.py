@@ -52,7 +52,7 @@ def test_host_memory_is_kept_for_the_next_time(monkeypatch):
     assert [c.data_ptr() for c in copies._chunks] == [c.data_ptr() for c in chunks] and len(chunks) == 3
 
 
-def test_what_never_changes_is_copied_once_and_anew_when_told_that_it_changed():
+def test_what_never_changes_is_copied_once_and_again_when_it_changed():
     frozen = torch.arange(5.0)
     copies = HostCopies(CPU, constant=True)
     copies.offload([frozen])

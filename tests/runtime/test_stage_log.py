@@ -59,7 +59,7 @@ def test_a_stage_has_a_line_when_it_begins_and_when_it_ends_with_the_time(said):
     assert re.fullmatch(r"\d\d:\d\d:\d\d     3\.5 s  export: done in 1\.5 s", said[1])
 
 
-def test_when_all_is_up_a_line_says_what_each_stage_of_the_start_took(said):
+def test_when_all_is_up_a_line_shows_what_each_stage_of_the_start_took(said):
     with stage("libraries"):
         said.now += 2.5
     with stage("checks"):
@@ -75,7 +75,7 @@ def test_when_all_is_up_a_line_says_what_each_stage_of_the_start_took(said):
     assert said.texts()[-1] == "ready in 33.6 s"
 
 
-def test_while_stages_last_a_line_says_what_each_waits_for(said):
+def test_while_stages_last_a_line_shows_what_each_waits_for(said):
     waiting = ["rollout-0", "rollout-1"]
     with stage("engines", waits_for=lambda: names_of(waiting)), stage("reference"):
         for _ in range(40):  # seconds
@@ -131,7 +131,7 @@ def test_a_view_may_read_the_stages_while_a_line_is_printed(monkeypatch):
     assert waited == [False, False, False]
 
 
-def test_a_stage_that_fails_says_so_and_raises(said):
+def test_a_stage_that_fails_is_reported_and_raises(said):
     with pytest.raises(RuntimeError, match="no room"), stage("Ray"):
         raise RuntimeError("no room")
     assert said.texts()[-1] == "Ray: failed after 0.0 s"

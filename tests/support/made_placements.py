@@ -1,5 +1,9 @@
 """Configurations with given worker counts, for tests of placement."""
 
+from functools import partial
+
+from actors.placement.fitting import nearest
+from actors.placement.reservation import Reservation
 from grpo_dist.config import Config
 
 
@@ -14,4 +18,11 @@ def shape(ranks, engines, tensor_parallel=1, where="auto", **changes):
         rollout={"num_workers": engines, "tensor_parallel_size": tensor_parallel},
         cluster={"placement": where},
         **changes,
+    )
+
+
+async def reserved(wanted, demands):
+    """Return the reservation of a training run."""
+    return await Reservation.acquire(
+        demands, wanted.cluster, partial(nearest, wanted, training=True), name=wanted.name
     )

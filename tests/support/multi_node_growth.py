@@ -15,10 +15,11 @@ from pathlib import Path
 import ray
 
 from actors.cluster import Cluster
-from actors.placement.reservation import Reservation, nodes
+from actors.placement.reservation import nodes
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from tests.chaos.find import MARK, Family
+from tests.support.made_placements import reserved
 from tests.support.multi_node_reservations import Actor, config
 from tests.support.patience import HANG_S
 from tests.support.ports import free_port
@@ -84,7 +85,7 @@ async def session():
     wanted = growing(room_s=_UP_S)
     demands = await Cluster(wanted)._placed(training=True)
     assert demands["policy"].gpus == 1 and demands["rollout"].gpus == 2
-    reservation = await Reservation.acquire(wanted, demands)
+    reservation = await reserved(wanted, demands)
     engine = Actor.options(**reservation.options("rollout")[0]).remote()
     assert ray.get(engine.gpus.remote(), timeout=HANG_S) == 2
     print(f"grown to {sum(node.gpus == 2 for node in nodes())} nodes", flush=True)

@@ -7,9 +7,10 @@ from ray.util.placement_group import placement_group_table
 
 from actors.placement.demands import Resources, placement
 from actors.placement.fitting import Bundle, too_large
-from actors.placement.reservation import Reservation, nodes
+from actors.placement.reservation import nodes
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
+from tests.support.made_placements import reserved
 from tests.support.patience import HANG_S
 from tests.support.patient_cluster import PatientCluster
 
@@ -43,14 +44,14 @@ async def session(cluster):
     tenant = Actor.options(num_gpus=1).remote()
     there = ray.get(tenant.where.remote())
     try:
-        await Reservation.acquire(wanted, demands(wanted))
+        await reserved(wanted, demands(wanted))
     except UserError as error:
         print(error, flush=True)
     assert groups() == ["REMOVED"], groups()
 
     # Another job gives its GPU back while the run waits.
     waits = config(room_s=60)
-    taking = asyncio.create_task(Reservation.acquire(waits, demands(waits)))
+    taking = asyncio.create_task(reserved(waits, demands(waits)))
     await asyncio.sleep(3.0)
     assert not taking.done() and ray.get(tenant.where.remote()) == there
     ray.kill(tenant)

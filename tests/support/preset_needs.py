@@ -1,4 +1,4 @@
-"""Overrides that a preset needs besides its own section."""
+"""Overrides that a preset needs in addition to its own section."""
 
 PRESET_NEEDS = {
     "process": ["rewards.models=[{name: steps, path: /a/model, kind: process}]"],

@@ -7,8 +7,7 @@ from collections import Counter
 import ray
 
 from actors.placement.demands import Resources, placement
-from actors.placement.reservation import Reservation
-from tests.support.made_placements import shape
+from tests.support.made_placements import reserved, shape
 
 MODELS = [
     {"name": "small", "path": "x", "gpu_share": 0.25, "num_workers": 2},
@@ -26,7 +25,7 @@ class Holder:
 async def main():
     wanted = shape(1, 1, where="separate", rewards={"models": MODELS})
     demands = placement(wanted, Resources(8, 5, 8), training=True)
-    reservation = await Reservation.acquire(wanted, demands)
+    reservation = await reserved(wanted, demands)
     held = [Holder.options(**place).remote() for place in reservation.options("reward_models")]
     small, again, large, half = ray.get([holder.gpus.remote() for holder in held], timeout=600)
     assert small == again == half and len(small) == 1, (small, again, half)

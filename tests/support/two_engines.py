@@ -24,6 +24,7 @@ class TwoEngines(OnALoop):
 
     Args:
         engine, rank: classes of the workers.
+        tensor_parallel: processes of one engine, in place of two engines of one process each.
     """
 
     def __init__(
@@ -35,15 +36,22 @@ class TwoEngines(OnALoop):
         *,
         engine: type,
         rank: type = MovingWorker,
+        tensor_parallel: int = 1,
     ) -> None:
         super().__init__()
         self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
         self.seeds, self.sampling = seeds, sampling
-        self.run(self._start(model_dir, settings, engine, rank))
+        self.run(self._start(model_dir, settings, engine, rank, tensor_parallel))
 
-    async def _start(self, model_dir, settings, engine, rank) -> None:
+    async def _start(self, model_dir, settings, engine, rank, tensor_parallel) -> None:
         model = ModelConfig(path="tiny")
-        rollout = RolloutConfig(num_workers=2, max_num_seqs=16, enforce_eager=True, kv_cache_gib=0.25)
+        rollout = RolloutConfig(
+            num_workers=2 // tensor_parallel,
+            tensor_parallel_size=tensor_parallel,
+            max_num_seqs=16,
+            enforce_eager=True,
+            kv_cache_gib=0.25,
+        )
         spec = EngineSpec(rollout, settings, model, str(model_dir), max_length=256, seed=0)
         actors = replace(ACTORS, restarts=RestartsConfig(backoff_s=0.1), start_s=HANG_S)
         self.rollouts = RolloutPool(spec, actors, worker=engine)

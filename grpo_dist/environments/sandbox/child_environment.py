@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from grpo_dist.runtime.child_python import code_directories, python_path
 
-# All that code of the policy finds in its environment, besides what Python needs.
+# The environment variables of code that the policy writes, in addition to what Python needs.
 _HARMLESS = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
 
 

@@ -183,8 +183,8 @@ class ProcessHost:
     async def begin(self, episode: str) -> LiveEpisode:
         """Fork the process of an episode that has none, as its first request does. Raises ProcessFailure."""
         await self.start()
-        if (begun := self._live.get(episode)) is not None:  # by another request meanwhile
-            return begun
+        if (known := self._live.get(episode)) is not None:  # by another request meanwhile
+            return known
         mine, given = socket.socketpair()
         mine.setblocking(False)
         self._count += 1
@@ -303,12 +303,12 @@ class ProcessHost:
             asyncio.get_running_loop().remove_reader(self._control)
             self._replacement = asyncio.ensure_future(self._replace_zygote(self._child))
             return
-        told = json.loads(message)
-        if (live := self._by_number.get(told["episode"])) is None:
+        report = json.loads(message)
+        if (live := self._by_number.get(report["episode"])) is None:
             return
-        if told["is"] != "started":
+        if report["is"] != "started":
             del self._by_number[live.number]
-            live.conclude(not_started(told["reason"]) if told["is"] == "failed" else None)
+            live.conclude(not_started(report["reason"]) if report["is"] == "failed" else None)
         elif not live.started.done():
             live.started.set_result(None)
 

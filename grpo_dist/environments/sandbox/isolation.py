@@ -37,15 +37,15 @@ _STACK = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EpisodeSlot:
     """What one episode has to itself on the host.
 
     Attributes:
-        slot: a number that no other live episode has.
+        number: one that no other live episode has.
         path: of its directory.
     """
 
-    slot: int
+    number: int
     path: str
 
 
@@ -77,28 +77,28 @@ class Isolation:
         """Whether the end of an episode's first process ends all of them."""
         return "pid" in self.spaces
 
-    def user(self, place: Place) -> int:
-        return os.getuid() if self.first_user is None else self.first_user + place.slot
+    def user(self, slot: EpisodeSlot) -> int:
+        return os.getuid() if self.first_user is None else self.first_user + slot.number
 
-    def home(self, place: Place) -> str:
+    def home(self, slot: EpisodeSlot) -> str:
         """Return the episode's directory, as its processes see it."""
-        return root.HOME if "mount" in self.spaces else place.path
+        return root.HOME if "mount" in self.spaces else slot.path
 
-    def watched(self, place: Place) -> str:
+    def watched(self, slot: EpisodeSlot) -> str:
         """Return the directory whose size no file system of its own limits; "": none."""
-        return "" if "mount" in self.spaces else place.path
+        return "" if "mount" in self.spaces else slot.path
 
-    def prepare(self, place: Place) -> None:
+    def prepare(self, slot: EpisodeSlot) -> None:
         """Make the directory of an episode; in the zygote."""
-        os.mkdir(place.path, 0o700)
+        os.mkdir(slot.path, 0o700)
         if self.first_user is not None:
-            os.chown(place.path, self.user(place), self.user(place))
+            os.chown(slot.path, self.user(slot), self.user(slot))
 
-    def remove(self, place: Place) -> None:
+    def remove(self, slot: EpisodeSlot) -> None:
         """Delete it with everything in it; in the zygote."""
-        root.remove_tree(place.path)
+        root.remove_tree(slot.path)
 
-    def enter(self, place: Place) -> None:
+    def enter(self, slot: EpisodeSlot) -> None:
         """Enter new namespaces; in the parent of the keeper, which is then the first process there."""
         flags = sum(_FLAGS[name] for name in self.spaces)
         if not flags:
@@ -106,7 +106,7 @@ class Isolation:
         if not self.user_space:
             linux.unshare(flags)
             return
-        user = self.user(place)
+        user = self.user(slot)
         if self.first_user is not None:
             _become(user)
         linux.process_option(linux.PR_SET_DUMPABLE, 1)  # or the maps below would belong to root
@@ -120,26 +120,26 @@ class Isolation:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(line)
 
-    def settle(self, place: Place, limits: Limits) -> None:
+    def settle(self, slot: EpisodeSlot, limits: Limits) -> None:
         """Prepare the namespaces; in the keeper. Its working directory is the host's /proc from then on."""
         os.chdir("/proc")
         os.umask(0o022)
         if "uts" in self.spaces:
             socket.sethostname("sandbox")
         if "mount" in self.spaces:
-            root.build_root(place.path, self.user(place), limits.files_mb, own_proc=self.own_proc)
+            root.build_root(slot.path, self.user(slot), limits.files_mb, own_proc=self.own_proc)
         linux.process_option(linux.PR_SET_DUMPABLE, 0)  # no other process can read its memory
 
-    def confine(self, place: Place, limits: Limits, used: int) -> None:
+    def confine(self, slot: EpisodeSlot, limits: Limits, used: int) -> None:
         """Give up everything that is not needed, for good; in the worker, before it runs foreign code.
 
         Args:
             used: address space of the process before it does anything, bytes.
         """
-        home = self.home(place)
+        home = self.home(slot)
         self._set_surroundings(home)
         if self.first_user is not None and not self.user_space:
-            _become(self.user(place), keep=self.reads_all)
+            _become(self.user(slot), keep=self.reads_all)
             if self.reads_all:  # before Landlock, which opens the directories that it allows
                 linux.set_capabilities(1 << linux.CAP_DAC_READ_SEARCH)
         os.chdir(home)

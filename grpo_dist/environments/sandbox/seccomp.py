@@ -145,7 +145,7 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 
 @dataclass(frozen=True, slots=True)
 class SyscallFilter:
-    """What a filter refuses besides calls that are always refused.
+    """What a filter refuses in addition to the calls that are always refused.
 
     Attributes:
         unix_sockets: whether sockets in the file system are allowed; those of other kinds never are.

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from grpo_dist.environments.sandbox import landlock, seccomp
-from grpo_dist.environments.sandbox.isolation import SPACES, Isolation, Place
+from grpo_dist.environments.sandbox.isolation import SPACES, EpisodeSlot, Isolation
 from grpo_dist.environments.sandbox.limits import Limits
 from grpo_dist.environments.sandbox.root import remove_tree
 from grpo_dist.runtime.address_space import used_address_space
@@ -116,7 +116,7 @@ def _rules(user: int) -> bool:
     a container may lack any of these rights.
     """
     directory = tempfile.mkdtemp(prefix="grpo-dist-trial-")
-    begun, waits = os.pipe(), os.pipe()
+    begins, waits = os.pipe(), os.pipe()
     pid = os.fork()
     if not pid:
         with contextlib.suppress(OSError):
@@ -126,16 +126,16 @@ def _rules(user: int) -> bool:
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
             os.makedirs(f"{directory}/a/b", 0o700)
-            os.write(begun[1], b"x")
+            os.write(begins[1], b"x")
             os.read(waits[0], 1)  # until it is killed, or the other end closes
         os._exit(1)
-    os.close(begun[1])
+    os.close(begins[1])
     ended = False
-    began = os.read(begun[0], 1) == b"x"
+    began = os.read(begins[0], 1) == b"x"
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGKILL)
         ended = True
-    for descriptor in (begun[0], *waits):
+    for descriptor in (begins[0], *waits):
         os.close(descriptor)
     os.waitpid(pid, 0)
     with contextlib.suppress(OSError):
@@ -151,14 +151,14 @@ def try_out(isolation: Isolation, reasons: list[str]) -> bool:
     secret.chmod(0o600)
     if isolation.first_user is not None:
         os.chmod(directory, 0o711)
-    place = Place(0, f"{directory}/0")
+    slot = EpisodeSlot(0, f"{directory}/0")
     read, write = os.pipe()
     outside = os.getpid()
     try:
-        isolation.prepare(place)
+        isolation.prepare(slot)
         first = os.fork()
         if not first:
-            _in_child(write, lambda: _first(isolation, place, outside, secret, write))
+            _in_child(write, lambda: _first(isolation, slot, outside, secret, write))
         os.close(write)
         with os.fdopen(read, "rb") as report:
             failure = report.read().decode(errors="replace")
@@ -170,19 +170,19 @@ def try_out(isolation: Isolation, reasons: list[str]) -> bool:
         remove_tree(directory)
 
 
-def _first(isolation: Isolation, place: Place, outside: int, secret: Path, write: int) -> None:
-    isolation.enter(place)
-    _await_child(write, lambda: _keeper(isolation, place, outside, secret, write))
+def _first(isolation: Isolation, slot: EpisodeSlot, outside: int, secret: Path, write: int) -> None:
+    isolation.enter(slot)
+    _await_child(write, lambda: _keeper(isolation, slot, outside, secret, write))
 
 
-def _keeper(isolation: Isolation, place: Place, outside: int, secret: Path, write: int) -> None:
+def _keeper(isolation: Isolation, slot: EpisodeSlot, outside: int, secret: Path, write: int) -> None:
     used = used_address_space()
-    isolation.settle(place, _LIMITS)
-    _await_child(write, lambda: _worker(isolation, place, outside, secret, used))
+    isolation.settle(slot, _LIMITS)
+    _await_child(write, lambda: _worker(isolation, slot, outside, secret, used))
 
 
-def _worker(isolation: Isolation, place: Place, outside: int, secret: Path, used: int) -> None:
-    isolation.confine(place, _LIMITS, used)
+def _worker(isolation: Isolation, slot: EpisodeSlot, outside: int, secret: Path, used: int) -> None:
+    isolation.confine(slot, _LIMITS, used)
     importlib.import_module(_UNUSED_MODULE)
     Path("file").write_text("text")
     Path("file").unlink()

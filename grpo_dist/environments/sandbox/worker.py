@@ -99,7 +99,7 @@ async def _result_of(result: Any) -> Any:
 def _reason(error: BaseException) -> str:
     try:
         text = str(error)
-    except BaseException:  # a class of somebody's own
+    except BaseException:  # a class of the user's own
         text = "its text cannot be read"
     return f"{type(error).__name__}: {text}"[:_REASON]
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from grpo_dist.environments.sandbox.isolation import Isolation, Place
+from grpo_dist.environments.sandbox.isolation import EpisodeSlot, Isolation
 from grpo_dist.environments.sandbox.keeper import Keeper
 from grpo_dist.environments.sandbox.limits import Limits
 from grpo_dist.environments.sandbox.root import remove_tree
@@ -38,7 +38,7 @@ class _Kept:
 
     episode: int
     pid: int
-    place: Place
+    slot: EpisodeSlot
 
 
 class Zygote:
@@ -117,18 +117,18 @@ class Zygote:
         if not self._free:
             self._free.append(self._slots)
             self._slots += 1
-        slot = self._free.pop()
-        place = Place(slot, f"{self._directory}/{slot}")
+        number = self._free.pop()
+        slot = EpisodeSlot(number, f"{self._directory}/{number}")
         try:
             if self._isolation:
-                self._isolation.prepare(place)
-            pid = self._fork_keeper(place, channel)
+                self._isolation.prepare(slot)
+            pid = self._fork_keeper(slot, channel)
         except BaseException:
-            self._release(place)
+            self._release(slot)
             raise
-        self._kept[pid] = _Kept(episode, pid, place)
+        self._kept[pid] = _Kept(episode, pid, slot)
 
-    def _fork_keeper(self, place: Place, channel: socket.socket) -> int:
+    def _fork_keeper(self, slot: EpisodeSlot, channel: socket.socket) -> int:
         """Fork a process that enters namespaces and forks the keeper, which is the first in its namespace."""
         read, write = os.pipe()
         first = os.fork()
@@ -136,11 +136,11 @@ class Zygote:
             try:
                 os.close(read)
                 if self._isolation:
-                    self._isolation.enter(place)
+                    self._isolation.enter(slot)
                 keeper = os.fork()
                 if not keeper:
                     os.close(write)
-                    self._keep(place, channel)
+                    self._keep(slot, channel)
                 os.write(write, _PID.pack(keeper))
             except BaseException as error:
                 os.write(write, _PID.pack(0) + f"{type(error).__name__}: {error}".encode()[:1000])
@@ -156,7 +156,7 @@ class Zygote:
             raise OSError(reason or "no process of the episode could be made")
         return pid
 
-    def _keep(self, place: Place, channel: socket.socket) -> NoReturn:
+    def _keep(self, slot: EpisodeSlot, channel: socket.socket) -> NoReturn:
         """Be the keeper of an episode."""
         try:
             self._control.close()
@@ -164,12 +164,12 @@ class Zygote:
                 os.close(descriptor)
             contained = bool(self._isolation and self._isolation.contains_processes)
             if self._isolation:
-                self._isolation.settle(place, self._limits)
+                self._isolation.settle(slot, self._limits)
             else:
                 os.chdir("/proc")
-            watched = self._isolation.watched(place) if self._isolation else ""
+            watched = self._isolation.watched(slot) if self._isolation else ""
             Keeper(
-                self._worker(place),
+                self._worker(slot),
                 channel,
                 self._lifeline,
                 self._limits,
@@ -179,10 +179,10 @@ class Zygote:
         finally:
             os._exit(1)
 
-    def _worker(self, place: Place) -> Callable[[], Callable[[], object]]:
+    def _worker(self, slot: EpisodeSlot) -> Callable[[], Callable[[], object]]:
         def start() -> Callable[[], object]:
             if self._isolation:
-                self._isolation.confine(place, self._limits, self._used)
+                self._isolation.confine(slot, self._limits, self._used)
             else:
                 os.chdir(self._home)
                 limit_address_space(self._limits.memory_mb, self._used)
@@ -204,7 +204,7 @@ class Zygote:
                 options = os.WNOHANG
                 if (kept := self._kept.pop(pid, None)) is not None:
                     self._kill_orphans()
-                    self._release(kept.place)
+                    self._release(kept.slot)
                     self._send({"episode": kept.episode, "is": "ended"})
 
     def _kill_orphans(self) -> None:
@@ -218,13 +218,13 @@ class Zygote:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def _release(self, place: Place) -> None:
-        self._free.append(place.slot)
+    def _release(self, slot: EpisodeSlot) -> None:
+        self._free.append(slot.number)
         if self._isolation:
             try:
-                self._isolation.remove(place)
+                self._isolation.remove(slot)
             except OSError as error:  # the other episodes continue
-                print(f"sandbox: {place.path} cannot be deleted: {error}", file=sys.stderr, flush=True)
+                print(f"sandbox: {slot.path} cannot be deleted: {error}", file=sys.stderr, flush=True)
 
     def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_obey` finds the owner gone

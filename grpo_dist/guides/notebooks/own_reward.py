@@ -98,8 +98,8 @@ def _(mo):
 
     - `sample` returns the samples of each prompt, `score` their rewards.
     - `update` trains, with `algorithm` as configured, or with advantages of yours.
-    - `sync` sends the new weights to the engines. If you forget it, `update` says so: samples older than
-      `max_staleness` updates are refused.
+    - `sync` sends the new weights to the engines. If you forget it, `update` raises an error: it refuses
+      samples that are older than `max_staleness` updates.
     """)
     return
 

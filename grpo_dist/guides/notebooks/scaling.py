@@ -56,7 +56,7 @@ def _(mo):
 
     `grpo-dist plan` places the workers as a real run does, adds up the memory of each, and simulates
     the real loop on a clock of its own. `--cluster 1x4xA100-80GB` is one node with four such cards. The
-    plan says what bounds the step, and which split of the GPUs is faster.
+    plan reports what bounds the step, and which split of the GPUs is faster.
     """)
     return
 
@@ -99,7 +99,7 @@ def _(config, mo, run_command, small):
 @app.cell(hide_code=True)
 def _(mo):
     mo.md("""
-    ## What does not fit is said
+    ## What does not fit is reported
 
     The same 7B model on one small card: the plan names the role, the bytes, and what to change.
     """)
@@ -120,9 +120,9 @@ def _(config, mo, subprocess, sys):
         capture_output=True,
         text=True,
     )
-    told = refused.stdout + refused.stderr
-    assert "policy: a worker needs" in told
-    mo.plain_text(told[:1500])
+    message = refused.stdout + refused.stderr
+    assert "policy: a worker needs" in message
+    mo.plain_text(message[:1500])
     return
 
 

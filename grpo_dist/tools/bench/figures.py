@@ -18,7 +18,7 @@ from grpo_dist.tools.bench.record import StepRecord
 
 @dataclass(frozen=True, slots=True)
 class StageLimits:
-    """What the machine reaches without this project; ``settings`` says how it was measured."""
+    """What the machine reaches without this project; ``settings``: how it was measured."""
 
     generation_tokens_per_s: float
     training_tokens_per_s: float

@@ -98,7 +98,7 @@ def _asked(request: Request, temperature: float) -> Any:
 
 def _make_engine(spec: EngineSpec) -> Any:
     """Make an engine as a rollout worker does, without weight transfer, in vLLM's class for whole batches."""
-    # No module of grpo_dist imports the actors at its top.
+    # Only a measured limit needs these.
     from actors.workers.engine_settings import fitting_arguments, set_environment
 
     set_environment()

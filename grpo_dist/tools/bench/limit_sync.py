@@ -28,7 +28,7 @@ def measure(
     if backend == "copy":
         into = torch.ones_like(buffer)
         return _repeat(barrier, lambda: into.copy_(buffer), repeats)
-    from actors.transfer.connections import Seat  # no module of grpo_dist imports the actors at its top
+    from actors.transfer.connections import Seat  # not for a copy
     from actors.transfer.transport import open_broadcasts
 
     seat = Seat("127.0.0.1", port, rank, world_size, secret)

@@ -43,7 +43,7 @@ def generation_limit(
     """Measure as many engines as the loop has, each with its share of a step. Returns completion tokens per
     second, and single steps of the slowest engine.
     """
-    # No module of grpo_dist imports the actors at its top.
+    # Only a measured limit needs these.
     from actors.workers.engine_settings import EngineSpec
 
     workers = config.rollout.num_workers

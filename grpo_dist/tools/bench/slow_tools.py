@@ -1,4 +1,4 @@
-"""An environment for benchmarks: it takes its time, and says a fixed number of characters."""
+"""An environment for benchmarks: it waits, and answers with a fixed number of characters."""
 
 import asyncio
 import math

@@ -1,6 +1,6 @@
 """`grpo-dist check`: finds every problem of a run without starting anything or touching an accelerator.
 
-Checks are independent, so one pass reports every problem. A check is skipped, and says so, where an
+Checks are independent, so one pass reports every problem. A check is skipped, and reported as such, where an
 earlier one could not read its input: one missing model is one problem.
 """
 

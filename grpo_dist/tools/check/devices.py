@@ -74,7 +74,7 @@ def _as_stage(config: Config, cluster: ClusterShape) -> list[str]:
         return []
     try:
         settings = SupervisedConfig.of(config)
-        model = model_of(config.model_copy(update={"model": config.model.model_copy(update={"path": "sft"})}))
+        model = model_of(config.model.model_copy(update={"path": "sft"}), config.sft, config.seed)
     except UserError as error:  # of that stage alone
         return [f"as an sft stage of a pipeline: {error}"]
     memory = cluster.card.memory if cluster.card else 0

@@ -117,7 +117,7 @@ class Inputs:
     def shape(self) -> ModelShape:
         """Return the sizes of the model. Raises CheckSkipped where they are unknown."""
         try:
-            return model_of(self.config)
+            return model_of(self.config.model, self.config.sft, self.config.seed)
         except UserError as error:
             why = str(error) if self.model_dir is not None else "the model cannot be read"
             raise CheckSkipped(why) from error

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grpo_dist.runs.checkpoint import CHECKPOINTS, list_checkpoints
 from grpo_dist.runs.prepare import check_writable, choose_run_dir
-from grpo_dist.runs.resume import check_data, load_state, other_layout
+from grpo_dist.runs.resume import changes_since, check_data, load_state, other_layout
 from grpo_dist.runs.run import check_unfinished
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.check.inputs import CheckFailed, Inputs
@@ -49,7 +49,7 @@ def check_resume(inputs: Inputs) -> str:
     if inputs.prepared is not None:
         check_data(found[-1], state, inputs.prepared.trained)
     check_unfinished(config.steps, run_dir, state.step)
-    layout = other_layout(found[-1], config)
+    layout = other_layout(changes_since(found[-1], config))
     return f"resumes from step {state.step} of {config.steps}, {found[-1]}{layout}"
 
 

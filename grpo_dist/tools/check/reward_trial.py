@@ -54,8 +54,8 @@ class RewardTrial:
 def try_rewards(rewards: RewardsConfig, sampling: SamplingConfig, prompt: Prompt) -> RewardTrial:
     """Try each form of an answer until the right answer gets more than the wrong one, or less.
 
-    Where neither happens, returns the first form that all rewards score. Reward models and environments are not
-    asked. Raises ValueError for rewards that cannot be used.
+    Where neither happens, returns the first form that all rewards score. Reward models and environments are
+    not asked. Raises ValueError for rewards that cannot be used.
     """
     from actors.workers.reward import RewardWorker  # Ray: no module of grpo_dist imports it at its top
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.stage_log import print_line
-from grpo_dist.tools.arguments import add_command, split_overrides
+from grpo_dist.tools.arguments import add_command, add_inputs, split_overrides
 
 
 def add_commands(commands: Any) -> None:
@@ -16,16 +16,15 @@ def add_commands(commands: Any) -> None:
         "rerunning the command resumes an interrupted evaluation and reuses finished problems"
     )
     sub = add_command(commands, "eval", text, _eval)
-    sub.add_argument(
-        "config", nargs="?", metavar="MODEL",
-        help="model directory, hub id, run directory, or a configuration (YAML) with `model.path`",
-    )  # fmt: skip
-    sub.add_argument(
-        "overrides", nargs="*", metavar="DATA | key=value",
-        help="gsm8k, math500, aime24, aime25, amc23, a JSONL or Parquet file, a data set directory or hub "
+    add_inputs(
+        sub,
+        "model directory, hub id, run directory, or a configuration (YAML) with `model.path`",
+        "gsm8k, math500, aime24, aime25, amc23, a JSONL or Parquet file, a data set directory or hub "
         "id; default: `data.eval` of the configuration or run. E.g. evaluation.samples_per_prompt=8 "
         "evaluation.k=[1,8] sampling.max_new_tokens=4096",
-    )  # fmt: skip
+        nargs="?",
+        metavars=("MODEL", "DATA | key=value"),
+    )
     sub.add_argument(
         "--data-dir",
         type=Path,

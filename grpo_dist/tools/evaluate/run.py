@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from grpo_dist.config import Config, DataSourceConfig, EvaluationConfig
 from grpo_dist.data.readers import OwnProblems, common_columns, read_all
@@ -33,7 +34,7 @@ from grpo_dist.runtime.stage_log import stage, stages_logged
 from grpo_dist.tools.evaluate.benchmarks import breakdown
 from grpo_dist.tools.evaluate.compare import compare
 from grpo_dist.tools.evaluate.result import RESULT, EvaluationResult, JudgedProblem, read_earlier
-from grpo_dist.tools.evaluate.store import Identity, Store, default_directory
+from grpo_dist.tools.evaluate.store import Identity, Store, default_directory, settings_of
 from grpo_dist.tools.evaluate.table import print_comparison, print_result
 from grpo_dist.tools.evaluate.target import configuration
 from grpo_dist.tools.evaluate.verdicts import Verdict, VerdictMaker, key_of
@@ -73,18 +74,28 @@ def evaluate_model(
         if not config.data.eval:
             raise ValueError("data.eval is empty; name at least one evaluation set")
         model_dir = resolve_model(config.model, config.sft, config.seed, say)
-        check_length(config, model_dir)
-        identity = Identity.of(config, model_dir)
+        check_length(config.model, model_dir, config.max_length)
+        identity = Identity.of(config.model.path, model_dir, settings_of(config))
         place = directory or default_directory(config.model, config.output_dir, identity)
         check_writable(place)
-        asked = _asked(config, model_dir, by, say)
+        sections = PromptSections(config.data, config.rewards, config.environments)
+        tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
+        asked = _asked(sections, config.evaluation, tokenizer, by, say)
         store = Store(place, identity, fresh=fresh)
         store.begin()
         earlier = read_earlier(place, {own.name: {p.uid for p in own.prompts} for own in asked})
     if store.moved:
         say(f"{place}: moved the earlier evaluation to {store.moved}")
     with store.alone():
-        _sample_missing(config, model_dir, asked, store, say)
+        sample_s = config.cluster.timeouts.sample_s
+        draw = Draw.of(config.evaluation, config.sampling, seed=config.seed, sample_s=sample_s)
+        if missing := _missing(asked, store, say):
+            with refusals():
+                check_scoring(config.rewards, config.sampling)
+            with stages_logged(say):
+                workers = evaluation_workers(config, model_dir)
+                verdicts = VerdictMaker(config.rewards)
+                asyncio.run(_sample(workers, draw, verdicts, missing, store, say))
         result = EvaluationResult.of(identity, list(_judged(asked, store, config.evaluation.k)))
         result.with_earlier(earlier).write(place)
     print_result(result, str(place))
@@ -94,30 +105,29 @@ def evaluate_model(
     return result
 
 
-def _asked(config: Config, model_dir: Path, by: Sequence[str], say: Callable[[str], None]) -> list[Asked]:
+def _asked(
+    sections: PromptSections,
+    evaluation: EvaluationConfig,
+    tokenizer: Any,
+    by: Sequence[str],
+    say: Callable[[str], None],
+) -> list[Asked]:
     """Load the sets with their prompts.
 
     Columns that only the breakdown needs are hidden from the rewards, which see the same as in training.
     """
-    own = own_problems(config.data, config.environments)
-    columns = [_columns(source, by, own) for source in config.data.eval]
+    own, sets = own_problems(sections.data, sections.environments), sections.data.eval
+    columns = [_columns(source, by, own) for source in sets]
     for name in by:
         if not any(name in found for found in columns):
             raise ValueError(f"--by {name}: no data set has such a column")
     sources = [
         s.model_copy(update={"columns": tuple(dict.fromkeys([*s.columns, *found]))})
-        for s, found in zip(config.data.eval, columns, strict=True)
+        for s, found in zip(sets, columns, strict=True)
     ]
-    tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-    sets = prepare_eval(
-        PromptSections(config.data, config.rewards, config.environments),
-        read_all(sources, "data.eval", own),
-        tokenizer,
-        [],
-        say,
-    )
-    own_columns = [source.columns for source in config.data.eval]
-    return [_split(*found, config.evaluation) for found in zip(sets, own_columns, columns, strict=True)]
+    loaded = prepare_eval(sections, read_all(sources, "data.eval", own), tokenizer, [], say)
+    own_columns = [source.columns for source in sets]
+    return [_split(*found, evaluation) for found in zip(loaded, own_columns, columns, strict=True)]
 
 
 def _columns(source: DataSourceConfig, by: Sequence[str], own: OwnProblems) -> list[str]:
@@ -133,33 +143,18 @@ def _split(found: EvalSet, own: Sequence[str], by: Sequence[str], evaluation: Ev
     return Asked(found.name, kept, values)
 
 
-def _sample_missing(
-    config: Config, model_dir: Path, asked: list[Asked], store: Store, say: Callable[[str], None]
-) -> None:
-    """Sample every problem that has no verdict yet. Start no engine when there is none."""
-    missing = _missing(asked, store)
-    todo, total = sum(len(prompts) for _, prompts in missing), sum(len(a.prompts) for a in asked)
-    if not todo:
-        say(f"all {total} problems are done: {store.directory}")
-        return
-    if todo < total:
-        say(f"{total - todo} of {total} problems are done")
-    with refusals():
-        check_scoring(config.rewards, config.sampling)
-    with stages_logged(say):
-        sample_s = config.cluster.timeouts.sample_s
-        draw = Draw.of(config.evaluation, config.sampling, seed=config.seed, sample_s=sample_s)
-        workers = evaluation_workers(config, model_dir)
-        asyncio.run(_sample(workers, draw, VerdictMaker(config.rewards), missing, store, say))
-
-
-def _missing(asked: list[Asked], store: Store) -> list[tuple[str, list[Prompt]]]:
-    """Return the name of each set with its prompts that have no verdict."""
+def _missing(asked: list[Asked], store: Store, say: Callable[[str], None]) -> list[tuple[str, list[Prompt]]]:
+    """Return the name of each set with its prompts that have no verdict, and say how many have one."""
     parts = []
     for own in asked:
         known = store.verdicts(own.name)
         prompts = [p for p in own.prompts if key_of(p) not in known]
         parts += [(own.name, prompts)] if prompts else []
+    todo, total = sum(len(prompts) for _, prompts in parts), sum(len(own.prompts) for own in asked)
+    if not todo:
+        say(f"all {total} problems are done: {store.directory}")
+    elif todo < total:
+        say(f"{total - todo} of {total} problems are done")
     return parts
 
 

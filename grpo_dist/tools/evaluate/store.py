@@ -54,11 +54,11 @@ class Identity:
     digest: str
 
     @classmethod
-    def of(cls, config: Config, model_dir: Path) -> Identity:
-        settings = settings_of(config)
-        model = fingerprint(model_dir)
-        digest = hashlib.sha256(json.dumps([model, settings], sort_keys=True, default=str).encode())
-        return cls(config.model.path, model, masked(settings), digest.hexdigest()[:16])
+    def of(cls, model: str, model_dir: Path, settings: dict[str, Any]) -> Identity:
+        """Return the identity of an evaluation of ``model``, as given, with `settings_of`."""
+        files = fingerprint(model_dir)
+        digest = hashlib.sha256(json.dumps([files, settings], sort_keys=True, default=str).encode())
+        return cls(model, files, masked(settings), digest.hexdigest()[:16])
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from grpo_dist.config import Config
 from grpo_dist.tools.bench.child import Barrier
-from grpo_dist.tools.gpu_check.trainer_job import Ranks, make_trainer
+from grpo_dist.tools.gpu_check.trainer_job import Ranks, TrainerSections, make_trainer
 from grpo_dist.types import TrainBatch
 
 
-def measure(barrier: Barrier, *, config: Config, model_dir: str, port: int, batch: TrainBatch) -> np.ndarray:
+def measure(barrier: Barrier, *, sections: TrainerSections, port: int, batch: TrainBatch) -> np.ndarray:
     """Return float32 [B, T], nats, of the tokens in the loss mask of ``batch``."""
-    trainer = make_trainer(config, model_dir, Ranks(0, 1, port))
+    trainer = make_trainer(sections, Ranks(0, 1, port))
     found: np.ndarray = trainer.logprobs(batch)[0].numpy()
     trainer.close()
     return found

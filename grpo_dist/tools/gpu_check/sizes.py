@@ -114,4 +114,5 @@ def update_size(task: CheckTask, *, dtype: str, **policy: Any) -> UpdateSize:
 def planned(task: CheckTask, config: Config, size: UpdateSize) -> Footprint:
     """Return the memory that `plan` expects of a policy rank on this GPU."""
     workload, memory = workload_of(config, prompt_tokens=size.prompt), int(task.known.get(MEMORY, 0))
-    return policy_rank(config, model_of(config), Sizes.of(config, gpu=True, memory=memory), workload)
+    model = model_of(config.model, config.sft, config.seed)
+    return policy_rank(config, model, Sizes.of(config, gpu=True, memory=memory), workload)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from grpo_dist.batch.rows import make_batch
-from grpo_dist.config import Config
+from grpo_dist.config import ModelConfig, PolicyConfig
 from grpo_dist.policy.extensions import build_in_own_directory
-from grpo_dist.policy.loss import LossSettings
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
 from grpo_dist.policy.weight_buckets import Checksum
 from grpo_dist.runtime.hardware import device_type
@@ -29,6 +28,16 @@ _TIMES = 2  # timed updates, and turns of the states
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerSections:
+    """What a trainer is made from. It travels to the processes of the ranks."""
+
+    policy: PolicyConfig
+    model: ModelConfig
+    model_dir: str
+    settings: TrainerSettings
+
+
+@dataclass(frozen=True, slots=True)
 class Ranks:
     """``index`` of ``count`` ranks, which meet at ``port`` of this machine."""
 
@@ -38,12 +47,12 @@ class Ranks:
 
 
 def measure(
-    barrier: Barrier, *, config: Config, model_dir: str, ranks: Ranks, size: UpdateSize, timed: bool
+    barrier: Barrier, *, sections: TrainerSections, ranks: Ranks, size: UpdateSize, timed: bool
 ) -> dict[str, Any]:
     """Return `norm`, `logprobs` and `gradients` of a first update; if ``timed`` also the seconds and the peak
     bytes of a later one, and what moving the states does. Peaks and moves are of GPUs alone.
     """
-    trainer = make_trainer(config, model_dir, ranks)
+    trainer = make_trainer(sections, ranks)
     batch = made_batch(size, trainer.engine.module.model.config.vocab_size)
     found: dict[str, Any] = {"logprobs": _logprobs(trainer, batch)}
     trainer.accumulate(PreparedBatch.of(batch, old_logprobs=None, policy_mask=None))
@@ -85,19 +94,11 @@ def made_batch(size: UpdateSize, vocabulary: int) -> TrainBatch:
     return make_batch(groups, advantages, ref_logprobs=None, max_new_tokens=size.completion)
 
 
-def make_trainer(config: Config, model_dir: str, ranks: Ranks) -> Trainer:
-    """Make the trainer of a run with ``config``. Collective over ``ranks``."""
+def make_trainer(own: TrainerSections, ranks: Ranks) -> Trainer:
+    """Make the trainer of a run. Collective over ``ranks``."""
     build_in_own_directory()
-    settings = TrainerSettings(
-        loss=LossSettings(),
-        temperature=config.sampling.first_temperature,
-        token_budget=config.batch.micro_batch_tokens,
-        epochs=1,
-        total_updates=10,
-        seed=config.seed,
-    )
     rank = Rank(ranks.index, ranks.count, "127.0.0.1", ranks.port, _COLLECTIVE_S)
-    return Trainer(rank, config.policy, model=config.model, model_dir=model_dir, settings=settings)
+    return Trainer(rank, own.policy, model=own.model, model_dir=own.model_dir, settings=own.settings)
 
 
 def _logprobs(trainer: Trainer, batch: TrainBatch) -> np.ndarray:

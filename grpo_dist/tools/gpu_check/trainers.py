@@ -10,11 +10,12 @@ import numpy as np
 from actors.transfer.transport import free_port
 from grpo_dist.config import Config, ModelConfig
 from grpo_dist.demo.model import random_model
+from grpo_dist.policy.loss import LossSettings
+from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.hardware import available_cpus
 from grpo_dist.tools.bench.limits import run_jobs
-from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.gpu_check.sizes import UpdateSize
-from grpo_dist.tools.gpu_check.trainer_job import Ranks
+from grpo_dist.tools.gpu_check.trainer_job import Ranks, TrainerSections
 from grpo_dist.types import TrainBatch
 
 
@@ -23,30 +24,31 @@ def model_dir_of(model: ModelConfig, seed: int) -> str:
     return str(random_model(Path(model.path.removeprefix("random:")), seed=seed))
 
 
-def run_trainers(
-    task: CheckTask, config: Config, size: UpdateSize, *, timed: bool = False
-) -> list[dict[str, Any]]:
-    """Run `trainer_job.measure` on all ranks of ``config``; return what each found."""
-    count, port = config.policy.num_workers, free_port("127.0.0.1")
-    common = {
-        "config": config,
-        "model_dir": model_dir_of(config.model, config.seed),
-        "size": size,
-        "timed": timed,
-    }
+def trainer_sections(config: Config) -> TrainerSections:
+    """Return what the trainer of a run with ``config`` is made from."""
+    settings = TrainerSettings(
+        loss=LossSettings(),
+        temperature=config.sampling.first_temperature,
+        token_budget=config.batch.micro_batch_tokens,
+        epochs=1,
+        total_updates=10,
+        seed=config.seed,
+    )
+    return TrainerSections(config.policy, config.model, model_dir_of(config.model, config.seed), settings)
+
+
+def run_trainers(sections: TrainerSections, size: UpdateSize, *, timed: bool = False) -> list[dict[str, Any]]:
+    """Run `trainer_job.measure` on all ranks of the policy; return what each found."""
+    count, port = sections.policy.num_workers, free_port("127.0.0.1")
+    common = {"sections": sections, "size": size, "timed": timed}
     jobs = [{"ranks": Ranks(index, count, port), **common} for index in range(count)]
     threads = max(1, available_cpus() // count)
     return run_jobs("grpo_dist.tools.gpu_check.trainer_job", jobs, threads=threads, gpus=1)
 
 
-def trainer_logprobs(config: Config, batch: TrainBatch) -> np.ndarray:
+def trainer_logprobs(sections: TrainerSections, batch: TrainBatch) -> np.ndarray:
     """Return the trainer's log-probs of the tokens in the loss mask of ``batch``, float32 [B, T]."""
-    job = {
-        "config": config,
-        "model_dir": model_dir_of(config.model, config.seed),
-        "port": free_port("127.0.0.1"),
-        "batch": batch,
-    }
+    job = {"sections": sections, "port": free_port("127.0.0.1"), "batch": batch}
     found: list[np.ndarray] = run_jobs(
         "grpo_dist.tools.gpu_check.logprob_job", [job], threads=available_cpus(), gpus=1
     )

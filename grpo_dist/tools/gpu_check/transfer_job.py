@@ -75,7 +75,7 @@ def _sender(barrier: Barrier, plan: TransferPlan) -> dict[str, Any]:
     barrier.wait()  # bounded: it ends with its parent
     begin, lost = time.perf_counter(), False
     try:
-        for _ in range(_TIMES):  # more than a connection takes while nobody reads
+        for _ in range(_TIMES):  # more than a connection takes while its peer does not read
             send(transport, _buckets(plan, held), plan.specs, plan.bucket_bytes)
     except TransferLost:
         lost = True

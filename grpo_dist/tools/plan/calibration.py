@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from actors.workers.engine_settings import EngineSpec
 from grpo_dist.config import BatchConfig, Config, PolicyConfig
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult
@@ -69,7 +70,7 @@ def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
     """Calibrate with ``result``. Raises UserError for other hardware, or too few measurements."""
     _check_hardware(result, cluster)
     config = Config.model_validate(result.config)
-    model, gpu = model_of(config), cluster.card is not None
+    model, gpu = model_of(config.model, config.sft, config.seed), cluster.card is not None
     cpus = None if gpu else int(result.machine["cores"])
     roles = roles_of(config, model, _own_cluster(result, cluster), cpus=cpus)
     peaks = Peaks.of(cluster) if gpu else _cpu_peaks(result, config.policy, roles)
@@ -154,9 +155,6 @@ def _steps(result: BenchResult) -> list[list[tuple[int, tuple[int, ...]]]]:
 
 def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], result: BenchResult) -> Reached:
     """Calibrate decoding with the engine's single steps and with the overhead of the loop's engine."""
-    # No module of grpo_dist imports the actors at its top.
-    from actors.workers.engine_settings import EngineSpec
-
     curve = _curve(rates, result)
     reached = replace(rates.reached, decode_curve=curve, step_s=0.0)
     capacity = EngineSpec.of(rates.config, Path()).max_num_seqs

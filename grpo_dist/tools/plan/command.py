@@ -147,7 +147,7 @@ def made_setting(
     known, unplanned = reward_models_of(config.rewards)
     return Setting(
         cluster,
-        model or model_of(config),
+        model or model_of(config.model, config.sft, config.seed),
         workload,
         calibration,
         assumed.failure_hours * _HOUR_S,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from actors.workers.engine_settings import GPU_MEMORY, EngineSpec
 from grpo_dist.config import BatchConfig, Config, PolicyConfig, RolloutConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import GIB
@@ -76,9 +77,6 @@ def rollout_engine(
     """Return the memory of an engine on each of its GPUs. ``memory``: bytes of a GPU; 0: none, the cache is
     configured. ``asleep``: bytes that others keep on the same GPU while it samples.
     """
-    # No module of grpo_dist imports the actors at its top.
-    from actors.workers.engine_settings import EngineSpec
-
     rollout, tensor_parallel, b = config.rollout, config.rollout.tensor_parallel_size, sizes.itemsize
     s = model.shape
     sequences = EngineSpec.of(config, Path(), colocated=asleep > 0).max_num_seqs
@@ -92,8 +90,6 @@ def rollout_engine(
         "runtime": round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["rollout"]),
     }
     if sizes.gpu:
-        from actors.workers.engine_settings import GPU_MEMORY  # as above
-
         share = rollout.gpu_memory_utilization or GPU_MEMORY[asleep > 0]
         cache = min(int(memory * share), memory - asleep) - sum(parts.values())
     elif rollout.kv_cache_gib:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import Config, ModelConfig, RewardModelConfig
+from grpo_dist.config import ModelConfig, RewardModelConfig, SFTConfig
 from grpo_dist.errors import UserError
 from grpo_dist.policy.gguf_model import gguf_config, is_gguf
 from grpo_dist.runtime.json_files import read_json
 from grpo_dist.tools.bench.flops import Shape
 
-# What a layer has besides the matrices of `Shape`, by model_type: biases of query, key and value; norms of
-# query and key.
+# What a layer has in addition to the matrices of `Shape`, by model_type: biases of query, key and value;
+# norms of query and key.
 _BIAS = ("qwen2", "qwen2_moe")
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
 _DENSE = ("qwen2", "qwen3", "llama", "mistral")
@@ -180,16 +180,16 @@ def published(hub_id: str) -> ModelShape | None:
     return from_config_json(found, hub_id) if found else None
 
 
-def model_of(config: Config, model: ModelConfig | None = None) -> ModelShape:
-    """Return the sizes of ``model``, None: of the policy's: a directory, `demo:`, `random:`, the cold start's
-    model, or a hub id in the local cache or the table here. Nothing is fetched. Raises UserError where they
-    are unknown.
+def model_of(model: ModelConfig, sft: SFTConfig | None, seed: int) -> ModelShape:
+    """Return the sizes of ``model``: a directory, `demo:`, `random:`, the model of the cold start ``sft``, or
+    a hub id in the local cache or the table here; nothing is fetched. ``seed``: of models of the demo.
+
+    Raises UserError where the sizes are unknown.
     """
-    model = model or config.model
     path = model.path
     if path == "sft":
-        assert config.sft is not None  # the configuration was checked
-        path = config.sft.model
+        assert sft is not None  # the configuration was checked
+        path = sft.model
     if path.startswith("random:"):
         return _read(Path(path.removeprefix("random:")).expanduser(), _policy(path))
     if path == "demo:smollm2":
@@ -198,7 +198,7 @@ def model_of(config: Config, model: ModelConfig | None = None) -> ModelShape:
         from grpo_dist.demo.model import cached_model  # only for the models of the demo
 
         try:
-            made = cached_model(path.removeprefix("demo:"), seed=config.seed) / "config.json"
+            made = cached_model(path.removeprefix("demo:"), seed=seed) / "config.json"
             return _read(made, _policy(path))
         except ValueError as error:
             raise UserError(str(error)) from error

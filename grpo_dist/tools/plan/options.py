@@ -169,7 +169,7 @@ def footprints(
     for judge in reward_models:
         found[role_of(judge.settings)] = reward_model_worker(config.max_length, judge, sizes)
     for teacher in config.distillation.of_own_models:
-        own_shape = model_of(config, teacher.model_section(config.model))
+        own_shape = model_of(teacher.model_section(config.model), config.sft, config.seed)
         worker = teachers.teacher_worker(teacher, config.max_length, own_shape, sizes, workload)
         found[teachers.role_of(teacher)] = worker
     if not sharing:

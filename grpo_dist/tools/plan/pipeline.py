@@ -151,7 +151,7 @@ def _model(stage: ResolvedStage, models: Mapping[str, ModelShape]) -> ModelShape
     symbolic = stage.symbolic
     start = symbolic.sft.model if stage.kind == "sft" and symbolic.sft else symbolic.model.path
     if not start.startswith("stage:"):
-        return model_of(stage.config)
+        return model_of(stage.config.model, stage.config.sft, stage.config.seed)
     earlier = start.removeprefix("stage:")
     if earlier not in models:
         raise UserError(f"the sizes of the model of stage `{earlier}` are unknown")

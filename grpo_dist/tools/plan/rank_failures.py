@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from grpo_dist.config import Config
+from grpo_dist.config import CheckpointConfig, RestartsConfig
 
 RESTART_S = 120.0  # assumed: a process that loads a model and joins the others
 
@@ -30,7 +30,15 @@ class RankFailures:
 
 
 def rank_failures(
-    config: Config, *, step_s: float, unseen_s: float, failure_every_s: float, restart_s: float
+    ranks: int,
+    checkpoint: CheckpointConfig,
+    restarts: RestartsConfig,
+    *,
+    steps: int,
+    step_s: float,
+    unseen_s: float,
+    failure_every_s: float,
+    restart_s: float,
 ) -> RankFailures | None:
     """Estimate what failures of policy ranks cost a run; None where ``failure_every_s`` is 0.
 
@@ -39,18 +47,17 @@ def rank_failures(
     """
     if not failure_every_s:
         return None
-    every_s = failure_every_s / config.policy.num_workers
+    every_s = failure_every_s / ranks
 
-    def seconds(steps: int) -> float:
-        return stretch_s(steps, step_s=step_s, unseen_s=unseen_s, every_s=every_s, restart_s=restart_s)
+    def seconds(count: int) -> float:
+        return stretch_s(count, step_s=step_s, unseen_s=unseen_s, every_s=every_s, restart_s=restart_s)
 
-    between = min(config.checkpoint.every or config.steps, config.steps)
-    whole, rest = divmod(config.steps, between)
+    between = min(checkpoint.every or steps, steps)
+    whole, rest = divmod(steps, between)
     expected_s = whole * seconds(between) + (seconds(rest) if rest else 0.0)
-    restarts = config.cluster.restarts
     # The run ends when as many failures as it can restart from follow another one within the window.
     spent = expected_s / every_s * at_least(restarts.max_per_worker, restarts.window_s / every_s)
-    return RankFailures(every_s, restart_s, config.steps * step_s, expected_s, -math.expm1(-spent))
+    return RankFailures(every_s, restart_s, steps * step_s, expected_s, -math.expm1(-spent))
 
 
 def stretch_s(steps: int, *, step_s: float, unseen_s: float, every_s: float, restart_s: float) -> float:

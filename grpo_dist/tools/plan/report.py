@@ -195,7 +195,7 @@ def _host(option: Option, cluster: ClusterShape) -> list[str]:
     kinds = dict.fromkeys(kind for need in option.memory.values() for kind in need.host | need.host_first)
     lines = [
         f"host memory of a node: {needed / GIB:,.0f} of {cluster.host / GIB:,.0f} GiB (assumed) for "
-        f"{', '.join(kinds)}, beside what each process itself takes"
+        f"{', '.join(kinds)}, in addition to what each process itself takes"
     ]
     if option.roles.sharing:
         peaks, reached = rates.peaks, rates.reached
@@ -259,9 +259,12 @@ def rank_failures_of(planned: Planned, setting: Setting) -> RankFailures | None:
     """Estimate what failing policy ranks cost; None without `--failure-hours`. An engine on the same GPU
     notices a failure at once.
     """
-    run, scenario = planned.simulated, planned.option.scenario
+    run, scenario, config = planned.simulated, planned.option.scenario, planned.option.config
     return rank_failures(
-        planned.option.config,
+        config.policy.num_workers,
+        config.checkpoint,
+        config.cluster.restarts,
+        steps=config.steps,
         step_s=run.step_s,
         unseen_s=0.0 if scenario.sharing else run.idle["policy"] * run.step_s,
         failure_every_s=setting.failure_every_s,

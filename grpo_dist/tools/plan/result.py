@@ -12,8 +12,8 @@ from grpo_dist.tools.plan.whole_run import WholeRun
 @dataclass(frozen=True)
 class Plan:
     """``configured``: the configuration as it is, with ``simulated`` what it would do; None where ``refused``
-    says why it cannot run. ``found``: the best option of each cell of the sweep, the configuration's own cell
-    first. ``tried``: what was looked at in that cell. ``whole``: the run of ``simulated``, or of the first of
+    is why it cannot run. ``found``: the best option of each cell of the sweep, the configuration's own cell
+    first. ``tried``: what was tried in that cell. ``whole``: the run of ``simulated``, or of the first of
     ``found``. ``begins_with``: tokens, the shortest `sampling.max_new_tokens` of the run.
     """
 

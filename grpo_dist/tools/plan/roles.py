@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from actors.placement.demands import Resources, describe, is_colocated, placement
+from actors.placement.fitting import Node, bundles, too_large
 from grpo_dist.config import Config, PolicyConfig, RolloutConfig
 from grpo_dist.errors import UserError
 from grpo_dist.tools.plan import teachers
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.reward_models import role_of
-
-if TYPE_CHECKING:
-    from actors.placement.demands import Resources
 
 _CPUS_PER_GPU = 12  # assumed for nodes with GPUs
 
@@ -42,9 +40,6 @@ class Roles:
 
 def made_roles(config: Config, has: Resources) -> Roles:
     """Return the roles of ``config`` on devices of which ``has`` are there. Raises UserError for too few."""
-    # No module of grpo_dist imports the actors at its top.
-    from actors.placement.demands import describe, is_colocated, placement
-
     demands = placement(config, has, training=True)
     rollout, policy = demands.get("rollout"), demands["policy"]  # supervised training has no engine
     shared = {role for role, demand in demands.items() if demand.shared}
@@ -74,9 +69,6 @@ def made_roles(config: Config, has: Resources) -> Roles:
 
 def roles_of(config: Config, model: ModelShape, cluster: ClusterShape, *, cpus: int | None = None) -> Roles:
     """Place the roles of ``config``. ``cpus``: of a machine without GPUs. Raises UserError for a misfit."""
-    from actors.placement.demands import Resources, placement  # as in `made_roles`
-    from actors.placement.fitting import Node, bundles, too_large
-
     has = Resources(cpus or max(1, cluster.gpus * _CPUS_PER_GPU), cluster.gpus)
     roles = made_roles(config, has)
     if cluster.gpus:

@@ -28,5 +28,5 @@ def teacher_worker(
 
 def rates_of(teacher: TeacherConfig, rates: Rates) -> Rates:
     """Return ``rates`` for the teacher's model."""
-    shape = model_of(rates.config, teacher.model_section(rates.config.model))
+    shape = model_of(teacher.model_section(rates.config.model), rates.config.sft, rates.config.seed)
     return Rates(rates.config, shape, rates.sizes, rates.peaks, rates.reached)

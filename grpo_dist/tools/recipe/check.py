@@ -188,8 +188,8 @@ def _check_sample(stage: ResolvedStage, config: Config) -> None:
 def _check_sampling(config: Config) -> None:
     check_scoring(config.rewards, config.sampling)
     check_backend(config.weight_sync)
-    refuse(engine_problems(config, device_type()))
-    check_length(config, Path(config.model.path))
+    refuse(engine_problems(config.rollout, config.algorithm, device_type()))
+    check_length(config.model, Path(config.model.path), config.max_length)
 
 
 def _check_prompts(model: ModelConfig, sections: PromptSections, sources: list[DataSourceConfig]) -> None:

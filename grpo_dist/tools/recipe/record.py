@@ -1,6 +1,6 @@
 """The record of a stage: `stage.json` in its directory, written atomically before and after the work.
 
-A stage is complete when its record says so with the current settings and inputs. The record has the settings
+A stage is complete when its record is, with the current settings and inputs. The record has the settings
 themselves, so that an error can name the changed ones. Inputs are fingerprints: the contents of a file, or
 the id of the completed record of an earlier stage.
 """
@@ -123,7 +123,7 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
     if stage.kind != "sft":
         own = stage.config
         digest = (
-            digest_of_run(own) if stage.kind == "grpo"
+            digest_of_run(own.own_pieces, own.rewards, own.data) if stage.kind == "grpo"
             else digest_of_samples(own.rollout, own.rewards, own.data)
         )  # fmt: skip
         found |= {f"own code {label}": code for label, code in digest.items()}

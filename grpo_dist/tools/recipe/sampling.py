@@ -44,7 +44,7 @@ def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) ->
     """
     with refusals():
         model_dir = resolve_model(config.model, config.sft, config.seed, say)
-        check_length(config, model_dir)
+        check_length(config.model, model_dir, config.max_length)
         tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
         own = own_problems(config.data, config.environments)
         sections = PromptSections(config.data, config.rewards, config.environments)

@@ -17,11 +17,16 @@ from typing import Any
 from grpo_dist.config import Config
 from grpo_dist.errors import refusals
 from grpo_dist.runs.identity import without_layout
+from grpo_dist.runs.prepare_supervised import starting_model, supervised
+from grpo_dist.runs.run import finished_steps
+from grpo_dist.runs.session import train
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.json_files import without_nan
+from grpo_dist.tools.evaluate.run import evaluate_model
 from grpo_dist.tools.recipe.check import evaluates
 from grpo_dist.tools.recipe.config import Kind, ResolvedStage
 from grpo_dist.tools.recipe.record import StageRecord
+from grpo_dist.tools.recipe.sampling import run_sampling
 
 Measures = dict[str, float | None]  # by metric, e.g. eval/SET/pass@1; None: no estimate
 
@@ -42,10 +47,6 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
     ``before``: the evaluation of the initial model if an earlier stage has it; otherwise it is made here when
     `evaluation.before` is set.
     """
-    from grpo_dist.runs.prepare_supervised import starting_model, supervised  # imports transformers
-    from grpo_dist.runs.run import finished_steps
-    from grpo_dist.runs.session import train  # imports the actors
-
     settings = stage.config.sft
     assert settings is not None  # an sft stage has the section
     if finished_steps(stage.directory) is None:
@@ -64,10 +65,6 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
 
 def run_grpo_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], None]) -> StageResult:
     """Train, and return the run's evaluations before its first and after its last step, if it made them."""
-    # These import the actors, which a sample stage does not need.
-    from grpo_dist.runs.run import finished_steps
-    from grpo_dist.runs.session import train
-
     if finished_steps(stage.directory) != stage.config.steps:
         train(stage.config, identity=stage.symbolic)
     lines = [json.loads(text) for text in (stage.directory / "metrics.jsonl").read_text().splitlines()]
@@ -78,8 +75,6 @@ def run_grpo_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], 
 
 
 def run_sample_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], None]) -> StageResult:
-    from grpo_dist.tools.recipe.sampling import run_sampling  # sampling, which not every stage has
-
     return StageResult(counts=run_sampling(stage.config, stage.directory, say))
 
 
@@ -116,8 +111,6 @@ def _protocol(settings: dict[str, Any]) -> dict[str, Any]:
 
 def evaluate_stage(config: Config, model_dir: Path, directory: Path, say: Callable[[str], None]) -> Measures:
     """Evaluate a model. The evaluation is kept in ``directory``, so that a killed stage resumes it."""
-    from grpo_dist.tools.evaluate.run import evaluate_model  # evaluation, which not every stage has
-
     model = config.model.model_copy(update={"path": str(model_dir)})
     own = config.model_copy(update={"model": model, "output_dir": str(directory)})
     return _measures(evaluate_model(own, say).metrics())

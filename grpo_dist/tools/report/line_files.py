@@ -6,7 +6,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,25 @@ Line = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Consecutive lines. ``payload``: their encoding; None if it was dropped to bound memory."""
-
-    version: str
-    weight: int
-    payload: Any
-
-
-@dataclass(frozen=True, slots=True)
 class Encoded:
     payload: Any
     weight: int = 0  # counts towards `most` of `LineFile`
+
+
+_DROPPED = Encoded(None)  # to bound memory
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive lines, whose ``version`` changes with them."""
+
+    version: str
+    encoded: Encoded
+
+    @property
+    def payload(self) -> Any:
+        """Their encoding; None if it was dropped."""
+        return self.encoded.payload
 
 
 class LineFile:
@@ -76,13 +83,12 @@ class LineFile:
                 torn += len(raw) - len(lines)
                 known = old[len(parts)] if len(parts) < len(old) else None
                 if known is None or known.version != version or known.payload is None:
-                    encoded = self._encode(lines)
-                    known = Part(version, encoded.weight, encoded.payload)
+                    known = Part(version, self._encode(lines))
                 parts.append(known)
-                kept += known.weight
+                kept += known.encoded.weight
                 while self._most is not None and kept > self._most and first < len(parts) - 1:
-                    kept -= parts[first].weight
-                    parts[first] = replace(parts[first], payload=None)
+                    kept -= parts[first].encoded.weight
+                    parts[first] = Part(parts[first].version, _DROPPED)
                     first += 1
         self.parts, self.torn, self.left_out = parts, torn, first
 

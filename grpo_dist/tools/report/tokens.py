@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.tools.report import episodes
 from grpo_dist.tools.report.rollouts import texts_of
 
@@ -83,8 +84,6 @@ def find_tokenizer(run: Path, config: dict[str, Any]) -> tuple[TokenTexts | None
                 return None, f"{path} cannot be read ({error})"
     model = _section(config, "model").get("path")
     if model in ("sft", "demo:tiny", "demo:small", "demo:micro"):
-        from grpo_dist.demo.tokenizer import character_tokenizer  # imports transformers
-
         return TokenTexts(character_tokenizer().backend_tokenizer), "the demo's tokenizer"
     return None, f"no tokenizer.json in {run} nor, on this machine, of model.path = {model}"
 

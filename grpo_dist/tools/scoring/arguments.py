@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.stage_log import print_line
-from grpo_dist.tools.arguments import add_command, split_overrides
+from grpo_dist.tools.arguments import add_command, add_inputs, split_overrides
 
 
 def add_commands(commands: Any) -> None:
@@ -16,14 +16,12 @@ def add_commands(commands: Any) -> None:
         "rewards, unscored completions and why, time per completion, and where graders disagree"
     )
     sub = add_command(commands, "score", text, _score)
-    sub.add_argument(
-        "config", metavar="COMPLETIONS",
-        help="JSONL with `problem`, `answer`, `completion` (or a list: `completions`) and any other columns",
-    )  # fmt: skip
-    sub.add_argument(
-        "overrides", nargs="*", metavar="CONFIG | key=value",
-        help="YAML file that gives `rewards` with weights and gates; overrides such as rewards.timeout_s=2",
-    )  # fmt: skip
+    add_inputs(
+        sub,
+        "JSONL with `problem`, `answer`, `completion` (or a list: `completions`) and any other columns",
+        "YAML file that gives `rewards` with weights and gates; overrides such as rewards.timeout_s=2",
+        metavars=("COMPLETIONS", "CONFIG | key=value"),
+    )
     sub.add_argument(
         "--reward", action="append", default=[], metavar="NAME",
         help="a built-in reward, or module:function (in code_paths=[DIR]); repeat to compare; default math",

@@ -102,7 +102,7 @@ def _check_sources(rewards: RewardsConfig, rows: Sequence[CompletionRow], column
     for row in rows:
         if rewards.by_source and columns.source not in row.record:
             raise UserError(
-                f"{row.location}: no column `{columns.source}`, which says the rewards of the row "
+                f"{row.location}: no column `{columns.source}`, which selects the rewards of the row "
                 "(rewards.by_source); --source-column names another, rewards.by_source={} gives all rows "
                 "those of rewards.functions"
             )

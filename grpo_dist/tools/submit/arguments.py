@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_dist.tools.arguments import add_command
+from grpo_dist.tools.arguments import add_command, add_inputs
 
 
 def add_commands(commands: Any) -> None:
@@ -26,8 +26,7 @@ def _add_submit(commands: Any) -> None:
         "compares them). Submitting a run again resumes it"
     )
     sub = add_command(commands, "submit", text, _submit)
-    sub.add_argument("config", help="YAML file, e.g. configs/demo.yaml")
-    sub.add_argument("overrides", nargs="*", metavar="key=value", help="as for `grpo-dist train`")
+    add_inputs(sub, "YAML file, e.g. configs/demo.yaml", "as for `grpo-dist train`")
     sub.add_argument("--to", required=True, choices=("ray", "slurm", "kuberay"))
     sub.add_argument("--dry-run", action="store_true", help="print exactly what would be submitted")
     sub.add_argument(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import CheckpointConfig, Config, RewardsConfig
-from grpo_dist.config.input_paths import input_paths
+from grpo_dist.config import CheckpointConfig, RewardsConfig
 from grpo_dist.config.secrets import HIDDEN, masked, masked_setting, masked_text
 from grpo_dist.errors import UserError
 from grpo_dist.tools.submit.job import Job, Variable
@@ -126,13 +125,13 @@ def check_output(output_dir: str, reason: str) -> None:
         )
 
 
-def check_not_left_behind(config: Config) -> None:
+def check_not_left_behind(inputs: Iterable[tuple[str, str, bool]], python: str | None) -> None:
     """Raise UserError for data, a model or an interpreter with a path relative to this directory, which does
-    not travel.
+    not travel. ``inputs``: as `input_paths` yields them; ``python``: `environments.python`.
     """
-    named = [(key, value) for key, value, _ in input_paths(config)]
-    if config.environments.python is not None:
-        named.append(("environments.python", config.environments.python))
+    named = [(key, value) for key, value, _ in inputs]
+    if python is not None:
+        named.append(("environments.python", python))
     for key, value in named:
         path = value.removeprefix("random:")
         if not Path(path).is_absolute() and Path(path).expanduser().exists():

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from actors.placement.demands import Demand, Resources, describe, placement
+from actors.placement.fitting import Node, bundles, fits
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.submit.job import Job
-
-if TYPE_CHECKING:
-    from actors.placement.demands import Demand, Resources
 
 _LEAST_CPUS, _CPUS_PER_GPU = 16, 8
 # Least and greatest value of each option.
@@ -34,40 +33,29 @@ class NodeSizes:
         """Return the number of nodes and a description of the placement. Raises UserError if ``nodes`` are
         too few.
         """
-        from actors.placement.demands import describe  # imports torch
-
         count, demands, has = self._fitted(config, target)
         return count, describe(demands, has)
 
     def idle(self, job: Job, target: str) -> str | None:
         """Return a warning if the job would hold GPUs that no worker uses, else None."""
-        from actors.placement.fitting import bundles  # imports torch
-
         count, demands, _ = self._fitted(job.config, target)
         per_node = self.gpus_per_node or 0
         held, used = count * per_node, sum(bundle.gpus for bundle in bundles(demands))
         if used >= held:
             return None
-        fewer = replace(self, gpus_per_node=used)
-        advice = f"give --gpus-per-node {used}, or " if count == 1 and fewer._fits(job.config, target) else ""
+        advice = ""
+        if count == 1:
+            with suppress(UserError):
+                if replace(self, gpus_per_node=used)._fitted(job.config, target)[0] == 1:
+                    advice = f"give --gpus-per-node {used}, or "
         return (
             f"warning: the job asks for {held} GPU(s), {count} node(s) with {per_node} each, and the run "
             f"uses {used}: {held - used} would be idle; {advice}raise `rollout.num_workers` or "
             "`policy.num_workers`"
         )
 
-    def _fits(self, config: Config, target: str) -> bool:
-        try:
-            return self._fitted(config, target)[0] == 1
-        except UserError:
-            return False
-
     def _fitted(self, config: Config, target: str) -> tuple[int, dict[str, Demand], Resources]:
         """Return the number of nodes, the demand of each role and the resources. Raises as `nodes_for`."""
-        # These import torch.
-        from actors.placement.demands import Resources, describe, placement
-        from actors.placement.fitting import Node, bundles, fits
-
         if self.gpus_per_node is None:
             raise UserError(f"--to {target}: give --gpus-per-node, the GPUs of a node (0: train on CPUs)")
         for name, (least, most) in _BOUNDS.items():

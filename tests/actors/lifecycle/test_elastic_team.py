@@ -123,7 +123,7 @@ def test_a_lost_guest_costs_no_restart_and_its_groups_are_sampled_by_others(ray_
     assert all(record.getMessage().startswith("rollout-1 is lost (") for record in caplog.records)
 
 
-def test_a_guest_that_cannot_start_is_reported_and_the_others_go_on(ray_cluster, caplog):
+def test_a_guest_that_cannot_start_is_reported_and_the_others_continue(ray_cluster, caplog):
     async def work(rollouts, team):
         spec = SimulatedSpec(RolloutConfig(), samples_per_prompt=2)
         team._guest = ACTORS.guest_maker(ray.remote(FailsToStart), spec)
@@ -140,7 +140,7 @@ def test_a_guest_that_cannot_start_is_reported_and_the_others_go_on(ray_cluster,
     assert "rollout-2 could not join (" in texts[1] and len(texts) == 2
 
 
-def test_a_guest_that_is_told_to_leave_before_it_serves_never_serves(ray_cluster):
+def test_a_guest_that_is_asked_to_leave_before_it_serves_never_serves(ray_cluster):
     async def work(rollouts, team):
         reached = asyncio.Event()
 

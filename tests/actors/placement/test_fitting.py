@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -17,6 +18,11 @@ from tests.support.made_placements import config, shape
 from tests.support.patience import HANG_S
 
 GPU = Bundle("policy", gpus=1, cpus=1)
+
+
+def refusal(asked, wanted, nodes):
+    training = any(bundle.role == "policy" for bundle in wanted)
+    return no_room(wanted, nodes, asked.cluster, partial(nearest, asked, training=training))
 
 
 def node(name, gpus, free_gpus, cpus=64.0, free_cpus=None):
@@ -117,7 +123,7 @@ def test_the_nearest_run_that_fits_keeps_most(wanted, free, near):
     assert nearest(shape(*wanted, where="separate"), nodes, training=True) == near
 
 
-def test_engines_can_be_put_on_the_policys_gpus_where_nothing_says_otherwise():
+def test_engines_can_be_put_on_the_policys_gpus_where_nothing_excludes_it():
     """Eight GPUs are enough for both, so that `auto` has them apart, but four of them are taken."""
     nodes = [node("a", 8, 4)]
     assert nearest(shape(4, 4), nodes, training=True) == {"cluster.placement": "colocated"}
@@ -132,7 +138,7 @@ def test_without_gpus_fewer_threads_are_near():
     wanted = bundles(placement(asked, Resources(16, 0, 16, shared=True), training=True))
     assert fits(wanted, [node("a", 0, 0, cpus=16, free_cpus=15)])
     assert not fits(wanted, nodes)
-    told = str(no_room(asked, wanted, nodes, 1.0))
+    told = str(refusal(asked, wanted, nodes))
     assert told.endswith("There is room for rollout.threads=4 policy.threads=4")
     uneven = [node("a", 0, 0, cpus=16), node("b", 0, 0, cpus=4)]  # 16 threads of each would reserve nothing
     assert nearest(asked, uneven, training=True) == {"rollout.threads": 8, "policy.threads": 8}
@@ -151,7 +157,7 @@ def test_gpus_that_suffice_in_total_but_not_per_node_are_reported_at_once():
 def test_capacity_that_came_too_late_is_reported():
     asked = shape(1, 1, where="separate")
     wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=True))
-    assert str(no_room(asked, wanted, [node("a", 8, 8)], 1.0)).endswith("start it again")
+    assert str(refusal(asked, wanted, [node("a", 8, 8)])).endswith("start it again")
 
 
 def test_nodes_that_an_autoscaler_adds_count_once():
@@ -163,12 +169,12 @@ def test_nodes_that_an_autoscaler_adds_count_once():
     assert grown([worker, worker, worker], to) == [worker] * 3
     asked = _growing(shape(1, 1, where="separate"), to)
     wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=True))
-    told = str(no_room(asked, wanted, [head], 1.0)).splitlines()
+    told = str(refusal(asked, wanted, [head])).splitlines()
     assert told[-1].startswith("It has not grown to 2 node(s) with 8 GPU(s) and 64 CPU(s) each")
     smaller = node("b", 8, 0, cpus=63)  # its GPUs are what counts
     assert len(grown([worker, smaller], to)) == 2
     asked = _growing(shape(2, 1, where="separate"), to)
-    taken = str(no_room(asked, wanted, [head, node("a", 8, 2), smaller], 1.0))
+    taken = str(refusal(asked, wanted, [head, node("a", 8, 2), smaller]))
     assert "has not grown" not in taken and taken.endswith("There is room for policy.num_workers=1")
     with pytest.raises(UserError, match=r"it has 16 with the nodes of `cluster\.grows_to`"):
         placement(_growing(shape(16, 16, where="separate"), to), Resources(128, 16), training=True)
@@ -191,7 +197,7 @@ def test_an_evaluation_needs_only_engines():
     asked = shape(4, 4, where="separate")
     assert nearest(asked, [node("a", 8, 2)], training=False) == {"rollout.num_workers": 2}
     wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=False))
-    told = str(no_room(asked, wanted, [node("a", 8, 2)], 1.0))
+    told = str(refusal(asked, wanted, [node("a", 8, 2)]))
     assert told.endswith("There is room for rollout.num_workers=2")
 
 
@@ -220,7 +226,7 @@ def test_the_message_names_what_is_needed_what_is_free_and_what_would_fit():
     asked = shape(4, 2, 2, where="separate")
     nodes = [node("10.0.0.1", 8, 4, free_cpus=60), node("10.0.0.2", 8, 2)]
     demands = placement(asked, Resources(128, 16, shared=True), training=True)
-    told = str(no_room(asked, bundles(demands), nodes, 300.0)).splitlines()
+    told = str(refusal(asked, bundles(demands), nodes)).splitlines()
     assert told == [
         "cluster: no room for this run within `cluster.timeouts.room_s` = 300 s; it asks for",
         "  policy: 4 x 1 GPU(s) and 1 CPU(s)",
@@ -232,5 +238,5 @@ def test_the_message_names_what_is_needed_what_is_free_and_what_would_fit():
         told[-1],
     ]
     assert told[-1] == "There is room for policy.num_workers=2"
-    nothing = str(no_room(config(), bundles(placement(config(), Resources(8, 2), training=True)), [], 1.0))
+    nothing = str(refusal(config(), bundles(placement(config(), Resources(8, 2), training=True)), []))
     assert nothing.endswith("There is no room for a smaller one either; wait for other jobs, or add nodes")

@@ -293,8 +293,8 @@ class Held:
 
     is_held, given_back = True, False
 
-    async def wait_ready(self, config):
-        self.waited_for = config
+    async def wait_ready(self, cluster, nearest):
+        self.waited_for = cluster
 
     def release(self):
         self.given_back = True
@@ -310,7 +310,7 @@ def test_restarted_workers_keep_their_reservation(monkeypatch):
 
     monkeypatch.setattr(own, "start_training", start_training)
     assert asyncio.run(own.start_again("model")) is False
-    assert reservation.waited_for is own._config
+    assert reservation.waited_for is own._config.cluster
     asyncio.run(own.stop_workers())
     assert reservation.given_back
 
@@ -322,7 +322,7 @@ EVALUATED = {
 
 
 @pytest.mark.parametrize("where", ["separate", "colocated"])
-def test_evaluation_with_engines_of_its_own_takes_gpus_that_nobody_shares(where):
+def test_evaluation_with_engines_of_its_own_takes_gpus_that_no_other_role_shares(where):
     wanted = config(
         **EVALUATED, policy={"num_workers": 2}, rollout={"num_workers": 2}, cluster={"placement": where}
     )
@@ -334,7 +334,7 @@ def test_evaluation_with_engines_of_its_own_takes_gpus_that_nobody_shares(where)
     assert "`evaluation.num_workers`" in str(refused.value)
 
 
-def test_evaluation_without_gpus_has_threads_besides_those_of_the_others():
+def test_evaluation_without_gpus_has_threads_in_addition_to_those_of_the_others():
     plain = config(**EVALUATED | {"evaluation": {}})
     own, without = (placement(c, LAPTOP, training=True) for c in (config(**EVALUATED), plain))
     assert own.pop("evaluation") == Demand(1, 0, 1) and own == without
@@ -342,7 +342,7 @@ def test_evaluation_without_gpus_has_threads_besides_those_of_the_others():
     assert placement(more, LAPTOP, training=True)["evaluation"].threads == 2
 
 
-def test_reward_models_that_take_turns_with_the_policy_cannot_score_beside_it():
+def test_reward_models_that_take_turns_with_the_policy_cannot_score_while_it_trains():
     wanted = config(**EVALUATED, **MODELS, cluster={"placement": "colocated"})
     with pytest.raises(UserError, match=r"`evaluation.num_workers` = 1: .* take turns with it"):
         placement(wanted, NODE, training=True)

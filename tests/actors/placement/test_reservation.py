@@ -1,4 +1,4 @@
-"""A run in a cluster of several nodes: its reservation beside another job (`multi_node_reservations`), an
+"""A run in a cluster of several nodes: its reservation next to another job (`multi_node_reservations`), an
 autoscaler (`multi_node_growth`), and an object store that is too small (`multi_node_spilling`).
 """
 

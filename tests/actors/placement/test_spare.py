@@ -15,7 +15,7 @@ def test_guests_go_to_the_fullest_nodes_that_have_all_they_take():
     assert pick(GPUS, 0, 5, 1) == []
 
 
-def test_the_wanted_number_is_read_from_a_file_and_what_is_no_number_is_said_once(tmp_path, caplog):
+def test_the_wanted_number_is_read_from_a_file_and_what_is_no_number_is_reported_once(tmp_path, caplog):
     path = tmp_path / "engines"
     wanted = wanted_in(path)
     assert wanted() is None

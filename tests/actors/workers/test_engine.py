@@ -17,15 +17,10 @@ from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.types import Prompt
 from tests.support.real_engine import PROMPTS, World, difference, same
+from tests.support.two_engines import world_of
 
 pytestmark = pytest.mark.machine
-
-
-@pytest.fixture(scope="module")
-def world(ray_cluster, tiny_model):
-    world = World(tiny_model)
-    yield world
-    world.close()
+world = world_of(World)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from tests.support.engine_arguments import arguments
 
 
 def problems(engine, device="cuda", **sections):
-    return list(engine_problems(fakes.config(rollout={"engine": engine}, **sections), device))
+    config = fakes.config(rollout={"engine": engine}, **sections)
+    return list(engine_problems(config.rollout, config.algorithm, device))
 
 
 @pytest.mark.parametrize(

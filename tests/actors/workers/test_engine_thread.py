@@ -203,7 +203,7 @@ def test_an_engine_with_pending_work_and_no_step_counts_as_stalled(monkeypatch):
         end.set()
         await busy
         await thread.pause(drain=False)
-        assert thread.work() is None  # it is not to go on
+        assert thread.work() is None  # it must not continue
         await thread.resume()
         assert thread.work() is not None
         waiting.cancel()
@@ -241,7 +241,7 @@ def test_a_model_that_does_not_load_fails_the_start(monkeypatch):
 
     async def run():
         thread = EngineThread({})
-        with pytest.raises(OSError, match="no such file"):  # itself: what it is decides who has to mend it
+        with pytest.raises(OSError, match="no such file"):  # itself: what it is decides who has to fix it
             await thread.start()
         await thread.shutdown()
         with pytest.raises(RuntimeError, match="not running"):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from actors.workers import environment_line
-from actors.workers.environment import Act, Begin
+from actors.workers.environment import Act, ActingEpisode
 from actors.workers.environment_line import EnvironmentLine
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.records import Action, Observed
@@ -23,25 +23,25 @@ class FakeWorker:
             setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
     async def _act(self, acts):
-        self.calls.append([act.episode for act in acts])
-        if any("lost" in act.episode for act in acts):
+        self.calls.append([act.episode.name for act in acts])
+        if any("lost" in act.episode.name for act in acts):
             raise ConnectionError("the worker is gone")
         await asyncio.sleep(0)
-        return [None if "slow" in act.episode else Observed(act.episode) for act in acts]
+        return [None if "slow" in act.episode.name else Observed(act.episode.name) for act in acts]
 
     async def _answer(self, episode):
         self.calls.append(episode)
         return Observed(f"late {episode}")
 
-    def _prepare(self, begins):
-        self.calls.append(("prepare", [begin.episode for begin in begins]))
+    def _prepare(self, episodes):
+        self.calls.append(("prepare", [episode.name for episode in episodes]))
 
     def _end(self, episodes):
         self.calls.append(("end", episodes))
 
 
 def act(episode):
-    return Act(episode, Task("toy"), Problem("p", "1"), Action("a"), 0)
+    return Act(ActingEpisode(episode, Task("toy"), Problem("p", "1")), Action("a"), 0)
 
 
 def run(session):
@@ -53,7 +53,7 @@ def test_episodes_of_one_moment_begin_in_one_call_before_they_act():
         worker = FakeWorker()
         line = EnvironmentLine(worker)
         for name in ("e:0", "e:1"):
-            line.begin(Begin(name, Task("toy"), Problem("p", "1")))
+            line.begin(ActingEpisode(name, Task("toy"), Problem("p", "1")))
         await line.act(act("e:0"))
         return worker.calls
 

@@ -70,7 +70,7 @@ def with_pool(play, restarts):
     return asyncio.run(session())
 
 
-def test_what_a_replacement_notes_is_said_once_and_engines_are_told_of_it(said):
+def test_what_a_replacement_notes_is_reported_once_and_engines_get_it(said):
     async def play(pool, told):
         for count in (1, 2):
             pool.workers[0].dead = True

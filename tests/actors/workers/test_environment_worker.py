@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from actors.workers import environment
-from actors.workers.environment import Act, EnvironmentWorker
+from actors.workers.environment import Act, ActingEpisode, EnvironmentWorker
 from actors.workers.environment_line import EnvironmentLine
 from grpo_dist.config import EnvironmentsConfig, SandboxConfig
 from grpo_dist.environments import runner
@@ -25,12 +25,13 @@ from tests.support.toy_environments import ToyWorker
 
 
 def act(episode, turn=0, **kwargs):
-    return Act(episode, Task("toy", {"turns": 3} | kwargs), Problem("p", "1"), Action("abc"), turn)
+    task = Task("toy", {"turns": 3} | kwargs)
+    return Act(ActingEpisode(episode, task, Problem("p", "1")), Action("abc"), turn)
 
 
 def python(episode, *codes, turn=0):
     calls = tuple(Call("python", json.dumps({"code": code})) for code in codes)
-    return Act(episode, Task("python"), Problem("p", "1"), Action("", calls), turn)
+    return Act(ActingEpisode(episode, Task("python"), Problem("p", "1")), Action("", calls), turn)
 
 
 def with_worker(play, worker=None):
@@ -98,7 +99,8 @@ def test_episodes_that_end_take_what_they_wait_for_with_them():
 def test_an_error_of_one_action_is_raised_to_its_own_episode_alone():
     async def play(worker):
         line, task = line_to(worker), Task("calculator")
-        acts = [Act(f"e:{i}", task, Problem("p", "1"), Action("1"), turn=i % 2) for i in range(3)]
+        episodes = [ActingEpisode(f"e:{i}", task, Problem("p", "1")) for i in range(3)]
+        acts = [Act(episode, Action("1"), turn=i % 2) for i, episode in enumerate(episodes)]
         found = await asyncio.gather(*map(line.act, acts), return_exceptions=True)
         return found, worker._acting
 

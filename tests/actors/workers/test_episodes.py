@@ -10,17 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.drawn import FILE
 from tests.support.real_episodes import EpisodeWorld, equal, prompt, trainer_logprobs
+from tests.support.two_engines import world_of
 
 pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE), pytest.mark.long]
 
 PROMPTS = [prompt("a"), prompt("bcd", turns=5, tokens=20), prompt("ef", turns=1)]
 
-
-@pytest.fixture(scope="module")
-def world(ray_cluster, tiny_model):
-    world = EpisodeWorld(tiny_model, max_length=1024)
-    yield world
-    world.close()
+world = world_of(lambda model_dir: EpisodeWorld(model_dir, max_length=1024))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +37,7 @@ def gaps(model, prompt, rollout):
     return np.abs(trainer_logprobs(model, prompt, rollout) - rollout.logprobs)[sampled]
 
 
-def test_an_episode_is_one_row_that_says_of_each_token_whether_it_was_sampled(world, model):
+def test_an_episode_is_one_row_that_marks_for_each_token_whether_it_was_sampled(world, model):
     for own, group in zip(PROMPTS, world.run(world.sample_all(PROMPTS)), strict=True):
         assert [r.sample for r in group] == [0, 1, 2, 3]
         for rollout in group:
@@ -155,7 +151,7 @@ def test_a_weight_sync_drops_the_cache_of_episodes_that_wait_for_their_tools(wor
         return old, new, await sampling, await world.usage()
 
     old, new, group, used = world.run(session())
-    assert used["later_cached_tokens"] <= 3 * 192  # of the common prompt, computed anew by the first of four
+    assert used["later_cached_tokens"] <= 3 * 192  # of the common prompt, computed again by the first of four
     for rollout in group:
         versions = rollout.policy_versions[rollout.sampled]
         assert set(versions.tolist()) == {world.version - 1, world.version}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from actors.workers.engine_settings import EngineSpec
-from actors.workers.environment import Act, EnvironmentPool
+from actors.workers.environment import Act, ActingEpisode, EnvironmentPool
 from actors.workers.environment_line import EnvironmentLine
 from actors.workers.rollout import RolloutWorker, _generation
 from actors.workers.rollout_pool import RolloutPool
@@ -74,7 +74,8 @@ class FailingEngine(RolloutWorker):
         """
         turn = 1 if seed in self._gone else 0
         problem = Problem(prompt.text, prompt.answer, {})
-        await self._line.act(Act(f"e:{uuid4().hex}", prompt.task, problem, Action("1"), turn=turn))
+        episode = ActingEpisode(f"e:{uuid4().hex}", prompt.task, problem)
+        await self._line.act(Act(episode, Action("1"), turn=turn))
         return self._rollout(prompt.uid, sample, await self._generate([1, 2], 0))
 
 
@@ -130,7 +131,7 @@ def world(ray_cluster):
     world.close()
 
 
-def test_the_others_of_a_group_and_all_other_groups_go_on(world):
+def test_the_others_of_a_group_and_all_other_groups_continue(world):
     prompts = [prompt(name) for name in "abcd"]
     found, asked = world.groups(prompts, gone=[*seeds("a", 1), *seeds("c", 0, 3)])
     assert found == [[0, 2, 3], [0, 1, 2, 3], [1, 2], [0, 1, 2, 3]]

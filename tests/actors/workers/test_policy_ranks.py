@@ -254,7 +254,7 @@ def test_more_ranks_than_rows_still_give_the_gradient(forked_ranks, tiny_model):
 
 @pytest.mark.parametrize("stage", drawn("checkpoint", [(0,), (2,), (3,)], 1))
 def test_checkpoint_restores_weights_optimiser_and_schedule(forked_ranks, tiny_model, tmp_path, stage):
-    """update, save, update  ==  update, save, (another process) load, update; the entropy bonus goes on."""
+    """update, save, update  ==  update, save, (another process) load, update; the entropy bonus continues."""
     first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
     steered = ALGORITHM.model_copy(update={"adaptive_entropy": AdaptiveEntropyConfig(target=100.0)})
     how = {"ranks": 2, "stage": stage, "schedule": "linear", "warmup_steps": 2, "algorithm": steered}

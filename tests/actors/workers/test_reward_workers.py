@@ -177,7 +177,7 @@ def test_the_driver_logs_once_why_samples_have_no_score(tmp_path, caplog):
     assert told == "reward mine: OSError: no disk; a sample without a score counts as not scored"
 
 
-def test_episodes_are_scored_with_their_turns_and_ends_and_a_failed_environment_is_told(
+def test_episodes_are_scored_with_their_turns_and_ends_and_a_failed_environment_is_reported(
     ray_cluster, tmp_path, caplog
 ):
     (tmp_path / "turn_rewards.py").write_text("def calls(turns):\n    return float(len(turns[0]['calls']))\n")

@@ -29,7 +29,7 @@ def drafting(expected, tiny_model):  # after the engine without drafts, which ha
 def test_samples_are_those_without_drafts_to_the_last_bit(drafting, expected, way):
     drafting.counts()
     # The second time every text is known, so nearly every draft is right. Then seeds that were drawn before,
-    # beside new ones: right and wrong drafts in one step of the engine.
+    # next to new ones: right and wrong drafts in one step of the engine.
     for seeds in (SEEDS, SEEDS, OTHER_SEEDS):
         for group, without in zip(drafting.sample(seeds, **WAYS[way]), expected[way, seeds], strict=True):
             assert same(group, without)

@@ -78,7 +78,7 @@ async def test_an_episode_keeps_its_state_and_episodes_share_none():
 
 
 @run
-async def test_tasks_of_an_asynchronous_program_go_on_between_requests():
+async def test_tasks_of_an_asynchronous_program_run_between_requests():
     with TemporaryDirectory() as directory:
         counted = Path(directory) / "counted"
         async with host() as it:
@@ -114,7 +114,7 @@ async def test_errors_of_a_program_reach_the_caller_and_the_process_stays():
 
 
 @run
-async def test_a_program_that_cannot_be_imported_or_made_is_an_error_that_says_why():
+async def test_a_program_that_cannot_be_imported_or_made_is_an_error_that_gives_the_reason():
     async with host(program="programs:Counter", begin=-1) as it:
         error = await failure(it.ask("a", "add", 1, timeout_s=LONG))
         assert error.outcome == "error" and "begin is negative" in error.detail
@@ -144,7 +144,7 @@ async def test_what_was_printed_before_the_end_is_kept():
 
 
 @run
-async def test_a_process_that_dies_is_an_outcome_and_the_next_request_begins_anew():
+async def test_a_process_that_dies_is_an_outcome_and_the_next_request_begins_again():
     async with host() as it:
         await it.ask("a", "add", 1, timeout_s=LONG)
         error = await failure(it.ask("a", "dies", 3, timeout_s=LONG))
@@ -226,7 +226,7 @@ async def test_an_episode_that_is_ended_during_a_request_fails_that_request():
 
 
 @run
-async def test_a_killed_keeper_and_a_killed_zygote_leave_nothing_and_the_host_goes_on():
+async def test_a_killed_keeper_and_a_killed_zygote_leave_nothing_and_the_host_continues():
     async with host() as it:
         await it.ask("a", "leaves", None, timeout_s=LONG)
         zygote = it._child.pid
@@ -245,7 +245,7 @@ async def test_a_killed_keeper_and_a_killed_zygote_leave_nothing_and_the_host_go
 
 
 @run
-async def test_a_zygote_that_dies_between_two_requests_is_told_to_each_of_its_episodes_once():
+async def test_a_zygote_that_dies_between_two_requests_is_reported_to_each_of_its_episodes_once():
     async with host() as it:
         for episode in ("a", "b", "ended"):
             assert await it.ask(episode, "add", 1, timeout_s=LONG) == 1

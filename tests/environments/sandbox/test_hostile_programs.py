@@ -153,7 +153,7 @@ def sandbox(request):
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=[attack.name.replace(" ", "_") for attack in ATTACKS])
-def test_an_attack_has_its_outcome_and_reaches_nobody(attack: Attack, sandbox: Running, target: Target):
+def test_an_attack_has_its_outcome_and_reaches_nothing_else(attack: Attack, sandbox: Running, target: Target):
     patient = sandbox.sandbox._settings
     if attack.endless:
         sandbox.sandbox._settings = patient.model_copy(update={"call_s": BRIEF_S})

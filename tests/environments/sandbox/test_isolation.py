@@ -118,7 +118,7 @@ def test_a_layer_alone_refuses_what_is_reached_without_it(layer: str, names):
     assert result_of(isolation, code).startswith("refused")
 
 
-def test_what_is_found_is_said_thing_by_thing():
+def test_what_is_found_is_reported_thing_by_thing():
     assert [line.split(":")[1].strip() for line in NOTES[:4]] == [
         "processes",
         "network",
@@ -221,7 +221,7 @@ def test_a_layer_that_does_not_hold_is_not_used(monkeypatch):
     assert "code reads files outside all the same" in reasons[0]
 
 
-def test_a_layer_that_the_kernel_refuses_is_not_used_and_its_reason_is_said(monkeypatch):
+def test_a_layer_that_the_kernel_refuses_is_not_used_and_its_reason_is_reported(monkeypatch):
     def refuse(flags):
         raise OSError(1, "unshare: Operation not permitted")
 

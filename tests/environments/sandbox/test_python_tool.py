@@ -125,7 +125,7 @@ def test_output_is_cut_in_the_middle_with_a_mark(backend):
 
 
 @both
-def test_a_call_over_its_deadline_loses_the_interpreter_and_says_so(backend):
+def test_a_call_over_its_deadline_loses_the_interpreter_and_reports_it(backend):
     async def run():
         async with tool(backend) as sandbox:
             await sandbox.run("a", "x = 1")
@@ -140,7 +140,7 @@ def test_a_call_over_its_deadline_loses_the_interpreter_and_says_so(backend):
 
 
 @both
-def test_a_process_that_ends_is_an_outcome_that_says_so(backend):
+def test_a_process_that_ends_is_an_outcome_that_is_named(backend):
     async def run():
         async with tool(backend) as sandbox:
             result = await sandbox.run("a", "import os\nos._exit(7)")
@@ -201,7 +201,7 @@ def test_cpu_time_over_the_episode_is_a_timeout_also_in_children():
     asyncio.run(run())
 
 
-def test_an_interpreter_that_is_lost_between_two_calls_is_told_before_another_begins():
+def test_an_interpreter_that_is_lost_between_two_calls_is_reported_before_another_begins():
     """With the zygote, or alone: the code does not run, and the policy reads why."""
 
     async def run():

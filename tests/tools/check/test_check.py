@@ -223,8 +223,8 @@ def test_a_run_scored_only_by_reward_models_is_not_reported_as_ok(here, monkeypa
     monkeypatch.setattr("grpo_dist.runs.prepare.check_model", lambda model: None)
     found = results("rewards.functions=[]", "rewards.models=[{name: judge, path: x/y}]")["reward"]
     assert found.skipped and "reward models are not asked" in found.detail
-    own = "rewards.models=[{name: judge, path: x/y}]", "rewards.by_source={train: {functions: [], models: [judge]}}"
-    found = results(*own)["reward"]
+    of_a_source = "rewards.by_source={train: {functions: [], models: [judge]}}"
+    found = results("rewards.models=[{name: judge, path: x/y}]", of_a_source)["reward"]
     assert found.skipped and "source train: reward models are not asked" in found.detail
 
 

@@ -23,7 +23,7 @@ def row(path: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split(" | ")]
 
 
-def test_the_page_is_what_the_code_says():
+def test_the_page_is_made_from_the_code():
     assert main(["--check"]) == 0, "make reference"
 
 

@@ -115,7 +115,7 @@ def shown(command):
 
 
 @pytest.mark.parametrize("line", shown("eval"))
-def test_evaluation_commands_of_the_readme_do_what_it_says(line, monkeypatch):
+def test_evaluation_commands_of_the_readme_work_as_written(line, monkeypatch):
     monkeypatch.delenv("GRPO_DATA", raising=False)
     args, rest = command_parser().parse_known_args(shlex.split(line)[1:])
     data = [word for word in args.overrides if "=" not in word]

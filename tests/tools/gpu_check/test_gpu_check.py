@@ -94,7 +94,7 @@ def test_a_job_reports_its_lines_and_its_output_is_kept(tmp_path):
     assert (tmp_path / "first.log").exists()
 
 
-def test_an_error_is_told_and_what_was_reported_before_it_stays(tmp_path):
+def test_an_error_is_reported_and_what_was_reported_before_it_stays(tmp_path):
     end = ended(tmp_path, "raises")
     assert end.error.startswith("ValueError: made for this test (exit code 1; ")
     assert list(end.found) == ["first"]
@@ -199,7 +199,7 @@ def test_input_that_cannot_be_used_ends_with_2(capsys, arguments, words):
     assert words in capsys.readouterr().err
 
 
-def test_without_a_gpu_one_message_says_how_to_rehearse(tmp_path, monkeypatch):
+def test_without_a_gpu_one_message_explains_how_to_rehearse(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(UserError, match=r"no NVIDIA GPU here.*grpo-dist gpu-check --rehearse") as refused:
         run_check(CheckOptions(tmp_path / "out"), print)

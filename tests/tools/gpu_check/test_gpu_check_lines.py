@@ -42,10 +42,11 @@ from grpo_dist.tools.gpu_check.trainer_job import _digest, made_batch
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.calibration import calibrate
 from grpo_dist.tools.plan.memory import attended
-from grpo_dist.tools.plan.models import model_of, published
+from grpo_dist.tools.plan.models import published
 from grpo_dist.tools.plan.workload import workload_of
 from tests.support.drawn import drawn
 from tests.support.patience import HANG_S
+from tests.support.planned_models import model_of
 
 H100 = {
     "device/memory_bytes": 79.6 * 2**30, "device/bfloat16": 1.0, "device/matrix_flops_per_s": 7e14,

@@ -18,7 +18,6 @@ from grpo_dist.tools.plan.bottleneck import reason
 from grpo_dist.tools.plan.calibration import calibrate
 from grpo_dist.tools.plan.command import _stragglers, make_plan
 from grpo_dist.tools.plan.memory import Sizes
-from grpo_dist.tools.plan.models import model_of
 from grpo_dist.tools.plan.options import Option, Setting, option_of, option_or_reason, planned
 from grpo_dist.tools.plan.rates import Peaks, Rates, Reached, UpdateWork
 from grpo_dist.tools.plan.report import print_plan, rank_failures_of
@@ -27,6 +26,7 @@ from grpo_dist.tools.plan.stragglers import Stragglers
 from grpo_dist.tools.plan.sweep import Cell, bound, changes_of, longest_s, search
 from grpo_dist.tools.plan.workload import Workload, workload_of
 from tests.support.fakes import config
+from tests.support.planned_models import model_of
 from tests.support.preset_needs import PRESET_NEEDS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -309,7 +309,7 @@ def test_every_placement_and_zero_stage_is_tried_and_named():
     assert "not tried: other batches and staleness (--sweep does); other ZeRO stages" in said
 
 
-def test_options_that_cannot_be_tried_say_why():
+def test_options_that_cannot_be_tried_give_the_reason():
     c = wide(max_staleness=1)
     tried = search(c, setting(c, "1x4xH100"), Cell(16, 1)).tried
     why = next(t.why for t in tried if t.placement == "colocated")
@@ -475,7 +475,7 @@ def printed(made):
     return console.export_text()
 
 
-def test_a_plan_of_a_length_schedule_says_that_it_is_an_upper_bound():
+def test_a_plan_of_a_length_schedule_shows_that_it_is_an_upper_bound():
     lengths = ("sampling.max_new_tokens={schedule: [[0, 128], [9, 256]]}", "sampling.max_new_tokens=256")
     texts = []
     for own in lengths:

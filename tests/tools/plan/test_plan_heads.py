@@ -11,7 +11,7 @@ NAMES = [path.relative_to(CONFIGS).as_posix() for path in recipes()]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_head_states_memory_and_bounds_as_they_are_planned_now(name):
-    """Whoever changes a recipe, or what a plan knows, runs `python -m grpo_dist.tools.plan.heads`."""
+    """After a change of a recipe or of the plan: `python -m grpo_dist.tools.plan.heads`."""
     head, lines = Head.of(CONFIGS / name), read(CONFIGS / name)
     stated = list(head.digests(lines))
     rows = [line for line in lines if re.search(r" \[\w{8}\]$", line)]
@@ -49,7 +49,7 @@ def test_a_head_replaces_the_one_before_and_nothing_else():
     assert with_head(once, ["#| new"]) == once
 
 
-def test_the_command_finds_a_stale_head_and_mends_it(tmp_path, monkeypatch, capsys):
+def test_the_command_finds_a_stale_head_and_repairs_it(tmp_path, monkeypatch, capsys):
     recipe = tmp_path / "small.yaml"
     recipe.write_text(
         "model: {path: Qwen/Qwen2.5-0.5B}\ndata: {train: [{path: 'demo:add3'}]}\n"

@@ -22,11 +22,12 @@ from grpo_dist.tools.plan.memory import (
     reference_worker,
     states,
 )
-from grpo_dist.tools.plan.models import from_config_json, model_of, published
+from grpo_dist.tools.plan.models import from_config_json, published
 from grpo_dist.tools.plan.sharing import host_bytes
 from grpo_dist.tools.plan.workload import Workload, workload_of
 from grpo_dist.types import Rows
 from tests.support.fakes import config
+from tests.support.planned_models import model_of
 
 ROOT = Path(__file__).resolve().parents[3]
 LENGTHS = Workload(100, config().bench.lengths, 1000, measured=(300,))

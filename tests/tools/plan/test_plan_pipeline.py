@@ -78,7 +78,7 @@ def test_more_work_takes_longer_in_proportion(file):
 
 def test_lengths_are_those_of_the_rows_or_of_the_stage_that_makes_them(file):
     first, _, _, small = planned(file).stages
-    assert any("half of `sft.max_length`" in note for note in first.assumed)  # no tokenizer is at hand
+    assert any("half of `sft.max_length`" in note for note in first.assumed)  # there is no tokenizer
     assert not any("half of `sft.max_length`" in note for note in small.assumed)
     assert any("`drawn` keeps all that it may" in note for note in small.assumed)
 

@@ -29,7 +29,7 @@ STAGES = [(run, stage) for run in RUNS for stage in run.stages]
 
 
 def test_the_page_has_the_rows_that_are_planned_now():
-    """Whoever changes what a plan knows runs `python -m grpo_dist.tools.plan.published`."""
+    """After a change of the plan: `python -m grpo_dist.tools.plan.published`."""
     now = [row_digest(run, variant) for run in RUNS for variant in PRICE_VARIANTS]
     assert stated_digests(GUIDE.read_text()) == now
 
@@ -90,7 +90,7 @@ def test_every_way_is_switched_on_alone_and_together():
     assert by_name["and speculation"].option.scenario.rates.reached.accepted == 1.5
 
 
-def test_the_command_finds_a_stale_page_and_mends_it(tmp_path, monkeypatch, capsys):
+def test_the_command_finds_a_stale_page_and_repairs_it(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text("# Runs\n<!-- begin generated: Small -->\nold\n<!-- end generated: Small -->\n")
     small = replace(RUNS[0], name="Small", stages=RUNS[0].stages[:1])

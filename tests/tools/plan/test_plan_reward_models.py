@@ -68,7 +68,7 @@ def test_sizes_come_from_a_directory_or_a_known_family(tmp_path):
     assert one().shape.without_head == 7_615_616_512 - 152064 * 3584
 
 
-def test_a_model_whose_sizes_are_unknown_says_why():
+def test_a_model_whose_sizes_are_unknown_gives_the_reason():
     settings = judged({"path": "some/model"}).rewards.models[0]
     with pytest.raises(UserError, match=r"path = some/model: neither a directory here.*`path`$"):
         classifier_of(settings)
@@ -192,7 +192,7 @@ def test_a_reward_model_that_is_the_bottleneck_scores_groups_one_after_the_other
     found = planned(option)
     run = found.simulated
     assert run.stage_s["reward_model"] == pytest.approx(scoring_s, rel=1e-6)
-    # Mode drain: sampled (beside the update), scored, synced; a group is graded in 10 ms.
+    # Mode drain: sampled (during the update), scored, synced; a group is graded in 10 ms.
     others = run.stage_s["sample"] + run.stage_s["sync"]
     assert run.step_s == pytest.approx(scoring_s + others, rel=0.05)
     assert run.tokens_per_s < 1.05 * bound(option)

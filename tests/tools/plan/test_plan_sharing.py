@@ -9,7 +9,7 @@ import pytest
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.engine_memory import rollout_engine
 from grpo_dist.tools.plan.memory import GIB, Sizes, policy_rank, states
-from grpo_dist.tools.plan.models import model_of, published
+from grpo_dist.tools.plan.models import published
 from grpo_dist.tools.plan.options import Setting, memory_problems, node_host_bytes, option_of
 from grpo_dist.tools.plan.rates import Peaks, Rates, Reached
 from grpo_dist.tools.plan.reward_models import KnownRewardModel
@@ -19,6 +19,7 @@ from grpo_dist.tools.plan.simulation import simulate
 from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config
 from tests.support.made_times import Times, judges
+from tests.support.planned_models import model_of
 
 N = 7_615_616_512
 EMBEDDING = 152064 * 3584
@@ -102,7 +103,7 @@ def test_with_adapters_the_reference_is_the_base_and_costs_no_memory(policy, has
     assert made.scenario.reference_workers == 8
 
 
-def test_a_refreshed_reference_lies_beside_the_policys_weights():
+def test_a_refreshed_reference_lies_next_to_the_policys_weights():
     made = option(seven(reference={"refresh_every": 5, "refresh_mix": 0.5})).memory
     assert made[REFRESH].parts["average"] == 4 * N
     assert made[REFRESH].parts["reference's weights"] == 2 * N
@@ -113,7 +114,7 @@ def test_engines_may_take_fewer_gpus_than_the_ranks():
     assert not made.problems and made.roles.gpus == 8 and made.roles.workers["rollout"] == 3
 
 
-def test_a_reference_that_is_larger_than_a_gpu_says_that_it_is_whole():
+def test_a_reference_that_is_larger_than_a_gpu_shows_that_it_is_whole():
     c = seven(model={"path": "Qwen/Qwen2.5-72B", "gradient_checkpointing": True})
     found = next(p for p in option(c).problems if p.startswith("reference: "))
     assert "its weights are a whole copy on one GPU" in found

@@ -300,6 +300,11 @@ def test_a_step_waits_for_stragglers():
     assert slow_rank.step_s == pytest.approx(4.8)
 
 
+def failures_of(c, **times):
+    ranks, restarts = c.policy.num_workers, c.cluster.restarts
+    return rank_failures(ranks, c.checkpoint, restarts, steps=c.steps, **times)
+
+
 @pytest.mark.parametrize("share", [0.1, 0.5, 2.0])
 def test_the_predicted_cost_of_failed_ranks_is_what_the_loop_spends_on_them(share):
     """Five steps of 3.8 s between checkpoints, ``share`` of the mean time between losses together; the policy
@@ -312,7 +317,7 @@ def test_the_predicted_cost_of_failed_ranks_is_what_the_loop_spends_on_them(shar
     found = run(Times(), goes_wrong=wrong, steps=5 * stretches, cluster=NO_BACK_OFF, **settings)
     each = np.diff([0.0, *found.ends[4::5]])
     error = each.std(ddof=1) / stretches**0.5
-    formula = rank_failures(
+    formula = failures_of(
         config(steps=5 * stretches, **settings),
         step_s=3.8,
         unseen_s=1.5,
@@ -330,22 +335,22 @@ def test_the_predicted_cost_of_failed_ranks_is_what_the_loop_spends_on_them(shar
 def test_the_cost_of_a_failure_agrees_with_dalys_formula():
     settings = {"checkpoint": {"every": 10}, "policy": {"num_workers": 2}, "steps": 100}
     at = {"step_s": 2.0, "failure_every_s": 80.0, "restart_s": 20.0}
-    found = rank_failures(config(**settings), unseen_s=0.0, **at)
+    found = failures_of(config(**settings), unseen_s=0.0, **at)
     assert found.expected_s == pytest.approx(10 * 40 * math.exp(20 / 40) * (math.exp(20 / 40) - 1))
     assert found.share == pytest.approx(1 - 200 / found.expected_s)
-    later = rank_failures(config(**settings), unseen_s=1.0, **at)
+    later = failures_of(config(**settings), unseen_s=1.0, **at)
     assert found.expected_s < later.expected_s < found.expected_s * 1.02  # half of a second more, at most
-    rare = rank_failures(config(**settings), unseen_s=0.0, **at | {"failure_every_s": 8e7})
+    rare = failures_of(config(**settings), unseen_s=0.0, **at | {"failure_every_s": 8e7})
     assert rare.expected_s - 200 == pytest.approx(200 / 4e7 * (20 + 10), rel=1e-3)  # J. W. Young's, 1974
     # Of 25 steps the last stretch has five; without checkpoints all is one, and a thousand are never done.
-    uneven = rank_failures(config(**settings | {"steps": 25}), unseen_s=0.0, **at)
+    uneven = failures_of(config(**settings | {"steps": 25}), unseen_s=0.0, **at)
     last = 40 * math.exp(20 / 40) * (math.exp(10 / 40) - 1)
     assert uneven.expected_s == pytest.approx(found.expected_s / 10 * 2 + last)
-    none = rank_failures(config(**settings | {"checkpoint": {"every": 0}}), unseen_s=0.0, **at)
+    none = failures_of(config(**settings | {"checkpoint": {"every": 0}}), unseen_s=0.0, **at)
     assert none.expected_s == pytest.approx(40 * math.exp(20 / 40) * (math.exp(200 / 40) - 1))
-    never = rank_failures(config(steps=10**6, checkpoint={"every": 0}), unseen_s=0.0, **at)
+    never = failures_of(config(steps=10**6, checkpoint={"every": 0}), unseen_s=0.0, **at)
     assert never.expected_s == math.inf and never.share == 1.0 == never.ends
-    assert rank_failures(config(), unseen_s=0.0, **at | {"failure_every_s": 0.0}) is None
+    assert failures_of(config(), unseen_s=0.0, **at | {"failure_every_s": 0.0}) is None
 
 
 def test_the_restart_budget_ends_a_run_with_the_poisson_probability():
@@ -355,7 +360,7 @@ def test_the_restart_budget_ends_a_run_with_the_poisson_probability():
 
     def ends(**restarts):
         c = config(steps=100, checkpoint={"every": 10}, cluster={"restarts": restarts})
-        return rank_failures(c, step_s=2.0, unseen_s=0.0, failure_every_s=1e5, restart_s=20.0).ends
+        return failures_of(c, step_s=2.0, unseen_s=0.0, failure_every_s=1e5, restart_s=20.0).ends
 
     assert ends(max_per_worker=0) == pytest.approx(1 - math.exp(-200 / 1e5), rel=0.01)  # any failure
     two = 200 / 1e5 * (1 - math.exp(-0.01))  # two failures within a thousand seconds

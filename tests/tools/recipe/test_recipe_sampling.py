@@ -88,7 +88,7 @@ def test_prompts_are_drawn_by_seed_and_samples_of_a_prompt_have_different_seeds(
     assert len(set(seeds)) == 16
 
 
-def test_a_stage_that_keeps_nothing_says_why_and_writes_no_demonstrations(tmp_path, clusters):
+def test_a_stage_that_keeps_nothing_gives_the_reason_and_writes_no_demonstrations(tmp_path, clusters):
     with pytest.raises(UserError) as refusal:
         sample(tmp_path, min_reward=2)
     message = str(refusal.value)

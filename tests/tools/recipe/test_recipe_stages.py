@@ -47,7 +47,7 @@ def test_a_training_stage_is_identified_by_the_stages_it_names_and_not_by_direct
         identities.append(identity.model.path)
         (tmp_path / "metrics.jsonl").write_text("")
 
-    monkeypatch.setattr("grpo_dist.runs.session.train", finish)
+    monkeypatch.setattr("grpo_dist.tools.recipe.stages.train", finish)
     moved = stage("grpo", tmp_path, model={"path": "runs/p/01_cold/model"})
     run_grpo_stage(replace(moved, symbolic=fakes.config(model={"path": "stage:cold"})), {}, quiet)
     assert identities == ["stage:cold"]
@@ -56,7 +56,7 @@ def test_a_training_stage_is_identified_by_the_stages_it_names_and_not_by_direct
 def test_supervised_training_is_identified_by_the_stages_it_names(tmp_path, monkeypatch):
     trained = []
     monkeypatch.setattr(
-        "grpo_dist.runs.session.train", lambda config, *, identity: trained.append((config, identity))
+        "grpo_dist.tools.recipe.stages.train", lambda config, *, identity: trained.append((config, identity))
     )
     sft = {"model": "runs/p/01_cold/model", "data": "demo:add3", "examples": 20, "batch_size": 8, "epochs": 3}
     moved = stage("sft", tmp_path, model={"path": "sft"}, sft=sft)
@@ -72,7 +72,7 @@ def test_supervised_training_is_identified_by_the_stages_it_names(tmp_path, monk
 
 
 def test_finished_supervised_training_is_not_repeated(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_dist.runs.session.train", None)
+    monkeypatch.setattr("grpo_dist.tools.recipe.stages.train", None)
     (tmp_path / "DONE").write_text("7\n")
     sft = {"model": "demo:tiny", "data": "demo:add3"}
     run_sft_stage(stage("sft", tmp_path, model={"path": "sft"}, sft=sft), {}, quiet)

@@ -248,7 +248,7 @@ def test_a_report_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
     assert not list(run.glob("*report.html*")) and not list(run.glob(".report*"))
 
 
-def test_without_a_tokenizer_the_page_says_why_there_are_no_colours(tmp_path):
+def test_without_a_tokenizer_the_page_gives_the_reason_there_are_no_colours(tmp_path):
     run = make_run(tmp_path / "run", steps=1, config={"model": {"path": "nobody/has-this"}})
     manifest, _, _, _ = page_of([run], tmp_path)
     assert not manifest["runs"][0]["has_tokens"]

@@ -135,7 +135,7 @@ def test_episodes_are_filtered_by_their_calls_and_how_they_ended(browser, run, t
     assert page.console() == []
 
 
-def test_an_episode_shows_who_said_what_and_shades_given_tokens(browser, run, tmp_path):
+def test_an_episode_shows_who_wrote_what_and_shades_given_tokens(browser, run, tmp_path):
     page = opened(browser, [run], tmp_path, "rollouts")
     filtered(page, "#f-called", "ok", 1)
     page.click("#table .tabulator-row")

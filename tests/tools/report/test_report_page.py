@@ -193,7 +193,7 @@ def test_a_long_completion_is_rendered_during_scrolling(browser, tmp_path):
                     ".map((t) => t.style.background)).size") == 1  # fmt: skip
 
 
-def test_a_page_without_token_values_says_why(browser, runs, tmp_path):
+def test_a_page_without_token_values_gives_the_reason(browser, runs, tmp_path):
     page = opened(browser, runs[:1], tmp_path, "rollouts", tokens=0)
     page.click("#table .tabulator-row")
     page.until("document.querySelectorAll('.card').length > 0")

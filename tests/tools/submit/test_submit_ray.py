@@ -237,7 +237,7 @@ def test_a_job_submitted_by_hand_uploads_all_code_and_no_outputs():
         assert stays(root / left)
 
 
-def test_the_top_alone_is_excluded_where_it_says_so(project):
+def test_the_top_alone_is_excluded_where_it_is_marked(project):
     for place in ("data", "lib/data"):
         (project / place).mkdir(parents=True)
         (project / place / "words.py").write_text("")

@@ -339,7 +339,7 @@ def test_the_fewest_sufficient_nodes_are_requested(slurm, tmp_path, capsys):
     assert status == 2 and "4 node(s) with 2 GPU(s) and 16 CPU(s) each have no room" in said
 
 
-def test_without_slurm_the_message_says_where_to_submit(tmp_path, capsys, monkeypatch):
+def test_without_slurm_the_message_names_where_to_submit(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     status, said = submit(capsys, tmp_path)
     assert status == 2 and "squeue: no such program here; submit from a machine that has it" in said

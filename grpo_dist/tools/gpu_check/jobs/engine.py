@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from grpo_dist.tools.gpu_check.sizes import dtype_of, random_path
 from grpo_dist.tools.gpu_check.trainers import model_dir_of
 from grpo_dist.tools.plan.models import model_of
 from grpo_dist.types import Rollout, Sampling
+
+if TYPE_CHECKING:
+    from actors.workers.engine_settings import EngineSpec
 
 _TOKENS, _TOKENS_REHEARSED = 128, 12
 _AT_ONCE = 16
@@ -43,40 +46,45 @@ def engine_config(task: CheckTask, *, eager: bool, tokens: int | None = None, **
 
 
 def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+    from actors.workers.engine_settings import EngineSpec  # needs an engine, which other lines do not
+
     eager = task.argument == "eager"
     config = engine_config(task, eager=eager)
+    model_dir = Path(model_dir_of(config.model, config.seed))
+    weights = 2 * model_of(config.model, config.sft, config.seed).parameters
+    spec = EngineSpec.of(config, model_dir, colocated=device_type() == "cuda")
     if eager:
-        yield "engine-eager", asyncio.run(_eager(config))
+        yield "engine-eager", asyncio.run(_eager(spec, config.sampling, weights))
         return
-    yield from asyncio.run(_graphs(config)).items()
+    yield from asyncio.run(_graphs(spec, config.sampling, weights)).items()
 
 
-async def _eager(config: Config) -> Findings:
+async def _eager(spec: EngineSpec, sampling: SamplingConfig, weights: int) -> Findings:
     found = Findings()
-    engine = await _started(config, found, "engine-eager")
-    alone = await _sample(engine, config.sampling, [1])
-    found.equal("tokens of a request", len(alone[0].completion_ids), config.sampling.longest, "asked")
+    engine = await _started(spec, found, "engine-eager")
+    alone = await _sample(engine, sampling, [1])
+    found.equal("tokens of a request", len(alone[0].completion_ids), sampling.longest, "asked")
     if device_type() == "cuda":
-        await _sleep(engine, config, found, "engine-eager", keep_weights=True)
-        again = await _sample(engine, config.sampling, [1])
+        await _sleep(engine, weights, found, "engine-eager", keep_weights=True)
+        again = await _sample(engine, sampling, [1])
         found.true("the same tokens after sleep and wake", same(alone, again), "the weights were kept")
     await engine.close()
     return found
 
 
-async def _graphs(config: Config) -> dict[str, Findings]:
+async def _graphs(spec: EngineSpec, sampling: SamplingConfig, weights: int) -> dict[str, Findings]:
     started, seeds = Findings(), Findings()
-    engine = await _started(config, started, "engine-graphs")
-    first = await _sample(engine, config.sampling, [1])
-    started.equal("tokens of a request", len(first[0].completion_ids), config.sampling.longest, "asked")
-    again, other = await _sample(engine, config.sampling, [1]), await _sample(engine, config.sampling, [2])
+    engine = await _started(spec, started, "engine-graphs")
+    first = await _sample(engine, sampling, [1])
+    started.equal("tokens of a request", len(first[0].completion_ids), sampling.longest, "asked")
+    again, other = await _sample(engine, sampling, [1]), await _sample(engine, sampling, [2])
     seeds.true("the same seed, the same tokens", same(first, again), _ALONE)
     seeds.true("another seed, other tokens", not same(first, other), "each sample has its own generator")
     many = range(100, 100 + _AT_ONCE)
     begin = time.perf_counter()
-    batch = await _sample(engine, config.sampling, many)
+    batch = await _sample(engine, sampling, many)
     seconds = time.perf_counter() - begin
-    repeated = await _sample(engine, config.sampling, many)
+    repeated = await _sample(engine, sampling, many)
     tokens = sum(len(r.completion_ids) for r in batch)
     equal = sum(same([a], [b]) for a, b in zip(batch, repeated, strict=True)) / _AT_ONCE
     seeds.figures |= {
@@ -90,19 +98,15 @@ async def _graphs(config: Config) -> dict[str, Findings]:
     seeds.equal("different samples of one prompt", len({r.completion_ids.tobytes() for r in batch}), _AT_ONCE,
                 "random weights: no two samples of so many tokens are alike")  # fmt: skip
     if device_type() == "cuda":
-        await _sleep(engine, config, started, "engine-graphs", keep_weights=False)
+        await _sleep(engine, weights, started, "engine-graphs", keep_weights=False)
     await engine.close()
     return {"engine-graphs": started, "seeds": seeds}
 
 
-async def _started(config: Config, found: Findings, name: str) -> Any:
+async def _started(spec: EngineSpec, found: Findings, name: str) -> Any:
     """Start the engine as a colocated rollout worker does, without an actor."""
-    from actors.workers.engine_settings import EngineSpec  # needs an engine, which other lines do not
-    from actors.workers.rollout import RolloutWorker
+    from actors.workers.rollout import RolloutWorker  # as in `measure`
 
-    spec = EngineSpec.of(
-        config, Path(model_dir_of(config.model, config.seed)), colocated=device_type() == "cuda"
-    )
     engine = RolloutWorker(spec)
     begin = time.perf_counter()
     await engine.start()
@@ -118,8 +122,8 @@ async def _sample(engine: Any, settings: SamplingConfig, seeds: Sequence[int]) -
     return list(rollouts)
 
 
-async def _sleep(engine: Any, config: Config, found: Findings, name: str, *, keep_weights: bool) -> None:
-    """Claim that the engine frees its memory and takes it again."""
+async def _sleep(engine: Any, weights: int, found: Findings, name: str, *, keep_weights: bool) -> None:
+    """Claim that the engine, with so many bytes of ``weights``, frees its memory and takes it again."""
     awake = torch.cuda.mem_get_info()[0]
     begin = time.perf_counter()
     await engine.sleep(keep_weights)
@@ -133,7 +137,7 @@ async def _sleep(engine: Any, config: Config, found: Findings, name: str, *, kee
     }
     sleep_s, wake_s = (written(found.figures[f"{name}/{part}_s"], "s") for part in ("sleep", "wake"))
     found.notes.append(f"{written(freed, 'B')} freed in {sleep_s}, taken again in {wake_s}")
-    total, weights = torch.cuda.get_device_properties(0).total_memory, 2 * model_of(config).parameters
-    # The engine's share holds, besides weights and cache, what a step computes with.
+    total = torch.cuda.get_device_properties(0).total_memory
+    # The engine's share holds weights, cache and what a step computes with.
     expected = 0.5 * (_SHARE * total - weights) + weights
     found.at_least("bytes freed asleep", freed, expected, "the weights, and most of the engine's share")

@@ -34,7 +34,7 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     yield "mismatch-bfloat16", mismatch(records, "mismatch-bfloat16", dtype)
     yield "turns", _turns(records)
     itemsize = resolve_dtype(config.model.dtype).itemsize
-    yield "sync", _sync(task, records, model_of(config).parameters * itemsize)
+    yield "sync", _sync(task, records, model_of(config.model, config.sft, config.seed).parameters * itemsize)
 
 
 def mismatch(records: Sequence[StepRecord], name: str, dtype: str) -> Findings:

@@ -42,6 +42,6 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     found.notes.append(f"{written(rate, 'B/s')}, {written(rate / limit, '%')} of one broadcast")
     found.true("all bytes arrive", received["whole"], "the receiver compares checksums")
     found.true("a cut transfer is reported as lost", sent["lost"], "TransferLost, not the deadline")
-    found.at_most("seconds until then", sent["noticed_s"], NOTICED_S, "the connection beside it closes")
+    found.at_most("seconds until then", sent["noticed_s"], NOTICED_S, "the connection next to it closes")
     found.true("all bytes arrive in the next group", received["whole_again"], "a new communicator")
     yield "nccl", found

@@ -9,7 +9,7 @@ from grpo_dist.tools.gpu_check.findings import Findings
 from grpo_dist.tools.gpu_check.jobs.update import compare
 from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.gpu_check.sizes import dtype_of, update_config, update_size
-from grpo_dist.tools.gpu_check.trainers import run_trainers
+from grpo_dist.tools.gpu_check.trainers import run_trainers, trainer_sections
 
 
 def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
@@ -17,8 +17,8 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     size = update_size(task, dtype=dtype, zero_stage=2)
     alone = update_config(task, size, dtype=dtype, zero_stage=2)
     shared = update_config(task, size, dtype=dtype, zero_stage=2, num_workers=2, sequence_parallel=2)
-    (one,) = run_trainers(task, alone, size, timed=True)
-    two = run_trainers(task, shared, size, timed=True)
+    (one,) = run_trainers(trainer_sections(alone), size, timed=True)
+    two = run_trainers(trainer_sections(shared), size, timed=True)
     compare(task, found, two[0], one, dtype=dtype, what="two ranks and one")
     found.true("norms of both ranks, the same", two[0]["norm"] == two[1]["norm"], "one gradient")
     found.figures |= {

@@ -11,7 +11,7 @@ from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.gpu_check.findings import Findings
 from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.gpu_check.sizes import dtype_of, update_config, update_size
-from grpo_dist.tools.gpu_check.trainers import model_dir_of, run_trainers
+from grpo_dist.tools.gpu_check.trainers import model_dir_of, run_trainers, trainer_sections
 from grpo_dist.tools.plan.models import model_of
 
 _REPEATS = 3
@@ -24,7 +24,7 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     found, dtype = Findings(), dtype_of(task)
     size = update_size(task, dtype=dtype, zero_stage=1)
     config = update_config(task, size, dtype=dtype, zero_stage=1)
-    (own,) = run_trainers(task, config, size, timed=True)
+    (own,) = run_trainers(trainer_sections(config), size, timed=True)
     job = {
         "model_dir": model_dir_of(config.model, config.seed),
         "dtype": resolve_dtype(config.model.dtype),
@@ -35,7 +35,8 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     }
     (bare,) = run_jobs("grpo_dist.tools.bench.limit_training", [job], threads=available_cpus(), gpus=1)
     tokens, update_s, limit_s = size.rows * size.row, own["update_s"], min(bare["seconds"])
-    work = training_flops(model_of(config).shape, [(size.row, size.completion)] * size.rows)
+    model = model_of(config.model, config.sft, config.seed)
+    work = training_flops(model.shape, [(size.row, size.completion)] * size.rows)
     found.figures |= {
         "speed/tokens_per_s": tokens / update_s,
         "speed/limit_tokens_per_s": tokens / limit_s,

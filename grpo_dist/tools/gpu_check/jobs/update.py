@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from grpo_dist.tools.gpu_check.sizes import (
     update_config,
     update_size,
 )
-from grpo_dist.tools.gpu_check.trainers import run_trainers
+from grpo_dist.tools.gpu_check.trainers import run_trainers, trainer_sections
 
 _PINNED = "through memory that is not pinned a copy reaches a fifth or so of the measured rate"
 
@@ -30,9 +31,10 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     dtype = dtype_of(task) if stage else "float32"
     size = update_size(task, dtype=dtype, zero_stage=stage)
     config = update_config(task, size, dtype=dtype, zero_stage=stage)
-    name, settings = f"zero{stage}", config.model.model_copy(update={"packing": False})
-    (packed,) = run_trainers(task, config, size, timed=True)
-    (padded,) = run_trainers(task, config.model_copy(update={"model": settings}), size)
+    name, sections = f"zero{stage}", trainer_sections(config)
+    (packed,) = run_trainers(sections, size, timed=True)
+    unpacked = config.model.model_copy(update={"packing": False})
+    (padded,) = run_trainers(replace(sections, model=unpacked), size)
     compare(task, found, packed, padded, dtype=dtype, what="packed and padded")
     found.figures |= {
         f"{name}/update_s": packed["update_s"],
