@@ -62,9 +62,8 @@ class RolloutPool:
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # see `Colocation`
         count = len(self.workers)
         self._samplers: list[tuple[Any, Any]] = [(None, None)] * count
-        self._report_every = max(
-            1, spec.max_num_seqs // 8
-        )  # sequences between two reports of an engine while groups wait
+        # Sequences between two reports of an engine while groups wait.
+        self._report_every = max(1, spec.max_num_seqs // 8)
         self._sent = [Load(0, 0)] * count
         self._finished = [Load(0, 0)] * count
         self._not_followed = set(range(count))
@@ -99,10 +98,12 @@ class RolloutPool:
         load = outstanding(prompt, len(seeds), sampling)
         while True:
             index = await self._load_balancer.admit(load.sequences, load.tokens)
+            worker = self.workers[index]
+            if worker is None:  # a guest that was removed after it was chosen, and its load with it
+                continue
             self._sent[index] = self._sent[index].plus(load)
             if self._load_balancer.waiting:
                 self._follow_all()
-            worker = self.workers[index]
             finished, rollouts = self._sampler(index, worker).remote(prompt, list(seeds), sampling)
             try:
                 self._note(index, worker, await finished)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.support import halves
 from tests.support.documents import ROOT
 from tests.support.patience import HANG_S, wait_until
 
@@ -80,3 +81,14 @@ def test_an_interrupt_ends_both_halves_also_in_the_background(begun, tmp_path, n
     process.communicate(timeout=HANG_S)
     assert process.returncode == 130
     assert all(file.read_text().endswith("interrupted\n") for file in files)
+
+
+def test_an_interrupt_while_a_half_starts_comes_once_both_are_listed():
+    interrupts = halves._Interrupts()
+    interrupts(signal.SIGINT, None)  # raises nothing yet
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.release()
+    quiet = halves._Interrupts()
+    quiet.release()
+    with pytest.raises(KeyboardInterrupt):
+        quiet(signal.SIGTERM, None)

@@ -16,6 +16,7 @@ from grpo_dist.observe.samples import write_groups
 from grpo_dist.runs.run import exclusive_directory
 from grpo_dist.runtime.cache import cached
 from grpo_dist.runtime.files import LOCK, DiskFull, alone, check_room, clear, exchange, publish, write_text
+from tests.support.patience import HANG_S
 
 
 @pytest.fixture
@@ -131,10 +132,12 @@ def test_a_waiter_for_a_removed_directory_locks_its_successor(tmp_path, monkeypa
             first.close()
         waits.append(1)
 
-    monkeypatch.setattr("grpo_dist.runtime.files.time.sleep", removed_meanwhile)
+    # Of that module alone: other threads of this process sleep, too.
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=removed_meanwhile)
+    monkeypatch.setattr("grpo_dist.runtime.files.time", clock)
     with contextlib.ExitStack() as first:
         first.enter_context(alone(directory, "here"))
-        with alone(directory, "waiting", patience_s=60):
+        with alone(directory, "waiting", patience_s=HANG_S):
             assert waits and (directory / LOCK).exists()
             with pytest.raises(UserError, match="another process is there"), alone(directory, "there"):
                 raise AssertionError

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import BinaryIO
 
 HALVES = ("machine and not evidence", "not machine and not evidence")
@@ -30,14 +31,16 @@ _INTERRUPTED = 130
 
 def main(arguments: Sequence[str], python: str = sys.executable) -> int:
     """Run both halves; return 0 if none failed, 1 if one did, 130 after an interrupt."""
+    interrupts = _Interrupts()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a background job ignores the first
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, interrupts)
     started: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryFile() as output:
         try:
             for marks, out, err in zip(HALVES, (None, output), (None, subprocess.STDOUT), strict=True):
                 command = [python, *_PYTEST, marks, *arguments]
                 started.append(subprocess.Popen(command, stdout=out, stderr=err, process_group=0))
+            interrupts.release()
             first, second = started
             while first.poll() is None:
                 time.sleep(_POLL_S)
@@ -51,6 +54,25 @@ def main(arguments: Sequence[str], python: str = sys.executable) -> int:
         return 0
     print(f"failed: exit codes {codes[0]} and {codes[1]}", flush=True)
     return 1
+
+
+class _Interrupts:
+    """A handler of signals that raises KeyboardInterrupt, but not before `release`: a half that has just been
+    started and is not listed yet would be left running.
+    """
+
+    def __init__(self) -> None:
+        self._held, self._came = True, False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
+        if not self._held:
+            raise KeyboardInterrupt
+
+    def release(self) -> None:
+        self._held = False
+        if self._came:
+            raise KeyboardInterrupt
 
 
 def _follow(output: BinaryIO, process: subprocess.Popen[bytes]) -> None:

@@ -102,6 +102,24 @@ def test_what_a_guest_has_not_finished_in_time_is_sampled_by_another(ray_cluster
     session(work)
 
 
+def test_a_guest_that_is_removed_when_a_group_was_just_admitted_to_it_loses_no_group(ray_cluster, monkeypatch):
+    async def work(rollouts, team):
+        await team.join(1, here())
+        balancer = type(team.load_balancer)
+        admit = balancer.admit
+
+        async def removed_meanwhile(self, *load):
+            index = await admit(self, *load)
+            if index == 1 and team.guests():
+                team._remove(1)
+            return index
+
+        monkeypatch.setattr(balancer, "admit", removed_meanwhile)
+        assert len(await sampled(rollouts)) == 1 and not team.guests()
+
+    session(work)
+
+
 def test_a_lost_guest_costs_no_restart_and_its_groups_are_sampled_by_others(ray_cluster, caplog):
     async def work(rollouts, team):
         for _ in range(QUICK.max_per_worker + 1):
