@@ -102,7 +102,7 @@ def test_what_a_guest_has_not_finished_in_time_is_sampled_by_another(ray_cluster
     session(work)
 
 
-def test_a_guest_that_is_removed_when_a_group_was_just_admitted_to_it_loses_no_group(ray_cluster, monkeypatch):
+def test_a_guest_that_is_removed_just_after_a_group_was_admitted_loses_no_group(ray_cluster, monkeypatch):
     async def work(rollouts, team):
         await team.join(1, here())
         balancer = type(team.load_balancer)
