@@ -9,9 +9,11 @@ from grpo_dist.tools.gpu_check.trainer_job import Ranks, TrainerSections, make_t
 from grpo_dist.types import TrainBatch
 
 
-def measure(barrier: Barrier, *, sections: TrainerSections, port: int, batch: TrainBatch) -> np.ndarray:
+def measure(
+    barrier: Barrier, *, sections: TrainerSections, model_dir: str, port: int, batch: TrainBatch
+) -> np.ndarray:
     """Return float32 [B, T], nats, of the tokens in the loss mask of ``batch``."""
-    trainer = make_trainer(sections, Ranks(0, 1, port))
+    trainer = make_trainer(sections, model_dir, Ranks(0, 1, port))
     found: np.ndarray = trainer.logprobs(batch)[0].numpy()
     trainer.close()
     return found

@@ -33,7 +33,6 @@ class TrainerSections:
 
     policy: PolicyConfig
     model: ModelConfig
-    model_dir: str
     settings: TrainerSettings
 
 
@@ -47,12 +46,18 @@ class Ranks:
 
 
 def measure(
-    barrier: Barrier, *, sections: TrainerSections, ranks: Ranks, size: UpdateSize, timed: bool
+    barrier: Barrier,
+    *,
+    sections: TrainerSections,
+    model_dir: str,
+    ranks: Ranks,
+    size: UpdateSize,
+    timed: bool,
 ) -> dict[str, Any]:
     """Return `norm`, `logprobs` and `gradients` of a first update; if ``timed`` also the seconds and the peak
     bytes of a later one, and what moving the states does. Peaks and moves are of GPUs alone.
     """
-    trainer = make_trainer(sections, ranks)
+    trainer = make_trainer(sections, model_dir, ranks)
     batch = made_batch(size, trainer.engine.module.model.config.vocab_size)
     found: dict[str, Any] = {"logprobs": _logprobs(trainer, batch)}
     trainer.accumulate(PreparedBatch.of(batch, old_logprobs=None, policy_mask=None))
@@ -94,11 +99,11 @@ def made_batch(size: UpdateSize, vocabulary: int) -> TrainBatch:
     return make_batch(groups, advantages, ref_logprobs=None, max_new_tokens=size.completion)
 
 
-def make_trainer(own: TrainerSections, ranks: Ranks) -> Trainer:
+def make_trainer(own: TrainerSections, model_dir: str, ranks: Ranks) -> Trainer:
     """Make the trainer of a run. Collective over ``ranks``."""
     build_in_own_directory()
     rank = Rank(ranks.index, ranks.count, "127.0.0.1", ranks.port, _COLLECTIVE_S)
-    return Trainer(rank, own.policy, model=own.model, model_dir=own.model_dir, settings=own.settings)
+    return Trainer(rank, own.policy, model=own.model, model_dir=model_dir, settings=own.settings)
 
 
 def _logprobs(trainer: Trainer, batch: TrainBatch) -> np.ndarray:

@@ -34,13 +34,14 @@ def trainer_sections(config: Config) -> TrainerSections:
         total_updates=10,
         seed=config.seed,
     )
-    return TrainerSections(config.policy, config.model, model_dir_of(config.model, config.seed), settings)
+    return TrainerSections(config.policy, config.model, settings)
 
 
 def run_trainers(sections: TrainerSections, size: UpdateSize, *, timed: bool = False) -> list[dict[str, Any]]:
     """Run `trainer_job.measure` on all ranks of the policy; return what each found."""
     count, port = sections.policy.num_workers, free_port("127.0.0.1")
-    common = {"sections": sections, "size": size, "timed": timed}
+    model_dir = model_dir_of(sections.model, sections.settings.seed)
+    common = {"sections": sections, "model_dir": model_dir, "size": size, "timed": timed}
     jobs = [{"ranks": Ranks(index, count, port), **common} for index in range(count)]
     threads = max(1, available_cpus() // count)
     return run_jobs("grpo_dist.tools.gpu_check.trainer_job", jobs, threads=threads, gpus=1)
@@ -48,7 +49,8 @@ def run_trainers(sections: TrainerSections, size: UpdateSize, *, timed: bool = F
 
 def trainer_logprobs(sections: TrainerSections, batch: TrainBatch) -> np.ndarray:
     """Return the trainer's log-probs of the tokens in the loss mask of ``batch``, float32 [B, T]."""
-    job = {"sections": sections, "port": free_port("127.0.0.1"), "batch": batch}
+    model_dir = model_dir_of(sections.model, sections.settings.seed)
+    job = {"sections": sections, "model_dir": model_dir, "port": free_port("127.0.0.1"), "batch": batch}
     found: list[np.ndarray] = run_jobs(
         "grpo_dist.tools.gpu_check.logprob_job", [job], threads=available_cpus(), gpus=1
     )

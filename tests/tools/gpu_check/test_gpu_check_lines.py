@@ -165,10 +165,10 @@ def test_an_update_is_held_to_plan_to_padded_rows_and_to_its_own_states(
 ):
     task = on_gpu(tmp_path, str(stage))
 
-    def run(own, config, size, *, timed=False):
-        assert config.model.dtype == "bfloat16" and config.policy.zero_stage == stage
-        assert config.model.packing == timed
-        parts = planned(task, config, size)
+    def run(sections, size, *, timed=False):
+        assert sections.model.dtype == "bfloat16" and sections.policy.zero_stage == stage
+        assert sections.model.packing == timed
+        parts = planned(task, update_config(task, size, dtype="bfloat16", zero_stage=stage), size)
         expected = parts.total - parts.parts["runtime"]
         given = dict(changes)
         return [moved(expected * given.pop("peak", 1.0), **given) if timed else trained()]
@@ -182,8 +182,8 @@ def test_an_update_is_held_to_plan_to_padded_rows_and_to_its_own_states(
 def test_without_zero_an_update_is_in_float32(tmp_path, monkeypatch):
     dtypes = []
 
-    def run(own, config, size, *, timed=False):
-        dtypes.append(config.model.dtype)
+    def run(sections, size, *, timed=False):
+        dtypes.append(sections.model.dtype)
         return [moved(1.0) if timed else trained()]
 
     monkeypatch.setattr(update, "run_trainers", run)
@@ -283,8 +283,8 @@ def test_nccl_reports_losses_and_rates(tmp_path, monkeypatch):
 
 
 def test_ranks_that_share_sequences_are_held_to_one_rank(tmp_path, monkeypatch):
-    def run(own, config, size, *, timed=False):
-        return [moved(1.0)] * config.policy.num_workers
+    def run(sections, size, *, timed=False):
+        return [moved(1.0)] * sections.policy.num_workers
 
     monkeypatch.setattr(sequence_parallel, "run_trainers", run)
     assert only(sequence_parallel.measure(on_gpu(tmp_path))).holds
@@ -374,7 +374,8 @@ def test_a_sleeping_engine_frees_its_weights_and_its_cache(tmp_path, monkeypatch
     assert isinstance(config, Config) and config.rollout.gpu_memory_utilization == 0.3
     for freed, wrong in ((20 * 2**30, []), (2**30, ["bytes freed asleep"])):
         found = engine.Findings()
-        asyncio.run(engine._sleep(Engine(), config, found, "engine-eager", keep_weights=True))
+        weights = 2 * model_of(config).parameters
+        asyncio.run(engine._sleep(Engine(), weights, found, "engine-eager", keep_weights=True))
         assert broken(found) == wrong and found.figures["engine-eager/freed_bytes"] == freed
 
 
