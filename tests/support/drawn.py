@@ -22,6 +22,8 @@ FAMILIES = {
     "whole runs": 1,  # each has features of its own; test_end_to_end.py has those of every run
     "same numbers": 1,  # ways to run, and interruptions, that change no number of a run
     "other packages": 1,  # whole runs on environments of other packages
+    "episodes of other packages": 1,  # the same environments without a run
+    "whole commands": 1,  # other commands with engines or jobs: an evaluation of episodes, a submission
     "gpu-check engines": 1,  # lines of `gpu-check` with engines
     "engines": 1,  # real engines, each of another kind
     "lost engines": 1,  # engines, snapshots and environments that are lost
