@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
+from grpo_dist.rewards.braces import without_commands
+
 _SCALES = {
     "dozen": 12, "dozens": 12, "hundred": 10**2, "thousand": 10**3, "lakh": 10**5,
     "million": 10**6, "mln": 10**6, "mil": 10**6, "crore": 10**7, "billion": 10**9, "bn": 10**9,
@@ -20,9 +22,10 @@ _SCALED = re.compile(
     rf"({TEXT}\s*\{{\s*)?({_WORD_NAMES})(?![A-Za-z])(\s*\}})?",
     re.IGNORECASE,
 )
-_STRUCK = re.compile(
-    r"\\(?:[bx]?cancel|hcancel|sout|xout|st|[hv]?phantom|enclose\s*\{[^{}]*strike[^{}]*\})\s*\{[^{}]*\}"
-    r"|\\cancelto\s*\{[^{}]*\}\s*\{[^{}]*\}|~~[^~]*~~|<(s|del|strike)>.*?</\1>"
+_STRUCK = re.compile(r"~~[^~]*~~|<(s|del|strike)>.*?</\1>")
+_STRIKES = re.compile(
+    r"\\(?:[bx]?cancel|hcancel|(?P<two>cancelto)|sout|xout|st|[hv]?phantom)(?![A-Za-z])"
+    r"|\\enclose\s*\{[^{}]*strike[^{}]*\}"
 )
 _STRUCK_CHARACTER = re.compile(r"\w[\u0335-\u0338\u20d2\u20d3\u20e5]")  # after "=" they form another sign
 _LISTED = re.compile(rf"{TEXT}\s*\{{([\s,;]*(?:or\b|and\b|,|;)[^{{}}]*\d[^{{}}]*)\}}")
@@ -100,7 +103,7 @@ def as_meant(text: str) -> str:
     5\\text{ million}  5000000     \\cancel{4} 5   5     3\\text{, }4   3,4     2\\quad 3   2,3
     """
     text = _STRUCK_CHARACTER.sub("", text) if not text.isascii() else text
-    text = _KILO.sub(r"\1 thousand", _STRUCK.sub(" ", text))
+    text = _KILO.sub(r"\1 thousand", _STRUCK.sub(" ", without_commands(text, _STRIKES)))
     for _ in range(3):  # 2 hundred thousand
         text, found = _SCALED.subn(_scaled, text)
         if not found:

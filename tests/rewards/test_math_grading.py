@@ -190,6 +190,12 @@ MEANT_OTHERWISE = [  # (gold, what is in the box): math-verify overlooks what ma
         for command in ("cancel", "xcancel", "bcancel", "sout", "st", "not", "phantom")
     ],
     *[
+        ("\\frac{1}{2}", f"\\{command}{{\\frac{{1}}{{2}}}}")
+        for command in ("cancel", "sout", "enclose{horizontalstrike}", "cancelto{0}")
+    ],
+    *[("0.5", text) for text in ("\\cancel{\\frac{1}{2}}", "\\cancel\\frac{1}{2}")],
+    *[("5", f"\\{command} 5") for command in ("cancel", "sout", "phantom", "cancelto 0")],
+    *[
         ("5", text)
         for text in (
             "~~5~~",
@@ -251,6 +257,9 @@ MEANT_SO = [
     ("3200", "3.2 thousand"),
     ("60", "5\\text{ dozen eggs}"),
     ("5", "\\cancel{4} 5"),
+    ("5", "\\cancel{\\frac{1}{2}} 5"),
+    ("5", "\\cancel 4 5"),
+    ("\\frac{1}{2}", "\\frac{1}{2} \\cancel{\\frac{1}{3}}"),
     ("5,6", "5 \\quad 6"),
     ("x=1, y=2", "x=1 \\quad y=2"),
     ("5,6,7", "5\\text{ or 6 or 7}"),
