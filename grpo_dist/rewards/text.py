@@ -146,7 +146,8 @@ def normalise(answer: str) -> str:
         .replace("\\{", "{")
         .replace("\\}", "}")
     )
-    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text).rstrip(".")  # "2 3" is neither 23 nor a product
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # "2 3" is neither 23 nor a product
+    text = text if text.endswith("...") else text.rstrip(".")
     if re.fullmatch(r"\(?[A-Za-z]\)?", text):
         return text.strip("()").upper()
     if re.fullmatch(r"-?\d*\.\d*0+|-?\d+\.", text):
