@@ -8,9 +8,9 @@ from decimal import Decimal
 from grpo_dist.rewards.braces import without_commands
 
 _SCALES = {
-    "dozen": 12, "score": 20, "hundred": 10**2, "gross": 144, "thousand": 10**3, "thou": 10**3, "myriad": 10**4,
-    "lakh": 10**5, "million": 10**6, "mln": 10**6, "mil": 10**6, "mill": 10**6, "crore": 10**7,
-    "billion": 10**9, "bn": 10**9, "bil": 10**9, "trillion": 10**12, "quadrillion": 10**15,
+    "dozen": 12, "score": 20, "hundred": 10**2, "gross": 144, "thousand": 10**3, "thou": 10**3,
+    "myriad": 10**4, "lakh": 10**5, "million": 10**6, "mln": 10**6, "mil": 10**6, "mill": 10**6,
+    "crore": 10**7, "billion": 10**9, "bn": 10**9, "bil": 10**9, "trillion": 10**12, "quadrillion": 10**15,
     "quintillion": 10**18, "sextillion": 10**21, "septillion": 10**24,
 }  # fmt: skip
 _PLURALS = {f"{name}s": value for name, value in _SCALES.items() if name not in ("score", "gross", "thou")}
@@ -74,9 +74,9 @@ _WORDS = re.compile(
     r"|\b(?:(?:more|less|fewer|greater|smaller|larger|bigger|higher|lower|other|earlier|later)\s+than|up\s+to"
     rf"|between|over|under|above|below|minus|negative|twice|half\s+of|double){_BEFORE_A_NUMBER}"
 )
-_NUMBER_WORDS = (
+_NUMBER_WORDS = (  # not two-digit
     r"(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen"
-    r"|sixteen|seventeen|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|zero)\b(?!-)"  # not two-digit
+    r"|sixteen|seventeen|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|zero)\b(?!-)"
 )
 _LISTED_IN_WORDS = re.compile(
     rf"[\d)}}]\W*(?:(?:or|and|plus|minus|to\s+one)\b|{_NUMBER_WORDS})"
