@@ -107,6 +107,14 @@ _AFTER_AN_ANSWER = re.compile(
     re.IGNORECASE,
 )
 
+# A response that gives no answer, or takes one back.
+_NO_ANSWER = re.compile(
+    r"\b(?:do|does|did|could|can|am|is|was)(?:\s+not|not|n['’]t)\s+(?:\w+\s+)?"
+    r"(?:know|tell|say|sure|certain|determined?|solved?|answer(?:ed)?|find|found|decided?|right|correct)\b"
+    r"|\b(?:unable|unsure|uncertain|unknown|wrong|incorrect|maybe|perhaps|guess|no\s+(?:idea|answer)|gives?\s+up)\b",
+    re.IGNORECASE,
+)
+
 _NOT_WORDS = rf"{TEXT}\s*\{{|[$)}}]|</"
 
 
@@ -119,6 +127,11 @@ def with_what_follows(text: str, after: str) -> str:
     """Append the words after ``text`` that belong to its value: ``5``, `` million.`` -> 5 million"""
     found = _AFTER_AN_ANSWER.match(after)
     return f"{text} {re.sub(_NOT_WORDS, ' ', found.group())}".strip() if found else text
+
+
+def gives_no_answer(text: str) -> bool:
+    """Return whether ``text`` says that it has no answer, or that one is wrong: ``I do not know``."""
+    return _NO_ANSWER.search(text) is not None
 
 
 def as_meant(text: str) -> str:

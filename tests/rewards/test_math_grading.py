@@ -3,16 +3,22 @@
 import math
 import re
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import sympy.parsing.sympy_parser
 
 from grpo_dist.rewards import reading
 from grpo_dist.rewards.format import think_answer_format
+from grpo_dist.rewards.group import Verdicts
 from grpo_dist.rewards.math import Grade, answer_found, gold_is_parsable, grade
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes, normalise
+from grpo_dist.types import Thought
 from tests.evidence.grading import graded_solutions, judge_with_ours, read_cases, summary
+from tests.support.made_completions import completion_group
 from tests.support.patience import HANG_S
 
 RIGHT = [  # (gold, what is in the box)
@@ -404,6 +410,46 @@ def test_text_in_an_unclosed_thought_is_no_answer(completion: str) -> None:
 def test_an_answer_outside_an_unclosed_thought_counts() -> None:
     assert grade("\\boxed{4}<think>or \\boxed{5}", "4").outcome == "correct"
     assert grade("<think>\\boxed{5}</think>\\boxed{4}", "4").outcome == "correct"
+
+
+BEHIND_A_THOUGHT = [  # (completion, its answer; None: it has none)
+    ("<think>so \\boxed{5}</think>The answer is 7.", "7"),
+    ("so \\boxed{5}</think>The answer is $7$.", "7"),  # the prompt opened the thought
+    ("<think>\\boxed{5}</think><answer>7</answer>", "7"),
+    ("<THINK>\\boxed{5}</THINK>It is 7", "7"),
+    ("<think>\\boxed{2}</think>\\boxed{7}", "7"),
+    ("<think>\\boxed{5}</think>I do not know", None),
+    ("<think>\\boxed{5}</think>Sorry, I don’t know.", None),
+    ("<think>\\boxed{5}</think>I am not sure about this.", None),
+    ("<think>\\boxed{5}</think>That was wrong.", None),
+    ("<think>It is 5.</think>I cannot solve it.", None),
+    ("<think>\\boxed{5}</think>", "5"),
+    ("<think>\\boxed{5}</think>\nThat is the result.", "5"),
+    ("The answer is \\boxed{5}</think>", "5"),
+]
+
+
+@pytest.mark.parametrize(("completion", "answer"), BEHIND_A_THOUGHT)
+def test_the_text_behind_the_last_thought_is_preferred(completion: str, answer: str | None) -> None:
+    assert answer_found(completion) == answer
+    outcomes = {gold: grade(completion, gold).outcome for gold in ("5", "7", "2, 7")}
+    if answer is None:
+        assert set(outcomes.values()) == {"no_answer"}
+    else:
+        assert [gold for gold in outcomes if outcomes[gold] == "correct"] == [answer]
+
+
+def test_a_stated_option_behind_a_thought_replaces_the_box_in_it() -> None:
+    completion = "<think>\\boxed{B}</think>The answer is (C)."
+    assert [grade(completion, gold).outcome for gold in "BC"] == ["wrong", "correct"]
+
+
+def test_the_text_behind_a_thought_in_tags_of_the_model_is_preferred_too() -> None:
+    texts = ["[T]\\boxed{5}[/t]It is 7.", "[T]\\boxed{7}[/T]I do not know.", "[T]\\boxed{7}[/T]"]
+    group = replace(completion_group(texts, "7"), thought=Thought("[T]", "[/T]"))
+    pool = SimpleNamespace(grade=lambda pairs: [grade(*pair) for pair in pairs])
+    verdicts = Verdicts(group, cast(GraderPool, pool))
+    assert [found.outcome for found in verdicts.grades] == ["correct", "no_answer", "correct"]
 
 
 def test_the_last_box_is_the_answer() -> None:
