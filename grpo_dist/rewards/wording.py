@@ -79,7 +79,7 @@ _NUMBER_WORDS = (  # not two-digit
     r"|sixteen|seventeen|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|zero)\b(?!-)"
 )
 _LISTED_IN_WORDS = re.compile(
-    rf"[\d)}}]\W*(?:(?:or|and|plus|minus|to\s+one)\b|{_NUMBER_WORDS})"
+    rf"[\d)}}]\W*(?:(?:or|and)\b(?!\W*\d)|(?:plus|minus|to\s+one)\b|{_NUMBER_WORDS})"
     r"|[\d)}][^\d{}()]*(?:\b(?:or|and|to|plus|minus|times|over|out\s+of|vs|versus)\s|[,;:/&+~-])\s*"
     rf"{_NUMBER_WORDS}"
 )

@@ -92,6 +92,7 @@ SO = [  # (gold, what is in the box)
     ("3.14159", "3.14159\\ldots"),
     ("0^+", "0^+"),
     ("1, 2", "1\\text{ and }2"),
+    ("1, 2", "1$ and $2"),
     ("x=1, y=2", "x=1\\text{ and }y=2"),
     ("300", "300\\text{ M}"),
     ("x \\succeq 3", "x \\succeq 3"),
