@@ -143,9 +143,9 @@ class Generative(ChatReward):
             ) from error
         except RuntimeError as error:  # the process ended, for want of memory
             raise NoReply(f"kwargs.pattern: {error}") from error
-        if found is None or found[0] is None:
+        score = found[0] if found else None
+        if score is None:
             raise NoReply(f"no score in the reply: {reply[-80:]!r}")
-        (score,) = found
         if self.verdicts is None:
             return self._scaled(score)
         values = {text.lower(): value for text, value in self.verdicts.items()}
