@@ -14,8 +14,8 @@ from typing import Any
 from grpo_dist.config import DataSourceConfig
 from grpo_dist.config.text import check_characters
 from grpo_dist.data.made_problems import problems
-from grpo_dist.data.patterns import PatternSearch, PatternTimeout
 from grpo_dist.environments.registry import load_environment
+from grpo_dist.runtime.patterns import PatternSearch, PatternTimeout
 
 # Yields location and record of every row of a source without a `path`, or with that of a user's function.
 OwnProblems = Callable[[DataSourceConfig], Iterator[tuple[str, Mapping[str, Any]]]]

@@ -1,4 +1,4 @@
-"""Detects unevaluated arithmetic in an answer: ``123+456`` where the gold is 579."""
+"""Detects unevaluated arithmetic in an answer: ``123+456`` where the gold is 579, ``\\max(3, 5)`` for 5."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ _FRACTION = re.compile(rf"[-+]?(?:\\frac(?:\{{-?[\d.]+\}}\{{-?[\d.]+\}}|\d\d)|{_
 _END, _BEGIN = r"[\d.][)}\]!]*", r"[({\[]*-?[({\[]*(?:\\sqrt|\\frac|\\binom)?[({\[]*-?[\d.]"
 _OPERATION = re.compile(rf"{_END}(?:[-+*]|\\times|\\cdot|\\ast|\\div){_BEGIN}|[\d.]\)?\(\s*-?[\d.]")
 _QUOTIENT = re.compile(rf"\\frac(?:\{{[^{{}}A-Za-z\\]*\}}\{{[^{{}}A-Za-z\\]*\}}|\d\d)|{_END}/{_BEGIN}")
+# A root of a power, and a power of a root, are operations; a root of a number is a notation.
+_FUNCTION = re.compile(
+    r"\\(?:sum|prod|i{1,3}nt|oint|max|min|gcd|lcm|log|ln|lg|exp|det|lim|[lr]?floor|[lr]?ceil|[dt]?binom|choose)"
+    r"(?![A-Za-z])|\\sqrt.*(?:\^|\\sqrt)|\^.*\\sqrt",
+    re.DOTALL,
+)
+_NAMED = re.compile(
+    r"\\(?:operatorname\*?|text|mathrm|mbox)\s*\{\s*(gcd|lcm|max|min|log|ln|floor|ceil|exp|det)\s*\}(?=\s*[_({\\])"
+)
+_BOUND = re.compile(r"_\s*\{[^{}]*=[^{}]*\}")  # of a sum, no equation
 _SIDES = re.compile(r"=|\\approx(?![A-Za-z])|\\simeq(?![A-Za-z])")
 
 
@@ -24,16 +34,19 @@ def is_unsolved(gold: str, answer: str) -> bool:
     """Return whether ``gold`` is a plain number and ``answer`` an unevaluated operation on numbers.
 
     Notation of a single number is evaluated: ``1.5\\times 10^3``, ``2\\frac{3}{4}``, a fraction (reduced or
-    not), a power, a root, ``5!``. An equation is solved when one side is: ``2+3=5``.
+    not, also ``1158/2``), a power, a root, ``5!``, an absolute value, ``\\sin\\frac{\\pi}{2}``. An equation
+    is solved when one side is: ``2+3=5``.
 
         579, 123+456    true          145, 29\\cdot 5    true          3, \\frac{6}{2}    false
+        5, \\max(3,5)   true          123, \\sqrt{123^2} true         5, \\sqrt{25}     false
     """
     wanted = tidy(gold)
     measured = quantity(wanted)
     wanted = _SPACES.sub("", measured[0] if measured else wanted)
     if not _PLAIN.fullmatch(wanted):
         return False
-    sides = [side.strip().rstrip(".") for side in _SIDES.split(_TAIL.sub("", latex(answer.strip())))]
+    text = _TAIL.sub("", _NAMED.sub(r"\\\1 ", _BOUND.sub("", latex(answer.strip()))))
+    sides = [side.strip().rstrip(".") for side in _SIDES.split(text)]
     sides = [side for side in sides if side]
     return bool(sides) and not any(_is_solved(side, whole="." not in wanted) for side in sides)
 
@@ -47,4 +60,6 @@ def _is_solved(side: str, *, whole: bool) -> bool:
     if _FRACTION.fullmatch(text):
         return True
     text = _POWER_OF_TEN.sub(r"\1", text)
-    return not _OPERATION.search(text) and not (whole and _QUOTIENT.search(text))
+    if _OPERATION.search(text) or _FUNCTION.search(side):
+        return False
+    return not (whole and _QUOTIENT.search(text))

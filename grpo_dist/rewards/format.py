@@ -5,20 +5,24 @@ from __future__ import annotations
 import re
 import unicodedata
 
+from grpo_dist.rewards.braces import without_commands
 from grpo_dist.rewards.text import boxes
 from grpo_dist.types import NO_THOUGHT, Thought
 
-# TeX without visible output: spaces, phantoms, and commands whose argument may be empty.
+# Text without visible output: spaces, breaks, and commands whose argument may be empty.
 _BLANK_TEX = re.compile(
-    r"\\(?:q?quad|enspace|thinspace|medspace|thickspace|neg(?:thin|med|thick)space|hfill|null|strut|relax|left\.|right\."
-    r"|displaystyle|textstyle)(?![A-Za-z])|\\(?:[,;:!>/ ]|$)"
-    r"|\\(?:[hv]space\*?|[hv]?phantom|kern|hskip)\s*(?:\{[^{}]*\}|-?[\d.]+\s*(?:pt|em|ex|mu|cm))"
-    r"|\\(?:text\w*|math(?:rm|bf|it|sf|tt|bb|cal)|operatorname|mbox|hbox|boxed|fbox|bf|rm|it)(?=\s*\{)|~|\$"
+    r"\\(?:q?quad|enspace|enskip|space|thinspace|medspace|thickspace|neg(?:thin|med|thick)space|hfill|null|strut|relax"
+    r"|left\.|right\.|newline|linebreak|par|(?:small|med|big)skip|displaystyle|textstyle)(?![A-Za-z])"
+    r"|\\(?:[,;:!>/ \\]|$)|\\(?:kern|hskip)\s*-?[\d.]+\s*(?:pt|em|ex|mu|cm)"
+    r"|\\(?:text\w*|math(?:rm|bf|it|sf|tt|bb|cal)|operatorname|mbox|hbox|boxed|fbox|bf|rm|it|emph|sqrt|[cdt]?frac"
+    r"|(?:under|over)(?:line|brace)|(?:wide)?(?:hat|tilde)|bar|vec|boldsymbol|bm)(?=\s*\{)|~|\$"
+    r"|&(?:nbsp|e[mn]sp|thinsp|zwn?j|shy|#160|#xa0|#8203|#x200b);|</?(?:br|p|b|i|u|em|strong|span|div)\s*/?>",
 )
+_HIDDEN = re.compile(r"\\(?:[hv]space\*?|[hv]?phantom|(?P<two>rule(?:\s*\[[^\[\]]*\])?))(?![A-Za-z])")
 # Invisible letters and symbols: Hangul fillers, the Braille blank.
 _BLANK = frozenset("\u115f\u1160\u3164\uffa0\u2800")
 _INVISIBLE = frozenset({"Cf", "Cc", "Zs", "Zl", "Zp", "Mn", "Me"})  # a combining mark alone is invisible
-_MAY_BE_BLANK = re.compile(r"[\\~$]")
+_MAY_BE_BLANK = re.compile(r"[\\~$&<]")
 _ANSWER_TAGS = ("<answer>", "</answer>")
 
 
@@ -58,10 +62,13 @@ def think_answer_format(
 def shows(text: str) -> bool:
     """Return whether ``text`` has visible content.
 
-    White space, zero-width characters, ``\\,``, ``\\text{}`` and empty braces are invisible.
+    White space, zero-width characters, ``\\,``, ``\\text{}``, ``\\phantom{5}``, ``<br>`` and empty braces are
+    invisible.
     """
+    if _MAY_BE_BLANK.search(text):
+        text = _BLANK_TEX.sub("", without_commands(text, _HIDDEN, ""))
     braces = 0
-    for char in _BLANK_TEX.sub("", text) if _MAY_BE_BLANK.search(text) else text:
+    for char in text:
         if char in "{}":  # unbalanced braces are visible
             braces += 1 if char == "{" else -1
         elif char not in _BLANK and unicodedata.category(char) not in _INVISIBLE:

@@ -12,14 +12,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from grpo_dist.config.secrets import masked
+from grpo_dist.rewards.builtin import Note
 from grpo_dist.rewards.endpoint import NoReply
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.remote import scores_of
 from grpo_dist.rewards.served import ChatReward
 from grpo_dist.rewards.template import fill, placeholders
+from grpo_dist.runtime.patterns import PatternSearch, PatternTimeout
 
 PROMPT = (
     "Rate how well the response solves the problem, from 0 (worthless) to 10 (right and complete). Take "
@@ -31,6 +33,7 @@ _SCORE = (
     r"(?i:score|rating)\b(?:[\s*_]*\((?!\s*-?[\d.]+\s*\))[^()]*\))?+"
     r"\W*?(-?(?:\d+(?:\.\d+)?|\.\d+))"
 )
+PATTERN_S = 10.0  # deadline of `pattern` on one reply
 _LIST = re.compile(r"\[[^\[\]]*\]")
 
 
@@ -52,6 +55,8 @@ class Generative(ChatReward):
         None, description="score of each text that the group may match, e.g. {yes: 1, no: 0}; null: a number"
     )
     range: tuple[float, float] = Field((0.0, 10.0), description="least and largest number of the reply")
+
+    _search: PatternSearch = PrivateAttr()
 
     @field_validator("pattern")
     @classmethod
@@ -82,12 +87,21 @@ class Generative(ChatReward):
         group = CompletionGroup(("2",), (), ("stop",), "2", {"problem": "What is 1+1?"}, max_new_tokens)
         reply = self._connect(workers=1).first_reply(self._messages(group, "2"), where)
         try:
-            self._read_all(reply, 1) if self._is_of_groups else self._read(reply)
+            with self._new_search() as search:
+                self._read_all(reply, 1) if self._is_of_groups else self._read(reply, search)
         except NoReply as error:
             raise ValueError(
                 f"{where}: {error}; raise kwargs.max_tokens = {self.max_tokens}, or change prompt, pattern "
                 "or range"
             ) from error
+
+    def start(self, *, workers: int, note: Note) -> None:
+        super().start(workers=workers, note=note)
+        self._search = self._new_search()
+
+    def close(self) -> None:
+        super().close()
+        self._search.close()
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         if self._is_of_groups:
@@ -102,6 +116,9 @@ class Generative(ChatReward):
     def _is_of_groups(self) -> bool:
         return "completions" in placeholders(self.prompt)
 
+    def _new_search(self) -> PatternSearch:
+        return PatternSearch(self.pattern, timeout_s=PATTERN_S, last=True)
+
     def _messages(self, group: CompletionGroup, shown: str) -> list[dict[str, str]]:
         values = {name: str(value) for name, value in group.columns.items()}
         values |= {"answer": group.gold, "completion": shown, "completions": shown}
@@ -110,7 +127,7 @@ class Generative(ChatReward):
 
     def _score_of(self, group: CompletionGroup, completion: str) -> float:
         try:
-            return self._read(self._server.reply(self._messages(group, completion)))
+            return self._read(self._server.reply(self._messages(group, completion)), self._search)
         except NoReply as error:
             self._note(str(error))
             return math.nan
@@ -124,17 +141,26 @@ class Generative(ChatReward):
             self._note(str(error))
             return [math.nan] * len(numbered)
 
-    def _read(self, reply: str) -> float:
-        """Return the last score of ``reply``. Raises NoReply where it has none."""
-        found = [match[1] for match in re.finditer(self.pattern, reply) if match[1] is not None]
-        if not found:
+    def _read(self, reply: str, search: PatternSearch) -> float:
+        """Return the last score of ``reply``. Raises NoReply where it has none or the pattern hangs on it."""
+        try:
+            found = search.search(reply)
+        except PatternTimeout as error:
+            raise NoReply(
+                f"kwargs.pattern does not finish within {search.timeout_s:g} s on a reply of {len(reply)} "
+                "characters; use a pattern without nested repetitions ((a+)+ is one)"
+            ) from error
+        except RuntimeError as error:  # the process ended, for want of memory
+            raise NoReply(f"kwargs.pattern: {error}") from error
+        score = found[0] if found else None
+        if score is None:
             raise NoReply(f"no score in the reply: {reply[-80:]!r}")
         if self.verdicts is None:
-            return self._scaled(found[-1])
+            return self._scaled(score)
         values = {text.lower(): value for text, value in self.verdicts.items()}
-        if found[-1].lower() not in values:
-            raise NoReply(f"verdict {found[-1][:80]!r} is none of {', '.join(self.verdicts)}")
-        return values[found[-1].lower()]
+        if score.lower() not in values:
+            raise NoReply(f"verdict {score[:80]!r} is none of {', '.join(self.verdicts)}")
+        return values[score.lower()]
 
     def _read_all(self, reply: str, size: int) -> list[float]:
         """Return the scores in the last list of ``reply``. Raises NoReply where they are not ``size``."""

@@ -15,7 +15,7 @@ from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.episodes import Turns, turns_for_rewards
 from grpo_dist.rewards.math import Grade
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.thought import outside_thought, thought_for
+from grpo_dist.rewards.thought import in_plain_tags, outside_thought, thought_for
 from grpo_dist.types import NO_THOUGHT, Prompt, Rollout, Thought
 
 
@@ -93,7 +93,10 @@ class Verdicts:
     @cached_property
     def grades(self) -> list[Grade]:
         return self._pool.grade(
-            [(completion, self._group.gold) for completion in self._group.outside_thoughts]
+            [
+                (in_plain_tags(completion, self._group.thought), self._group.gold)
+                for completion in self._group.outside_thoughts
+            ]
         )
 
     @property

@@ -18,6 +18,7 @@ SCRIPTS: tuple[str, ...] = get_args(Script)
 
 _OPENS = re.compile(r"\$\$?|\\[(\[]|\\begin\{(\w+\*?)\}")
 _IN_LINE = re.compile(r"\$[^$\n]*\$")
+_ONE_WORD = re.compile(r"(?:\$\$?|\\[(\[])\s*([A-Za-z]{2,})\s*(?:\$\$?|\\[)\]])")
 _ENDS = re.compile(r"\\end\{\w+\*?\}")
 _LETTER_IS_WORD = frozenset({"han", "hiragana", "katakana", "thai"})  # written without spaces between words
 _VARIABLES = frozenset({"latin", "greek"})  # whose single letters are variables in any language
@@ -29,7 +30,8 @@ def script_share(text: str, scripts: Collection[str]) -> float:
     The language consistency reward of DeepSeek-R1 (arXiv:2501.12948, section 2.3.2): words of the target
     language / all words. A word is a run of letters of one script, or one letter in scripts without spaces.
     Formulas, LaTeX commands, tags, links and single Latin or Greek letters (variables) do not count, but
-    natural language inside them does (`markup`). A text without words scores 1.
+    natural language inside them does (`markup`). Words spelled letter by letter, and those of the first two
+    links, do not count. A text without words scores 1.
 
         "the answer ответ is $x$", {"latin"}  ->  3 of 4 words = 0.75
         "ответ $the answer$", {"cyrillic"}    ->  1 of 3 words
@@ -42,21 +44,29 @@ def script_share(text: str, scripts: Collection[str]) -> float:
 def _prose_and_formulas(text: str) -> tuple[str, list[str]]:
     """Split ``text`` into prose, with a space for each formula, and the formulas.
 
+    Neighbouring formulas of one word each are one: ``$the$ $sum$`` -> ``the sum``.
+
     A formula is $$ $$, $ $ on one line, \\( \\), \\[ \\] or \\begin{name} \\end{name}. Linear in the length
     of the text for any input: a thousand openings without an end cost no thousand searches to the end.
     """
     last = {close: text.rfind(close) for close in ("$$", "\\)", "\\]")}
     last |= {match.group(): match.start() for match in _ENDS.finditer(text)}
-    plain, formulas, done, at = [], [], 0, 0
+    plain: list[str] = []
+    formulas: list[list[str]] = []
+    done, at, was_word = 0, 0, False
     while match := _OPENS.search(text, at):
         end = _end_of_formula(text, match, last)
         if end is None:
             at = match.start() + 1
         else:
             plain.append(text[done : match.start()])
-            formulas.append(text[match.start() : end])
-            done = at = end
-    return " ".join([*plain, text[done:]]), formulas
+            word = _ONE_WORD.fullmatch(text, match.start(), end)
+            if word and was_word and not plain[-1].strip():
+                formulas[-1].append(word[1])
+            else:
+                formulas.append([word[1] if word else text[match.start() : end]])
+            done, at, was_word = end, end, word is not None
+    return " ".join([*plain, text[done:]]), [" ".join(words) for words in formulas]
 
 
 def _end_of_formula(text: str, opening: re.Match[str], last: Mapping[str, int]) -> int | None:

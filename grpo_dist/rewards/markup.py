@@ -28,6 +28,8 @@ _TEXT = re.compile(r"\\(?:text\w*|mbox|hbox|intertext)\s*\{([^{}]*)\}")
 _RUN = re.compile(r"[A-Za-z]+")
 _PHRASE = re.compile(r"[A-Za-z]{2,}(?:[ ,.'-]+[A-Za-z]{2,})+")  # adjacent words are not a product
 _NAMES = re.compile(r"(?<![A-Za-z])[A-Z]{2,3}(?![A-Za-z])")  # AB, ABC: segments and triangles
+_THIN_SPACE = r"(?:\\[,;:!> ]|~)"
+_DIFFERENTIAL = re.compile(rf"{_THIN_SPACE}\s*d[r-zAVS](?![A-Za-z])")  # xy\,dx is no phrase
 _SPACING = frozenset(
     {"quad", "qquad", "enspace", "thinspace", "hspace", "rm", "bf", "it", "em"}
     | {"text", "textbf", "textit", "textrm", "textsf", "texttt"}
@@ -84,8 +86,10 @@ def words_of_prose(text: str) -> str:
 def words_of_formula(text: str) -> str:
     """Return the natural language of a formula: \\text{}, phrases, long words, and letters of other scripts.
 
-    ``x_{\\text{max}} = \\frac{abc}{2}`` has no words, ``the answer is 5`` has three.
+    ``x_{\\text{max}} = \\frac{abc}{2}`` has no words, ``the answer is 5`` has three, and so has
+    ``the\\,answer\\,is\\,5``.
     """
+    text = re.sub(_THIN_SPACE, " ", _DIFFERENTIAL.sub(" | ", text))
     texts = " ".join(_long_runs(words) for words in _TEXT.findall(text))
     return f"{texts} {_long_runs(_NAMES.sub(' ', _without_commands(_TEXT.sub(' | ', text), between=' | ')))}"
 

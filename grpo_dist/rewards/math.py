@@ -1,7 +1,8 @@
 """Math grader: compares the answer of a completion with the gold, by math-verify with corrections around it.
 
 1. The answer is the last box. (math-verify merges all boxes of a response into one set.) A response without a
-   box is parsed whole; several boxes are parsed together if the gold is a list.
+   box is parsed whole; several boxes are parsed together if the gold is a list. Behind a closed thought, the
+   text there is the response if it gives an answer, or says that it has none.
 2. Text that is equal after light normalisation is correct, so a gold that no parser understands still counts.
 3. Gold and answer are parsed as ``$...$``; the answer as a box too.
 4. A match of math-verify is rejected when the numbers differ relatively (its rounding is absolute:
@@ -26,9 +27,10 @@ from grpo_dist.rewards.choice import stated_choice
 from grpo_dist.rewards.marks import label, subscripts, unit, without_percent, worded_numbers
 from grpo_dist.rewards.reading import Reading, read
 from grpo_dist.rewards.text import boxes, normalise, percent, same_list, spellings, tagged_answer, tidy
-from grpo_dist.rewards.thought import outside_thought
+from grpo_dist.rewards.thought import behind_thought, outside_thought
 from grpo_dist.rewards.wording import (
     changes_value,
+    gives_no_answer,
     is_negated_before,
     numbers_apart,
     with_what_follows,
@@ -68,10 +70,11 @@ def grade(completion: str, answer: str, *, accept_arithmetic: bool = False) -> G
         grade("so it is \\boxed{8}.", "8")         correct
         grade("so it is \\boxed{7}.", "8")         wrong
         grade("I do not know.", "8")               no_answer: no box, and no other answer
+        grade("\\boxed{8}</think>It is 7.", "8")   wrong: the text behind the thought has an answer
 
     Only the pool returns ``timeout`` or ``error``. Raises only MemoryError.
     """
-    completion = outside_thought(completion)[-_LONGEST_COMPLETION:]
+    completion = _response(completion)
     found = boxes(completion)
     gold = gold_text(answer)
     if found:
@@ -99,12 +102,24 @@ def answer_found(completion: str) -> str | None:
 
     Raises only MemoryError.
     """
-    completion = outside_thought(completion)[-_LONGEST_COMPLETION:]
+    completion = _response(completion)
     if found := boxes(completion):
         return found[-1]
     tagged = tagged_answer(completion) or ""
     reading = read(tagged or completion[-_LONGEST_RESPONSE:])
     return reading.text if reading is not None else tagged or stated_choice(completion)
+
+
+def _response(completion: str) -> str:
+    """Return the text behind the last closed thought where it decides, else all but an unclosed thought."""
+    completion = outside_thought(completion)[-_LONGEST_COMPLETION:]
+    behind = behind_thought(completion)
+    if behind is None:
+        return completion
+    if boxes(behind) or tagged_answer(behind) or gives_no_answer(behind):
+        return behind
+    tail = behind[-_LONGEST_RESPONSE:]
+    return behind if stated_choice(tail) is not None or read(tail) is not None else completion
 
 
 def gold_text(answer: str) -> str:

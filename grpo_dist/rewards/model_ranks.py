@@ -7,12 +7,15 @@
 
 Transformers' plan of the architecture names the weights to split; heads are whole on every rank. A rank
 that ends takes rank 0 with it: that waits for it in a collective, and a supervisor replaces what has ended.
+The ranks meet on loopback, and each proves that it knows the secret that rank 0 sends over the pipes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -25,19 +28,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed import TCPStore, init_process_group
+import torch.distributed as dist
+from torch import Tensor
 
 from grpo_dist.config import RewardModelConfig
 from grpo_dist.rewards.model_inputs import ModelInput
 from grpo_dist.rewards.models import Classifier
 from grpo_dist.runtime.child_python import child_command
 from grpo_dist.runtime.guardian import die_with
-from grpo_dist.runtime.hardware import device_type
+from grpo_dist.runtime.hardware import collective_backend, device_type
+from grpo_dist.runtime.rendezvous import Rank, check_members, meeting_point
 
 logger = logging.getLogger(__name__)
 
 _COLLECTIVE_S = 1800.0  # deadline of one; ranks read a large model from disk at different speeds
-_HOST = "127.0.0.1"
+_HOST, _INTERFACE = "127.0.0.1", "lo"
+_RANDOM_BYTES = 32  # of the secret and of the challenge
 
 
 def classifier_of(settings: RewardModelConfig) -> Classifier:
@@ -51,14 +57,15 @@ class SplitClassifier(Classifier):
     Raises:
         ValueError: as `Classifier`.
         RuntimeError: another rank could not load its part.
+        NotAMember: another program of this machine took the place of a rank.
     """
 
     def __init__(self, settings: RewardModelConfig) -> None:
         size = settings.tensor_parallel_size
-        store = TCPStore(_HOST, 0, size, is_master=True, wait_for_workers=False)
-        self._peers = [_Peer(settings, rank, store.port) for rank in range(1, size)]
+        first, *others = _new_group(size)
+        self._peers = [_Peer(settings, rank) for rank in others]
         try:
-            _join(0, size, store)
+            _join(first)
             super().__init__(settings)
             for peer in self._peers:
                 peer.wait_loaded()
@@ -87,8 +94,8 @@ class SplitClassifier(Classifier):
 class _Peer:
     """The process of one rank above 0, seen from rank 0."""
 
-    def __init__(self, settings: RewardModelConfig, rank: int, port: int) -> None:
-        self._name = f"reward model {settings.name}: rank {rank}"
+    def __init__(self, settings: RewardModelConfig, rank: Rank) -> None:
+        self._name = f"reward model {settings.name}: rank {rank.index}"
         self._connection, given = Pipe()
         lifeline, self._lifeline = os.pipe()
         fds = (given.fileno(), lifeline)
@@ -98,7 +105,7 @@ class _Peer:
         given.close()
         os.close(lifeline)
         self._closing = threading.Event()
-        self.send((settings, rank, port))
+        self.send((settings, rank))
         threading.Thread(target=self._watch, name=self._name, daemon=True).start()
 
     def send(self, message: Any) -> None:
@@ -133,12 +140,11 @@ def main() -> None:
     channel, lifeline = (int(argument) for argument in sys.argv[1:3])
     die_with(lifeline)
     connection = Connection(channel)
-    settings, rank, port = connection.recv()  # bounded: ends with rank 0
+    settings, rank = connection.recv()  # bounded: ends with rank 0
     model: Classifier | None = None
     problem = ""
     try:
-        size = settings.tensor_parallel_size
-        _join(rank, size, TCPStore(_HOST, port, size, is_master=False))
+        _join(rank)
         model = Classifier(settings)
     except Exception as error:  # rank 0 most likely fails alike, and reports it
         traceback.print_exc()
@@ -151,13 +157,40 @@ def main() -> None:
                 model.scores(rows)
 
 
-def _join(rank: int, size: int, store: TCPStore) -> None:
-    """Enter the process group of the model, with the device of this rank among those that are visible."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    device = device_type()
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_COLLECTIVE_S),
-    )  # fmt: skip
+def _new_group(size: int) -> list[Rank]:
+    """Return the ranks of a new group with a secret of its own. Rank 0 holds a socket on loopback."""
+    listening = socket.create_server((_HOST, 0))
+    port, secret = listening.getsockname()[1], secrets.token_bytes(_RANDOM_BYTES)
+    challenge = secrets.token_bytes(_RANDOM_BYTES)
+    sockets = [listening.detach(), *[None] * (size - 1)]
+    return [
+        Rank(index, size, _HOST, port, _COLLECTIVE_S, secret, challenge, listening=own)
+        for index, own in enumerate(sockets)
+    ]
+
+
+def _join(rank: Rank) -> None:
+    """Enter the process group of the model, with the device of this rank among those that are visible.
+
+    Collective. Raises NotAMember for a process that does not know the group's secret.
+    """
+    index, size = rank.index, rank.world_size
+    os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(size)}
+    os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE  # else gloo listens on the address of the host's name
+    if device_type() == "cuda":
+        torch.cuda.set_device(index)
+    dist.init_process_group(
+        collective_backend(),
+        store=meeting_point(rank),
+        rank=index,
+        world_size=size,
+        timeout=timedelta(seconds=rank.timeout_s),
+    )
+    check_members(_gathered, rank.secret, rank.challenge, index)
+
+
+def _gathered(own: Tensor) -> list[Tensor]:
+    own = own.to(device_type())
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)  # bounded: the process group has a deadline
+    return gathered

@@ -7,12 +7,12 @@ import unicodedata
 from fractions import Fraction
 from functools import lru_cache
 
+from grpo_dist.rewards.braces import matching_braces
 from grpo_dist.rewards.wording import TEXT, as_meant, numbers_apart
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[^\s{]))")
 _INNER_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _UNBRACED = re.compile(r"(?!\\(?:boxed|fbox))\\?[\w.\-]+")  # a box there is a separate box
-_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 _SPACES = re.compile(r"\\[,;:!> ]|~|\\quad|\\qquad")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname|mbox|rm|bf)\s*\{([^{}]*)\}")
@@ -59,7 +59,7 @@ def boxes(text: str) -> list[str]:
     A box that is never closed does not count. ``\\boxed 5`` is a box around 5. The outer of nested boxes
     counts.
     """
-    closed = _matching_braces(text)
+    closed = matching_braces(text)
     found, position = [], 0
     while match := _BOX.search(text, position):
         if match.group(1) != "{":
@@ -81,23 +81,12 @@ def tagged_answer(text: str) -> str | None:
     return before.rpartition("<answer>")[2].strip() if closing and "<answer>" in before else None
 
 
-def _matching_braces(text: str) -> dict[int, int]:
-    """Map the position of each opening brace to that of its closing brace."""
-    pairs, waiting = {}, []
-    for match in _BRACES.finditer(text):
-        if match.group() == "{":
-            waiting.append(match.start())
-        elif match.group() == "}" and waiting:
-            pairs[waiting.pop()] = match.start()
-    return pairs
-
-
 def _without_inner_boxes(box: str) -> str:
     """Remove inner boxes and the braces that remain around the whole: ``\\boxed{5}`` -> ``5``."""
     bare = _INNER_BOX.sub("", box)
     if bare == box:
         return box
-    closed, begin, end = _matching_braces(bare), 0, len(bare)
+    closed, begin, end = matching_braces(bare), 0, len(bare)
     while begin < end and closed.get(begin) == end - 1:
         begin, end = begin + 1, end - 1
     return bare[begin:end].strip()
@@ -157,7 +146,8 @@ def normalise(answer: str) -> str:
         .replace("\\{", "{")
         .replace("\\}", "}")
     )
-    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text).rstrip(".")  # "2 3" is neither 23 nor a product
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # "2 3" is neither 23 nor a product
+    text = text if text.endswith("...") else text.rstrip(".")
     if re.fullmatch(r"\(?[A-Za-z]\)?", text):
         return text.strip("()").upper()
     if re.fullmatch(r"-?\d*\.\d*0+|-?\d+\.", text):

@@ -54,6 +54,20 @@ def outside_thought(completion: str, thought: Thought = NO_THOUGHT) -> str:
     return completion[: unclosed.start()] if unclosed else completion
 
 
+def behind_thought(completion: str) -> str | None:
+    """Return the text behind the last ``</think>``; None without one."""
+    _, closing = _patterns(NO_THOUGHT.opening, NO_THOUGHT.closing)
+    end = max((match.end() for match in closing.finditer(completion)), default=None)
+    return None if end is None else completion[end:]
+
+
+def in_plain_tags(completion: str, thought: Thought) -> str:
+    """Replace the closing tags of ``thought`` by ``</think>``, which the math grader knows."""
+    if thought.closing.lower() == NO_THOUGHT.closing:
+        return completion
+    return _patterns(thought.opening, thought.closing)[1].sub(NO_THOUGHT.closing, completion)
+
+
 @lru_cache(maxsize=64)
 def _patterns(opening: str, closing: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     return re.compile(re.escape(opening), re.IGNORECASE), re.compile(re.escape(closing), re.IGNORECASE)

@@ -5,24 +5,35 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
+from grpo_dist.rewards.braces import without_commands
+
 _SCALES = {
-    "dozen": 12, "dozens": 12, "hundred": 10**2, "thousand": 10**3, "lakh": 10**5,
-    "million": 10**6, "mln": 10**6, "mil": 10**6, "crore": 10**7, "billion": 10**9, "bn": 10**9,
-    "trillion": 10**12,
+    "dozen": 12, "score": 20, "hundred": 10**2, "gross": 144, "thousand": 10**3, "thou": 10**3,
+    "myriad": 10**4, "lakh": 10**5, "million": 10**6, "mln": 10**6, "mil": 10**6, "mill": 10**6,
+    "crore": 10**7, "billion": 10**9, "bn": 10**9, "bil": 10**9, "trillion": 10**12, "quadrillion": 10**15,
+    "quintillion": 10**18, "sextillion": 10**21, "septillion": 10**24,
 }  # fmt: skip
+_PLURALS = {f"{name}s": value for name, value in _SCALES.items() if name not in ("score", "gross", "thou")}
+_SHARES = {
+    "per thousand": "0.001", "per mille": "0.001", "per mill": "0.001", "per ten thousand": "0.0001",
+    "per million": "0.000001", "ppm": "0.000001", "per billion": "0.000000001", "ppb": "0.000000001",
+}  # fmt: skip
+_FACTORS = {name: Decimal(value) for name, value in (_SCALES | _PLURALS | _SHARES).items()}
+_PER_MILLE = re.compile(r"‰|\\(?:text)?per(?:thousand|mil(?:le?)?)(?![A-Za-z])")
 _SPACE = r"(?:\s|\\[,;:! ]|~|\\quad|\\qquad|\\enspace|\\thinspace|\\hspace\*?\{[^{}]*\}|\\text\s*\{\s*\})"
 TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|operatorname|mbox)"
-# Not K (kelvin), nor 5k outside text (a product).
+# Not K (kelvin), M and B (molar, bytes), nor 5k outside text (a product).
 _KILO = re.compile(r"(?<![\w.^])(\d{1,15}(?:\.\d{1,15})?)\s*\\text\s*\{\s*k\s*\}")
-_WORD_NAMES = "|".join(sorted(_SCALES, key=len, reverse=True))
+_WORD_NAMES = "|".join(sorted(_FACTORS, key=len, reverse=True)).replace(" ", r"\s+")
 _SCALED = re.compile(
     rf"(?<![\w.^])(\d{{1,15}}(?:(?:,|\{{,\}})\d{{3}})*(?:\.\d{{1,15}})?){_SPACE}*"
     rf"({TEXT}\s*\{{\s*)?({_WORD_NAMES})(?![A-Za-z])(\s*\}})?",
     re.IGNORECASE,
 )
-_STRUCK = re.compile(
-    r"\\(?:[bx]?cancel|hcancel|sout|xout|st|[hv]?phantom|enclose\s*\{[^{}]*strike[^{}]*\})\s*\{[^{}]*\}"
-    r"|\\cancelto\s*\{[^{}]*\}\s*\{[^{}]*\}|~~[^~]*~~|<(s|del|strike)>.*?</\1>"
+_STRUCK = re.compile(r"~~[^~]*~~|<(s|del|strike)>.*?</\1>")
+_STRIKES = re.compile(
+    r"\\(?:[bx]?cancel|hcancel|(?P<two>cancelto)|sout|xout|st|[hv]?phantom)(?![A-Za-z])"
+    r"|\\enclose\s*\{[^{}]*strike[^{}]*\}"
 )
 _STRUCK_CHARACTER = re.compile(r"\w[\u0335-\u0338\u20d2\u20d3\u20e5]")  # after "=" they form another sign
 _LISTED = re.compile(rf"{TEXT}\s*\{{([\s,;]*(?:or\b|and\b|,|;)[^{{}}]*\d[^{{}}]*)\}}")
@@ -33,10 +44,12 @@ _FAR_APART = re.compile(
     r"(?<=[\d)}])\s*(?:\\quad|\\qquad)(?![A-Za-z])\s*(?=-?(?:\d|\(|\\[dt]?frac|\\sqrt)|[a-z]\s*=)"
 )
 
-_ORDER = re.compile(
-    r"[<>≠≤≥]|(?<![\d)}\]])!\s*=|=/=|\\(?:n?leq?q?|n?geq?q?|n?leqslant|n?geqslant|lt|gt|neq?|not(?![a-z])|n?less|n?gtr|ll|gg"
-    r"|[ln]?n?(?:less|gtr)sim|n?prec(?:eq|sim)?|n?succ(?:eq|sim)?|lneqq?|gneqq?)(?![A-Za-z])"
+_RELATION = (
+    r"(?:[<>≠≤≥≮≯≰≱≲≳≪≫≺≻≼≽⩽⩾⪅⪆]|&(?:lt|gt|le|ge|ne);|=/="
+    r"|\\(?:n?[lg]eq?q?|n?[lg]eqslant|lt|gt|neq?|not(?![a-z])|lll?|ggg?|[lg](?:vert)?neqq?|[lg]n(?:sim|approx)"
+    r"|[a-z]{0,8}(?:less|gtr|prec|succ|eqslant)[a-z]{0,8})(?![A-Za-z]))"
 )
+_ORDER = re.compile(rf"{_RELATION}|(?<![\d)}}\]])!\s*=")
 _CONDITION = re.compile(
     r"_\{[^{}]*\}|_[<>]|(?:\b(?:for|where|with|when|if|provided|such\s+that)\b|\\forall).*$", re.DOTALL
 )
@@ -46,7 +59,11 @@ _ORDERED = re.compile(
 _SIGNS = re.compile(
     r"\\(?:neg|lnot|nexists|mid|nmid|propto|equiv|p?mod|bmod|to|mapsto|(?:long)?rightarrow)(?![A-Za-z])|\?"
     r"|\\\\(?![A-Za-z])"
+    rf"|\d\s*\^\s*(?:[-+]|\{{\s*[-+]\s*\}})(?!\s*[\w\\({{.])|[\d)]{_SPACE}*[-+]{_SPACE}*$"  # 3^+, 3+
 )
+_SEQUENCE = re.compile(rf"(?<![\d.])\d+(?:,|{_SPACE})*(?:\\[ld]?dots[bcm]?(?![A-Za-z])|\.\.\.)")
+_DOTS = re.compile(r"\\[a-z]?dots|\.\.\.|…")
+_NUMBER_IN_TEXT = re.compile(rf"[\d)}}]{_SPACE}*{TEXT}\s*\{{[^{{}}A-Za-z=]*\d[^{{}}A-Za-z=]*\}}")
 _BARS = re.compile(r"\||\\[lr]?vert(?![a-z])")
 _ENVIRONMENT = re.compile(r"\\begin\{")
 _BEFORE_A_NUMBER = r"(?=[\s$}\\,]*[-+]?(?:\d|\\[dt]?frac|\\sqrt|\.\d))"
@@ -56,6 +73,15 @@ _WORDS = re.compile(
     r"|\bor\s+(?:more|less|fewer|so|greater|higher|lower|above|below|over|under|another|other|something)\b"
     r"|\b(?:(?:more|less|fewer|greater|smaller|larger|bigger|higher|lower|other|earlier|later)\s+than|up\s+to"
     rf"|between|over|under|above|below|minus|negative|twice|half\s+of|double){_BEFORE_A_NUMBER}"
+)
+_NUMBER_WORDS = (  # not two-digit
+    r"(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen"
+    r"|sixteen|seventeen|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|zero)\b(?!-)"
+)
+_LISTED_IN_WORDS = re.compile(
+    rf"[\d)}}]\W*(?:(?:or|and)\b(?!\W*\d)|(?:plus|minus|to\s+one)\b|{_NUMBER_WORDS})"
+    r"|[\d)}][^\d{}()]*(?:\b(?:or|and|to|plus|minus|times|over|out\s+of|vs|versus)\s|[,;:/&+~-])\s*"
+    rf"{_NUMBER_WORDS}"
 )
 _BEHIND_A_NUMBER = re.compile(
     r"[\d)}]\W*(?:(?:squared|cubed)(?!\s+(?:unit|inch|feet|foot|yard|mile|(?:centi|deci|kilo|milli)?met))|factorial|(?:hal|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth"
@@ -69,14 +95,23 @@ _TEXTS = re.compile(rf"{TEXT}\s*\{{([^{{}}]*)\}}")
 _BEFORE_AN_ANSWER = re.compile(
     r"(?:\b(?:not|never|neither|nor|maybe|perhaps|possibly|probably|or|at\s+least|at\s+most|up\s+to|between"
     r"|(?:more|less|fewer|greater|smaller|larger|bigger|higher|lower|other)\s+than)\b|n't\b|=/=|~~"
-    r"|(?:\$|[\w)]\s)\s*(?:[<>]=?|!=)|[≠≤≥]|\b\d+\s+to\b|\d\s+and\b"
-    r"|\\(?:neq?|not|neg|lnot|leq?|geq?|leqslant|geqslant|lt|gt)(?![a-z]))[\s$({]*$",
+    r"|(?:\$|[\w)]\s)\s*(?:[<>]=?|!=)|\b\d+\s+to\b|\d\s+and\b"
+    rf"|\\(?:neg|lnot)(?![a-z])|(?![<>]){_RELATION})[\s$({{]*$",
     re.IGNORECASE,
 )
 _AFTER_AN_ANSWER = re.compile(
-    rf"(?:[\s$)}}]|\\[,;:! ]|{TEXT}\s*\{{)*(?:\\?%|per\s?cent\b|{_WORD_NAMES}\b|\?|squared\b"
+    rf"(?:[\s$)}}]|\\[,;:! ]|{TEXT}\s*\{{)*(?:\\?%|per\s?cent\b|‰|{_WORD_NAMES}\b|\?|squared\b"
     r"|cubed\b|halves\b|thirds\b|\(?\s*or\b|~~"
-    r"|(?:and|to)\s+\$?-?\d|,\s*\$?-?\d+(?:\.\d+)?\$?\s*(?:$|[.,\n]|or\b|and\b))[^.\n]*",
+    rf"|(?:and|to)\s+(?:\$?-?\d|{_NUMBER_WORDS})"
+    r"|,\s*\$?-?\d+(?:\.\d+)?\$?\s*(?:$|[.,\n]|or\b|and\b))[^.\n]*",
+    re.IGNORECASE,
+)
+
+# A response that gives no answer, or takes one back.
+_NO_ANSWER = re.compile(
+    r"\b(?:do|does|did|could|can|am|is|was)(?:\s+not|not|n['’]t)\s+(?:\w+\s+)?"
+    r"(?:know|tell|say|sure|certain|determined?|solved?|answer(?:ed)?|find|found|decided?|right|correct)\b"
+    r"|\b(?:unable|unsure|uncertain|unknown|wrong|incorrect|maybe|perhaps|guess|no\s+(?:idea|answer)|gives?\s+up)\b",
     re.IGNORECASE,
 )
 
@@ -94,13 +129,18 @@ def with_what_follows(text: str, after: str) -> str:
     return f"{text} {re.sub(_NOT_WORDS, ' ', found.group())}".strip() if found else text
 
 
+def gives_no_answer(text: str) -> bool:
+    """Return whether ``text`` says that it has no answer, or that one is wrong: ``I do not know``."""
+    return _NO_ANSWER.search(text) is not None
+
+
 def as_meant(text: str) -> str:
     """Evaluate words of scale, drop struck-out text, and replace other separators of numbers by commas.
 
     5\\text{ million}  5000000     \\cancel{4} 5   5     3\\text{, }4   3,4     2\\quad 3   2,3
     """
-    text = _STRUCK_CHARACTER.sub("", text) if not text.isascii() else text
-    text = _KILO.sub(r"\1 thousand", _STRUCK.sub(" ", text))
+    text = _PER_MILLE.sub(" per thousand ", _STRUCK_CHARACTER.sub("", text))
+    text = _KILO.sub(r"\1 thousand", _STRUCK.sub(" ", without_commands(text, _STRIKES)))
     for _ in range(3):  # 2 hundred thousand
         text, found = _SCALED.subn(_scaled, text)
         if not found:
@@ -110,7 +150,7 @@ def as_meant(text: str) -> str:
 
 def _scaled(match: re.Match[str]) -> str:
     number, opened, word, closed = match.groups()
-    value = Decimal(re.sub(r"[^\d.]", "", number)) * _SCALES[word.lower()]
+    value = Decimal(re.sub(r"[^\d.]", "", number)) * _FACTORS[" ".join(word.lower().split())]
     words = opened or "" if opened and not closed else "" if opened else closed or ""
     return f"{value.normalize():f}{words}"
 
@@ -129,12 +169,14 @@ def changes_value(gold: str, answer: str) -> bool:
         return True
     if not _ENVIRONMENT.search(answer) and _adds(_SIGNS, gold, answer):
         return True
+    if _adds(_NUMBER_IN_TEXT, gold, answer) or (_SEQUENCE.search(answer) and not _DOTS.search(gold)):
+        return True
     if len(_BARS.findall(answer)) % 2 > len(_BARS.findall(gold)) % 2:
         return True
     ours, theirs = _worded(gold), _worded(answer)
     if theirs == answer.lower() and not re.search("[a-z]{2}|n't", re.sub(r"\\[a-z]+", "", theirs)):
         return False
-    if any(_adds(pattern, ours, theirs) for pattern in (_WORDS, _BEHIND_A_NUMBER)):
+    if any(_adds(pattern, ours, theirs) for pattern in (_WORDS, _LISTED_IN_WORDS, _BEHIND_A_NUMBER)):
         return True
     alone = not re.search(r"\d", _TEXTS.sub(" ", answer))  # \text{The answer is 5}: the value is in the text
     return _numbers_in_words(answer) > max(_numbers_in_words(gold), int(alone))

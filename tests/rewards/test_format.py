@@ -106,6 +106,22 @@ NOTHING = [
     "\\text{\u200b}",
     "\\mbox{}\\;",
     "\\textbf{{}}",
+    "\\enskip",
+    "\\space",
+    "\\\\",
+    "\\newline",
+    "\\par",
+    "\\emph{}",
+    "\\underline{ }",
+    "\\sqrt{}",
+    "\\phantom{{5}}",
+    "\\phantom{\\text{5}}",
+    "\\phantom 5",
+    "\\rule{1em}{1em}",
+    "&nbsp;",
+    "&#160;",
+    "<br>",
+    "<br/><b></b>",
 ]
 
 
@@ -118,7 +134,25 @@ def test_invisible_text_is_neither_a_thought_nor_an_answer(nothing):
 
 
 @pytest.mark.parametrize(
-    "something", ["0", "x", "\\emptyset", "\\{\\}", "\\infty", "\\text{no}", "答", "\\pi", "\\%"]
+    "something",
+    [
+        "\\sqrt{2}",
+        "\\underline{5}",
+        "\\phantom{{5}}5",
+        "a < b",
+        "<b>5</b>",
+        "\\\\5",
+        "\\rule{1em}{1em}1",
+        "0",
+        "x",
+        "\\emptyset",
+        "\\{\\}",
+        "\\infty",
+        "\\text{no}",
+        "答",
+        "\\pi",
+        "\\%",
+    ],
 )
 def test_visible_text_is_an_answer(something):
     assert think_answer_format(f"<think>t</think>\\boxed{{{something}}}") == 1.0

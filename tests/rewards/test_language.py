@@ -41,6 +41,9 @@ def test_share_of_words(text, scripts, expected):
         "\\boxed{12}",
         "<think></think>",
         "https://example.org/abc",
+        "$\\int xy\\,dx\\,dy$",
+        "$ab$, $cd$",
+        "$abc$",
     ],
 )
 def test_formulas_commands_tags_and_links_do_not_count(formula):
@@ -92,6 +95,10 @@ HIDDEN = [
     "\\the \\answer \\is \\five",
     "https://a.org/the-answer-is-five-because-two-and-three-make-five",
     "https://the.answer https://is.five https://the.answer https://is.five",
+    "$the\\,ans\\;is\\ it$",
+    "$the~ans\\!is\\quad it$",
+    "$the$ $ans$ $is$ $it$",
+    "\\(the\\) $ans$\n$$is$$ $it$",
 ]
 
 
@@ -119,7 +126,8 @@ def test_letters_of_other_scripts_count_wherever_they_hide(text):
 
 
 def test_words_in_separate_formulas_count():
-    assert script_share("это $the$ $answer$ $is$ $five$ ответ", {"cyrillic"}) == 0.5
+    assert script_share("это $the$ $answer$ $is$ $five$ ответ", {"cyrillic"}) == pytest.approx(2 / 6)
+    assert script_share("это $the$, $answer$, $is$, $five$ ответ", {"cyrillic"}) == 0.5  # the longer words
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,22 @@
 import math
 import re
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import sympy.parsing.sympy_parser
 
 from grpo_dist.rewards import reading
 from grpo_dist.rewards.format import think_answer_format
+from grpo_dist.rewards.group import Verdicts
 from grpo_dist.rewards.math import Grade, answer_found, gold_is_parsable, grade
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes, normalise
+from grpo_dist.types import Thought
 from tests.evidence.grading import graded_solutions, judge_with_ours, read_cases, summary
+from tests.support.made_completions import completion_group
 from tests.support.patience import HANG_S
 
 RIGHT = [  # (gold, what is in the box)
@@ -139,6 +145,21 @@ ARITHMETIC = [
     ("5\\text{ cm}", "2+3\\text{ cm}"),
     ("7", "14 ÷ 2 + 0"),
     ("145", "\\frac{200+90}{2}"),
+    ("5", "\\max(3,5)"),
+    ("6", "\\gcd(12,18)"),
+    ("12", "\\operatorname{lcm}(4,6)"),
+    ("5050", "\\sum_{i=1}^{100} i"),
+    ("24", "\\prod_{k=1}^{4} k"),
+    ("5", "\\lfloor 5.5\\rfloor"),
+    ("6", "\\left\\lceil 5.5\\right\\rceil"),
+    ("3", "\\log_{10}1000"),
+    ("120", "\\binom{10}{3}"),
+    ("120", "\\dbinom{10}{3}"),
+    ("120", "{10 \\choose 3}"),
+    ("123", "\\sqrt{123^2}"),
+    ("2", "\\sqrt{\\sqrt{16}}"),
+    ("5", "(\\sqrt{5})^2"),
+    ("3", "\\ln e^3"),
 ]
 WORKED_OUT = [
     ("3", "\\frac{6}{2}"),
@@ -155,6 +176,13 @@ WORKED_OUT = [
     ("3/2", "2\\cdot 3/4"),
     ("x+3", "x+1+2"),
     ("5", "\\sqrt{25}"),
+    ("579", "1158/2"),
+    ("120", "\\binom{10}{3} = 120"),
+    ("5", "x_{\\max} = 5"),
+    ("5", "x_{\\text{max}} = 5"),
+    ("5", "|-5|"),
+    ("\\binom{10}{3}", "120"),
+    ("\\log_2 3", "\\log_2 3"),
     ("\\frac{5}{6}", "\\frac{1}{2}+\\frac{1}{3}"),
     ("1", "\\sin{\\frac{\\pi}{2}}"),
 ]
@@ -189,6 +217,12 @@ MEANT_OTHERWISE = [  # (gold, what is in the box): math-verify overlooks what ma
         ("5", f"\\{command}{{5}}")
         for command in ("cancel", "xcancel", "bcancel", "sout", "st", "not", "phantom")
     ],
+    *[
+        ("\\frac{1}{2}", f"\\{command}{{\\frac{{1}}{{2}}}}")
+        for command in ("cancel", "sout", "enclose{horizontalstrike}", "cancelto{0}")
+    ],
+    *[("0.5", text) for text in ("\\cancel{\\frac{1}{2}}", "\\cancel\\frac{1}{2}")],
+    *[("5", f"\\{command} 5") for command in ("cancel", "sout", "phantom", "cancelto 0")],
     *[
         ("5", text)
         for text in (
@@ -251,6 +285,9 @@ MEANT_SO = [
     ("3200", "3.2 thousand"),
     ("60", "5\\text{ dozen eggs}"),
     ("5", "\\cancel{4} 5"),
+    ("5", "\\cancel{\\frac{1}{2}} 5"),
+    ("5", "\\cancel 4 5"),
+    ("\\frac{1}{2}", "\\frac{1}{2} \\cancel{\\frac{1}{3}}"),
     ("5,6", "5 \\quad 6"),
     ("x=1, y=2", "x=1 \\quad y=2"),
     ("5,6,7", "5\\text{ or 6 or 7}"),
@@ -387,6 +424,46 @@ def test_the_answer_is_the_last_box_outside_of_unclosed_thoughts_else_the_respon
     completion: str, gold: str, outcome: str
 ) -> None:
     assert grade(completion, gold).outcome == outcome
+
+
+BEHIND_A_THOUGHT = [  # (completion, its answer; None: it has none)
+    ("<think>so \\boxed{5}</think>The answer is 7.", "7"),
+    ("so \\boxed{5}</think>The answer is $7$.", "7"),  # the prompt opened the thought
+    ("<think>\\boxed{5}</think><answer>7</answer>", "7"),
+    ("<THINK>\\boxed{5}</THINK>It is 7", "7"),
+    ("<think>\\boxed{2}</think>\\boxed{7}", "7"),
+    ("<think>\\boxed{5}</think>I do not know", None),
+    ("<think>\\boxed{5}</think>Sorry, I don’t know.", None),
+    ("<think>\\boxed{5}</think>I am not sure about this.", None),
+    ("<think>\\boxed{5}</think>That was wrong.", None),
+    ("<think>It is 5.</think>I cannot solve it.", None),
+    ("<think>\\boxed{5}</think>", "5"),
+    ("<think>\\boxed{5}</think>\nThat is the result.", "5"),
+    ("The answer is \\boxed{5}</think>", "5"),
+]
+
+
+@pytest.mark.parametrize(("completion", "answer"), BEHIND_A_THOUGHT)
+def test_the_text_behind_the_last_thought_is_preferred(completion: str, answer: str | None) -> None:
+    assert answer_found(completion) == answer
+    outcomes = {gold: grade(completion, gold).outcome for gold in ("5", "7", "2, 7")}
+    if answer is None:
+        assert set(outcomes.values()) == {"no_answer"}
+    else:
+        assert [gold for gold in outcomes if outcomes[gold] == "correct"] == [answer]
+
+
+def test_a_stated_option_behind_a_thought_replaces_the_box_in_it() -> None:
+    completion = "<think>\\boxed{B}</think>The answer is (C)."
+    assert [grade(completion, gold).outcome for gold in "BC"] == ["wrong", "correct"]
+
+
+def test_the_text_behind_a_thought_in_tags_of_the_model_is_preferred_too() -> None:
+    texts = ["[T]\\boxed{5}[/t]It is 7.", "[T]\\boxed{7}[/T]I do not know.", "[T]\\boxed{7}[/T]"]
+    group = replace(completion_group(texts, "7"), thought=Thought("[T]", "[/T]"))
+    pool = SimpleNamespace(grade=lambda pairs: [grade(*pair) for pair in pairs])
+    verdicts = Verdicts(group, cast(GraderPool, pool))
+    assert [found.outcome for found in verdicts.grades] == ["correct", "no_answer", "correct"]
 
 
 def test_every_kind_of_box_counts() -> None:

@@ -41,6 +41,43 @@ for line in sys.stdin:
 """
 
 
+_JOIN = """
+import json, os
+from dataclasses import replace
+import psutil, torch.distributed
+from grpo_dist.rewards import model_ranks
+from grpo_dist.runtime.rendezvous import NotAMember
+
+def join(rank):
+    try:
+        model_ranks._join(rank)
+    except NotAMember as error:
+        return str(error)
+    found = psutil.Process().net_connections("tcp")
+    return sorted({own.laddr.ip for own in found if own.status == psutil.CONN_LISTEN})
+
+for changes in ({}, {"secret": b"another"}):
+    first, second = model_ranks._new_group(2)
+    seen, done = os.pipe(), os.pipe()
+    if os.fork() == 0:
+        os.write(seen[1], json.dumps(join(replace(second, **changes))).encode())
+        os.read(done[0], 1)
+        os._exit(0)
+    print(json.dumps([join(first), json.loads(os.read(seen[0], 4096))]))
+    torch.distributed.destroy_process_group()
+    os.write(done[1], b".")
+"""
+
+
+def test_ranks_listen_on_loopback_alone_and_refuse_who_does_not_know_their_secret():
+    command = [sys.executable, "-c", _JOIN]
+    out = subprocess.run(command, stdout=subprocess.PIPE, timeout=HANG_S, check=True).stdout
+    listening, (ours, theirs) = map(json.loads, out.splitlines())
+    assert listening == [["127.0.0.1"], ["127.0.0.1"]]
+    assert "rank 1 of a process group does not know the secret" in ours
+    assert "rank 0 of a process group does not know the secret" in theirs
+
+
 def scored(model):
     ids = [np.array([*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id], np.int32) for text in TEXTS]
     found = model.score("1+1?", TEXTS, ids, TOKENIZER)
@@ -89,6 +126,8 @@ def test_a_rank_that_is_killed_takes_the_other_with_it(tmp_path, first):
     process.stdin.flush()
     process.stdout.readline()
     peer = psutil.Process(int(process.stdout.readline()))
+    found = [own for each in (psutil.Process(process.pid), peer) for own in each.net_connections("tcp")]
+    assert {own.laddr.ip for own in found if own.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
     os.kill(process.pid if first == "rank 0" else peer.pid, signal.SIGKILL)
     assert process.wait(HANG_S) == (-signal.SIGKILL if first == "rank 0" else 1)
     end = time.monotonic() + HANG_S

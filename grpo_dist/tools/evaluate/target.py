@@ -20,9 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.config.files import overridden, read_tree, set_key, validated
-from grpo_dist.data.patterns import PatternSearch, PatternTimeout
 from grpo_dist.data.readers import PATTERN_S, first_record
 from grpo_dist.errors import UserError, refusals
+from grpo_dist.runtime.patterns import PatternSearch, PatternTimeout
 from grpo_dist.tools.evaluate.benchmarks import BENCHMARKS, data_source
 
 # For a bare model; the grader looks for a box first.

@@ -9,6 +9,7 @@ import json
 import select
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from types import TracebackType
@@ -18,13 +19,18 @@ _END_S = 10.0
 # The alarm ends a search whose parent was killed.
 _CHILD = """
 import json, re, signal, sys
-pattern, seconds = re.compile(json.loads(sys.argv[1])), int(sys.argv[2])
+pattern, seconds, last = re.compile(json.loads(sys.argv[1])), int(sys.argv[2]), sys.argv[3] == "last"
 print("ready", flush=True)
 for line in sys.stdin:
     signal.alarm(seconds)
-    found = pattern.search(json.loads(line))
+    found = None
+    for match in pattern.finditer(json.loads(line)):
+        if not last:
+            found = [match.group(1)]
+            break
+        found = found if match.group(1) is None else [match.group(1)]
     signal.alarm(0)
-    print(json.dumps(None if found is None else [found.group(1)]), flush=True)
+    print(json.dumps(found), flush=True)
 """
 
 
@@ -33,14 +39,17 @@ class PatternTimeout(Exception):
 
 
 class PatternSearch:
-    """Finds group 1 of ``pattern`` in one text after the other. Use as a context manager.
+    """Finds group 1 of ``pattern`` in one text after the other, also from several threads. Use as a context
+    manager, or close it.
 
     Args:
         timeout_s: deadline of one search, seconds.
+        last: take the last match whose group 1 took part, in place of the first match.
     """
 
-    def __init__(self, pattern: str, *, timeout_s: float = 10.0) -> None:
-        self._pattern, self.timeout_s = pattern, timeout_s
+    def __init__(self, pattern: str, *, timeout_s: float = 10.0, last: bool = False) -> None:
+        self._pattern, self.timeout_s, self._last = pattern, timeout_s, last
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
 
@@ -50,7 +59,11 @@ class PatternSearch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        process, self._process = self._process, None
+        self.close()
+
+    def close(self) -> None:
+        """End the process. The next search starts another."""
+        process, self._process, self._buffer = self._process, None, b""
         if process is not None:
             process.kill()
             with suppress(subprocess.TimeoutExpired):
@@ -60,10 +73,18 @@ class PatternSearch:
                     pipe.close()
 
     def search(self, text: str) -> list[str | None] | None:
-        """Return ``[group 1]`` of the first match, None without a match.
+        """Return ``[group 1]`` of the match, None without a match.
 
-        Raises PatternTimeout, or RuntimeError if the process died.
+        Raises PatternTimeout, or RuntimeError if the process died. Either ends the process.
         """
+        with self._lock:
+            try:
+                return self._found(text)
+            except (PatternTimeout, RuntimeError):
+                self.close()
+                raise
+
+    def _found(self, text: str) -> list[str | None] | None:
         if self._process is None:
             self._start()
         assert self._process is not None and self._process.stdin is not None
@@ -75,9 +96,9 @@ class PatternSearch:
         return found
 
     def _start(self) -> None:
-        alarm = str(int(self.timeout_s) + 5)
+        alarm, which = str(int(self.timeout_s) + 5), "last" if self._last else "first"
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _CHILD, json.dumps(self._pattern), alarm],
+            [sys.executable, "-I", "-S", "-c", _CHILD, json.dumps(self._pattern), alarm, which],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -95,7 +116,7 @@ class PatternSearch:
                 raise PatternTimeout
             piece = self._process.stdout.read(1 << 16)
             if not piece:
-                raise RuntimeError("the process that searches for answer_pattern died")
+                raise RuntimeError("the process that searches for a pattern died")
             self._buffer += piece
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
