@@ -92,10 +92,7 @@ class BlockSpans:
             if block.mask is None:
                 out = _causal(*own, scale=scale, window=window, dropout=dropout)
             else:
-                seen = block.mask.within(window).to(q.dtype)
-                out = scaled_dot_product_attention(
-                    *own, attn_mask=seen, scale=scale, dropout_p=dropout, enable_gqa=True
-                )
+                out = _masked(*own, bias=block.mask.within(window), scale=scale, dropout=dropout)
             outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
         return torch.cat(outputs).index_select(0, self.back)
 
@@ -326,3 +323,11 @@ def _causal(
     age = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
     seen = (age >= 0) & (age < window)
     return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, dropout_p=dropout)
+
+
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor, scale: float, dropout: float
+) -> Float[Tensor, "R H T D"]:
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=bias.to(q.dtype), scale=scale, dropout_p=dropout, enable_gqa=True
+    )
