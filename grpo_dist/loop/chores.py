@@ -15,7 +15,7 @@ from grpo_dist.config import CheckpointConfig, Config, EvaluationConfig, Profile
 from grpo_dist.errors import RERUN, Preempted
 from grpo_dist.health.bounds import SKIPPED
 from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
-from grpo_dist.loop.concurrent_evaluation import ConcurrentEvaluation
+from grpo_dist.loop.concurrent_evaluation import ConcurrentEvaluation, discard_snapshots
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.ledger import ledger_entry
 from grpo_dist.loop.metrics import sampling_cost, throughput_metrics
@@ -217,13 +217,14 @@ class Chores(StepChores):
         elif left_out := [at for at in due if at != step]:
             self._recorder.warn(
                 f"the evaluation of step {', '.join(map(str, left_out))} was not finished and is left out: "
-                "`evaluation.num_workers` = 0, and the policy has other weights by now. You may delete its "
-                f"snapshot in {self._recorder.directory / 'evaluation'}"
+                "`evaluation.num_workers` = 0, and the policy has other weights by now"
             )
         pending = progress.evaluation_pending or (self._concurrent is None and step in due)
         first = step == 0 and self._config.evaluation.before and step not in due  # `resume` repeats those
         if pending or first:
             await self._evaluate(step)
+        if self._concurrent is None and not self._evaluation_pending:
+            await discard_snapshots(self._recorder.directory)
 
     async def after_last_step(self) -> None:
         """Wait for the evaluation that still runs, but not in a run that is asked to end."""

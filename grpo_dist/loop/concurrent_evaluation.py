@@ -17,10 +17,12 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.runtime.concurrency import deadline, finished_unless_stopped
+from grpo_dist.policy.snapshots import discard
+from grpo_dist.runtime.concurrency import deadline, finished_unless_stopped, in_thread
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.workers import EvaluationHandle
 
@@ -142,11 +144,22 @@ class ConcurrentEvaluation:
 
     async def _discard_all_but(self, due: Sequence[int]) -> None:
         """Delete the snapshots of evaluations that the run comes to again."""
-        parent = self._recorder.directory / "evaluation"
-        for directory in sorted(parent.iterdir()) if parent.is_dir() else ():
-            named = _DIRECTORY.fullmatch(directory.name)
-            if named and int(named[1]) not in due:
+        for step, directory in _kept(self._recorder.directory):
+            if step not in due:
                 await self._handle.discard(directory)
 
     def _directory(self, step: int) -> Path:
         return self._recorder.directory / "evaluation" / f"step_{step:06d}"
+
+
+async def discard_snapshots(run_dir: Path) -> None:
+    """Delete the snapshots in ``run_dir``, of a run that had engines of evaluation and has none now."""
+    for _, directory in _kept(run_dir):
+        await in_thread(partial(discard, directory))
+
+
+def _kept(run_dir: Path) -> list[tuple[int, Path]]:
+    """Return the directories of evaluations that are due, by step."""
+    parent = run_dir / "evaluation"
+    named = [(_DIRECTORY.fullmatch(path.name), path) for path in parent.iterdir()] if parent.is_dir() else []
+    return sorted((int(match[1]), path) for match, path in named if match)

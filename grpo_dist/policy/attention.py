@@ -5,7 +5,13 @@ which reach every attention layer as a keyword argument and compute the attentio
 
     VarlenSpans   one call of a variable-length kernel: torch's own, or flash-attention's
     BlockSpans    rows of like length put side by side, each block through torch's
-    scaled_dot_product_attention
+                  scaled_dot_product_attention
+
+Samples with a long prompt and short completions repeat mostly the prompt. On CPUs a block then has the whole
+group as one row, with a mask that separates its samples, where that compares no more pairs of tokens:
+
+    rows     7 8 9 4    the group   7 8 9 4 6 2     4 sees 7 8 9 4; 2 sees 7 8 9 6 2
+             7 8 9 6 2
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 NAME = "grpo_dist_packed"  # in transformers' registry of attention functions
 _ATTENTION = {"full_attention", "sliding_attention"}  # of transformers' types of layers
 _SPREAD = 0.8  # shortest row of a block as a share of its longest, at least
+_LONGEST_GROUP = 2048  # tokens of a group with a mask, at most: its memory grows with their square
 
 
 @runtime_checkable
@@ -45,14 +52,30 @@ class Kernel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class _Mask:
+    """``bias``: 0 where a token sees another, -inf elsewhere. ``positions``: of the tokens in their rows."""
+
+    bias: Float[Tensor, "R 1 W W"]  # float32
+    positions: Int[Tensor, "R W"]
+
+    def within(self, window: int | None) -> Float[Tensor, "R 1 W W"]:
+        """Return the mask of tokens that see ``window`` tokens back, themselves included; None: all."""
+        if window is None or window >= self.bias.shape[-1]:
+            return self.bias
+        age = self.positions[:, :, None] - self.positions[:, None]
+        return self.bias.masked_fill((age >= window)[:, None], -torch.inf)
+
+
+@dataclass(frozen=True, slots=True)
 class _Block:
     """``rows`` rows of at most ``longest`` tokens. ``indices`` [rows * longest] in the stream; arbitrary
-    behind a row's end.
+    behind a row's end. ``mask``: which tokens of a row see which; None: each sees those before it.
     """
 
     indices: Int[Tensor, " L"]
     rows: int
     longest: int
+    mask: _Mask | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +89,10 @@ class BlockSpans:
         outputs = []
         for block in self.blocks:
             own = (_heads_first(t.index_select(0, block.indices), block) for t in (q, k, v))
-            out = _causal(*own, scale=scale, window=window, dropout=dropout)
+            if block.mask is None:
+                out = _causal(*own, scale=scale, window=window, dropout=dropout)
+            else:
+                out = _masked(*own, bias=block.mask.within(window), scale=scale, dropout=dropout)
             outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
         return torch.cat(outputs).index_select(0, self.back)
 
@@ -75,18 +101,55 @@ class BlockKernel:
     """Any device and type."""
 
     def spans(self, rows: Sequence[np.ndarray], size: int, device: torch.device) -> BlockSpans:
+        groups, alone = _worth_a_mask(rows, longest=_LONGEST_GROUP if device.type == "cpu" else 0)
         blocks, back, end = [], np.zeros(size, np.int64), 0
-        for members in _alike([len(row) for row in rows]):
-            longest = len(rows[members[0]])
-            indices = np.zeros((len(members), longest), np.int64)
-            for i, member in enumerate(members):
-                row = rows[member]
-                indices[i, : len(row)] = row
-                back[row] = np.arange(end, end + len(row))
-                end += longest
-            index = torch.from_numpy(indices.ravel()).to(device)
-            blocks.append(_Block(index, len(members), longest))
+        tokens = [np.unique(np.concatenate(group)) for group in groups]
+        for own, masked in ((alone, False), (tokens, True)):
+            for members in _alike([len(row) for row in own]):
+                longest = len(own[members[0]])
+                indices = np.zeros((len(members), longest), np.int64)
+                for i, member in enumerate(members):
+                    row = own[member]
+                    indices[i, : len(row)] = row
+                    back[row] = np.arange(end, end + len(row))
+                    end += longest
+                mask = _mask([(groups[m], tokens[m]) for m in members], longest, device) if masked else None
+                index = torch.from_numpy(indices.ravel()).to(device)
+                blocks.append(_Block(index, len(members), longest, mask))
         return BlockSpans(tuple(blocks), torch.from_numpy(back).to(device))
+
+
+def _worth_a_mask(
+    rows: Sequence[np.ndarray], *, longest: int
+) -> tuple[list[list[np.ndarray]], list[np.ndarray]]:
+    """Return the groups of rows that share tokens, at most ``longest`` together, and compare no more pairs
+    together than one by one; and the other rows in order.
+    """
+    sharing: dict[int, list[np.ndarray]] = {}
+    for row in rows:
+        sharing.setdefault(int(row[0]), []).append(row)
+    groups = {}
+    for first, own in sharing.items():
+        together = int(max(row[-1] for row in own)) + 1 - first  # more, where other rows are in between
+        if len(own) > 1 and together <= longest and together**2 <= sum(len(row) ** 2 for row in own):
+            groups[first] = own
+    return list(groups.values()), [row for row in rows if int(row[0]) not in groups]
+
+
+def _mask(
+    groups: Sequence[tuple[Sequence[np.ndarray], np.ndarray]], longest: int, device: torch.device
+) -> _Mask:
+    """Return the mask of a block. ``groups``: of each, its rows and its tokens, all indices in the stream."""
+    seen = np.zeros((len(groups), 1, longest, longest), bool)
+    positions = np.zeros((len(groups), longest), np.int64)
+    for i, (rows, tokens) in enumerate(groups):
+        for row in rows:
+            places = np.searchsorted(tokens, row)
+            positions[i, places] = np.arange(len(row))
+            seen[i, 0][np.ix_(places, places)] = np.tri(len(row), dtype=bool)
+        seen[i, 0, len(tokens) :] = True  # filler sees something: a softmax over nothing is not a number
+    bias = torch.zeros(seen.shape).masked_fill(torch.from_numpy(~seen), -torch.inf)
+    return _Mask(bias.to(device), torch.from_numpy(positions).to(device))
 
 
 # (q [N, H, D], k [N, H', D], v, cumulative lengths int32 [R + 1], longest, scale, tokens to the left that a
@@ -260,3 +323,11 @@ def _causal(
     age = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
     seen = (age >= 0) & (age < window)
     return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, dropout_p=dropout)
+
+
+def _masked(
+    q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor, scale: float, dropout: float
+) -> Float[Tensor, "R H T D"]:
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=bias.to(q.dtype), scale=scale, dropout_p=dropout, enable_gqa=True
+    )

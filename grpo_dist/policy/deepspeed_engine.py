@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from grpo_dist.config import PolicyConfig
 from grpo_dist.policy.model import TokenLogprobs
@@ -47,7 +48,31 @@ def initialize(module: TokenLogprobs, policy: PolicyConfig, settings: dict[str, 
         model=module, optimizer=optimizer, config=settings, dist_init_required=False
     )
     engine.train()
+    if policy.zero_stage == 0:
+        make_states(optimizer)
+        if dist.get_world_size() == 1:
+            # DeepSpeed would copy all gradients into one tensor, reduce it over one rank, and copy them back.
+            engine._reduce_non_expert_gradients = lambda *_: None
     return engine
+
+
+@torch.no_grad()
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """Make the states that ``optimizer`` would make in its first step, as ZeRO does, so that the first update
+    takes as long as the others. No weight changes: a step of 0 with gradients of 0, which is not counted.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for p in parameters:
+        optimizer.state[p]["step"].zero_()
 
 
 def use_policy_files(engine: Any) -> Any:

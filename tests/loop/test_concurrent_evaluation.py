@@ -227,14 +227,36 @@ def test_an_evaluation_whose_snapshot_is_lost_is_left_out_with_a_warning(tmp_pat
     assert warning.startswith("the evaluation of step 2 is left out") and "no whole snapshot" in warning
 
 
-def test_a_run_that_gives_up_its_engines_of_evaluation_reports_what_it_leaves_out():
+def test_a_run_that_gives_up_its_engines_of_evaluation_reports_what_it_leaves_out_and_deletes_snapshots(
+    tmp_path,
+):
     world = fakes.World(jitter=False)
-    world.version = 3
+    world.directory, world.version = tmp_path, 3
+    for step in (2, 3, 1_000_000):  # the last one was due after the checkpoint
+        (tmp_path / f"evaluation/step_{step:06}").mkdir(parents=True)
+        (tmp_path / f"evaluation/step_{step:06}/weights.bin").write_bytes(b"weights")
+    (tmp_path / "evaluation/notes").mkdir()  # of somebody else
     train(world, fakes.config(steps=4, evaluation=EVERY_2), Progress(3, evaluations=(2, 3)))
     assert sorted(evaluated(world)) == [3, 4]
     assert [text.partition(" and is")[0] for text in world.warnings] == [
         "the evaluation of step 2 was not finished"
     ]
+    assert [path.name for path in (tmp_path / "evaluation").iterdir()] == ["notes"]
+
+
+def test_a_run_that_gives_up_its_engines_keeps_a_snapshot_until_its_evaluation_is_logged(tmp_path):
+    """A run that ends before may get its engines back, and repeats what has a directory."""
+    world = fakes.World(jitter=False)
+    world.directory, world.version = tmp_path, 3
+    (tmp_path / "evaluation/step_000003").mkdir(parents=True)
+    with pytest.raises(Preempted):
+        train(
+            world,
+            fakes.config(steps=4, evaluation=EVERY_2),
+            Progress(3, evaluations=(3,)),
+            stop_requested=lambda: True,
+        )
+    assert evaluated(world) == {} and (tmp_path / "evaluation/step_000003").is_dir()
 
 
 def test_a_failure_of_an_evaluation_ends_the_loop_with_its_error(tmp_path):

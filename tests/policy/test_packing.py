@@ -79,22 +79,43 @@ def row_by_row(q, k, v, rows, *, scale, window):
     return out
 
 
+# Long completions go row by row; short ones are masked within their group: two of like length, and one alone.
+LONG = ([[1] * 3, [2], [3] * 5], [[[4] * 5, [5], [6] * 9], [[7]], [[8] * 20, [9] * 30]])
+SHORT = ([[1] * 12, [2] * 12, [3] * 40], [[[4] * 2, [5], [6] * 3], [[7], [8] * 2], [[9], [4] * 5, [5] * 2]])
+
+
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_block_attention_is_that_of_each_row_alone_with_its_gradient(window, kv_heads):
-    layout = packed(
-        rows_of([[1] * 3, [2], [3] * 20], [[[4] * 5, [5], [6] * 9], [[7]], [[8] * 2, [9] * 30]]),
-        BlockKernel(),
-    )
+@pytest.mark.parametrize(("made", "masks"), [(LONG, 0), (SHORT, 2)], ids=["long", "short"])
+def test_block_attention_is_that_of_each_row_alone_with_its_gradient(window, kv_heads, made, masks):
+    packs = rows_of(*made)
+    layout = packed(packs, BlockKernel(), multiple=7)
+    assert sum(block.mask is not None for block in layout.spans.blocks) == masks
     size = layout.tokens.shape[1]
-    rows = [np.r_[0:3, 3:8], np.r_[0:3, 8], np.r_[0:3, 9:18], np.r_[18:20], np.r_[20:42], np.r_[20:40, 42:72]]
+    indices = _stream_indices(*(t.tolist() for t in (packs.lengths, packs.group_ids, packs.prompt_lengths)))
+    rows = [own[:length] for own, length in zip(indices, packs.lengths.tolist(), strict=True)]
     leaves = [heads(i, size, n).requires_grad_() for i, n in enumerate((4, kv_heads, kv_heads))]
     ours = layout.spans.attend(*leaves, scale=0.3, window=window, dropout=0.0)
     expected = row_by_row(*leaves, rows, scale=0.3, window=window)
-    torch.testing.assert_close(ours, expected)
-    upstream = heads(9, size, 4)
-    for a, b in zip(*(torch.autograd.grad(o, leaves, upstream) for o in (ours, expected)), strict=True):
+    read = np.unique(np.concatenate(rows))  # what no row reads has no output
+    torch.testing.assert_close(ours[read], expected[read])
+    upstream = heads(9, size, 4)[read]
+    for a, b in zip(*(torch.autograd.grad(o[read], leaves, upstream) for o in (ours, expected)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_group_is_masked_where_it_compares_no_more_pairs_than_its_rows():
+    """A prompt of 6 and four samples of 3: 18 x 18 = 4 x 9 x 9 pairs; of 4: 22 x 22 > 4 x 10 x 10. GPUs have
+    no kernel for a mask and fewer key heads.
+    """
+    rows = rows_of([[1] * 6, [1] * 6], [[[4] * 3] * 4, [[4] * 4] * 4])
+    blocks = packed(rows, BlockKernel()).spans.blocks
+    found = [(block.rows, block.longest, block.mask is None) for block in blocks]
+    assert found == [(4, 10, True), (1, 18, False)]
+    shared = [np.r_[0:6, 6 + 3 * i : 9 + 3 * i] for i in range(4)]
+    for device, masked in ((CPU, True), (torch.device("meta"), False)):
+        (block,) = BlockKernel().spans(shared, 18, device).blocks
+        assert (block.mask is not None) is masked
 
 
 def varlen_stand_in(q, k, v, ends, longest, scale, left, dropout):

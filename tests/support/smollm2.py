@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.demo.smollm2 import smollm2
+from grpo_dist.runtime.cache import cache_dir
 
 
 @cache
@@ -23,8 +24,14 @@ def _directory() -> Path | str:
 
 
 def real_model() -> Path:
-    """Return the model's directory; skip the test where it cannot be had."""
+    """Return the model's directory, which is also in the tests' cache from then on; skip the test where it
+    cannot be had.
+    """
     found = _directory()
     if isinstance(found, str):
         pytest.skip(found)
+    linked = cache_dir() / found.name
+    if not linked.exists():
+        linked.parent.mkdir(parents=True, exist_ok=True)
+        linked.symlink_to(found)
     return found
