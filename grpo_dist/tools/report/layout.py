@@ -73,6 +73,19 @@ SECTIONS = (
         ),
     ),
     ChartSection(
+        "Episodes",
+        (
+            Chart("turns, tool calls", (r"episode/turns", r"episode/tool_calls")),
+            Chart("ends of episodes", (r"episode/end/.+",)),
+            Chart("failed calls", (r"episode/tool_error_share",)),
+            Chart("given tokens, rewritten history", (r"episode/given_share", r"episode/rewritten")),
+            Chart("rows of an episode", (r"episode/rows",)),
+            Chart("wait for an environment", (r"time/tool_wait_s",)),
+            Chart("time of a tool call", (r"time/tool_call_.+",)),
+            Chart("later prompts from the cache", (r"throughput/episode_cached_share",)),
+        ),
+    ),
+    ChartSection(
         "Policy",
         (
             Chart("KL to the reference", (r"ref/kl",)),
