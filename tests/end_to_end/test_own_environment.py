@@ -20,7 +20,7 @@ GUIDE = ROOT / "grpo_dist/guides/write_an_environment.md"
 SHORT = ("rollout.kv_cache_gib=0.25", "rollout.enforce_eager=true")
 
 
-@pytest.mark.family("whole runs")
+@pytest.mark.evidence
 def test_the_commands_of_the_guide_train_evaluate_score_and_report_its_environment(tmp_path):
     files = {block.file: block.text for block in blocks(GUIDE) if block.file}
     for name in ("games.py", "guess.yaml"):
@@ -43,11 +43,13 @@ def test_the_commands_of_the_guide_train_evaluate_score_and_report_its_environme
     assert all(-0.6 <= line["reward/mean"] <= 1 for line in steps)
     assert "ledger: 4 prompts sampled" in told["train"] and "does not balance" not in told["train"]
     (result,) = tmp_path.glob("runs/evaluations/*/result.json")
-    (measured,) = [m for m in json.loads(result.read_text())["measured"] if m["by"] is None]
-    assert (measured["set"], measured["problems"], measured["episodes"]) == ("held_out", 50, 50)
-    scored = (tmp_path / "runs/guess/samples/step_000002.scored.jsonl").read_text().splitlines()
+    found = json.loads(result.read_text())["measured"]
+    (measured,) = [m for m in found if (m["set"], m["by"]) == ("held_out", None)]
+    assert measured["problems"] == 50 and measured["episodes"]["episodes"] == measured["samples"] >= 50
+    scored = (tmp_path / "step_000002.scored.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in scored]
     assert len(rows) == 8
-    for row in rows:
-        assert row["score"]["reward"] == pytest.approx(sum(turn["reward"] or 0 for turn in row["turns"]))
+    for row in rows:  # an action that was cut before it was answered has no reward
+        given = [turn["reward"] for turn in row["turns"] if turn["reward"] is not None]
+        assert row["score"]["reward"] == (pytest.approx(sum(given)) if given else None)
     assert (tmp_path / "runs/guess/report.html").stat().st_size > 100_000
