@@ -69,7 +69,7 @@ def correction(
         Weights are computed in float64, so that a product over a long sequence does not depend on the order
         of its factors, and returned in the type of ``train_logprobs``. Bounds and veto compare logarithms.
         log w is cut from above only, where exp overflows: the loss multiplies a tiny weight by a ratio. A
-        weight is 0 only where a token is dropped; one that underflows is the least number above 0.
+        weight is 0 only where a token is dropped; one that underflows is `_least`.
 
     Raises:
         ValueError: unknown kind or level, or bounds out of order.
@@ -91,10 +91,7 @@ def correction(
         weights = ratio if kind == "mis" else log_token.clamp(max=largest).exp()
     vetoed = (mask & (log_token < _log(veto))).any(dim=1, keepdim=True)
     kept = mask & known & ~vetoed & (~outside | (kind == "tis"))
-    # 0 says "dropped". A weight that underflows is not: times a ratio that overflows it must not be 0.
-    number = torch.finfo(train_logprobs.dtype)
-    least = number.tiny * number.eps  # above 0
-    weights = torch.where(kept, weights.clamp(min=least), zero).to(train_logprobs.dtype)
+    weights = torch.where(kept, weights.clamp(min=_least(train_logprobs)), zero).to(train_logprobs.dtype)
     counted = torch.where(mask & known, ratio, zero)
     stats = {
         "weight": counted.sum(),
@@ -142,6 +139,15 @@ def _over(level: str, log_token: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     if level == "geometric":
         total = total / mask.sum(dim=1, keepdim=True).clamp(min=1)
     return total.expand_as(log_token)
+
+
+def _least(values: Float[Tensor, "B T"]) -> float:
+    """Return the least number above 0 of their type.
+
+    A weight of 0 means "dropped". One that underflows is not: times a ratio that overflows it must not be 0.
+    """
+    number = torch.finfo(values.dtype)
+    return number.tiny * number.eps
 
 
 def _log(bound: float | int) -> float:

@@ -116,7 +116,7 @@ def test_training_continues_during_an_evaluation(tmp_path):
 
 
 def test_training_waits_for_an_evaluation_that_runs_when_the_next_is_due_and_warns(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_dist.loop.concurrent_evaluation._SAID_S", 0.01)
+    monkeypatch.setattr("grpo_dist.loop.concurrent_evaluation._WARNED_S", 0.01)
     world = OwnWorld(tmp_path)
     world.engines.gate.clear()
     phase = world.phase

@@ -14,7 +14,7 @@ from grpo_dist.config import AlgorithmConfig, RewardsConfig
 from grpo_dist.loop.updates import advantage_settings
 from grpo_dist.policy.loss import batch_loss, finish_stats
 from grpo_dist.policy.preparation import Preparation
-from grpo_dist.types import Group, PreparedBatch, Prompt, Rollout, TrainBatch
+from grpo_dist.types import Group, Prompt, Rollout, StepBatch, TrainBatch
 
 _PROMPT = 2  # tokens
 
@@ -42,13 +42,11 @@ def loss(x, section, *, max_tokens=None, num_tokens=None, num_sequences=None, se
     if not settings.kl_coef:
         batch = replace(batch, ref_logprobs=None)
     old = x["engine"] if settings.old_policy == "rollout" else x["old"]
-    prepared = PreparedBatch.of(
+    before = StepBatch.of(
         batch, old_logprobs=old, old_entropies=x["entropy"] if settings.top_entropy_share < 1 else None
     )
     preparation = Preparation(lambda _: (x["now"], x["entropy"]), torch.device("cpu"), reports=True)
-    prepared = preparation.before_the_update(
-        preparation.over_the_update(prepared, settings), settings, number=0
-    )
+    prepared = preparation.before_the_update(before, settings, number=0)
     if selected is not None:
         prepared = replace(prepared, selected=selected)
     now = x["now"].detach().clone().requires_grad_()
