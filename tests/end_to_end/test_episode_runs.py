@@ -1,4 +1,4 @@
-"""Whole runs of episodes: half of the problems have an environment, a class of a user's own."""
+"""Whole runs of several sources, of which some have environments, of a user's own and of this package."""
 
 import signal
 
@@ -11,8 +11,12 @@ from tests.support.real_runs import metrics, run
 
 pytestmark = [pytest.mark.machine, pytest.mark.long]
 
+_OWN = 'environment: "end_to_end_environment:Digits"'
 EPISODES = (
-    'data.train=[{path: "demo:add3"}, {path: "demo:products", environment: "end_to_end_environment:Digits"}]',
+    'data.train=[{path: "demo:add3", max_rows: 16},'
+    f'{{path: "demo:products", max_rows: 16, {_OWN}}},'
+    f'{{path: "demo:add2", name: two, max_rows: 8, {_OWN}, environment_kwargs: {{turns: 2}}}},'
+    '{path: "demo:add4", name: called, max_rows: 8, environment: calculator}]',
     "environments={code_paths: [SUPPORT], max_turn_tokens: 8, num_workers: 2}",
     "sampling.max_new_tokens=64",
     "environments.timeout_s=1200",
@@ -72,6 +76,11 @@ def test_episodes_sampled_ahead_continue_under_new_weights(tmp_path):
     assert audit(tmp_path / "runs/run/ledger.jsonl", steps=5, prompts_per_step=4) is None
     lines = [line for line in metrics(tmp_path) if line["step"]]
     assert max(line["rollout/staleness_max"] for line in lines) == 1
+    turns = {}
+    for row in rows(tmp_path):
+        turns.setdefault(row["source"], set()).add(len(row.get("turns") or ()))
+    assert turns["add3"] == {0} and turns["products"] == {3} and turns["two"] == {2}
+    assert 0 not in turns["called"], "each source has the environment that it names"
     for step in range(1, 6):
         table = pq.read_table(tmp_path / f"runs/run/samples/step_{step:06d}.parquet").to_pylist()
         versions = {v for row in table for v in row["policy_versions"]}
