@@ -33,10 +33,10 @@ def check_reward(inputs: Inputs) -> str:
         except CheckFailed as error:
             raise CheckFailed(f"source {source}: {error}") from error
         except CheckSkipped as reason:
-            skipped.append(f"source {source}: not checked: {reason}")
+            skipped.append(f"source {source}: {reason}")
     if not found:
-        raise CheckSkipped("; ".join(skipped).replace(": not checked: ", ": "))
-    return "\n    ".join(found + skipped)
+        raise CheckSkipped("; ".join(skipped))
+    return "\n    ".join([*found, *(f"not checked: {text}" for text in skipped)])
 
 
 def _check_source(rewards: RewardsConfig, sampling: SamplingConfig, prompt: Prompt | None) -> str:
