@@ -15,11 +15,8 @@ REWARDS = ("plain", "holes", "short", "far", "equal", "binary")
 
 def record(root, cases):
     peer = _load(root / "openrlhf")
-    _losses(cases, peer)
-    _corrections(cases, peer)
-    _objectives(cases, peer)
-    _advantages(cases, peer)
-    _others(cases, peer)
+    for part in (_losses, _corrections, _objectives, _advantages, _others):
+        part(cases, peer)
 
 
 def _load(root):
@@ -210,13 +207,7 @@ def _others(cases, peer):
                 lambda x, t=by_token: peer.losses.aggregate_loss(x["now"], x["mask"], t), kind="aggregation",
             )  # fmt: skip
     for target, horizon, steps in ((0.1, 10000, 256), (6.0, 100, 100)):
-        control = peer.control.AdaptiveKLController(0.2, target, horizon)
-        kls, values = [0.01, 0.09, 0.1, 0.11, 0.5, 7.0, 0.0], []
-        for kl in kls:
-            control.update(kl, steps)
-            values.append(control.value)
-        settings = {"kl_coef": 0.2, "target_kl": target, "horizon": horizon, "n_steps": steps, "kl": kls}
-        cases.add("kl_control", "AdaptiveKLController", settings, None, {"coefs": values})
+        cases.kl_control(peer.control.AdaptiveKLController, target, horizon, steps)
     _length_penalties(cases, peer)
     x = cases.of("logits")
     for temperature in (1.0, 0.7):

@@ -41,6 +41,15 @@ class Record:
         loss.backward()
         self.add(kind, call, settings, name, {"loss": loss, "grad": x["now"].grad, **further}, dtype)
 
+    def kl_control(self, controller, target, horizon, steps):
+        """Record the coefficients of a ``controller`` whose updates see these KLs."""
+        control, kls, values = controller(0.2, target, horizon), [0.01, 0.09, 0.1, 0.11, 0.5, 7.0, 0.0], []
+        for kl in kls:
+            control.update(kl, steps)
+            values.append(control.value)
+        settings = {"kl_coef": 0.2, "target_kl": target, "horizon": horizon, "n_steps": steps, "kl": kls}
+        self.add("kl_control", "AdaptiveKLController", settings, None, {"coefs": values})
+
     def write(self, path, peer, commit):
         head = json.dumps({"peer": peer, "commit": commit, "cases": len(self.cases)})
         lines = [json.dumps(case, separators=(",", ":")) for case in self.cases]

@@ -28,13 +28,8 @@ FILTER = {
 
 def record(root, cases):
     peer = _load(root / "roll")
-    _clipped(cases, peer)
-    _variants(cases, peer)
-    _corrected(cases, peer)
-    _corrections(cases, peer)
-    _reward_norm(cases, peer)
-    _advantages(cases, peer)
-    _others(cases, peer)
+    for part in (_clipped, _variants, _corrected, _corrections, _reward_norm, _advantages, _others):
+        part(cases, peer)
 
 
 def _load(root):

@@ -29,14 +29,12 @@ DEFAULTS = {
 
 def record(root, cases):
     peer = _load(root / "trl")
-    _clipped(cases, peer)
-    _other_losses(cases, peer)
-    _sequence_level(cases, peer)
-    _masks_and_terms(cases, peer)
-    _engine_weights(cases, peer)
-    _micro_batches(cases, peer)
-    _advantages(cases, peer)
-    _others(cases, peer)
+    parts = (
+        _clipped, _other_losses, _sequence_level, _masks_and_terms,
+        _engine_weights, _micro_batches, _advantages, _others,
+    )  # fmt: skip
+    for part in parts:
+        part(cases, peer)
 
 
 def _load(root):

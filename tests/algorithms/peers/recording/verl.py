@@ -24,15 +24,12 @@ class Config(Settings):
 
 def record(root, cases):
     peer = _load(root / "verl")
-    _losses(cases, peer)
-    _objectives(cases, peer)
-    verl_advantages.record(cases, peer)
-    _kl(cases, peer)
-    _aggregation(cases, peer)
-    _correction(cases, peer)
-    _rejection(cases, peer)
-    _bypass(cases, peer)
-    _others(cases, peer)
+    parts = (
+        _losses, _objectives, verl_advantages.record, _kl,
+        _aggregation, _correction, _rejection, _bypass, _others,
+    )  # fmt: skip
+    for part in parts:
+        part(cases, peer)
 
 
 def _load(root):
@@ -331,13 +328,7 @@ def _others(cases, peer):
         found = peer.helper.compute_offpolicy_metrics(x["old"], x["engine"], x["mask"])
         cases.add("metrics", "compute_offpolicy_metrics", {}, name, {"k3_kl": found["k3_kl"]})
     for target, horizon, steps in ((0.1, 10000, 256), (0.02, 500, 64), (6.0, 100, 100)):
-        control = peer.core.AdaptiveKLController(0.2, target, horizon)
-        kls, values = [0.01, 0.09, 0.1, 0.11, 0.5, 7.0, 0.0], []
-        for kl in kls:
-            control.update(kl, steps)
-            values.append(control.value)
-        settings = {"kl_coef": 0.2, "target_kl": target, "horizon": horizon, "n_steps": steps, "kl": kls}
-        cases.add("kl_control", "AdaptiveKLController", settings, None, {"coefs": values})
+        cases.kl_control(peer.core.AdaptiveKLController, target, horizon, steps)
     x = cases.of("logits")
     x["logits"].requires_grad_()
     for call, value in (
