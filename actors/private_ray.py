@@ -22,11 +22,20 @@ logger = logging.getLogger("grpo_dist")
 T = TypeVar("T")
 
 _TRIES = 5
+# Ray's own processes read these when they start. Nobody reads what these two collect in a private cluster: lines of
+# logs for a driver, and the load of each process for a dashboard.
+_NOT_COLLECTED = {
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
+    "LOG_NAME_UPDATE_INTERVAL_S": "inf",
+    "REPORTER_UPDATE_INTERVAL_MS": "86400000",
+}
 _TOO_SLOW = "timed out during startup"  # in an error that is a plain Exception
 
 
 def start(**options: Any) -> None:
     """Start a private Ray for this process, with ``options`` of `ray.init`."""
+    for name, value in _NOT_COLLECTED.items():
+        os.environ.setdefault(name, value)
     started_in_time(lambda: ray.init(address="local", log_to_driver=False, **options))
 
 

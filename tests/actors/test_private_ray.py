@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from ray._private import log_monitor
 
 from actors import private_ray
 from actors.private_ray import close_session, prepare_token
@@ -58,6 +59,27 @@ def test_other_users_can_neither_enter_nor_rename_a_session(tmp_path):
         path.chmod(0o777)  # as Ray does
     close_session(shared / "session_1")
     assert mode(shared / "session_1") == 0o700 and mode(shared) == 0o1777
+
+
+def test_ray_reads_no_logs_and_no_loads_of_processes_for_nobody_unless_it_is_told_to(monkeypatch):
+    seen = {}
+    names = (
+        "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD",
+        "LOG_NAME_UPDATE_INTERVAL_S",
+        "REPORTER_UPDATE_INTERVAL_MS",
+    )
+    monkeypatch.setattr(private_ray.ray, "init", lambda **_: seen.update({n: os.environ[n] for n in names}))
+    for name in names[:2]:
+        monkeypatch.setenv(name, "")  # so that it is removed again
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(names[2], "5000")
+    private_ray.start(include_dashboard=False)
+    monitor = log_monitor.LogMonitor.__new__(log_monitor.LogMonitor)
+    monitor.log_filenames = set()
+    monkeypatch.setattr(log_monitor, "LOG_NAME_UPDATE_INTERVAL_S", float(seen[names[1]]))
+    monkeypatch.setattr(log_monitor, "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD", int(seen[names[0]]))
+    assert not monitor.should_update_filenames(0.0)
+    assert seen[names[2]] == "5000", "the user's own"
 
 
 def failing(monkeypatch, message, times):
