@@ -18,6 +18,7 @@ from grpo_dist.environments.tools import typed_tools
 from grpo_dist.runs.prepare import prepare
 from grpo_dist.tools.check.environments import _not_told, _signature
 from tests.support.documents import ROOT, blocks
+from tests.support.drawn import drawn
 
 _GUIDE = ROOT / "grpo_dist/guides/write_an_environment.md"
 
@@ -110,13 +111,13 @@ def test_check_shows_the_environment_that_answers_in_batches(
     assert "judged:Judged" in told and "reward 1" in told
 
 
-@pytest.mark.parametrize(("part", "broken", "words"), [
+@pytest.mark.parametrize(("part", "broken", "words"), drawn("broken", [
     ("def start(self, problem):", "def start(self):", ["Guess/train:1", "start: TypeError", "every row"]),
     ("return Step(reward=1.0, done=True)", "return 1.0", ["trial action failed", "a float, expected a Step"]),
     ("import calculator", "import abacus", ["`games` cannot be imported", "abacus", "code_paths"]),
     ("class Guess(Environment)", "class Guess", ["no subclass of Environment"]),
     ("tools = [calculator]", "tools = [int]", ["environment games:Guess: tool `int` is no function"]),
-])  # fmt: skip
+], 2))  # fmt: skip
 def test_what_is_wrong_with_an_environment_is_reported_before_a_run(
     here: Path, capsys: pytest.CaptureFixture[str], part: str, broken: str, words: list[str]
 ) -> None:

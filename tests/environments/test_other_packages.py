@@ -49,7 +49,7 @@ def _play(environments: EnvironmentsConfig, prompt: Prompt, actions: Sequence[st
     return asyncio.run(played())
 
 
-@pytest.mark.family("episodes of other packages")
+@pytest.mark.family("new processes")
 def test_reasoning_gym_scores_its_own_problems() -> None:
     environments = EnvironmentsConfig(python=interpreter_with("reasoning_gym"), timeout_s=HANG_S)
     source = {"environment": "reasoning_gym:chain_sum", "environment_kwargs": {"max_terms": 3, "seed": 5}}
@@ -67,7 +67,7 @@ def test_reasoning_gym_scores_its_own_problems() -> None:
         assert (observed.reward, observed.done, observed.failed) == (reward, True, "")
 
 
-@pytest.mark.family("episodes of other packages")
+@pytest.mark.family("new processes")
 def test_a_taskset_of_verifiers_gives_prompts_and_weighted_rewards(tmp_path: Path) -> None:
     (tmp_path / "my_sums.py").write_text(taskset("reply == answer", metric="right", short=4))
     environments = EnvironmentsConfig(
@@ -92,7 +92,7 @@ return Told(text=f"too {side}", done=False, reward=0.0)
 """
 
 
-@pytest.mark.family("episodes of other packages")
+@pytest.mark.family("new processes")
 def test_a_server_of_openenv_plays_several_turns(tmp_path: Path) -> None:
     python = interpreter_with("openenv")
     environments = EnvironmentsConfig(python=python, timeout_s=HANG_S)

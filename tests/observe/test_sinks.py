@@ -275,6 +275,7 @@ with Tracker(config, Path(sys.argv[1])) as tracker:
 """
 
 
+@pytest.mark.family("new processes")
 def test_a_server_of_wandb_that_never_answers_leaves_an_offline_run(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", _HANGS, str(tmp_path)],

@@ -158,6 +158,7 @@ def test_arguments_need_a_piece_of_ones_own():
         AlgorithmConfig(kwargs={"policy_loss": {"clip": 0.1}})
 
 
+@pytest.mark.family("new processes")
 def test_a_package_that_pip_has_installed_registers_its_pieces(tmp_path):
     """A wheel from its `pyproject.toml`, in a directory of its own and another interpreter."""
     project, site = tmp_path / "project", tmp_path / "site"

@@ -20,6 +20,7 @@ from grpo_dist.config.files import checked, load_config
 from grpo_dist.observe.catalogue import described
 from grpo_dist.tools.recipe.config import PipelineFile
 from tests.support.documents import COMMANDS, ROOT, Block, blocks, documents, inline_commands
+from tests.support.drawn import drawn
 from tests.support.patience import HANG_S
 
 BLOCKS = [block for path in documents() for block in blocks(path)]
@@ -218,7 +219,7 @@ EXTENDING = "grpo_dist/guides/extending.md"  # test_extending.py runs its blocks
 ALONE = [b for b in BLOCKS if b.mode == "run" and b.document not in (TUTORIAL, EXTENDING)]
 
 
-@pytest.mark.parametrize("block", ALONE, ids=str)
+@pytest.mark.parametrize("block", drawn("commands", [(b,) for b in ALONE], len(ALONE) // 2), ids=str)
 def test_a_command_of_the_guides_runs(block, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     assert run_block(block, tmp_path)

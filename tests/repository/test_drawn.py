@@ -128,10 +128,10 @@ from tests.support.drawn import drawn
 def test_number(i):
     assert i == 0
 
-@pytest.mark.family("other packages")
+@pytest.mark.family("roles")
 def test_a(): pass
 
-@pytest.mark.family("other packages")
+@pytest.mark.family("roles")
 def test_b(): pass
 """
 

@@ -286,6 +286,7 @@ except RunEnded as end:
 """
 
 
+@pytest.mark.family("new processes")
 def test_a_run_asked_to_stop_during_its_start_has_time_to_clean_up():
     """Ray's handler aborts a program three seconds after a SIGTERM."""
     root = Path(__file__).resolve().parents[2]

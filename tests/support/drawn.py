@@ -21,12 +21,11 @@ FILE = "file"
 FAMILIES = {
     "whole runs": 1,  # each has features of its own; test_end_to_end.py has those of every run
     "same numbers": 1,  # ways to run, and interruptions, that change no number of a run
-    "other packages": 1,  # whole runs on environments of other packages
-    "episodes of other packages": 1,  # the same environments without a run
-    "whole commands": 1,  # other commands with engines or jobs: an evaluation of episodes, a submission
-    "gpu-check engines": 1,  # lines of `gpu-check` with engines
-    "engines": 1,  # real engines, each of another kind
+    "engines": 1,  # real engines, each of another kind, and lines of `gpu-check` with engines
     "lost engines": 1,  # engines, snapshots and environments that are lost
+    "ranks": 2,  # their offload, number and loss, supervised training; test_policy_ranks.py has the rest
+    "roles": 1,  # what graders, reward models, the reference and environments compute for a pool
+    "new processes": 2,  # what a program of its own shows: an installation, an import, another package
 }
 
 

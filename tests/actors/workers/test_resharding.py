@@ -8,10 +8,10 @@ import torch
 from grpo_dist.config import LoRAConfig
 from grpo_dist.policy.resharding import MOMENTS, WEIGHTS, SavedPolicy
 from tests.support import made_groups
-from tests.support.drawn import drawn
+from tests.support.drawn import FILE, drawn
 from tests.support.real_ranks import OpenWorker, on_all, start
 
-pytestmark = pytest.mark.machine
+pytestmark = [pytest.mark.machine, pytest.mark.family("ranks", FILE)]
 FIRST, SECOND = (made_groups.batch(seed=seed) for seed in (1, 2))
 
 

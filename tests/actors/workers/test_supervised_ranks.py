@@ -18,10 +18,10 @@ from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.loop.supervised import validation_loss
 from grpo_dist.runtime.hardware import thread_environment
 from tests.support import fakes
-from tests.support.drawn import drawn
+from tests.support.drawn import FILE, drawn
 from tests.support.real_ranks import AdaptedWorker, flat, relative
 
-pytestmark = pytest.mark.machine
+pytestmark = [pytest.mark.machine, pytest.mark.family("ranks", FILE)]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.support.patience import HANG_S, wait_for_end
 from tests.support.real_runs import survivors
 from tests.support.report_page import pieces
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("whole commands", FILE), pytest.mark.long]
+pytestmark = [pytest.mark.machine, pytest.mark.family("whole runs", FILE), pytest.mark.long]
 
 # A cold start that is much shorter than the recipe's, and all of whose demonstrations call: the model calls,
 # and what it asks is right or wrong by chance.

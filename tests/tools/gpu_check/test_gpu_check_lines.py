@@ -436,6 +436,7 @@ def rehearsed(directory, name):
     return end.found
 
 
+@pytest.mark.family("new processes")
 def test_a_cut_transfer_and_the_next_one_are_rehearsed(tmp_path):
     assert rehearsed(tmp_path, "nccl")["nccl"].figures["nccl/noticed_s"] < 60
 
@@ -451,14 +452,14 @@ def test_lines_with_ranks_are_rehearsed(tmp_path, name):
 
 
 @pytest.mark.machine
-@pytest.mark.family("gpu-check engines")
+@pytest.mark.family("engines")
 @pytest.mark.parametrize("name", ENGINES)
 def test_lines_with_engines_are_rehearsed(tmp_path, name):
     rehearsed(tmp_path, name)
 
 
 @pytest.mark.machine
-@pytest.mark.family("gpu-check engines")
+@pytest.mark.family("engines")
 def test_three_steps_of_the_real_loop_are_rehearsed(tmp_path):
     found = rehearsed(tmp_path, "steps")
     assert found["sync"].figures["sync/bytes"] > 0 and found["turns"].figures["turns/all_s"] > 0

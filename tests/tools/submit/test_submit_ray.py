@@ -103,7 +103,7 @@ def outside(tmp_path_factory):
         parent.wait(HANG_S)
 
 
-@pytest.mark.family("whole commands")
+@pytest.mark.family("whole runs")
 def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, monkeypatch, outside):
     monkeypatch.setenv("MY_VARIABLE", "of-mine-alone")
     path, run = config_in(project), project / "runs/tiny"
