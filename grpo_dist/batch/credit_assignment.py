@@ -10,6 +10,7 @@ rewards [G] of each group     clipped, normalised                  reward_clip, 
                               whitened over tokens                 whiten, then the weight
                               plus those of a teacher              teacher_coef
                               clipped                              clip
+                              weighed by length                    length_weights
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
 from grpo_dist.algorithms.moments import Moments
-from grpo_dist.algorithms.normalise import normalise_rewards, whiten
+from grpo_dist.algorithms.normalise import length_weights, normalise_rewards, whiten
 from grpo_dist.algorithms.process import discounted_to_go, process, sum_to_go
 from grpo_dist.algorithms.turn_level import turn_level
 from grpo_dist.batch.rows import context_ids
@@ -64,6 +65,7 @@ class AdvantageSettings:
     reward_coef: float = 1.0  # weight of the advantages of rewards; whitened: not with a KL term
     teacher_coef: float = 0.0  # weight of a teacher's advantages; 0: it is no part of them
     clip: float | None = None  # advantages are clipped to +- this
+    length_weights: bool = False  # weigh samples by their length
     own: OwnCode = NO_OWN_CODE  # where names that are not built in are found
 
 
@@ -139,6 +141,8 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Advan
         # An infinite KL must not become the bound either.
         clipped = advantages.clamp(-settings.clip, settings.clip)
         advantages = torch.where(torch.isfinite(advantages), clipped, torch.nan)
+    if settings.length_weights:
+        advantages = advantages * length_weights(whole.loss_mask, _samples_of_rows(groups))
     return replace(whole, advantages=advantages.float())
 
 

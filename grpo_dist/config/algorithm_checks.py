@@ -14,6 +14,7 @@ _OFF_POLICY = {
     "kimi15": "squared log-ratio",
     "topr": "weight of bad samples",
     "topr_token": "weight of bad samples",
+    "reinforce_is": "weight",
     "vespo": "weight",
     "kl_cov": "penalty",
 }

@@ -220,6 +220,7 @@ def advantage_settings(
         kl_estimator=algorithm.kl.estimator,
         whiten=algorithm.whitens,
         clip=algorithm.advantage_clip,
+        length_weights=algorithm.length_weights,
         own=OwnCode(code_paths, algorithm.kwargs),
     )
 

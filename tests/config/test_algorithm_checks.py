@@ -144,7 +144,7 @@ def test_a_discount_of_outcomes_does_not_go_with_rewards_of_steps(base):
     assert "`algorithm.gamma` = 0.5 discounts the reward at the end of a sample" in refusal(base, *settings)
 
 
-@pytest.mark.parametrize("loss", ["dro", "kimi15", "topr", "topr_token", "vespo"])
+@pytest.mark.parametrize("loss", ["dro", "kimi15", "topr", "topr_token", "reinforce_is", "vespo"])
 @pytest.mark.parametrize("other", ["algorithm.old_logprobs=rollout", "batch.epochs_per_batch=2"])
 def test_a_loss_that_looks_at_ratios_is_taken_where_they_differ_from_1(base, loss, other):
     config = load_config(base, [f"algorithm.policy_loss={loss}", "batch.updates_per_step=2", other])

@@ -7,6 +7,7 @@ import torch
 
 from actors.workers.policy import loss_settings
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
+from grpo_dist.algorithms.normalise import length_weights
 from grpo_dist.algorithms.rejection import RejectionRule
 from grpo_dist.batch.credit_assignment import sample_advantages, token_advantages
 from grpo_dist.batch.rows import make_batch
@@ -31,10 +32,13 @@ def rules(section):
 
 def loss(x, section, *, max_tokens=None, num_tokens=None, num_sequences=None, selected=None):
     """Return loss, gradient by the log-probs, and the metrics of an update whose rows are those of ``x``."""
-    settings, mask = loss_settings(configured(section)), x["mask"]
+    algorithm, mask = configured(section), x["mask"]
+    settings, advantages = loss_settings(algorithm), x["advantages"]
+    if algorithm.length_weights:
+        advantages = advantages * length_weights(mask)
     batch = TrainBatch(
         tokens=torch.zeros(mask.shape, dtype=torch.long), lengths=mask.sum(dim=1), loss_mask=mask,
-        advantages=x["advantages"], rollout_logprobs=x["engine"], ref_logprobs=x["reference"],
+        advantages=advantages, rollout_logprobs=x["engine"], ref_logprobs=x["reference"],
         row_ids=torch.arange(len(mask)), max_tokens=max_tokens or mask.shape[1],
         num_tokens=float(mask.sum()) if num_tokens is None else num_tokens,
         num_sequences=float(mask.any(dim=1).sum()) if num_sequences is None else num_sequences,

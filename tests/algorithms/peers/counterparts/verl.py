@@ -76,10 +76,12 @@ def _bypass(case, settings):
     mode = {"aggregation": "token-mean", "old_logprobs": "rollout"}
     section = {"policy_loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0} | mode
     if own["loss_type"] == "reinforce":
-        if own["rollout_is"] == "sequence":
-            return NoCounterpart("-log pi A weighted by the truncated product of its sequence's ratios")
-        truncated = {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 1.0}
-        section = ({"policy_loss": "policy_gradient"} if own["rollout_is"] is None else truncated) | mode
+        by_level = {
+            None: {"policy_loss": "policy_gradient"},
+            "token": {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 1.0},
+            "sequence": {"policy_loss": "reinforce_is"},
+        }
+        section = by_level[own["rollout_is"]] | mode
     if own["rollout_rs"] is not None:
         section["correction"] = {"kind": "none", "reject": _rules(own)}
     found = Counterpart(section, {"bypassed": True})
