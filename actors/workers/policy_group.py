@@ -164,6 +164,15 @@ class PolicyGroup(TakenWeights):
         rows = {row: values for _, own in answers for row, values in own.items()}
         return answers[0][0], rows
 
+    async def score_norms(self, batch: TrainBatch) -> dict[int, np.ndarray]:
+        """Return by row id the score norms of the trained tokens of ``batch`` under the current weights,
+        float32 [C]: see `selected_score_norms`.
+        """
+        arguments = [(own,) for own in self.stage([batch])]
+        async with self._deadline(self.update_s, "score norms of tokens"):
+            answers = await self._each("score_norms", arguments)
+        return {row: values for own in answers for row, values in own.items()}
+
     async def base_logprobs(self, groups: Sequence[tuple[Prompt, Any]]) -> list[list[np.ndarray]]:
         """Return for each group the log-probs of its samples under the model without its adapters.
 

@@ -9,9 +9,10 @@ ALGORITHM_ROWS = (
         "algorithm.advantage",
         "verl: grpo, rloo, remax, opo, gdpo alike; reinforce_plus_plus: "
         "reinforce_pp; gpg, grpo_passk alike. OpenRLHF: group_norm: grpo; reinforce: reinforce_pp; "
-        "reinforce_baseline: reinforce_pp_baseline. ROLL: grpo; reinforce: reinforce_pp. gae needs a "
-        "critic, which there is none of",
-        verl="algorithm.adv_estimator",
+        "reinforce_baseline: reinforce_pp_baseline. verl's optimal_token_baseline and "
+        "tir_optimal_token_baseline: otb, which needs no calculate_sum_pi_squared. ROLL: grpo; reinforce: "
+        "reinforce_pp. gae needs a critic, which there is none of",
+        verl="algorithm.adv_estimator @actor.calculate_sum_pi_squared",
         trl="multi_objective_aggregation",
         openrlhf="algo.advantage.estimator advantage_estimator",
         roll="adv_estimator",

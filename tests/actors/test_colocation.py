@@ -192,6 +192,15 @@ def test_a_sync_probe_is_compared_in_the_turn_of_the_update_that_follows():
     assert events == [*TO_POLICY, "policy.logprobs(batch)", "policy.update([], kl_coef=None, bounds=())"]
 
 
+def test_score_norms_are_computed_in_the_turn_of_the_update_that_follows():
+    async def step(world):
+        await world.workers.policy.score_norms("batch")
+        await world.workers.policy.update([])
+
+    _, events = play(step)
+    assert events == [*TO_POLICY, "policy.score_norms(batch)", "policy.update([], kl_coef=None, bounds=())"]
+
+
 def test_a_refresh_has_the_policys_weights_and_the_reference_on_the_gpus_and_nothing_else():
     async def step(world):
         await world.workers.reference_sync.refresh()

@@ -86,6 +86,7 @@ def test_a_loss_refuses_the_settings_of_another(base, loss, setting):
         (["policy_loss=dro"], "dro has a squared log-ratio that depends on the ratio"),
         (["policy_loss=kl_cov"], "set `batch.updates_per_step` to 2 or more"),
         (["policy_loss=clip_cov", "cov_low=7"], "`algorithm.cov_low` = 7 must be below"),
+        (["advantage=otb", "old_logprobs=rollout"], "`algorithm.old_logprobs` = rollout saves; set it to"),
         (["cov_share=0.1"], "is not a setting of `algorithm.policy_loss` = ppo_clip"),
         (["adaptive_entropy.delta=0.1"], "no effect without `algorithm.adaptive_entropy.target`"),
         (["adaptive_entropy={target: 1, high: 0.1}", "entropy_coef=0.5"], "must be between"),
