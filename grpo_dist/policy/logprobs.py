@@ -81,14 +81,10 @@ def selected_logprobs(
 
 @torch.no_grad()
 def selected_score_norms(
-    rows: Float[Tensor, "M D"],
-    lm_head_weight: Float[Tensor, "V D"],
-    targets: Int[Tensor, " M"],
-    *,
-    temperature: float | int | Float[Tensor, " M"],
-    chunk_tokens: int,
+    rows: Float[Tensor, "M D"], lm_head_weight: Float[Tensor, "V D"], targets: Int[Tensor, " M"], *,
+    temperature: float | int | Float[Tensor, " M"], chunk_tokens: int,
     bias: Float[Tensor, " V"] | None = None,
-) -> Float[Tensor, " M"]:
+) -> Float[Tensor, " M"]:  # fmt: skip
     """Return the squared norm of the gradient of log p(target) by the logits at ``temperature``:
     |onehot(target) - p|^2 = 1 - 2 p(target) + sum of p^2, in [0, 2], without a gradient.
 
