@@ -28,5 +28,5 @@ async def score_norms_of(policy: PolicyHandle, groups: Sequence[Group]) -> Float
     found = await policy.score_norms(batch)
     norms = torch.zeros(batch.loss_mask.shape)
     for row, values in found.items():
-        norms[row, batch.loss_mask[row]] = torch.from_numpy(values)
+        norms[row, batch.loss_mask[row]] = torch.tensor(values)  # a copy: Ray gives arrays read-only
     return norms
