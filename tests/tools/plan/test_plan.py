@@ -88,9 +88,7 @@ def test_an_invalid_cluster_is_refused(text, words):
 
 
 # Programs that reach the data sheet, on a host that takes no time.
-PERFECT = Reached(
-    training=1, decode=1, prefill=1, network=1, sync=1, step_s=0, launch_s=0, sync_s=0
-)
+PERFECT = Reached(training=1, decode=1, prefill=1, network=1, sync=1, step_s=0, launch_s=0, sync_s=0)
 
 
 def rates(cluster="1x8xH100", reached=None, **changes):
