@@ -75,6 +75,10 @@ class ColocatedPolicy:
         async with self._turn():
             return await self._policy.logprobs(batch)
 
+    async def score_norms(self, batch: TrainBatch) -> dict[int, np.ndarray]:
+        async with self._turn():
+            return await self._policy.score_norms(batch)
+
     async def snapshot(self, directory: Path, version: int, bucket_bytes: int) -> Snapshot:
         async with self._turn():
             return await self._policy.snapshot(directory, version, bucket_bytes)

@@ -100,6 +100,11 @@ class PolicyWorker(WeightSender, Probeable):
         return self._trainer.dtype_name, self._trainer.row_logprobs(updates.batches)
 
     @metered("logprobs")
+    def score_norms(self, updates: RankUpdates) -> dict[int, np.ndarray]:
+        """Return `Trainer.row_score_norms` of all rows."""
+        return self._trainer.row_score_norms(updates.batches)
+
+    @metered("logprobs")
     def base_logprobs(
         self, prompts: Sequence[Prompt], *rollouts: Sequence[Rollout]
     ) -> list[list[np.ndarray]]:

@@ -23,6 +23,7 @@ from actors.lifecycle.supervisor import Team
 from actors.lifecycle.watchdog import deadline_of
 from actors.transfer.handshake import new_secret
 from actors.workers.policy import Held, PolicyWorker, RankUpdates, loss_settings
+from actors.workers.row_values import RowValues
 from actors.workers.taken_weights import TakenWeights
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
@@ -73,7 +74,7 @@ class PolicySpec:
         return cls(config.policy, config.model, str(model_dir), trainer)
 
 
-class PolicyGroup(TakenWeights):
+class PolicyGroup(TakenWeights, RowValues):
     """Driver-side handle of all ranks."""
 
     def __init__(
@@ -155,14 +156,6 @@ class PolicyGroup(TakenWeights):
         async with self._deadline(self.update_s, "log-probs of tokens"):
             answers = await self._all("token_logprobs")
         return {row: values for answer in answers for row, values in answer.items()}
-
-    async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
-        """Return log-probs of the rows of ``batch``: see `PolicyWorker.logprobs`."""
-        arguments = [(own,) for own in self.stage([batch])]
-        async with self._deadline(self.update_s, "log-probs"):
-            answers = await self._each("logprobs", arguments)
-        rows = {row: values for _, own in answers for row, values in own.items()}
-        return answers[0][0], rows
 
     async def base_logprobs(self, groups: Sequence[tuple[Prompt, Any]]) -> list[list[np.ndarray]]:
         """Return for each group the log-probs of its samples under the model without its adapters.

@@ -1,7 +1,7 @@
 """Registry of advantage estimators: what the configuration and the loop must know of each. Imports no torch.
 
-`advantages.ADVANTAGES` has the function of each name, but for `process` and `turn`, whose advantages belong
-to tokens from the start: `grpo_dist.batch.credit_assignment` computes those.
+`advantages.ADVANTAGES` has the function of each name, but for `process`, `turn` and `otb`, whose advantages
+belong to tokens from the start: `grpo_dist.batch.credit_assignment` computes those.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class Estimator:
         only_right_and_wrong: its total rewards must be 0 or 1.
         whitens: its baseline is the mean over the batch: whitened unless the configuration says otherwise.
         discounts: the reward belongs to the last token, so `algorithm.gamma` applies.
+        reads_policy: it takes the score norms of the tokens under the weights before the update, one more
+            forward pass of the policy's ranks.
     """
 
     inputs: tuple[str, ...] = ()
@@ -36,6 +38,7 @@ class Estimator:
     only_right_and_wrong: bool = False
     whitens: bool = False
     discounts: bool = False
+    reads_policy: bool = False
 
     @property
     def learns_from_one_sample(self) -> bool:
@@ -79,6 +82,8 @@ ESTIMATORS: dict[str, Estimator] = {
         learns_from_equal_rewards=True,
         other_rewards="the rewards of turns as well",
     ),
+    # The end of a group's longest sample has no baseline, so equal rewards teach there.
+    "otb": Estimator(learns_from_equal_rewards=True, reads_policy=True),
 }
 # Of a user's own function nothing is known, so nothing is refused or skipped that it could learn from.
 OWN = Estimator(needs_group=False, learns_from_equal_rewards=True)

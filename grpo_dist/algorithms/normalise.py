@@ -1,4 +1,4 @@
-"""Rewards before an estimator, and advantages after it: shifted, scaled, whitened."""
+"""Rewards before an estimator, and advantages after it: shifted, scaled, whitened, weighed."""
 
 from __future__ import annotations
 
@@ -72,3 +72,29 @@ def whiten(
     if kept.numel() > 1 and kept.max() > kept.min():
         out[counted] = ((kept - kept.mean()) / (kept.var() + eps).sqrt()).to(values.dtype)
     return out
+
+
+def length_weights(
+    mask: Bool[Tensor, "B T"], sequence_ids: Int[Tensor, " B"] | None = None
+) -> Float[Tensor, "B 1"]:
+    """Return a weight for the advantages of each row by the length of its sequence, float64: 1.5 for the
+    shortest down to 0.5 for the longest, linear in the length, divided by their mean over all sequences.
+
+    Lengths 2, 4, 6 -> 1.5, 1, 0.5. ROLL's ``length_loss_weight``, which has the lengths of a micro-batch;
+    here they are those of the step, so that no split changes a weight. Equal lengths have weight 1.
+
+    Args:
+        mask: tokens that count. A sequence without any leaves the statistics and has weight 1.
+        sequence_ids: rows with one id are parts of one sequence, ids from 0 up; None: each row is a sequence.
+    """
+    rows = mask.sum(dim=1)
+    ids = torch.arange(len(mask), device=mask.device) if sequence_ids is None else sequence_ids
+    lengths = torch.zeros(int(ids.max()) + 1 if len(ids) else 0, dtype=rows.dtype, device=rows.device)
+    lengths.index_add_(0, ids, rows)
+    known = lengths > 0
+    weights = torch.ones_like(lengths, dtype=torch.float64)
+    if known.any():
+        own = lengths[known].double()
+        raw = 1.5 - (own - own.min()) / (own.max() - own.min()).clamp(min=1)
+        weights[known] = raw / raw.mean()
+    return weights[ids][:, None]

@@ -12,9 +12,11 @@ also take which tokens were selected over the whole update, gmpo which tokens no
     sapo             token            a sigmoid gate instead of an edge
     dppo_tv, dppo_kl token            how far the token's probability moved, not its ratio
     gspo             sequence         as ppo_clip, by the geometric mean of the sequence
+    gspo_segment     action           as gspo, by that of an action of the sequence
     gmpo             token, sequence  log-ratios clipped by token, their mean taken by sequence
     dro, kimi15      none             a penalty on the squared log-ratio, of the token or the sequence
     topr             sequence         the weight of bad samples, at most 1; topr_token: of their tokens
+    reinforce_is     sequence         the weight, at most a cap
     vespo            sequence         a weight that falls to 0 on both sides of 1
     clip_cov         token            as ppo_clip, without some tokens of high covariance
     kl_cov           token            a penalty on the tokens of the highest covariance
@@ -37,9 +39,9 @@ from grpo_dist.algorithms.ratios import (
     masked_logprobs,
     ratio_stats,
 )
-from grpo_dist.algorithms.sequence_losses import gmpo, gspo
+from grpo_dist.algorithms.sequence_losses import gmpo, gspo, gspo_segment
 from grpo_dist.algorithms.shapes import LossAndStats, Number, Stats, TokenMask, TokenValues
-from grpo_dist.algorithms.tapered_losses import topr, topr_token, vespo
+from grpo_dist.algorithms.tapered_losses import reinforce_is, topr, topr_token, vespo
 
 
 def policy_gradient(
@@ -96,11 +98,13 @@ POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Stats]]] = {
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
     "gspo": gspo,
+    "gspo_segment": gspo_segment,
     "gmpo": gmpo,
     "dro": dro,
     "kimi15": kimi15,
     "topr": topr,
     "topr_token": topr_token,
+    "reinforce_is": reinforce_is,
     "vespo": vespo,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,

@@ -62,6 +62,17 @@ def sum_to_go(
     return out
 
 
+def sum_so_far(
+    values: Real[Tensor, "B T"], sequence_ids: Int[Tensor, " B"] | None = None
+) -> Real[Tensor, "B T"]:
+    """Sum each token's value and all earlier ones: [1, 2, 4] -> [1, 3, 7]; ``sequence_ids`` as above."""
+    out = values.cumsum(1)
+    if sequence_ids is not None:
+        for row in reversed(_continued(sequence_ids)):
+            out[row + 1] += out[row, -1]
+    return out
+
+
 def discounted_to_go(
     values: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],

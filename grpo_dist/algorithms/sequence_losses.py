@@ -1,5 +1,5 @@
-"""Policy losses whose ratio belongs to the whole sequence. Each token carries its sequence's ratio, so every
-aggregation works; the papers' objectives are those of ``seq-mean-token-mean``.
+"""Policy losses whose ratio belongs to the whole sequence, or to an action of it. Each token carries that
+ratio, so every aggregation works; the papers' objectives are those of ``seq-mean-token-mean``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from grpo_dist.algorithms.ratios import (
     ratio_stats,
     sequence_mean,
 )
+from grpo_dist.algorithms.segments import segment_mean
 from grpo_dist.algorithms.shapes import LossAndStats, Number, TokenMask, TokenValues
 
 
@@ -27,8 +28,35 @@ def gspo(
     gradient is that of the sequence form under every aggregation; with token advantages it stays defined.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
-    mean = sequence_mean(log_ratio, mask).detach()
-    ratio = bounded_exp(mean + log_ratio - log_ratio.detach(), advantages < 0)
+    mean = sequence_mean(log_ratio, mask).expand_as(log_ratio)
+    return _of_means(mean, log_ratio, advantages, mask, clip_low=clip_low, clip_high=clip_high)
+
+
+def gspo_segment(
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask, *,
+    clip_low: Number = 0.2, clip_high: Number = 0.2,
+) -> LossAndStats:  # fmt: skip
+    """As `gspo` with s the geometric mean over a run of neighbouring unmasked tokens: an action of an
+    episode, between two observations. A sequence without given tokens is one.
+
+    It is ROLL's ``ratio_type: segment`` of agentic training, with its bounds, and the token form's gradient.
+    """
+    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
+    mean = segment_mean(log_ratio.detach(), mask)
+    return _of_means(mean, log_ratio, advantages, mask, clip_low=clip_low, clip_high=clip_high)
+
+
+def _of_means(
+    mean: TokenValues,
+    log_ratio: TokenValues,
+    advantages: TokenValues,
+    mask: TokenMask,
+    *,
+    clip_low: Number,
+    clip_high: Number,
+) -> LossAndStats:
+    """Return the clipped surrogate of ratios with the value exp(``mean``) and each token's own gradient."""
+    ratio = bounded_exp(mean.detach() + log_ratio - log_ratio.detach(), advantages < 0)
     losses, low, high = clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
     return torch.where(mask, losses, 0.0), ratio_stats(log_ratio, mask, low=low, high=high)
 

@@ -1,10 +1,11 @@
-"""Policy losses that weigh the log-likelihood by a function of the importance ratio, chosen by the sign of
-the advantage. No gradient flows through the weight.
+"""Policy losses that weigh the log-likelihood by a function of the importance ratio, which may depend on the
+sign of the advantage. No gradient flows through the weight.
 
-             ratio      weight where A >= 0             weight where A < 0
-    topr     sequence   1                               min(w, 1)
-    topr_token   token  1                               min(r, 1)
-    vespo    sequence   w^k exp(lambda (1 - w))         the same with other k, lambda
+                  ratio      weight where A >= 0        weight where A < 0
+    topr          sequence   1                          min(w, 1)
+    topr_token    token      1                          min(r, 1)
+    reinforce_is  sequence   min(w, cap)                the same
+    vespo         sequence   w^k exp(lambda (1 - w))    the same with other k, lambda
 
 w is the product of a sequence's token ratios r.
 """
@@ -57,6 +58,24 @@ def _tapered(
     weight = torch.where(negative, log_weight.clamp(max=0.0).exp(), 1.0)
     losses = -weight * advantages * masked_logprobs(logprobs, mask)
     return losses, ratio_stats(log_ratio, mask, high=negative & (log_weight > 0))
+
+
+def reinforce_is(
+    logprobs: TokenValues, old_logprobs: TokenValues, advantages: TokenValues, mask: TokenMask, *,
+    ratio_cap: Number = 2.0,
+) -> LossAndStats:  # fmt: skip
+    """-stop_gradient(min(w, ratio_cap)) A log pi with w the sequence's ratio.
+
+    REINFORCE with truncated importance sampling over the sequence (Liu et al. 2025, "When speed kills
+    stability", section on sequence-level TIS): the unbiased gradient for samples of another policy, with the
+    weight cut from above. It is verl's bypass mode with ``loss_type: reinforce`` and ``rollout_is:
+    sequence``. The form with the token's own ratio is `cispo` with ``clip_low`` 1, ``clip_high`` cap - 1.
+    """
+    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
+    log_weight = log_ratio.detach().sum(dim=1, keepdim=True).expand_as(log_ratio)
+    weight = log_weight.clamp(max=math.log(ratio_cap)).exp()
+    losses = -weight * advantages * masked_logprobs(logprobs, mask)
+    return losses, ratio_stats(log_ratio, mask, high=log_weight > math.log(ratio_cap))
 
 
 def vespo(

@@ -3,13 +3,14 @@
 rewards [G] of each group     clipped, normalised                  reward_clip, reward_norm
                               (what is not finite: not scored)
   -> advantages [G]           the estimator                        advantage, std
-  -> advantages [B, T]        spread over tokens, or of steps      process, turn
+  -> advantages [B, T]        spread over tokens, or of steps      process, turn, otb
                               plus those of steps                  outcome_coef, process_coef
                               weighed                              reward_coef
                               less the KL still to come            kl_coef
                               whitened over tokens                 whiten, then the weight
                               plus those of a teacher              teacher_coef
                               clipped                              clip
+                              weighed by length                    length_weights
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from torch import Tensor
 
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
 from grpo_dist.algorithms.moments import Moments
-from grpo_dist.algorithms.normalise import normalise_rewards, whiten
+from grpo_dist.algorithms.normalise import length_weights, normalise_rewards, whiten
 from grpo_dist.algorithms.process import discounted_to_go, process, sum_to_go
+from grpo_dist.algorithms.token_baseline import optimal_token_baseline
 from grpo_dist.algorithms.turn_level import turn_level
 from grpo_dist.batch.rows import context_ids
 from grpo_dist.plugins.algorithm_pieces import NO_OWN_CODE, OwnCode, kl_estimate, own_advantages
 from grpo_dist.plugins.inputs import AdvantageInputs
 from grpo_dist.types import Group, TrainBatch, Turn
 
-# The estimators whose advantages belong to tokens from the start: of the steps of a solution, and of turns.
-PROCESS, TURN = "process", "turn"
+# The estimators whose advantages belong to tokens from the start: of steps, of turns, of tokens.
+PROCESS, TURN, OTB = "process", "turn", "otb"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +66,23 @@ class AdvantageSettings:
     reward_coef: float = 1.0  # weight of the advantages of rewards; whitened: not with a KL term
     teacher_coef: float = 0.0  # weight of a teacher's advantages; 0: it is no part of them
     clip: float | None = None  # advantages are clipped to +- this
+    length_weights: bool = False  # weigh samples by their length
     own: OwnCode = NO_OWN_CODE  # where names that are not built in are found
 
 
 def sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[np.ndarray]:
-    """Return advantages [G] for each group; zeros with the estimators `process` and `turn`.
+    """Return advantages [G] for each group; zeros with the estimators `process`, `turn` and `otb`.
 
     float64 where whitening, or a term of the KL, of steps or of a teacher still follows, which
     `token_advantages` ends in float32: whitening looks at differences, of which float32 keeps few digits
     where the mean is large. float32 otherwise.
     """
     sizes = [len(g.rewards) for g in groups]
-    if settings.estimator in (PROCESS, TURN):
+    if settings.estimator in (PROCESS, TURN, OTB):
         return [np.zeros(size, np.float32) for size in sizes]
-    rewards = clipped_rewards(groups, settings.reward_clip)
-    ids = _group_ids(groups)
-    rewards = normalise_rewards(
-        rewards, ids, over=settings.reward_norm, shift=settings.reward_shift, scale=settings.reward_scale,
-        eps=settings.eps, moments=settings.moments,
-    )  # fmt: skip
+    rewards, ids = _normalised(groups, settings), _group_ids(groups)
     if settings.estimator in ADVANTAGES:
-        names = ADVANTAGE_INPUTS[settings.estimator]
-        inputs = {name: _INPUTS[name](groups, settings) for name in names}
+        inputs = {name: _INPUTS[name](groups, settings) for name in ADVANTAGE_INPUTS[settings.estimator]}
         advantages = ADVANTAGES[settings.estimator](rewards, ids, **inputs)
     else:
         own = _own_inputs(rewards, ids, groups, settings)
@@ -99,8 +96,22 @@ def clipped_rewards(groups: Sequence[Group], clip: float | None) -> Tensor:
     return _clipped(_finite(torch.from_numpy(np.concatenate([g.rewards for g in groups]))), clip)
 
 
-def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageSettings) -> TrainBatch:
+def _normalised(groups: Sequence[Group], settings: AdvantageSettings) -> Tensor:
+    """Return the rewards of all groups end to end as an estimator takes them."""
+    return normalise_rewards(
+        clipped_rewards(groups, settings.reward_clip), _group_ids(groups), over=settings.reward_norm,
+        shift=settings.reward_shift, scale=settings.reward_scale, eps=settings.eps, moments=settings.moments,
+    )  # fmt: skip
+
+
+def token_advantages(
+    batch: TrainBatch,
+    groups: Sequence[Group],
+    settings: AdvantageSettings,
+    score_norms: Float[Tensor, "B T"] | None = None,
+) -> TrainBatch:
     """Return ``batch``, made of ``groups`` with `sample_advantages`, with its final token advantages.
+    ``score_norms``: of its tokens, for the estimator `otb`.
 
     The KL in the reward is that of the policy that sampled: token t loses ``kl_coef`` times the KL of all
     sampled tokens from t to the end of its sample (OpenRLHF's and InstructGPT's reward, arXiv:2203.02155).
@@ -116,6 +127,12 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Advan
         advantages = _process(batch, groups, settings)
     if settings.estimator == TURN:
         advantages = _turn_level(batch, groups, settings)
+    if settings.estimator == OTB:
+        assert score_norms is not None, "the policy gives them"
+        advantages = optimal_token_baseline(
+            _normalised(groups, settings), _group_ids(groups), score_norms, batch.loss_mask,
+            sequence_ids=_samples_of_rows(groups),
+        )  # fmt: skip
     if settings.process_coef:
         # PRIME (Cui et al. 2025, arXiv:2502.01456), equation 6: each has a baseline of its own.
         steps = _process(batch, groups, settings)
@@ -139,6 +156,8 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Advan
         # An infinite KL must not become the bound either.
         clipped = advantages.clamp(-settings.clip, settings.clip)
         advantages = torch.where(torch.isfinite(advantages), clipped, torch.nan)
+    if settings.length_weights:
+        advantages = advantages * length_weights(whole.loss_mask, _samples_of_rows(groups))
     return replace(whole, advantages=advantages.float())
 
 

@@ -170,10 +170,15 @@ class AlgorithmConfig(Section):
         "reinforce_pp_baseline",
     )
     advantage_clip: PositiveFloat | None = Field(None, description="clip advantages to +- this; null: off")
+    length_weights: bool = Field(
+        False,
+        description="multiply advantages by 1.5 for the shortest sample of the step down to 0.5 for the "
+        "longest, divided by their mean (ROLL)",
+    )
     add_token_level_kl: bool = Field(False, description="add the KL term to the rewards instead of the loss")
     policy_loss: Literal[
-        "policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "gspo", "gmpo", "dro",
-        "kimi15", "topr", "topr_token", "vespo", "clip_cov", "kl_cov",
+        "policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "gspo", "gspo_segment", "gmpo",
+        "dro", "kimi15", "topr", "topr_token", "reinforce_is", "vespo", "clip_cov", "kl_cov",
     ] | OwnLoss = Field(
         "ppo_clip", description="loss of a token, and how it bounds the policy's change; or your own"
     )  # fmt: skip
@@ -194,7 +199,9 @@ class AlgorithmConfig(Section):
         None, description="sapo: temperature for negative advantages; null: 1.05"
     )
     ratio_cap: PositiveFloat | None = Field(
-        None, description="dppo_tv, dppo_kl: upper bound of the ratio; null: 20"
+        None,
+        description="dppo_tv, dppo_kl: upper bound of the ratio; null: 20; reinforce_is: of the sequence's "
+        "ratio; null: 2",
     )
     unified_mask: bool | None = Field(
         None, description="cispo: drop the tokens that ppo_clip drops, too; null: false"

@@ -14,6 +14,7 @@ _OFF_POLICY = {
     "kimi15": "squared log-ratio",
     "topr": "weight of bad samples",
     "topr_token": "weight of bad samples",
+    "reinforce_is": "weight",
     "vespo": "weight",
     "kl_cov": "penalty",
 }
@@ -21,7 +22,7 @@ _OFF_POLICY = {
 
 def algorithm_contradictions(config: Sections) -> Iterator[str]:
     """Yield a message for each contradiction between settings of the algorithm."""
-    general = (_of_the_algorithm, _of_the_updates, _of_right_and_wrong, _of_the_group)
+    general = (_of_the_algorithm, _of_the_forward_pass, _of_the_updates, _of_right_and_wrong, _of_the_group)
     for check in (*general, _of_the_correction, _of_the_covariance, _of_the_entropy):
         yield from check(config)
 
@@ -85,6 +86,16 @@ def _of_the_algorithm(config: Sections) -> Iterator[str]:
         yield (
             f"`algorithm.kl.estimator` = {a.kl.estimator} differs from {a.kl.estimator[:-1]} only in its "
             "gradient, and a KL term in the reward has no gradient; remove the +"
+        )
+
+
+def _of_the_forward_pass(config: Sections) -> Iterator[str]:
+    a = config.algorithm
+    if estimator_of(a.advantage).reads_policy and a.old_logprobs == "rollout":
+        yield (
+            f"`algorithm.advantage` = {a.advantage} takes the policy's own distribution of every token, a "
+            "forward pass that `algorithm.old_logprobs` = rollout saves; set it to trainer, or use another "
+            "advantage"
         )
 
 

@@ -9,9 +9,10 @@ ALGORITHM_ROWS = (
         "algorithm.advantage",
         "verl: grpo, rloo, remax, opo, gdpo alike; reinforce_plus_plus: "
         "reinforce_pp; gpg, grpo_passk alike. OpenRLHF: group_norm: grpo; reinforce: reinforce_pp; "
-        "reinforce_baseline: reinforce_pp_baseline. ROLL: grpo; reinforce: reinforce_pp. gae needs a "
-        "critic, which there is none of",
-        verl="algorithm.adv_estimator",
+        "reinforce_baseline: reinforce_pp_baseline. verl's optimal_token_baseline and "
+        "tir_optimal_token_baseline: otb, which needs no calculate_sum_pi_squared. ROLL: grpo; reinforce: "
+        "reinforce_pp. gae needs a critic, which there is none of",
+        verl="algorithm.adv_estimator @actor.calculate_sum_pi_squared",
         trl="multi_objective_aggregation",
         openrlhf="algo.advantage.estimator advantage_estimator",
         roll="adv_estimator",
@@ -48,11 +49,12 @@ ALGORITHM_ROWS = (
         "verl: vanilla: ppo_clip; geo_mean: gmpo; gpg: policy_gradient; others "
         "alike. TRL: importance_sampling_level = sequence: gspo; loss_type = cispo, sapo, vespo alike; "
         "luspo: gspo. OpenRLHF: ppo: ppo_clip. "
-        "ROLL: importance_sampling = seq: gspo; pg_variant = cispo; topr: topr_token; kimi15: dro",
-        verl="@actor.policy_loss.loss_mode",
+        "ROLL: importance_sampling = seq: gspo; ratio_type = segment: gspo_segment; pg_variant = cispo; "
+        "topr: topr_token; kimi15: dro. verl: bypass_mode with loss_type = reinforce: reinforce_is",
+        verl="@actor.policy_loss.loss_mode algorithm.rollout_correction.loss_type",
         trl="importance_sampling_level",
         openrlhf="actor.policy_loss_type policy_loss_type",
-        roll="importance_sampling pg_variant use_policy_loss_type",
+        roll="importance_sampling ratio_type pg_variant use_policy_loss_type",
     ),
     row(
         "algorithm.clip_low algorithm.clip_high",
@@ -94,6 +96,7 @@ ALGORITHM_ROWS = (
         verl="@actor.policy_loss.dro_beta",
         roll="kimi15_tau",
     ),
+    row("algorithm.length_weights", "ROLL's lengths are those of a micro-batch", roll="length_loss_weight"),
     row("algorithm.unified_mask", "of cispo", roll="cispo_use_unified_mask"),
     row(
         "algorithm.aggregation",

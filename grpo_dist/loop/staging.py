@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from torch import Tensor
+
+from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.batch.token_values import TokenValues, ValuesOfSamples, by_sample, values_of_rows
@@ -20,6 +23,7 @@ from grpo_dist.config import Config
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.loop.groups import ScoredBatch
 from grpo_dist.loop.metrics import distillation_metrics
+from grpo_dist.loop.score_norms import score_norms_of
 from grpo_dist.loop.updates import learning_rows, make_updates, reward_moments, step_demonstrations
 from grpo_dist.types import TrainBatch
 from grpo_dist.workers import PolicyHandle, StagedRef
@@ -76,12 +80,13 @@ class Staging:
         """Stage the batch of ``step`` in the background as soon as ``sampling`` is done.
 
         Does nothing if the update in progress may change what the batch depends on: the KL weight inside the
-        advantages, or the reference.
+        advantages, the reference, or the policy itself.
         """
         algorithm = self._config.algorithm
         steered = algorithm.add_token_level_kl and algorithm.kl.target is not None
         every = self._config.reference.refresh_every if self._config.needs_reference else 0
-        if sampling is not None and not steered and not (every and step % every == 0):
+        moves = steered or estimator_of(algorithm.advantage).reads_policy
+        if sampling is not None and not moves and not (every and step % every == 0):
             self._ahead = asyncio.create_task(self._follow(step, sampling), name=f"stage {step}")
 
     async def take(self, step: int, batch: ScoredBatch, *, kl_coef: float) -> Staged:
@@ -89,7 +94,8 @@ class Staging:
         ahead, self._ahead = self._ahead, None
         staged = await ahead if ahead is not None else None
         if staged is None or staged.source is not batch or staged.kl_coef != self._inside(kl_coef):
-            staged = await asyncio.to_thread(self._stage, step, batch, kl_coef)
+            norms = await self._score_norms(batch)
+            staged = await asyncio.to_thread(self._stage, step, batch, kl_coef, norms)
         self.rewards = staged.rewards
         return staged
 
@@ -101,7 +107,15 @@ class Staging:
         batch = sampling.result()  # bounded: it is done
         return await asyncio.to_thread(self._stage, step, batch, self._config.algorithm.kl.coef)
 
-    def _stage(self, step: int, batch: ScoredBatch, kl_coef: float) -> Staged:
+    async def _score_norms(self, batch: ScoredBatch) -> Tensor | None:
+        """Return what the estimator reads of the policy; None: nothing. The caller's advantages need none."""
+        if batch.advantages is not None or not estimator_of(self._config.algorithm.advantage).reads_policy:
+            return None
+        return await score_norms_of(self._policy, batch.groups)
+
+    def _stage(
+        self, step: int, batch: ScoredBatch, kl_coef: float, score_norms: Tensor | None = None
+    ) -> Staged:
         """Runs in a thread, so that the loop keeps admitting and receiving groups."""
         tracking = self._config.tracking
         rewards = reward_moments(self._config.algorithm, batch.scored, self.rewards)
@@ -114,6 +128,7 @@ class Staging:
             moments=rewards,
             advantages=batch.advantages,
             demonstrations=shown,
+            score_norms=score_norms,
         )
         with_signal = frozenset(chain.from_iterable(map(_groups_with_signal, updates)))
         tokens_recorded = tracking.samples and is_due(step + 1, tracking.token_values_every)

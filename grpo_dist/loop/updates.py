@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.batch.credit_assignment import (
@@ -55,6 +56,7 @@ def make_updates(
     moments: Moments | None = None,
     advantages: Sequence[np.ndarray] | None = None,
     demonstrations: Sequence[Demonstration] = (),
+    score_norms: Tensor | None = None,
 ) -> tuple[list[TrainBatch], list[list[EpochUpdate]]]:
     """Make one TrainBatch per optimiser update, and the updates of each further epoch, none where they are
     those of the first. Advantages see the whole step before it is split.
@@ -65,6 +67,7 @@ def make_updates(
         moments: see `reward_moments`; None: those of this step alone.
         advantages: float32 [G] of each group, used as they are; None: those of `algorithm.advantage`.
         demonstrations: of this step, see `step_demonstrations`.
+        score_norms: of the tokens of the step, for an estimator that reads the policy.
     """
     groups = [s.group for s in scored]
     if config.rewards.shuffle:
@@ -89,7 +92,7 @@ def make_updates(
         trains_taught=settings.teacher_coef > 0 and advantages is None,
     )
     if advantages is None:
-        batch = token_advantages(batch, groups, settings)
+        batch = token_advantages(batch, groups, settings, score_norms)
     if not all(has_signal):
         batch = _only_with_signal(batch, has_signal)
     first, later = _dealt(
@@ -220,6 +223,7 @@ def advantage_settings(
         kl_estimator=algorithm.kl.estimator,
         whiten=algorithm.whitens,
         clip=algorithm.advantage_clip,
+        length_weights=algorithm.length_weights,
         own=OwnCode(code_paths, algorithm.kwargs),
     )
 

@@ -72,15 +72,45 @@ def selected_logprobs(
     """Do as `token_logprobs`, for hidden states and the tokens they predict; ``temperature`` may be one for
     each of them.
     """
+    _check(temperature, chunk_tokens)
+    values, entropies = _ChunkedLogprobs.apply(
+        rows, lm_head_weight, bias, targets, temperature, chunk_tokens, with_entropy
+    )
+    return values, entropies if with_entropy else None
+
+
+@torch.no_grad()
+def selected_score_norms(
+    rows: Float[Tensor, "M D"], lm_head_weight: Float[Tensor, "V D"], targets: Int[Tensor, " M"], *,
+    temperature: float | int | Float[Tensor, " M"], chunk_tokens: int,
+    bias: Float[Tensor, " V"] | None = None,
+) -> Float[Tensor, " M"]:  # fmt: skip
+    """Return the squared norm of the gradient of log p(target) by the logits at ``temperature``:
+    |onehot(target) - p|^2 = 1 - 2 p(target) + sum of p^2, in [0, 2], without a gradient.
+
+    The logit-gradient proxy of the optimal token baseline (arXiv:2602.07078). Arguments as for
+    `selected_logprobs`; one block of [chunk_tokens, V] exists at once.
+    """
+    _check(temperature, chunk_tokens)
+    head = _Head(rows, lm_head_weight, bias)
+    norms = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
+    for part in _parts(len(rows), chunk_tokens):
+        p = head.logits(rows[part], _of(temperature, part))
+        p -= p.amax(dim=1, keepdim=True)
+        p.exp_()
+        p /= p.sum(dim=1, keepdim=True)
+        # Of the target 1 - p is the sum of the others, which keeps its digits where p is nearly 1.
+        p.scatter_(1, targets[part, None], 0.0)
+        norms[part] = p.sum(dim=1).square() + torch.linalg.vecdot(p, p)
+    return norms
+
+
+def _check(temperature: float | Tensor, chunk_tokens: int) -> None:
     if (least := _least(temperature)) <= 0 or chunk_tokens < 1:
         raise ValueError(
             f"temperature = {least}, chunk_tokens = {chunk_tokens}: expected a temperature above 0 and "
             "at least one token a chunk"
         )
-    values, entropies = _ChunkedLogprobs.apply(
-        rows, lm_head_weight, bias, targets, temperature, chunk_tokens, with_entropy
-    )
-    return values, entropies if with_entropy else None
 
 
 def _least(temperature: float | Tensor) -> float:

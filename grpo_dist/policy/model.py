@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from grpo_dist.policy.attention import NAME, attention_layers, packing_problem, register
 from grpo_dist.policy.checkpoint_format import keep_used_conversions
-from grpo_dist.policy.logprobs import selected_logprobs
+from grpo_dist.policy.logprobs import selected_logprobs, selected_score_norms
 from grpo_dist.policy.packing import Layout
 from grpo_dist.policy.sequence_parallel import SequenceGroup
 from grpo_dist.runtime.hardware import quiet_libraries
@@ -129,13 +129,14 @@ class TokenLogprobs(nn.Module):
         self.head = _LMHead(model.get_output_embeddings(), temperature, chunk_mib)
 
     def forward(
-        self, layout: Layout, with_entropy: bool = False
+        self, layout: Layout, with_entropy: bool = False, score_norms: bool = False
     ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
         """Return log-probs in nats, float32, at the sampling temperature, of the tokens that ``layout``
-        wants, 0 for others; and with ``with_entropy`` their entropies.
+        wants, 0 for others; and with ``with_entropy`` their entropies. ``score_norms``: return
+        `selected_score_norms` in place of the log-probs.
         """
         part, own = (layout, None) if self._ranks is None else self._ranks.own_slice(layout)
-        values, entropies = self._selected(part, with_entropy)
+        values, entropies = self._selected(part, with_entropy, score_norms)
 
         def whole(values: Tensor) -> Tensor:
             if self._ranks is not None and own is not None:
@@ -145,7 +146,7 @@ class TokenLogprobs(nn.Module):
         return whole(values), None if entropies is None else whole(entropies)
 
     def _selected(
-        self, layout: Layout, with_entropy: bool
+        self, layout: Layout, with_entropy: bool, score_norms: bool
     ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
         """Return log-probs and entropies of the wanted tokens."""
         where = {} if layout.spans is None else {"position_ids": layout.positions, "spans": layout.spans}
@@ -154,7 +155,7 @@ class TokenLogprobs(nn.Module):
         decoder = self.model.get_decoder()
         hidden = decoder(input_ids=layout.tokens, use_cache=False, **where).last_hidden_state
         rows = hidden.flatten(0, 1).index_select(0, layout.sources)
-        return self.head(rows, layout.targets, with_entropy, layout.temperature)
+        return self.head(rows, layout.targets, with_entropy, score_norms, layout.temperature)
 
 
 class _LMHead(nn.Module):
@@ -173,14 +174,14 @@ class _LMHead(nn.Module):
         rows: Float[Tensor, "M D"],
         targets: Int[Tensor, " M"],
         with_entropy: bool,
+        score_norms: bool,
         temperature: float | Float[Tensor, " M"] | None,
     ) -> tuple[Tensor, Tensor | None]:
-        return selected_logprobs(
-            rows,
-            self.weight,
-            targets,
-            temperature=self._temperature if temperature is None else temperature,
-            chunk_tokens=max(1, self._chunk_bytes // (4 * self.weight.shape[0])),
-            bias=self.bias,
-            with_entropy=with_entropy,
-        )
+        how: dict[str, Any] = {
+            "temperature": self._temperature if temperature is None else temperature,
+            "chunk_tokens": max(1, self._chunk_bytes // (4 * self.weight.shape[0])),
+            "bias": self.bias,
+        }
+        if score_norms:
+            return selected_score_norms(rows, self.weight, targets, **how), None
+        return selected_logprobs(rows, self.weight, targets, with_entropy=with_entropy, **how)

@@ -193,6 +193,16 @@ class Trainer:
             found |= {row: own[wanted] for row, own, wanted in rows}
         return found
 
+    @torch.no_grad()
+    def row_score_norms(self, batches: Sequence[TrainBatch]) -> dict[int, np.ndarray]:
+        """Return what `row_logprobs` does, with `selected_score_norms` of the tokens. Collective."""
+        found: dict[int, np.ndarray] = {}
+        for batch in batches:
+            plan = self._micro.plan(batch)
+            layouts = (self._micro.layout(self._micro.part(batch, rows).rows) for rows in plan)
+            found |= values_by_row(batch, plan, [self.engine(own, score_norms=True)[0] for own in layouts])
+        return found
+
     def base_logprobs(self, groups: Sequence[SampledGroup]) -> list[list[np.ndarray]]:
         """Return `group_logprobs` of the model without its adapters. Collective."""
         with adapters_off(self.engine.module):

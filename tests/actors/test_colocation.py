@@ -183,13 +183,14 @@ def test_engines_never_sample_from_weights_that_were_not_sent():
         play(step)
 
 
-def test_a_sync_probe_is_compared_in_the_turn_of_the_update_that_follows():
+@pytest.mark.parametrize("values", ["logprobs", "score_norms"])  # of a sync probe; of the token baseline
+def test_values_of_rows_are_computed_in_the_turn_of_the_update_that_follows(values):
     async def step(world):
-        await world.workers.policy.logprobs("batch")
+        await getattr(world.workers.policy, values)("batch")
         await world.workers.policy.update([])
 
     _, events = play(step)
-    assert events == [*TO_POLICY, "policy.logprobs(batch)", "policy.update([], kl_coef=None, bounds=())"]
+    assert events == [*TO_POLICY, f"policy.{values}(batch)", "policy.update([], kl_coef=None, bounds=())"]
 
 
 def test_a_refresh_has_the_policys_weights_and_the_reference_on_the_gpus_and_nothing_else():

@@ -22,7 +22,7 @@ from grpo_dist.algorithms.advantages import (
     rloo,
 )
 from grpo_dist.algorithms.moments import Moments
-from grpo_dist.algorithms.normalise import normalise_rewards, whiten
+from grpo_dist.algorithms.normalise import length_weights, normalise_rewards, whiten
 from grpo_dist.algorithms.pass_at_k import pass_at_k
 from grpo_dist.algorithms.process import process
 from tests.support.numbers_by_hand import NAN, close, mask_of, tensor
@@ -285,6 +285,15 @@ def test_the_deviation_of_the_batch_is_that_of_centred_or_of_raw_rewards():
     centred, raw = statistics.stdev(unit), statistics.stdev([1, 0, 5, 4])
     close(grpo(rewards, groups, std="batch", eps=0.0), tensor(*(u / centred for u in unit)), 1e-6)
     close(grpo(rewards, groups, std="batch_raw", eps=0.0), tensor(*(u / raw for u in unit)), 1e-6)
+
+
+def test_length_weights_fall_linearly_from_the_shortest_sequence_to_the_longest():
+    close(length_weights(mask_of([2, 4, 6], 6))[:, 0], [1.5, 1.0, 0.5])
+    close(length_weights(mask_of([2, 2, 6], 6))[:, 0], [9 / 7, 9 / 7, 3 / 7])
+    close(length_weights(mask_of([3, 3], 4))[:, 0], [1, 1])
+    close(length_weights(mask_of([2, 0, 6], 6))[:, 0], [1.5, 1.0, 0.5])  # one without tokens
+    close(length_weights(mask_of([0, 0], 6))[:, 0], [1, 1])
+    close(length_weights(mask_of([1, 3, 2, 1], 4), torch.tensor([0, 1, 1, 0]))[:, 0], [1.5, 0.5, 0.5, 1.5])
 
 
 def test_whitening_leaves_out_non_finite_values():

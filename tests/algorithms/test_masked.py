@@ -13,7 +13,7 @@ from grpo_dist.algorithms.lookup import named
 from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES, ppo_clip
-from grpo_dist.batch.credit_assignment import PROCESS, TURN
+from grpo_dist.batch.credit_assignment import OTB, PROCESS, TURN
 from grpo_dist.config import AlgorithmConfig, KLConfig
 from tests.support.numbers_by_hand import INF, NAN, mask_of
 
@@ -50,7 +50,7 @@ def test_registries_hold_what_the_configuration_offers():
     def choices(name):
         return names(AlgorithmConfig.model_fields[name].annotation)
 
-    assert choices("advantage") == set(ADVANTAGES) | {PROCESS, TURN}
+    assert choices("advantage") == set(ADVANTAGES) | {PROCESS, TURN, OTB}
     assert choices("policy_loss") == set(POLICY_LOSSES)
     assert choices("aggregation") == set(MODES)
     assert names(KLConfig.model_fields["estimator"].annotation) == set(KL_ESTIMATORS)

@@ -8,7 +8,7 @@ import torch
 from grpo_dist.algorithms.aggregation import MODES, aggregate
 from grpo_dist.algorithms.dppo import dppo_tv
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES, cispo, policy_gradient, sapo
-from grpo_dist.algorithms.sequence_losses import gmpo, gspo
+from grpo_dist.algorithms.sequence_losses import gmpo, gspo, gspo_segment
 from tests.support.numbers_by_hand import close, mask_of, one_row, row
 
 
@@ -82,6 +82,19 @@ def test_gspo_is_the_sequence_form_under_every_aggregation():
         close(ours, theirs, 1e-12)
 
 
+def test_gspo_segment_takes_the_geometric_mean_of_each_action():
+    """Two actions around a given token: ratios 1.1, 0.95 and 1.2, 1.4. Token advantages keep their own."""
+    new = row(-1.0, -1.0, math.nan, -1.0, -1.0).requires_grad_()
+    mask = torch.tensor([[True, True, False, True, True]])
+    old = new.detach() - torch.log(row(1.1, 0.95, 7.0, 1.2, 1.4))
+    losses, stats = gspo_segment(new, old, row(2.0, -1.0, 5.0, 1.0, -1.0), mask)
+    first, second = math.sqrt(1.1 * 0.95), math.sqrt(1.2 * 1.4)
+    close(losses.detach(), row(-2 * first, first, 0.0, -1.2, second), 1e-12)  # the second is above 1.2
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    close(gradient, row(-2 * first, first, 0.0, 0.0, second), 1e-12)
+    assert stats["clip_high"] == 1 and stats["clip_low"] == 0
+
+
 def test_gmpo_clips_tokens_before_their_mean():
     log_ratios, bound = [0.1, 0.9, -0.9], 0.4
     ratios = [math.exp(d) for d in log_ratios]
@@ -147,7 +160,7 @@ def test_garbage_where_masked_reaches_no_loss(name, garbage):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo"])
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gspo_segment", "gmpo"])
 def test_a_negative_advantage_keeps_its_gradient_at_the_largest_ratio(name):
     """A ratio with A < 0 is unbounded: it stays exact at 70 nats, beyond the cut of bounded tokens."""
     new = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
@@ -158,7 +171,7 @@ def test_a_negative_advantage_keeps_its_gradient_at_the_largest_ratio(name):
     assert gradient.tolist() == [[pytest.approx(math.exp(70))] * 2]
 
 
-@pytest.mark.parametrize("name", ["gspo", "gmpo"])
+@pytest.mark.parametrize("name", ["gspo", "gspo_segment", "gmpo"])
 def test_an_overflowing_sequence_ratio_gives_no_nan_for_a_zero_advantage(name):
     new = torch.zeros(2, 2, requires_grad=True)
     mask = torch.ones(2, 2, dtype=torch.bool)

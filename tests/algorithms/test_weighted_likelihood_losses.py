@@ -1,5 +1,5 @@
-"""DPPO with the KL bound, DRO, Kimi k1.5, TOPR and VESPO: values and gradients worked by hand, and those of
-their definitions in float64.
+"""DPPO with the KL bound, DRO, Kimi k1.5, TOPR, REINFORCE with weights of sequences, and VESPO: values and
+gradients worked by hand, and those of their definitions in float64.
 """
 
 import math
@@ -10,7 +10,7 @@ import torch
 from grpo_dist.algorithms.dppo import binary_kl, dppo_kl, dppo_tv, total_variation
 from grpo_dist.algorithms.penalised_losses import dro, kimi15
 from grpo_dist.algorithms.policy_losses import ppo_clip
-from grpo_dist.algorithms.tapered_losses import topr, topr_token, vespo
+from grpo_dist.algorithms.tapered_losses import reinforce_is, topr, topr_token, vespo
 from tests.support.numbers_by_hand import close, mask_of, one_row, row
 
 
@@ -98,6 +98,19 @@ def test_topr_tapers_bad_samples_by_their_ratio_and_good_ones_never(loss, weight
     assert stats["clip_high"] == 0
     _, gradient, _ = one_row(loss, [2.0, 3.0], [-1.0] * 2)
     close(gradient, row(1, 1))
+
+
+@pytest.mark.parametrize("advantage", [-2.0, 3.0])
+def test_reinforce_weighs_a_sequence_by_its_ratio_up_to_the_cap(advantage):
+    """The product of 2, 0.5 and 0.8 is 0.8, that of 2, 0.5 and 3 is 3; the sign of A changes nothing."""
+    for ratios, how, weight in (
+        ([2.0, 0.5, 0.8], {}, 0.8), ([2.0, 0.5, 3.0], {}, 2.0), ([2.0, 0.5, 3.0], {"ratio_cap": 2.5}, 2.5),
+        ([2.0, 0.5, 0.8], {"ratio_cap": 0.5}, 0.5),
+    ):  # fmt: skip
+        losses, gradient, stats = one_row(reinforce_is, ratios, [advantage] * 3, **how)
+        close(gradient, row(*[-weight * advantage] * 3), 1e-12)
+        close(losses, row(*[weight * advantage] * 3), 1e-12)  # -w A log p with log p = -1
+        assert stats["clip_high"] == (0 if how == {} and weight == 0.8 else 3) and stats["clip_low"] == 0
 
 
 def test_vespo_weighs_sequences_by_a_gamma_function_of_their_ratio():

@@ -35,6 +35,16 @@ def test_rewards_are_clipped_before_and_advantages_after():
     torch.testing.assert_close(got, torch.tensor(expected))
 
 
+def test_samples_are_weighed_by_their_length_after_all_other_steps():
+    """Over the whole step: lengths 1, 3, 2, 2 weigh 1.5, 0.5, 1, 1. A clip does not hold the weighed ones."""
+    groups = [group_of([5, -5], [1, 3]), group_of([0.1, 0], [2, 2])]
+    settings = AdvantageSettings(std="none", clip=0.75)
+    got = credited(groups, replace(settings, length_weights=True))
+    weights = torch.tensor([1.5, 0.5, 1.0, 1.0])[:, None]
+    torch.testing.assert_close(got, credited(groups, settings) * weights)
+    assert float(got.max()) == 1.125
+
+
 def test_kl_in_the_reward_subtracts_from_each_token_its_own_and_all_later_kl():
     reference = [np.array([-1.5, -1.0, -3.0], np.float32), np.array([-1.0], np.float32)]  # k1: .5, 0, 2; 0
     settings = AdvantageSettings(std="none", kl_coef=0.1, kl_estimator="k1")

@@ -86,6 +86,7 @@ def test_a_loss_refuses_the_settings_of_another(base, loss, setting):
         (["policy_loss=dro"], "dro has a squared log-ratio that depends on the ratio"),
         (["policy_loss=kl_cov"], "set `batch.updates_per_step` to 2 or more"),
         (["policy_loss=clip_cov", "cov_low=7"], "`algorithm.cov_low` = 7 must be below"),
+        (["advantage=otb", "old_logprobs=rollout"], "`algorithm.old_logprobs` = rollout saves; set it to"),
         (["cov_share=0.1"], "is not a setting of `algorithm.policy_loss` = ppo_clip"),
         (["adaptive_entropy.delta=0.1"], "no effect without `algorithm.adaptive_entropy.target`"),
         (["adaptive_entropy={target: 1, high: 0.1}", "entropy_coef=0.5"], "must be between"),
@@ -144,7 +145,7 @@ def test_a_discount_of_outcomes_does_not_go_with_rewards_of_steps(base):
     assert "`algorithm.gamma` = 0.5 discounts the reward at the end of a sample" in refusal(base, *settings)
 
 
-@pytest.mark.parametrize("loss", ["dro", "kimi15", "topr", "topr_token", "vespo"])
+@pytest.mark.parametrize("loss", ["dro", "kimi15", "topr", "topr_token", "reinforce_is", "vespo"])
 @pytest.mark.parametrize("other", ["algorithm.old_logprobs=rollout", "batch.epochs_per_batch=2"])
 def test_a_loss_that_looks_at_ratios_is_taken_where_they_differ_from_1(base, loss, other):
     config = load_config(base, [f"algorithm.policy_loss={loss}", "batch.updates_per_step=2", other])

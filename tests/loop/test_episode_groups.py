@@ -42,7 +42,7 @@ class Episodes(fakes.World):
         return found
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "turn", "process", "opo"])
+@pytest.mark.parametrize("advantage", ["grpo", "turn", "process", "opo", "otb"])
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_every_row_is_trained_and_recorded_with_its_sample(advantage, kl):
     own = {"advantage": advantage, "kl": {"coef": kl}, "skip_idle_rows": False}

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,12 +54,32 @@ def test_without_staleness_there_is_nothing_to_stage_ahead():
     ("changes", "refresh"),
     [
         ({"algorithm": STEERED | {"add_token_level_kl": True}}, False),  # part of the advantages
+        ({"algorithm": {"advantage": "otb"}}, False),  # which reads the policy
         ({"algorithm": {"kl": {"coef": 0.1}}, "reference": {"refresh_every": 1}}, True),
     ],
 )
 def test_a_batch_that_the_update_still_changes_is_staged_after_it(changes, refresh):
     events = train(fakes.config(steps=2, max_staleness=1, **changes), Slow(), refresh=refresh)
     assert [e for e in events if e != "refresh"] == ["stage", "updated"] * 2
+
+
+def test_the_token_baseline_reads_the_policy_once_before_each_update():
+    """Score norms of 0.5 for every token: both samples weigh the same, so the baseline is their mean."""
+    world = Slow()
+    settings = fakes.config(steps=2, max_staleness=1, algorithm={"advantage": "otb", "skip_idle_rows": False})
+    train(settings, world)
+    norms = [e for e in world.events if e.startswith(("score norms", "update at"))]
+    assert norms == [f"{what} at version {i}" for i in range(2) for what in ("score norms", "update")]
+    for number, (batch,) in enumerate(world.updates):
+        rewards = np.stack([g.rewards for g in world.sampled_groups[f"step_{number + 1:06d}"]])
+        expected = torch.from_numpy(rewards - rewards.mean(axis=1, keepdims=True)).flatten()[:, None]
+        torch.testing.assert_close(batch.advantages, torch.where(batch.loss_mask, expected, 0.0))
+
+
+def test_other_estimators_read_nothing_of_the_policy():
+    world = Slow()
+    train(fakes.config(steps=2), world)
+    assert not [e for e in world.events if e.startswith("score norms")]
 
 
 def test_a_steered_kl_weight_in_the_loss_does_not_delay_staging():

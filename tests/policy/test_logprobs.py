@@ -1,5 +1,7 @@
 """Chunked log-probs against the dense float64 definition: values, entropies, gradients, memory."""
 
+import math
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -164,6 +166,45 @@ def test_no_more_logits_exist_than_a_chunk_forward_and_backward():
         )
         logprobs.sum().backward()
     assert seen.elements == chunk * vocabulary
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+def test_score_norms_are_those_of_all_logits_at_once(dtype, tolerance, chunk_tokens):
+    """Of the gradient of log p by the logits, which autograd takes; with a temperature for each row, too."""
+    (hidden, weight, bias), tokens, mask = problem(dtype)
+    for temperature in (0.7, torch.tensor([0.5, 1.0, 1.5])):
+        layout = padded(tokens, mask, temperature if isinstance(temperature, torch.Tensor) else None)
+        own = temperature if layout.temperature is None else layout.temperature
+        rows = hidden.flatten(0, 1)[layout.sources]
+        found = logprobs.selected_score_norms(
+            rows, weight, layout.targets, temperature=own, chunk_tokens=chunk_tokens, bias=bias
+        )
+        scaled = own[:, None].double() if isinstance(own, torch.Tensor) else own
+        logits = ((rows.double() @ weight.double().T + bias.double()) / scaled).detach().requires_grad_()
+        chosen = logits.log_softmax(-1).gather(1, layout.targets[:, None]).sum()
+        (gradient,) = torch.autograd.grad(chosen, logits)
+        assert found.dtype == dtype and not found.requires_grad
+        torch.testing.assert_close(
+            found.double(), gradient.square().sum(dim=1), rtol=tolerance, atol=tolerance
+        )
+
+
+def test_the_score_norm_of_a_token_that_is_all_but_certain_keeps_its_digits():
+    """Of two tokens 20 nats apart: 2 exp(-40), where 1 - 2 p + sum of p^2 is 0 in float32."""
+    found = logprobs.selected_score_norms(
+        torch.ones(2, 1), torch.tensor([[20.0], [0.0]]), torch.tensor([0, 1]), temperature=1.0, chunk_tokens=2
+    )
+    torch.testing.assert_close(found, torch.tensor([2 * math.exp(-40), 2.0]), rtol=1e-5, atol=0.0)
+
+
+def test_score_norms_make_no_more_logits_than_a_chunk():
+    hidden, weight = torch.randn(64, 3), torch.randn(500, 3)
+    with Largest() as seen:
+        logprobs.selected_score_norms(
+            hidden, weight, torch.randint(0, 500, (64,)), temperature=0.7, chunk_tokens=4
+        )
+    assert seen.elements == 4 * 500
 
 
 def test_the_weight_is_trained_through_both_uses_when_it_is_tied():

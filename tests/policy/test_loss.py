@@ -233,7 +233,8 @@ DTYPES = [torch.float64, torch.float32]
 
 def by_segment(how):
     """Given tokens are what ends a segment."""
-    return how.correction_level == "segment" or any(r.rule.startswith("segment") for r in how.reject)
+    by_level = how.correction_level == "segment" or how.policy_loss == "gspo_segment"
+    return by_level or any(r.rule.startswith("segment") for r in how.reject)
 
 
 def named(how):

@@ -15,8 +15,8 @@ from tests.support import made_groups
 
 MASK = torch.tensor([[True, True, False, False]])
 CLEAN, CONTAMINATED = torch.tensor([[1.0, 1, 0, 0]]), torch.tensor([[1.0, 1, 10, 10]])
-OF_SEQUENCES = ("gspo", "gmpo")  # on-policy they are -A at every token
-OTHERS_OF_SEQUENCES = ("kimi15", "topr", "vespo")
+OF_SEQUENCES = ("gspo", "gspo_segment", "gmpo")  # on-policy they are -A at every token
+OTHERS_OF_SEQUENCES = ("kimi15", "topr", "reinforce_is", "vespo")
 LOSSES = ("policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro", "topr_token")
 LOSSES += OF_SEQUENCES + OTHERS_OF_SEQUENCES
 

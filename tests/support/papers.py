@@ -100,6 +100,13 @@ def gspo(new: Numbers, fixed: Numbers, old: Numbers, advantages: Numbers, *, cli
     return found
 
 
+def gspo_segment(
+    new: Numbers, fixed: Numbers, old: Numbers, advantages: Numbers, *, clip_low=0.2, clip_high=0.2
+) -> Numbers:
+    """ROLL's ratio_type: segment, of a sequence that is one action, in the token form of 2507.18071."""
+    return gspo(new, fixed, old, advantages, clip_low=clip_low, clip_high=clip_high)
+
+
 def gmpo(new: Numbers, fixed: Numbers, old: Numbers, advantages: Numbers, *, clip_low=0.4, clip_high=0.4):
     """2507.20673, equation 4: each log-ratio has one bound, by the sign of its advantage."""
     logs = [
@@ -120,6 +127,14 @@ def topr(new: Numbers, fixed: Numbers, old: Numbers, advantages: Numbers) -> Num
     """2503.14286, equation 8."""
     w = math.exp(sum(f - o for f, o in zip(fixed, old, strict=True)))
     return [-a * n if a >= 0 else -min(w, 1.0) * a * n for n, a in zip(new, advantages, strict=True)]
+
+
+def reinforce_is(
+    new: Numbers, fixed: Numbers, old: Numbers, advantages: Numbers, *, ratio_cap=2.0
+) -> Numbers:
+    """verl's bypass mode, loss_type: reinforce with rollout_is: sequence."""
+    w = math.exp(sum(f - o for f, o in zip(fixed, old, strict=True)))
+    return [-min(w, ratio_cap) * a * n for n, a in zip(new, advantages, strict=True)]
 
 
 def vespo(
@@ -158,8 +173,8 @@ POLICY_LOSSES: dict[str, Loss] = {
     "policy_gradient": of_tokens(reinforce), "ppo_clip": of_tokens(ppo), "cispo": of_tokens(cispo),
     "sapo": of_tokens(sapo), "dppo_tv": of_tokens(dppo_tv), "dppo_kl": of_tokens(dppo_kl),
     "dro": of_tokens(dro), "topr_token": of_tokens(topr_token),
-    "gspo": gspo, "gmpo": gmpo, "kimi15": kimi15, "topr": topr, "vespo": vespo,
-    "clip_cov": clip_cov, "kl_cov": kl_cov,
+    "gspo": gspo, "gspo_segment": gspo_segment, "gmpo": gmpo, "kimi15": kimi15, "topr": topr,
+    "reinforce_is": reinforce_is, "vespo": vespo, "clip_cov": clip_cov, "kl_cov": kl_cov,
 }  # fmt: skip
 
 

@@ -207,10 +207,12 @@ def test_no_loss_and_no_aggregation_of_episodes_depends_on_ranks(forked_ranks, t
     ("ranks", "stage", "how"),
     drawn("sync probe", [(2, 3, {}), (2, 2, {"shared": 2, "packing": True})], 1),
 )
-def test_the_sync_probe_gets_the_logprobs_of_every_row_and_changes_nothing(
+def test_the_logprobs_and_score_norms_of_every_row_are_given_and_change_nothing(
     forked_ranks, tiny_model, tmp_path, ranks, stage, how
 ):
-    """Also with fewer rows than ranks. update == probe, update, to the last bit."""
+    """For the sync probe and the token baseline, also with fewer rows than ranks. update == probe, update, to
+    the last bit.
+    """
     batch = made_groups.batch(groups=2, samples=2)
     one = batch.select([2])
 
@@ -220,19 +222,21 @@ def test_the_sync_probe_gets_the_logprobs_of_every_row_and_changes_nothing(
         await group.save(tmp_path)
         expected = await group.update(group.stage([batch]))
         await group.load(tmp_path)
-        found = await group.logprobs(batch), await group.logprobs(one)
+        found = await group.logprobs(batch), await group.logprobs(one), await group.score_norms(batch)
         again = await group.update(group.stage([batch]))
         await group.shutdown()
         return found, expected, again
 
-    ((dtype, rows), (_, alone)), expected, again = asyncio.run(steps())
-    assert dtype == "float32" and sorted(rows) == [0, 1, 2, 3] and list(alone) == [2]
+    ((dtype, rows), (_, alone), norms), expected, again = asyncio.run(steps())
+    assert dtype == "float32" and sorted(rows) == sorted(norms) == [0, 1, 2, 3] and list(alone) == [2]
     assert again == expected
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
+    layout = padded(batch.tokens, batch.loss_mask)
     with torch.no_grad():
-        values = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
-            padded(batch.tokens, batch.loss_mask)
-        )[0]
+        values, exact = module(layout)[0], module(layout, score_norms=True)[0]
+    for row, own in norms.items():
+        assert torch.allclose(torch.from_numpy(own), exact[row][batch.loss_mask[row]].float(), atol=1e-5)
     for row, own in (rows | {4: alone[2]}).items():
         mine = row if row < 4 else 2
         assert torch.allclose(

@@ -157,5 +157,6 @@ def run(case, section, how, change=lambda x: {}):
     own = {case.kind: found["tokens" if by_token else "samples"]}
     if "estimate" in found:
         values = found["estimate"]
-        own["estimate"] = torch.where(x["mask"], values[:, None], 0.0) if by_token else values
+        values = values[:, None] if by_token and values.dim() == 1 else values
+        own["estimate"] = torch.where(x["mask"], values, 0.0) if by_token else values
     return own

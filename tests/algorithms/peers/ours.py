@@ -7,7 +7,9 @@ import torch
 
 from actors.workers.policy import loss_settings
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
+from grpo_dist.algorithms.normalise import length_weights
 from grpo_dist.algorithms.rejection import RejectionRule
+from grpo_dist.algorithms.token_baseline import optimal_token_baseline
 from grpo_dist.batch.credit_assignment import sample_advantages, token_advantages
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import AlgorithmConfig, RewardsConfig
@@ -31,10 +33,13 @@ def rules(section):
 
 def loss(x, section, *, max_tokens=None, num_tokens=None, num_sequences=None, selected=None):
     """Return loss, gradient by the log-probs, and the metrics of an update whose rows are those of ``x``."""
-    settings, mask = loss_settings(configured(section)), x["mask"]
+    algorithm, mask = configured(section), x["mask"]
+    settings, advantages = loss_settings(algorithm), x["advantages"]
+    if algorithm.length_weights:
+        advantages = advantages * length_weights(mask)
     batch = TrainBatch(
         tokens=torch.zeros(mask.shape, dtype=torch.long), lengths=mask.sum(dim=1), loss_mask=mask,
-        advantages=x["advantages"], rollout_logprobs=x["engine"], ref_logprobs=x["reference"],
+        advantages=advantages, rollout_logprobs=x["engine"], ref_logprobs=x["reference"],
         row_ids=torch.arange(len(mask)), max_tokens=max_tokens or mask.shape[1],
         num_tokens=float(mask.sum()) if num_tokens is None else num_tokens,
         num_sequences=float(mask.any(dim=1).sum()) if num_sequences is None else num_sequences,
@@ -105,15 +110,24 @@ def advantages(x, section, *, weights=None, moments=None):
         x["reference"][row, :n].numpy().astype(np.float32) for row, n in zip(order, lengths, strict=True)
     ]
     batch = make_batch(made, own, ref_logprobs=reference, max_new_tokens=x["mask"].shape[1])
-    tokens = token_advantages(batch, made, how).advantages[:, _PROMPT:]
+    norms = torch.zeros(batch.loss_mask.shape, dtype=x["old"].dtype)
+    norms[:, _PROMPT:] = score_norms(x)[order][:, : norms.shape[1] - _PROMPT]
+    tokens = token_advantages(batch, made, how, norms).advantages[:, _PROMPT:]
     inverse = torch.argsort(order)
     out = torch.zeros(x["mask"].shape)
     out[:, : tokens.shape[1]] = tokens[inverse]
     return torch.from_numpy(np.concatenate(own))[inverse], out
 
 
+def score_norms(x):
+    """Return score norms of distributions whose sum of squares is that of the token alone, as recorded."""
+    return (1 - x["old"].exp()).square()
+
+
 def estimate(x, name, **settings):
-    """Return the advantages [B] of one estimator, in the type of the rewards."""
+    """Return the advantages of one estimator in the type of the rewards, [B], or of `otb` [B, T]."""
+    if name == "otb":
+        return optimal_token_baseline(x["rewards"], x["groups"], score_norms(x), x["mask"])
     known = {
         "eps": 1e-6, "std": "group", "lengths": x["mask"].sum(dim=1), "baselines": x["greedy"],
         "parts": x["parts"], "weights": torch.ones(len(x["parts"])),

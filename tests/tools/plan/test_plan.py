@@ -165,6 +165,12 @@ def test_a_second_update_needs_the_old_log_probs():
     assert twice.compute_s([work]) == pytest.approx(2 * one + one / 3)
 
 
+def test_a_token_baseline_takes_one_forward_pass_of_the_policy():
+    work = UpdateWork(((0, (10,) * 4),))
+    one = rates().compute_s([work])
+    assert rates(algorithm={"advantage": "otb"}).compute_s([work]) == pytest.approx(one + one / 3)
+
+
 @pytest.mark.parametrize("stage, sent", [(0, 8), (1, 10), (2, 2 + 2), (3, 2 * 2 + 2)])
 def test_communication_of_ranks_by_zero_stage(stage, sent):
     work = UpdateWork(((0, (1,) * 4),))

@@ -166,6 +166,37 @@ def by_hand(case, own, reason, **change):
     )
 
 
+def _token_baseline(case, own, *, every_place):
+    """Return r - sum(r W) / sum(W) token by token. ``every_place``: given tokens are steps of time, too."""
+    x = case.tensors()
+    out, mask = torch.zeros_like(x["now"]), x["mask"].tolist()
+    for group in x["groups"].unique():
+        at = {}  # of each row: its reward and W by step of time
+        for i in (x["groups"] == group).nonzero()[:, 0].tolist():
+            places, energy, found = [t for t, kept in enumerate(mask[i]) if kept], 0.0, {}
+            for number, t in enumerate(places):
+                p = math.exp(x["old"][i, t])
+                energy += 1 - 2 * p + p * p
+                found[t if every_place else number] = (energy, t)
+            at[i] = found
+        *_, second, longest = sorted(len(found) for found in at.values())
+        for i, found in at.items():
+            for step, (_, t) in found.items():
+                there = [(float(x["rewards"][j]), own[step][0]) for j, own in at.items() if step in own]
+                mean = sum(r * w for r, w in there) / sum(w for _, w in there)
+                has_none = len(found) == longest > second and step >= second
+                out[i, t] = x["rewards"][i] - (0.0 if has_none else mean)
+    return {"advantages": out}
+
+
+def token_baseline_by_place(case, own):
+    return differing(
+        case, own, "counts given tokens as steps of time",
+        lambda case, own: _token_baseline(case, own, every_place=True),
+        lambda case, own: _token_baseline(case, own, every_place=False),
+    )  # fmt: skip
+
+
 def signed_differences(case, own):
     (rule,) = own.section["correction"]["reject"]
     scope, limit = rule["rule"].removesuffix("_tv"), rule["high"]

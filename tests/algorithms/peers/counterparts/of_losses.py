@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -107,23 +108,37 @@ def _sequence_gradient(case, own):
     out = torch.zeros_like(x["now"])
     rows = int(mask.any(dim=1).sum())
     for i, kept in enumerate(mask):
-        s = math.exp((x["now"] - old)[i][kept].sum() / kept.sum())
-        for t in kept.nonzero()[:, 0].tolist():
-            a = float(x["advantages"][i, t])
-            if (a > 0 and s <= high) or (a < 0 and s >= low):
-                by = mask.sum() if own.section["aggregation"] == "token-mean" else rows * kept.sum()
-                out[i, t] = -s * a / by
+        for part in _parts(own, kept):
+            s = math.exp((x["now"] - old)[i][part].mean())
+            for t in part:
+                a = float(x["advantages"][i, t])
+                if (a > 0 and s <= high) or (a < 0 and s >= low):
+                    by = mask.sum() if own.section["aggregation"] == "token-mean" else rows * kept.sum()
+                    out[i, t] = -s * a / by
     return out
 
 
-def _mean_of_rows(grad, mask):
-    return torch.where(mask, sequence_mean(torch.where(mask, grad, 0.0), mask), 0.0)
+def _parts(own, kept):
+    """Return the places of a row that share a ratio: all that are kept, or each run of them."""
+    places = kept.nonzero()[:, 0].tolist()
+    if own.section["policy_loss"] == "gspo":
+        return [places]
+    starts = [i for i, t in enumerate(places) if i == 0 or t > places[i - 1] + 1]
+    return [places[a:b] for a, b in pairwise([*starts, len(places)])]
+
+
+def _mean_of_parts(own, grad, mask):
+    out = torch.zeros_like(grad)
+    for i, kept in enumerate(mask):
+        for part in _parts(own, kept):
+            out[i, part] = grad[i, part].mean()
+    return out
 
 
 def sequence_gradient(case, own):
     def peers(case, own):
         found = run(case, own.section, own.how)
-        return found | {"grad": _mean_of_rows(found["grad"], case.tensors()["mask"])}
+        return found | {"grad": _mean_of_parts(own, found["grad"], case.tensors()["mask"])}
 
     def mine(case, own):
         weights = 1.0

@@ -1,7 +1,7 @@
 """ROLL's settings, and ours."""
 
 from tests.algorithms.peers.counterparts import of_advantages, of_losses
-from tests.algorithms.peers.counterparts.base import Counterpart, NoCounterpart
+from tests.algorithms.peers.counterparts.base import Counterpart
 
 KL = {"kl": "k1", "mse": "k2"}
 
@@ -11,10 +11,6 @@ def counterpart(case):
 
 
 def _loss(case, settings):
-    if settings.get("ratio_type") == "segment":
-        return NoCounterpart("a policy loss whose ratio is the geometric mean over an action")
-    if settings.get("length_loss_weight"):
-        return NoCounterpart("weights of samples by their length")
     section = _policy_loss(case.call, settings)
     section["aggregation"] = settings.get("loss_agg_mode", "seq-mean-token-mean")
     if settings.get("use_kl_loss"):
@@ -25,6 +21,9 @@ def _loss(case, settings):
     if "filters" in settings:
         section["correction"] = {"kind": "none", "reject": _rules(settings)}
     own = Counterpart(section)
+    if settings.get("length_loss_weight"):
+        section["length_weights"] = True
+        own = Counterpart(section, tolerance=1e-6)  # its weights are float32
     differs = _difference(case, settings, section["aggregation"])
     return differs(case, own) if differs else own
 
@@ -35,6 +34,8 @@ def _difference(case, settings, mode):
     if mode == "seq-mean-token-sum-norm":
         return of_losses.no_mean_of_rows
     if settings.get("importance_sampling") == "seq" and case.input != "plain":
+        return of_losses.sequence_gradient
+    if settings.get("ratio_type") == "segment" and case.input == "holes":
         return of_losses.sequence_gradient
     if settings.get("use_kl_loss") and case.input == "extreme":
         return of_losses.clamped_kl_term
@@ -52,6 +53,8 @@ def _policy_loss(call, settings):
     variant = settings.get("pg_variant", "ppo")
     if settings.get("importance_sampling") == "seq":
         return {"policy_loss": "gspo", **clips}
+    if settings.get("ratio_type") == "segment":
+        return {"policy_loss": "gspo_segment", **clips}
     if variant == "ppo":
         dual = {"dual_clip": 1 + 2 * clip} if settings.get("dual_clip_loss") else {}
         return {"policy_loss": "ppo_clip", **clips, **dual}

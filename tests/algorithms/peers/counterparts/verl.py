@@ -1,10 +1,9 @@
 """verl's settings, and ours."""
 
 from tests.algorithms.peers.counterparts import of_advantages, of_losses
-from tests.algorithms.peers.counterparts.base import Counterpart, NoCounterpart
+from tests.algorithms.peers.counterparts.base import Counterpart
 
 KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "k2+": "k2"}
-NO_SUM_OF_SQUARES = "needs the sum of squared probabilities of every token, which no forward pass here gives"
 
 
 def counterpart(case):
@@ -76,10 +75,12 @@ def _bypass(case, settings):
     mode = {"aggregation": "token-mean", "old_logprobs": "rollout"}
     section = {"policy_loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0} | mode
     if own["loss_type"] == "reinforce":
-        if own["rollout_is"] == "sequence":
-            return NoCounterpart("-log pi A weighted by the truncated product of its sequence's ratios")
-        truncated = {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 1.0}
-        section = ({"policy_loss": "policy_gradient"} if own["rollout_is"] is None else truncated) | mode
+        by_level = {
+            None: {"policy_loss": "policy_gradient"},
+            "token": {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 1.0},
+            "sequence": {"policy_loss": "reinforce_is"},
+        }
+        section = by_level[own["rollout_is"]] | mode
     if own["rollout_rs"] is not None:
         section["correction"] = {"kind": "none", "reject": _rules(own)}
     found = Counterpart(section, {"bypassed": True})
@@ -120,7 +121,9 @@ def _rules(settings):
 
 def _advantages(case, settings):
     if case.call.endswith("optimal_token_baseline"):
-        return NoCounterpart(NO_SUM_OF_SQUARES)
+        own = Counterpart({"advantage": "otb"}, {"estimate": {}})
+        by_place = case.call.startswith("optimal") and case.input == "holes"
+        return of_advantages.token_baseline_by_place(case, own) if by_place else own
     names = {
         "grpo_vectorized": "grpo", "reinforce_plus_plus": "reinforce_pp", "rloo_vectorized": "rloo",
         "reinforce_plus_plus_baseline": "reinforce_pp_baseline",

@@ -1,0 +1,32 @@
+"""What an estimator reads of the policy: the score norms of a step's tokens, before the update.
+
+staging | batch k ready -> | rows, without advantages | -> advantages, padding, rows dealt to ranks
+policy                     | one forward pass        |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo_dist.batch.rows import make_batch
+from grpo_dist.types import Group
+from grpo_dist.workers import PolicyHandle
+
+
+async def score_norms_of(policy: PolicyHandle, groups: Sequence[Group]) -> Float[Tensor, "B T"]:
+    """Return the score norms of all sampled tokens of ``groups`` under the weights of ``policy``, for the
+    rows of `make_batch`; 0 for other tokens, and for samples that could not be scored.
+    """
+    none = [np.zeros(len(group.rewards), np.float32) for group in groups]
+    batch = await asyncio.to_thread(make_batch, groups, none, ref_logprobs=None, max_new_tokens=1)
+    found = await policy.score_norms(batch)
+    norms = torch.zeros(batch.loss_mask.shape)
+    for row, values in found.items():
+        norms[row, batch.loss_mask[row]] = torch.tensor(values)  # a copy: Ray gives arrays read-only
+    return norms
