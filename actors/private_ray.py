@@ -22,8 +22,8 @@ logger = logging.getLogger("grpo_dist")
 T = TypeVar("T")
 
 _TRIES = 5
-# Ray's own processes read these when they start. Nobody reads what these two collect in a private cluster: lines of
-# logs for a driver, and the load of each process for a dashboard.
+# Ray's own processes read these when they start. In a private cluster nobody reads what they switch off:
+# lines of logs for a driver, and the load of each process for a dashboard.
 _NOT_COLLECTED = {
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
     "LOG_NAME_UPDATE_INTERVAL_S": "inf",
