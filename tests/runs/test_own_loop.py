@@ -14,6 +14,7 @@ from grpo_dist.errors import Unhealthy, UserError
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.runs import own_loop
 from grpo_dist.runs.prepare import Prepared
+from grpo_dist.runtime.stage_log import open_stages
 from tests.support import fakes
 from tests.support.probed import Probed
 
@@ -237,6 +238,23 @@ def test_the_verbs_work_inside_a_running_event_loop_and_from_several_threads(sta
             return cluster.evaluate()
 
     assert "eval/held/pass@1" in asyncio.run(notebook())
+
+
+def test_evaluation_and_export_are_stages(started, tmp_path):
+    seen = []
+
+    class Slow(fakes.World):
+        async def sample(self, prompt, **settings):
+            seen.extend(open_stages())
+            return await super().sample(prompt, **settings)
+
+        async def export(self, directory, *, tokenizer_dir):
+            seen.extend(open_stages())
+
+    with started(Slow(jitter=False), fakes.config()) as cluster:
+        cluster.evaluate()
+        cluster.export(tmp_path / "model")
+    assert {text.split()[0] for text in seen} == {"evaluation", "export"}
 
 
 def test_workers_end_when_the_loop_fails_or_its_start_does(started):
