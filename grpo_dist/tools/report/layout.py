@@ -70,6 +70,7 @@ SECTIONS = (
             Chart("staleness", (r"rollout/staleness_mean", r"rollout/staleness_max")),
             Chart("tokens sampled", (r"rollout/tokens",)),
             Chart("tokens in the loss", (r"train/loss_tokens",)),
+            Chart("packing efficiency", (r"train/packing_efficiency",)),
         ),
     ),
     ChartSection(
