@@ -20,7 +20,7 @@ from grpo_dist.types import Rows, TrainBatch
 # quarter of what a token takes in a layer, so rows of this many times the budget take as much memory again.
 ATTENDED = 4
 # Metric: tokens that go through the model in an update, over all ranks.
-COMPUTED_TOKENS = "train/computed_tokens"
+COMPUTED_TOKENS = "throughput/computed_tokens"
 
 
 def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBatch]:

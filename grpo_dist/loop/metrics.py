@@ -167,7 +167,7 @@ def trained_metrics(rows: int, tokens: int, needed: float, update: Mapping[str, 
     """Return what a step trained on. ``needed``: see `needed_tokens`; ``update``: metrics of the update."""
     found = {"train/rows": float(rows), "train/tokens": float(tokens)}
     if computed := update.get(COMPUTED_TOKENS):
-        found["train/packing_efficiency"] = needed / computed
+        found["throughput/packing_efficiency"] = needed / computed
     return found
 
 

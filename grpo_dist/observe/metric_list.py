@@ -134,9 +134,6 @@ METRICS = (
            "rows that were trained on: a sample each, or several of an episode (`episode/rows`)",
            "the rest adds nothing to the gradient (`algorithm.skip_idle_rows`)"),
     Metric("train/tokens", "tokens", "sum over rows", "prompt and completion tokens of those", ""),
-    Metric("train/computed_tokens", "tokens", "sum over ranks" + _UPDATES, "tokens that the model reads", ""),
-    Metric("train/packing_efficiency", "share", "of those" + _UPDATES, "tokens with a group's prompt once",
-           "above 0.9; else raise `batch.micro_batch_tokens` (`model.packing`)"),
     Metric("train/loss_tokens", "tokens", "sum over rows", "completion tokens in the loss, before idle rows "
            "are left out", "above 0; the run ends after `health.idle_steps_above` steps without any"),
     Metric("train/epoch", "passes", _STEP, "supervised training: passes over the demonstrations so far", ""),
@@ -227,8 +224,7 @@ METRICS = (
     Metric("correction/ess_share", "share", "(sum w)^2 / (n sum w^2) over trained tokens" + _UPDATES,
            "effective sample size of the weights before their bounds", "above 0.9"),
     # Health
-    Metric("health/low_signal", "0 or 1", _STEP,
-           "the step was skipped, as too few groups had a signal",
+    Metric("health/low_signal", "0 or 1", _STEP, "the step was skipped, as too few groups had a signal",
            "0; often 1: other data (`health.min_signal_groups`)"),
     Metric("health/skipped_updates", "updates", "count", "skipped updates", "0"),
     Metric("health/skipped_in_a_row", "steps", _STEP, "consecutive steps with a skipped update",
@@ -328,6 +324,11 @@ METRICS = (
            "sampled tokens of a step over its seconds", "steady; higher is faster"),
     Metric("throughput/tokens_per_s", "tokens/s", _STEP, "the same with prompts, once a sample", ""),
     Metric("throughput/samples_per_s", "samples/s", _STEP, "samples of a step over its seconds", ""),
+    Metric("throughput/computed_tokens", "tokens", "sum over ranks" + _UPDATES,
+           "tokens that go through the trained model, padding too", ""),
+    Metric("throughput/packing_efficiency", "share", "of those" + _UPDATES,
+           "tokens that are needed: each completion, and the prompt of a group once",
+           "above 0.9; else raise `batch.micro_batch_tokens` (`model.packing`)"),
     Metric("throughput/<role>_<count>", "of the count", "sum over workers",
            "counts of the workers since the last step: `rollout_tokens`, sampled tokens as they are "
            "produced; `rollout_turns`, turns of episodes; `rollout_drafts`, `rollout_drafted_tokens` and "

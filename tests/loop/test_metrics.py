@@ -122,5 +122,5 @@ def test_the_cost_of_a_step_by_hand():
 def test_the_packing_efficiency_is_the_share_of_the_computed_tokens_that_are_needed():
     """A prompt of 99 tokens with eight completions of 1, computed in two micro-batches."""
     known = trained_metrics(8, 800, 99 + 8.0, {COMPUTED_TOKENS: 2 * 99 + 8.0})
-    assert known == {"train/rows": 8.0, "train/tokens": 800.0, "train/packing_efficiency": 107 / 206}
-    assert "train/packing_efficiency" not in trained_metrics(8, 800, 107.0, {})
+    assert known == {"train/rows": 8.0, "train/tokens": 800.0, "throughput/packing_efficiency": 107 / 206}
+    assert "throughput/packing_efficiency" not in trained_metrics(8, 800, 107.0, {})

@@ -70,7 +70,6 @@ SECTIONS = (
             Chart("staleness", (r"rollout/staleness_mean", r"rollout/staleness_max")),
             Chart("tokens sampled", (r"rollout/tokens",)),
             Chart("tokens in the loss", (r"train/loss_tokens",)),
-            Chart("packing efficiency", (r"train/packing_efficiency",)),
         ),
     ),
     ChartSection(
@@ -123,6 +122,7 @@ SECTIONS = (
             Chart("workers busy", (r"time/.+_busy_s",)),
             Chart("throughput, tokens", (r"throughput/(?:completion_)?tokens_per_s",)),
             Chart("throughput, samples", (r"throughput/samples_per_s",)),
+            Chart("packing efficiency", (r"throughput/packing_efficiency",)),
             Chart("memory of a worker", (r"memory/.+",)),
         ),
     ),
