@@ -72,7 +72,7 @@ async def run(
         for step in range(progress.step, config.steps):
             timer = Stopwatch(recorder.phase)
             probe.begin(step)
-            pipeline.launch(through=min(step + config.max_staleness, config.steps - 1))
+            await pipeline.launch(through=min(step + config.max_staleness, config.steps - 1))
             with timer("sample"):
                 batch = await pipeline.next(unless=stop_requested)
             if batch is None:  # asked to stop

@@ -55,10 +55,10 @@ def _type_problem(value: Any, annotation: Any) -> str | None:
 
 def whole_problem(arguments: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
     """Return why vLLM refuses the engine's configuration of all ``arguments``; None: it accepts them."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.engine.arg_utils import EngineArgs
 
     try:
-        AsyncEngineArgs(**arguments).create_engine_config()
+        EngineArgs(**arguments).create_engine_config()
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -72,13 +72,17 @@ def whole_problem(arguments: Mapping[str, Any], own: Mapping[str, Any]) -> str |
     return f"`rollout.engine` ({settings}): vLLM refuses the engine: {complaint}"
 
 
+def known_arguments() -> dict[str, Any]:
+    """Return the types of the engine's arguments: those of vLLM's server alone are unknown to it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return {f.name: f.type for f in dataclasses.fields(EngineArgs) if not f.name.startswith("_")}
+
+
 def main() -> None:
     asked = json.load(sys.stdin)
     set_environment()
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    known = {f.name: f.type for f in dataclasses.fields(AsyncEngineArgs) if not f.name.startswith("_")}
-    problems = list(argument_problems(asked["own"], known))
+    problems = list(argument_problems(asked["own"], known_arguments()))
     if not problems and asked["whole"] is not None:
         problems = [found for found in [whole_problem(asked["whole"], asked["own"])] if found]
     print(json.dumps(problems))

@@ -12,11 +12,15 @@ from collections.abc import Sequence
 from heapq import heapreplace
 from itertools import accumulate
 
+import numpy as np
+
 from grpo_dist.types import Rows, TrainBatch
 
 # Attention sees every row with its own copy of the prompt. Its queries, keys, values and outputs are about a
 # quarter of what a token takes in a layer, so rows of this many times the budget take as much memory again.
 ATTENDED = 4
+# Metric: tokens that go through the model in an update, over all ranks.
+COMPUTED_TOKENS = "throughput/computed_tokens"
 
 
 def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBatch]:
@@ -57,6 +61,19 @@ def prompt_groups(rows: Rows) -> list[int]:
         for group, prompt, own in zip(groups, prompts, rows.routes, strict=True)
     )
     return [ids.setdefault(key, len(ids)) for key in keys]
+
+
+def needed_tokens(updates: Sequence[TrainBatch]) -> float:
+    """Return the tokens of an update with the prompt of each group once, P + sum of R for a group: the least
+    that packed rows need. The mean over updates that train on anything.
+    """
+    trained = [update.rows for update in updates if update.num_tokens] or [u.rows for u in updates]
+    return sum(map(_needed, trained)) / len(trained)
+
+
+def _needed(rows: Rows) -> int:
+    prefixes = np.unique(np.stack([rows.group_ids.numpy(), rows.prompt_lengths.numpy()]), axis=1)
+    return int(rows.lengths.sum() - rows.prompt_lengths.sum()) + int(prefixes[1].sum())
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:

@@ -1,7 +1,8 @@
 """Arguments of vLLM's engine that `rollout.engine` may not set.
 
-Refused are arguments that a key of the configuration sets, and arguments that change the model or the
-distribution of the engine's log-probs. The trainer compares these with its own log-probs.
+Refused are arguments that a key of the configuration sets, arguments that change the model or the
+distribution of the engine's log-probs, which the trainer compares with its own, and arguments that do not
+work with one engine for each worker. All others are allowed; a test names them.
 """
 
 from __future__ import annotations
@@ -14,58 +15,91 @@ from grpo_dist.config.checks import corrects
 from grpo_dist.config.secrets import shown_setting
 from grpo_dist.config.workers import RolloutConfig
 
+
+def _each(reason: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), reason)
+
+
 _SET_BY = {
-    "model": "model.path",
-    "model_weights": "model.path",
-    "tokenizer": "model.path",
-    "hf_config_path": "model.path",
-    "revision": "model.revision",
-    "code_revision": "model.revision",
-    "tokenizer_revision": "model.revision",
+    **_each("model.path", "model model_weights tokenizer hf_config_path"),
+    **_each("model.revision", "revision code_revision tokenizer_revision"),
     "trust_remote_code": "model.trust_remote_code",
     "dtype": "model.dtype",
     "max_model_len": "model.max_length, or data.max_prompt_tokens and sampling.max_new_tokens",
     "seed": "seed",
     "max_num_seqs": "rollout.max_num_seqs",
-    "tensor_parallel_size": "rollout.tensor_parallel_size",
-    "pipeline_parallel_size": "rollout.tensor_parallel_size",
-    "data_parallel_size": "rollout.num_workers",
+    **_each(
+        "rollout.tensor_parallel_size",
+        "tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size "
+        "decode_context_parallel_size dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size "
+        "cp_kv_cache_interleave_size distributed_executor_backend ray_workers_use_nsight",
+    ),
+    **_each(
+        "rollout.num_workers",
+        "data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local "
+        "data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb "
+        "data_parallel_multi_port_external_lb data_parallel_backend",
+    ),
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "kv_cache_memory_bytes": "rollout.kv_cache_gib, or rollout.gpu_memory_utilization on GPUs",
     "enforce_eager": "rollout.enforce_eager",
-    "distributed_executor_backend": "rollout.tensor_parallel_size",
-    "quantization": "rollout.quantization",
-    "enable_sleep_mode": "cluster.placement",
+    **_each("rollout.quantization", "quantization allow_deprecated_quantization"),
+    **_each("cluster.placement", "enable_sleep_mode sleep_preserve_parameter_names"),
     "weight_transfer_config": "weight_sync.backend",
-    "generation_config": "sampling",
-    "override_generation_config": "sampling",
-    "enable_lora": "policy.lora",
-    "speculative_config": "rollout.speculation",
-    "spec_method": "rollout.speculation",
-    "spec_model": "rollout.speculation",
-    "spec_tokens": "rollout.speculation",
-    "enable_return_routed_experts": "policy.router_replay",
-    "aux_output_config": "policy.router_replay",
-    "worker_cls": "policy.router_replay",
+    **_each("sampling", "generation_config override_generation_config"),
+    **_each(
+        "policy.lora",
+        "enable_lora max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype "
+        "lora_target_modules enable_tower_connector_lora specialize_active_lora "
+        "enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels",
+    ),
+    **_each("rollout.speculation", "speculative_config spec_method spec_model spec_tokens"),
+    **_each("policy.router_replay", "enable_return_routed_experts aux_output_config worker_cls"),
 }
-_OTHER_MODEL = "the engine would not use the trainer's weights unchanged"
 _OTHER_DISTRIBUTION = "the engine's log-probs would not be those of the sampled distribution"
 _CHANGES = {
-    "quantization_config": _OTHER_MODEL,
-    "load_format": _OTHER_MODEL,
-    "hf_overrides": _OTHER_MODEL,
-    "model_class_overrides": _OTHER_MODEL,
-    "disable_sliding_window": _OTHER_MODEL,
-    "kv_transfer_config": "the engine would reuse keys and values of older weights after a weight sync",
-    "logprobs_mode": _OTHER_DISTRIBUTION,
-    "logits_processors": _OTHER_DISTRIBUTION,
-    "watermark_config": _OTHER_DISTRIBUTION,
-    "diffusion_config": _OTHER_DISTRIBUTION,
-    "skip_tokenizer_init": "the engine could not return texts",
-    "runner": "the engine would not generate",
-    "convert": "the engine would not generate",
+    **_each(
+        "the engine would not use the trainer's weights unchanged",
+        "quantization_config load_format config_format hf_overrides model_class_overrides "
+        "disable_sliding_window",
+    ),
+    **_each(_OTHER_DISTRIBUTION, "logprobs_mode logits_processors watermark_config diffusion_config"),
+    **_each(
+        "the engine would round its state at random, and its log-probs would not be those of the model",
+        "enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds",
+    ),
+    **_each(
+        "the engine would reuse keys and values of older weights after a weight sync",
+        "kv_transfer_config kv_offloading_size kv_offloading_backend ec_transfer_config",
+    ),
+    **_each(
+        "vLLM cannot replace offloaded weights in a weight sync",
+        "offload_backend cpu_offload_gb cpu_offload_params offload_group_size offload_num_in_group "
+        "offload_prefetch_step offload_params",
+    ),
+    **_each(
+        "the engine would move experts between GPUs, and a weight sync would load them where they were",
+        "enable_eplb eplb_config",
+    ),
+    **_each("the engine could not return texts", "skip_tokenizer_init tokens_only"),
+    "tokenizer_mode": "the engine would not read and write the trainer's tokens",
+    **_each("the engine would not generate", "runner convert pooler_config mm_encoder_only"),
+    **_each(
+        "it is for engines with data parallelism, and each rollout worker has an engine of its own",
+        "enable_elastic_ep elastic_ep_max_dp_size all2all_backend enable_dbo ubatch_size "
+        "dbo_decode_token_threshold dbo_prefill_token_threshold dp_sync_interval prefill_schedule_interval "
+        "disable_nccl_for_dp_synchronization fault_tolerance_config enable_fault_tolerance",
+    ),
+    **_each(
+        "an engine runs on the GPUs that Ray assigns to its worker, on one node",
+        "device_ids nnodes node_rank master_addr master_port",
+    ),
+    "scheduler_cls": "a weight sync pauses vLLM's own scheduler",
 }
-_WHOLE_PROMPTS = "without a GPU the engine crashes when it prefills a prompt in chunks"
+# An engine without a GPU prefills prompts whole: in chunks it crashes, or never starts a longer prompt.
+_CHUNKS = ("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_scheduled_tokens")
+_WHOLE_PROMPTS = "without a GPU the engine crashes or hangs when it may not prefill a prompt whole"
+_CACHE_TYPES = ("kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
 
 
 def engine_problems(
@@ -80,9 +114,9 @@ def engine_problems(
             yield f"{setting} is set by {_SET_BY[name]}; remove it"
         elif name in _CHANGES:
             yield f"{setting}: {_CHANGES[name]}; remove it"
-        elif name == "enable_chunked_prefill" and value and device == "cpu":
+        elif name in _CHUNKS and value and device == "cpu":
             yield f"{setting}: {_WHOLE_PROMPTS}; remove it"
-        elif name in ("kv_cache_dtype", "mamba_cache_dtype") and value != "auto" and not corrects(algorithm):
+        elif name in _CACHE_TYPES and value != "auto" and not corrects(algorithm):
             yield (
                 f"{setting} makes the engine's log-probs differ from the trainer's, uncorrected; "
                 "set algorithm.correction.kind (tis is the default), or remove it"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -18,7 +18,7 @@ from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
 from grpo_dist.loop.concurrent_evaluation import ConcurrentEvaluation, discard_snapshots
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.ledger import ledger_entry
-from grpo_dist.loop.metrics import sampling_cost, throughput_metrics
+from grpo_dist.loop.metrics import sampling_cost, throughput_metrics, trained_metrics
 from grpo_dist.loop.own_metrics import OwnMetrics
 from grpo_dist.loop.pipeline import Pipeline
 from grpo_dist.loop.progress import Progress
@@ -61,12 +61,14 @@ class StatefulParts:
 
 
 class StagedCounts(Protocol):
-    """How much a step trains on: rows, their tokens, and of these the ones in the loss."""
+    """How much a step trains on: rows, their tokens, those that an update needs, and those in the loss."""
 
     @property
     def rows(self) -> int: ...
     @property
     def tokens(self) -> int: ...
+    @property
+    def needed_tokens(self) -> float: ...
     @property
     def loss_tokens(self) -> int: ...
 
@@ -118,14 +120,22 @@ class StepChores:
             await self._workers.policy.trace_next(self._recorder.directory, step)
 
     async def _final_metrics(
-        self, staged: StagedCounts, groups: Sequence[Group], timer: Stopwatch, *, trained: bool
+        self,
+        staged: StagedCounts,
+        groups: Sequence[Group],
+        timer: Stopwatch,
+        update: Mapping[str, float],
+        *,
+        trained: bool,
     ) -> dict[str, float]:
-        """Return what is known once the step is made; stop its clock. ``groups``: for the throughput."""
+        """Return what is known once the step is made; stop its clock. ``groups``: for the throughput;
+        ``update``: metrics of the update.
+        """
         usage = self._workers.usage
         metrics = await usage.read() if usage else {}
         metrics |= throughput_metrics(groups, timer.stop())
         if trained:
-            metrics |= {"train/rows": float(staged.rows), "train/tokens": float(staged.tokens)}
+            metrics |= trained_metrics(staged.rows, staged.tokens, staged.needed_tokens, update)
         metrics[TRAINED_TOKENS] = float(staged.loss_tokens if trained else 0)
         return metrics
 
@@ -252,7 +262,7 @@ class Chores(StepChores):
         config, health, batch = self._config, self._parts.health, staged.source
         if self._concurrent is not None:
             self._concurrent.check()
-        metrics = metrics | await self._final_metrics(staged, batch.sampled, timer, trained=trained)
+        metrics = metrics | await self._final_metrics(staged, batch.sampled, timer, metrics, trained=trained)
         metrics |= {**batch.metrics, **self._parts.pipeline.metrics}
         metrics |= sampling_cost(batch.groups, batch.discarded, staged.groups_with_signal)
         if config.tracking.metrics:  # in a thread: groups are received and launched meanwhile

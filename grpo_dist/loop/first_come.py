@@ -98,7 +98,7 @@ class FirstCome(Pipeline):
         self._assembling: asyncio.Task[list[str]] | None = None
         self._bias = LengthBias(state.lengths)
 
-    def launch(self, *, through: int) -> None:
+    async def launch(self, *, through: int) -> None:
         """Launch groups until as many are on their way as may be. ``through``: last step to launch for."""
         self._label, self._just_trained = self._step, set()
         self._sampling.setdefault(self._label, self._schedule.of(self._label))

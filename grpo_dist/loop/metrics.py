@@ -7,13 +7,14 @@ that two runs can be compared without them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from typing import get_args
 
 import numpy as np
 
 from grpo_dist.batch.rows import have_logprobs, sampled_logprobs
+from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.config import PoolsConfig, RewardsConfig
 from grpo_dist.config.environments import BudgetOutcome
 from grpo_dist.data.pools import pool_metrics
@@ -160,6 +161,14 @@ def distillation_metrics(scored: Sequence[ScoredGroup], with_signal: Collection[
         "teacher/kl": sum(sums.values()) / max(sum(tokens.values()), 1),
         "group/no_signal_share": 1 - len(with_signal) / len(scored),
     }
+
+
+def trained_metrics(rows: int, tokens: int, needed: float, update: Mapping[str, float]) -> dict[str, float]:
+    """Return what a step trained on. ``needed``: see `needed_tokens`; ``update``: metrics of the update."""
+    found = {"train/rows": float(rows), "train/tokens": float(tokens)}
+    if computed := update.get(COMPUTED_TOKENS):
+        found["throughput/packing_efficiency"] = needed / computed
+    return found
 
 
 def sampling_cost(

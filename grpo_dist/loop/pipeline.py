@@ -68,15 +68,20 @@ class Pipeline:
         self._restored = {b: self._as_drawn(b, own) for b, own in state.ahead.items()}
         self._launched: deque[tuple[int, asyncio.Task[ScoredBatch]]] = deque()
 
-    def launch(self, *, through: int) -> None:
+    async def launch(self, *, through: int) -> None:
         """Start sampling every batch up to and including ``through`` that is not launched yet."""
         while self._next_batch <= through:
             batch = self._next_batch
             if batch not in self._order_indices:
-                self._order_indices[batch] = self._order.take(batch)
+                self._order_indices[batch] = await self._chosen(batch)
             self._sampling.setdefault(batch, self._schedule.of(batch))
             self._launched.append((batch, asyncio.create_task(self._batch(batch), name=f"batch {batch}")))
             self._next_batch += 1
+
+    async def _chosen(self, batch: int) -> list[int]:
+        if isinstance(self._order, OwnOrder):  # in a thread: groups are received and scored meanwhile
+            return await asyncio.to_thread(self._order.take, batch)
+        return self._order.take(batch)
 
     @property
     def oldest(self) -> asyncio.Task[ScoredBatch] | None:

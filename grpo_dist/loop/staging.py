@@ -18,6 +18,7 @@ from torch import Tensor
 from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.schedules import is_due
+from grpo_dist.batch.sharding import needed_tokens
 from grpo_dist.batch.token_values import TokenValues, ValuesOfSamples, by_sample, values_of_rows
 from grpo_dist.config import Config
 from grpo_dist.data.demonstrations import Demonstration
@@ -36,7 +37,8 @@ class Staged:
     updates: StagedRef  # what `PolicyHandle.stage` returned
     rows: int  # of all updates together
     tokens: int  # of these rows; a prompt counts with each of its samples
-    loss_tokens: int  # of these tokens, those in the loss
+    needed_tokens: float  # of an update, a group's prompt counted once
+    loss_tokens: int  # of the tokens, those in the loss
     groups_with_signal: frozenset[int]  # groups, by index in the batch, that the update learns from
     source: ScoredBatch
     kl_coef: float | None  # weight of the KL term inside the advantages; None: it is not part of them
@@ -137,6 +139,7 @@ class Staging:
             updates=self._policy.stage(updates, keep_logprobs=tokens_recorded, later_epochs=later_epochs),
             rows=sum(map(len, updates)),
             tokens=sum(int(update.lengths.sum()) for update in updates),
+            needed_tokens=needed_tokens(updates),
             loss_tokens=sum(map(_trained_tokens, updates)),
             groups_with_signal=with_signal,
             source=batch,

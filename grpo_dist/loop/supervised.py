@@ -80,6 +80,7 @@ class _Staged:
     update: StagedRef
     groups: list[Group]
     tokens: int  # of all rows
+    needed_tokens: float  # the same: rows share no prompt
     loss_tokens: int  # of these tokens, those in the loss
     epoch: float  # passes over the demonstrations, with this step
 
@@ -106,7 +107,8 @@ class _Batches:
         batch = batch_of(groups, settings.max_length)
         epoch = (step + 1) * settings.batch_size / count
         update = self._policy.stage([batch], keep_logprobs=False)
-        return _Staged(update, groups, int(batch.lengths.sum()), round(batch.num_tokens), epoch)
+        tokens = int(batch.lengths.sum())
+        return _Staged(update, groups, tokens, float(tokens), round(batch.num_tokens), epoch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ class _Chores(StepChores):
     ) -> None:
         """Record ``step``, then validate and save where due. Raises Unhealthy, Rollback or Preempted."""
         usage, health = self._workers.usage, self._health
-        metrics = metrics | await self._final_metrics(staged, staged.groups, timer, trained=trained)
+        metrics = metrics | await self._final_metrics(staged, staged.groups, timer, metrics, trained=trained)
         metrics["train/epoch"] = staged.epoch
         alarms, counts = health.examine(step, metrics)
         metrics |= counts

@@ -67,8 +67,7 @@ METRICS = (
            "variance of the rewards in a group of the pool, as a share of the largest in its range",
            "`data.order: pools` draws where it is high"),
     Metric("pool/<name>/tokens", "tokens", "sum over samples", "sampled for the pool in the step", ""),
-    Metric("group/extra_prompts", "prompts", "count",
-           "extra prompts that dynamic sampling drew and dropped",
+    Metric("group/extra_prompts", "prompts", "count", "extra prompts that dynamic sampling drew and dropped",
            "below `dynamic_sampling.max_extra_prompts`"),
     Metric("group/samples_per_trained", "factor", "samples drawn over samples of groups with a signal",
            "what the step sampled for each sample that it learns from",
@@ -191,8 +190,7 @@ METRICS = (
     Metric("first_update/<metric>", "of the metric", "of the step's first update",
            "`policy/ratio_mean`, `policy/ratio_max` and `ref/kl` before anything moved",
            "ratio exactly 1 with `old_logprobs: trainer`; KL 0 at step 1"),
-    Metric("ref/kl", "nats", _TOKENS + _UPDATES,
-           "divergence from the reference, by `algorithm.kl.estimator`",
+    Metric("ref/kl", "nats", _TOKENS + _UPDATES, "divergence from the reference, by `algorithm.kl.estimator`",
            "grows slowly, below 1 (`health.kl_above`); only with a reference"),
     Metric("ref/kl_coef", "1", _STEP, "weight of the KL term", "constant, or as `kl.target` steers it"),
     # Engine against trainer
@@ -226,8 +224,7 @@ METRICS = (
     Metric("correction/ess_share", "share", "(sum w)^2 / (n sum w^2) over trained tokens" + _UPDATES,
            "effective sample size of the weights before their bounds", "above 0.9"),
     # Health
-    Metric("health/low_signal", "0 or 1", _STEP,
-           "the step was skipped, as too few groups had a signal",
+    Metric("health/low_signal", "0 or 1", _STEP, "the step was skipped, as too few groups had a signal",
            "0; often 1: other data (`health.min_signal_groups`)"),
     Metric("health/skipped_updates", "updates", "count", "skipped updates", "0"),
     Metric("health/skipped_in_a_row", "steps", _STEP, "consecutive steps with a skipped update",
@@ -327,6 +324,11 @@ METRICS = (
            "sampled tokens of a step over its seconds", "steady; higher is faster"),
     Metric("throughput/tokens_per_s", "tokens/s", _STEP, "the same with prompts, once a sample", ""),
     Metric("throughput/samples_per_s", "samples/s", _STEP, "samples of a step over its seconds", ""),
+    Metric("throughput/computed_tokens", "tokens", "sum over ranks" + _UPDATES,
+           "tokens that go through the trained model, padding too", ""),
+    Metric("throughput/packing_efficiency", "share", "of those" + _UPDATES,
+           "tokens that are needed: each completion, and the prompt of a group once",
+           "above 0.9; else raise `batch.micro_batch_tokens` (`model.packing`)"),
     Metric("throughput/<role>_<count>", "of the count", "sum over workers",
            "counts of the workers since the last step: `rollout_tokens`, sampled tokens as they are "
            "produced; `rollout_turns`, turns of episodes; `rollout_drafts`, `rollout_drafted_tokens` and "

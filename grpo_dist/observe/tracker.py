@@ -47,7 +47,7 @@ from grpo_dist.runtime.files import check_room, flush
 from grpo_dist.runtime.json_files import StepLines
 from grpo_dist.runtime.metering import Span, Usage
 from grpo_dist.runtime.recorder import LedgerEntry
-from grpo_dist.runtime.stage_log import LoopStages
+from grpo_dist.runtime.stage_log import LoopStages, stage
 from grpo_dist.types import Group
 from grpo_dist.workers import WorkerUsage
 
@@ -209,13 +209,15 @@ class Tracker:
         self._stages.end(failed=error is not None)
         failed = error
         try:
-            self._writer.close()
+            with stage("tables", quiet=True):
+                self._writer.close()
         except Exception as own:
             if failed is None:  # else the run already ends with another error
                 failed = own
                 raise
         finally:
-            self._close(failed=failed is not None)
+            with stage("trackers", quiet=True):
+                self._close(failed=failed is not None)
             if isinstance(failed, Exception) and not isinstance(failed, RunEnded):
                 check_room(self.directory, failed)
 

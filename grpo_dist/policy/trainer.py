@@ -19,6 +19,7 @@ from torch import Tensor
 
 from grpo_dist.algorithms.schedules import learning_rate
 from grpo_dist.batch.epochs import regrouped
+from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.config import ModelConfig, PolicyConfig
 from grpo_dist.health.bounds import BAD_WEIGHTS, GRAD_NORM, REFUSED, SKIPPED, Bound, passed
 from grpo_dist.policy.attention import choose_kernel
@@ -217,10 +218,13 @@ class Trainer:
         plan = self._micro.plan(batch)
         stats: dict[str, Tensor] = {}
         values: list[Tensor] = []
+        computed = 0
         for i, rows in enumerate(plan):
             part = self._micro.part(batch, rows)
             self.engine.set_gradient_accumulation_boundary(i == len(plan) - 1)
-            logprobs, entropy = self.engine(self._micro.layout(part.rows), with_entropy=True)
+            layout = self._micro.layout(part.rows)
+            computed += layout.tokens.numel()
+            logprobs, entropy = self.engine(layout, with_entropy=True)
             if keep_logprobs:
                 values.append(logprobs.detach())
             loss, part_stats = batch_loss(
@@ -236,7 +240,9 @@ class Trainer:
                 part_stats = {name: torch.zeros_like(value) for name, value in part_stats.items()}
             stats = add_stats(stats, part_stats) if stats else part_stats
         self.token_logprobs = values_by_row(batch, plan, values) | self.token_logprobs
-        return finish_stats(over_ranks(stats))
+        stats["computed"] = stats["tokens"].new_tensor(self._reports * computed)
+        total = over_ranks(stats)
+        return finish_stats(total) | {COMPUTED_TOKENS: float(total["computed"])}
 
     def gradients(self) -> dict[str, Tensor]:
         """Return full float32 gradients of the trained parameters by name, between `accumulate` and `step`.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -165,12 +166,14 @@ class TrainingCluster:
         """Sample and score `data.eval` with the settings of `evaluation`; return `eval/SET/pass@k` and more.
         The engines have the weights of the last `sync`.
         """
-        return self._call(self._opened.evaluate())
+        with self._logged("evaluation", "held-out problems are sampled and scored"):
+            return self._call(self._opened.evaluate())
 
     def export(self, directory: str | Path) -> Path:
         """Write the policy in Hugging Face format, with its tokenizer, and return the directory."""
         path = Path(directory)
-        self._call(self._opened.export(path))
+        with self._logged("export", f"the policy is written to {path}"):
+            self._call(self._opened.export(path))
         return path
 
     def _prepare(self) -> tuple[Prepared, Cluster]:
@@ -192,6 +195,11 @@ class TrainingCluster:
         if self._work is None:
             raise UserError("the cluster is not open; use it as `with grpo_dist.cluster(...) as cluster:`")
         return self._work
+
+    @contextmanager
+    def _logged(self, name: str, what: str) -> Iterator[None]:
+        with stages_logged(enabled=self._config.tracking.console), stage(name, what):
+            yield
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         assert self._loop is not None

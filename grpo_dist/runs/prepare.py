@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,7 @@ def prepare(
         device: of the run's workers; None: as on this machine.
     """
     device = device or device_type()
-    with stage("own code", "is tried on made inputs") if config.own_pieces else nullcontext():
+    with stage("own code", "is tried on made inputs", quiet=not config.own_pieces):
         refuse(own_code_problems(config.own_pieces, config.code_paths))
     for warning in shadowed():
         say(f"warning: {warning}")
@@ -136,9 +135,10 @@ def prepared(
     refuse(column_problems(config.rewards, prompts))
     check_pools(config.data, prompts, [source_name(source) for source, _ in train_rows])
     check_weights(config.data, prompts, in_flight=config.batch.prompts_per_step * (1 + config.max_staleness))
-    eval_sets = prepare_eval(sections, eval_rows, tokenizer, prompts, warn)
+    with stage("evaluation sets", quiet=True):
+        eval_sets = prepare_eval(sections, eval_rows, tokenizer, prompts, warn)
     further = config.distillation.teachers or config.demonstrations is not None
-    with stage("teachers and demonstrations", "are read") if further else nullcontext():
+    with stage("teachers and demonstrations", "are read", quiet=not further):
         prompts, teacher_dirs = load_teachers(
             config.distillation,
             config.model,

@@ -21,6 +21,7 @@ from grpo_dist.runs.resume import ResumePoint
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.runtime.restarts import Budget
+from grpo_dist.runtime.stage_log import stage
 from grpo_dist.workers import Workers
 
 Up = tuple[ResumePoint, Workers]  # the point to resume from, and workers to do it with
@@ -120,14 +121,15 @@ class Recovery:
 
     async def _go_back(self, failure: StateLost | Rollback, workers: Workers | None) -> Up:
         """Find the resume point, and bring the workers up. ``workers``: None where they never came up."""
-        point = await self._newest()
+        with stage("newest checkpoint", quiet=True):
+            point = await self._newest()
         self._recorder.warn(f"resuming from {point}")
         self._recorder.back_to(point.step)
         health = point.progress.health
         avoid = tuple(sorted(self._avoid | set(health.avoid)))
         point = replace(point, progress=replace(point.progress, health=replace(health, avoid=avoid)))
-        limit_s, stage = self._settings.timeouts.up_s, "recovery: workers up again"
-        async with deadline(limit_s, stage, explain=self._cluster.where_stuck):
+        limit_s, what = self._settings.timeouts.up_s, "recovery: workers up again"
+        async with deadline(limit_s, what, explain=self._cluster.where_stuck):
             if isinstance(failure, StateLost) or point.checkpoint is None or workers is None:
                 return point, await self._cluster.start_again(self._model_dir)
             await workers.rollouts.abandon()

@@ -74,7 +74,8 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
                 run = Run(config, identity, prepared, run_dir, tracker, checkpoints)
                 final = asyncio.run(_session(run, point))
                 # Before the run is marked done: nothing may build on a wrong ledger.
-                totals = None if config.is_supervised else audit(run)
+                with stage("ledger", quiet=True):
+                    totals = None if config.is_supervised else audit(run)
             mark_finished(run)
             _print_result(run_dir, final)
             if totals:
@@ -95,7 +96,8 @@ def _prepare(run_dir: Path, config: Config, identity: Config) -> tuple[Prepared,
             has = fit(config)
         load = prepare_supervised if config.is_supervised else prepare
         prepared = load(config, print_line, device="cuda" if has.gpus else "cpu")
-        point = load_resume_point(newest, state, prepared.trained)
+        with stage("resume point", quiet=True):
+            point = load_resume_point(newest, state, prepared.trained)
     check_unfinished(config.steps, run_dir, point.step)
     return prepared, point
 
@@ -190,12 +192,10 @@ async def _restore(run: Run, point: ResumePoint, workers: Workers) -> None:
         with refusals(), stage("checkpoint", "policy ranks load weights and optimiser"):
             await workers.policy.load(point.checkpoint / "policy")
         if workers.reference is not None and config.reference.refresh_every:
-            async with deadline(
-                config.cluster.timeouts.save_s,
-                f"reference: restore from {point}",
-                explain=workers.where_stuck,
-            ):
-                await workers.reference.load(point.checkpoint / REFERENCE)
+            limit_s, what = config.cluster.timeouts.save_s, f"reference: restore from {point}"
+            with stage("reference", "its refreshed weights are loaded"):
+                async with deadline(limit_s, what, explain=workers.where_stuck):
+                    await workers.reference.load(point.checkpoint / REFERENCE)
     if not config.is_supervised:
         with stage("weight sync", "engines get the policy's weights"):
             await workers.sync.push(version=point.step)

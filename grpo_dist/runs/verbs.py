@@ -22,7 +22,7 @@ from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
 from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.groups import GroupDraw, GroupScorer, ScoredBatch, ScoredGroup
 from grpo_dist.loop.kl_controller import KLController
-from grpo_dist.loop.metrics import rollout_metrics, sampling_cost
+from grpo_dist.loop.metrics import rollout_metrics, sampling_cost, trained_metrics
 from grpo_dist.loop.pipeline import order_of
 from grpo_dist.loop.progress import ScheduleState
 from grpo_dist.loop.sampling_schedule import SamplingSchedule, drawn_with
@@ -159,7 +159,7 @@ class Verbs:
             metrics |= await policy.update(staged.updates, kl_coef=self._kl.coef, bounds=bounds)
             self._probe.after_update(step, metrics)
             self._health.after_update(step + 1, metrics, groups)
-            metrics |= {"train/rows": float(staged.rows), "train/tokens": float(staged.tokens)}
+            metrics |= trained_metrics(staged.rows, staged.tokens, staged.needed_tokens, metrics)
         metrics |= self._kl.observe(metrics)
         metrics[TRAINED_TOKENS] = float(staged.loss_tokens if trainable else 0)
         alarms, counts = self._health.examine(step + 1, metrics)

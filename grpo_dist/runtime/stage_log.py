@@ -28,8 +28,8 @@ _EVERY_S = 15.0  # below the promised 20 s: a busy machine wakes threads late
 
 @dataclass
 class Stage:
-    """An open stage. ``waits_for`` describes what it waits for now. ``quiet``: one of many of its kind, which
-    has lines only when it takes long.
+    """An open stage. ``waits_for`` describes what it waits for now. ``quiet``: it has lines only if it is
+    long.
     """
 
     name: str
@@ -167,15 +167,18 @@ def stages_logged(say: Callable[[str], None] | None = None, *, enabled: bool = T
 
 
 @contextmanager
-def stage(name: str, what: str = "", waits_for: Callable[[], str] = str) -> Iterator[Callable[[str], None]]:
+def stage(
+    name: str, what: str = "", waits_for: Callable[[], str] = str, *, quiet: bool = False
+) -> Iterator[Callable[[str], None]]:
     """Log a stage for the length of the block. ``what``: text of its first line. See `Stage`. Yields a
-    function that takes what the parts of the stage took, in words.
+    function that takes what the parts of the stage took, in words. ``quiet``: it has lines only when it takes
+    long.
     """
     log = _current
     if log is None:
         yield lambda _: None
         return
-    opened = log.begin(name, what, waits_for, quiet=False)
+    opened = log.begin(name, what, waits_for, quiet)
     try:
         yield lambda took: setattr(opened, "took", took)
     except BaseException:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpo_dist.batch.rows import make_batch
-from grpo_dist.batch.sharding import packed_micro_batches, shard
+from grpo_dist.batch.sharding import needed_tokens, packed_micro_batches, shard
 from grpo_dist.config.files import load_config
 from grpo_dist.policy.packing import _stream_indices
 from grpo_dist.runtime.hardware import micro_batch_tokens
@@ -57,6 +57,7 @@ def test_nine_tenths_of_the_shared_prompts_of_every_bench_are_computed_once(path
             batch = step_of(config, prompt_tokens, step)
             completions = int((batch.lengths - batch.rows.prompt_lengths).sum())
             least = completions + prompt_tokens * config.batch.prompts_per_step
+            assert needed_tokens([batch]) == least
             share = least / sum(computed(part, budget) for part in shard(batch, ranks))
             assert 0.9 <= share <= 1.0, (prompt_tokens, step, share)
 
@@ -68,4 +69,4 @@ def test_a_prompt_longer_than_its_completions_is_computed_once_for_each_micro_ba
     own = tuple(Rollout("p", i, one[0], one[1], "stop", "", one[2]) for i in range(8))
     group = Group(prompt, own, np.zeros(8, np.float32), {}, ("",) * 8)
     batch = make_batch([group], [np.ones(8, np.float32)], ref_logprobs=None, max_new_tokens=1)
-    assert computed(batch, 1000) == 99 + 8 and computed(batch, 103) == 2 * 99 + 8
+    assert computed(batch, 1000) == needed_tokens([batch]) == 99 + 8 and computed(batch, 103) == 2 * 99 + 8

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from grpo_dist.loop.metrics import rollout_metrics, sampling_cost
+from grpo_dist.batch.sharding import COMPUTED_TOKENS
+from grpo_dist.loop.metrics import rollout_metrics, sampling_cost, trained_metrics
 from grpo_dist.types import FurtherRow, Rollout, ToolCall, Turn, count_signals, has_signal
 from tests.support.made_groups import group, group_of
 
@@ -116,3 +117,10 @@ def test_the_cost_of_a_step_by_hand():
         "group/tokens_per_trained": 3.0,
     }
     assert sampling_cost(groups, [], set()) == {"group/extra_prompts": 0.0}
+
+
+def test_the_packing_efficiency_is_the_share_of_the_computed_tokens_that_are_needed():
+    """A prompt of 99 tokens with eight completions of 1, computed in two micro-batches."""
+    known = trained_metrics(8, 800, 99 + 8.0, {COMPUTED_TOKENS: 2 * 99 + 8.0})
+    assert known == {"train/rows": 8.0, "train/tokens": 800.0, "throughput/packing_efficiency": 107 / 206}
+    assert "throughput/packing_efficiency" not in trained_metrics(8, 800, 107.0, {})

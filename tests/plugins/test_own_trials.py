@@ -227,17 +227,20 @@ def test_a_metric_that_hangs_is_one_warning_and_is_not_called_again(code):
     assert second == first + 1 and len(warnings) == 1
 
 
-def test_a_run_goes_on_sampling_while_a_metric_is_computed(tmp_path):
-    """It returns 1 once the driver's loop has answered it, and would hold that up if it ran there."""
-    (tmp_path / "asking_metric.py").write_text(
+def trained_with_answers(function, kind, directory, **sections):
+    """Train two steps with a function that waits until the driver's loop has answered it, and return the
+    world. It would hold up the answer if it ran there.
+    """
+    (directory / f"{function}.py").write_text(
         "import threading\nasked, answered = threading.Event(), threading.Event()\n"
-        "def f():\n    asked.set()\n    return float(answered.wait())\n"
+        "def answer():\n    asked.set()\n    return float(answered.wait(60))\n"
+        "def metric():\n    return answer()\n"
+        "def order(prompts, count, batch):\n    assert answer()\n    return range(batch, batch + count)\n"
     )
     config = fakes.config(
-        steps=2, code_paths=[str(tmp_path)], tracking={"metrics": [{"function": "asking_metric:f"}]},
-        cluster={"timeouts": {"own_code_s": HANG_S}},
-    )  # fmt: skip
-    module = loading.load(METRIC, "asking_metric:f", [str(tmp_path)]).__globals__
+        steps=2, code_paths=[str(directory)], cluster={"timeouts": {"own_code_s": HANG_S}}, **sections
+    )
+    module = loading.load(kind, f"{function}:metric", [str(directory)]).__globals__
     world = fakes.World()
 
     async def answer():
@@ -250,7 +253,20 @@ def test_a_run_goes_on_sampling_while_a_metric_is_computed(tmp_path):
         await asyncio.gather(trained, answer())
 
     asyncio.run(both())
-    assert [world.logged[step]["own/f"] for step in (1, 2)] == [1.0, 1.0] and world.warnings == []
+    return world
+
+
+def test_a_run_goes_on_sampling_while_a_metric_is_computed(tmp_path):
+    settings = {"metrics": [{"function": "asking_metric:metric"}]}
+    world = trained_with_answers("asking_metric", METRIC, tmp_path, tracking=settings)
+    assert [world.logged[step]["own/metric"] for step in (1, 2)] == [1.0, 1.0] and world.warnings == []
+
+
+def test_a_run_goes_on_sampling_while_a_prompt_order_chooses(tmp_path):
+    data = {"train": [{"path": "demo:add3"}], "order": "asking_order:order"}
+    world = trained_with_answers("asking_order", ORDER, tmp_path, data=data, max_staleness=1)
+    sampled = sorted(uid for uid, _, _ in world.sampled)
+    assert sampled == ["p0", "p1", "p1", "p2", "p2", "p3", "p3", "p4"] and len(world.updates) == 2
 
 
 def test_a_prompt_order_that_hangs_ends_the_run_with_its_name_and_the_key(code):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter
@@ -12,6 +12,7 @@ from grpo_dist.config import LoRAConfig
 from grpo_dist.errors import UserError
 from grpo_dist.policy.attention import BlockKernel
 from grpo_dist.policy.checkpoint_format import CheckpointFormat, keep_used_conversions
+from grpo_dist.policy.expert_names import check_expert_names
 from grpo_dist.policy.lora import (
     adapter_parameters,
     adapters,
@@ -70,6 +71,30 @@ def test_names_are_known_without_weights(tmp_path, kind):
     model_dir = expert_model(tmp_path, kind)
     empty, model = empty_model(model_dir, trust_remote_code=False), load(model_dir)
     assert CheckpointFormat(empty, held(empty)).specs == CheckpointFormat(model, held(model)).specs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_that_the_checkpoint_stores_under_other_names_are_refused(tmp_path, kind):
+    """As quantised checkpoints do, whose blocks transformers does not write back."""
+    model_dir = expert_model(tmp_path, kind)
+    model = empty_model(model_dir, trust_remote_code=False)
+    check_expert_names(model, model_dir)
+    other = tmp_path / "other"
+    other.mkdir()
+    saved = load_file(model_dir / "model.safetensors")
+    packed = {f"{k}_packed" if ".experts." in k else k: v for k, v in saved.items()}
+    save_file(packed, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=rf"architecture {kind} is a mixture of experts .*\.experts\..*_packed\)"
+    ):
+        check_expert_names(model, other)
+    fused = {name: torch.zeros(1) for name, _ in model.named_parameters()}
+    save_file(fused, other / "model.safetensors", metadata={"format": "pt"})
+    check_expert_names(model, other)  # as transformers holds them
+
+
+def test_a_dense_model_has_no_expert_names_to_check(tiny_model):
+    check_expert_names(empty_model(tiny_model, trust_remote_code=False), tiny_model)
 
 
 def joined_model():

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
+from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.policy import trainer
 from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.loss import LossSettings
@@ -21,7 +22,9 @@ def test_log_probs_of_all_micro_batches_come_to_the_host_in_one_transfer(monkeyp
     transfers, to_host = [], torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda t: transfers.append(t) or to_host(t))
     monkeypatch.setattr(trainer, "over_ranks", lambda stats: stats)
-    Trainer.accumulate(rank, batch, keep_logprobs=True)
+    metrics = Trainer.accumulate(rank, batch, keep_logprobs=True)
+    micro = MicroBatches(1000, None, 1, torch.device("cpu"))
+    assert metrics[COMPUTED_TOKENS] == sum(micro.part(batch, rows).tokens.numel() for rows in plan)
     assert len(transfers) == 1
     kept = rank.token_logprobs
     assert sorted(kept) == sorted(batch.row_ids.tolist())

@@ -251,7 +251,7 @@ def test_no_refusal_of_an_argument_of_vllm_shows_a_secret(monkeypatch):
     def refuses(**arguments):
         raise RuntimeError(f"401 for {arguments}")
 
-    vllm = SimpleNamespace(AsyncEngineArgs=refuses)
+    vllm = SimpleNamespace(EngineArgs=refuses)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(engine=None))
     monkeypatch.setitem(sys.modules, "vllm.engine", SimpleNamespace(arg_utils=vllm))
     monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", vllm)

@@ -10,11 +10,13 @@ import pytest
 
 import grpo_dist
 from grpo_dist.driver import run
-from grpo_dist.errors import UserError
+from grpo_dist.errors import Unhealthy, UserError
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.runs import own_loop
 from grpo_dist.runs.prepare import Prepared
+from grpo_dist.runtime.stage_log import open_stages
 from tests.support import fakes
+from tests.support.probed import Probed
 
 PROMPTS = fakes.prompts(40)
 SOURCES = {"train": [{"path": "demo:add3"}]}
@@ -83,6 +85,37 @@ def test_the_default_loop_has_the_numbers_of_train(started, changes):
         del known["group/extra_prompts"]  # of dynamic sampling
         assert known == pytest.approx({k: metrics[k] for k in known}, abs=0, rel=0, nan_ok=True)
     assert ours.actors.ended
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, [0]), (2, [0, 2, 4])])
+def test_engines_are_probed_after_the_first_sync_and_then_every_n_steps(started, every, expected):
+    world = Probed(("rollout-0", "rollout-1"))
+    with started(world, fakes.config(steps=5, weight_sync={"probe_every": every})) as cluster:
+        found = default_loop(cluster)
+    assert world.probed == {version: ["rollout-0", "rollout-1"] for version in expected}
+    assert [version for version, m in enumerate(found) if "probe/logprob_diff_mean" in m] == expected
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_an_engine_that_differs_stops_the_loop_with_the_message_of_train(started, first):
+    """From the first sync on, or from a later one. The update is not made."""
+
+    class Wrong(Probed):
+        async def push(self, version):
+            self.error["rollout-0"] = 0.25 if version >= first else 0.0
+            return await super().push(version)
+
+    config = fakes.config(steps=5, weight_sync={"probe_every": 2})
+    theirs, ours = Wrong(), Wrong()
+    if first == 0:
+        theirs.error["rollout-0"] = 0.25  # the caller of `run` has made the first push
+    with pytest.raises(Unhealthy) as expected:
+        asyncio.run(run(config, theirs.workers(), PROMPTS, [], theirs, theirs))
+    with pytest.raises(Unhealthy) as stop, started(ours, config) as cluster:
+        default_loop(cluster)
+    assert str(stop.value) == str(expected.value)
+    assert f"not the same model at version {first}" in str(stop.value)
+    assert len(ours.updates) == first and ours.actors.ended
 
 
 def test_samples_of_another_call_in_the_same_step_are_others(started):
@@ -205,6 +238,23 @@ def test_the_verbs_work_inside_a_running_event_loop_and_from_several_threads(sta
             return cluster.evaluate()
 
     assert "eval/held/pass@1" in asyncio.run(notebook())
+
+
+def test_evaluation_and_export_are_stages(started, tmp_path):
+    seen = []
+
+    class Slow(fakes.World):
+        async def sample(self, prompt, **settings):
+            seen.extend(open_stages())
+            return await super().sample(prompt, **settings)
+
+        async def export(self, directory, *, tokenizer_dir):
+            seen.extend(open_stages())
+
+    with started(Slow(jitter=False), fakes.config()) as cluster:
+        cluster.evaluate()
+        cluster.export(tmp_path / "model")
+    assert {text.split()[0] for text in seen} == {"evaluation", "export"}
 
 
 def test_workers_end_when_the_loop_fails_or_its_start_does(started):

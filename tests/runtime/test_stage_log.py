@@ -131,6 +131,26 @@ def test_a_view_may_read_the_stages_while_a_line_is_printed(monkeypatch):
     assert waited == [False, False, False]
 
 
+def test_a_quiet_stage_has_lines_only_when_it_takes_long(said):
+    with stage("ledger", quiet=True):
+        said.now += 14
+        said.log.beat()
+    assert said.texts() == []
+    with stage("ledger", quiet=True):
+        said.now += 15
+        said.log.beat()
+    assert said.texts() == ["waiting: ledger 15.0 s", "ledger: done in 15.0 s"]
+
+
+def test_writing_the_last_tables_and_closing_the_trackers_are_stages(said, tmp_path, monkeypatch):
+    off = {"console": False, "tensorboard": False}
+    seen = []
+    with Tracker(fakes.config(tracking=off), tmp_path) as tracker:
+        for name, target in (("close", tracker._writer), ("_close", tracker)):
+            monkeypatch.setattr(target, name, lambda **_: seen.extend(open_stages()))
+    assert [text.split()[0] for text in seen] == ["tables", "trackers"]
+
+
 def test_a_stage_that_fails_is_reported_and_raises(said):
     with pytest.raises(RuntimeError, match="no room"), stage("Ray"):
         raise RuntimeError("no room")

@@ -123,6 +123,11 @@ async def gradients_of(model_dir, batch, **how):
     return results[0], weights
 
 
+def comparable(metrics):
+    """Return the metrics that do not depend on how rows are laid out on ranks."""
+    return {name: value for name, value in metrics.items() if not name.startswith("throughput/")}
+
+
 def flat(gradients):
     return torch.cat([gradients[name].flatten().double() for name in sorted(gradients)])
 

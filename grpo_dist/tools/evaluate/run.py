@@ -70,34 +70,37 @@ def evaluate_model(
 
     Raises UserError for invalid input, and for a directory that holds another evaluation.
     """
-    with refusals():
-        if not config.data.eval:
-            raise ValueError("data.eval is empty; name at least one evaluation set")
-        model_dir = resolve_model(config.model, config.sft, config.seed, say)
-        check_length(config.model, model_dir, config.max_length)
-        identity = Identity.of(config.model.path, model_dir, settings_of(config))
-        place = directory or default_directory(config.model, config.output_dir, identity)
-        check_writable(place)
-        sections = PromptSections(config.data, config.rewards, config.environments)
-        tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-        asked = _asked(sections, config.evaluation, tokenizer, by, say)
-        store = Store(place, identity, fresh=fresh)
-        store.begin()
-        earlier = read_earlier(place, {own.name: {p.uid for p in own.prompts} for own in asked})
-    if store.moved:
-        say(f"{place}: moved the earlier evaluation to {store.moved}")
-    with store.alone():
-        sample_s = config.cluster.timeouts.sample_s
-        draw = Draw.of(config.evaluation, config.sampling, seed=config.seed, sample_s=sample_s)
-        if missing := _missing(asked, store, say):
-            with refusals():
-                check_scoring(config.rewards, config.sampling)
-            with stages_logged(say):
+    with stages_logged(say):
+        with refusals():
+            if not config.data.eval:
+                raise ValueError("data.eval is empty; name at least one evaluation set")
+            with stage("model", quiet=True):
+                model_dir = resolve_model(config.model, config.sft, config.seed, say)
+                check_length(config.model, model_dir, config.max_length)
+                identity = Identity.of(config.model.path, model_dir, settings_of(config))
+            place = directory or default_directory(config.model, config.output_dir, identity)
+            check_writable(place)
+            with stage("problems", quiet=True):
+                sections = PromptSections(config.data, config.rewards, config.environments)
+                tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
+                asked = _asked(sections, config.evaluation, tokenizer, by, say)
+            store = Store(place, identity, fresh=fresh)
+            store.begin()
+            earlier = read_earlier(place, {own.name: {p.uid for p in own.prompts} for own in asked})
+        if store.moved:
+            say(f"{place}: moved the earlier evaluation to {store.moved}")
+        with store.alone():
+            sample_s = config.cluster.timeouts.sample_s
+            draw = Draw.of(config.evaluation, config.sampling, seed=config.seed, sample_s=sample_s)
+            if missing := _missing(asked, store, say):
+                with refusals():
+                    check_scoring(config.rewards, config.sampling)
                 workers = evaluation_workers(config, model_dir)
                 verdicts = VerdictMaker(config.rewards)
                 asyncio.run(_sample(workers, draw, verdicts, missing, store, say))
-        result = EvaluationResult.of(identity, list(_judged(asked, store, config.evaluation.k)))
-        result.with_earlier(earlier).write(place)
+            with stage("result", quiet=True):
+                result = EvaluationResult.of(identity, list(_judged(asked, store, config.evaluation.k)))
+                result.with_earlier(earlier).write(place)
     print_result(result, str(place))
     names = {own.name for own in asked}
     if others := [name for name in dict.fromkeys(judged.set for judged in earlier) if name not in names]:

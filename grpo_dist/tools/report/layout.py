@@ -122,6 +122,7 @@ SECTIONS = (
             Chart("workers busy", (r"time/.+_busy_s",)),
             Chart("throughput, tokens", (r"throughput/(?:completion_)?tokens_per_s",)),
             Chart("throughput, samples", (r"throughput/samples_per_s",)),
+            Chart("packing efficiency", (r"throughput/packing_efficiency",)),
             Chart("memory of a worker", (r"memory/.+",)),
         ),
     ),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.errors import UserError
-from grpo_dist.runtime.stage_log import print_line
+from grpo_dist.runtime.stage_log import print_line, stages_logged
 from grpo_dist.tools.arguments import add_command, add_inputs, split_overrides
 
 
@@ -61,13 +61,14 @@ def _score(path: str, rest: list[str], **options: Any) -> None:
         options["label"],
         options["source_column"],
     )
-    score(
-        Path(path).expanduser(),
-        options["reward"],
-        files[0] if files else None,
-        overrides,
-        print_line,
-        columns=columns,
-        output=options["output"],
-        show=options["show"],
-    )
+    with stages_logged():
+        score(
+            Path(path).expanduser(),
+            options["reward"],
+            files[0] if files else None,
+            overrides,
+            print_line,
+            columns=columns,
+            output=options["output"],
+            show=options["show"],
+        )

@@ -15,6 +15,7 @@ from grpo_dist.errors import UserError, refusals
 from grpo_dist.rewards.registry import check_rewards
 from grpo_dist.runs.prepare import check_writable, load_tokenizer, resolve_model
 from grpo_dist.runtime.hardware import available_cpus
+from grpo_dist.runtime.stage_log import stage
 from grpo_dist.runtime.tables import print_lines, wide_console
 from grpo_dist.tools.scoring import report
 from grpo_dist.tools.scoring.agreement import agreements, disagreements, is_grader
@@ -45,9 +46,10 @@ def score(
     target = output or Path(f"{path.stem}.scored.jsonl")
     if target.resolve() == path.resolve():
         raise UserError(f"--output {target} is the file of completions; name another")
-    rows = read_rows(path, columns)
+    with stage("completions", quiet=True):
+        rows = read_rows(path, columns)
     _check_sources(config.rewards, rows, columns)
-    with refusals():
+    with refusals(), stage("rewards and tokenizer", quiet=True):
         _check_output(target)
         check_rewards(config.rewards, max_new_tokens=config.sampling.shortest)
         tokenizer = _tokenizer(config.rewards, config.model, config.sft, config.seed, say)
@@ -57,8 +59,10 @@ def score(
     processes = min(
         config.rewards.num_workers * config.rewards.processes_per_worker, available_cpus(), len(rows)
     )
-    outcome = score_rows(rows, config.rewards, config.sampling, tokenizer, processes=max(1, processes))
-    _report(outcome, columns, target, show)
+    with stage("scoring", quiet=True):
+        outcome = score_rows(rows, config.rewards, config.sampling, tokenizer, processes=max(1, processes))
+    with stage("report", quiet=True):
+        _report(outcome, columns, target, show)
     return outcome
 
 

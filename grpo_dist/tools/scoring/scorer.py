@@ -22,6 +22,7 @@ from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, Scores, placed, reward_specs
 from grpo_dist.rewards.thought import shown_by
+from grpo_dist.runtime.stage_log import note
 from grpo_dist.tools.scoring.rows import CompletionRow
 
 # Rewards that need tokens of the policy, not only text.
@@ -115,8 +116,11 @@ def score_rows(
                 lanes.put(lane)
 
         begin = time.perf_counter()
+        scored = []
         with ThreadPoolExecutor(processes) as threads:
-            scored = list(threads.map(one, rows))
+            for own in threads.map(one, rows):
+                scored.append(own)
+                note(f"{len(scored)} of {len(rows)} rows")
         seconds = time.perf_counter() - begin
         failures: dict[str, Counter[str]] = {}
         for scorer in made:

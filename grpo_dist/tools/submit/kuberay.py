@@ -34,9 +34,11 @@ _EXPECTED = {
     "--image": "the name of an image, e.g. registry/grpo-dist:gpu",
     "--secret": "the name of a Secret, or NAME:KEY",
 }
-# Mount points of the manifest and the kernel; and directories that programs of the image need.
-_MOUNTED = ("/etc/grpo-dist", "/dev", "/proc", "/sys")
-_NEEDED = (*_MOUNTED, "/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt", "/etc", "/tmp/ray")
+# What the image, Ray, the manifest and the kernel have in a pod.
+_OF_THE_PODS = (
+    "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/run", "/var/run", "/dev", "/proc", "/sys",
+    "/tmp/ray", "/opt/grpo-dist",  # the image's working directory
+)  # fmt: skip
 _GIB_PER_GPU, _GIB_ON_CPUS = 64, 32
 
 
@@ -141,17 +143,12 @@ class KubeRayTarget(NodeSizes):
         if not _NAME.fullmatch(claim) or not _MOUNT.fullmatch(path) or ".." in PurePosixPath(path).parts:
             raise UserError(f"--volume {self.volume}: expected CLAIM:/path, e.g. --volume runs:/runs")
         path = "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
-        for own in _NEEDED:
-            if path in (own, *map(str, PurePosixPath(own).parents)):
+        mounted = PurePosixPath(path)
+        for own in map(PurePosixPath, _OF_THE_PODS):
+            if mounted.is_relative_to(own) or own.is_relative_to(mounted):
                 raise UserError(
-                    f"--volume {self.volume}: {path} would hide {own} of the pods; mount it elsewhere, e.g. "
-                    "--volume runs:/runs"
-                )
-        for own in _MOUNTED:
-            if path.startswith(f"{own}/"):
-                raise UserError(
-                    f"--volume {self.volume}: {path} is inside {own}, which is already mounted; mount it "
-                    "elsewhere, e.g. --volume runs:/runs"
+                    f"--volume {self.volume}: {path} would hide files of {own}, which the pods need; mount "
+                    "it elsewhere, e.g. --volume runs:/runs"
                 )
         return claim, path
 

@@ -14,7 +14,8 @@ from grpo_dist.cli import main
 from grpo_dist.config.files import load_config
 from grpo_dist.runtime.concurrency import progressing
 from grpo_dist.runtime.files import alone
-from grpo_dist.tools.evaluate import store
+from grpo_dist.runtime.stage_log import open_stages
+from grpo_dist.tools.evaluate import run, store
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.tools.recipe import stages
 from grpo_dist.types import Group
@@ -126,6 +127,19 @@ def test_results_are_those_of_the_samples_overall_and_by_level(here, capsys):
         assert len(kinds) == 3 and len({n for n, _ in kinds}) == 3
     out = capsys.readouterr().out
     assert "avg@32" in out and "= pass@1" in out and "level 1" in out and "results: out" in out
+
+
+def test_reading_problems_and_writing_the_result_are_stages(here, monkeypatch):
+    seen = []
+
+    def spied(name):
+        own = getattr(run, name)
+        monkeypatch.setattr(run, name, lambda *a, **k: (seen.extend(open_stages()), own(*a, **k))[1])
+
+    for name in ("resolve_model", "prepare_eval", "_judged"):
+        spied(name)
+    evaluate()
+    assert [text.split()[0] for text in seen] == ["model", "problems", "result"]
 
 
 def test_samples_are_stored_as_in_training(here):

@@ -9,6 +9,8 @@ import pytest
 
 from grpo_dist.cli import main
 from grpo_dist.observe.samples import write_groups
+from grpo_dist.runtime.stage_log import open_stages
+from grpo_dist.tools.scoring import scorer
 from grpo_dist.tools.scoring.agreement import agreements, disagreements, is_grader
 from grpo_dist.tools.scoring.report import bars
 from tests.support.made_episodes import episodes
@@ -68,6 +70,15 @@ def test_every_row_is_returned_with_the_verdict_of_the_math_grader(here, capsys)
     assert "math outcomes: correct 2, wrong 2, no_answer 1" in out and "scores: c.scored.jsonl" in out
     assert "5 completions in" in out and "(p99)" in out and "slowest: c.jsonl:" in out
     assert "graders:" not in out  # there is only one
+
+
+def test_scoring_is_a_stage_that_counts_its_rows(here, monkeypatch):
+    seen = []
+    monkeypatch.setattr(scorer, "note", lambda text: seen.append((text, *open_stages())))
+    assert main(["score", "c.jsonl"]) == 0
+    assert [(text, stage.split()[0]) for text, stage in seen] == [
+        (f"{n} of 5 rows", "scoring") for n in range(1, 6)
+    ]
 
 
 def test_earlier_scores_are_replaced_and_a_directory_is_not(here, capsys):
