@@ -40,12 +40,7 @@ from grpo_dist.policy.router_replay import check_routes
 from grpo_dist.policy.saved_state import SavedState
 from grpo_dist.policy.sequence_parallel import SequenceGroup
 from grpo_dist.policy.trainable_model import trainable_model
-from grpo_dist.runtime.hardware import (
-    device_type,
-    logprob_chunk_mib,
-    micro_batch_tokens,
-    resolve_dtype,
-)
+from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
 from grpo_dist.runtime.rendezvous import Rank
 from grpo_dist.types import EpochUpdate, PreparedBatch, TrainBatch
 
@@ -187,21 +182,20 @@ class Trainer:
         """Return, by row id, float32 [C], log-probs of the rows of ``batches`` under the current weights.
         Collective.
         """
-        found: dict[int, np.ndarray] = {}
-        for batch in batches:
-            values, mask = self.logprobs(batch)[0].numpy(), batch.loss_mask.numpy()
-            rows = zip(batch.row_ids.tolist(), values, mask, strict=True)
-            found |= {row: own[wanted] for row, own, wanted in rows}
-        return found
+        return self._values_of_rows(batches, score_norms=False)
 
-    @torch.no_grad()
     def row_score_norms(self, batches: Sequence[TrainBatch]) -> dict[int, np.ndarray]:
         """Return what `row_logprobs` does, with `selected_score_norms` of the tokens. Collective."""
+        return self._values_of_rows(batches, score_norms=True)
+
+    @torch.no_grad()
+    def _values_of_rows(self, batches: Sequence[TrainBatch], *, score_norms: bool) -> dict[int, np.ndarray]:
         found: dict[int, np.ndarray] = {}
         for batch in batches:
             plan = self._micro.plan(batch)
             layouts = (self._micro.layout(self._micro.part(batch, rows).rows) for rows in plan)
-            found |= values_by_row(batch, plan, [self.engine(own, score_norms=True)[0] for own in layouts])
+            values = [self.engine(own, score_norms=score_norms)[0] for own in layouts]
+            found |= values_by_row(batch, plan, values)
         return found
 
     def base_logprobs(self, groups: Sequence[SampledGroup]) -> list[list[np.ndarray]]:

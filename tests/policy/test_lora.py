@@ -17,10 +17,10 @@ from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
-from tests.support.drawn import drawn
+from tests.support.drawn import FILE, drawn
 from tests.support.real_ranks import ALGORITHM, TEMPERATURE, AdaptedWorker, flat, relative, start
 
-pytestmark = pytest.mark.machine
+pytestmark = [pytest.mark.machine, pytest.mark.family("ranks", FILE)]
 
 SETTINGS = LoRAConfig(rank=4, alpha=8)
 
