@@ -33,8 +33,7 @@ def topr(
     their probability without a bound. The sign is that of the advantage; the paper's rewards are +1 and -1.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
-    total = log_ratio.detach().sum(dim=1, keepdim=True).expand_as(log_ratio)
-    return _tapered(logprobs, log_ratio, total, advantages, mask)
+    return _tapered(logprobs, log_ratio, _log_weight(log_ratio), advantages, mask)
 
 
 def topr_token(
@@ -45,6 +44,11 @@ def topr_token(
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     return _tapered(logprobs, log_ratio, log_ratio.detach(), advantages, mask)
+
+
+def _log_weight(log_ratio: TokenValues) -> TokenValues:
+    """Return for every token the log of w, its sequence's ratio, without a gradient."""
+    return log_ratio.detach().sum(dim=1, keepdim=True).expand_as(log_ratio)
 
 
 def _tapered(
@@ -72,7 +76,7 @@ def reinforce_is(
     sequence``. The form with the token's own ratio is `cispo` with ``clip_low`` 1, ``clip_high`` cap - 1.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
-    log_weight = log_ratio.detach().sum(dim=1, keepdim=True).expand_as(log_ratio)
+    log_weight = _log_weight(log_ratio)
     weight = log_weight.clamp(max=math.log(ratio_cap)).exp()
     losses = -weight * advantages * masked_logprobs(logprobs, mask)
     return losses, ratio_stats(log_ratio, mask, high=log_weight > math.log(ratio_cap))
@@ -90,7 +94,7 @@ def vespo(
     one that sampled. ``k`` and ``lambda`` by the sign of the advantage; 0 counts as positive.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
-    log_weight = log_ratio.detach().sum(dim=1, keepdim=True).clamp(*_LOG_RANGE)
+    log_weight = _log_weight(log_ratio).clamp(*_LOG_RANGE)
     negative = advantages < 0
     k = torch.full_like(log_ratio, k_positive).masked_fill(negative, k_negative)
     decay = torch.full_like(log_ratio, lambda_positive).masked_fill(negative, lambda_negative)
