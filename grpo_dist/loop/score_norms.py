@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,9 +22,11 @@ from grpo_dist.workers import PolicyHandle
 
 async def score_norms_of(policy: PolicyHandle, groups: Sequence[Group]) -> Float[Tensor, "B T"]:
     """Return the score norms of all sampled tokens of ``groups`` under the weights of ``policy``, for the
-    rows of `make_batch`; 0 for other tokens, and for samples that could not be scored.
+    rows of `make_batch`; 0 for other tokens. They do not depend on rewards, which `rewards.shuffle` deals
+    again: a sample that could not be scored has its own, too.
     """
     none = [np.zeros(len(group.rewards), np.float32) for group in groups]
+    groups = [replace(group, rewards=own) for group, own in zip(groups, none, strict=True)]
     batch = await asyncio.to_thread(make_batch, groups, none, ref_logprobs=None, max_new_tokens=1)
     found = await policy.score_norms(batch)
     norms = torch.zeros(batch.loss_mask.shape)

@@ -10,6 +10,7 @@ import torch
 
 from grpo_dist.driver import run
 from grpo_dist.loop import staging
+from grpo_dist.loop.score_norms import score_norms_of
 from tests.support import fakes, made_groups
 
 TENSORS = ("tokens", "lengths", "loss_mask", "advantages", "rollout_logprobs", "ref_logprobs")
@@ -74,6 +75,16 @@ def test_the_token_baseline_reads_the_policy_once_before_each_update():
         rewards = np.stack([g.rewards for g in world.sampled_groups[f"step_{number + 1:06d}"]])
         expected = torch.from_numpy(rewards - rewards.mean(axis=1, keepdims=True)).flatten()[:, None]
         torch.testing.assert_close(batch.advantages, torch.where(batch.loss_mask, expected, 0.0))
+
+
+def test_a_sample_without_a_reward_has_score_norms_for_the_reward_that_a_shuffle_may_give_it():
+    (group, *others), world = made_groups.episode_groups(), fakes.World()
+    lost = np.full_like(group.rewards, np.nan)
+    read = [
+        asyncio.run(score_norms_of(world, [dataclasses.replace(group, rewards=own), *others]))
+        for own in (group.rewards, lost)
+    ]
+    assert read[0].any(dim=1).all() and torch.equal(*read)
 
 
 def test_other_estimators_read_nothing_of_the_policy():
