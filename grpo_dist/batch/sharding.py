@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from heapq import heapreplace
 from itertools import accumulate
 
-import numpy as np
-
-from grpo_dist.types import Rows, TrainBatch
+from grpo_dist.batch.shared_prefixes import Prefixes, prompt_groups
+from grpo_dist.types import TrainBatch
 
 # Attention sees every row with its own copy of the prompt. Its queries, keys, values and outputs are about a
 # quarter of what a token takes in a layer, so rows of this many times the budget take as much memory again.
@@ -47,35 +46,6 @@ def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBa
     return [batch.select(sorted(own)) for own in best]
 
 
-def prompt_groups(rows: Rows) -> list[int]:
-    """Return group ids of rows that are computed with one prompt. Rows of a group whose prompt took other
-    experts have another id: the engine may have computed it once for each sample, in batches that round
-    differently.
-    """
-    groups, prompts = rows.group_ids.tolist(), rows.prompt_lengths.tolist()
-    if rows.routes is None:
-        return [int(group) for group in groups]
-    ids: dict[tuple[int, int, bytes | None], int] = {}
-    keys = (
-        (group, prompt, None if own is None else own.digest(prompt))
-        for group, prompt, own in zip(groups, prompts, rows.routes, strict=True)
-    )
-    return [ids.setdefault(key, len(ids)) for key in keys]
-
-
-def needed_tokens(updates: Sequence[TrainBatch]) -> float:
-    """Return the tokens of an update with the prompt of each group once, P + sum of R for a group: the least
-    that packed rows need. The mean over updates that train on anything.
-    """
-    trained = [update.rows for update in updates if update.num_tokens] or [u.rows for u in updates]
-    return sum(map(_needed, trained)) / len(trained)
-
-
-def _needed(rows: Rows) -> int:
-    prefixes = np.unique(np.stack([rows.group_ids.numpy(), rows.prompt_lengths.numpy()]), axis=1)
-    return int(rows.lengths.sum() - rows.prompt_lengths.sum()) + int(prefixes[1].sum())
-
-
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     """Plan padded rows: row indices of each micro-batch, longest rows first, so that rows * longest <=
     ``token_budget``.
@@ -93,37 +63,34 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     return parts
 
 
-def packed_micro_batches(
-    lengths: Sequence[int], groups: Sequence[int], prompts: Sequence[int], token_budget: int
-) -> list[list[int]]:
-    """Plan packed rows: rows in order, groups together, as few micro-batches as the budget allows and these
-    about equally full. A prompt counts once in each micro-batch that holds samples of it, and the rows, each
-    with its prompt, are at most `ATTENDED` times the budget.
+def packed_micro_batches(lengths: Sequence[int], prefixes: Prefixes, token_budget: int) -> list[list[int]]:
+    """Plan packed rows: rows in order of their groups, as few micro-batches as the budget allows and these
+    about equally full. What prompts share counts once in each micro-batch, and the rows, each with its
+    prompt, are at most `ATTENDED` times the budget.
 
         lengths [5, 6, 4, 8], groups [0, 0, 1, 1], prompts of 3 tokens, budget 12 -> [[0, 1], [2, 3]]
 
     A row above the budget goes alone. Deterministic; every row once.
     """
-    parts = _filled(lengths, groups, prompts, token_budget)
+    parts = _filled(lengths, prefixes, token_budget)
     low, high = 1, token_budget  # searches the least budget that needs no more micro-batches
     while parts and low < high:
         middle = (low + high) // 2
-        if len(_filled(lengths, groups, prompts, middle)) <= len(parts):
+        if len(_filled(lengths, prefixes, middle)) <= len(parts):
             high = middle
         else:
             low = middle + 1
-    return _filled(lengths, groups, prompts, high)
+    return _filled(lengths, prefixes, high)
 
 
-def _filled(
-    lengths: Sequence[int], groups: Sequence[int], prompts: Sequence[int], budget: int
-) -> list[list[int]]:
+def _filled(lengths: Sequence[int], prefixes: Prefixes, budget: int) -> list[list[int]]:
+    groups, prompts, begun = prefixes.groups, prefixes.prompts, prefixes.begun
     parts: list[list[int]] = []
     tokens = attended = 0
     inside: set[tuple[int, int]] = set()
     for row in sorted(range(len(lengths)), key=groups.__getitem__):
         prefix = groups[row], prompts[row]
-        added = lengths[row] - (prompts[row] if prefix in inside else 0)
+        added = lengths[row] - (prompts[row] if prefix in inside else begun[row])
         if not parts or tokens + added > budget or attended + lengths[row] > ATTENDED * budget:
             parts.append([])
             tokens, added, attended, inside = 0, lengths[row], 0, set()

@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.schedules import is_due
-from grpo_dist.batch.sharding import needed_tokens
+from grpo_dist.batch.shared_prefixes import needed_tokens
 from grpo_dist.batch.token_values import TokenValues, ValuesOfSamples, by_sample, values_of_rows
 from grpo_dist.config import Config
 from grpo_dist.data.demonstrations import Demonstration

@@ -46,8 +46,12 @@ class Spans(Protocol):
 
 @runtime_checkable
 class Kernel(Protocol):
-    def spans(self, rows: Sequence[np.ndarray], size: int, device: torch.device) -> Spans:
-        """Return the spans of ``rows``: the indices of each row's tokens in a stream of ``size`` tokens."""
+    def spans(
+        self, rows: Sequence[np.ndarray], groups: Sequence[int], size: int, device: torch.device
+    ) -> Spans:
+        """Return the spans of ``rows``: the indices of each row's tokens in a stream of ``size`` tokens.
+        ``groups``: of each row; those of one group share the most tokens.
+        """
         ...
 
 
@@ -100,10 +104,12 @@ class BlockSpans:
 class BlockKernel:
     """Any device and type."""
 
-    def spans(self, rows: Sequence[np.ndarray], size: int, device: torch.device) -> BlockSpans:
-        groups, alone = _worth_a_mask(rows, longest=_LONGEST_GROUP if device.type == "cpu" else 0)
+    def spans(
+        self, rows: Sequence[np.ndarray], groups: Sequence[int], size: int, device: torch.device
+    ) -> BlockSpans:
+        longest = _LONGEST_GROUP if device.type == "cpu" else 0
+        together, tokens, alone = _worth_a_mask(rows, groups, longest=longest)
         blocks, back, end = [], np.zeros(size, np.int64), 0
-        tokens = [np.unique(np.concatenate(group)) for group in groups]
         for own, masked in ((alone, False), (tokens, True)):
             for members in _alike([len(row) for row in own]):
                 longest = len(own[members[0]])
@@ -113,27 +119,32 @@ class BlockKernel:
                     indices[i, : len(row)] = row
                     back[row] = np.arange(end, end + len(row))
                     end += longest
-                mask = _mask([(groups[m], tokens[m]) for m in members], longest, device) if masked else None
+                mask = _mask([(together[m], tokens[m]) for m in members], longest, device) if masked else None
                 index = torch.from_numpy(indices.ravel()).to(device)
                 blocks.append(_Block(index, len(members), longest, mask))
         return BlockSpans(tuple(blocks), torch.from_numpy(back).to(device))
 
 
 def _worth_a_mask(
-    rows: Sequence[np.ndarray], *, longest: int
-) -> tuple[list[list[np.ndarray]], list[np.ndarray]]:
-    """Return the groups of rows that share tokens, at most ``longest`` together, and compare no more pairs
-    together than one by one; and the other rows in order.
+    rows: Sequence[np.ndarray], groups: Sequence[int], *, longest: int
+) -> tuple[list[list[np.ndarray]], list[np.ndarray], list[np.ndarray]]:
+    """Return the rows of each group that shares tokens, has at most ``longest``, and compares no more pairs
+    together than row by row; the tokens of each of these groups; and the other rows in order.
     """
-    sharing: dict[int, list[np.ndarray]] = {}
-    for row in rows:
-        sharing.setdefault(int(row[0]), []).append(row)
-    groups = {}
-    for first, own in sharing.items():
-        together = int(max(row[-1] for row in own)) + 1 - first  # more, where other rows are in between
-        if len(own) > 1 and together <= longest and together**2 <= sum(len(row) ** 2 for row in own):
-            groups[first] = own
-    return list(groups.values()), [row for row in rows if int(row[0]) not in groups]
+    sharing: dict[tuple[int, int], list[int]] = {}
+    for i, (row, group) in enumerate(zip(rows, groups, strict=True)):
+        sharing.setdefault((group, int(row[0])), []).append(i)
+    together, tokens, alone = [], [], set(range(len(rows)))
+    for members in sharing.values():
+        own = [rows[i] for i in members]
+        if len(own) == 1 or max(map(len, own)) > longest:
+            continue
+        union = np.unique(np.concatenate(own))
+        if len(union) <= longest and len(union) ** 2 <= sum(len(row) ** 2 for row in own):
+            together.append(own)
+            tokens.append(union)
+            alone.difference_update(members)
+    return together, tokens, [rows[i] for i in sorted(alone)]
 
 
 def _mask(
@@ -178,12 +189,14 @@ class VarlenSpans:
 
 
 class VarlenKernel:
-    """Half precision on GPUs. ``function``: `torch_varlen` or `flash_varlen`."""
+    """Half precision on GPUs. ``function``: `torch_varlen` or `flash_varlen`; it needs no groups."""
 
     def __init__(self, function: VarlenFunction) -> None:
         self._function = function
 
-    def spans(self, rows: Sequence[np.ndarray], size: int, device: torch.device) -> VarlenSpans:
+    def spans(
+        self, rows: Sequence[np.ndarray], groups: Sequence[int], size: int, device: torch.device
+    ) -> VarlenSpans:
         lengths = [len(row) for row in rows]
         ends = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
         indices = np.concatenate(rows)

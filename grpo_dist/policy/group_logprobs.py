@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_dist.batch.rows import context_ids, pad_rows, shared_tokens
+from grpo_dist.batch.shared_prefixes import Prefixes
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.packing import Layout
 from grpo_dist.types import Prompt, Rollout, Rows
@@ -67,7 +68,8 @@ def _rows(prompt: Prompt, samples: Sequence[Rollout]) -> list[_SampleRow]:
 
 
 def _plan(rows: Sequence[_SampleRow], micro: MicroBatches) -> list[list[int]]:
-    return micro.split([len(row.tokens) for row in rows], [0] * len(rows), [row.shared for row in rows])
+    prefixes = Prefixes.of_prompts([0] * len(rows), [row.shared for row in rows])
+    return micro.split([len(row.tokens) for row in rows], prefixes)
 
 
 def _layout(rows: Sequence[_SampleRow], micro: MicroBatches) -> Layout:

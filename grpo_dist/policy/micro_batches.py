@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_dist.batch.sharding import micro_batches, packed_micro_batches, prompt_groups
+from grpo_dist.batch.sharding import micro_batches, packed_micro_batches
+from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
 from grpo_dist.policy.attention import Kernel
 from grpo_dist.policy.packing import Layout, packed, padded
 from grpo_dist.types import Rows, TrainBatch
@@ -35,14 +36,14 @@ class MicroBatches:
         a collective. Collective.
         """
         rows = batch.rows
-        plan = self.split(rows.lengths.tolist(), prompt_groups(rows), rows.prompt_lengths.tolist())
+        plan = self.split(rows.lengths.tolist(), shared_prefixes(rows))
         return plan + [[] for _ in range(self.most_of_all(len(plan)) - len(plan))]
 
-    def split(self, lengths: list[int], groups: list[int], prompts: list[int]) -> list[list[int]]:
-        """Return the rows of each micro-batch, for rows of these lengths, groups and prompt lengths."""
+    def split(self, lengths: list[int], prefixes: Prefixes) -> list[list[int]]:
+        """Return the rows of each micro-batch, for rows of these lengths that share ``prefixes``."""
         if self.kernel is None:
             return micro_batches(lengths, self.token_budget)
-        return packed_micro_batches(lengths, groups, prompts, self.token_budget)
+        return packed_micro_batches(lengths, prefixes, self.token_budget)
 
     def most_of_all(self, own: int) -> int:
         """Return the greatest ``own`` of all ranks. Collective."""

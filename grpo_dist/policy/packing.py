@@ -9,8 +9,8 @@
     read by       row 0: 0 1 2 3 4 5    row 1: 0 1 2 6 7     stream indices that attention puts together
 
 What a model does to single tokens (embedding, projections, MLP: all but attention) is done once for each
-token of the stream. A prompt's hidden states are the same for all of its samples, so sharing them changes no
-result, and its gradient is the sum over the samples.
+token of the stream. A prompt's hidden states are the same for all of its samples, and so are those of what
+several prompts begin with; sharing them changes no result, and their gradient is the sum over the samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_dist.batch.sharding import prompt_groups
+from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
 from grpo_dist.policy.attention import Kernel, Spans
 from grpo_dist.policy.router_replay import fetched, laid_out
 from grpo_dist.types import Routes, Rows
@@ -68,22 +68,24 @@ def padded(
 
 
 def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1) -> Layout:
-    """Lay rows out end to end, those of one group behind one prompt, on the device of ``rows.tokens``. Rows
-    whose prompt took other experts have a prompt of their own.
+    """Lay rows out end to end, each behind what it shares with those before it (`shared_prefixes`), on the
+    device of ``rows.tokens``.
 
     Tokens that no row reads fill the stream up to a ``multiple`` of tokens.
     """
     device, lengths = rows.tokens.device, rows.lengths.tolist()
-    groups, prompts = prompt_groups(rows), rows.prompt_lengths.tolist()
+    prefixes = shared_prefixes(rows)
     experts = None if rows.routes is None else fetched(rows.routes)
-    indices = _stream_indices(lengths, groups, prompts)
+    indices = _stream_indices(lengths, prefixes)
     columns = np.broadcast_to(np.arange(rows.tokens.shape[1]), indices.shape)
     inside = columns < np.asarray(lengths)[:, None]
     size = -(-(int(indices[inside].max()) + 1) // multiple) * multiple
     stream, positions = np.zeros((2, 1, size), np.int64)
     stream[0, indices[inside]] = rows.tokens.cpu().numpy()[inside]
     positions[0, indices[inside]] = columns[inside]
-    spans = kernel.spans([own[:length] for own, length in zip(indices, lengths, strict=True)], size, device)
+    spans = kernel.spans(
+        [own[:length] for own, length in zip(indices, lengths, strict=True)], prefixes.groups, size, device
+    )
     tokens, position_ids, index = (torch.from_numpy(a).to(device) for a in (stream, positions, indices))
     routes = None if experts is None else laid_out(experts, indices, size, device)
     return _layout(tokens, position_ids, spans, rows.tokens, index, rows.wanted, rows.temperatures, routes)
@@ -117,14 +119,18 @@ def _of_tokens(temperatures: Tensor | None, wanted: Bool[Tensor, "B T"]) -> floa
     return temperatures.to(wanted.device)[:, None].expand(wanted.shape)[wanted]
 
 
-def _stream_indices(lengths: list[int], groups: list[int], prompts: list[int]) -> np.ndarray:
+def _stream_indices(lengths: list[int], prefixes: Prefixes) -> np.ndarray:
     """Return int64 [B, T]: the stream index of each token of each row; 0 behind a row's end."""
+    groups, prompts, begun = prefixes.groups, prefixes.prompts, prefixes.begun
     indices = np.zeros((len(lengths), max(lengths)), np.int64)
     first: dict[tuple[int, int], int] = {}
-    end = 0
-    for row, (length, group, prompt) in enumerate(zip(lengths, groups, prompts, strict=True)):
-        shared = prompt if (group, prompt) in first else 0
-        indices[row, :shared] = indices[first.setdefault((group, prompt), row), :shared]
-        indices[row, shared:length] = np.arange(end, end + length - shared)
-        end += length - shared
+    before = end = 0
+    for row in sorted(range(len(lengths)), key=groups.__getitem__):
+        prefix = groups[row], prompts[row]
+        owner, shared = (first[prefix], prompts[row]) if prefix in first else (before, begun[row])
+        indices[row, :shared] = indices[owner, :shared]
+        indices[row, shared : lengths[row]] = np.arange(end, end + lengths[row] - shared)
+        end += lengths[row] - shared
+        first.setdefault(prefix, row)
+        before = row
     return indices

@@ -18,6 +18,7 @@ from grpo_dist.algorithms.process import sum_to_go
 from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages, token_advantages
 from grpo_dist.batch.rows import make_batch, split_updates
 from grpo_dist.batch.sharding import packed_micro_batches, shard
+from grpo_dist.batch.shared_prefixes import shared_prefixes
 from grpo_dist.batch.token_values import by_sample, values_of_rows
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.policy.attention import BlockKernel
@@ -155,9 +156,7 @@ def test_sharding_and_micro_batches_hold_every_row_of_every_episode_once(seed, r
     assert sorted(row for part in parts for row in part.row_ids.tolist()) == list(range(len(batch)))
     for part in parts:
         rows = part.rows
-        plan = packed_micro_batches(
-            rows.lengths.tolist(), rows.group_ids.tolist(), rows.prompt_lengths.tolist(), budget
-        )
+        plan = packed_micro_batches(rows.lengths.tolist(), shared_prefixes(rows), budget)
         assert sorted(row for own in plan for row in own) == list(range(len(part)))
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from grpo_dist.batch.rows import make_batch
-from grpo_dist.batch.sharding import needed_tokens, packed_micro_batches, shard
+from grpo_dist.batch.sharding import packed_micro_batches, shard
+from grpo_dist.batch.shared_prefixes import needed_tokens, shared_prefixes
 from grpo_dist.config.files import load_config
 from grpo_dist.policy.packing import _stream_indices
 from grpo_dist.runtime.hardware import micro_batch_tokens
@@ -21,10 +22,10 @@ BENCHES = sorted((ROOT / "configs/bench").glob("*.yaml"))
 
 
 def step_of(config, prompt_tokens, step):
-    """Return the batch of a step with the lengths that the bench forces; its tokens are all 0."""
+    """Return the batch of a step with the lengths that the bench forces; no two prompts begin alike."""
     cap, groups = config.sampling.max_new_tokens, []
     for n in range(config.batch.prompts_per_step):
-        prompt = Prompt(f"p{n}", np.zeros(prompt_tokens, np.int32), "", "made")
+        prompt = Prompt(f"p{n}", np.full(prompt_tokens, n, np.int32), "", "made")
         seeds = [request_seed(0, step, prompt.uid, i) for i in range(config.batch.samples_per_prompt)]
         lengths = [length_of(seed, config.bench.lengths, cap=cap, uid=prompt.uid) for seed in seeds]
         own = tuple(
@@ -39,11 +40,9 @@ def step_of(config, prompt_tokens, step):
 
 def computed(batch, budget):
     """Count the tokens of the streams of a rank's micro-batches."""
-    rows = [own.tolist() for own in (batch.lengths, batch.rows.group_ids, batch.rows.prompt_lengths)]
-    streams = (
-        _stream_indices(*([own[i] for i in part] for own in rows))
-        for part in packed_micro_batches(*rows, budget)
-    )
+    plan = packed_micro_batches(batch.lengths.tolist(), shared_prefixes(batch.rows), budget)
+    parts = (batch.select(rows) for rows in plan)
+    streams = (_stream_indices(part.lengths.tolist(), shared_prefixes(part.rows)) for part in parts)
     return sum(int(stream.max()) + 1 for stream in streams)
 
 
@@ -70,3 +69,21 @@ def test_a_prompt_longer_than_its_completions_is_computed_once_for_each_micro_ba
     group = Group(prompt, own, np.zeros(8, np.float32), {}, ("",) * 8)
     batch = make_batch([group], [np.ones(8, np.float32)], ref_logprobs=None, max_new_tokens=1)
     assert computed(batch, 1000) == needed_tokens([batch]) == 99 + 8 and computed(batch, 103) == 2 * 99 + 8
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_several_prompts_begin_with_is_needed_once(ranks):
+    """Worked examples of 31 tokens in front of 8 that differ, 4 samples of 5 tokens, 16 prompts: 31 + 16 x
+    (8 + 20) tokens; each further micro-batch or rank has the 31 once more.
+    """
+    groups = []
+    for n in range(16):
+        ids = np.r_[np.full(31, 99), np.full(8, n)].astype(np.int32)
+        prompt = Prompt(f"p{n}", ids, "", "made")
+        one = [np.zeros(5, kind) for kind in (np.int32, np.float32, np.int32)]
+        own = tuple(Rollout(prompt.uid, i, one[0], one[1], "stop", "", one[2]) for i in range(4))
+        groups.append(Group(prompt, own, np.zeros(4, np.float32), {}, ("",) * 4))
+    batch = make_batch(groups, [np.ones(4, np.float32)] * 16, ref_logprobs=None, max_new_tokens=5)
+    assert needed_tokens([batch]) == 31 + 16 * 28
+    parts = shard(batch, ranks)
+    assert sum(computed(part, 4000) for part in parts) <= 16 * 28 + 31 * ranks + 8 * (ranks - 1) * 2

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_dist.batch.sharding import packed_micro_batches, shard
+from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
 from grpo_dist.policy.attention import (
     BlockKernel,
     VarlenKernel,
@@ -55,9 +56,48 @@ def test_the_worked_example():
     assert rows.tolist() == [[0, 0, 0, 1, 2, 3], [0, 0, 0, 4, 5, 0]]
 
 
-def test_rows_of_different_groups_share_nothing_even_when_their_prompts_are_equal():
+def test_a_token_or_two_that_prompts_begin_with_are_not_shared():
     layout = packed(rows_of([[7, 8], [7, 8]], [[[4], [5]], [[4]]]), BlockKernel())
     assert layout.tokens.tolist() == [[7, 8, 4, 5, 7, 8, 4]]
+
+
+def test_what_prompts_begin_with_is_computed_once():
+    """Prompts in the order of their tokens, each behind what it shares with the one before: 9 with 3 more
+    tokens, all of an equal prompt, and of two others with another beginning all but the last token.
+    """
+    begin, other = [7] * 9, [8] * 10
+    prompts = [[*begin, 5], [*other, 1], [*begin, 2], [*begin, 5], [*other, 3]]
+    rows = rows_of(prompts, [[[4], [6]], [[4]], [[5]], [[9]], [[4]]])
+    layout = packed(rows, BlockKernel())
+    assert layout.tokens.tolist() == [[*begin, 2, 5, 5, 4, 6, 9, *other, 1, 4, 3, 4]]
+    assert layout.positions.tolist() == [[*range(11), 9, 10, 10, 10, *range(12), 10, 11]]
+    assert layout.targets.tolist() == [4, 6, 4, 5, 9, 4]  # in the order of the rows
+    assert layout.tokens[0, layout.sources].tolist() == [5, 5, 1, 2, 5, 3]
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_row_finds_its_own_tokens_in_a_stream_no_longer_than_needed(data):
+    """For prompts that begin alike in many ways, equal ones and prefixes of one another included."""
+    prompt = st.lists(st.integers(1, 2), min_size=1, max_size=12).map(lambda tail: [5] * 7 + tail)
+    prompts = data.draw(st.lists(prompt, min_size=1, max_size=6))
+    drawn = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=3)
+    rows = rows_of(prompts, [data.draw(drawn) for _ in prompts])
+    indices = _stream_indices(rows.lengths.tolist(), shared_prefixes(rows))
+    stream = packed(rows, BlockKernel()).tokens[0]
+    for own, length, tokens in zip(indices, rows.lengths.tolist(), rows.tokens, strict=True):
+        assert torch.equal(stream[own[:length]], tokens[:length])
+    alike = {tuple(p[:n]) for p in prompts for n in range(8, len(p) + 1)}  # of a tree, below its 7th token
+    begun = {(p[7], i if sum(q[7] == p[7] for q in prompts) == 1 else -1) for i, p in enumerate(prompts)}
+    completions = int((rows.lengths - rows.prompt_lengths).sum())
+    assert stream.numel() == completions + len(alike) + 7 * len(begun)
+
+
+def test_a_micro_batch_counts_what_its_prompts_begin_with_once():
+    """Four prompts of 10 tokens, 9 of them shared, a token each: 14 tokens; or 2 micro-batches of 12."""
+    prefixes = Prefixes([0, 1, 2, 3], [10] * 4, [0, 9, 9, 9])
+    assert packed_micro_batches([11] * 4, prefixes, 17) == [[0, 1, 2, 3]]
+    assert packed_micro_batches([11] * 4, prefixes, 16) == [[0, 1], [2, 3]]
 
 
 def heads(seed, tokens, count, size=8):
@@ -82,17 +122,21 @@ def row_by_row(q, k, v, rows, *, scale, window):
 # Long completions go row by row; short ones are masked within their group: two of like length, and one alone.
 LONG = ([[1] * 3, [2], [3] * 5], [[[4] * 5, [5], [6] * 9], [[7]], [[8] * 20, [9] * 30]])
 SHORT = ([[1] * 12, [2] * 12, [3] * 40], [[[4] * 2, [5], [6] * 3], [[7], [8] * 2], [[9], [4] * 5, [5] * 2]])
+# The first two prompts, of groups with a mask, and the last, of rows alone, begin alike.
+BEGUN = ([[1] * 12, [1] * 10 + [2] * 3, [1] * 9], [[[4] * 2, [5]], [[7], [8] * 2], [[4] * 30, [5] * 30]])
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize(("made", "masks"), [(LONG, 0), (SHORT, 2)], ids=["long", "short"])
+@pytest.mark.parametrize(
+    ("made", "masks"), [(LONG, 0), (SHORT, 2), (BEGUN, 1)], ids=["long", "short", "begun"]
+)
 def test_block_attention_is_that_of_each_row_alone_with_its_gradient(window, kv_heads, made, masks):
     packs = rows_of(*made)
     layout = packed(packs, BlockKernel(), multiple=7)
     assert sum(block.mask is not None for block in layout.spans.blocks) == masks
     size = layout.tokens.shape[1]
-    indices = _stream_indices(*(t.tolist() for t in (packs.lengths, packs.group_ids, packs.prompt_lengths)))
+    indices = _stream_indices(packs.lengths.tolist(), shared_prefixes(packs))
     rows = [own[:length] for own, length in zip(indices, packs.lengths.tolist(), strict=True)]
     leaves = [heads(i, size, n).requires_grad_() for i, n in enumerate((4, kv_heads, kv_heads))]
     ours = layout.spans.attend(*leaves, scale=0.3, window=window, dropout=0.0)
@@ -114,7 +158,7 @@ def test_a_group_is_masked_where_it_compares_no_more_pairs_than_its_rows():
     assert found == [(4, 10, True), (1, 18, False)]
     shared = [np.r_[0:6, 6 + 3 * i : 9 + 3 * i] for i in range(4)]
     for device, masked in ((CPU, True), (torch.device("meta"), False)):
-        (block,) = BlockKernel().spans(shared, 18, device).blocks
+        (block,) = BlockKernel().spans(shared, [0] * 4, 18, device).blocks
         assert (block.mask is not None) is masked
 
 
@@ -146,7 +190,7 @@ def test_kernels_agree_on_rows_of_episodes_of_which_some_share_the_prompt():
     ours = by_blocks.spans.attend(*leaves, **how)
     torch.testing.assert_close(by_kernel.spans.attend(*leaves, **how), ours)
     # Row by row, each with all of its own tokens in front.
-    indices = _stream_indices(*(t.tolist() for t in (batch.lengths, batch.group_ids, batch.prompt_lengths)))
+    indices = _stream_indices(batch.lengths.tolist(), shared_prefixes(batch.rows))
     rows = [own[:length] for own, length in zip(indices, batch.lengths.tolist(), strict=True)]
     for row, tokens in zip(rows, batch.tokens, strict=True):
         assert torch.equal(by_blocks.tokens[0, row], tokens[: len(row)])
@@ -237,8 +281,11 @@ def loaded(path, packing):
 
 @pytest.mark.parametrize("name", list(architectures()))
 def test_log_probs_and_gradients_are_those_of_padded_rows(name, tmp_path):
+    """Prompts of 6 to 11 tokens, of which the last three begin with the same 8."""
     path = saved(architectures()[name], tmp_path)
-    batch = made_groups.batch(groups=3, samples=4)
+    batch = made_groups.batch(groups=6, samples=4)
+    alike = batch.tokens[:, :8]
+    alike[batch.group_ids >= 3] = alike[-1].clone()
     upstream = torch.randn(
         batch.tokens.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
@@ -249,8 +296,8 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(name, tmp_path):
         ((logprobs + 0.3 * entropies) * upstream).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in module.parameters()])
         results.append((logprobs.detach(), entropies.detach(), gradient))
-    # The prompt of each group is computed once instead of four times.
-    assert layout.tokens.numel() == int(batch.lengths.sum()) - 3 * sum(6 + i for i in range(3))
+    # The prompt of each group is computed once instead of four times, and what three begin with once.
+    assert layout.tokens.numel() == int(batch.lengths.sum()) - 3 * sum(6 + i for i in range(6)) - 2 * 8
     for apart, together in zip(*results, strict=True):
         # transformers norms are float32 for any dtype of the model.
         assert float((together - apart).norm() / apart.norm()) < 1e-6
@@ -275,16 +322,17 @@ def test_attention_cost_of_a_token_before_another(tmp_path):
 
 
 def test_micro_batches_of_the_worked_example():
-    assert packed_micro_batches([5, 6, 4, 8], [0, 0, 1, 1], [3] * 4, 12) == [[0, 1], [2, 3]]
-    assert packed_micro_batches([5, 6, 4, 8], [0, 0, 1, 1], [0] * 4, 12) == [[0, 1], [2, 3]]
-    assert packed_micro_batches([5, 6, 4, 8], [0, 0, 1, 1], [3] * 4, 17) == [[0, 1, 2, 3]]
-    assert packed_micro_batches([50, 6], [0, 1], [3, 3], 12) == [[0], [1]]
-    assert packed_micro_batches([], [], [], 12) == []
+    shared, apart = (Prefixes.of_prompts([0, 0, 1, 1], [size] * 4) for size in (3, 0))
+    assert packed_micro_batches([5, 6, 4, 8], shared, 12) == [[0, 1], [2, 3]]
+    assert packed_micro_batches([5, 6, 4, 8], apart, 12) == [[0, 1], [2, 3]]
+    assert packed_micro_batches([5, 6, 4, 8], shared, 17) == [[0, 1, 2, 3]]
+    assert packed_micro_batches([50, 6], Prefixes.of_prompts([0, 1], [3, 3]), 12) == [[0], [1]]
+    assert packed_micro_batches([], Prefixes.of_prompts([], []), 12) == []
 
 
 def test_a_shared_prompt_counts_in_the_copies_of_attention():
     """Nine rows of a prompt of 99 and one token are 108 tokens, and attention's copies of them 900."""
-    rows = [100] * 9, [0] * 9, [99] * 9
+    rows = [100] * 9, Prefixes.of_prompts([0] * 9, [99] * 9)
     assert packed_micro_batches(*rows, 225) == [list(range(9))]
     assert [len(part) for part in packed_micro_batches(*rows, 200)] == [5, 4]
 
@@ -301,7 +349,7 @@ def described(drawn):
 @given(LENGTHS, st.integers(1, 120))
 def test_packed_micro_batches_hold_every_row_once_within_the_budget(drawn, budget):
     lengths, groups, prompts = described(drawn)
-    parts = packed_micro_batches(lengths, groups, prompts, budget)
+    parts = packed_micro_batches(lengths, Prefixes.of_prompts(groups, prompts), budget)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     for part in parts:
         stream = sum(lengths[r] - prompts[r] for r in part) + sum(2 + g for g in {groups[r] for r in part})

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from grpo_dist.batch.sharding import packed_micro_batches
+from grpo_dist.batch.shared_prefixes import shared_prefixes
 from grpo_dist.config import Config
 from grpo_dist.tools.bench.record import StepRecord
 from grpo_dist.tools.bench.result import BenchResult, DecodeStep
@@ -105,9 +106,7 @@ def test_states_that_an_optimiser_keeps_outside_its_groups_are_compared_too():
 def test_micro_batches_of_an_update_are_as_full_as_plan_takes_them_to_be(tmp_path, size):
     batch = made_batch(size, 151936)
     rows = batch.rows
-    plan = packed_micro_batches(
-        rows.lengths.tolist(), rows.group_ids.tolist(), rows.prompt_lengths.tolist(), size.micro_batch
-    )
+    plan = packed_micro_batches(rows.lengths.tolist(), shared_prefixes(rows), size.micro_batch)
     assert [len(part) for part in plan] == [size.groups * size.samples] * 2
     config = update_config(on_gpu(tmp_path), size, dtype="bfloat16", zero_stage=1)
     own = attended(

@@ -1,0 +1,115 @@
+"""Which rows begin with the same tokens, so that packed rows compute these once.
+
+Samples of a group share their prompt, and prompts share what they begin with: a system prompt, worked
+examples. In the order of their tokens, what a prompt shares with any before it, it shares with the one right
+before it:
+
+    prompt    tokens        shared with the prompt before
+    0         7 7 7 3 1
+    1         7 7 7 3 5     4
+    2         7 7 7 9       3
+
+so the prompts of a step need no more tokens than a tree of them has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from grpo_dist.types import Rows, TrainBatch
+
+# Fewer tokens save less than attention pays to gather them; a token that begins every prompt is no prefix.
+_LEAST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """Of each row. Rows of one group with the same number of prompt tokens have the same prompt.
+
+    ``begun``: how many tokens its prompt shares with that of the group before, in the order of groups.
+    """
+
+    groups: list[int]
+    prompts: list[int]
+    begun: list[int]
+
+    @classmethod
+    def of_prompts(cls, groups: Sequence[int], prompts: Sequence[int]) -> Prefixes:
+        """Return the prefixes of rows that share the prompt of their group, and nothing between groups."""
+        return cls(list(groups), list(prompts), [0] * len(groups))
+
+
+def shared_prefixes(rows: Rows) -> Prefixes:
+    """Return what ``rows`` share. Groups are numbered in the order of their prompts' tokens where prompts
+    share something, and as they are elsewhere. Rows with routes share no more than their prompt: experts of
+    another group's prompt may be others.
+    """
+    own = Prefixes.of_prompts(prompt_groups(rows), rows.prompt_lengths.tolist())
+    return own if rows.routes is not None else _in_order_of_tokens(own, rows.tokens.cpu().numpy())
+
+
+def _in_order_of_tokens(own: Prefixes, tokens: np.ndarray) -> Prefixes:
+    prefixes, first, inverse = _distinct(own.groups, own.prompts)
+    prompts = [tokens[row, :size] for row, size in zip(first, prefixes[1], strict=True)]
+    keys = [prompt.astype(">i4").tobytes() for prompt in prompts]  # these compare as their tokens do
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    begun = np.zeros(len(order), np.int64)
+    for before, this in pairwise(order):
+        begun[this] = _common(prompts[before], prompts[this])
+    begun[begun < _LEAST] = 0
+    if not begun.any():
+        return own
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    return Prefixes(rank[inverse].tolist(), own.prompts, begun[inverse].tolist())
+
+
+def prompt_groups(rows: Rows) -> list[int]:
+    """Return group ids of rows that are computed with one prompt. Rows of a group whose prompt took other
+    experts have another id: the engine may have computed it once for each sample, in batches that round
+    differently.
+    """
+    groups, prompts = rows.group_ids.tolist(), rows.prompt_lengths.tolist()
+    if rows.routes is None:
+        return [int(group) for group in groups]
+    ids: dict[tuple[int, int, bytes | None], int] = {}
+    keys = (
+        (group, prompt, None if own is None else own.digest(prompt))
+        for group, prompt, own in zip(groups, prompts, rows.routes, strict=True)
+    )
+    return [ids.setdefault(key, len(ids)) for key in keys]
+
+
+def needed_tokens(updates: Sequence[TrainBatch]) -> float:
+    """Return the tokens of an update with everything that its prompts share once: the least that packed rows
+    need. The mean over updates that train on anything.
+    """
+    trained = [update.rows for update in updates if update.num_tokens] or [u.rows for u in updates]
+    return sum(map(_needed, trained)) / len(trained)
+
+
+def _needed(rows: Rows) -> int:
+    own = shared_prefixes(replace(rows, routes=None))
+    (_, sizes), first, _ = _distinct(own.groups, own.prompts)
+    completions = int(rows.lengths.sum() - rows.prompt_lengths.sum())
+    return completions + int(sizes.sum() - np.asarray(own.begun)[first].sum())
+
+
+def _distinct(groups: Sequence[int], prompts: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the distinct pairs of group and prompt length [2, N], the first row of each, and the pair of
+    each row.
+    """
+    pairs = np.array([groups, prompts], np.int64)
+    found, first, inverse = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
+    return found, first, inverse.reshape(-1)
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Return how many tokens both begin with."""
+    size = min(len(a), len(b))
+    other = a[:size] != b[:size]
+    return int(other.argmax()) if other.any() else size
