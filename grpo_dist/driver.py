@@ -25,7 +25,6 @@ from grpo_dist.health.watch import HealthWatch
 from grpo_dist.loop.chores import Checkpointer, Chores, StatefulParts
 from grpo_dist.loop.first_come import PIPELINES
 from grpo_dist.loop.kl_controller import KLController
-from grpo_dist.loop.metrics import rollout_metrics
 from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.publish import publish
 from grpo_dist.loop.staging import Staging, recorded_values
@@ -80,8 +79,7 @@ async def run(
             with timer("stage"):
                 staged = await staging.take(step, batch, kl_coef=kl.coef)
             staging.begin(step + 1, pipeline.oldest)
-            metrics = rollout_metrics(batch.sampled, step, config.data.pools, config.rewards) | staged.metrics
-            metrics |= await probe.finish(step, timer)
+            metrics = staged.metrics | await probe.finish(step, timer)
             trainable, metrics = health.judge_batch(step + 1, batch.groups, metrics)
             with timer("update"):
                 if trainable:

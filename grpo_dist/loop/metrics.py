@@ -57,7 +57,7 @@ def rollout_metrics(
         "rollout/entropy": _entropy(logprobs, finite),
         "rollout/nan_logprobs": float(np.count_nonzero(~have_logprobs(rollouts, finite))),
         "rollout/garbage_share": sum(g.garbage for g in groups) / len(lengths),
-        **_staleness(rows, version),
+        **staleness_metrics(rows, version),
     }
     if (first := rollouts[0]).temperature is not None and first.max_new_tokens is not None:
         temperatures = [r.temperature for r in rollouts if r.temperature is not None]
@@ -85,7 +85,7 @@ def rollout_metrics(
     return metrics | episode_metrics([r for r in rollouts if r.turns])
 
 
-def _staleness(rows: Sequence[Rollout | FurtherRow], version: int) -> dict[str, float]:
+def staleness_metrics(rows: Sequence[Rollout | FurtherRow], version: int) -> dict[str, float]:
     """Compute how much older than ``version`` the sampled tokens are, and count them."""
     own = [r.policy_versions if r.sampled is None else r.policy_versions[r.sampled] for r in rows]
     versions = np.concatenate(own)

@@ -23,7 +23,7 @@ from grpo_dist.batch.token_values import TokenValues, ValuesOfSamples, by_sample
 from grpo_dist.config import Config
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.loop.groups import ScoredBatch
-from grpo_dist.loop.metrics import distillation_metrics
+from grpo_dist.loop.metrics import distillation_metrics, rollout_metrics, sampling_cost
 from grpo_dist.loop.score_norms import score_norms_of
 from grpo_dist.loop.updates import learning_rows, make_updates, reward_moments, step_demonstrations
 from grpo_dist.types import TrainBatch
@@ -46,7 +46,7 @@ class Staged:
     tokens_recorded: bool  # the log-probs of the policy belong to ``values``
     rewards: Moments  # of all steps up to this one
     demonstrations: Sequence[str]  # uids of the step's
-    metrics: dict[str, float]  # of teachers
+    metrics: dict[str, float]  # of what was sampled, of its rewards and of teachers
 
 
 async def recorded_values(staged: Staged, policy: PolicyHandle, *, trained: bool) -> ValuesOfSamples | None:
@@ -57,7 +57,7 @@ async def recorded_values(staged: Staged, policy: PolicyHandle, *, trained: bool
     if staged.values is None:
         return None
     logprobs = await policy.token_logprobs() if trained and staged.tokens_recorded else {}
-    return by_sample(staged.source.groups, staged.values, logprobs)
+    return await asyncio.to_thread(by_sample, staged.source.groups, staged.values, logprobs)
 
 
 class Staging:
@@ -119,11 +119,11 @@ class Staging:
         self, step: int, batch: ScoredBatch, kl_coef: float, score_norms: Tensor | None = None
     ) -> Staged:
         """Runs in a thread, so that the loop keeps admitting and receiving groups."""
-        tracking = self._config.tracking
-        rewards = reward_moments(self._config.algorithm, batch.scored, self.rewards)
-        shown = step_demonstrations(self._config.demonstrations, self._demonstrations, step)
+        config, tracking = self._config, self._config.tracking
+        rewards = reward_moments(config.algorithm, batch.scored, self.rewards)
+        shown = step_demonstrations(config.demonstrations, self._demonstrations, step)
         updates, later_epochs = make_updates(
-            self._config,
+            config,
             batch.scored,
             step,
             kl_coef=kl_coef,
@@ -135,6 +135,9 @@ class Staging:
         with_signal = frozenset(chain.from_iterable(map(_groups_with_signal, updates)))
         tokens_recorded = tracking.samples and is_due(step + 1, tracking.token_values_every)
         values = values_of_rows(updates, tokens=tokens_recorded) if tracking.samples else None
+        metrics = rollout_metrics(batch.sampled, step, config.data.pools, config.rewards)
+        metrics |= distillation_metrics(batch.scored, with_signal)
+        metrics |= sampling_cost(batch.groups, batch.discarded, with_signal)
         return Staged(
             updates=self._policy.stage(updates, keep_logprobs=tokens_recorded, later_epochs=later_epochs),
             rows=sum(map(len, updates)),
@@ -148,7 +151,7 @@ class Staging:
             tokens_recorded=tokens_recorded,
             rewards=rewards,
             demonstrations=[demonstration.uid for demonstration in shown],
-            metrics=distillation_metrics(batch.scored, with_signal),
+            metrics=metrics,
         )
 
     def _inside(self, kl_coef: float) -> float | None:

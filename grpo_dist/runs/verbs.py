@@ -22,7 +22,7 @@ from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
 from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.groups import GroupDraw, GroupScorer, ScoredBatch, ScoredGroup
 from grpo_dist.loop.kl_controller import KLController
-from grpo_dist.loop.metrics import rollout_metrics, sampling_cost, trained_metrics
+from grpo_dist.loop.metrics import staleness_metrics, trained_metrics
 from grpo_dist.loop.pipeline import order_of
 from grpo_dist.loop.progress import ScheduleState
 from grpo_dist.loop.sampling_schedule import SamplingSchedule, drawn_with
@@ -33,7 +33,7 @@ from grpo_dist.runs.prepare import Prepared
 from grpo_dist.runtime.concurrency import deadline, gather
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.seeds import request_seed
-from grpo_dist.types import Group, Prompt, Rollout, Sampling
+from grpo_dist.types import Group, Prompt, Rollout, Sampling, training_rows
 from grpo_dist.workers import Workers
 
 if TYPE_CHECKING:  # Ray takes seconds to import
@@ -140,15 +140,14 @@ class Verbs:
     ) -> dict[str, float]:
         step, timer, groups = self.step, Stopwatch(), [s.group for s in scored]
         _check_division(self._config.batch.updates_per_step, len(groups))
-        metrics = rollout_metrics(groups, step, self._config.data.pools, self._config.rewards)
-        self._check_staleness(metrics["rollout/staleness_max"])
+        self._check_staleness(groups)
         if advantages is not None:
             _check_teachers(self._config.distillation)
         own = None if advantages is None else _checked(advantages, groups)
         staged = await self._staging.take(
             step, ScoredBatch(list(scored), advantages=own), kl_coef=self._kl.coef
         )
-        metrics |= staged.metrics | sampling_cost(groups, [], staged.groups_with_signal)
+        metrics = dict(staged.metrics)
         if self._synced == step:
             metrics |= await self._probe.finish(step, timer)
         judged = self._health.judge_batch(step + 1, groups, metrics, own_advantages=advantages is not None)
@@ -194,7 +193,9 @@ class Verbs:
         async with deadline(self._config.cluster.timeouts.sample_s, what, explain=explain):
             return await gather(work)
 
-    def _check_staleness(self, staleness: float) -> None:
+    def _check_staleness(self, groups: Sequence[Group]) -> None:
+        rows = training_rows([rollout for group in groups for rollout in group.rollouts])
+        staleness = staleness_metrics(rows, self.step)["rollout/staleness_max"]
         allowed = self._config.max_staleness
         if staleness <= allowed:
             return

@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import threading
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -45,6 +47,20 @@ def train(config, world, *, refresh=False):
 def test_the_next_batch_is_staged_while_the_optimiser_runs():
     events = train(fakes.config(steps=3, max_staleness=1), Slow())
     assert events == ["stage", "stage", "updated", "stage", "updated", "updated"]
+
+
+def test_what_visits_every_sample_of_a_step_leaves_the_loops_thread_free(monkeypatch):
+    """That thread launches and receives groups, and everything else waits for it."""
+    threads = {}
+
+    def noted(name, own, *arguments, **settings):
+        threads.setdefault(name, set()).add(threading.get_ident())
+        return own(*arguments, **settings)
+
+    for name in ("make_updates", "rollout_metrics", "sampling_cost", "needed_tokens", "by_sample"):
+        monkeypatch.setattr(staging, name, partial(noted, name, getattr(staging, name)))
+    train(fakes.config(steps=2, tracking={"samples": True}), Slow())
+    assert len(threads) == 5 and all(threading.get_ident() not in own for own in threads.values())
 
 
 def test_without_staleness_there_is_nothing_to_stage_ahead():

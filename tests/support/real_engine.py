@@ -186,20 +186,23 @@ class World(OnALoop):
         return self.run(self.sync.push(self.version))
 
 
-@torch.no_grad()
 def difference(model, prompt, rollouts, temperature=1.0):
     """Return the largest |engine - trainer| log-prob, in nats, over the tokens of ``rollouts``."""
+    return float(differences_of_tokens(model, prompt, rollouts, temperature).max())
+
+
+@torch.no_grad()
+def differences_of_tokens(model, prompt, rollouts, temperature=1.0):
+    """Return |engine - trainer| of each token's log-prob, nats, each sample alone and without padding."""
     module = TokenLogprobs(model, temperature=temperature, chunk_mib=8)
-    worst = 0.0
+    found = []
     for rollout in rollouts:
-        ids = torch.from_numpy(np.concatenate([prompt.token_ids, rollout.completion_ids]).astype(np.int64))[
-            None
-        ]
-        mask = torch.zeros_like(ids, dtype=torch.bool)
+        ids = torch.from_numpy(np.concatenate([prompt.token_ids, rollout.completion_ids]).astype(np.int64))
+        mask = torch.zeros(1, len(ids), dtype=torch.bool)
         mask[:, len(prompt.token_ids) :] = True
-        got = module(padded(ids, mask))[0][0, len(prompt.token_ids) :].numpy()
-        worst = max(worst, float(np.abs(got - rollout.logprobs).max()))
-    return worst
+        got = module(padded(ids[None], mask))[0][0, len(prompt.token_ids) :].numpy()
+        found.append(np.abs(got - rollout.logprobs))
+    return np.concatenate(found)
 
 
 def same(a, b):

@@ -62,6 +62,15 @@ class OpenWorker(PolicyWorker):
         return {name: t.clone() for bucket in self._trainer.weights.buckets(10_000) for name, t in bucket}
 
 
+class UpdatedWorker(OpenWorker):
+    """A rank that makes an optimiser update and shows the weights as transformers names them."""
+
+    def updated(self, batch):
+        self._trainer.update([batch])
+        buckets = self._trainer.weights.buckets(10_000, as_held=True)
+        return {name: t.clone() for bucket in buckets for name, t in bucket}
+
+
 def start(
     model_dir,
     *,

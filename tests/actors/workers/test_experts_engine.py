@@ -23,7 +23,7 @@ from tests.support.real_engine import PROMPTS, World, difference
 from tests.support.real_ranks import (
     ALGORITHM,
     TEMPERATURE,
-    OpenWorker,
+    UpdatedWorker,
     flat,
     gradients_of,
     on_all,
@@ -34,15 +34,6 @@ from tests.support.real_ranks import (
 pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE)]
 
 LIMIT = 1e-5  # nats, engine and trainer in float32
-
-
-class UpdatedWorker(OpenWorker):
-    """A rank that makes an optimiser update and shows the weights as transformers names them."""
-
-    def updated(self, batch):
-        self._trainer.update([batch])
-        buckets = self._trainer.weights.buckets(10_000, as_held=True)
-        return {name: t.clone() for bucket in buckets for name, t in bucket}
 
 
 EAGER = {"enforce_eager": True}  # an engine that compiles nothing starts sooner

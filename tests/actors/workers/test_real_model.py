@@ -1,0 +1,110 @@
+"""A real pretrained model in engine and trainer: 49,152 tokens, a tied head, prompts of its chat template."""
+
+import numpy as np
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_dist.batch.rows import make_batch
+from grpo_dist.batch.shared_prefixes import needed_tokens
+from grpo_dist.config import OptimizerConfig, PolicyConfig
+from grpo_dist.data.prompts import PromptFormat
+from grpo_dist.policy.attention import BlockKernel
+from grpo_dist.policy.model import TokenLogprobs, load_causal_lm
+from grpo_dist.policy.packing import packed, padded
+from grpo_dist.types import Group, Prompt, Rollout
+from tests.support.drawn import FILE
+from tests.support.real_engine import World, differences_of_tokens
+from tests.support.real_ranks import UpdatedWorker
+from tests.support.smollm2 import real_model
+
+pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE)]
+
+MEAN, MOST = 1e-5, 2e-4  # nats, engine and trainer in float32 over a vocabulary of 49,152
+QUESTIONS = ["What is 17 + 25?", "Name three primes.", "How many days has a leap year?"]
+
+
+def prompts_of(directory):
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ids = [np.array(PromptFormat().token_ids(question, tokenizer), np.int32) for question in QUESTIONS]
+    return [Prompt(f"p{i}", own, "1", "asked") for i, own in enumerate(ids)]
+
+
+def groups_of(prompts, samples=3):
+    """Return groups of random completions of 1 to 9 tokens."""
+    rng, groups = np.random.default_rng(0), []
+    for prompt in prompts:
+        made = [rng.integers(11, 49_000, rng.integers(1, 10)).astype(np.int32) for _ in range(samples)]
+        own = tuple(
+            Rollout(
+                prompt.uid,
+                i,
+                ids,
+                np.full(len(ids), -1, np.float32),
+                "stop",
+                "",
+                np.zeros(len(ids), np.int32),
+            )
+            for i, ids in enumerate(made)
+        )
+        groups.append(Group(prompt, own, np.arange(samples, dtype=np.float32), {}, ("",) * samples))
+    return groups
+
+
+def batch_of(groups):
+    advantages = [np.array([-1, 0.5, 1], np.float32)] * len(groups)
+    return make_batch(groups, advantages, ref_logprobs=None, max_new_tokens=16)
+
+
+def test_engine_and_trainer_are_the_same_model_before_and_after_an_update(ray_cluster):
+    directory = real_model()
+    prompts = prompts_of(directory)
+    settings = PolicyConfig(zero_stage=0, optimizer=OptimizerConfig(lr=1e-4, schedule="constant"))
+    world = World(directory, settings, UpdatedWorker, enforce_eager=True)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+        def apart(sampled):
+            pairs = zip(prompts, sampled, strict=True)
+            return np.concatenate([differences_of_tokens(model, *pair) for pair in pairs])
+
+        sampled = world.sample_all(prompts, max_new_tokens=16)
+        before = apart(sampled)
+        batch = batch_of([_group(*pair) for pair in zip(prompts, sampled, strict=True)])
+        held = ray.get(world.policy.ranks[0].updated.remote(batch))
+        model.load_state_dict(held, strict=False)
+        model.tie_weights()
+        world.push()
+        moved, after = apart(sampled), apart(world.sample_all(prompts, max_new_tokens=16))
+    finally:
+        world.close()
+    for own in (before, after):
+        assert len(own) > 20 and own.mean() < MEAN and own.max() < MOST
+    assert moved.mean() > 100 * MEAN
+
+
+def _group(prompt, rollouts):
+    return Group(prompt, tuple(rollouts), np.arange(3, dtype=np.float32), {}, ("",) * 3)
+
+
+def test_packed_rows_behind_one_system_prompt_have_the_numbers_of_rows_alone():
+    """The chat template begins every prompt with the same system prompt, which the stream has once."""
+    directory = real_model()
+    prompts = prompts_of(directory)
+    batch, results = batch_of(groups_of(prompts)), []
+    for layout in (packed(batch.rows, BlockKernel()), padded(batch.tokens, batch.loss_mask)):
+        packing = layout.spans is not None
+        how = {"dtype": torch.float32, "attention": "auto", "trust_remote_code": False}
+        module = TokenLogprobs(
+            load_causal_lm(directory, packing=packing, **how), temperature=1.0, chunk_mib=8
+        )
+        logprobs, _ = module(layout)
+        logprobs.sum().backward()
+        gradients = {name: p.grad for name, p in module.named_parameters()}
+        results.append((layout.tokens.numel(), logprobs.detach(), gradients))
+    (size, ours, gradients), (_, expected, theirs) = results
+    assert size == needed_tokens([batch]) < int(batch.lengths.sum()) - 20 * 2
+    assert float((ours - expected).abs().sum() / batch.loss_mask.sum()) < MEAN
+    for name, gradient in gradients.items():
+        assert float((gradient - theirs[name]).norm() / theirs[name].norm()) < 1e-4, name
