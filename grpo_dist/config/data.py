@@ -32,8 +32,8 @@ class ModelConfig(Section):
     )
     packing: bool = Field(
         True,
-        description="trainer and reference compute packed rows without padding, with a group's prompt once, "
-        "unless the architecture needs padded rows (linear attention, Mamba); false: padded rows",
+        description="rows are packed without padding, what prompts begin with is computed once (reference: "
+        "a group's prompt), unless the model needs padded rows (linear attention, Mamba); false: padded rows",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     trust_remote_code: bool = Field(False, description="run Python code that ships with the model")

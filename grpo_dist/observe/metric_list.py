@@ -327,7 +327,7 @@ METRICS = (
     Metric("throughput/computed_tokens", "tokens", "sum over ranks" + _UPDATES,
            "tokens that go through the trained model, padding too", ""),
     Metric("throughput/packing_efficiency", "share", "of those" + _UPDATES,
-           "tokens that are needed: each completion, and the prompt of a group once",
+           "tokens that are needed: each completion, and what prompts begin with once",
            "above 0.9; else raise `batch.micro_batch_tokens` (`model.packing`)"),
     Metric("throughput/<role>_<count>", "of the count", "sum over workers",
            "counts of the workers since the last step: `rollout_tokens`, sampled tokens as they are "
