@@ -233,7 +233,7 @@ class WeightSyncConfig(Section):
     )
     bucket_mb: PositiveInt | None = Field(
         None,
-        description="weights sent at once, MB; two such buckets exist; null: 256 on GPUs, else 4",
+        description="weights sent at once, MB; two such buckets exist; null: 256 on GPUs, else 32",
     )
     deltas: Literal["auto"] | bool = Field(
         False,

@@ -30,7 +30,7 @@ from grpo_dist.policy.weight_deltas import HeldWeights
 from grpo_dist.runtime.hardware import one_thread
 
 _MATRIX = 1 << 20  # parameters
-_BUCKET = 4 << 20  # bytes: `weight_sync.bucket_mb` on CPUs
+_BUCKET = 4 << 20  # bytes of `weight_sync.bucket_mb`
 _TIMEOUT_S = 300.0
 _CPU = torch.device("cpu")
 
