@@ -21,8 +21,8 @@ from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.hardware import transfer_backend
 
-# Size of a bucket, MiB. vLLM walks the whole model once a bucket: with 4 MiB a sync of 538 MB took a fifth longer
-# on CPUs.
+# Size of a bucket, MiB. vLLM walks the whole model once a bucket: on a CPU a sync of 538 MB took a fifth
+# longer with 4 MiB.
 _BUCKET_MB = {"cpu": 32, "cuda": 256}
 
 # Mapped memory does not leave its device: every rank sends to the process on its own device.
