@@ -6,8 +6,9 @@
     20:14:30    33.0 s  ready in 33.0 s: libraries 2.5 s, Ray 3.1 s, policy ranks 19.2 s, engines 26.2 s (...)
 
 Every stage has a line when it begins and one when it ends, with the time of day and the seconds since the
-command started. While stages are open, a line at least every 20 s names them and what each waits for. A live
-view replaces the lines for stages that begin or are open.
+command started. While stages are open, a line at least every 20 s names them and what each waits for; a
+training step after the first, whose line comes from its metrics, is named every two minutes. A live view
+replaces the lines for stages that begin or are open.
 
 One process has one terminal, so it has one log. Without a log, `stage` does nothing.
 """
@@ -24,18 +25,20 @@ from dataclasses import dataclass
 _NAMED = 3  # items that `names_of` lists
 _WORTH_S = 0.5  # of a stage that the line about the whole start names
 _EVERY_S = 15.0  # below the promised 20 s: a busy machine wakes threads late
+_STEP_EVERY_S = 120.0  # of a step that lasts, and of all that follow it
 
 
 @dataclass
 class Stage:
     """An open stage. ``waits_for`` describes what it waits for now. ``quiet``: it has lines only if it is
-    long.
+    long. ``is_step``: one of many alike, whose end is logged elsewhere.
     """
 
     name: str
     begin: float
     waits_for: Callable[[], str]
     quiet: bool
+    is_step: bool = False
     shown: bool = False
     note: str = ""
     took: str = ""  # what its parts took, once it is done
@@ -69,8 +72,10 @@ class StageLog:
         self._ended = threading.Event()
         self.has_view = False  # a live view shows the stages that are open
 
-    def begin(self, name: str, what: str, waits_for: Callable[[], str], quiet: bool) -> Stage:
-        stage = Stage(name, self._clock(), waits_for, quiet)
+    def begin(
+        self, name: str, what: str, waits_for: Callable[[], str], quiet: bool, is_step: bool = False
+    ) -> Stage:
+        stage = Stage(name, self._clock(), waits_for, quiet, is_step)
         with self._lock:
             self._open.append(stage)
             shown = not quiet and not self.has_view
@@ -85,7 +90,7 @@ class StageLog:
         with self._lock:
             self._open.remove(stage)
             self._ended_stages.append((stage, seconds))
-        if not stage.quiet or stage.shown:
+        if not stage.quiet or (stage.shown and (failed or not stage.is_step)):
             detail = f": {stage.took}" if stage.took else ""
             how = "failed after" if failed else "done in"
             self._print(f"{stage.name}: {how} {seconds_text(seconds)}{detail}")
@@ -116,7 +121,7 @@ class StageLog:
         """Describe the open stages."""
         with self._lock:
             now = self._clock()
-            return [stage.lasts(now) for stage in self._open]
+            return [stage.lasts(now) for stage in self._open if not stage.is_step]
 
     def beat(self) -> None:
         """Log the open stages, where nothing was logged for a while."""
@@ -125,7 +130,8 @@ class StageLog:
             if not self._open or self.has_view:
                 return
             since = max(self._last, min(stage.begin for stage in self._open))
-            if now - since < self._every_s:
+            every_s = _STEP_EVERY_S if all(stage.is_step for stage in self._open) else self._every_s
+            if now - since < every_s:
                 return
             for stage in self._open:
                 stage.shown = True
@@ -188,8 +194,8 @@ def stage(
 
 
 class LoopStages:
-    """Turns the phases of a training loop into stages: the first step, evaluations, checkpoints. Later steps
-    are not stages: the console has a line for each when it is done.
+    """Turns the phases of a training loop into stages: steps, evaluations, checkpoints. Only the first step
+    has lines of its own: the console has one for each step when it is done.
     """
 
     def __init__(self) -> None:
@@ -208,7 +214,7 @@ class LoopStages:
         elif name == "save":
             self._begin("checkpoint", quiet=True)
         elif self._stepped:
-            self.end()
+            self._begin("step", waits_for=lambda: self._phase, quiet=True, is_step=True)
         else:
             self._begin("first step", "samples, rewards and an update", lambda: self._phase)
 
@@ -224,12 +230,18 @@ class LoopStages:
             log.end(stage, failed=failed)
 
     def _begin(
-        self, name: str, what: str = "", waits_for: Callable[[], str] = str, *, quiet: bool = False
+        self,
+        name: str,
+        what: str = "",
+        waits_for: Callable[[], str] = str,
+        *,
+        quiet: bool = False,
+        is_step: bool = False,
     ) -> None:
         if name == self._name or _current is None:
             return
         self.end()
-        self._stage = _current, _current.begin(name, what, waits_for, quiet)
+        self._stage = _current, _current.begin(name, what, waits_for, quiet, is_step)
         self._name = name
 
 

@@ -191,7 +191,7 @@ def test_a_log_within_another_changes_nothing(capsys):
     assert "Ray: begins" in capsys.readouterr().out
 
 
-def test_the_loop_prints_stages_of_its_first_step_and_long_ones_of_later_steps(said):
+def test_the_loop_prints_stages_of_its_first_step_and_what_is_long_in_later_ones(said):
     loop = LoopStages()
     loop.phase("evaluate")
     loop.logged(step=False)
@@ -208,9 +208,13 @@ def test_the_loop_prints_stages_of_its_first_step_and_long_ones_of_later_steps(s
     loop.phase("save")
     said.now += 16.0
     said.log.beat()
-    loop.phase("sample")
-    said.now += 100.0
-    said.log.beat()
+    for phase in ("sample", "update"):  # a later step is named every two minutes, and its end elsewhere
+        loop.phase(phase)
+        for _ in range(3):
+            said.now += 50.0
+            said.log.beat()
+    assert open_stages() == []  # the view has the phases of a step
+    loop.logged(step=True)
     loop.end()
     assert said.texts() == [
         "evaluation: held-out problems are sampled and scored",
@@ -222,6 +226,8 @@ def test_the_loop_prints_stages_of_its_first_step_and_long_ones_of_later_steps(s
         "first step: done in 45.0 s",
         "waiting: checkpoint 16.0 s",
         "checkpoint: done in 16.0 s",
+        "waiting: step 2:30 min (sample)",
+        "waiting: step 5:00 min (update)",
     ]
 
 
