@@ -18,6 +18,7 @@ from torch import Tensor
 from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.schedules import is_due
+from grpo_dist.batch.epochs import regrouped
 from grpo_dist.batch.shared_prefixes import needed_tokens
 from grpo_dist.batch.token_values import TokenValues, ValuesOfSamples, by_sample, values_of_rows
 from grpo_dist.config import Config
@@ -37,7 +38,7 @@ class Staged:
     updates: StagedRef  # what `PolicyHandle.stage` returned
     rows: int  # of all updates together
     tokens: int  # of these rows; a prompt counts with each of its samples
-    needed_tokens: float  # of an update, a group's prompt counted once
+    needed_tokens: float  # of an update, what prompts share counted once
     loss_tokens: int  # of the tokens, those in the loss
     groups_with_signal: frozenset[int]  # groups, by index in the batch, that the update learns from
     source: ScoredBatch
@@ -132,6 +133,7 @@ class Staging:
             demonstrations=shown,
             score_norms=score_norms,
         )
+        later = [regrouped(updates, own) for epoch in later_epochs for own in epoch]
         with_signal = frozenset(chain.from_iterable(map(_groups_with_signal, updates)))
         tokens_recorded = tracking.samples and is_due(step + 1, tracking.token_values_every)
         values = values_of_rows(updates, tokens=tokens_recorded) if tracking.samples else None
@@ -142,7 +144,7 @@ class Staging:
             updates=self._policy.stage(updates, keep_logprobs=tokens_recorded, later_epochs=later_epochs),
             rows=sum(map(len, updates)),
             tokens=sum(int(update.lengths.sum()) for update in updates),
-            needed_tokens=needed_tokens(updates),
+            needed_tokens=needed_tokens([*updates, *later]),
             loss_tokens=sum(map(_trained_tokens, updates)),
             groups_with_signal=with_signal,
             source=batch,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_dist.algorithms.schedules import is_due
+from grpo_dist.batch.shared_prefixes import needed_tokens
 from grpo_dist.batch.streams import batch_of
 from grpo_dist.config import Config, SFTConfig
 from grpo_dist.data.demonstrations import Demonstration
@@ -80,7 +81,7 @@ class _Staged:
     update: StagedRef
     groups: list[Group]
     tokens: int  # of all rows
-    needed_tokens: float  # the same: rows share no prompt
+    needed_tokens: float  # of these, what demonstrations begin with once
     loss_tokens: int  # of these tokens, those in the loss
     epoch: float  # passes over the demonstrations, with this step
 
@@ -108,7 +109,7 @@ class _Batches:
         epoch = (step + 1) * settings.batch_size / count
         update = self._policy.stage([batch], keep_logprobs=False)
         tokens = int(batch.lengths.sum())
-        return _Staged(update, groups, tokens, float(tokens), round(batch.num_tokens), epoch)
+        return _Staged(update, groups, tokens, needed_tokens([batch]), round(batch.num_tokens), epoch)
 
 
 @dataclass(frozen=True, slots=True)

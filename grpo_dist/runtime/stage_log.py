@@ -25,7 +25,8 @@ from dataclasses import dataclass
 _NAMED = 3  # items that `names_of` lists
 _WORTH_S = 0.5  # of a stage that the line about the whole start names
 _EVERY_S = 15.0  # below the promised 20 s: a busy machine wakes threads late
-_STEP_EVERY_S = 120.0  # of a step that lasts, and of all that follow it
+_STEP = "step"  # any but the first
+_STEP_EVERY_S = 120.0
 
 
 @dataclass
@@ -89,7 +90,8 @@ class StageLog:
         seconds = self._clock() - stage.begin
         with self._lock:
             self._open.remove(stage)
-            self._ended_stages.append((stage, seconds))
+            if not stage.is_step:
+                self._ended_stages.append((stage, seconds))
         if not stage.quiet or (stage.shown and (failed or not stage.is_step)):
             detail = f": {stage.took}" if stage.took else ""
             how = "failed after" if failed else "done in"
@@ -214,14 +216,15 @@ class LoopStages:
         elif name == "save":
             self._begin("checkpoint", quiet=True)
         elif self._stepped:
-            self._begin("step", waits_for=lambda: self._phase, quiet=True, is_step=True)
+            self._begin(_STEP, waits_for=lambda: self._phase, quiet=True, is_step=True)
         else:
             self._begin("first step", "samples, rewards and an update", lambda: self._phase)
 
     def logged(self, *, step: bool) -> None:
         """Record that metrics of a step or of an evaluation were logged."""
         self._stepped = self._stepped or step
-        self.end()
+        if step or self._name != _STEP:  # an evaluation that ran meanwhile ends no step
+            self.end()
 
     def end(self, *, failed: bool = False) -> None:
         if self._stage is not None:

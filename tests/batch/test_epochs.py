@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.batch.epochs import redrawn, regrouped
 from grpo_dist.batch.rows import split_updates
 from grpo_dist.batch.sharding import shard
+from grpo_dist.batch.shared_prefixes import shared_prefixes
 from grpo_dist.config.files import ConfigError, load_config
-from grpo_dist.loop.groups import ScoredGroup
+from grpo_dist.loop.groups import ScoredBatch, ScoredGroup
+from grpo_dist.loop.staging import Staging
 from grpo_dist.loop.updates import make_updates
 from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.policy.packing import _stream_indices
 from grpo_dist.types import EpochUpdate, PreparedBatch
 from tests.support import fakes, made_groups
 from tests.support.good_inputs import CONFIG
@@ -110,6 +114,34 @@ def test_updates_of_later_epochs_follow_from_the_seed_and_the_step():
     assert other != found
     plain = fakes.config(batch={"prompts_per_step": 4, "samples_per_prompt": 2, "updates_per_step": 2})
     assert make_updates(plain, groups, 0, kl_coef=0.0)[1] == []
+
+
+def test_the_tokens_that_are_needed_are_those_of_all_epochs():
+    """Two beginnings of 40 tokens, two groups of each, two updates: 4 x 40 tokens or 2 x 40, as they are
+    dealt.
+    """
+    made = group_of([1, 0], [2, 2], prompt_tokens=41)
+    groups = [replace(made, prompt=prompt_of(made, first=i % 2, last=i)) for i in range(4)]
+    seen = set()
+    for step in range(6):
+        config = configured()
+        updates, later = make_updates(config, scored(*groups), step, kl_coef=0.0)
+        every = [*updates, *(regrouped(updates, own) for epoch in later for own in epoch)]
+        computed = [stream_of(update) for update in every]
+        staged = Staging(config, fakes.World(), Moments())._stage(step, ScoredBatch(scored(*groups)), 0.0)
+        assert staged.needed_tokens == pytest.approx(sum(computed) / len(every))
+        seen.add(staged.needed_tokens)
+    assert len(seen) > 1
+
+
+def prompt_of(group, *, first, last):
+    ids = np.r_[np.full(40, first + 1), last + 10].astype(np.int32)
+    return replace(group.prompt, uid=f"p{last}", token_ids=ids)
+
+
+def stream_of(update):
+    indices = _stream_indices(update.lengths.tolist(), shared_prefixes(update.rows))
+    return int(indices.max()) + 1
 
 
 def test_no_update_of_any_epoch_is_left_without_rows():

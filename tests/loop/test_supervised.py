@@ -2,10 +2,12 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.config import SupervisedConfig
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.errors import Preempted
@@ -99,6 +101,23 @@ def test_the_completion_alone_is_trained_and_all_of_the_batch_s_tokens_are_the_d
     metrics = job.logged[1]
     assert (metrics["train/rows"], metrics["train/tokens"], metrics["train/loss_tokens"]) == (3, 12, 6)
     assert metrics["train/epoch"] == 1.0 and metrics["throughput/tokens_per_s"] > 0
+
+
+def test_what_demonstrations_begin_with_is_needed_once(monkeypatch):
+    """A system prompt of 20 tokens and a 7 in front of one that differs: 21 + 4 tokens, and completions."""
+    begun = [
+        replace(own, token_ids=np.r_[np.full(20, 99), own.token_ids].astype(np.int32))
+        for own in demonstrations(4)
+    ]
+
+    async def computed(self, batches, *, kl_coef, bounds, _own=Job.update):
+        return await _own(self, batches, kl_coef=kl_coef, bounds=bounds) | {COMPUTED_TOKENS: 64.0}
+
+    monkeypatch.setattr(Job, "update", computed)
+    job = Job().run(config(steps=1, batch_size=4, sft={"max_length": 40}), begun)
+    completions = sum(len(own.completion_ids) for own in begun)
+    needed = 21 + 4 + completions  # all begin with the 20 and a 7
+    assert job.logged[1]["throughput/packing_efficiency"] == pytest.approx(needed / 64.0)
 
 
 def test_validation_loss_is_the_mean_over_tokens_before_during_and_after():

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.workers.engine_settings import EngineSpec
+from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.config import BatchConfig, Config, PolicyConfig
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult
@@ -188,8 +189,22 @@ def _training(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], resu
     work = [_updates(rates.config.batch, step) for step in steps]
     compute = sum(at_peak.compute_s(own) for own in work) / len(steps)
     others = sum(at_peak.update_s(own) for own in work) / len(steps) - compute
-    share = compute * trained / max(result.figures["training/step_s"] - others, 1e-9)
+    computed = compute * trained * _computed_share(work, trained, result, packed=rates.config.model.packing)
+    share = computed / max(result.figures["training/step_s"] - others, 1e-9)
     return replace(rates.reached, training=share)
+
+
+def _computed_share(
+    work: Sequence[Sequence[UpdateWork]], trained: float, result: BenchResult, *, packed: bool
+) -> float:
+    """Return how much of the tokens of ``work``, of which a share was ``trained``, the bench computed: less
+    than all where prompts of several groups begin alike.
+    """
+    seen = [step[COMPUTED_TOKENS] for step in result.steps if COMPUTED_TOKENS in step]
+    if not packed or len(seen) < len(work):
+        return 1.0
+    streams = sum(sum(p + sum(n) for u in own for p, n in u.groups) / len(own) for own in work)
+    return min(1.0, sum(seen) / (streams * trained))
 
 
 def _updates(batch: BatchConfig, groups: Sequence[tuple[int, tuple[int, ...]]]) -> list[UpdateWork]:

@@ -177,7 +177,9 @@ def activation_bytes(
 
 
 def attended(batch: BatchConfig, settings: ModelConfig, workload: Workload, tokens: float) -> float:
-    """Return the tokens of the rows in a packed stream of ``tokens``; each row repeats the prompt."""
+    """Return the tokens of the rows in a packed stream of ``tokens``; each row repeats the prompt. What the
+    prompts of several groups begin with is not known here: with it they are more, `ATTENDED` times at most.
+    """
     if not settings.packing:
         return tokens
     each = workload.prompt_tokens / batch.samples_per_prompt + workload.mean

@@ -1,8 +1,8 @@
 """Memory and time of a pipeline's sft stage: the policy's ranks alone, and one update a step.
 
-The memory is that of a policy rank whose micro-batches hold demonstrations: no prompt is shared, and no
-engine sleeps there. A step is the update of `rates`, a validation loss a forward pass over what is held
-out.
+The memory is that of a policy rank whose micro-batches hold demonstrations, which are taken to share no
+tokens, and no engine sleeps there. A step is the update of `rates`, a validation loss a forward pass over
+what is held out.
 """
 
 from __future__ import annotations
