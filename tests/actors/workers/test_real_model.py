@@ -97,7 +97,7 @@ def test_packed_rows_behind_one_system_prompt_have_the_numbers_of_rows_alone():
         packing = layout.spans is not None
         how = {"dtype": torch.float32, "attention": "auto", "trust_remote_code": False}
         module = TokenLogprobs(
-            load_causal_lm(directory, packing=packing, **how), temperature=1.0, chunk_mib=8
+            load_causal_lm(str(directory), packing=packing, **how), temperature=1.0, chunk_mib=8
         )
         logprobs, _ = module(layout)
         logprobs.sum().backward()
