@@ -108,9 +108,9 @@ class BlockKernel:
         self, rows: Sequence[np.ndarray], groups: Sequence[int], size: int, device: torch.device
     ) -> BlockSpans:
         longest = _LONGEST_GROUP if device.type == "cpu" else 0
-        together, tokens, alone = _worth_a_mask(rows, groups, longest=longest)
+        together, alone = _worth_a_mask(rows, groups, longest=longest)
         blocks, back, end = [], np.zeros(size, np.int64), 0
-        for own, masked in ((alone, False), (tokens, True)):
+        for own, masked in ((alone, False), ([tokens for _, tokens in together], True)):
             for members in _alike([len(row) for row in own]):
                 longest = len(own[members[0]])
                 indices = np.zeros((len(members), longest), np.int64)
@@ -119,7 +119,7 @@ class BlockKernel:
                     indices[i, : len(row)] = row
                     back[row] = np.arange(end, end + len(row))
                     end += longest
-                mask = _mask([(together[m], tokens[m]) for m in members], longest, device) if masked else None
+                mask = _mask([together[m] for m in members], longest, device) if masked else None
                 index = torch.from_numpy(indices.ravel()).to(device)
                 blocks.append(_Block(index, len(members), longest, mask))
         return BlockSpans(tuple(blocks), torch.from_numpy(back).to(device))
@@ -127,24 +127,24 @@ class BlockKernel:
 
 def _worth_a_mask(
     rows: Sequence[np.ndarray], groups: Sequence[int], *, longest: int
-) -> tuple[list[list[np.ndarray]], list[np.ndarray], list[np.ndarray]]:
-    """Return the rows of each group that shares tokens, has at most ``longest``, and compares no more pairs
-    together than row by row; the tokens of each of these groups; and the other rows in order.
+) -> tuple[list[tuple[list[np.ndarray], np.ndarray]], list[np.ndarray]]:
+    """Return the rows and the tokens of each group that shares tokens, has at most ``longest``, and compares
+    no more pairs together than row by row; and the other rows in order.
     """
     sharing: dict[tuple[int, int], list[int]] = {}
     for i, (row, group) in enumerate(zip(rows, groups, strict=True)):
         sharing.setdefault((group, int(row[0])), []).append(i)
-    together, tokens, alone = [], [], set(range(len(rows)))
+    together: list[tuple[list[np.ndarray], np.ndarray]] = []
+    alone = set(range(len(rows)))
     for members in sharing.values():
         own = [rows[i] for i in members]
         if len(own) == 1 or max(map(len, own)) > longest:
             continue
         union = np.unique(np.concatenate(own))
         if len(union) <= longest and len(union) ** 2 <= sum(len(row) ** 2 for row in own):
-            together.append(own)
-            tokens.append(union)
+            together.append((own, union))
             alone.difference_update(members)
-    return together, tokens, [rows[i] for i in sorted(alone)]
+    return together, [rows[i] for i in sorted(alone)]
 
 
 def _mask(

@@ -32,17 +32,21 @@ _STEP_EVERY_S = 120.0
 @dataclass
 class Stage:
     """An open stage. ``waits_for`` describes what it waits for now. ``quiet``: it has lines only if it is
-    long. ``is_step``: one of many alike, whose end is logged elsewhere.
+    long.
     """
 
     name: str
     begin: float
     waits_for: Callable[[], str]
     quiet: bool
-    is_step: bool = False
     shown: bool = False
     note: str = ""
     took: str = ""  # what its parts took, once it is done
+
+    @property
+    def is_step(self) -> bool:
+        """True for one of many alike, whose end is logged elsewhere."""
+        return self.name == _STEP
 
     def lasts(self, now: float) -> str:
         waits = self.note
@@ -73,10 +77,8 @@ class StageLog:
         self._ended = threading.Event()
         self.has_view = False  # a live view shows the stages that are open
 
-    def begin(
-        self, name: str, what: str, waits_for: Callable[[], str], quiet: bool, is_step: bool = False
-    ) -> Stage:
-        stage = Stage(name, self._clock(), waits_for, quiet, is_step)
+    def begin(self, name: str, what: str, waits_for: Callable[[], str], quiet: bool) -> Stage:
+        stage = Stage(name, self._clock(), waits_for, quiet)
         with self._lock:
             self._open.append(stage)
             shown = not quiet and not self.has_view
@@ -216,7 +218,7 @@ class LoopStages:
         elif name == "save":
             self._begin("checkpoint", quiet=True)
         elif self._stepped:
-            self._begin(_STEP, waits_for=lambda: self._phase, quiet=True, is_step=True)
+            self._begin(_STEP, waits_for=lambda: self._phase, quiet=True)
         else:
             self._begin("first step", "samples, rewards and an update", lambda: self._phase)
 
@@ -233,18 +235,12 @@ class LoopStages:
             log.end(stage, failed=failed)
 
     def _begin(
-        self,
-        name: str,
-        what: str = "",
-        waits_for: Callable[[], str] = str,
-        *,
-        quiet: bool = False,
-        is_step: bool = False,
+        self, name: str, what: str = "", waits_for: Callable[[], str] = str, *, quiet: bool = False
     ) -> None:
         if name == self._name or _current is None:
             return
         self.end()
-        self._stage = _current, _current.begin(name, what, waits_for, quiet, is_step)
+        self._stage = _current, _current.begin(name, what, waits_for, quiet)
         self._name = name
 
 

@@ -1,5 +1,7 @@
 """A real pretrained model in engine and trainer: 49,152 tokens, a tied head, prompts of its chat template."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import ray
@@ -13,7 +15,8 @@ from grpo_dist.data.prompts import PromptFormat
 from grpo_dist.policy.attention import BlockKernel
 from grpo_dist.policy.model import TokenLogprobs, load_causal_lm
 from grpo_dist.policy.packing import packed, padded
-from grpo_dist.types import Group, Prompt, Rollout
+from grpo_dist.types import Group, Prompt
+from tests.support import made_groups
 from tests.support.drawn import FILE
 from tests.support.real_engine import World, differences_of_tokens
 from tests.support.real_ranks import UpdatedWorker
@@ -31,25 +34,10 @@ def prompts_of(directory):
     return [Prompt(f"p{i}", own, "1", "asked") for i, own in enumerate(ids)]
 
 
-def groups_of(prompts, samples=3):
-    """Return groups of random completions of 1 to 9 tokens."""
-    rng, groups = np.random.default_rng(0), []
-    for prompt in prompts:
-        made = [rng.integers(11, 49_000, rng.integers(1, 10)).astype(np.int32) for _ in range(samples)]
-        own = tuple(
-            Rollout(
-                prompt.uid,
-                i,
-                ids,
-                np.full(len(ids), -1, np.float32),
-                "stop",
-                "",
-                np.zeros(len(ids), np.int32),
-            )
-            for i, ids in enumerate(made)
-        )
-        groups.append(Group(prompt, own, np.arange(samples, dtype=np.float32), {}, ("",) * samples))
-    return groups
+def groups_of(prompts):
+    """Return groups of three random completions."""
+    rng = np.random.default_rng(0)
+    return [replace(made_groups.group(i, rng, samples=3), prompt=own) for i, own in enumerate(prompts)]
 
 
 def batch_of(groups):
