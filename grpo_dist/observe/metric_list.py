@@ -328,8 +328,7 @@ METRICS = (
            "tokens that go through the trained model, padding too", ""),
     Metric("throughput/packing_efficiency", "share", "of those" + _UPDATES,
            "tokens that are needed: each completion, and what prompts begin with once",
-           "above 0.9; else raise `batch.micro_batch_tokens` (`model.packing`); each rank repeats what all "
-           "prompts begin with, and with `policy.router_replay` groups share nothing"),
+           "0.9; else raise `batch.micro_batch_tokens`; each rank and router replay repeat what is shared"),
     Metric("throughput/<role>_<count>", "of the count", "sum over workers",
            "counts of the workers since the last step: `rollout_tokens`, sampled tokens as they are "
            "produced; `rollout_turns`, turns of episodes; `rollout_drafts`, `rollout_drafted_tokens` and "
