@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.errors import RERUN, RunEnded, UserError, refusals
+from grpo_dist.runtime.imports import without_collections
 from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
 from grpo_dist.runtime.version import __version__
 from grpo_dist.tools.arguments import add_command, add_inputs
@@ -88,7 +89,7 @@ def _train(path: str, overrides: list[str]) -> None:
 
         config = load_config(path, overrides)
         with stages_logged(enabled=config.tracking.console):
-            with stage("libraries", "are loaded"):
+            with stage("libraries", "are loaded"), without_collections():
                 from grpo_dist.runs.session import train
 
             train(config)

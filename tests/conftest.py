@@ -1,5 +1,6 @@
 """Shared fixtures. Shapes written in signatures are checked while tests run, and only then."""
 
+import gc
 import os
 import random
 from pathlib import Path
@@ -19,7 +20,10 @@ os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 # Before test files are imported, and for the processes that share them out.
 os.environ.setdefault("GRPO_DIST_TEST_SEED", str(random.SystemRandom().randrange(10**6)))
 
-import tests.support.shapes  # noqa: F401  the hook below names its checker
+# Imports make a million objects, which stay. A collection looks at none of them: not now, and not in a test.
+gc.disable()
+
+import tests.support.shapes  # noqa: E402, F401  the hook below names its checker
 
 _REWARDS = [f"grpo_dist.rewards.{name}" for name in ("combine", "episodes", "model_heads", "models", "steps")]
 _CHECKED = ["grpo_dist.algorithms", "grpo_dist.batch", "grpo_dist.policy", *_REWARDS]
@@ -57,6 +61,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Draw tests from their families. Long files begin first: the others are distributed in parallel."""
     draw_families(items)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries report leaks as the process ends
 
 
 def pytest_report_header() -> str:

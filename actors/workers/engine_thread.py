@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import psutil
 
 from grpo_dist.runtime.hardware import device_type
+from grpo_dist.runtime.imports import without_collections
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -303,10 +304,11 @@ class EngineThread:
 
 
 def _make(arguments: dict[str, Any], imported: Callable[[], None]) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.executor import Executor
+    with without_collections():
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.executor import Executor
 
     imported()
     # The usage context selects vLLM's defaults for batch use: larger prefills.

@@ -7,10 +7,11 @@ and `shadowing` reports it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from importlib.metadata import EntryPoint, entry_points
+from functools import lru_cache, partial
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
@@ -41,11 +42,19 @@ class OwnPiece:
 def registered(kind: Kind) -> dict[str, list[EntryPoint]]:
     """Return the entry points of a kind's group by name: more than one where packages disagree."""
     found: dict[str, list[EntryPoint]] = {}
-    for point in entry_points(group=kind.group):
+    for point in _installed(tuple(sys.path)).select(group=kind.group):
         same = found.setdefault(point.name, [])
         if point.value not in {other.value for other in same}:
             same.append(point)
     return found
+
+
+@lru_cache(maxsize=1)
+def _installed(path: tuple[str, ...]) -> EntryPoints:
+    """Return the entry points of all packages on ``path``, which is `sys.path`. Reading them takes 20 ms, and
+    a configuration asks about ten times.
+    """
+    return entry_points()
 
 
 def target_of(kind: Kind, name: str) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 
 from grpo_dist.runtime.address_space import limit_address_space
 from grpo_dist.runtime.guardian import die_with, fork_guarded
+from grpo_dist.runtime.imports import without_collections
 
 _CANCELLED_S = 1.0  # seconds that cancelled calls have to end
 
@@ -40,9 +41,10 @@ def main() -> None:
     os.dup2(nothing, 1)
     os.register_at_fork(after_in_child=partial(_close, (requests.fileno(), replies, lifeline)))
     if own:
-        from grpo_dist.rewards.math import grade  # only here, so that processes of user code start fast
+        with without_collections():
+            from grpo_dist.rewards.math import grade  # only here, so that processes of user code start fast
 
-        grade("\\boxed{1}", "2")  # warm-up: imports the parser and builds its tables
+            grade("\\boxed{1}", "2")  # warm-up: imports the parser and builds its tables
     limit_address_space(memory_mb)
     _reply(replies, "ready")
     while True:

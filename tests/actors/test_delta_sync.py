@@ -14,7 +14,7 @@ from tests.support.drawn import FILE
 from tests.support.real_engine import PROMPTS, MovingWorker, difference, same
 from tests.support.two_engines import TwoEngines, on_the_loop, world_of
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("lost engines", FILE)]
+pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE)]
 
 SEEDS = [1, 2, 3]
 SAMPLING = Sampling(max_new_tokens=24)

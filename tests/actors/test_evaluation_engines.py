@@ -23,7 +23,7 @@ from tests.support.patience import HANG_S
 from tests.support.real_engine import ACTORS, PROMPTS, OnALoop, difference, one_rank, same
 from tests.support.two_engines import world_of
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("lost engines", FILE), pytest.mark.long]
+pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE), pytest.mark.long]
 
 SEEDS, SAMPLING = [1, 2, 3], Sampling(max_new_tokens=48)
 

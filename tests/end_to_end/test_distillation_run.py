@@ -52,12 +52,24 @@ def apart(tmp_path_factory):
     return directory
 
 
-@pytest.mark.family("same numbers")
+@pytest.mark.family("whole runs")
 def test_teachers_and_demonstrations_give_the_same_digits_in_turns_and_after_a_kill(apart, tmp_path):
     shared = (*COMMON, "cluster.placement=colocated")
     run(tmp_path, *shared, check=False, kill_after="step_000002")
     run(tmp_path, *shared)
     assert numbers(tmp_path)[-1] == numbers(apart)[-1]
+    ledgers = [(directory / "runs/run/ledger.jsonl").read_text() for directory in (apart, tmp_path)]
+    assert ledgers[0] == ledgers[1]
+
+
+@pytest.mark.family("whole runs")
+def test_teachers_that_are_killed_are_replaced_and_change_no_digit(apart, tmp_path):
+    """One with a model of its own, and the reference, which teaches too."""
+    run(tmp_path, *COMMON, "cluster.placement=separate", kill_after="step_000001", lose="ReferenceWorker")
+    lost = [line for line in metrics(tmp_path) if "loss/total" in line]
+    for role in ("teacher", "reference"):
+        assert sum(line[f"restarts/{role}"] for line in lost) == 1, role
+    assert numbers(tmp_path) == numbers(apart)
     ledgers = [(directory / "runs/run/ledger.jsonl").read_text() for directory in (apart, tmp_path)]
     assert ledgers[0] == ledgers[1]
 

@@ -37,6 +37,7 @@ def test_the_environment_of_the_guide_has_about_20_lines(here: Path) -> None:
     assert len([line for line in code if line.strip()]) <= 25
 
 
+@pytest.mark.family("costly")
 def test_check_shows_the_environment_its_tools_and_an_answer(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,6 +65,7 @@ def test_check_says_where_the_policy_is_not_told_of_a_tool() -> None:
     assert _not_told(described, "calculator, middle") == []
 
 
+@pytest.mark.family("costly")
 def test_an_episode_of_the_guide_reaches_its_end(here: Path) -> None:
     config = load_config(here / "guess.yaml")
     prepared = prepare(config, print)
@@ -94,6 +96,7 @@ def test_an_episode_of_the_guide_reaches_its_end(here: Path) -> None:
     assert last.done and last.reward == 1.0
 
 
+@pytest.mark.family("costly")
 def test_check_shows_the_environment_that_answers_in_batches(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +114,7 @@ def test_check_shows_the_environment_that_answers_in_batches(
     assert "judged:Judged" in told and "reward 1" in told
 
 
+@pytest.mark.family("costly")
 @pytest.mark.parametrize(("part", "broken", "words"), drawn("broken", [
     ("def start(self, problem):", "def start(self):", ["Guess/train:1", "start: TypeError", "every row"]),
     ("return Step(reward=1.0, done=True)", "return 1.0", ["trial action failed", "a float, expected a Step"]),

@@ -209,6 +209,7 @@ def test_an_evaluation_whose_prompts_are_scored_after_the_last_sample_meets_its_
     assert found["eval/held/unscored"] == 0
 
 
+@pytest.mark.family("costly")
 def test_mathematically_equal_answers_share_a_number():
     with GraderPool(2, timeout_s=HANG_S) as pool:
         texts = ["so \\boxed{1.50}", "it is 18.", "no idea", "<answer>$x+1$</answer>"]

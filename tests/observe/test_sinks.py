@@ -236,6 +236,7 @@ def test_tensorboard_has_every_scalar_the_configuration_and_hyperparameters(tmp_
     assert "_hparams_/experiment" in seen.summary_metadata
 
 
+@pytest.mark.family("costly")
 def test_wandb_has_metrics_tables_and_the_configuration(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = fakes.config(tracking=OFF | {"wandb": {"enabled": True, "mode": "offline"}})
@@ -293,6 +294,7 @@ def test_a_server_of_wandb_that_never_answers_leaves_an_offline_run(tmp_path):
     assert [row["reward/mean"] for row in rows] == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.family("costly")
 def test_mlflow_has_metrics_tables_parameters_and_files_of_one_run(tmp_path, monkeypatch):
     from mlflow.tracking import MlflowClient
 

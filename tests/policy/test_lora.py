@@ -18,7 +18,7 @@ from grpo_dist.policy.packing import padded
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 from tests.support.drawn import FILE, drawn
-from tests.support.real_ranks import ALGORITHM, TEMPERATURE, AdaptedWorker, flat, relative, start
+from tests.support.real_ranks import ALGORITHM, STREAMS, TEMPERATURE, AdaptedWorker, flat, relative, start
 
 pytestmark = [pytest.mark.machine, pytest.mark.family("ranks", FILE)]
 
@@ -47,16 +47,18 @@ def base_weights(model_dir):
     return {name: p.data for name, p in model.named_parameters()}
 
 
-def expected_gradients(model_dir, tensors, batch):
-    """Compute the adapters' gradients in float64, in this process, without DeepSpeed."""
+def expected_gradients(model_dir, tensors, batch, loss_of=None):
+    """Compute the adapters' gradients in float64, in this process, without DeepSpeed. ``batch``: also of
+    several streams, each row at its temperature.
+    """
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
     add_adapters(model, SETTINGS, seed=0)
     for name, parameter in adapter_parameters(model):
         parameter.data.copy_(tensors[name])
-    logprobs, _ = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
-        padded(batch.tokens, batch.loss_mask)
-    )
-    loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), loss_settings(ALGORITHM))
+    module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
+    logprobs, entropy = module(padded(batch.tokens, batch.wanted, batch.temperatures), with_entropy=True)
+    own = PreparedBatch.of(batch)
+    loss, _ = batch_loss(logprobs, own, loss_of or loss_settings(ALGORITHM), entropy=entropy)
     loss.backward()
     return {name: p.grad for name, p in adapter_parameters(model)}
 
@@ -96,6 +98,27 @@ def test_adapters_alone_train_and_merged_weights_are_base_plus_their_product(
         else:
             assert torch.equal(weight, base[name])
     assert relative(flat(gradients), flat(expected_gradients(tiny_model, low_rank, second))) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "shared"), drawn("adapters of streams", [(1, 0, 1), (2, 2, 2), (2, 3, 1)], 1)
+)
+def test_a_teacher_and_demonstrations_train_adapters_as_rewards_do(
+    forked_ranks, tiny_model, ranks, stage, shared
+):
+    """Also where two ranks share sequences."""
+    batch = made_groups.mixed_batch()
+    group = adapted(tiny_model, ranks=ranks, stage=stage, shared=shared, micro_batch_tokens=60)
+    asyncio.run(group.ready())
+    asyncio.run(group.update(group.stage([made_groups.batch(seed=1)])))
+    low_rank = on_all(group, "adapters")[0]
+    own = [PreparedBatch.of(part) for part in shard(batch, ranks // shared) for _ in range(shared)]
+    calls = [r.gradients_with.remote(part, STREAMS) for r, part in zip(group.ranks, own, strict=True)]
+    gradients, metrics = together(calls)[0]
+    asyncio.run(group.shutdown())
+    assert metrics["loss/teacher"] > 0 and metrics["loss/demonstrations"] > 0
+    expected = expected_gradients(tiny_model, low_rank, batch, STREAMS)
+    assert relative(flat(gradients), flat(expected)) < 1e-5
 
 
 @pytest.mark.parametrize("stage", drawn("adapters of a checkpoint", [(2,), (3,)], 1))

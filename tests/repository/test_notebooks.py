@@ -31,6 +31,7 @@ def test_there_are_six_and_the_guides_list_them() -> None:
     assert all(f"]({path.name})" in listed for path in NOTEBOOKS)
 
 
+@pytest.mark.family("costly")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_marimo_finds_nothing_wrong(path: Path) -> None:
     """No name is defined twice, no cell depends on itself, and the file is as marimo writes it."""

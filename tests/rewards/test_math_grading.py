@@ -334,6 +334,7 @@ def test_notation_of_a_number_is_not_arithmetic(gold: str, answer: str) -> None:
     assert grade(boxed(answer), gold) == Grade("correct", 1.0)
 
 
+@pytest.mark.family("costly")
 def test_a_pool_has_the_setting_for_arithmetic() -> None:
     for accept, outcome in ((False, "wrong"), (True, "correct")):
         with GraderPool(1, timeout_s=60.0, accept_arithmetic=accept) as pool:
@@ -598,6 +599,7 @@ def test_grading_works_outside_the_main_thread() -> None:
     assert outcomes == ["correct"]
 
 
+@pytest.mark.family("costly")
 def test_known_cases_are_judged_better_than_by_math_verify(shared_data) -> None:
     every = read_cases(shared_data / "equivalence_cases.jsonl")
     # Half of the hard ones, for time; tests.evidence.grading takes all.
@@ -618,6 +620,7 @@ def test_known_cases_are_judged_better_than_by_math_verify(shared_data) -> None:
     }
 
 
+@pytest.mark.family("costly")
 def test_real_solutions_are_graded_as_labelled(shared_data, tmp_path) -> None:
     lines = (shared_data / "gsm8k_graded_solutions.jsonl").read_text(encoding="utf-8").splitlines()[::4]
     sample = tmp_path / "sample.jsonl"

@@ -65,6 +65,7 @@ def pool(code: str) -> Iterator[GraderPool]:
 COMPLETIONS = ["<think>2+2</think>\\boxed{4}", "\\boxed{4}", "<think>2+2</think>\\boxed{5}", "no idea"]
 
 
+@pytest.mark.family("costly")
 def test_the_reward_is_the_weighted_sum_of_the_parts(pool: GraderPool) -> None:
     specs = [
         spec("math", "math", 1.0),
@@ -94,6 +95,7 @@ def test_an_unscored_sample_is_nan_not_zero(pool: GraderPool) -> None:
     assert scores.outcomes == ["correct", "wrong", "correct"]
 
 
+@pytest.mark.family("costly")
 def test_a_timeout_makes_its_own_sample_nan(code: str) -> None:
     hostile = completion_group(["\\boxed{4}", "\\boxed{9^{9^{9^9}}}", "\\boxed{4}"], "4")
     endless = completion_group(["a", "loop", "b"], "4")
@@ -321,6 +323,7 @@ def test_text_rewards(pool: GraderPool) -> None:
     assert scores.outcomes == ["", ""]
 
 
+@pytest.mark.family("costly")
 def test_a_gate_decides_which_samples_a_part_counts_for(code: str) -> None:
     specs = [
         spec("math", "math", 1.0),

@@ -90,6 +90,7 @@ def test_given_tokens_are_read_and_not_in_the_loss_which_float64_repeats(tmp_pat
     assert (flat - right).norm() / right.norm() < 1e-5
 
 
+@pytest.mark.family("costly")
 def test_the_same_settings_give_the_same_weights_and_another_seed_gives_others(tmp_path, monkeypatch):
     made = []
     for name, changes in (("a", {}), ("b", {}), ("c", {"seed": 1})):
@@ -121,6 +122,7 @@ def test_an_interrupted_cold_start_leaves_nothing_that_passes_for_a_model(tmp_pa
     assert [name for name in os.listdir(tmp_path) if name.lstrip(".").startswith("sft")] == []
 
 
+@pytest.mark.family("costly")
 def test_it_learns_the_response_and_where_to_stop(tmp_path):
     path = pairs_file(
         tmp_path / "sft.jsonl", {"prompt": "ab", "completion": "xyz"}, {"prompt": "cd", "completion": "u"}

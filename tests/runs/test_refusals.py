@@ -166,6 +166,7 @@ def test_an_installation_older_than_its_code_is_refused(here, capsys, monkeypatc
     assert not (here / "runs").exists()
 
 
+@pytest.mark.family("costly")
 def test_check_does_not_train(here, capsys):
     sft = "sft={model: 'demo:tiny', data: 'demo:add3', steps: 100000}"
     assert main(["check", "config.yaml", "model.path=sft", sft]) == 0
@@ -187,6 +188,7 @@ def test_training_problems_in_the_evaluation_set_are_refused_on_request(here, ca
     assert "3 of 3 problems are also in the training set" in message and "data.overlap=warn" in message
 
 
+@pytest.mark.family("costly")
 def test_check_refuses_the_same_settings_and_starts_nothing(here, capsys):
     assert "missing.jsonl" in refusal(capsys, "data.train.0.path=missing.jsonl", command="check")
     assert main(["check", "config.yaml"]) == 0

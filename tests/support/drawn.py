@@ -19,13 +19,16 @@ FILE = "file"
 
 # How many members of each family a run of the suite has.
 FAMILIES = {
-    "whole runs": 1,  # each has features of its own; test_end_to_end.py has those of every run
-    "same numbers": 1,  # ways to run, and interruptions, that change no number of a run
-    "engines": 1,  # real engines, each of another kind, and lines of `gpu-check` with engines
-    "lost engines": 1,  # engines, snapshots and environments that are lost
-    "ranks": 2,  # their offload, number and loss, supervised training; test_policy_ranks.py has the rest
+    # Each has features of its own, or changes no number of a run. test_end_to_end.py has those of every run.
+    "whole runs": 1,
+    # Of other kinds than that of test_engine.py, those that are lost, lines of `gpu-check` with engines.
+    "engines": 1,
+    "ranks": 1,  # their offload, number and loss, supervised training; test_policy_ranks.py has the rest
     "roles": 1,  # what graders, reward models, the reference and environments compute for a pool
-    "new processes": 2,  # what a program of its own shows: an installation, an import, another package
+    "new processes": 1,  # what a program of its own shows: an installation, an import, another package
+    # What takes a core for a second or more and is not about the numbers of an update: a quarter of each.
+    "costly": 60,
+    "costly actors": 20,
 }
 
 

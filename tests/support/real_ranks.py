@@ -20,6 +20,7 @@ from grpo_dist.config import (
     PolicyConfig,
     TimeoutsConfig,
 )
+from grpo_dist.policy.loss import LossSettings
 from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import PreparedBatch
@@ -31,6 +32,11 @@ ALGORITHM = AlgorithmConfig(
     correction=CorrectionConfig(kind="tis", high=2.0),
     aggregation="seq-mean-token-mean",
 )
+# Of a batch of rewards, teachers and demonstrations.
+STREAMS = LossSettings(
+    kl_coef=0.05, entropy_coef=0.01, correction_kind="tis", aggregation="seq-mean-token-mean",
+    teacher_coef=0.7, demonstration_coef=0.3,
+)  # fmt: skip
 
 
 class OpenWorker(PolicyWorker):

@@ -43,9 +43,10 @@ KILLED: list[str] = []  # marks of killed runs whose processes are not yet searc
 CLOCK = ("time/", "throughput/", "memory/")
 
 
-def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKILL):
+def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKILL, lose=None):
     """Runs `grpo-dist train` in ``directory``, until it ends or, with ``kill_after``, until that checkpoint
-    or a later one is there and the run is sent the signal ``number``.
+    or a later one is there and the run is sent the signal ``number``. With ``lose``, all its actors of that
+    class are killed instead, and the run continues.
 
     Fails when a process of the run outlives it.
     """
@@ -60,12 +61,14 @@ def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKIL
         while kill_after and not has_checkpoint(directory / "runs/run", kill_after):
             assert process.poll() is None, err.read_text()[-5000:]
             time.sleep(0.1)
-        if kill_after:
+        if lose:
+            kill_actors(lose, mark)
+        elif kill_after:
             process.send_signal(number)
         wait_for_end(process, lambda: [path.stat().st_size for path in (out, err)])
     done = subprocess.CompletedProcess(command, process.returncode, out.read_text(), err.read_text())
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    if kill_after and number == signal.SIGKILL:
+    if kill_after and not lose and number == signal.SIGKILL:
         # Ray's agents wait for their raylet before they exit. The next run does
         # not wait for them and checks at its end that they are gone.
         KILLED.append(mark)
@@ -74,6 +77,14 @@ def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKIL
     while KILLED:
         assert not survivors(KILLED.pop(), seconds=HANG_S)
     return done
+
+
+def kill_actors(name, mark):
+    """Kill all actors of class ``name`` of a run."""
+    own = [p for p in psutil.process_iter() if belongs(p, mark) and f"ray::{name}" in "".join(p.cmdline())]
+    assert own, f"no {name} runs"
+    for process in own:
+        process.kill()
 
 
 def has_checkpoint(run, name):

@@ -76,6 +76,7 @@ async def failed(worker, process):
     await worker.fail.remote()
 
 
+@pytest.mark.family("costly actors")
 def test_requests_of_a_lost_engine_are_sampled_exactly_once(ray_cluster, caplog):
     """Engines are killed, stopped, stuck in a step, and failed in a step, one after the other."""
 
@@ -122,6 +123,7 @@ def _lives(process):
         return False
 
 
+@pytest.mark.family("costly actors")
 def test_a_restarted_engine_samples_nothing_before_it_has_caught_up(ray_cluster):
     async def session():
         rollouts, caught_up = pool(1), []
@@ -140,6 +142,7 @@ def test_a_restarted_engine_samples_nothing_before_it_has_caught_up(ray_cluster)
     asyncio.run(session())
 
 
+@pytest.mark.family("costly actors")
 def test_a_caller_that_waited_for_an_engine_to_catch_up_finds_it_serving(ray_cluster):
     """A push that waits for the same lock must not consider the engine still away."""
 
@@ -166,6 +169,7 @@ def test_a_caller_that_waited_for_an_engine_to_catch_up_finds_it_serving(ray_clu
     assert asyncio.run(session()) == [1]
 
 
+@pytest.mark.family("costly actors")
 def test_an_engine_that_hangs_while_it_catches_up_is_replaced_again(ray_cluster):
     async def session():
         rollouts, stopped_at = pool(1, HANGS), []
@@ -186,6 +190,7 @@ def test_an_engine_that_hangs_while_it_catches_up_is_replaced_again(ray_cluster)
     asyncio.run(session())
 
 
+@pytest.mark.family("costly actors")
 def test_without_restarts_left_every_waiting_caller_learns_which_engine_failed(ray_cluster):
     async def session(restarts, losses):
         rollouts = pool(1, restarts)
@@ -216,6 +221,7 @@ def test_without_restarts_left_every_waiting_caller_learns_which_engine_failed(r
         assert "after 1 restart(s) within 3600 s, all of `cluster.restarts.max_per_worker`" in str(error)
 
 
+@pytest.mark.family("costly actors")
 def test_long_work_is_not_a_hang(ray_cluster):
     async def session():
         actor = one_at_a_time(Busy)
@@ -235,6 +241,7 @@ def test_long_work_is_not_a_hang(ray_cluster):
     asyncio.run(session())
 
 
+@pytest.mark.family("costly actors")
 def test_a_group_that_kills_two_reward_workers_is_left_unscored_and_the_next_is_scored(
     ray_cluster, tmp_path, caplog
 ):
@@ -266,6 +273,7 @@ def test_a_group_that_kills_two_reward_workers_is_left_unscored_and_the_next_is_
     assert any("2 workers were lost over prompt poison" in r.getMessage() for r in caplog.records)
 
 
+@pytest.mark.family("costly actors")
 @pytest.mark.parametrize("refresh_every", [0, 5])
 def test_a_reference_is_restarted_unless_it_follows_the_policy(ray_cluster, monkeypatch, refresh_every):
     monkeypatch.setattr(actors.workers.reference, "ReferenceWorker", Frozen)

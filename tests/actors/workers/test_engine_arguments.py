@@ -198,6 +198,7 @@ def test_vllm_itself_validates_what_is_set(tiny_model):
     assert "max_num_batched_tokens (12) is smaller than max_model_len" in said
 
 
+@pytest.mark.family("costly")
 def test_without_further_arguments_vllm_is_not_started(monkeypatch, tiny_model):
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("a process was started"))
     assert not list(vllm_problems(fakes.config(), "cpu", tiny_model))

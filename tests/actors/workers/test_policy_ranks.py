@@ -29,6 +29,7 @@ from tests.support import made_groups
 from tests.support.drawn import drawn, one_each
 from tests.support.real_ranks import (
     ALGORITHM,
+    STREAMS,
     TEMPERATURE,
     comparable,
     flat,
@@ -124,12 +125,6 @@ def test_the_gradient_of_episodes_is_that_of_the_whole_batch(
     loss, expected = gradient_of_the_whole(tiny_model, episodes)
     assert metrics["loss/total"] == pytest.approx(loss, rel=1e-5)
     assert relative(flat(gradients), expected) < 1e-5
-
-
-STREAMS = LossSettings(
-    kl_coef=0.05, entropy_coef=0.01, correction_kind="tis", aggregation="seq-mean-token-mean",
-    teacher_coef=0.7, demonstration_coef=0.3,
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ async def outputs(sandbox: PythonSandbox, *codes: str, episode: str = "a") -> li
 both = pytest.mark.parametrize("backend", ["process", "http"])
 
 
+@pytest.mark.family("costly")
 @both
 def test_variables_stay_over_an_episode_and_end_with_it(backend):
     async def run():
@@ -177,6 +178,7 @@ def test_an_episode_has_a_time_of_its_own(backend):
     asyncio.run(run())
 
 
+@pytest.mark.family("costly")
 def test_many_episodes_run_at_once():
     async def run():
         async with tool() as sandbox:
@@ -189,6 +191,7 @@ def test_many_episodes_run_at_once():
     asyncio.run(run())
 
 
+@pytest.mark.family("costly")
 def test_cpu_time_over_the_episode_is_a_timeout_also_in_children():
     async def run():
         async with tool(cpu_s=1.0) as sandbox:
@@ -201,6 +204,7 @@ def test_cpu_time_over_the_episode_is_a_timeout_also_in_children():
     asyncio.run(run())
 
 
+@pytest.mark.family("costly")
 def test_an_interpreter_that_is_lost_between_two_calls_is_reported_before_another_begins():
     """With the zygote, or alone: the code does not run, and the policy reads why."""
 
@@ -225,6 +229,7 @@ def test_an_interpreter_that_is_lost_between_two_calls_is_reported_before_anothe
     asyncio.run(run())
 
 
+@pytest.mark.family("costly")
 def test_cpu_time_of_interpreters_that_were_lost_counts_for_the_episode():
     async def run():
         async with tool(cpu_s=2.0) as sandbox:

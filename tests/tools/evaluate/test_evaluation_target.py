@@ -176,6 +176,7 @@ def test_a_missing_column_is_refused_with_the_key_to_set(run, tmp_path):
         read_all([source], "data.eval")
 
 
+@pytest.mark.family("costly")
 def test_a_pattern_with_runaway_backtracking_does_not_hang(run, tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_dist.tools.evaluate.target.PATTERN_S", 1.0)
     (run / "config.yaml").write_text(OWN.replace("#### (.+)", "(a+)+b"))

@@ -418,6 +418,7 @@ def test_speed_and_memory_of_the_head_are_measured_by_the_same_code(tmp_path):
     assert found.figures["head/backward_s"] > 0 and found.figures["head/planned_bytes"] > 0
 
 
+@pytest.mark.family("costly")
 def test_rates_of_this_machine_are_rehearsed(tmp_path):
     found = only(device.measure(on_cpu(tmp_path)))
     assert found.holds and (tmp_path / "machine.json").exists()
@@ -444,6 +445,7 @@ RANKS = [("zero0",), ("zero1",), ("zero2",), ("zero3",), ("speed",), ("sequence-
 ENGINES = ["engine-eager", "seeds", "mismatch-float32", "replace", "tensor-parallel", "bench"]
 
 
+@pytest.mark.family("costly actors")
 @pytest.mark.machine
 @pytest.mark.parametrize("name", drawn("gpu_check ranks", RANKS, 1))
 def test_lines_with_ranks_are_rehearsed(tmp_path, name):

@@ -27,6 +27,7 @@ def plan(*overrides):
     return make_plan(load_config(GPU, own), "1x8xH100", splits="none")
 
 
+@pytest.mark.family("costly")
 def test_a_plan_prices_each_number_of_engines_that_may_serve():
     made = plan("rollout.num_workers={min: 1, max: 3}")
     lines = elastic_lines(made.simulated)
@@ -42,5 +43,6 @@ def test_a_plan_prices_each_number_of_engines_that_may_serve():
     assert [line for line in lines if line not in printed] == []
 
 
+@pytest.mark.family("costly")
 def test_a_fixed_number_of_engines_has_no_such_rows():
     assert elastic_lines(plan("rollout.num_workers=2").simulated) == []

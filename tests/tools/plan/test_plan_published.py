@@ -90,6 +90,7 @@ def test_every_way_is_switched_on_alone_and_together():
     assert by_name["and speculation"].option.scenario.rates.reached.accepted == 1.5
 
 
+@pytest.mark.family("costly")
 def test_the_command_finds_a_stale_page_and_repairs_it(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text("# Runs\n<!-- begin generated: Small -->\nold\n<!-- end generated: Small -->\n")

@@ -53,6 +53,7 @@ def refusal(capsys, *arguments):
 # Files
 
 
+@pytest.mark.family("costly")
 def test_every_row_is_returned_with_the_verdict_of_the_math_grader(here, capsys):
     assert main(["score", "c.jsonl"]) == 0
     scored = lines("c.scored.jsonl")
@@ -72,6 +73,7 @@ def test_every_row_is_returned_with_the_verdict_of_the_math_grader(here, capsys)
     assert "graders:" not in out  # there is only one
 
 
+@pytest.mark.family("costly")
 def test_scoring_is_a_stage_that_counts_its_rows(here, monkeypatch):
     seen = []
     monkeypatch.setattr(scorer, "note", lambda text: seen.append((text, *open_stages())))
@@ -81,6 +83,7 @@ def test_scoring_is_a_stage_that_counts_its_rows(here, monkeypatch):
     ]
 
 
+@pytest.mark.family("costly")
 def test_earlier_scores_are_replaced_and_a_directory_is_not(here, capsys):
     for _ in range(2):
         assert main(["score", "c.jsonl"]) == 0
@@ -91,6 +94,7 @@ def test_earlier_scores_are_replaced_and_a_directory_is_not(here, capsys):
     assert "--output c.jsonl/x.jsonl cannot be written" in message
 
 
+@pytest.mark.family("costly")
 def test_lists_of_completions_have_lists_of_scores(here):
     texts = ["\\boxed{2}", "\\boxed{3}", "\\boxed{2.0}"]
     write("c.jsonl", [{"answer": "2", "completions": texts, "finish_reason": ["stop", "length", "stop"]}])
@@ -99,6 +103,7 @@ def test_lists_of_completions_have_lists_of_scores(here):
     assert row["score"]["reward"] == [1, 0, 1] and row["score"]["outcome"] == ["correct", "wrong", "correct"]
 
 
+@pytest.mark.family("costly")
 def test_graders_are_compared_with_a_label_and_disagreements_are_listed(here, capsys):
     arguments = ["--reward", "math", "--reward", "exact", "--label", "right", "--show", "1"]
     assert main(["score", "c.jsonl", *arguments]) == 0
@@ -115,6 +120,7 @@ def test_graders_are_compared_with_a_label_and_disagreements_are_listed(here, ca
     assert "80.00%" in out and f"{(0.8 - 0.48) / 0.52:.3f}" in out
 
 
+@pytest.mark.family("costly")
 def test_values_that_are_no_verdicts_are_not_compared(here, capsys):
     own = "def length(completion):\n    return len(completion) / 10\n"
     Path("mine.py").write_text(own)
@@ -126,6 +132,7 @@ def test_values_that_are_no_verdicts_are_not_compared(here, capsys):
     assert {tuple(row["graders"]) for row in lines("c.scored.disagreements.jsonl")} == {("math", "right")}
 
 
+@pytest.mark.family("costly")
 def test_custom_rewards_get_the_reference_answer_as_text_as_in_a_run(here):
     Path("mine.py").write_text("def same(completion, answer):\n    return answer.strip() in completion\n")
     own = ["--reward", "mine:same", "rewards.code_paths=[.]"]
@@ -136,6 +143,7 @@ def test_custom_rewards_get_the_reference_answer_as_text_as_in_a_run(here):
     assert [row["score"]["reward"] for row in lines("d.scored.jsonl")] == [1]
 
 
+@pytest.mark.family("costly")
 def test_episodes_are_scored_by_their_last_action_their_turns_and_their_rewards(here):
     Path("mine.py").write_text(
         "def calls(completion, turns):\n    return sum(len(t['calls']) for t in turns)\n"
@@ -155,6 +163,7 @@ def test_episodes_are_scored_by_their_last_action_their_turns_and_their_rewards(
     assert both["score"]["parts"] == {"math": [1, 0], "environment": [0.75, None], "mine:calls": [1, 0]}
 
 
+@pytest.mark.family("costly")
 def test_samples_of_a_run_or_an_evaluation_are_scored_as_they_were_written(here, capsys):
     Path("mine.py").write_text(
         "def calls(completion, turns):\n    return sum(len(t['calls']) for t in turns)\n"
@@ -172,6 +181,7 @@ def test_samples_of_a_run_or_an_evaluation_are_scored_as_they_were_written(here,
     assert "broken.parquet: cannot be read as a table of samples" in refusal(capsys, "broken.parquet")
 
 
+@pytest.mark.family("costly")
 def test_weights_gates_and_columns_are_those_of_a_configuration(here):
     """A weight that is no power of two is returned unchanged."""
     Path("mine.py").write_text("def bonus(completion, problem, right):\n    return 0.5 if right else -0.5\n")
@@ -185,6 +195,7 @@ def test_weights_gates_and_columns_are_those_of_a_configuration(here):
     assert [row["score"]["reward"] for row in lines("c.scored.jsonl")] == [1.1, 1.1, 0, 0, 0]
 
 
+@pytest.mark.family("costly")
 def test_unscored_rows_are_null_with_a_reason(here, capsys):
     Path("mine.py").write_text(
         "import time\ndef picky(completion):\n"
@@ -202,6 +213,7 @@ def test_unscored_rows_are_null_with_a_reason(here, capsys):
     assert float(slowest.split()[1]) >= 3000
 
 
+@pytest.mark.family("costly")
 def test_rewards_that_read_tokens_need_a_tokenizer(here, capsys):
     assert "reward repetition counts tokens; set the model" in refusal(
         capsys, "c.jsonl", "--reward", "repetition"
@@ -258,6 +270,7 @@ def test_invalid_commands_are_refused(here, capsys):
     assert "empty.jsonl: no rows" in refusal(capsys, "empty.jsonl")
 
 
+@pytest.mark.family("costly")
 def test_reward_models_are_not_run_and_no_reward_may_depend_on_them(here, capsys):
     text = "model: {path: 'demo:tiny'}\ndata: {train: [{path: 'demo:add3'}]}\n"
     Path("config.yaml").write_text(text + "rewards: {models: [{name: quality, path: /models/q}]}\n")
@@ -269,6 +282,7 @@ def test_reward_models_are_not_run_and_no_reward_may_depend_on_them(here, capsys
     assert "reward models (quality) are not run" in refusal(capsys, "c.jsonl", "config.yaml", alone)
 
 
+@pytest.mark.family("costly")
 def test_people_and_the_math_grader_agree_on_gsm8k(shared_data, here, capsys):
     """Model solutions labelled right or wrong by their authors."""
     path = str(shared_data / "gsm8k_graded_solutions.jsonl")
@@ -339,6 +353,7 @@ rewards:
 """
 
 
+@pytest.mark.family("costly")
 def test_each_row_gets_the_rewards_of_its_source(here, capsys):
     """A source without rewards of its own has those of all others; what a source has not is not unscored."""
     Path("config.yaml").write_text(OF_SOURCES)
@@ -362,6 +377,7 @@ def test_each_row_gets_the_rewards_of_its_source(here, capsys):
     assert "total of words" in printed and "total of another" in printed and "unscored:" not in printed
 
 
+@pytest.mark.family("costly")
 def test_rows_without_the_source_that_decides_their_rewards_are_refused(here, capsys):
     Path("config.yaml").write_text(OF_SOURCES)
     assert "c.jsonl:1: no column `source`" in refusal(capsys, "c.jsonl", "config.yaml")

@@ -183,6 +183,7 @@ def test_a_dry_run_shows_the_request_and_no_secret(project, capsys, monkeypatch)
     assert not (project / "runs/tiny").exists()
 
 
+@pytest.mark.family("costly actors")
 def test_a_dry_run_names_the_cluster_that_would_be_asked(project, capsys, monkeypatch):
     def address(*arguments):
         said = command(capsys, "submit", config_in(project), "--to", "ray", "--dry-run", *arguments)[1]
@@ -201,6 +202,7 @@ def test_logs_of_a_server_that_no_longer_knows_the_job_are_refused_in_one_messag
         raise ClientError("404")
 
 
+@pytest.mark.family("costly actors")
 def test_the_code_is_uploaded_and_loads_as_the_same_configuration(project):
     path = config_in(project)
     config = load_config(path, ["rewards.code_paths=[rewards]", "cluster.address=10.0.0.1:6379"])
@@ -294,6 +296,7 @@ def test_an_upload_that_is_too_large_is_not_copied_first(project, capsys, monkey
     assert len([file for file in copied if file.endswith(".txt")]) == 1
 
 
+@pytest.mark.family("costly actors")
 def test_neither_keys_nor_targets_of_outside_links_are_uploaded(project, capsys):
     rewards, outside = project / "rewards", project / "elsewhere"
     outside.mkdir()
@@ -341,6 +344,7 @@ def test_by_hand_keys_are_not_uploaded_either():
     assert [name for name in code.KEYS if name not in excludes and not name.startswith(".")] == []
 
 
+@pytest.mark.family("costly actors")
 def test_dangling_links_are_not_uploaded(project, capsys):
     (project / "rewards/old.py").symlink_to("nowhere.py")
     arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[rewards]")

@@ -70,6 +70,7 @@ def start(tmp_path):
         job.kill()
 
 
+@pytest.mark.family("costly actors")
 def test_the_run_gets_all_nodes_and_is_requeued_before_its_time_limit(slurm, tmp_path, capsys, start):
     status, said = submit(
         capsys,
@@ -163,6 +164,7 @@ def test_missing_nodes_end_the_job_by_the_deadline_and_leave_no_process(slurm, t
     assert "1 of 2 nodes have joined within" in job.said() and "DRIVER" not in job.said()
 
 
+@pytest.mark.family("costly actors")
 def test_a_job_is_submitted_once_followed_and_stopped(slurm, tmp_path, capsys):
     status, said = submit(capsys, tmp_path, "--sbatch=--partition=gpu", "--time", "01:00:00")
     assert status == 0, said
@@ -287,6 +289,7 @@ def test_a_setup_that_reads_a_secret_from_elsewhere_is_accepted(slurm, tmp_path,
 HOSTILE = "a'b\"c $(touch pwned) `touch pwned` ; touch pwned # %j"
 
 
+@pytest.mark.family("costly actors")
 @pytest.mark.usefixtures("slurm", "without_ray")
 def test_no_value_of_a_submission_is_run_as_a_command(tmp_path, capsys, start, monkeypatch):
     place = tmp_path / HOSTILE

@@ -1,0 +1,39 @@
+"""Libraries are imported without collections of garbage."""
+
+import gc
+
+import pytest
+
+from grpo_dist.runtime.imports import without_collections
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    frozen = gc.get_freeze_count()
+    yield
+    gc.enable()
+    gc.unfreeze()
+    if frozen:
+        gc.freeze()
+
+
+def test_nothing_is_collected_meanwhile_and_later_collections_leave_out_what_there_is():
+    before = gc.get_freeze_count()
+    collections = gc.get_stats()[0]["collections"]
+    with without_collections():
+        kept = [[] for _ in range(5000)]
+        assert gc.get_stats()[0]["collections"] == collections
+    assert gc.isenabled() and gc.get_freeze_count() >= before + len(kept)
+
+
+def test_who_had_collections_off_keeps_them_off():
+    gc.disable()
+    with without_collections():
+        pass
+    assert not gc.isenabled()
+
+
+def test_an_import_that_fails_leaves_collections_on():
+    with pytest.raises(ModuleNotFoundError), without_collections():
+        import no_such_library  # noqa: F401
+    assert gc.isenabled()
