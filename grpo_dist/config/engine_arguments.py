@@ -7,8 +7,8 @@ work with one engine for each worker. All others are allowed; a test names them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.checks import corrects
@@ -57,6 +57,9 @@ _SET_BY = {
     **_each("policy.router_replay", "enable_return_routed_experts aux_output_config worker_cls"),
 }
 _OTHER_DISTRIBUTION = "the engine's log-probs would not be those of the sampled distribution"
+_RANDOM_STATE = (
+    "the engine would round its state at random, and its log-probs would not be those of the model"
+)
 _CHANGES = {
     **_each(
         "the engine would not use the trainer's weights unchanged",
@@ -64,10 +67,7 @@ _CHANGES = {
         "disable_sliding_window",
     ),
     **_each(_OTHER_DISTRIBUTION, "logprobs_mode logits_processors watermark_config diffusion_config"),
-    **_each(
-        "the engine would round its state at random, and its log-probs would not be those of the model",
-        "enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds",
-    ),
+    **_each(_RANDOM_STATE, "enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds"),
     **_each(
         "the engine would reuse keys and values of older weights after a weight sync",
         "kv_transfer_config kv_offloading_size kv_offloading_backend ec_transfer_config",
@@ -99,6 +99,10 @@ _CHANGES = {
 # An engine without a GPU prefills prompts whole: in chunks it crashes, or never starts a longer prompt.
 _CHUNKS = ("enable_chunked_prefill", "long_prefill_token_threshold", "max_num_scheduled_tokens")
 _WHOLE_PROMPTS = "without a GPU the engine crashes or hangs when it may not prefill a prompt whole"
+# Settings within an argument that is a mapping.
+_NESTED = {
+    "mamba_config": _each(_RANDOM_STATE, "enable_stochastic_rounding stochastic_rounding_philox_rounds")
+}
 _CACHE_TYPES = ("kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
 
 
@@ -108,6 +112,7 @@ def engine_problems(
     """Yield a problem for each refused argument in `rollout.engine`, by its name alone, without an engine.
     ``device``: the device of the engines; None: unknown.
     """
+    yield from _nested_problems(rollout.engine)
     for name, value in rollout.engine.items():
         setting = f"`rollout.engine.{name}` = {shown_setting(name, value)}"
         if name in _SET_BY:
@@ -121,3 +126,14 @@ def engine_problems(
                 f"{setting} makes the engine's log-probs differ from the trainer's, uncorrected; "
                 "set algorithm.correction.kind (tis is the default), or remove it"
             )
+
+
+def _nested_problems(engine: Mapping[str, Any]) -> Iterator[str]:
+    for name, refused in _NESTED.items():
+        own = engine.get(name)
+        if not isinstance(own, Mapping):
+            continue
+        for key in refused:
+            if own.get(key):
+                setting = f"`rollout.engine.{name}.{key}` = {shown_setting(key, own[key])}"
+                yield f"{setting}: {refused[key]}; remove it"

@@ -1,6 +1,7 @@
 """`rollout.engine`: what vLLM does not know, and what is not the user's to set, is refused before a run."""
 
 import subprocess
+from importlib.resources import files
 from types import SimpleNamespace
 
 import pytest
@@ -115,6 +116,20 @@ def test_every_argument_of_the_installed_engine_is_set_by_a_key_or_refused_or_al
     assert sum(map(len, lists)) == len(known)  # each in one list
     uncorrected = {"algorithm": {"correction": {"kind": "none"}}}
     assert {name for name in known if not problems({name: "other"}, "cpu", **uncorrected)} == ALLOWED
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{"enable_stochastic_rounding": True}, {"stochastic_rounding_philox_rounds": 4}],
+    ids=lambda own: min(own),
+)
+def test_settings_within_an_argument_are_refused_too(own):
+    ((key, value),) = own.items()
+    (said,) = problems({"mamba_config": {"backend": "triton"} | own})
+    assert said.startswith(f"`rollout.engine.mamba_config.{key}` = {value}: the engine would round its state")
+    assert not problems({"mamba_config": {"backend": "triton", key: type(value)(0)}})
+    known = files("vllm").joinpath("config/mamba.py").read_text()
+    assert f"    {key}: " in known, "the installed engine has it"
 
 
 @pytest.mark.parametrize(
