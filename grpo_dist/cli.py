@@ -169,7 +169,7 @@ def _plan_pipeline(path: str, overrides: list[str], **options: Any) -> None:
 
     own = {name: options.pop(name) for name in ("cluster", "bench", "price", "prompt_tokens")}
     usual = {"failure_hours": 0.0, "slow_engines": None, "slow_rank": 1.0, "sweep": False, "timeline": None}
-    usual |= {"turns": None, "tool_seconds": None, "tail": False}
+    usual |= {"shared_tokens": None, "turns": None, "tool_seconds": None, "tail": False}
     if given := [name for name, value in options.items() if value != usual[name]]:
         flag = given[0].replace("_", "-")
         raise UserError(
@@ -272,6 +272,7 @@ def _add_plan(commands: Any) -> None:
     sub.add_argument("--bench", metavar="FILE", help="take times from this bench.json of the same hardware")
     sub.add_argument("--price", type=float, help="dollars per GPU-hour")
     sub.add_argument("--prompt-tokens", type=int, help="mean tokens of a prompt")
+    sub.add_argument("--shared-tokens", type=int, help="tokens that all prompts begin with")
     sub.add_argument("--turns", type=int, help="turns of an episode, where prompts have environments")
     sub.add_argument("--tool-seconds", type=float, help="mean time of an environment's answer")
     sub.add_argument(

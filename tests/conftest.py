@@ -20,7 +20,8 @@ os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 # Before test files are imported, and for the processes that share them out.
 os.environ.setdefault("GRPO_DIST_TEST_SEED", str(random.SystemRandom().randrange(10**6)))
 
-# Imports make a million objects, which stay. A collection looks at none of them: not now, and not in a test.
+# Imports make a million objects, which stay. No collection looks at them before tests begin, and later only
+# once a test has unfrozen all there is.
 gc.disable()
 
 import tests.support.shapes  # noqa: E402, F401  the hook below names its checker
@@ -61,6 +62,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Draw tests from their families. Long files begin first: the others are distributed in parallel."""
     draw_families(items)
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.dist != "no" and not hasattr(config, "workerinput"):
+        gc.enable()  # other processes import the tests
 
 
 def pytest_collection_finish() -> None:

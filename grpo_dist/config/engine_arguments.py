@@ -109,8 +109,8 @@ _CACHE_TYPES = ("kv_cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
 def engine_problems(
     rollout: RolloutConfig, algorithm: AlgorithmConfig, device: Literal["cpu", "cuda"] | None
 ) -> Iterator[str]:
-    """Yield a problem for each refused argument in `rollout.engine`, by its name alone, without an engine.
-    ``device``: the device of the engines; None: unknown.
+    """Yield a problem for each refused argument in `rollout.engine`, without an engine. ``device``: that of
+    the engines; None: unknown.
     """
     yield from _nested_problems(rollout.engine)
     for name, value in rollout.engine.items():
@@ -133,7 +133,6 @@ def _nested_problems(engine: Mapping[str, Any]) -> Iterator[str]:
         own = engine.get(name)
         if not isinstance(own, Mapping):
             continue
-        for key in refused:
-            if own.get(key):
-                setting = f"`rollout.engine.{name}.{key}` = {shown_setting(key, own[key])}"
-                yield f"{setting}: {refused[key]}; remove it"
+        for key in refused.keys() & own.keys():
+            setting = f"`rollout.engine.{name}.{key}` = {shown_setting(key, own[key])}"
+            yield f"{setting}: {refused[key]}; remove it"

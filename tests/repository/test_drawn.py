@@ -107,6 +107,22 @@ def test_a_test_for_a_quiet_machine_is_not_the_one_that_is_drawn(monkeypatch, fa
         assert without(items, "skip") == ["b0", "b1", "alone"]
 
 
+def test_a_test_that_is_left_out_already_takes_no_place(monkeypatch, families):
+    for seed in range(10):
+        monkeypatch.setenv(SEED, str(seed))
+        items = collected([("b", 2)])
+        items[0].marks.append(pytest.mark.skip(reason="not drawn").mark)
+        draw_families(items)
+        assert without(items, "skip") == ["b1", "alone"]
+
+
+def test_a_file_that_is_collected_alone_has_all_its_tests(monkeypatch, families):
+    monkeypatch.setenv(SEED, "1")
+    items = [Item(f"some.py::test_{i}", pytest.mark.family("b").mark) for i in range(5)]
+    draw_families(items)
+    assert len(without(items, "skip")) == 5
+
+
 def test_evidence_has_all_tests_of_all_families(monkeypatch, families):
     monkeypatch.setenv(SEED, "all")
     items = collected([("a", 3), ("b", 2)])
@@ -130,6 +146,9 @@ def test_number(i):
 
 @pytest.mark.family("roles")
 def test_a(): pass
+"""
+_OTHER = """
+import pytest
 
 @pytest.mark.family("roles")
 def test_b(): pass
@@ -145,9 +164,11 @@ def test_a_run_reports_what_it_leaves_out_and_after_a_failure_how_to_repeat_the_
 ):
     """With several processes, too: each draws the same."""
     (tmp_path / "test_some.py").write_text(_FILE)
+    (tmp_path / "test_other.py").write_text(_OTHER)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", processes, "-m", marked, "-p", "tests.conftest",
-         "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path, "test_some.py"],
+         "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "--rootdir", tmp_path,
+         "test_some.py", "test_other.py"],
         cwd=tmp_path, env=os.environ | {SEED: seed, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip

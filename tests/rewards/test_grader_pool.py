@@ -94,7 +94,6 @@ def below(pid: int) -> list[int]:
     return [p for child in children_of(pid) for p in (child, *below(child))]
 
 
-@pytest.mark.family("costly")
 def test_a_bomb_affects_only_its_own_pair(pool: GraderPool) -> None:
     pairs = [(boxed(i), str(i)) for i in range(8)]
     pairs[2:2] = [(boxed(BOMBS[0]), "5")]
@@ -116,7 +115,6 @@ def test_no_bomb_is_accepted_or_outlives_its_deadline(pool: GraderPool, bomb: st
     assert second.outcome == "correct"
 
 
-@pytest.mark.family("costly")
 def test_order_is_kept(patient: GraderPool) -> None:
     answers = [i % 3 == 0 for i in range(60)]
     grades = patient.grade([(boxed(i if right else i + 1), str(i)) for i, right in enumerate(answers)])

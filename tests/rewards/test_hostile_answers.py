@@ -21,7 +21,6 @@ def pool() -> Iterator[GraderPool]:
         yield made
 
 
-@pytest.mark.family("costly")
 def test_hostile_answers_cost_their_own_reward_only(pool: GraderPool) -> None:
     """Each one is graded between a correct and a wrong plain answer, in another order than the table."""
     names = random.Random(0).sample(sorted(HOSTILE), len(HOSTILE))

@@ -620,7 +620,6 @@ def test_known_cases_are_judged_better_than_by_math_verify(shared_data) -> None:
     }
 
 
-@pytest.mark.family("costly")
 def test_real_solutions_are_graded_as_labelled(shared_data, tmp_path) -> None:
     lines = (shared_data / "gsm8k_graded_solutions.jsonl").read_text(encoding="utf-8").splitlines()[::4]
     sample = tmp_path / "sample.jsonl"

@@ -69,7 +69,6 @@ for changes in ({}, {"secret": b"another"}):
 """
 
 
-@pytest.mark.family("costly")
 def test_ranks_listen_on_loopback_alone_and_refuse_who_does_not_know_their_secret():
     command = [sys.executable, "-c", _JOIN]
     out = subprocess.run(command, stdout=subprocess.PIPE, timeout=HANG_S, check=True).stdout

@@ -216,7 +216,6 @@ def test_each_sample_has_the_deadlines_of_its_own_steps(code):
     assert scorer.failures["own"] == {"no result within 1 s": 1, "no result within 2 s": 1}
 
 
-@pytest.mark.family("costly")
 def test_the_group_carries_the_rewards_of_steps_at_the_policys_tokens(code, tiny_model):
     """One token a character, and EOS: the steps end with tokens 4 and 6, the second sample's with 1."""
     function = {"function": "own_rewards:right_steps", "kind": "process", "reduce": "mean"}

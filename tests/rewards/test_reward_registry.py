@@ -65,7 +65,6 @@ def pool(code: str) -> Iterator[GraderPool]:
 COMPLETIONS = ["<think>2+2</think>\\boxed{4}", "\\boxed{4}", "<think>2+2</think>\\boxed{5}", "no idea"]
 
 
-@pytest.mark.family("costly")
 def test_the_reward_is_the_weighted_sum_of_the_parts(pool: GraderPool) -> None:
     specs = [
         spec("math", "math", 1.0),

@@ -41,7 +41,6 @@ def scored(pool, completions, tests, **kwargs):
         scorer.close()
 
 
-@pytest.mark.family("costly actors")
 def test_a_solution_is_right_if_it_passes_all_tests(pool):
     tests = ["assert double(2) == 4", "assert double(-1) == -2\nassert double(0) == 0"]
     completions = [

@@ -90,7 +90,6 @@ def test_given_tokens_are_read_and_not_in_the_loss_which_float64_repeats(tmp_pat
     assert (flat - right).norm() / right.norm() < 1e-5
 
 
-@pytest.mark.family("costly")
 def test_the_same_settings_give_the_same_weights_and_another_seed_gives_others(tmp_path, monkeypatch):
     made = []
     for name, changes in (("a", {}), ("b", {}), ("c", {"seed": 1})):

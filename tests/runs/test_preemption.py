@@ -290,7 +290,6 @@ except RunEnded as end:
 """
 
 
-@pytest.mark.family("costly")
 def test_a_run_with_a_ray_of_its_own_keeps_it_to_its_user_and_has_time_to_clean_up(tmp_path):
     """Asked to stop during its start: Ray's handler aborts a program three seconds after a SIGTERM. Session
     and token are closed to others, although Ray itself leaves them open.

@@ -19,8 +19,8 @@ def as_before():
 
 def test_nothing_is_collected_meanwhile_and_later_collections_leave_out_what_there_is():
     before = gc.get_freeze_count()
-    collections = gc.get_stats()[0]["collections"]
     with without_collections():
+        collections = gc.get_stats()[0]["collections"]
         kept = [[] for _ in range(5000)]
         assert gc.get_stats()[0]["collections"] == collections
     assert gc.isenabled() and gc.get_freeze_count() >= before + len(kept)
@@ -28,9 +28,10 @@ def test_nothing_is_collected_meanwhile_and_later_collections_leave_out_what_the
 
 def test_who_had_collections_off_keeps_them_off():
     gc.disable()
+    before = gc.get_freeze_count()
     with without_collections():
         pass
-    assert not gc.isenabled()
+    assert not gc.isenabled() and gc.get_freeze_count() == before
 
 
 def test_an_import_that_fails_leaves_collections_on():

@@ -19,16 +19,16 @@ FILE = "file"
 
 # How many members of each family a run of the suite has.
 FAMILIES = {
-    # Each has features of its own, or changes no number of a run. test_end_to_end.py has those of every run.
-    "whole runs": 1,
+    "whole runs": 1,  # each has features of its own; test_end_to_end.py has those of every run
+    "same numbers": 1,  # ways to run, and interruptions, that change no number of a run
     # Of other kinds than that of test_engine.py, those that are lost, lines of `gpu-check` with engines.
     "engines": 1,
     "ranks": 1,  # their offload, number and loss, supervised training; test_policy_ranks.py has the rest
     "roles": 1,  # what graders, reward models, the reference and environments compute for a pool
     "new processes": 1,  # what a program of its own shows: an installation, an import, another package
-    # What takes a core for a second or more and is not about the numbers of an update: a quarter of each.
-    "costly": 60,
-    "costly actors": 20,
+    # What takes a core for a second or more and is neither about the numbers of an update nor about safety.
+    "costly": 45,
+    "costly actors": 15,
 }
 
 
@@ -70,12 +70,14 @@ def one_each(name, first, second):
 def draw_families(items):
     """Choose the tests or files of each of the `FAMILIES` among the collected ones; skip the rest.
 
-    What is collected alone is chosen.
+    Of a file that is collected alone all are chosen.
     """
+    if len({item.nodeid.partition("::")[0] for item in items}) == 1 and not _is_all():
+        return
     families = {name: {} for name in FAMILIES}
     for item in items:
         mark = item.get_closest_marker("family")
-        if mark and not item.get_closest_marker("evidence"):
+        if mark and not item.get_closest_marker("evidence") and not item.get_closest_marker("skip"):
             name, *of_file = mark.args
             member = item.nodeid.partition("::")[0] if of_file == [FILE] else item.nodeid
             families[name].setdefault(member, []).append(item)

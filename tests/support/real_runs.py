@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -55,18 +56,19 @@ def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKIL
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "grpo_dist.cli", "train", str(path), *overrides]
     environment = os.environ | {"GRPO_DIST_TEST_RUN": mark}
-    out, err = directory / "out", directory / "err"
+    out, err, lost = directory / "out", directory / "err", 0
     with out.open("w") as stdout, err.open("w") as stderr:
         process = subprocess.Popen(command, cwd=directory, stdout=stdout, stderr=stderr, env=environment)
         while kill_after and not has_checkpoint(directory / "runs/run", kill_after):
             assert process.poll() is None, err.read_text()[-5000:]
             time.sleep(0.1)
         if lose:
-            kill_actors(lose, mark)
+            lost = kill_actors(lose, mark)
         elif kill_after:
             process.send_signal(number)
         wait_for_end(process, lambda: [path.stat().st_size for path in (out, err)])
     done = subprocess.CompletedProcess(command, process.returncode, out.read_text(), err.read_text())
+    assert lost or not lose, f"no {lose} ran"
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     if kill_after and not lose and number == signal.SIGKILL:
         # Ray's agents wait for their raylet before they exit. The next run does
@@ -80,11 +82,19 @@ def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKIL
 
 
 def kill_actors(name, mark):
-    """Kill all actors of class ``name`` of a run."""
-    own = [p for p in psutil.process_iter() if belongs(p, mark) and f"ray::{name}" in "".join(p.cmdline())]
-    assert own, f"no {name} runs"
+    """Kill all actors of class ``name`` of a run; return how many."""
+    own = [p for p in psutil.process_iter() if belongs(p, mark) and _is_actor(p, name)]
     for process in own:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    return len(own)
+
+
+def _is_actor(process, name):
+    try:
+        return f"ray::{name}" in "".join(process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def has_checkpoint(run, name):

@@ -204,11 +204,19 @@ def _workload(batch: BatchConfig, max_staleness: int, steps: Sequence[StepRecord
         "prompts_per_step": batch.prompts_per_step,
         "samples_per_prompt": batch.samples_per_prompt,
         "prompt_tokens_mean": sum(len(r.prompt_ids) for r in requests) / len(requests),
+        "shared_prompt_tokens": _common([r.prompt_ids for r in requests]),
         "completion_tokens": sum(r.length for r in requests),
         "completion_tokens_mean": sum(r.length for r in requests) / len(requests),
         "completion_tokens_max": max(r.length for r in requests),
         "max_staleness": max_staleness,
     }
+
+
+def _common(prompts: Sequence[tuple[int, ...]]) -> int:
+    """Return how many tokens all ``prompts`` begin with."""
+    first, last = min(prompts), max(prompts)
+    differing = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return next(differing, min(len(first), len(last)))
 
 
 def _of_step(step: StepRecord) -> dict[str, float]:

@@ -13,8 +13,9 @@ from grpo_dist.tools.plan.stragglers import NO_STRAGGLERS, Stragglers
 @dataclass(frozen=True, slots=True)
 class Assumptions:
     """``bench``: a bench.json to calibrate with; None: data sheets. ``prompt_tokens``: of every prompt; None:
-    those of ``bench``, or a share of `data.max_prompt_tokens`. ``turns``, ``tool_seconds``: of an episode;
-    None: see `workload_of`. ``failure_hours``: mean time between failures of a GPU, 0: none.
+    those of ``bench``, or a share of `data.max_prompt_tokens`. ``shared_tokens``: that all prompts begin
+    with; None: those of ``bench`` if its prompts are planned, else none. ``turns``, ``tool_seconds``: of an
+    episode; None: see `workload_of`. ``failure_hours``: mean time between failures of a GPU, 0: none.
     """
 
     bench: Path | None = None
@@ -23,11 +24,13 @@ class Assumptions:
     tool_seconds: float | None = None
     failure_hours: float = 0.0
     stragglers: Stragglers = NO_STRAGGLERS
+    shared_tokens: int | None = None
 
     def check(self, *, has_environments: bool) -> None:
         """Raise UserError, naming the command's option, for a value out of range or without effect."""
         given = (
             ("--prompt-tokens", self.prompt_tokens, 1),
+            ("--shared-tokens", self.shared_tokens, 0),
             ("--turns", self.turns, 1),
             ("--tool-seconds", self.tool_seconds, 0),
             ("--failure-hours", self.failure_hours, 0),

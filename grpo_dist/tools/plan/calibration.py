@@ -36,13 +36,14 @@ _COPIES = ("device/to_host_bytes_per_s", "device/from_host_bytes_per_s")  # of a
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """``prompt_tokens``: mean; ``lengths``: of completions; ``cpus``: of the machine, None where there are
-    GPUs.
+    """``prompt_tokens``: mean; ``shared_tokens``: that all prompts begin with; ``lengths``: of completions;
+    ``cpus``: of the machine, None where there are GPUs.
     """
 
     peaks: Peaks
     reached: Reached
     prompt_tokens: int
+    shared_tokens: int
     lengths: tuple[int, ...]
     roles: Roles
     cpus: int | None
@@ -92,7 +93,12 @@ def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
         source=f"benchmark {result.name} on {result.machine['gpu' if gpu else 'cpu']}",
     )
     prompt = round(result.workload["prompt_tokens_mean"])
-    return Calibration(peaks, reached, prompt, tuple(result.lengths), roles, cpus)
+    return Calibration(peaks, reached, prompt, _shared(result), tuple(result.lengths), roles, cpus)
+
+
+def _shared(result: BenchResult) -> int:
+    """Return the tokens that all prompts of the benchmark begin with; 0 in a result that does not say."""
+    return round(result.workload.get("shared_prompt_tokens", 0))
 
 
 def _host(figures: Mapping[str, float], peaks: Peaks) -> float:
@@ -102,16 +108,24 @@ def _host(figures: Mapping[str, float], peaks: Peaks) -> float:
 
 
 def generation_s(
-    rates: Rates, groups: Sequence[tuple[int, Sequence[int]]], *, engines: int, capacity: int
+    rates: Rates,
+    groups: Sequence[tuple[int, Sequence[int]]],
+    *,
+    engines: int,
+    capacity: int,
+    shared_tokens: int = 0,
 ) -> tuple[float, float]:
     """Return the mean busy seconds of the engines for groups of (prompt, completions) requested at once, and
-    their decode steps.
+    their decode steps. ``shared_tokens``: of all prompts, in the cache.
     """
 
     async def session() -> tuple[float, float]:
         own = [Engine(rates, capacity) for _ in range(engines)]
         await asyncio.gather(
-            *(own[i % engines].generate(p, n, on_sample=lambda: None) for i, (p, n) in enumerate(groups))
+            *(
+                own[i % engines].generate(p - shared_tokens, n, on_sample=lambda: None, cached=shared_tokens)
+                for i, (p, n) in enumerate(groups)
+            )
         )
         busy = sum(span.end - span.begin for engine in own for span in engine.spans)
         return busy / engines, sum(engine.steps for engine in own) / engines
@@ -156,18 +170,23 @@ def _steps(result: BenchResult) -> list[list[tuple[int, tuple[int, ...]]]]:
 
 def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], result: BenchResult) -> Reached:
     """Calibrate decoding with the engine's single steps and with the overhead of the loop's engine."""
-    curve = _curve(rates, result)
+    curve, shared = _curve(rates, result), _shared(result)
     reached = replace(rates.reached, decode_curve=curve, step_s=0.0)
     capacity = EngineSpec.of(rates.config, Path()).max_num_seqs
     engines = rates.config.rollout.num_workers
     alone = [
-        generation_s(replace(rates, reached=reached), s, engines=engines, capacity=capacity) for s in steps
+        generation_s(
+            replace(rates, reached=reached), s, engines=engines, capacity=capacity, shared_tokens=shared
+        )
+        for s in steps
     ]
     predicted, made = (sum(column) / len(steps) for column in zip(*alone, strict=True))
     measured = result.figures["generation/step_s"]
     if curve and measured > predicted:
         return replace(reached, step_s=(measured - predicted) / made)
-    prefill = sum(rates.prefill_s(prompt) for step in steps for prompt, _ in step) / len(steps) / engines
+    prefill = (
+        sum(rates.prefill_s(prompt - shared) for step in steps for prompt, _ in step) / len(steps) / engines
+    )
     factor = max(measured - prefill, 0.1 * measured) / (predicted - prefill)
     return replace(reached, decode_curve=tuple((n, f * factor) for n, f in curve or ((1.0, 1.0),)))
 
@@ -186,27 +205,29 @@ def _training(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], resu
         p * len(n) + sum(n) for s in steps for p, n in s
     )
     at_peak = replace(rates, reached=replace(rates.reached, training=1.0))
-    work = [_updates(rates.config.batch, step) for step in steps]
+    work = [_updates(rates.config.batch, step, _shared(result)) for step in steps]
     compute = sum(at_peak.compute_s(own) for own in work) / len(steps)
     others = sum(at_peak.update_s(own) for own in work) / len(steps) - compute
-    computed = compute * trained * _computed_share(work, trained, result, packed=rates.config.model.packing)
+    computed = compute * trained * _computed_share(rates, work, trained, result)
     share = computed / max(result.figures["training/step_s"] - others, 1e-9)
     return replace(rates.reached, training=share)
 
 
 def _computed_share(
-    work: Sequence[Sequence[UpdateWork]], trained: float, result: BenchResult, *, packed: bool
+    rates: Rates, work: Sequence[Sequence[UpdateWork]], trained: float, result: BenchResult
 ) -> float:
     """Return how much of the tokens of ``work``, of which a share was ``trained``, the bench computed: less
-    than all where prompts of several groups begin alike.
+    than all where prompts of some groups begin alike.
     """
     seen = [step[COMPUTED_TOKENS] for step in result.steps if COMPUTED_TOKENS in step]
-    if not packed or len(seen) < len(work):
+    if not rates.config.model.packing or len(seen) < len(work):
         return 1.0
-    streams = sum(sum(p + sum(n) for u in own for p, n in u.groups) / len(own) for own in work)
+    streams = sum(sum(map(rates.stream_tokens, own)) / len(own) for own in work)
     return min(1.0, sum(seen) / (streams * trained))
 
 
-def _updates(batch: BatchConfig, groups: Sequence[tuple[int, tuple[int, ...]]]) -> list[UpdateWork]:
+def _updates(
+    batch: BatchConfig, groups: Sequence[tuple[int, tuple[int, ...]]], shared: int
+) -> list[UpdateWork]:
     size = len(groups) // batch.updates_per_step
-    return [UpdateWork(tuple(groups[i : i + size])) for i in range(0, len(groups), size)]
+    return [UpdateWork(tuple(groups[i : i + size]), shared) for i in range(0, len(groups), size)]

@@ -77,6 +77,7 @@ class PlanArguments:
     bench: str | None
     price: float | None
     prompt_tokens: int | None
+    shared_tokens: int | None
     turns: int | None
     tool_seconds: float | None
     failure_hours: float
@@ -93,7 +94,8 @@ def plan(config: Config, arguments: PlanArguments) -> None:
     bench = Path(arguments.bench) if arguments.bench else None
     if arguments.tail:
         longest = config.model_copy(update={"sampling": config.sampling.at_its_longest})
-        setting = made_setting(longest, shape, Assumptions(bench, arguments.prompt_tokens))
+        prompts = Assumptions(bench, arguments.prompt_tokens, shared_tokens=arguments.shared_tokens)
+        setting = made_setting(longest, shape, prompts)
         base = option_or_reason(longest, SYNCHRONOUS, setting)
         if isinstance(base, str):
             raise UserError(f"--tail: expected a split with GPUs of its own for each role, but {base}")
@@ -106,6 +108,7 @@ def plan(config: Config, arguments: PlanArguments) -> None:
         arguments.tool_seconds,
         arguments.failure_hours,
         _stragglers(config.rollout, shape, arguments.slow_engines, arguments.slow_rank),
+        arguments.shared_tokens,
     )
     splits: Splits = "sweep" if arguments.sweep else "own"
     made = make_plan(config, arguments.cluster, assumed, price=arguments.price, splits=splits)
@@ -134,16 +137,24 @@ def made_setting(
         )
     calibration = calibrate(BenchResult.read(assumed.bench), cluster) if assumed.bench else None
     lengths: Sequence[int] = calibration.lengths if calibration else ()
-    prompt_tokens = assumed.prompt_tokens
+    prompt_tokens, shared_tokens = assumed.prompt_tokens, assumed.shared_tokens
     if prompt_tokens is None and calibration:
         prompt_tokens = calibration.prompt_tokens
+        if shared_tokens is None:
+            shared_tokens = calibration.shared_tokens
     workload = workload_of(
         config,
         prompt_tokens=prompt_tokens,
+        shared_tokens=shared_tokens or 0,
         measured=lengths,
         turns=assumed.turns,
         tool_s=assumed.tool_seconds,
     )
+    if workload.shared_tokens >= workload.prompt_tokens:
+        raise UserError(
+            f"--shared-tokens {workload.shared_tokens}: a prompt has {workload.prompt_tokens} tokens "
+            "(--prompt-tokens); expected fewer"
+        )
     known, unplanned = reward_models_of(config.rewards)
     return Setting(
         cluster,

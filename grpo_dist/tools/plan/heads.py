@@ -31,7 +31,9 @@ from grpo_dist.tools.plan.options import Option, Planned, Setting, option_of, pl
 from grpo_dist.tools.plan.sweep import bound, likeliest, own_cell
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-CPU_RECORD = "configs/bench/measured/demo_2cores.json"
+# Benchmarks of two cores: of a model, where there is one, else of the demo's.
+_CPU_RECORDS = {"demo:smollm2": "configs/bench/measured/smollm2_2cores.json"}
+_CPU_RECORD = "configs/bench/measured/demo_2cores.json"
 GPUS = (1, 8, 16, 64, 128)
 _STEPS = 2  # simulated steps of a line
 _MARK = "#| "
@@ -74,12 +76,16 @@ class Head:
     def is_for_cpus(self) -> bool:
         return self.path.stem in _ON_CPUS
 
+    @property
+    def _cpu_record(self) -> str:
+        models = (self.config.model.path, self.config.sft.model if self.config.sft else None)
+        return next((_CPU_RECORDS[model] for model in models if model in _CPU_RECORDS), _CPU_RECORD)
+
     def lines(self) -> list[str]:
         """Return the whole head. It simulates the fastest split of each size."""
         if self.is_for_cpus:
-            return self._framed(
-                [self.own_row()], f"times: calibrated with {CPU_RECORD}; GPUs are not planned"
-            )
+            source = f"times: calibrated with {self._cpu_record}; GPUs are not planned"
+            return self._framed([self.own_row()], source)
         found = [self.own_row(), *(self._best_row(cluster_of(gpus)) for gpus in GPUS)]
         return self._framed(found, _NO_RECORD)
 
@@ -100,14 +106,14 @@ class Head:
     def own_row(self) -> str:
         """Return the line of the file as it is, on as many GPUs as it uses."""
         if self.is_for_cpus:
-            setting = self._setting("1x0xCPU", CPU_RECORD)
+            setting = self._setting("1x0xCPU", self._cpu_record)
         else:
             setting = self._setting(cluster_of(_gpus_of(self.config)))
         return f"{_AS_IT_IS}, {_row(planned(option_of(self.config, setting), steps=_STEPS), setting)}"
 
     def digests(self, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield the digest that a line of ``lines`` states, and that of its split now, without simulating."""
-        record = CPU_RECORD if self.is_for_cpus else None
+        record = self._cpu_record if self.is_for_cpus else None
         for line in lines:
             if found := _ROW.search(line):
                 numbers = dict(zip(_SPLIT, (int(found[i]) for i in range(3, 7)), strict=True))

@@ -177,12 +177,10 @@ def activation_bytes(
 
 
 def attended(batch: BatchConfig, settings: ModelConfig, workload: Workload, tokens: float) -> float:
-    """Return the tokens of the rows in a packed stream of ``tokens``; each row repeats the prompt. What the
-    prompts of several groups begin with is not known here: with it they are more, `ATTENDED` times at most.
-    """
+    """Return the tokens of the rows in a packed stream of ``tokens``; each row repeats the prompt."""
     if not settings.packing:
         return tokens
-    each = workload.prompt_tokens / batch.samples_per_prompt + workload.mean
+    each = (workload.prompt_tokens - workload.shared_tokens) / batch.samples_per_prompt + workload.mean
     return tokens * min(ATTENDED, (workload.prompt_tokens + workload.mean) / each)
 
 

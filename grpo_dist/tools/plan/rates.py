@@ -105,9 +105,12 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class UpdateWork:
-    """Rows of one optimiser update: tokens of each prompt and its completions."""
+    """Rows of one optimiser update: tokens of each prompt and its completions. ``shared``: tokens that all
+    prompts begin with.
+    """
 
     groups: tuple[tuple[int, tuple[int, ...]], ...]
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -166,17 +169,24 @@ class Rates:
         return 2 * self.model.shape.layers * self.model.shape.layer_weights * tokens / faster
 
     def forward_flops(self, work: UpdateWork) -> float:
-        """Return the operations of a pass over ``work``; packed rows share prompts."""
+        """Return the operations of a pass over ``work``."""
         s = self.model.shape
-        shared = self.config.model.packing
-        stream = trained = pairs = 0.0
+        trained = pairs = 0.0
         for prompt, lengths in work.groups:
             n = np.asarray(lengths, dtype=np.float64)
-            stream += n.sum() + prompt * (1 if shared else len(lengths))
             trained += n.sum()
             pairs += ((n + prompt) * (n + prompt + 1) / 2).sum()
-        weights = s.layers * s.layer_weights * stream + self.model.embedding * trained
+        weights = s.layers * s.layer_weights * self.stream_tokens(work) + self.model.embedding * trained
         return float(2 * weights + 4 * s.layers * s.heads * s.head_dim * pairs)
+
+    def stream_tokens(self, work: UpdateWork) -> float:
+        """Return the tokens that pass the layers for ``work``. Packed rows share prompts, and a micro-batch
+        has what its prompts begin with once.
+        """
+        if not self.config.model.packing:
+            return float(sum(p * len(n) + sum(n) for p, n in work.groups))
+        own = float(sum(p - work.shared + sum(n) for p, n in work.groups))
+        return own + work.shared * self._micro_batches(work) * self.config.policy.replicas
 
     def update_s(self, updates: Sequence[UpdateWork]) -> float:
         """Return the seconds of all updates of a step, for each of `batch.epochs_per_batch`."""
@@ -282,9 +292,10 @@ class Rates:
         return passes * busiest / shared / (self.peaks.flops * self.reached.training)
 
     def _micro_batches(self, work: UpdateWork) -> int:
-        tokens = sum(p + sum(n) for p, n in work.groups) / self.config.policy.replicas
+        tokens = sum(p - work.shared + sum(n) for p, n in work.groups) / self.config.policy.replicas
         longest = max(p + max(n) for p, n in work.groups)
-        return max(1, round(np.ceil(tokens / max(self.sizes.micro_batch, longest))))
+        room = max(self.sizes.micro_batch, longest) - work.shared
+        return max(1, round(np.ceil(tokens / room)))
 
     def _collectives_s(self, micro_batches: int) -> tuple[float, float]:
         """Return the seconds of gathering weights under ZeRO-3, and of all other transfers in an update."""

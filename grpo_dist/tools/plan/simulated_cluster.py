@@ -50,7 +50,14 @@ class SimulatedCluster:
         )
         turn = POLICY if scenario.reference_is_base else "reference"
         reference = TimedReference(rates, trace, gpus, turn=turn, workers=scenario.reference_workers)
-        policy = TimedPolicy(rates, self.failures, trace, gpus, slowdown=scenario.stragglers.rank_factor)
+        policy = TimedPolicy(
+            rates,
+            self.failures,
+            trace,
+            gpus,
+            slowdown=scenario.stragglers.rank_factor,
+            shared_tokens=scenario.workload.shared_tokens,
+        )
         sync = TimedWeightSync(rates, self.rollouts, policy, gpus)
         # Simulated workers have only the methods that a planned run calls.
         roles: tuple[Any, ...] = (

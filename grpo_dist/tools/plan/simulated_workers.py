@@ -71,7 +71,9 @@ class TimedRollouts:
             engine, on_sample = self.engines[index], self._releasing(index, tokens)
             try:
                 if self._workload.turns == 1:
-                    return await engine.generate(prompt_tokens, lengths, on_sample=on_sample)
+                    shared = self._workload.shared_tokens
+                    own = prompt_tokens - shared
+                    return await engine.generate(own, lengths, on_sample=on_sample, cached=shared)
                 await gather(
                     self._episode(engine, prompt_tokens / len(lengths), length, on_sample)
                     for length in lengths
@@ -190,7 +192,9 @@ class TimedReference:
 
 
 class TimedPolicy:
-    """All policy ranks. ``slowdown``: how many times as long the slowest takes; the others wait for it."""
+    """All policy ranks. ``slowdown``: how many times as long the slowest takes; the others wait for it.
+    ``shared_tokens``: that all prompts begin with.
+    """
 
     def __init__(
         self,
@@ -200,9 +204,10 @@ class TimedPolicy:
         gpus: SimulatedGpus,
         *,
         slowdown: float,
+        shared_tokens: int,
     ) -> None:
         self._rates, self._failures, self._trace = rates, failures, trace
-        self._gpus, self._slowdown = gpus, slowdown
+        self._gpus, self._slowdown, self._shared_tokens = gpus, slowdown, shared_tokens
 
     def stage(
         self,
@@ -212,7 +217,7 @@ class TimedPolicy:
         later_epochs: Sequence[Sequence[EpochUpdate]] = (),
     ) -> list[UpdateWork]:
         with self._trace.excluded():
-            return [fake_records.work_of(batch) for batch in batches]
+            return [fake_records.work_of(batch, self._shared_tokens) for batch in batches]
 
     async def score_norms(self, batch: TrainBatch) -> dict[int, np.ndarray]:
         """Return zeros at once: `Rates.update_s` has the time of this pass."""

@@ -221,7 +221,7 @@ def bound(option: Option) -> float:
     sampling = samples * mean / config.rollout.num_workers / rate
     each = (round(mean),) * batch.samples_per_prompt
     size = batch.prompts_per_step // batch.updates_per_step
-    work = [UpdateWork(((prompt, each),) * size)] * batch.updates_per_step
+    work = [UpdateWork(((prompt, each),) * size, workload.shared_tokens)] * batch.updates_per_step
     training = rates.update_s(work) + rates.sync_s() + (2 * rates.turn_s() if scenario.sharing else 0.0)
     # Mean lengths give a bound: longer rows only add to attention.
     if waits_for_longest(config.weight_sync, config.max_staleness):

@@ -21,9 +21,10 @@ _DRAWN = 4096  # lengths, for the means
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """``prompt_tokens``: of every prompt. Completions are drawn from ``measured`` lengths, or else from
-    ``lengths``; none is above ``cap``. With environments each is sampled in ``turns`` of equal length, which
-    ``tool_s`` seconds lie between. ``assumed``: describes what is a guess.
+    """``prompt_tokens``: of every prompt; all begin with the same ``shared_tokens``. Completions are drawn
+    from ``measured`` lengths, or else from ``lengths``; none is above ``cap``. With environments each is
+    sampled in ``turns`` of equal length, which ``tool_s`` seconds lie between. ``assumed``: describes what is
+    a guess.
     """
 
     prompt_tokens: int
@@ -33,6 +34,7 @@ class Workload:
     assumed: str = ""
     turns: int = 1
     tool_s: float = 0.0
+    shared_tokens: int = 0
 
     def length(self, seed: int, uid: str) -> int:
         """Return the tokens of the completion with ``seed`` of the prompt ``uid``."""
@@ -70,6 +72,7 @@ def workload_of(
     config: Config,
     *,
     prompt_tokens: int | None,
+    shared_tokens: int = 0,
     measured: Sequence[int] = (),
     turns: int | None = None,
     tool_s: float | None = None,
@@ -92,7 +95,7 @@ def workload_of(
         )
     used = tuple(measured) if config.bench.lengths.kind == "natural" else ()
     if not config.has_environments:
-        return Workload(prompt_tokens, lengths, cap, used, "; ".join(assumed))
+        return Workload(prompt_tokens, lengths, cap, used, "; ".join(assumed), shared_tokens=shared_tokens)
     if turns is None or tool_s is None:
         instant = config.environment_names == ("calculator",)
         turns = turns or _TURNS
@@ -100,7 +103,7 @@ def workload_of(
         assumed.append(f"episodes of {turns} turns, {tool_s:g} s between two (--turns, --tool-seconds)")
     if config.bench.lengths.kind != "natural":
         lengths = _of_whole_episodes(lengths, turns)
-    return Workload(prompt_tokens, lengths, cap, used, "; ".join(assumed), turns, tool_s)
+    return Workload(prompt_tokens, lengths, cap, used, "; ".join(assumed), turns, tool_s, shared_tokens)
 
 
 def _of_whole_episodes(lengths: LengthsConfig, turns: int) -> LengthsConfig:

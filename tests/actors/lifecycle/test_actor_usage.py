@@ -43,7 +43,6 @@ class Whole:
         return 0.0
 
 
-@pytest.mark.family("costly actors")
 def test_an_actor_with_queued_work_reports_usage_at_once(ray_cluster):
     actor = one_at_a_time(Slow).options(num_cpus=0).remote()
     queued = [actor.work.remote(number) for number in range(4)]

@@ -76,7 +76,6 @@ async def failed(worker, process):
     await worker.fail.remote()
 
 
-@pytest.mark.family("costly actors")
 def test_requests_of_a_lost_engine_are_sampled_exactly_once(ray_cluster, caplog):
     """Engines are killed, stopped, stuck in a step, and failed in a step, one after the other."""
 

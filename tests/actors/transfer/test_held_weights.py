@@ -167,7 +167,6 @@ def assert_computes(model, weights):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.family("costly")
 def test_after_changes_every_layer_computes_what_a_fresh_load_computes(one_process):
     engine, weights = Engine(), first_weights()
     assert engine.sync(weights) == set(SHAPES)

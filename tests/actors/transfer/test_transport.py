@@ -88,7 +88,6 @@ def buckets_of(held):
     return [[(spec.name, held[spec.name]) for spec in bucket] for bucket in make_buckets(SPECS, BUCKET)]
 
 
-@pytest.mark.family("costly")
 @pytest.mark.parametrize("backend", CPU_KINDS)
 def test_two_receivers_get_every_byte_round_after_round(backend):
     port, out = free_port("127.0.0.1"), PROCESSES.Queue()

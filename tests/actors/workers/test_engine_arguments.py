@@ -1,5 +1,6 @@
 """`rollout.engine`: what vLLM does not know, and what is not the user's to set, is refused before a run."""
 
+import re
 import subprocess
 from importlib.resources import files
 from types import SimpleNamespace
@@ -127,9 +128,9 @@ def test_settings_within_an_argument_are_refused_too(own):
     ((key, value),) = own.items()
     (said,) = problems({"mamba_config": {"backend": "triton"} | own})
     assert said.startswith(f"`rollout.engine.mamba_config.{key}` = {value}: the engine would round its state")
-    assert not problems({"mamba_config": {"backend": "triton", key: type(value)(0)}})
+    assert not problems({"mamba_config": {"backend": "triton"}})
     known = files("vllm").joinpath("config/mamba.py").read_text()
-    assert f"    {key}: " in known, "the installed engine has it"
+    assert re.search(rf"^\s+{key}\s*:", known, re.MULTILINE), "the installed engine has it"
 
 
 @pytest.mark.parametrize(

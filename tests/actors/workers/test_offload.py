@@ -50,7 +50,6 @@ def test_offload_to_the_cpu_trains_as_without(forked_ranks, without, tiny_model,
     agree(result, without["lora" in CPU[name]])
 
 
-@pytest.mark.family("costly actors")
 def test_nvme_without_libaio_is_refused_in_one_message(tmp_path, monkeypatch):
     from deepspeed.ops.op_builder import AsyncIOBuilder
 

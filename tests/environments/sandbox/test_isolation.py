@@ -301,7 +301,6 @@ sys.exit(sys.version_info < (3, 11))
     pytest.skip("Python is closed to other users here")
 
 
-@pytest.mark.family("costly")
 def test_without_privilege_a_user_namespace_does_the_same():
     codes = [code for code, _, _ in OF_A_USER]
     command = [python_for_everybody(), "-c", UNPRIVILEGED, str(ROOT), str(FULL.landlock), json.dumps(codes)]

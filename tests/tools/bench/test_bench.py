@@ -24,7 +24,7 @@ from grpo_dist.tools.bench.lengths import ForcedLengths, length_of
 from grpo_dist.tools.bench.limits import devices_of, fastest, run_jobs
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
 from grpo_dist.tools.bench.result import ActorMemory, Bar, BenchResult, DecodeStep
-from grpo_dist.tools.bench.run import as_benchmark, timed
+from grpo_dist.tools.bench.run import _common, as_benchmark, timed
 from grpo_dist.tools.bench.table import FIGURES, print_result, written
 from tests.support.fakes import World, config, prompts
 
@@ -107,6 +107,20 @@ def step(begin, spans, *, tokens=(10, 30), **metrics):
     }  # fmt: skip
     requests = tuple(Request((1, 2, 3, 4), seed, n) for seed, n in enumerate(tokens))
     return StepRecord(1, begin, begin + 10, known | metrics, usage, requests)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ([(1, 2, 3), (1, 2, 4), (1, 2, 3, 5)], 2),
+        ([(1, 2), (1, 2, 4)], 2),
+        ([(7, 8)], 2),
+        ([(1, 2, 3), (2, 2, 3), (1, 2, 3)], 0),
+        ([(1, 5), (1, 2, 9), (1, 4)], 1),
+    ],
+)
+def test_the_tokens_that_all_prompts_begin_with_are_counted(prompts, expected):
+    assert _common(prompts) == expected
 
 
 SPANS = {

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.cli import main
 from grpo_dist.config.files import load_config
 from grpo_dist.errors import UserError
@@ -16,7 +17,7 @@ from grpo_dist.tools.plan.accelerators import ACCELERATORS, card_called, parse_c
 from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.bottleneck import reason
 from grpo_dist.tools.plan.calibration import calibrate
-from grpo_dist.tools.plan.command import _stragglers, make_plan
+from grpo_dist.tools.plan.command import _stragglers, made_setting, make_plan
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.options import Option, Setting, option_of, option_or_reason, planned
 from grpo_dist.tools.plan.rates import Peaks, Rates, Reached, UpdateWork
@@ -154,6 +155,23 @@ def test_an_update_computes_shared_prompts_once_and_logits_only_of_completions()
     for checkpointing, count in passes.items():
         r = rates(model={"path": "Qwen/Qwen2.5-7B", "gradient_checkpointing": checkpointing})
         assert r.compute_s([work]) == pytest.approx(count * forward / 989e12)
+
+
+def test_what_all_prompts_begin_with_is_computed_once_in_each_micro_batch():
+    """Four prompts of 100 tokens, 60 of them the same; micro-batches of 200 tokens have 140 of their own."""
+    groups = ((100, (10, 30)),) * 4
+    alike = rates(batch={"micro_batch_tokens": 200})
+    apart = 4 * (100 + 40)
+    assert alike.stream_tokens(UpdateWork(groups)) == apart
+    assert alike.stream_tokens(UpdateWork(groups, shared=60)) == 4 * (40 + 40) + 3 * 60  # 320 in 140s
+    one = rates(batch={"micro_batch_tokens": 4096})
+    assert one.stream_tokens(UpdateWork(groups, shared=60)) == 4 * 80 + 60
+    two = rates(batch={"micro_batch_tokens": 4096, "prompts_per_step": 4}, policy={"num_workers": 2})
+    assert two.stream_tokens(UpdateWork(groups, shared=60)) == 4 * 80 + 2 * 60, "each rank has its own"
+    padded = rates(model={"path": "Qwen/Qwen2.5-7B", "packing": False})
+    assert padded.stream_tokens(UpdateWork(groups, shared=60)) == 4 * (2 * 100 + 40)
+    saved = one.forward_flops(UpdateWork(groups)) - one.forward_flops(UpdateWork(groups, shared=60))
+    assert saved == pytest.approx(2 * (WEIGHTS - 152064 * 3584) * 3 * 60)
 
 
 def test_a_second_update_needs_the_old_log_probs():
@@ -344,6 +362,18 @@ def test_alternatives_that_train_the_same_keep_batch_and_staleness():
         assert used <= 4 and not option.roles.sharing
 
 
+def test_what_prompts_begin_with_is_neither_prefilled_nor_trained_again():
+    long = wide(max_staleness=0)
+    apart, alike = (
+        made_setting(long, parse_cluster("1x4xH100"), Assumptions(prompt_tokens=800, shared_tokens=shared))
+        for shared in (0, 700)
+    )
+    a, b = (planned(option_of(long, own)).simulated for own in (apart, alike))
+    assert b.stage_s["update"] < 0.9 * a.stage_s["update"]
+    assert b.stage_s["sample"] < a.stage_s["sample"]
+    assert b.tokens == a.tokens
+
+
 def test_cost_is_the_price_of_all_cards_times_the_time():
     c = wide(max_staleness=1)
     made = make_plan(c, "1x4xH100", Assumptions(prompt_tokens=100), price=2.0, splits="none")
@@ -388,7 +418,8 @@ def cpu_config(**changes):
 def on_two_cores(c, measured):
     cluster = parse_cluster("1x0xCPU")
     calibration = calibrate(measured, cluster)
-    workload = workload_of(c, prompt_tokens=16, measured=calibration.lengths)
+    shared = calibration.shared_tokens
+    workload = workload_of(c, prompt_tokens=16, shared_tokens=shared, measured=calibration.lengths)
     return planned(option_of(c, Setting(cluster, model_of(c), workload, calibration))).simulated
 
 
@@ -406,6 +437,24 @@ def test_a_plan_of_the_benchmarked_work_gives_its_measured_times(limits):
     assert run.stage_s["sync"] == pytest.approx(weights / 5e8)
     scoring = 0.4 / 4  # of the last group, sample by sample
     assert run.step_s == pytest.approx(3.0 + scoring + 5.0 + weights / 5e8 + 0.05, rel=0.06)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_plan_of_prompts_that_begin_alike_gives_the_measured_times_of_such_a_benchmark(counted):
+    """Twelve of 16 tokens. The benchmark's micro-batch had 12 + 4 * (4 + 40) tokens of the 224 apart."""
+    c = cpu_config()
+    steps = [{"train/tokens": 4 * (2 * 16 + 40)} | ({COMPUTED_TOKENS: 188.0} if counted else {})] * 2
+    base = result(c)
+    measured = replace(base, steps=steps, workload=base.workload | {"shared_prompt_tokens": 12})
+    cluster = parse_cluster("1x0xCPU")
+    calibration = calibrate(measured, cluster)
+    assert calibration.shared_tokens == 12
+    run = on_two_cores(c, measured)
+    assert run.stage_s["sample"] == pytest.approx(3.0, rel=0.05)
+    assert run.stage_s["update"] == pytest.approx(5.0, rel=0.05)
+    twice = cpu_config(batch={"prompts_per_step": 8, "samples_per_prompt": 2})
+    # 12 + 8 * 44 tokens in place of 188; the head and attention grow with all of them.
+    assert on_two_cores(twice, measured).stage_s["update"] == pytest.approx(5.0 * 364 / 188, rel=0.03)
 
 
 def test_times_scale_with_the_work():
@@ -680,6 +729,11 @@ def test_the_number_of_slow_engines_is_bounded_by_the_cluster():
         (["--cluster", "1x0xCPU"], ["in no data sheet", "grpo-dist bench"]),
         (["--cluster", "1x8xH100", "--price", "-1"], ["--price -1"]),
         (["--cluster", "1x8xH100", "--prompt-tokens", "0"], ["--prompt-tokens 0"]),
+        (["--cluster", "1x8xH100", "--shared-tokens", "-1"], ["--shared-tokens -1"]),
+        (
+            ["--cluster", "1x8xH100", "--prompt-tokens", "90", "--shared-tokens", "90"],
+            ["--shared-tokens 90: a prompt has 90 tokens", "expected fewer"],
+        ),
         (["--cluster", "1x8xH100", "--turns", "2"], ["--turns", "no source of problems has an environment"]),
         (["--cluster", "1x8xH100", "--tool-seconds", "-1"], ["--tool-seconds -1"]),
         (["--cluster", "1x8xH100", "--failure-hours", "-2"], ["--failure-hours -2"]),

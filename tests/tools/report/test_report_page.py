@@ -85,7 +85,6 @@ def test_every_tab_loads_without_console_messages(browser, runs, tmp_path):
     )
 
 
-@pytest.mark.family("costly")
 def test_model_text_is_never_markup(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=1, recorded=(1,), texts=lambda s, g, i: HOSTILE)
     page = opened(browser, [run], tmp_path, "rollouts")

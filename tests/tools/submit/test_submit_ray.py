@@ -296,7 +296,6 @@ def test_an_upload_that_is_too_large_is_not_copied_first(project, capsys, monkey
     assert len([file for file in copied if file.endswith(".txt")]) == 1
 
 
-@pytest.mark.family("costly actors")
 def test_neither_keys_nor_targets_of_outside_links_are_uploaded(project, capsys):
     rewards, outside = project / "rewards", project / "elsewhere"
     outside.mkdir()

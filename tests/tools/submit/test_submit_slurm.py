@@ -289,7 +289,6 @@ def test_a_setup_that_reads_a_secret_from_elsewhere_is_accepted(slurm, tmp_path,
 HOSTILE = "a'b\"c $(touch pwned) `touch pwned` ; touch pwned # %j"
 
 
-@pytest.mark.family("costly actors")
 @pytest.mark.usefixtures("slurm", "without_ray")
 def test_no_value_of_a_submission_is_run_as_a_command(tmp_path, capsys, start, monkeypatch):
     place = tmp_path / HOSTILE
