@@ -191,7 +191,6 @@ def test_many_episodes_run_at_once():
     asyncio.run(run())
 
 
-@pytest.mark.family("costly")
 def test_cpu_time_over_the_episode_is_a_timeout_also_in_children():
     async def run():
         async with tool(cpu_s=1.0) as sandbox:
@@ -229,7 +228,6 @@ def test_an_interpreter_that_is_lost_between_two_calls_is_reported_before_anothe
     asyncio.run(run())
 
 
-@pytest.mark.family("costly")
 def test_cpu_time_of_interpreters_that_were_lost_counts_for_the_episode():
     async def run():
         async with tool(cpu_s=2.0) as sandbox:
