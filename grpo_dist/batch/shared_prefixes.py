@@ -59,7 +59,7 @@ def _in_order_of_tokens(own: Prefixes, tokens: np.ndarray) -> Prefixes:
     order = sorted(range(len(keys)), key=keys.__getitem__)
     begun = np.zeros(len(order), np.int64)
     for before, this in pairwise(order):
-        begun[this] = _common(prompts[before], prompts[this])
+        begun[this] = common_length(prompts[before], prompts[this])
     begun[begun < _LEAST] = 0
     if not begun.any():
         return own
@@ -108,7 +108,7 @@ def _distinct(groups: Sequence[int], prompts: Sequence[int]) -> tuple[np.ndarray
     return found, first, inverse.reshape(-1)
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
+def common_length(a: np.ndarray, b: np.ndarray) -> int:
     """Return how many tokens both begin with."""
     size = min(len(a), len(b))
     other = a[:size] != b[:size]

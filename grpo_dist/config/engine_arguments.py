@@ -133,6 +133,6 @@ def _nested_problems(engine: Mapping[str, Any]) -> Iterator[str]:
         own = engine.get(name)
         if not isinstance(own, Mapping):
             continue
-        for key in refused.keys() & own.keys():
+        for key in (key for key in refused if key in own):
             setting = f"`rollout.engine.{name}.{key}` = {shown_setting(key, own[key])}"
             yield f"{setting}: {refused[key]}; remove it"

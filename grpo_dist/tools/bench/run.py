@@ -11,9 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from grpo_dist import driver
+from grpo_dist.batch.shared_prefixes import common_length
 from grpo_dist.config import BatchConfig, BenchConfig, Config, DataConfig, EnvironmentsConfig
 from grpo_dist.config.secrets import masked
 from grpo_dist.environments.base import Problem
@@ -199,24 +201,19 @@ def _card() -> float | None:
 
 def _workload(batch: BatchConfig, max_staleness: int, steps: Sequence[StepRecord]) -> dict[str, float]:
     requests = [r for step in steps for r in step.requests]
+    prompts = [r.prompt_ids for r in requests]
     return {
         "steps": len(steps),
         "prompts_per_step": batch.prompts_per_step,
         "samples_per_prompt": batch.samples_per_prompt,
-        "prompt_tokens_mean": sum(len(r.prompt_ids) for r in requests) / len(requests),
-        "shared_prompt_tokens": _common([r.prompt_ids for r in requests]),
+        "prompt_tokens_mean": sum(map(len, prompts)) / len(prompts),
+        # The first and the last in their order have least in common.
+        "shared_prompt_tokens": common_length(np.array(min(prompts)), np.array(max(prompts))),
         "completion_tokens": sum(r.length for r in requests),
         "completion_tokens_mean": sum(r.length for r in requests) / len(requests),
         "completion_tokens_max": max(r.length for r in requests),
         "max_staleness": max_staleness,
     }
-
-
-def _common(prompts: Sequence[tuple[int, ...]]) -> int:
-    """Return how many tokens all ``prompts`` begin with."""
-    first, last = min(prompts), max(prompts)
-    differing = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
-    return next(differing, min(len(first), len(last)))
 
 
 def _of_step(step: StepRecord) -> dict[str, float]:

@@ -97,8 +97,11 @@ def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
 
 
 def _shared(result: BenchResult) -> int:
-    """Return the tokens that all prompts of the benchmark begin with; 0 in a result that does not say."""
-    return round(result.workload.get("shared_prompt_tokens", 0))
+    """Return the tokens that all prompts of the benchmark begin with, not the last one of equal prompts; 0 in
+    a result that does not say.
+    """
+    most = round(result.workload["prompt_tokens_mean"]) - 1
+    return min(round(result.workload.get("shared_prompt_tokens", 0)), most)
 
 
 def _host(figures: Mapping[str, float], peaks: Peaks) -> float:

@@ -24,7 +24,7 @@ from grpo_dist.tools.bench.lengths import ForcedLengths, length_of
 from grpo_dist.tools.bench.limits import devices_of, fastest, run_jobs
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
 from grpo_dist.tools.bench.result import ActorMemory, Bar, BenchResult, DecodeStep
-from grpo_dist.tools.bench.run import _common, as_benchmark, timed
+from grpo_dist.tools.bench.run import _workload, as_benchmark, timed
 from grpo_dist.tools.bench.table import FIGURES, print_result, written
 from tests.support.fakes import World, config, prompts
 
@@ -120,7 +120,9 @@ def step(begin, spans, *, tokens=(10, 30), **metrics):
     ],
 )
 def test_the_tokens_that_all_prompts_begin_with_are_counted(prompts, expected):
-    assert _common(prompts) == expected
+    requests = tuple(Request(ids, seed, 3) for seed, ids in enumerate(prompts))
+    steps = [replace(step(0, {}), requests=requests)]
+    assert _workload(config().batch, 0, steps)["shared_prompt_tokens"] == expected
 
 
 SPANS = {

@@ -457,6 +457,13 @@ def test_a_plan_of_prompts_that_begin_alike_gives_the_measured_times_of_such_a_b
     assert on_two_cores(twice, measured).stage_s["update"] == pytest.approx(5.0 * 364 / 188, rel=0.03)
 
 
+def test_a_benchmark_of_one_prompt_again_and_again_plans_prompts_of_a_token_of_their_own():
+    c = cpu_config()
+    base = result(c)
+    same = replace(base, workload=base.workload | {"shared_prompt_tokens": 16})
+    assert calibrate(same, parse_cluster("1x0xCPU")).shared_tokens == 15
+
+
 def test_times_scale_with_the_work():
     c = cpu_config()
     run = on_two_cores(cpu_config(batch={"prompts_per_step": 8, "samples_per_prompt": 2}), result(c))
