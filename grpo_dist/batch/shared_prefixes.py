@@ -15,7 +15,7 @@ so the prompts of a step need no more tokens than a tree of them has.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -55,12 +55,7 @@ def shared_prefixes(rows: Rows) -> Prefixes:
 def _in_order_of_tokens(own: Prefixes, tokens: np.ndarray) -> Prefixes:
     prefixes, first, inverse = _distinct(own.groups, own.prompts)
     prompts = [tokens[row, :size] for row, size in zip(first, prefixes[1], strict=True)]
-    keys = [prompt.astype(">i4").tobytes() for prompt in prompts]  # these compare as their tokens do
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    begun = np.zeros(len(order), np.int64)
-    for before, this in pairwise(order):
-        begun[this] = common_length(prompts[before], prompts[this])
-    begun[begun < _LEAST] = 0
+    order, begun = _begun(prompts)
     if not begun.any():
         return own
     rank = np.empty(len(order), np.int64)
@@ -93,10 +88,26 @@ def needed_tokens(updates: Sequence[TrainBatch]) -> float:
 
 
 def _needed(rows: Rows) -> int:
-    own = shared_prefixes(replace(rows, routes=None))
-    (_, sizes), first, _ = _distinct(own.groups, own.prompts)
-    completions = int(rows.lengths.sum() - rows.prompt_lengths.sum())
-    return completions + int(sizes.sum() - np.asarray(own.begun)[first].sum())
+    (_, sizes), first, _ = _distinct(rows.group_ids.tolist(), rows.prompt_lengths.tolist())
+    tokens = rows.tokens.cpu().numpy()
+    prompts = [tokens[row, :size] for row, size in zip(first, sizes, strict=True)]
+    return int(rows.lengths.sum() - rows.prompt_lengths.sum()) + prompt_tokens(prompts)
+
+
+def prompt_tokens(prompts: Sequence[np.ndarray]) -> int:
+    """Return the tokens of ``prompts`` with what they begin with counted once."""
+    return sum(map(len, prompts)) - int(_begun(prompts)[1].sum())
+
+
+def _begun(prompts: Sequence[np.ndarray]) -> tuple[list[int], np.ndarray]:
+    """Return the order of the prompts' tokens, and how many each shares with the one before it, int64 [N]."""
+    keys = [prompt.astype(">i4").tobytes() for prompt in prompts]  # these compare as their tokens do
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    begun = np.zeros(len(order), np.int64)
+    for before, this in pairwise(order):
+        begun[this] = common_length(prompts[before], prompts[this])
+    begun[begun < _LEAST] = 0
+    return order, begun
 
 
 def _distinct(groups: Sequence[int], prompts: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -4,8 +4,8 @@ loop's workers have ended. There are as many processes and threads as the loop's
     generation   `vllm.LLM.generate` on the prompts, seeds and lengths of timed steps; and single steps of the
     engine
                  with few and many sequences
-    training     transformers and torch's AdamW on as many tokens without padding, in the best of several
-                 micro-batch sizes
+    training     transformers and torch's AdamW on the tokens that a step needs, what its prompts begin with
+                 counted once, without padding, in the best of several micro-batch sizes
     sync         one broadcast of as many bytes, from and into buffers that are there already
 """
 
@@ -24,8 +24,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from grpo_dist.batch.shared_prefixes import prompt_tokens
 from grpo_dist.config import Config, ModelConfig, PolicyConfig, RolloutConfig
 from grpo_dist.runtime.hardware import device_type, resolve_dtype, thread_environment
 from grpo_dist.tools.bench.record import StepRecord
@@ -67,26 +69,36 @@ def generation_limit(
 def training_limit(
     model: ModelConfig, policy: PolicyConfig, model_dir: Path, steps: Sequence[StepRecord], *, threads: int
 ) -> tuple[float, float, str]:
-    """Measure training on all ranks. Returns tokens per second, operations per second of a large matrix
-    product, and the best micro-batch.
+    """Measure training on all ranks. Returns tokens per second, of which a prompt counts with each of its
+    samples; operations per second of a large matrix product; and the best micro-batch.
     """
     ranks = policy.num_workers
     requests = [r for step in steps for r in step.requests]
-    row = round(sum(r.tokens for r in requests) / len(requests))
+    tokens, needed = sum(r.tokens for r in requests), sum(map(needed_of_samples, steps))
+    row = max(1, round(needed / len(requests)))
     rows = max(1, len(steps[-1].requests) // ranks)
     job = {
         "model_dir": str(model_dir),
         "dtype": resolve_dtype(model.dtype),
         "rows": rows,
         "row_tokens": row,
-        "trained_share": sum(r.length for r in requests) / sum(r.tokens for r in requests),
+        "trained_share": sum(r.length for r in requests) / needed,
         "repeats": REPEATS,
     }
     found = run_jobs("grpo_dist.tools.bench.limit_training", [job] * ranks, threads=threads, gpus=1)
     seconds = [f["seconds"] for f in found]
     micro = sorted({f["micro_batch"] for f in found})
     best = f"micro-batches of {', '.join(f'{m} x {row}' for m in micro)} tokens"
-    return rows * row * ranks / fastest([[s] for s in seconds]), sum(f["matmul"] for f in found), best
+    rate = rows * ranks * (tokens / len(requests)) / fastest([[s] for s in seconds])
+    return rate, sum(f["matmul"] for f in found), best
+
+
+def needed_of_samples(step: StepRecord) -> int:
+    """Return the tokens of a step's samples with what their prompts begin with counted once: a loop that
+    computes it for every sample is no limit of one that does not.
+    """
+    prompts = [np.array(prompt) for prompt in {r.prompt_ids for r in step.requests}]
+    return prompt_tokens(prompts) + sum(r.tokens - len(r.prompt_ids) for r in step.requests)
 
 
 def sync_limit(rollout: RolloutConfig, num_bytes: int, *, port: int) -> float:

@@ -17,11 +17,12 @@ from grpo_dist import driver
 from grpo_dist.cli import main
 from grpo_dist.config import Config, LengthsConfig
 from grpo_dist.runtime.metering import Span, Usage
+from grpo_dist.tools.bench import limits
 from grpo_dist.tools.bench.compare import compare, ratios
 from grpo_dist.tools.bench.figures import StageLimits, covered_s, figures, shares
 from grpo_dist.tools.bench.flops import Shape, card_peak, training_flops
 from grpo_dist.tools.bench.lengths import ForcedLengths, length_of
-from grpo_dist.tools.bench.limits import devices_of, fastest, run_jobs
+from grpo_dist.tools.bench.limits import devices_of, fastest, run_jobs, training_limit
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
 from grpo_dist.tools.bench.result import ActorMemory, Bar, BenchResult, DecodeStep
 from grpo_dist.tools.bench.run import _workload, as_benchmark, timed
@@ -123,6 +124,28 @@ def test_the_tokens_that_all_prompts_begin_with_are_counted(prompts, expected):
     requests = tuple(Request(ids, seed, 3) for seed, ids in enumerate(prompts))
     steps = [replace(step(0, {}), requests=requests)]
     assert _workload(config().batch, 0, steps)["shared_prompt_tokens"] == expected
+
+
+def test_the_bare_training_loop_computes_what_prompts_begin_with_once(monkeypatch):
+    """Two groups of two: prompts of 9 tokens of which 8 are common, completions of 10 and 30, 5 given."""
+    asked = []
+
+    def run(module, jobs, **_):
+        asked.extend(jobs)
+        return [{"seconds": [4.0, 2.0], "micro_batch": 4, "matmul": 7.0} for _ in jobs]
+
+    monkeypatch.setattr(limits, "run_jobs", run)
+    prompts = [(*range(8), last) for last in (50, 50, 60, 60)]
+    requests = [
+        Request(ids, seed, n, 5) for seed, (ids, n) in enumerate(zip(prompts, (10, 30) * 2, strict=True))
+    ]
+    steps = [replace(step(0, {}), requests=tuple(requests))]
+    rate, peak, _ = training_limit(config().model, config().policy, Path(), steps, threads=1)
+    needed = 8 + 1 + 1 + 80 + 4 * 5
+    job = asked[0]
+    assert (job["rows"], job["row_tokens"]) == (4 // len(asked), round(needed / 4))
+    assert job["trained_share"] == pytest.approx(80 / needed)
+    assert rate == pytest.approx((4 * 9 + 80 + 4 * 5) / 2.0) and peak == 7.0 * len(asked)
 
 
 SPANS = {
