@@ -38,8 +38,8 @@ three worked examples, which are the same for all problems:
                    36 + 28 = 64
                    27 + 82 =
 
-A sum has a column `carries`: in how many of its places something is carried, for pools of like difficulty.
-A problem belongs to the test split if md5(problem) % 20 == 0, so no test problem is ever trained on. Of sums
+A sum has a column `units`, the sum of its last digits, for prompt pools of like difficulty: around 10, where a
+carry begins, a model errs most. A problem belongs to the test split if md5(problem) % 20 == 0, so no test problem is ever trained on. Of sums
 after examples, problem and swapped problem (82 + 27) belong to one split, and no example is a test problem.
 """
 
@@ -63,7 +63,7 @@ _EXAMPLES = {
 
 
 def problems(name: str, split: str) -> list[dict[str, str | int]]:
-    """Return problems and answers of a split, always the same, and of sums the column `carries`.
+    """Return problems and answers of a split, always the same, and of sums the column `units`.
 
     Raises ValueError for an unknown name or split.
     """
@@ -76,7 +76,7 @@ def problems(name: str, split: str) -> list[dict[str, str | int]]:
         {"problem": problem_of(name, a, b), "answer": str(_answer(name, a, b))} for a, b in pairs
     ]
     if name != "products":
-        rows = [row | {"carries": carries(a, b)} for row, (a, b) in zip(rows, pairs, strict=True)]
+        rows = [row | {"units": a % 10 + b % 10} for row, (a, b) in zip(rows, pairs, strict=True)]
     return rows
 
 
@@ -141,12 +141,6 @@ def problem_of(name: str, a: int, b: int) -> str:
     if name in _EXAMPLES:
         return f"{_EXAMPLES[name]}{a} + {b} ="
     return f"{a}{_OPERATORS[name]}{b}="
-
-
-def carries(a: int, b: int) -> int:
-    """Return in how many decimal places a + b carries."""
-    places = range(1, len(str(max(a, b))) + 1)
-    return sum(a % 10**place + b % 10**place >= 10**place for place in places)
 
 
 def split_of(problem: str) -> Split:
