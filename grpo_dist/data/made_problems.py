@@ -38,9 +38,10 @@ three worked examples, which are the same for all problems:
                    36 + 28 = 64
                    27 + 82 =
 
-A sum has a column `units`, the sum of its last digits, for prompt pools of like difficulty: around 10, where a
-carry begins, a model errs most. A problem belongs to the test split if md5(problem) % 20 == 0, so no test problem is ever trained on. Of sums
-after examples, problem and swapped problem (82 + 27) belong to one split, and no example is a test problem.
+A sum has a column `units`, the sum of its last digits, for prompt pools of like difficulty: around 10, where
+a carry begins, a model errs most. A problem belongs to the test split if md5(problem) % 20 == 0, so no test
+problem is ever trained on. Of sums after examples, problem and swapped problem (82 + 27) belong to one split,
+and no example is a test problem.
 """
 
 from __future__ import annotations

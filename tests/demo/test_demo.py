@@ -10,14 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_dist.data.made_problems import (
-    carries,
-    demonstration,
-    demonstrations,
-    problem_of,
-    problems,
-    split_of,
-)
+from grpo_dist.data.made_problems import demonstration, demonstrations, problem_of, problems, split_of
 from grpo_dist.demo import word_problems as words
 from grpo_dist.demo.model import cached_model
 
