@@ -174,6 +174,7 @@ class StepChores:
 
     async def _end(self, step: int) -> NoReturn:
         await self._checkpoints.settle()
+        self._recorder.phase("end")
         raise Preempted(f"ended as asked after step {step}, saved; {RERUN}")
 
 

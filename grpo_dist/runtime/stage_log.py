@@ -217,6 +217,8 @@ class LoopStages:
             self._begin("validation", "the loss of held-out demonstrations", quiet=self._stepped)
         elif name == "save":
             self._begin("checkpoint", quiet=True)
+        elif name == "end":
+            self.end()
         elif self._stepped:
             self._begin(_STEP, waits_for=lambda: self._phase, quiet=True)
         else:

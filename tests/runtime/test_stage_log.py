@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from grpo_dist.cli import main
+from grpo_dist.errors import Preempted
 from grpo_dist.observe import Tracker
 from grpo_dist.observe import console as console_module
 from grpo_dist.observe.live_view import LiveView
@@ -243,6 +244,18 @@ def test_a_run_that_fails_in_its_first_step_ends_that_stage(said, tmp_path):
         tracker.phase("sample")
         raise RuntimeError("lost")
     assert said.texts()[-1] == "first step: failed after 0.0 s" and open_stages() == []
+
+
+def test_a_run_that_is_asked_to_end_has_saved_its_checkpoint(said, tmp_path):
+    off = {"console": False, "tensorboard": False}
+    with pytest.raises(Preempted), Tracker(fakes.config(tracking=off), tmp_path) as tracker:
+        tracker.phase("save")
+        said.now += 16.0
+        said.log.beat()
+        tracker.phase("end")
+        said.now += 5.0  # of what ends after it
+        raise Preempted("ended as asked")
+    assert said.texts()[-1] == "checkpoint: done in 16.0 s" and open_stages() == []
 
 
 def test_a_live_view_shows_running_stages(said):
