@@ -38,9 +38,7 @@ three worked examples, which are the same for all problems:
                    36 + 28 = 64
                    27 + 82 =
 
-A sum has a column `from_carry`, for prompt pools of like difficulty: how far its last digits are from where a
-carry begins, 0 if they add up to 9 or 10, 1 for 8 or 11, and so on. The nearer, the more a model errs. A
-problem belongs to the test split if md5(problem) % 20 == 0, so no test problem is ever trained on. Of sums
+A problem belongs to the test split if md5(problem) % 20 == 0, so no test problem is ever trained on. Of sums
 after examples, problem and swapped problem (82 + 27) belong to one split, and no example is a test problem.
 """
 
@@ -63,8 +61,8 @@ _EXAMPLES = {
 }
 
 
-def problems(name: str, split: str) -> list[dict[str, str | int]]:
-    """Return problems and answers of a split, always the same, and of sums the column `from_carry`.
+def problems(name: str, split: str) -> list[dict[str, str]]:
+    """Return problems and answers of a split, always the same.
 
     Raises ValueError for an unknown name or split.
     """
@@ -73,12 +71,7 @@ def problems(name: str, split: str) -> list[dict[str, str | int]]:
         raise ValueError(f"demo:{name}: no split `{split}`; expected train or test")
     sizes = _SIZES_OF_SUMS2 if name in ("sums2", "add2") else _SIZES
     pairs = _pairs(name, split, sizes[split])
-    rows: list[dict[str, str | int]] = [
-        {"problem": problem_of(name, a, b), "answer": str(_answer(name, a, b))} for a, b in pairs
-    ]
-    if name != "products":
-        rows = [row | {"from_carry": _from_carry(a, b)} for row, (a, b) in zip(rows, pairs, strict=True)]
-    return rows
+    return [{"problem": problem_of(name, a, b), "answer": str(_answer(name, a, b))} for a, b in pairs]
 
 
 def demonstrations(name: str, count: int, *, noise: float, seed: int) -> list[dict[str, Any]]:
@@ -142,11 +135,6 @@ def problem_of(name: str, a: int, b: int) -> str:
     if name in _EXAMPLES:
         return f"{_EXAMPLES[name]}{a} + {b} ="
     return f"{a}{_OPERATORS[name]}{b}="
-
-
-def _from_carry(a: int, b: int) -> int:
-    units = a % 10 + b % 10
-    return 9 - units if units < 10 else units - 10
 
 
 def split_of(problem: str) -> Split:

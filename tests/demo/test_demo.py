@@ -89,17 +89,6 @@ def test_demonstrations_are_a_function_of_the_seed(name):
 # Sums after worked examples
 
 
-@pytest.mark.parametrize(("name", "digits"), [("add3", r"(\d)\+\d*(\d)=$"), ("sums2", r"(\d) \+ \d*(\d) =$")])
-def test_sums_say_how_far_their_last_digits_are_from_a_carry(name, digits):
-    expected = [*range(9, -1, -1), *range(9)]  # of 0 + 0 to 9 + 9
-    for row in problems(name, "train")[:500]:
-        assert row["from_carry"] == expected[sum(map(int, re.search(digits, row["problem"]).groups()))]
-
-
-def test_products_have_no_such_column():
-    assert all("from_carry" not in row for row in problems("products", "test"))
-
-
 @pytest.mark.parametrize(("name", "digits", "sizes"), [("sums2", 2, (7000, 360)), ("sums3", 3, (8000, 1000))])
 def test_sums_after_examples_have_one_split_for_a_problem_and_its_swap(name, digits, sizes):
     def read(problem):
