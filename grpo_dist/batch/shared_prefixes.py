@@ -55,7 +55,7 @@ def shared_prefixes(rows: Rows) -> Prefixes:
 def _in_order_of_tokens(own: Prefixes, tokens: np.ndarray) -> Prefixes:
     prefixes, first, inverse = _distinct(own.groups, own.prompts)
     prompts = [tokens[row, :size] for row, size in zip(first, prefixes[1], strict=True)]
-    order, begun = _begun(prompts)
+    order, begun = _ordered(prompts)
     if not begun.any():
         return own
     rank = np.empty(len(order), np.int64)
@@ -91,16 +91,19 @@ def _needed(rows: Rows) -> int:
     (_, sizes), first, _ = _distinct(rows.group_ids.tolist(), rows.prompt_lengths.tolist())
     tokens = rows.tokens.cpu().numpy()
     prompts = [tokens[row, :size] for row, size in zip(first, sizes, strict=True)]
-    return int(rows.lengths.sum() - rows.prompt_lengths.sum()) + prompt_tokens(prompts)
+    completions = int(rows.lengths.sum() - rows.prompt_lengths.sum())
+    return completions + int(sizes.sum() - begun_tokens(prompts).sum())
 
 
-def prompt_tokens(prompts: Sequence[np.ndarray]) -> int:
-    """Return the tokens of ``prompts`` with what they begin with counted once."""
-    return sum(map(len, prompts)) - int(_begun(prompts)[1].sum())
+def begun_tokens(prompts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return how many tokens each prompt shares with the one before it in the order of their tokens, int64
+    [N]: all that it shares with any of them.
+    """
+    return _ordered(prompts)[1]
 
 
-def _begun(prompts: Sequence[np.ndarray]) -> tuple[list[int], np.ndarray]:
-    """Return the order of the prompts' tokens, and how many each shares with the one before it, int64 [N]."""
+def _ordered(prompts: Sequence[np.ndarray]) -> tuple[list[int], np.ndarray]:
+    """Return the order of the prompts' tokens, and what each shares with the one before it."""
     keys = [prompt.astype(">i4").tobytes() for prompt in prompts]  # these compare as their tokens do
     order = sorted(range(len(keys)), key=keys.__getitem__)
     begun = np.zeros(len(order), np.int64)

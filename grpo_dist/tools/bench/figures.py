@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from grpo_dist.runtime.metering import Span
-from grpo_dist.tools.bench.flops import Shape, training_flops
+from grpo_dist.tools.bench.flops import Shape
+from grpo_dist.tools.bench.needed import needed_flops
 from grpo_dist.tools.bench.record import StepRecord
 
 
@@ -43,7 +44,7 @@ def figures(
     sampling = _total(steps, "time/rollout_sample_busy_s")
     update, scoring = _total(steps, "time/policy_update_busy_s"), _total(steps, "time/reward_score_busy_s")
     sync = _total(steps, "time/sync_s")
-    work = sum(training_flops(shape, [(r.tokens, r.length) for r in s.requests]) for s in steps)
+    work = sum(needed_flops(shape, step) for step in steps)
     trained = _total(steps, "train/tokens")
     found = {
         "loop/step_s": seconds / len(steps),

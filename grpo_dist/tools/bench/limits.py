@@ -24,12 +24,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from grpo_dist.batch.shared_prefixes import prompt_tokens
 from grpo_dist.config import Config, ModelConfig, PolicyConfig, RolloutConfig
 from grpo_dist.runtime.hardware import device_type, resolve_dtype, thread_environment
+from grpo_dist.tools.bench.needed import needed_tokens
 from grpo_dist.tools.bench.record import StepRecord
 from grpo_dist.tools.bench.result import DecodeStep
 
@@ -74,7 +73,7 @@ def training_limit(
     """
     ranks = policy.num_workers
     requests = [r for step in steps for r in step.requests]
-    tokens, needed = sum(r.tokens for r in requests), sum(map(needed_of_samples, steps))
+    tokens, needed = sum(r.tokens for r in requests), sum(map(needed_tokens, steps))
     row = max(1, round(needed / len(requests)))
     rows = max(1, len(steps[-1].requests) // ranks)
     job = {
@@ -91,14 +90,6 @@ def training_limit(
     best = f"micro-batches of {', '.join(f'{m} x {row}' for m in micro)} tokens"
     rate = rows * ranks * (tokens / len(requests)) / fastest([[s] for s in seconds])
     return rate, sum(f["matmul"] for f in found), best
-
-
-def needed_of_samples(step: StepRecord) -> int:
-    """Return the tokens of a step's samples with what their prompts begin with counted once: a loop that
-    computes it for every sample is no limit of one that does not.
-    """
-    prompts = [np.array(prompt) for prompt in {r.prompt_ids for r in step.requests}]
-    return prompt_tokens(prompts) + sum(r.tokens - len(r.prompt_ids) for r in step.requests)
 
 
 def sync_limit(rollout: RolloutConfig, num_bytes: int, *, port: int) -> float:

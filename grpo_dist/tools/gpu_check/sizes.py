@@ -58,6 +58,11 @@ class UpdateSize:
     def rows(self) -> int:
         return self.prompts * self.samples
 
+    @property
+    def needed(self) -> int:
+        """Tokens of all rows with each prompt once."""
+        return self.prompts * self.prompt + self.rows * self.completion
+
 
 _REAL_UPDATES = tuple(UpdateSize(128, 480, 8, groups) for groups in (4, 2, 1))
 _TINY_UPDATE = UpdateSize(8, 12, 4, 2)

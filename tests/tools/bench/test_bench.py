@@ -23,6 +23,7 @@ from grpo_dist.tools.bench.figures import StageLimits, covered_s, figures, share
 from grpo_dist.tools.bench.flops import Shape, card_peak, training_flops
 from grpo_dist.tools.bench.lengths import ForcedLengths, length_of
 from grpo_dist.tools.bench.limits import devices_of, fastest, run_jobs, training_limit
+from grpo_dist.tools.bench.needed import needed_flops, needed_tokens
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
 from grpo_dist.tools.bench.result import ActorMemory, Bar, BenchResult, DecodeStep
 from grpo_dist.tools.bench.run import _workload, as_benchmark, timed
@@ -126,8 +127,26 @@ def test_the_tokens_that_all_prompts_begin_with_are_counted(prompts, expected):
     assert _workload(config().batch, 0, steps)["shared_prompt_tokens"] == expected
 
 
-def test_the_bare_training_loop_computes_what_prompts_begin_with_once(monkeypatch):
+def step_of_shared_prompts():
     """Two groups of two: prompts of 9 tokens of which 8 are common, completions of 10 and 30, 5 given."""
+    prompts = [(*range(8), last) for last in (50, 50, 60, 60)]
+    lengths = [10, 30, 10, 30]
+    requests = [Request(ids, 0, n, 5) for ids, n in zip(prompts, lengths, strict=True)]
+    return replace(step(0, {}), requests=tuple(requests))
+
+
+def test_what_prompts_begin_with_is_needed_once():
+    """Each needed token multiplies all weights of the layers, and pairs with its context and itself."""
+    shared = step_of_shared_prompts()
+    assert needed_tokens(shared) == 8 + 1 + 1 + 15 + 35 + 15 + 35
+    context = [*range(1, 9), 9, 9, *(range(10, 25)), *range(10, 45), *range(10, 25), *range(10, 45)]
+    layers, logits = SHAPE.layers * SHAPE.layer_weights, SHAPE.hidden * SHAPE.vocabulary
+    pairs = 2 * SHAPE.layers * SHAPE.heads * SHAPE.head_dim * sum(context)
+    expected = 6 * (layers * len(context) + logits * 80 + pairs)
+    assert needed_flops(SHAPE, shared) == pytest.approx(expected)
+
+
+def test_the_bare_training_loop_computes_what_prompts_begin_with_once(monkeypatch):
     asked = []
 
     def run(module, jobs, **_):
@@ -135,16 +154,11 @@ def test_the_bare_training_loop_computes_what_prompts_begin_with_once(monkeypatc
         return [{"seconds": [4.0, 2.0], "micro_batch": 4, "matmul": 7.0} for _ in jobs]
 
     monkeypatch.setattr(limits, "run_jobs", run)
-    prompts = [(*range(8), last) for last in (50, 50, 60, 60)]
-    requests = [
-        Request(ids, seed, n, 5) for seed, (ids, n) in enumerate(zip(prompts, (10, 30) * 2, strict=True))
-    ]
-    steps = [replace(step(0, {}), requests=tuple(requests))]
+    steps = [step_of_shared_prompts()]
     rate, peak, _ = training_limit(config().model, config().policy, Path(), steps, threads=1)
-    needed = 8 + 1 + 1 + 80 + 4 * 5
     job = asked[0]
-    assert (job["rows"], job["row_tokens"]) == (4 // len(asked), round(needed / 4))
-    assert job["trained_share"] == pytest.approx(80 / needed)
+    assert (job["rows"], job["row_tokens"]) == (4 // len(asked), round(110 / 4))
+    assert job["trained_share"] == pytest.approx(80 / 110)
     assert rate == pytest.approx((4 * 9 + 80 + 4 * 5) / 2.0) and peak == 7.0 * len(asked)
 
 
@@ -179,7 +193,7 @@ def test_figures_by_hand():
     assert found["training/tokens_per_s"] == 16.0
     assert found["of_limit/training"] == pytest.approx(2 / 3)
     assert found["sync/bytes_per_s"] == 100.0 and found["of_limit/sync"] == 0.25
-    work = training_flops(SHAPE, [(14, 10), (34, 30)])
+    work = training_flops(SHAPE, [(14, 10), (34, 30)]) - training_flops(SHAPE, [(4, 0)])  # one prompt of two
     assert found["training/mfu"] == pytest.approx(work / 3.0 / 1000.0)
     # At the limits: 40 tokens / 16, 48 / 24, 100 bytes / 400.
     assert found["limit/step_s"] == pytest.approx(2.5 + 2.0 + 0.25)

@@ -190,7 +190,7 @@ def test_without_zero_an_update_is_in_float32(tmp_path, monkeypatch):
     assert dtypes == ["float32", "float32"]
 
 
-def test_the_speed_is_a_share_of_the_bare_loop_on_the_same_rows(tmp_path, monkeypatch):
+def test_the_speed_is_a_share_of_the_bare_loop_on_the_tokens_that_the_rows_need(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(speed, "model_dir_of", lambda *_: "made")
     monkeypatch.setattr(speed, "run_trainers", lambda *_, timed: [moved(1.0, update_s=0.8)])
@@ -202,7 +202,8 @@ def test_the_speed_is_a_share_of_the_bare_loop_on_the_same_rows(tmp_path, monkey
     found = only(speed.measure(on_gpu(tmp_path)))
     assert found.holds and found.figures["speed/of_limit"] == pytest.approx(0.5)
     assert found.figures["speed/tokens_per_s"] == pytest.approx(64 * 608 / 0.8)
-    assert (asked[0]["rows"], asked[0]["row_tokens"]) == (64, 608)
+    assert (asked[0]["rows"], asked[0]["row_tokens"]) == (64, 480 + 128 // 8)
+    assert asked[0]["trained_share"] == pytest.approx(480 / 496)
     monkeypatch.setattr(speed, "run_trainers", lambda *_, timed: [moved(1.0, update_s=1.0)])
     assert broken(only(speed.measure(on_gpu(tmp_path)))) == ["speed, share of a bare loop"]
 

@@ -1,4 +1,8 @@
-"""Tokens per second of the trainer and of a bare loop, each in its own process, on the same rows."""
+"""Tokens per second of the trainer and of a bare loop, each in its own process.
+
+The bare loop has as many rows, together as many tokens as they need: a group's prompt once, as in the
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +33,15 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
         "model_dir": model_dir_of(config.model, config.seed),
         "dtype": resolve_dtype(config.model.dtype),
         "rows": size.rows,
-        "row_tokens": size.row,
-        "trained_share": size.completion / size.row,
+        "row_tokens": round(size.needed / size.rows),
+        "trained_share": size.rows * size.completion / size.needed,
         "repeats": _REPEATS,
     }
     (bare,) = run_jobs("grpo_dist.tools.bench.limit_training", [job], threads=available_cpus(), gpus=1)
     tokens, update_s, limit_s = size.rows * size.row, own["update_s"], min(bare["seconds"])
     model = model_of(config.model, config.sft, config.seed)
     work = training_flops(model.shape, [(size.row, size.completion)] * size.rows)
+    work -= training_flops(model.shape, [(size.prompt, 0)] * (size.rows - size.prompts))
     found.figures |= {
         "speed/tokens_per_s": tokens / update_s,
         "speed/limit_tokens_per_s": tokens / limit_s,
