@@ -94,3 +94,4 @@ async def run(
             await chores.after_step(step + 1, staged, values, metrics, timer, trained=trainable)
         await chores.after_last_step()
         await checkpoints.settle()
+        recorder.phase("end")

@@ -92,12 +92,12 @@ def _needed(rows: Rows) -> int:
     tokens = rows.tokens.cpu().numpy()
     prompts = [tokens[row, :size] for row, size in zip(first, sizes, strict=True)]
     completions = int(rows.lengths.sum() - rows.prompt_lengths.sum())
-    return completions + int(sizes.sum() - begun_tokens(prompts).sum())
+    return completions + int(sizes.sum() - shared_prefix_lengths(prompts).sum())
 
 
-def begun_tokens(prompts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return how many tokens each prompt shares with the one before it in the order of their tokens, int64
-    [N]: all that it shares with any of them.
+def shared_prefix_lengths(prompts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the tokens that each prompt shares with any before it in the order of their tokens, int64 [N].
+    A prefix too short to be worth sharing counts as 0.
     """
     return _ordered(prompts)[1]
 

@@ -74,6 +74,7 @@ async def run(
     finally:
         ahead.cancel()
     await checkpoints.settle()
+    recorder.phase("end")
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,10 +140,6 @@ class Tracker:
         self._stages.phase(name)
         self._show(lambda console: console.view.phase(name))
 
-    def loop_ended(self) -> None:
-        """Record that the loop has ended."""
-        self._stages.end()
-
     def follow(self, usage: WorkerUsage) -> None:
         """Show the actors of ``usage`` from now on."""
         self._show(lambda console: console.view.follow(usage.states))

@@ -176,7 +176,6 @@ def _loop(run: Run, workers: Workers) -> Callable[..., Awaitable[None]]:
 
 async def _finish(run: Run, workers: Workers) -> None:
     """Write the trained model, if it is wanted."""
-    run.tracker.loop_ended()
     if run.config.checkpoint.export:
         directory = run.directory / "model"
         with stage("export", f"the trained model is written to {directory}"):

@@ -24,7 +24,7 @@ class Recorder(Protocol):
         """The run directory."""
 
     def phase(self, name: str) -> None:
-        """The loop enters the phase ``name``."""
+        """The loop enters the phase ``name``; `end` when it has ended and its last checkpoint is written."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Add ``metrics`` to those of ``step``."""

@@ -32,7 +32,7 @@ def test_synchronous_loop_samples_updates_and_syncs_in_turn():
     assert loop == [
         "update at version 0", "sync 1 with 0 in flight",
         "update at version 1", "sync 2 with 0 in flight",
-        "update at version 2", "sync 3 with 0 in flight",
+        "update at version 2", "sync 3 with 0 in flight", "settled", "end",
     ]  # fmt: skip
     assert [world.logged[s]["rollout/staleness_max"] for s in (1, 2, 3)] == [0, 0, 0]
 

@@ -61,7 +61,7 @@ def test_a_run_asked_to_stop_finishes_its_step_and_the_same_command_resumes(stal
     asked_during(world, step=2, number=KILL[name])
     with pytest.raises(Preempted, match="ended as asked after step 2") as ended:
         session(world, config, said)
-    assert ended.value.exit_code == 75 and world.last_phase == "end"
+    assert ended.value.exit_code == 75 and world.events[-2:] == ["settled", "end"]
     assert len(said) == 1 and "ending after this step and its checkpoint, within 60 s" in said[0]
     assert list(world.saved) == [2] and 2 in world.logged and 3 not in world.logged
     resumed = fakes.World()

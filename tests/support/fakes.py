@@ -53,7 +53,6 @@ class World:
         self.sampled_groups: dict[str, list[Group]] = {}
         self.values: dict[str, ValuesOfSamples | None] = {}
         self.warnings: list[str] = []
-        self.last_phase = ""
 
     def workers(self, reference: bool = False) -> Workers:
         return Workers(self, self, self if reference else None, self, self)
@@ -141,7 +140,8 @@ class World:
     directory = Path("nowhere")
 
     def phase(self, name):
-        self.last_phase = name
+        if name == "end":
+            self.events.append("end")
 
     async def trace_next(self, run_dir, step):
         self.events.append(f"trace {step}")
@@ -153,7 +153,8 @@ class World:
         self.saved[step] = progress
 
     async def settle(self):
-        """Return at once: saving is synchronous."""
+        """Saving is synchronous."""
+        self.events.append("settled")
 
 
 def make_batches(config, scored, step, **how):

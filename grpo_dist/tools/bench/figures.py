@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from grpo_dist.runtime.metering import Span
 from grpo_dist.tools.bench.flops import Shape
-from grpo_dist.tools.bench.needed import needed_flops
+from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import StepRecord
 
 
@@ -44,7 +44,7 @@ def figures(
     sampling = _total(steps, "time/rollout_sample_busy_s")
     update, scoring = _total(steps, "time/policy_update_busy_s"), _total(steps, "time/reward_score_busy_s")
     sync = _total(steps, "time/sync_s")
-    work = sum(needed_flops(shape, step) for step in steps)
+    work = sum(NeededWork.of(step).flops(shape) for step in steps)
     trained = _total(steps, "train/tokens")
     found = {
         "loop/step_s": seconds / len(steps),
@@ -67,7 +67,7 @@ def figures(
         "overhead/driver_cpu_s": _total(steps, "time/driver_cpu_s") / len(steps),
     }
     if peak_flops:
-        # Skipped updates do not count as work.
+        # Rows that no update trained on do not count as work: in proportion to their tokens.
         found["training/mfu"] = work * (trained / tokens) / update / peak_flops
         found["training/peak_flops"] = peak_flops
     if limits:

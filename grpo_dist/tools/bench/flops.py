@@ -81,18 +81,22 @@ class Shape:
 
 
 def training_flops(shape: Shape, rows: Iterable[tuple[int, int]]) -> float:
-    """Return the operations of a forward and a backward pass over ``rows`` of (tokens, trained tokens).
-
-    A weight costs 2 operations a token forward and 4 backward. Causal attention of T tokens multiplies
-    T (T + 1) / 2 pairs twice (scores, values) for each head.
+    """Return the operations of a forward and a backward pass over ``rows`` of (tokens, trained tokens), which
+    share nothing.
     """
-    total = 0.0
-    for tokens, trained in rows:
-        weights = shape.layers * shape.layer_weights * tokens + shape.hidden * shape.vocabulary * trained
-        pairs = tokens * (tokens + 1) / 2
-        attention = 2 * shape.layers * shape.heads * shape.head_dim * pairs
-        total += 6.0 * (weights + attention)
-    return total
+    return sum(decoder_flops(shape, size, size * (size + 1) / 2, trained) for size, trained in rows)
+
+
+def decoder_flops(shape: Shape, tokens: float, pairs: float, trained: float) -> float:
+    """Return the operations of a forward and a backward pass over ``tokens``, ``trained`` of them with
+    logits. ``pairs``: of a token and one that it attends to.
+
+    A weight costs 2 operations a token forward and 4 backward. Each head multiplies each pair twice (scores,
+    values); causal attention of T tokens has T (T + 1) / 2 pairs.
+    """
+    weights = shape.layers * shape.layer_weights * tokens + shape.hidden * shape.vocabulary * trained
+    attention = 2 * shape.layers * shape.heads * shape.head_dim * pairs
+    return 6.0 * (weights + attention)
 
 
 def card_peak(name: str) -> float | None:

@@ -2,10 +2,9 @@
 loop's workers have ended. There are as many processes and threads as the loop's workers had.
 
     generation   `vllm.LLM.generate` on the prompts, seeds and lengths of timed steps; and single steps of the
-    engine
-                 with few and many sequences
-    training     transformers and torch's AdamW on the tokens that a step needs, what its prompts begin with
-                 counted once, without padding, in the best of several micro-batch sizes
+                 engine with few and many sequences
+    training     transformers and torch's AdamW on rows without padding, in the best of several micro-batch
+                 sizes: as many tokens, with as much attention, as a step needs, shared prompt prefixes once
     sync         one broadcast of as many bytes, from and into buffers that are there already
 """
 
@@ -28,7 +27,7 @@ import torch
 
 from grpo_dist.config import Config, ModelConfig, PolicyConfig, RolloutConfig
 from grpo_dist.runtime.hardware import device_type, resolve_dtype, thread_environment
-from grpo_dist.tools.bench.needed import needed_tokens
+from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import StepRecord
 from grpo_dist.tools.bench.result import DecodeStep
 
@@ -68,27 +67,28 @@ def generation_limit(
 def training_limit(
     model: ModelConfig, policy: PolicyConfig, model_dir: Path, steps: Sequence[StepRecord], *, threads: int
 ) -> tuple[float, float, str]:
-    """Measure training on all ranks. Returns tokens per second, of which a prompt counts with each of its
+    """Measure training on all ranks. Returns tokens per second, of which a prompt counts once for each of its
     samples; operations per second of a large matrix product; and the best micro-batch.
     """
     ranks = policy.num_workers
-    requests = [r for step in steps for r in step.requests]
-    tokens, needed = sum(r.tokens for r in requests), sum(map(needed_tokens, steps))
-    row = max(1, round(needed / len(requests)))
-    rows = max(1, len(steps[-1].requests) // ranks)
+    works = [NeededWork.of(step) for step in steps]
+    needed = sum(works[1:], works[0])
+    row = needed.row_tokens
+    rows = max(1, round(needed.tokens / len(steps) / ranks / row))
     job = {
         "model_dir": str(model_dir),
         "dtype": resolve_dtype(model.dtype),
         "rows": rows,
         "row_tokens": row,
-        "trained_share": sum(r.length for r in requests) / needed,
+        "trained_share": needed.trained / needed.tokens,
         "repeats": REPEATS,
     }
     found = run_jobs("grpo_dist.tools.bench.limit_training", [job] * ranks, threads=threads, gpus=1)
     seconds = [f["seconds"] for f in found]
     micro = sorted({f["micro_batch"] for f in found})
-    best = f"micro-batches of {', '.join(f'{m} x {row}' for m in micro)} tokens"
-    rate = rows * ranks * (tokens / len(requests)) / fastest([[s] for s in seconds])
+    best = f"shared prompt prefixes once, micro-batches of {', '.join(f'{m} x {row}' for m in micro)} tokens"
+    counted = sum(r.tokens for step in steps for r in step.requests) / needed.tokens
+    rate = rows * row * ranks * counted / fastest([[s] for s in seconds])
     return rate, sum(f["matmul"] for f in found), best
 
 

@@ -1,34 +1,58 @@
-"""What the samples of a step need of a trainer: what their prompts begin with counts once.
+"""Counts the work that the result of an update needs of a trainer. A shared prompt prefix counts once.
 
-A prompt computed for every sample is work that the result does not need: it counts neither in the operations
-of `training/mfu`, nor in the loop that is the limit of training.
+It is the work of `training/mfu`, and of the loop that is the limit of training. What all updates of a step
+share counts once, and so does what all ranks share: neither can share it, so the limit is a little too high.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from grpo_dist.batch.shared_prefixes import begun_tokens
-from grpo_dist.tools.bench.flops import Shape, training_flops
+from grpo_dist.batch.shared_prefixes import shared_prefix_lengths
+from grpo_dist.tools.bench.flops import Shape, decoder_flops
 from grpo_dist.tools.bench.record import StepRecord
 
 
-def needed_tokens(step: StepRecord) -> int:
-    """Return the tokens of all completions, and those of all prompts with their common beginnings once."""
-    completions = sum(r.tokens - len(r.prompt_ids) for r in step.requests)
-    return completions + sum(size - begun for size, begun in _prompts(step))
+@dataclass(frozen=True, slots=True)
+class NeededWork:
+    """``tokens``: each shared prefix once. ``pairs``: of these tokens with the tokens that they attend to.
+    ``trained``: of these tokens.
+    """
+
+    tokens: int
+    pairs: int
+    trained: int
+
+    @classmethod
+    def of(cls, step: StepRecord) -> NeededWork:
+        """Return the work of the samples of ``step``."""
+        distinct = [np.array(ids) for ids in {r.prompt_ids for r in step.requests}]
+        prompts = zip(map(len, distinct), shared_prefix_lengths(distinct).tolist(), strict=True)
+        spans = [
+            *((len(r.prompt_ids), r.tokens) for r in step.requests),
+            *((known, n) for n, known in prompts),
+        ]
+        return cls(
+            tokens=sum(end - begin for begin, end in spans),
+            pairs=sum(pairs_of(end) - pairs_of(begin) for begin, end in spans),
+            trained=sum(r.length for r in step.requests),
+        )
+
+    def __add__(self, other: NeededWork) -> NeededWork:
+        return NeededWork(self.tokens + other.tokens, self.pairs + other.pairs, self.trained + other.trained)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of rows that share nothing and have as many pairs for each token."""
+        return max(1, round(2 * self.pairs / self.tokens - 1))
+
+    def flops(self, shape: Shape) -> float:
+        """Return the operations of a forward and a backward pass."""
+        return decoder_flops(shape, self.tokens, self.pairs, self.trained)
 
 
-def needed_flops(shape: Shape, step: StepRecord) -> float:
-    """Return the operations of a forward and a backward pass over these tokens, each with all its context."""
-    of_rows = training_flops(shape, [(r.tokens, r.length) for r in step.requests])
-    repeated = training_flops(shape, [(len(r.prompt_ids), 0) for r in step.requests])
-    prompts = _prompts(step)
-    once = training_flops(shape, [(size, 0) for size, _ in prompts])
-    return of_rows - repeated + once - training_flops(shape, [(begun, 0) for _, begun in prompts])
-
-
-def _prompts(step: StepRecord) -> list[tuple[int, int]]:
-    """Return of each distinct prompt its tokens, and how many it shares with the one before it in order."""
-    prompts = [np.array(ids) for ids in {r.prompt_ids for r in step.requests}]
-    return [(len(ids), begun) for ids, begun in zip(prompts, begun_tokens(prompts).tolist(), strict=True)]
+def pairs_of(tokens: int) -> int:
+    """Return the pairs of causal attention over ``tokens``: each with itself and all before it."""
+    return tokens * (tokens + 1) // 2

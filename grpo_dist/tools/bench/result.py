@@ -11,7 +11,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.json_files import read_json, without_nan
 
-SCHEMA = 1  # raise it when a figure changes its meaning
+SCHEMA = 2  # raise it when a figure changes its meaning
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ JOBS: tuple[CheckJob, ...] = (
         (
             CheckLine(
                 "speed",
-                "tokens per second of the trainer, as a share of a bare loop on the same tokens",
+                "tokens per second of the trainer, as a share of a bare loop on the tokens that it needs",
                 "both loops on a tiny model",
             ),
         ),

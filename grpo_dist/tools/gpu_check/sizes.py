@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.config import Config
+from grpo_dist.tools.bench.needed import NeededWork, pairs_of
 from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.plan.memory import Footprint, Sizes, policy_rank
 from grpo_dist.tools.plan.models import model_of
@@ -59,9 +60,14 @@ class UpdateSize:
         return self.prompts * self.samples
 
     @property
-    def needed(self) -> int:
-        """Tokens of all rows with each prompt once."""
-        return self.prompts * self.prompt + self.rows * self.completion
+    def work(self) -> NeededWork:
+        """What the rows need, each prompt once."""
+        completions = self.rows * (pairs_of(self.row) - pairs_of(self.prompt))
+        return NeededWork(
+            tokens=_MICRO_BATCHES * self.micro_batch,
+            pairs=completions + self.prompts * pairs_of(self.prompt),
+            trained=self.rows * self.completion,
+        )
 
 
 _REAL_UPDATES = tuple(UpdateSize(128, 480, 8, groups) for groups in (4, 2, 1))

@@ -23,7 +23,7 @@ from grpo_dist.tools.bench.figures import StageLimits, covered_s, figures, share
 from grpo_dist.tools.bench.flops import Shape, card_peak, training_flops
 from grpo_dist.tools.bench.lengths import ForcedLengths, length_of
 from grpo_dist.tools.bench.limits import devices_of, fastest, run_jobs, training_limit
-from grpo_dist.tools.bench.needed import needed_flops, needed_tokens
+from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
 from grpo_dist.tools.bench.result import ActorMemory, Bar, BenchResult, DecodeStep
 from grpo_dist.tools.bench.run import _workload, as_benchmark, timed
@@ -137,29 +137,39 @@ def step_of_shared_prompts():
 
 def test_what_prompts_begin_with_is_needed_once():
     """Each needed token multiplies all weights of the layers, and pairs with its context and itself."""
-    shared = step_of_shared_prompts()
-    assert needed_tokens(shared) == 8 + 1 + 1 + 15 + 35 + 15 + 35
-    context = [*range(1, 9), 9, 9, *(range(10, 25)), *range(10, 45), *range(10, 25), *range(10, 45)]
+    needed = NeededWork.of(step_of_shared_prompts())
+    context = [*range(1, 9), 9, 9, *range(10, 25), *range(10, 45), *range(10, 25), *range(10, 45)]
+    assert needed == NeededWork(8 + 1 + 1 + 15 + 35 + 15 + 35, sum(context), 80)
     layers, logits = SHAPE.layers * SHAPE.layer_weights, SHAPE.hidden * SHAPE.vocabulary
     pairs = 2 * SHAPE.layers * SHAPE.heads * SHAPE.head_dim * sum(context)
-    expected = 6 * (layers * len(context) + logits * 80 + pairs)
-    assert needed_flops(SHAPE, shared) == pytest.approx(expected)
+    assert needed.flops(SHAPE) == pytest.approx(6 * (layers * len(context) + logits * 80 + pairs))
 
 
-def test_the_bare_training_loop_computes_what_prompts_begin_with_once(monkeypatch):
+def test_samples_that_share_nothing_need_all_their_tokens():
+    requests = (Request((1, 2, 3), 0, 4), Request((5, 6), 1, 7, 2))
+    needed = NeededWork.of(replace(step(0, {}), requests=requests))
+    assert needed == NeededWork(7 + 11, 28 + 66, 11)
+    assert needed.flops(SHAPE) == training_flops(SHAPE, [(7, 4), (11, 7)])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_bare_training_loop_computes_what_a_step_needs(monkeypatch, ranks):
+    """Two steps of 110 tokens with 2,454 pairs: rows of 44 tokens have as many pairs for each."""
     asked = []
 
     def run(module, jobs, **_):
         asked.extend(jobs)
-        return [{"seconds": [4.0, 2.0], "micro_batch": 4, "matmul": 7.0} for _ in jobs]
+        return [{"seconds": [4.0, 2.0], "micro_batch": 1, "matmul": 7.0} for _ in jobs]
 
     monkeypatch.setattr(limits, "run_jobs", run)
-    steps = [step_of_shared_prompts()]
-    rate, peak, _ = training_limit(config().model, config().policy, Path(), steps, threads=1)
-    job = asked[0]
-    assert (job["rows"], job["row_tokens"]) == (4 // len(asked), round(110 / 4))
-    assert job["trained_share"] == pytest.approx(80 / 110)
-    assert rate == pytest.approx((4 * 9 + 80 + 4 * 5) / 2.0) and peak == 7.0 * len(asked)
+    steps = [step_of_shared_prompts()] * 2
+    policy = config(policy={"num_workers": ranks}).policy
+    rate, peak, _ = training_limit(config().model, policy, Path(), steps, threads=1)
+    rows = 2 // ranks
+    assert [(job["rows"], job["row_tokens"]) for job in asked] == [(rows, 44)] * ranks
+    assert asked[0]["trained_share"] == pytest.approx(80 / 110)
+    # of 136 tokens, which count a prompt once for each sample, 110 are needed
+    assert rate == pytest.approx(2 * 44 * (136 / 110) / 2.0) and peak == 7.0 * ranks
 
 
 SPANS = {
@@ -325,7 +335,7 @@ def test_comparison_gives_ratios_of_b_to_a(tmp_path):
 @pytest.mark.parametrize(
     "content, words",
     [
-        ('{"schema": 99}', ["`schema` = 99", "schema 1", "measure again"]),
+        ('{"schema": 99}', ["`schema` = 99", "schema 2", "measure again"]),
         ('{"figures": {}}', ["no `schema`"]),
         ("[]", ["no `schema`"]),
         ("not json", ["not JSON"]),

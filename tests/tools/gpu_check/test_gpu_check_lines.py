@@ -12,6 +12,8 @@ import torch
 from grpo_dist.batch.sharding import packed_micro_batches
 from grpo_dist.batch.shared_prefixes import shared_prefixes
 from grpo_dist.config import Config
+from grpo_dist.tools.bench.flops import Shape
+from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import StepRecord
 from grpo_dist.tools.bench.result import BenchResult, DecodeStep
 from grpo_dist.tools.gpu_check.dtypes import gradient_bound
@@ -53,6 +55,13 @@ H100 = {
     "device/memory_bytes": 79.6 * 2**30, "device/bfloat16": 1.0, "device/matrix_flops_per_s": 7e14,
     "device/copy_bytes_per_s": 1.2e12,
     "device/to_host_bytes_per_s": 5e10, "device/from_host_bytes_per_s": 5e10,
+}  # fmt: skip
+
+
+# Of Qwen2.5-0.5B.
+SHAPE = {
+    "hidden": 896, "layers": 24, "heads": 14, "kv_heads": 2, "head_dim": 64, "intermediate": 4864,
+    "vocabulary": 151936,
 }  # fmt: skip
 
 
@@ -200,10 +209,14 @@ def test_the_speed_is_a_share_of_the_bare_loop_on_the_tokens_that_the_rows_need(
         lambda _, jobs, **__: asked.append(jobs[0]) or [{"seconds": [0.5, 0.4], "matmul": 7e14}],
     )
     found = only(speed.measure(on_gpu(tmp_path)))
-    assert found.holds and found.figures["speed/of_limit"] == pytest.approx(0.5)
+    assert found.holds
     assert found.figures["speed/tokens_per_s"] == pytest.approx(64 * 608 / 0.8)
-    assert (asked[0]["rows"], asked[0]["row_tokens"]) == (64, 480 + 128 // 8)
-    assert asked[0]["trained_share"] == pytest.approx(480 / 496)
+    needed = NeededWork(8 * 128 + 64 * 480, 8 * 128 * 129 // 2 + 64 * sum(range(129, 609)), 64 * 480)
+    assert (asked[0]["rows"], asked[0]["row_tokens"]) == (44, round(2 * needed.pairs / needed.tokens - 1))
+    computed = asked[0]["rows"] * asked[0]["row_tokens"] / needed.tokens
+    assert found.figures["speed/of_limit"] == pytest.approx(0.4 / computed / 0.8)
+    assert asked[0]["trained_share"] == pytest.approx(64 * 480 / needed.tokens)
+    assert found.figures["speed/of_matrix_rate"] == pytest.approx(needed.flops(Shape(**SHAPE)) / 7e14 / 0.8)
     monkeypatch.setattr(speed, "run_trainers", lambda *_, timed: [moved(1.0, update_s=1.0)])
     assert broken(only(speed.measure(on_gpu(tmp_path)))) == ["speed, share of a bare loop"]
 

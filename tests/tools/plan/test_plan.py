@@ -528,7 +528,7 @@ def test_a_record_of_gpu_check_calibrates_the_copies_of_a_turn_too(tmp_path):
         "device/from_host_bytes_per_s": 32e9,
         "zero2/update_s": 1.0,
     }
-    record = {"kind": "gpu-check", "schema": 1, "figures": figures}
+    record = {"kind": "gpu-check", "schema": 2, "figures": figures}
     record["bench"] = json.loads((tmp_path / "bench.json").read_text())
     (tmp_path / "gpu-check.json").write_text(json.dumps(record))
     cluster = parse_cluster("1x8xH100")

@@ -1,7 +1,7 @@
 """Tokens per second of the trainer and of a bare loop, each in its own process.
 
-The bare loop has as many rows, together as many tokens as they need: a group's prompt once, as in the
-trainer.
+The bare loop has rows that share nothing, with as many tokens and as much attention as the trainer's rows
+need: a prompt once for its group.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_dist.runtime.hardware import available_cpus, resolve_dtype
-from grpo_dist.tools.bench.flops import training_flops
 from grpo_dist.tools.bench.limits import run_jobs
 from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.gpu_check.findings import Findings
@@ -29,19 +28,22 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     size = update_size(task, dtype=dtype, zero_stage=1)
     config = update_config(task, size, dtype=dtype, zero_stage=1)
     (own,) = run_trainers(trainer_sections(config), size, timed=True)
+    needed = size.work
+    row = needed.row_tokens
+    rows = round(needed.tokens / row)
     job = {
         "model_dir": model_dir_of(config.model, config.seed),
         "dtype": resolve_dtype(config.model.dtype),
-        "rows": size.rows,
-        "row_tokens": round(size.needed / size.rows),
-        "trained_share": size.rows * size.completion / size.needed,
+        "rows": rows,
+        "row_tokens": row,
+        "trained_share": needed.trained / needed.tokens,
         "repeats": _REPEATS,
     }
     (bare,) = run_jobs("grpo_dist.tools.bench.limit_training", [job], threads=available_cpus(), gpus=1)
-    tokens, update_s, limit_s = size.rows * size.row, own["update_s"], min(bare["seconds"])
+    tokens, update_s = size.rows * size.row, own["update_s"]
+    limit_s = min(bare["seconds"]) * needed.tokens / (rows * row)
     model = model_of(config.model, config.sft, config.seed)
-    work = training_flops(model.shape, [(size.row, size.completion)] * size.rows)
-    work -= training_flops(model.shape, [(size.prompt, 0)] * (size.rows - size.prompts))
+    work = needed.flops(model.shape)
     found.figures |= {
         "speed/tokens_per_s": tokens / update_s,
         "speed/limit_tokens_per_s": tokens / limit_s,
