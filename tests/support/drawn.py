@@ -27,8 +27,8 @@ FAMILIES = {
     "roles": 1,  # what graders, reward models, the reference and environments compute for a pool
     "new processes": 1,  # what a program of its own shows: an installation, an import, another package
     # What takes a core for a second or more and is neither about the numbers of an update nor about safety.
-    "costly": 45,
-    "costly actors": 15,
+    "costly": 30,
+    "costly actors": 10,
 }
 
 
