@@ -73,7 +73,8 @@ def training_limit(
     ranks = policy.num_workers
     works = [NeededWork.of(step) for step in steps]
     needed = sum(works[1:], works[0])
-    row = needed.row_tokens
+    requests = [r for step in steps for r in step.requests]
+    row = needed.row_tokens(max(r.tokens for r in requests))
     rows = max(1, round(needed.tokens / len(steps) / ranks / row))
     job = {
         "model_dir": str(model_dir),
@@ -87,7 +88,7 @@ def training_limit(
     seconds = [f["seconds"] for f in found]
     micro = sorted({f["micro_batch"] for f in found})
     best = f"shared prompt prefixes once, micro-batches of {', '.join(f'{m} x {row}' for m in micro)} tokens"
-    counted = sum(r.tokens for step in steps for r in step.requests) / needed.tokens
+    counted = sum(r.tokens for r in requests) / needed.tokens
     rate = rows * row * ranks * counted / fastest([[s] for s in seconds])
     return rate, sum(f["matmul"] for f in found), best
 

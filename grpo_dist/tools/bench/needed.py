@@ -43,10 +43,11 @@ class NeededWork:
     def __add__(self, other: NeededWork) -> NeededWork:
         return NeededWork(self.tokens + other.tokens, self.pairs + other.pairs, self.trained + other.trained)
 
-    @property
-    def row_tokens(self) -> int:
-        """Tokens of rows that share nothing and have as many pairs for each token."""
-        return max(1, round(2 * self.pairs / self.tokens - 1))
+    def row_tokens(self, longest: int) -> int:
+        """Return the tokens of rows that share nothing and have as many pairs for each token. They are not
+        longer than the ``longest`` sample, whose memory is there.
+        """
+        return max(1, min(longest, round(2 * self.pairs / self.tokens - 1)))
 
     def flops(self, shape: Shape) -> float:
         """Return the operations of a forward and a backward pass."""

@@ -152,6 +152,14 @@ def test_samples_that_share_nothing_need_all_their_tokens():
     assert needed.flops(SHAPE) == training_flops(SHAPE, [(7, 4), (11, 7)])
 
 
+def test_rows_that_share_nothing_are_not_longer_than_the_longest_sample():
+    """A token of 4 samples behind a prompt of 1,000 sees that prompt, so rows of 2,000 would be needed."""
+    requests = tuple(Request(tuple(range(1000)), seed, 500) for seed in range(4))
+    needed = NeededWork.of(replace(step(0, {}), requests=requests))
+    assert needed.row_tokens(10_000) == round(2 * needed.pairs / 3000 - 1) > 1800
+    assert needed.row_tokens(1500) == 1500
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_bare_training_loop_computes_what_a_step_needs(monkeypatch, ranks):
     """Two steps of 110 tokens with 2,454 pairs: rows of 44 tokens have as many pairs for each."""

@@ -29,7 +29,7 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     config = update_config(task, size, dtype=dtype, zero_stage=1)
     (own,) = run_trainers(trainer_sections(config), size, timed=True)
     needed = size.work
-    row = needed.row_tokens
+    row = needed.row_tokens(size.row)
     rows = round(needed.tokens / row)
     job = {
         "model_dir": model_dir_of(config.model, config.seed),
