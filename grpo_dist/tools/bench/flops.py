@@ -5,7 +5,7 @@ needs, nothing that is computed again or for padding.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,13 +78,6 @@ class Shape:
     def idle_weights(self) -> int:
         """Weights of the experts in one layer that a token skips."""
         return 3 * self.hidden * self.expert_width * (self.experts - self.experts_per_token)
-
-
-def training_flops(shape: Shape, rows: Iterable[tuple[int, int]]) -> float:
-    """Return the operations of a forward and a backward pass over ``rows`` of (tokens, trained tokens), which
-    share nothing.
-    """
-    return sum(decoder_flops(shape, size, size * (size + 1) / 2, trained) for size, trained in rows)
 
 
 def decoder_flops(shape: Shape, tokens: float, pairs: float, trained: float) -> float:

@@ -6,6 +6,7 @@ share counts once, and so does what all ranks share: neither can share it, so th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,10 +35,15 @@ class NeededWork:
             *((len(r.prompt_ids), r.tokens) for r in step.requests),
             *((known, n) for n, known in prompts),
         ]
+        return cls.over(spans, trained=sum(r.length for r in step.requests))
+
+    @classmethod
+    def over(cls, spans: Sequence[tuple[int, int]], *, trained: int) -> NeededWork:
+        """Return the work of the tokens from ``begin`` to ``end`` of sequences, each with all before it."""
         return cls(
             tokens=sum(end - begin for begin, end in spans),
-            pairs=sum(pairs_of(end) - pairs_of(begin) for begin, end in spans),
-            trained=sum(r.length for r in step.requests),
+            pairs=sum(_pairs(end) - _pairs(begin) for begin, end in spans),
+            trained=trained,
         )
 
     def __add__(self, other: NeededWork) -> NeededWork:
@@ -54,6 +60,6 @@ class NeededWork:
         return decoder_flops(shape, self.tokens, self.pairs, self.trained)
 
 
-def pairs_of(tokens: int) -> int:
+def _pairs(tokens: int) -> int:
     """Return the pairs of causal attention over ``tokens``: each with itself and all before it."""
     return tokens * (tokens + 1) // 2

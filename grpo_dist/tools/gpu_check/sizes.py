@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.config import Config
-from grpo_dist.tools.bench.needed import NeededWork, pairs_of
+from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.plan.memory import Footprint, Sizes, policy_rank
 from grpo_dist.tools.plan.models import model_of
@@ -62,12 +62,8 @@ class UpdateSize:
     @property
     def work(self) -> NeededWork:
         """What the rows need, each prompt once."""
-        completions = self.rows * (pairs_of(self.row) - pairs_of(self.prompt))
-        return NeededWork(
-            tokens=_MICRO_BATCHES * self.micro_batch,
-            pairs=completions + self.prompts * pairs_of(self.prompt),
-            trained=self.rows * self.completion,
-        )
+        spans = [(self.prompt, self.row)] * self.rows + [(0, self.prompt)] * self.prompts
+        return NeededWork.over(spans, trained=self.rows * self.completion)
 
 
 _REAL_UPDATES = tuple(UpdateSize(128, 480, 8, groups) for groups in (4, 2, 1))

@@ -20,7 +20,7 @@ from grpo_dist.runtime.metering import Span, Usage
 from grpo_dist.tools.bench import limits
 from grpo_dist.tools.bench.compare import compare, ratios
 from grpo_dist.tools.bench.figures import StageLimits, covered_s, figures, shares
-from grpo_dist.tools.bench.flops import Shape, card_peak, training_flops
+from grpo_dist.tools.bench.flops import Shape, card_peak
 from grpo_dist.tools.bench.lengths import ForcedLengths, length_of
 from grpo_dist.tools.bench.limits import devices_of, fastest, run_jobs, training_limit
 from grpo_dist.tools.bench.needed import NeededWork
@@ -71,6 +71,11 @@ def test_the_length_of_a_request_does_not_depend_on_its_batch():
     asyncio.run(ForcedLengths(natural, LengthsConfig()).sample(prompt, seeds=[1], sampling=sampling))
     assert alone.lengths == together.lengths and len(set(together.lengths.values())) > 1
     assert natural.lengths == {1: None}
+
+
+def training_flops(shape, rows):
+    """Return the operations over rows of (tokens, trained tokens) that share nothing."""
+    return sum(NeededWork.over([(0, size)], trained=trained).flops(shape) for size, trained in rows)
 
 
 def test_training_flops_by_hand():
