@@ -37,6 +37,12 @@ def prompt(name, *, tokens=12, **kwargs):
     return Prompt(name, ids, "1", "test", text=f"<{name}>", task=Task("toy", {"turns": 3} | kwargs))
 
 
+def norm_implementations(worker):
+    from vllm import ir
+
+    return ir.ops.rms_norm.get_priority(), ir.ops.fused_add_rms_norm.get_priority()
+
+
 class OpenEngine(RolloutWorker):
     """An engine that can be stopped and its process named."""
 
@@ -47,6 +53,10 @@ class OpenEngine(RolloutWorker):
         found = await self._generate(token_ids, 1, Sampling(), 60, stop=stop)
         ids = (found.token_ids, found.token_ids[:-1])
         return found, *(self._tokenizer.decode(own, skip_special_tokens=True) for own in ids)
+
+    async def norms(self):
+        """Return what computes the norms of each worker process, by preference."""
+        return await self._engine.in_workers(norm_implementations)
 
     async def pause(self, drain):
         await self._engine.pause(drain=drain)

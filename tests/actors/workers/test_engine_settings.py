@@ -64,6 +64,17 @@ def test_without_a_gpu_prompts_are_prefilled_whole_in_small_blocks():
     assert got["max_num_batched_tokens"] == 20_000
 
 
+@pytest.mark.parametrize(
+    ("device", "eager", "given"),
+    [("cpu", True, True), ("cpu", False, False), ("cuda", True, False)],
+)
+def test_norms_are_vllms_kernels_where_nothing_compiles_them(device, eager, given):
+    got = arguments(device=device, enforce_eager=eager)
+    assert ("ir_op_priority" in got) is given
+    own = arguments(device=device, enforce_eager=eager, engine={"ir_op_priority": {"rms_norm": ["native"]}})
+    assert own["ir_op_priority"] == {"rms_norm": ["native"]}
+
+
 @pytest.mark.parametrize(("colocated", "share"), [(False, 0.85), (True, 0.6)])
 def test_an_engine_on_shared_gpus_can_sleep(colocated, share):
     got = arguments(device="cuda", colocated=colocated)

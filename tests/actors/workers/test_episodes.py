@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -58,6 +59,11 @@ def test_an_episode_is_one_row_that_marks_for_each_token_whether_it_was_sampled(
                 mask = rollout.sampled[turn.end : following.end]
                 assert (np.diff(mask.astype(int)) >= 0).all() and not mask[0]
                 assert len(ids[~mask]) == len(f"\n{turn.observation}\n".encode())
+
+
+def test_an_engine_that_does_not_compile_computes_norms_in_vllms_kernels(world):
+    engine = world.rollouts.workers[0]
+    assert ray.get(engine.norms.remote()) == [(["vllm_c", "native"], ["vllm_c", "native"])]
 
 
 def test_episodes_follow_from_their_seeds_alone(world):
