@@ -16,7 +16,7 @@ from grpo_dist.runtime.stacks import listen
 
 WEIGHT_TRANSFER = "grpo_dist"  # what vLLM calls the receiving side of this project's weight sync
 # The argument of an engine with which it computes norms in vLLM's own kernels, see `_let_cpus_use_kernels`.
-NORM_KERNELS = {"ir_op_priority": {"rms_norm": ["vllm_c"], "fused_add_rms_norm": ["vllm_c"]}}
+NORM_KERNELS = {"ir_op_priority": {"rms_norm": "vllm_c", "fused_add_rms_norm": "vllm_c"}}
 _LARGE_VOCABULARY = 8192  # with fewer entries torch's sums are as exact as all else
 _PARTS = 64  # sums of a row, which are then added up
 _ROWS = 32  # corrected at once: their exponentials stay in a core's cache, all of a batch take twice as long
