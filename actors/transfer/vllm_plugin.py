@@ -15,8 +15,6 @@ import torch
 from grpo_dist.runtime.stacks import listen
 
 WEIGHT_TRANSFER = "grpo_dist"  # what vLLM calls the receiving side of this project's weight sync
-# The argument of an engine with which it computes norms in vLLM's own kernels, see `_let_cpus_use_kernels`.
-NORM_KERNELS = {"ir_op_priority": {"rms_norm": "vllm_c", "fused_add_rms_norm": "vllm_c"}}
 _LARGE_VOCABULARY = 8192  # with fewer entries torch's sums are as exact as all else
 _PARTS = 64  # sums of a row, which are then added up
 _ROWS = 32  # corrected at once: their exponentials stay in a core's cache, all of a batch take twice as long
@@ -37,19 +35,30 @@ def register() -> None:
 
 
 def _let_cpus_use_kernels() -> None:
-    """Allow `NORM_KERNELS` without a GPU. vLLM's CPU build has these kernels and marks them as those of GPUs.
+    """Have CPU engines that do not compile prefer vLLM's kernels for norms, as engines on GPUs do. vLLM's CPU
+    build has these kernels and marks them as those of GPUs.
 
-    An engine that does not compile computes each norm in eight passes of torch otherwise: 15 % of its time
-    with SmolLM2 on two cores. Compiled, a norm is fused with what surrounds it.
+    Each norm takes eight passes of torch otherwise: 15 % of the time of an engine with SmolLM2 on two cores.
+    Compiled, a norm is fused with what surrounds it.
     """
     from vllm import ir
+    from vllm.config import CompilationMode
+    from vllm.config.kernel import IrOpPriorityConfig
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
     current_platform.import_ir_kernels()
-    for operation in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
+    norms = (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)
+    for operation in norms:
         operation.impls["vllm_c"].supported = hasattr(torch.ops._C, operation.name)
+
+    def preferred(vllm_config: Any) -> IrOpPriorityConfig:
+        compiles = vllm_config.compilation_config.mode != CompilationMode.NONE
+        own = {} if compiles else {operation.name: ["vllm_c", "native"] for operation in norms}
+        return IrOpPriorityConfig.with_default(["native"], **own)
+
+    type(current_platform).get_default_ir_op_priority = staticmethod(preferred)
 
 
 def _give_exact_logprobs() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from actors.transfer.vllm_plugin import NORM_KERNELS, WEIGHT_TRANSFER
+from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
 from actors.workers import drafter
 from grpo_dist.config import (
     Config,
@@ -202,7 +202,6 @@ def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_m
         # do: the engine dies with "CPU Generator does not use offset". So prompts are prefilled whole.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(_CPU_PREFILL_TOKENS, spec.max_length)
-        arguments |= NORM_KERNELS if settings.enforce_eager else {}
     else:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization or GPU_MEMORY[spec.colocated]
         arguments["enable_sleep_mode"] = spec.colocated
