@@ -143,8 +143,13 @@ def _bench(path: str | None, overrides: list[str], compare: list[str] | None) ->
 
         compare_results(Path(compare[0]), Path(compare[1]))
         return
-    from grpo_dist.config.files import load_config
+    from grpo_dist.config.files import load_config, read_tree
 
+    if "runs" in read_tree(Path(str(path))):
+        from grpo_dist.tools.bench.several import bench_set
+
+        bench_set(Path(str(path)), overrides)
+        return
     config = load_config(str(path), overrides)
     from grpo_dist.tools.bench.run import bench
 

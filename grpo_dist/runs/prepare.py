@@ -5,14 +5,12 @@ directory.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import (
-    CheckpointConfig,
     Config,
     DataConfig,
     DataSourceConfig,
@@ -325,26 +323,3 @@ def load_prompts(
             "and are matched as text"
         )
     return built
-
-
-def choose_run_dir(checkpoint: CheckpointConfig, name: str, output_dir: str) -> Path:
-    """Return `output_dir/name`. With `checkpoint.resume: never`, where it exists, return the first free of
-    `name-2`, `name-3` ...
-    """
-    base = Path(output_dir).expanduser() / name
-    if checkpoint.resume == "auto" or not base.exists():
-        return base
-    number = 2
-    while (taken := base.with_name(f"{base.name}-{number}")).exists():
-        number += 1
-    return taken
-
-
-def check_writable(run_dir: Path) -> Path:
-    """Return ``run_dir`` or the nearest parent that exists. Raises ValueError where that is not writable.
-    Creates nothing.
-    """
-    nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise ValueError(f"{run_dir}: not writable; set `output_dir` to a writable directory")
-    return nearest

@@ -23,11 +23,12 @@ from grpo_dist.observe import Tracker
 from grpo_dist.observe.console import print_before_after
 from grpo_dist.observe.settings import check_trackers
 from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, newest_whole, remove_partial
+from grpo_dist.runs.directories import check_writable, choose_run_dir
 from grpo_dist.runs.environment import write_environment
 from grpo_dist.runs.ledger_check import audit
 from grpo_dist.runs.own_code import digest_of_run
 from grpo_dist.runs.preemption import Interruption, ended_by_sigterm
-from grpo_dist.runs.prepare import Prepared, check_writable, choose_run_dir, prepare
+from grpo_dist.runs.prepare import Prepared, prepare
 from grpo_dist.runs.prepare_supervised import PreparedDemonstrations, prepare_supervised
 from grpo_dist.runs.recovery import Recovery
 from grpo_dist.runs.resume import (

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_dist.runtime.metering import Span
 from grpo_dist.tools.bench.flops import Shape
 from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import StepRecord
+
+_MEANS = {  # figures that are means of a metric over the steps that have it
+    "sync/changed_share": "sync/changed_share",
+    "training/needed_share": "throughput/packing_efficiency",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,7 @@ def figures(
         "sync/bytes_per_s": _total(steps, "sync/bytes") / sync,
         "sync/step_s": sync / len(steps),
         "sync/bytes": _total(steps, "sync/bytes") / len(steps),
+        **_means(steps, _MEANS),
         **shares(steps),
         **_of_episodes(steps),
         **_of_the_tail(steps),
@@ -74,6 +80,15 @@ def figures(
         found |= _of_limits(
             found, limits, tokens_per_step=(completion, trained), steps=len(steps), overlapped=overlapped
         )
+    return found
+
+
+def _means(steps: Sequence[StepRecord], names: Mapping[str, str]) -> dict[str, float]:
+    """Return the mean over the steps that have it of each metric, by the name of its figure."""
+    found = {}
+    for figure, metric in names.items():
+        if values := [step.metrics[metric] for step in steps if metric in step.metrics]:
+            found[figure] = statistics.fmean(values)
     return found
 
 

@@ -22,7 +22,8 @@ from grpo_dist.environments.base import Problem
 from grpo_dist.environments.preparation import EnvironmentProbe, StartFailed
 from grpo_dist.errors import refusals
 from grpo_dist.observe.console import step_line
-from grpo_dist.runs.prepare import Prepared, check_writable, choose_run_dir, prepare
+from grpo_dist.runs.directories import check_writable, choose_run_dir
+from grpo_dist.runs.prepare import Prepared, prepare
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type, resolve_dtype
 from grpo_dist.runtime.stage_log import print_line

@@ -46,11 +46,13 @@ FIGURES: dict[str, Figure] = {
     "training/step_s": Figure("training in a step", "s", -1),
     "training/mfu": Figure("model FLOPs utilisation of the trainer", "%", 1),
     "training/peak_flops": Figure("peak it is a share of", "FLOP/s", 0),
+    "training/needed_share": Figure("tokens an update needs, of those it computes", "%", 1),
     "scoring/samples_per_s": Figure("scoring, samples", "/s", 1),
     "scoring/step_s": Figure("scoring in a step", "s", -1),
     "sync/bytes_per_s": Figure("weight sync", "B/s", 1),
     "sync/step_s": Figure("weight sync in a step", "s", -1),
     "sync/bytes": Figure("weight sync, bytes", "B", 0),
+    "sync/changed_share": Figure("words of the weights that changed", "%", 0),
     "share/generation": Figure("time: generation", "%", 0),
     "share/training": Figure("time: training, not behind generation", "%", 0),
     "share/sync": Figure("time: weight sync, not behind others", "%", 0),
@@ -172,6 +174,29 @@ def _summary(result: BenchResult) -> list[str]:
         )
     if "loop/step_over_limit" in found:
         lines.append(f"step: {found['loop/step_over_limit']:.2f}x the {result.limit_settings['step']}")
+    return lines + notes(found)
+
+
+def notes(found: dict[str, float]) -> list[str]:
+    """Return lines for what not every benchmark has: shared prompts, staleness, weights that changed."""
+    lines = []
+    if "training/needed_share" in found:
+        lines.append(
+            f"updates: {show(found, 'training/needed_share')} of the tokens they compute are needed, with "
+            "each shared beginning counted once"
+        )
+    if found.get("tail/staleness"):
+        lines.append(f"staleness: {show(found, 'tail/staleness')} in the mean")
+    if "tail/waited_steps" in found:
+        lines.append(
+            f"groups done first: carried over {show(found, 'tail/waited_steps')} in the mean; length bias "
+            f"{show(found, 'tail/length_bias')}"
+        )
+    if "sync/changed_share" in found:
+        lines.append(
+            f"weight deltas: {show(found, 'sync/changed_share')} of the weights' words changed; "
+            f"{show(found, 'sync/bytes')} a sync"
+        )
     return lines
 
 

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from grpo_dist.runs.checkpoint import CHECKPOINTS, list_checkpoints
-from grpo_dist.runs.prepare import check_writable, choose_run_dir
+from grpo_dist.runs.directories import check_writable, choose_run_dir
 from grpo_dist.runs.resume import changes_since, check_data, load_state, other_layout
 from grpo_dist.runs.run import check_unfinished
 from grpo_dist.runtime.hardware import GIB

@@ -20,10 +20,10 @@ from grpo_dist.data.readers import OwnProblems, common_columns, read_all
 from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import STAGE, Draw, EvalSet, EvaluationHandles, sample_chunks
+from grpo_dist.runs.directories import check_writable
 from grpo_dist.runs.prepare import (
     PromptSections,
     check_scoring,
-    check_writable,
     load_tokenizer,
     prepare_eval,
     resolve_model,

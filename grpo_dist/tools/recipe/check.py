@@ -26,10 +26,10 @@ from grpo_dist.data.demonstrations import count_held_out, count_rows, source_pai
 from grpo_dist.data.readers import read_all
 from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import UserError, refusals
+from grpo_dist.runs.directories import check_writable
 from grpo_dist.runs.prepare import (
     PromptSections,
     check_scoring,
-    check_writable,
     load_tokenizer,
     prepare,
     prepare_eval,

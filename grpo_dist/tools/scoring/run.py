@@ -13,7 +13,8 @@ from grpo_dist.config import Config, ModelConfig, RewardsConfig, SFTConfig
 from grpo_dist.config.files import load_config, overridden, validated
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.rewards.registry import check_rewards
-from grpo_dist.runs.prepare import check_writable, load_tokenizer, resolve_model
+from grpo_dist.runs.directories import check_writable
+from grpo_dist.runs.prepare import load_tokenizer, resolve_model
 from grpo_dist.runtime.hardware import available_cpus
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.runtime.tables import print_lines, wide_console

@@ -244,6 +244,17 @@ def test_figures_of_episodes_are_means_over_turns_and_their_tools_are_part_of_ge
     assert {k: v for k, v in found.items() if not k.startswith("episodes/")} == without
 
 
+def test_shared_prompts_and_changed_weights_are_means_over_the_steps_that_have_them():
+    steps = [
+        step(0, SPANS, **{"throughput/packing_efficiency": 0.9, "sync/changed_share": 0.02}),
+        step(10, SPANS, **{"throughput/packing_efficiency": 1.0}),
+    ]
+    found = figures(steps, shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
+    assert found["training/needed_share"] == pytest.approx(0.95) and found["sync/changed_share"] == 0.02
+    without = figures([step(0, SPANS)], shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
+    assert not {"training/needed_share", "sync/changed_share"} & set(without)
+
+
 def test_given_tokens_are_of_a_samples_length_in_training_and_not_in_generation():
     assert Request((1, 2, 3, 4), 0, 10, given=6).tokens == 20
 

@@ -1,0 +1,35 @@
+"""Where a run writes: a directory that is free, or the one to resume in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from grpo_dist.config import CheckpointConfig
+
+
+def choose_run_dir(checkpoint: CheckpointConfig, name: str, output_dir: str) -> Path:
+    """Return `output_dir/name`. With `checkpoint.resume: never`, where it exists, return the first free of
+    `name-2`, `name-3` ...
+    """
+    base = Path(output_dir).expanduser() / name
+    return base if checkpoint.resume == "auto" else free_directory(base)
+
+
+def free_directory(base: Path) -> Path:
+    """Return ``base``, or the first of `base-2`, `base-3` ... that does not exist."""
+    found, number = base, 2
+    while found.exists():
+        found = base.with_name(f"{base.name}-{number}")
+        number += 1
+    return found
+
+
+def check_writable(run_dir: Path) -> Path:
+    """Return ``run_dir`` or the nearest parent that exists. Raises ValueError where that is not writable.
+    Creates nothing.
+    """
+    nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ValueError(f"{run_dir}: not writable; set `output_dir` to a writable directory")
+    return nearest
