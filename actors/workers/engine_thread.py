@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import psutil
 
+from actors.workers.preemptions import Preemptions
+from actors.workers.vllm_engine import make_engine
 from grpo_dist.runtime.hardware import device_type
-from grpo_dist.runtime.imports import without_collections
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -45,9 +46,16 @@ class EngineThread:
     in a step is raised from all pending and later requests.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], *, imported: Callable[[], None] = lambda: None) -> None:
-        """``arguments``: those of `vllm.EngineArgs`. ``imported`` is called in the engine's thread once vLLM
-        is imported, before the model is loaded.
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        *,
+        imported: Callable[[], None] = lambda: None,
+        preempted: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        """``arguments``: those of `vllm.EngineArgs`. In the engine's thread ``imported`` is called once vLLM
+        is imported, before the model is loaded, and ``preempted`` with the tokens that a step gave up for
+        want of cache.
         """
         self._loop = asyncio.get_running_loop()
         self._commands: Queue[Callable[[], None] | None] = Queue()
@@ -57,6 +65,8 @@ class EngineThread:
         self._steps, self._step_began = 0, 0.0
         self._stepping = self._in_command = False
         self._engine: Any = None
+        self._preempted = preempted
+        self._preemptions: Preemptions | None = None
         self._thread = Thread(target=self._run, args=(dict(arguments), imported), name="engine", daemon=True)
 
     async def start(self) -> None:
@@ -183,7 +193,8 @@ class EngineThread:
 
     def _run(self, arguments: dict[str, Any], imported: Callable[[], None]) -> None:
         try:
-            self._engine = _make(arguments, imported)
+            self._engine = make_engine(arguments, imported)
+            self._preemptions = Preemptions(self._core.scheduler)
         except BaseException as error:
             self._failed = error
         while self._loop_once():
@@ -245,6 +256,8 @@ class EngineThread:
             return
         finally:
             self._stepping = False
+        if self._preemptions and (tokens := self._preemptions.since()):
+            self._preempted(tokens)
         if finished := [output for output in outputs if output.finished]:
             self._call_on_loop(self._deliver, finished)
 
@@ -273,6 +286,8 @@ class EngineThread:
             self._step()
         self._check()
         self._core.pause_scheduler(mode="keep", clear_cache=True)
+        if self._preemptions:
+            self._preemptions.disregard()
 
     def _rpc(self, method: str, **arguments: Any) -> None:
         self._engine.collective_rpc(method, kwargs=arguments)
@@ -301,24 +316,6 @@ class EngineThread:
         for future in self._futures.values():
             _fail(future, error)
         self._futures.clear()
-
-
-def _make(arguments: dict[str, Any], imported: Callable[[], None]) -> Any:
-    with without_collections():
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.llm_engine import LLMEngine
-        from vllm.v1.executor import Executor
-
-    imported()
-    # The usage context selects vLLM's defaults for batch use: larger prefills.
-    config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
-    engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
-    if "worker_cls" in arguments:  # `engine_settings.RECORDING_WORKER`
-        from actors.workers.route_recorder import attach  # imports vLLM
-
-        attach(engine)
-    return engine
 
 
 def _cpu_seconds(worker: BaseProcess) -> float:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,7 +66,11 @@ class RolloutWorker(WeightReceiver, Probeable):
         if environments is not None:
             self._episodes = episode_sampler(self._spec, self._tokenizer, self._generate, self.meter)
             self._episodes.workers.use(environments)
-        self._engine = EngineThread(fitting_arguments(self._spec), imported=lambda: self.begin("model"))
+        self._engine = EngineThread(
+            fitting_arguments(self._spec),
+            imported=lambda: self.begin("model"),
+            preempted=partial(self.meter.count, "preempted_tokens"),
+        )
         await self._engine.start()
         if self._spec.rollout.speculation.tokens:
             await self._engine.in_workers(drafter.require_exact_sampler)

@@ -330,8 +330,8 @@ METRICS = (
            "tokens that are needed: each completion, and what prompts begin with once",
            "0.9; else raise `batch.micro_batch_tokens`; each rank and router replay repeat what is shared"),
     Metric("throughput/<role>_<count>", "of the count", "sum over workers",
-           "counts of the workers since the last step: `rollout_tokens`, sampled tokens as they are "
-           "produced; `rollout_turns`, turns of episodes; `rollout_drafts`, `rollout_drafted_tokens` and "
+           "since the last step: `rollout_tokens`, sampled; `rollout_preempted_tokens`, computed again for "
+           "want of cache; `rollout_turns`, of episodes; `rollout_drafts`, `rollout_drafted_tokens` and "
            "`rollout_accepted_tokens` of `rollout.speculation`: a draft gains accepted tokens / drafts",
            "steady"),
     Metric("throughput/episode_cached_share", "share", "sum over turns from the second on",

@@ -37,6 +37,8 @@ class Output:
 class Scheduler:
     """Requests and how many tokens each still has to make."""
 
+    waiting = ()  # to be computed again
+    kv_cache_manager = SimpleNamespace(watermark_blocks=0)
     left: dict = field(default_factory=dict)
     running: set = field(default_factory=set)
     state: PauseState = PauseState.UNPAUSED
@@ -117,7 +119,7 @@ class EngineAhead(Engine):
 
 def with_engine(monkeypatch, use, engine_class=Engine):
     engine = engine_class()
-    monkeypatch.setattr(engine_thread, "_make", lambda arguments, imported: engine)
+    monkeypatch.setattr(engine_thread, "make_engine", lambda arguments, imported: engine)
 
     async def run():
         thread = EngineThread({})
@@ -238,7 +240,7 @@ def test_a_model_that_does_not_load_fails_the_start(monkeypatch):
     def broken(arguments, imported):
         raise OSError("no such file")
 
-    monkeypatch.setattr(engine_thread, "_make", broken)
+    monkeypatch.setattr(engine_thread, "make_engine", broken)
 
     async def run():
         thread = EngineThread({})
