@@ -106,7 +106,7 @@ def test_arguments_that_would_make_numbers_wrong_are_refused_with_the_right_key(
 def test_arguments_that_the_project_sets_are_refused_unless_they_change_no_number():
     own = {**arguments("cpu"), **arguments("cuda", colocated=True)}
     free = {"block_size", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"}
-    free |= {"disable_log_stats"}
+    free |= {"disable_log_stats", "watermark"}
     assert {name for name in own if not problems({name: own[name]})} == free
 
 
