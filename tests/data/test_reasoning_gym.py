@@ -12,6 +12,7 @@ from tests.support.patience import HANG_S
 TESTS = "tests/data/reasoning_gym_problems.py"
 
 
+@pytest.mark.long
 @pytest.mark.family("new processes")
 @pytest.mark.timeout(2 * HANG_S)
 def test_the_source_and_its_scorer_hold_in_an_interpreter_with_the_package() -> None:
