@@ -12,10 +12,10 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_dist.errors import RERUN, RunEnded, UserError, refusals
-from grpo_dist.runtime.imports import without_collections
+from grpo_dist.runtime.imports import libraries_loaded
 from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
 from grpo_dist.runtime.version import __version__
 from grpo_dist.tools.arguments import add_command, add_inputs
@@ -24,6 +24,9 @@ from grpo_dist.tools.gpu_check.command import add_gpu_check
 from grpo_dist.tools.report.arguments import add_report
 from grpo_dist.tools.scoring.arguments import add_commands as add_scoring
 from grpo_dist.tools.submit.arguments import add_commands as add_submission
+
+if TYPE_CHECKING:
+    from grpo_dist.tools.recipe.config import ResolvedPipeline
 
 USER_ERROR = 2
 
@@ -89,7 +92,7 @@ def _train(path: str, overrides: list[str]) -> None:
 
         config = load_config(path, overrides)
         with stages_logged(enabled=config.tracking.console):
-            with stage("libraries", "are loaded"), without_collections():
+            with libraries_loaded():
                 from grpo_dist.runs.session import train
 
             train(config)
@@ -101,9 +104,10 @@ def _sft(path: str, overrides: list[str]) -> None:
     config = load_config(path, overrides)
     if config.sft is None:
         raise ConfigError(f"{path}: no `sft` section; add one, e.g. as in configs/demo.yaml")
-    from grpo_dist.runs.cold_start import run_sft
-
     with refusals(), stages_logged():
+        with libraries_loaded():
+            from grpo_dist.runs.cold_start import run_sft
+
         with stage("supervised", "unless cached"):
             directory = run_sft(config.sft, print_line)
         print(directory)
@@ -118,21 +122,21 @@ def _sample(path: str, overrides: list[str], again_from: str | None, check_only:
     file = PipelineFile(name=f"{config.name}_samples", output_dir=config.output_dir, stages=(stage,))
     places = ("name=", "output_dir=")
     of_stage = [f"sample.{text}" for text in overrides if not text.startswith(places)]
-    pipeline = resolve(file, Path(path), of_stage)
-    from grpo_dist.tools.recipe.run import run_pipeline
+    _run_stages(resolve(file, Path(path), of_stage), again_from, check_only)
 
+
+def _run_stages(pipeline: ResolvedPipeline, again_from: str | None, check_only: bool) -> None:
     with stages_logged():
+        with libraries_loaded():
+            from grpo_dist.tools.recipe.run import run_pipeline
+
         run_pipeline(pipeline, print_line, again_from=again_from, check_only=check_only)
 
 
 def _pipeline(path: str, overrides: list[str], again_from: str | None, check_only: bool) -> None:
     from grpo_dist.tools.recipe.config import load_pipeline
 
-    pipeline = load_pipeline(path, overrides)
-    from grpo_dist.tools.recipe.run import run_pipeline
-
-    with stages_logged():
-        run_pipeline(pipeline, print_line, again_from=again_from, check_only=check_only)
+    _run_stages(load_pipeline(path, overrides), again_from, check_only)
 
 
 def _bench(path: str | None, overrides: list[str], compare: list[str] | None) -> None:
@@ -151,9 +155,10 @@ def _bench(path: str | None, overrides: list[str], compare: list[str] | None) ->
         bench_set(Path(str(path)), overrides)
         return
     config = load_config(str(path), overrides)
-    from grpo_dist.tools.bench.run import bench
-
     with stages_logged():
+        with libraries_loaded():
+            from grpo_dist.tools.bench.run import bench
+
         bench(config)
 
 

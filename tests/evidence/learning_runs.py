@@ -7,6 +7,7 @@ writes the table of README.md again; with ``--check`` its exit code says whether
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -25,7 +26,11 @@ RESULTS = Path(__file__).with_name("results.jsonl")
 README = Path(__file__).with_name("README.md")
 HOURS = 3600  # s
 _MEASURE = re.compile(r"eval/(?P<set>[^/]+)/(?P<measure>pass@1|tool_call_share)")
-_IDENTITY = ("configuration", "overrides", "set", "measure")
+_IDENTITY = ("configuration", "overrides", "settings", "set", "measure")
+# What recording a run changes: a run after it is still one of its commit.
+_OWN_FILES = {str(path.relative_to(ROOT)) for path in (RESULTS, README)}
+# Where a run is and who follows it: not what is run.
+_PLACES = ("name", "output_dir", "tracking")
 
 
 def train(configuration: str, *overrides: str) -> tuple[list[dict[str, float]], Path]:
@@ -46,7 +51,9 @@ def train(configuration: str, *overrides: str) -> tuple[list[dict[str, float]], 
 
 
 def record(run_dir: Path, results: Path = RESULTS) -> list[dict[str, Any]]:
-    """Replace the rows of this run's configuration and overrides in ``results``, and return the new ones."""
+    """Replace the rows of this run's configuration, overrides and settings in ``results``, and return the new
+    ones. Rows of earlier contents of the configuration stay.
+    """
     new = rows_of(run_dir)
     identities = {_identity(row) for row in new}
     old = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
@@ -71,12 +78,13 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     common = {
         "configuration": configuration,
         "overrides": overrides,
+        "settings": settings_digest(config),
         "model": config["sft"]["model"] if config["model"]["path"] == "sft" else config["model"]["path"],
         "seed": config["seed"],
         "steps": config["steps"],
         "minutes": round(seconds / 60, 1),
         "hardware": _hardware(environment),
-        "commit": environment["git"],
+        "commit": _commit(environment),
         "date": environment["started"].partition("T")[0],
     }
     first, last = lines[0], lines[-1]
@@ -90,6 +98,25 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
         | {"after": last[name[0]], "after_error": last[f"{name[0]}_stderr"]}
         for name in names
     ]
+
+
+def settings_digest(config: dict[str, Any]) -> str:
+    """Return eight digits of the hash of a resolved configuration, apart from where the run is and whether
+    it resumes. Files of this checkout are named from its top, wherever it is.
+    """
+    kept = {section: value for section, value in config.items() if section not in _PLACES}
+    kept["checkpoint"] = {key: value for key, value in kept["checkpoint"].items() if key != "resume"}
+    text = json.dumps(kept, sort_keys=True).replace(f"{ROOT}/", "")
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _commit(environment: dict[str, Any]) -> str:
+    """Return the commit of a run; `-dirty` for changed files other than those that a recording writes."""
+    commit: str = environment["git"]
+    changed = environment.get("git_changed")  # None: recorded by code that did not name them
+    if changed is not None and set(changed) <= _OWN_FILES:
+        return commit.removesuffix("-dirty")
+    return commit
 
 
 def _command(command: list[str]) -> tuple[str, list[str]]:
@@ -119,7 +146,8 @@ def _label(configuration: str, overrides: tuple[str, ...]) -> str:
 
 
 def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(str(row[name]) for name in _IDENTITY)
+    # Rows recorded before settings had a digest have none: no later run replaces them.
+    return tuple(str(row.get(name)) for name in _IDENTITY)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -130,10 +158,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    run = " ".join([row["configuration"], *row["overrides"]])
+    run = f"`{' '.join([row['configuration'], *row['overrides']])}`, seed {row['seed']}"
+    if row.get("settings"):
+        run += f", settings {row['settings']}"
     before, after = (f"{100 * row[w]:.1f} % ± {100 * row[f'{w}_error']:.1f}" for w in ("before", "after"))
     cells = (
-        f"`{run}`, seed {row['seed']}", row["model"], f"{row['set']}: {row['problems']}", row["measure"],
+        run, row["model"], f"{row['set']}: {row['problems']}", row["measure"],
         before, after, row["steps"], row["minutes"], row["hardware"], f"{row['commit']}, {row['date']}",
     )  # fmt: skip
     return f"| {' | '.join(map(str, cells))} |"

@@ -10,10 +10,11 @@ from gguf import GGMLQuantizationType, quants
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_dist.config import ModelConfig
+from grpo_dist.config import ModelConfig, SFTConfig, TeacherConfig
 from grpo_dist.demo.model import made_model
 from grpo_dist.policy.gguf_model import gguf_config, gguf_model, loss_of
 from grpo_dist.runs.prepare import resolve_model
+from grpo_dist.runs.prepare_supervised import starting_model
 from tests.support.made_gguf import CHAT_TEMPLATE, llama, write_gguf
 
 IDS = torch.tensor([[5, 9, 200, 31, 77, 3, 258]])
@@ -58,9 +59,22 @@ def test_quantised_weights_become_the_float32_values_that_they_stand_for(tmp_pat
     )
 
 
-def test_the_run_reports_what_was_lost(tmp_path):
+FOUND = {
+    "model.path": lambda file, say: resolve_model(ModelConfig(path=file), None, 0, say),
+    "teacher": lambda file, say: resolve_model(
+        TeacherConfig(name="t", model=file).model_section(ModelConfig(path="x")), None, 0, say
+    ),
+    "sft.model, before a cold start": lambda file, say: resolve_model(
+        ModelConfig(path="sft"), SFTConfig(model=file, data="demo:add3"), 0, say, train_first=False
+    ),
+    "sft.model, on the ranks": lambda file, say: starting_model(SFTConfig(model=file, data="demo:add3"), say),
+}
+
+
+@pytest.mark.parametrize("find", FOUND.values(), ids=FOUND)
+def test_the_run_reports_what_was_lost_whatever_names_the_file(tmp_path, find):
     file, said = write_gguf(tmp_path / "m.gguf", llama(), matrices=GGMLQuantizationType.Q8_0), []
-    directory = resolve_model(ModelConfig(path=str(file)), None, 0, said.append)
+    directory = find(str(file), said.append)
     assert directory == convert(file) and said == [loss_of(directory)]
 
 
@@ -113,7 +127,7 @@ def test_the_configuration_is_read_without_the_weights(tmp_path):
 def test_what_would_be_another_model_than_the_file_is_refused(tmp_path, changes, message):
     file = write_gguf(tmp_path / "m.gguf", llama(), **changes)
     with pytest.raises(ValueError, match=message) as error:
-        made_model(str(file), "model.path", seed=0)
+        made_model(str(file), "model.path", print, seed=0)
     assert str(error.value).startswith(f"model.path = {file}: ")
 
 
@@ -127,6 +141,22 @@ def test_a_damaged_file_is_refused_with_one_message(tmp_path, damage):
         convert(file)
 
 
+@pytest.mark.parametrize("read", [gguf_model, gguf_config])
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_part_of_a_split_file_is_refused_with_how_to_join_the_parts(tmp_path, read, number):
+    whole = write_gguf(tmp_path / "whole.gguf", llama())
+    file = whole.rename(tmp_path / f"big-Q4_K-{number:05}-of-00003.gguf")
+    with pytest.raises(ValueError) as error:
+        read(file, f"model.path = {file}")
+    assert f"model.path = {file}: this is part {number} of 3 of a split GGUF file" in str(error.value)
+    assert "--merge big-Q4_K-00001-of-00003.gguf big-Q4_K.gguf`" in str(error.value)
+
+
+def test_a_file_in_one_part_is_read(tmp_path):
+    file = write_gguf(tmp_path / "small-00001-of-00001.gguf", llama())
+    assert gguf_config(file, "model.path")["hidden_size"] == 64
+
+
 def test_a_missing_file_is_refused_by_its_key(tmp_path):
     with pytest.raises(ValueError, match=r"sft.model = .*none.gguf: no such file"):
-        made_model(str(tmp_path / "none.gguf"), "sft.model", seed=0)
+        made_model(str(tmp_path / "none.gguf"), "sft.model", print, seed=0)

@@ -2,15 +2,19 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from grpo_dist.config.files import load_config
 from grpo_dist.tools.recipe.config import load_pipeline
 from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs/bench").glob("*.yaml")])
 
 IMPORT_ALL = """
@@ -59,6 +63,21 @@ def test_a_reward_worker_imports_nothing_heavy():
         "print(sorted({'torch', 'transformers', 'openai', 'sympy'} & set(sys.modules)))"
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_images_pin_every_package_that_an_installation_needs():
+    """The CPU build of torch is pinned by launch/setup.sh. `make demo-real` reads a GGUF file."""
+    wanted = {Requirement(line).name for line in PROJECT["dependencies"]}
+    assert "gguf" in wanted
+    for build in ("cpu", "gpu"):
+        lines = (ROOT / f"docker/constraints-{build}.txt").read_text().splitlines()
+        pinned = {canonicalize_name(line.split("==")[0]) for line in lines}
+        assert {canonicalize_name(name) for name in wanted} - pinned <= {"torch"}, build
+
+
+def test_the_guide_lists_every_extra():
+    listed = (ROOT / "grpo_dist/guides/install.md").read_text()
+    assert [name for name in PROJECT["optional-dependencies"] if f"`{name}`" not in listed] == []
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)

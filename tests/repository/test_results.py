@@ -7,10 +7,16 @@ import pytest
 import yaml
 
 from grpo_dist.runtime.generated import with_part
-from tests.evidence.learning_runs import README, RESULTS, record, rows_of, table
+from tests.evidence.learning_runs import README, RESULTS, record, rows_of, settings_digest, table
 from tests.support.documents import ROOT
 
 CONFIG = {
+    "name": "demo",
+    "output_dir": "/x/runs",
+    "tracking": {"wandb": {"enabled": False}},
+    "checkpoint": {"every": 5, "resume": "never"},
+    "policy": {"optimizer": {"lr": 1e-5}},
+    "code_paths": [str(ROOT / "tests")],
     "seed": 3,
     "steps": 5,
     "model": {"path": "sft"},
@@ -32,12 +38,21 @@ ENVIRONMENT = {
     "processor": "AMD EPYC",
     "gpus": [],
     "git": "0123456789ab",
+    "git_changed": [],
 }
+
+
+def write_config(run_dir, **changes):
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(CONFIG | changes))
+
+
+def read(results):
+    return [json.loads(line) for line in results.read_text().splitlines()]
 
 
 @pytest.fixture
 def run_dir(tmp_path):
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    write_config(tmp_path)
     (tmp_path / "environment.json").write_text(json.dumps(ENVIRONMENT))
     evals = [
         {"eval/add3/pass@1": x, "eval/add3/pass@1_stderr": 0.02, "eval/add3/avg@2": x} for x in (0.5, 0.9)
@@ -52,7 +67,8 @@ def run_dir(tmp_path):
 def test_a_row_shows_what_was_run_on_what_and_what_came_out(run_dir):
     (row,) = rows_of(run_dir)
     assert row == {
-        "configuration": "configs/demo.yaml", "overrides": ["seed=3"], "model": "demo:tiny", "seed": 3,
+        "configuration": "configs/demo.yaml", "overrides": ["seed=3"], "settings": settings_digest(CONFIG),
+        "model": "demo:tiny", "seed": 3,
         "steps": 5, "minutes": 7.5, "hardware": "2 cores of AMD EPYC", "commit": "0123456789ab",
         "date": "2026-11-23", "set": "add3", "measure": "pass@1", "problems": "64 x 2",
         "before": 0.5, "before_error": 0.02, "after": 0.9, "after_error": 0.02,
@@ -66,7 +82,58 @@ def test_a_new_run_of_the_same_command_replaces_its_row(run_dir, tmp_path):
     other = first | {"overrides": ["seed=4"]}
     results.write_text(json.dumps(other) + "\n" + results.read_text())
     record(run_dir, results)
-    assert [json.loads(line) for line in results.read_text().splitlines()] == [first, other]
+    assert read(results) == [first, other]
+
+
+def test_a_run_of_the_same_command_with_other_contents_of_the_file_is_another_row(run_dir, tmp_path):
+    results = tmp_path / "results.jsonl"
+    (first,) = record(run_dir, results)
+    write_config(run_dir, policy={"optimizer": {"lr": 2e-5}})
+    (second,) = record(run_dir, results)
+    assert first["settings"] != second["settings"]
+    assert sorted(read(results), key=str) == sorted([first, second], key=str)
+    assert len({table([row]) for row in (first, second)}) == 2
+
+
+def test_a_row_without_settings_stays_beside_one_of_the_same_command(run_dir, tmp_path):
+    results = tmp_path / "results.jsonl"
+    (new,) = rows_of(run_dir)
+    old = {key: value for key, value in new.items() if key != "settings"}
+    results.write_text(json.dumps(old) + "\n" + json.dumps(old | {"settings": None, "set": "add4"}) + "\n")
+    record(run_dir, results)
+    assert len(read(results)) == 3 and old in read(results) and new in read(results)
+    assert "settings" not in table([old]).splitlines()[-1]
+
+
+def test_settings_are_the_same_wherever_the_run_is_and_whoever_follows_it():
+    changes = {
+        "name": "x",
+        "output_dir": "/y",
+        "tracking": {"wandb": {"enabled": True}},
+        "checkpoint": {"every": 5, "resume": "auto"},
+        "code_paths": ["tests"],
+    }
+    assert settings_digest(CONFIG | changes) == settings_digest(CONFIG)
+    for other in (
+        {"seed": 4},
+        {"checkpoint": {"every": 6, "resume": "never"}},
+        {"code_paths": ["grpo_dist"]},
+    ):
+        assert settings_digest(CONFIG | other) != settings_digest(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("changed", "commit"),
+    [
+        (["tests/evidence/README.md", "tests/evidence/results.jsonl"], "0123456789ab"),
+        (["tests/evidence/results.jsonl", "grpo_dist/cli.py"], "0123456789ab-dirty"),
+        (None, "0123456789ab-dirty"),  # a run of code that did not name them
+    ],
+)
+def test_what_a_recording_writes_makes_no_commit_dirty(run_dir, changed, commit):
+    found = ENVIRONMENT | {"git": "0123456789ab-dirty", "git_changed": changed}
+    (run_dir / "environment.json").write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
+    assert [row["commit"] for row in rows_of(run_dir)] == [commit]
 
 
 def test_a_run_that_did_not_finish_has_no_row(run_dir):
@@ -76,6 +143,6 @@ def test_a_run_that_did_not_finish_has_no_row(run_dir):
 
 
 def test_the_documented_table_has_the_recorded_rows():
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    rows = read(RESULTS)
     assert README.read_text() == with_part(README.read_text(), "results", table(rows))
     assert rows and all((ROOT / row["configuration"]).exists() for row in rows)

@@ -25,7 +25,7 @@ REASONS = {
     "safetensors": "with torch",
     "huggingface_hub": "only for models of the hub",
     "peft": "only for adapters",
-    "gguf": "optional",
+    "gguf": "only for GGUF files",
     "flash_attn": "optional",
     "mlflow": "optional",
     "wandb": "optional",

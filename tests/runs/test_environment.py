@@ -9,6 +9,7 @@ import torch
 from grpo_dist import __version__
 from grpo_dist.runs.environment import (
     ENVIRONMENT,
+    _changed,
     _commit,
     environment,
     installed,
@@ -44,6 +45,25 @@ def test_the_commit_is_that_of_this_package_and_not_of_an_enclosing_repository(t
     git("commit", "-q", "-m", "now it is of it")
     head = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     assert _commit(installed_at) == head[:12]
+
+
+def test_changed_files_of_the_commit_are_named(tmp_path):
+    def git(*arguments):
+        somebody = ["-c", "user.name=x", "-c", "user.email=x@x"]
+        subprocess.run(["git", "-C", tmp_path, *somebody, *arguments], check=True)
+
+    package = tmp_path / "grpo_dist"
+    package.mkdir()
+    for name in ("grpo_dist/__init__.py", "a note é.md", "same.md"):
+        (tmp_path / name).write_text("1\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "all")
+    assert _changed(package) == [] and _changed(tmp_path.parent) == []
+    for name in ("grpo_dist/__init__.py", "a note é.md", "untracked.md"):
+        (tmp_path / name).write_text("2\n")
+    assert _commit(package).endswith("-dirty")
+    assert _changed(package) == ["a note é.md", "grpo_dist/__init__.py"]
 
 
 def test_unreadable_gpus_do_not_prevent_a_start(monkeypatch):

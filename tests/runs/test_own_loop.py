@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import threading
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from grpo_dist.errors import Unhealthy, UserError
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.runs import own_loop
 from grpo_dist.runs.prepare import Prepared
+from grpo_dist.runs.verbs import Verbs
+from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.runtime.stage_log import open_stages
 from tests.support import fakes
 from tests.support.probed import Probed
@@ -238,6 +241,31 @@ def test_the_verbs_work_inside_a_running_event_loop_and_from_several_threads(sta
             return cluster.evaluate()
 
     assert "eval/held/pass@1" in asyncio.run(notebook())
+
+
+def test_samples_of_a_call_that_an_update_overtakes_have_the_seeds_of_the_step_it_began_in(
+    started, monkeypatch
+):
+    """The caller's other thread may end an update after `sample` has counted and before its tasks begin."""
+    world, within = fakes.World(jitter=False), Verbs._within
+    overtaken = []
+
+    async def slow(verbs, done, work):
+        if overtaken:
+            overtaken.clear()
+            verbs.step, verbs._drawn = verbs.step + 1, Counter()  # as `update` does at its end
+        return await within(verbs, done, work)
+
+    monkeypatch.setattr(Verbs, "_within", slow)
+    with started(world, fakes.config(max_staleness=1)) as cluster:
+        prompt = cluster.prompts[:1]
+        overtaken.append(True)
+        for _ in range(2):
+            cluster.sample(prompt, samples=3)
+        assert cluster.step == 1
+    (uid, first, _), (_, second, _) = world.sampled
+    assert first == tuple(request_seeds(0, 0, uid, range(3)))
+    assert second == tuple(request_seeds(0, 1, uid, range(3)))
 
 
 def test_evaluation_and_export_are_stages(started, tmp_path):

@@ -2,7 +2,10 @@
 
 import asyncio
 import io
+import os
 import re
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -27,6 +30,7 @@ from grpo_dist.runtime.stage_log import (
     stages_logged,
 )
 from tests.support import fakes
+from tests.support.documents import ROOT
 from tests.support.good_inputs import CONFIG, GOOD, write
 from tests.support.patience import HANG_S
 
@@ -345,6 +349,47 @@ def test_the_start_of_a_role_names_the_actors_that_are_still_starting(said):
             f"waiting: {name} 30.0 s (rollout-1)",
             f"{name}: done in 30.0 s",
         ]
+
+
+# Runs each command up to the import of a library that takes seconds, and prints which that would be.
+UP_TO_THE_LIBRARIES = """
+import sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "ray", "vllm", "transformers", "deepspeed"):
+            print("imports", name, flush=True)
+            raise SystemExit
+
+sys.meta_path.insert(0, Finder())
+from grpo_dist.cli import main
+for command in sys.argv[1:]:
+    print("command", command)
+    try:
+        main(command.split())
+    except SystemExit:
+        pass
+"""
+
+
+def test_every_command_that_takes_long_says_what_it_does_before_it_imports_what_takes_long(tmp_path):
+    config, pipeline = f"{ROOT}/configs/demo.yaml", f"{ROOT}/configs/pipelines/r1_demo.yaml"
+    commands = [
+        *(f"{name} {config}" for name in ("train", "sft", "sample", "bench", "eval", "score rows.jsonl")),
+        f"pipeline {pipeline}",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", UP_TO_THE_LIBRARIES, *commands], cwd=tmp_path, capture_output=True,
+        text=True, timeout=HANG_S, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    _, *outputs = re.split(r"^command .*\n", done.stdout, flags=re.MULTILINE)
+    assert len(outputs) == len(commands)
+    for command, output in zip(commands, outputs, strict=True):
+        first, second, *_ = output.splitlines()
+        assert re.fullmatch(r"\d\d:\d\d:\d\d .*  libraries: are loaded", first), command
+        assert second.startswith("imports "), command
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_stages_before_the_actors_are_printed_from_the_first_second(tmp_path, monkeypatch, capsys):

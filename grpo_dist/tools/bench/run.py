@@ -26,7 +26,7 @@ from grpo_dist.runs.directories import check_writable, choose_run_dir
 from grpo_dist.runs.prepare import Prepared, prepare
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type, resolve_dtype
-from grpo_dist.runtime.stage_log import print_line
+from grpo_dist.runtime.stage_log import print_line, stage
 from grpo_dist.tools.bench.alternate import AlternatingEnvironments, divide, pair_figures, ratios_of
 from grpo_dist.tools.bench.figures import StageLimits, figures
 from grpo_dist.tools.bench.flops import Shape, card_peak
@@ -41,7 +41,8 @@ from grpo_dist.workers import RolloutHandle
 
 def bench(config: Config) -> Path:
     """Measure ``config`` and return the directory of the result. Raises UserError for invalid input."""
-    from actors.fit import fit  # imports Ray
+    with stage("actors", "their code is loaded"):
+        from actors.fit import fit  # imports Ray
 
     config = as_benchmark(config)
     with refusals():

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.errors import UserError
-from grpo_dist.runtime.stage_log import print_line
+from grpo_dist.runtime.imports import libraries_loaded
+from grpo_dist.runtime.stage_log import print_line, stages_logged
 from grpo_dist.tools.arguments import add_command, add_inputs, split_overrides
 
 
@@ -65,16 +66,18 @@ def _eval(
 
         compare_results(compare[0], compare[1], output)
         return
-    from grpo_dist.tools.evaluate.run import evaluate_target  # loads torch
-
     data, overrides = split_overrides(rest)
-    evaluate_target(
-        str(target),
-        data,
-        overrides,
-        print_line,
-        data_dir=data_dir,
-        directory=output,
-        by=by,
-        fresh=fresh,
-    )
+    with stages_logged():
+        with libraries_loaded():
+            from grpo_dist.tools.evaluate.run import evaluate_target  # loads torch
+
+        evaluate_target(
+            str(target),
+            data,
+            overrides,
+            print_line,
+            data_dir=data_dir,
+            directory=output,
+            by=by,
+            fresh=fresh,
+        )

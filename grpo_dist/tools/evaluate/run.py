@@ -74,13 +74,13 @@ def evaluate_model(
         with refusals():
             if not config.data.eval:
                 raise ValueError("data.eval is empty; name at least one evaluation set")
-            with stage("model", quiet=True):
+            with stage("model", config.model.path):
                 model_dir = resolve_model(config.model, config.sft, config.seed, say)
                 check_length(config.model, model_dir, config.max_length)
                 identity = Identity.of(config.model.path, model_dir, settings_of(config))
             place = directory or default_directory(config.model, config.output_dir, identity)
             check_writable(place)
-            with stage("problems", quiet=True):
+            with stage("problems", "are read and tokenized"):
                 sections = PromptSections(config.data, config.rewards, config.environments)
                 tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
                 asked = _asked(sections, config.evaluation, tokenizer, by, say)

@@ -31,8 +31,8 @@ from grpo_dist.tools.plan.options import Option, Planned, Setting, option_of, pl
 from grpo_dist.tools.plan.sweep import bound, likeliest, own_cell
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
-# Benchmarks of two cores: of the same model, prompts and answers, where there is one, else of the demo's.
-_CPU_RECORDS = dict.fromkeys(("smollm2_sums", "cpu_smollm2"), "configs/bench/measured/smollm2_2cores.json")
+# Benchmarks of two cores: of the same model where there is one, else of the demo's.
+_CPU_RECORDS = {"demo:smollm2": "configs/bench/measured/smollm2_2cores.json"}
 _CPU_RECORD = "configs/bench/measured/demo_2cores.json"
 GPUS = (1, 8, 16, 64, 128)
 _STEPS = 2  # simulated steps of a line
@@ -78,7 +78,8 @@ class Head:
 
     @property
     def _cpu_record(self) -> str:
-        return _CPU_RECORDS.get(self.path.stem, _CPU_RECORD)
+        trained = self.config.sft.model if self.config.sft else self.config.model.path
+        return _CPU_RECORDS.get(trained, _CPU_RECORD)
 
     def lines(self) -> list[str]:
         """Return the whole head. It simulates the fastest split of each size."""

@@ -39,19 +39,23 @@ from grpo_dist.runs.prepare import (
 )
 from grpo_dist.runs.prepare_supervised import starting_model
 from grpo_dist.runs.start_checks import check_backend, check_length, model_problems, setting_problems
+from grpo_dist.runtime import stage_log
 from grpo_dist.runtime.hardware import device_type
 from grpo_dist.tools.recipe.config import ResolvedPipeline, ResolvedStage
 
 
 def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
     """Check the stages ``todo``. Raises UserError, naming the stage, for the first problem."""
-    from actors.fit import fit  # imports Ray
+    with stage_log.stage("actors", "their code is loaded"):
+        from actors.fit import fit  # imports Ray
 
     with refusals():
         check_writable(pipeline.directory)
     ancestors: dict[str, Path] = {}
     for stage in pipeline.stages:
-        with _naming(stage):
+        # The model of a finished stage is looked up, too: a later one may derive from it.
+        what = "its model, data and settings" if stage.name in todo else "done before; its model"
+        with _naming(stage), stage_log.stage(f"check of {stage.name}", what):
             ancestors[stage.name] = _ancestor(stage, ancestors)
             if stage.name not in todo:
                 continue
@@ -77,7 +81,7 @@ def _naming(stage: ResolvedStage) -> Iterator[None]:
 
 
 def _quiet(message: str) -> None:
-    """Drop messages about data, which are printed when the stage runs."""
+    """Drop messages about data and models, which are printed when the stage runs."""
 
 
 def evaluates(data: DataConfig, evaluation: EvaluationConfig) -> bool:
@@ -92,7 +96,7 @@ def _ancestor(stage: ResolvedStage, ancestors: dict[str, Path]) -> Path:
     if start.startswith("stage:"):
         return ancestors[start.removeprefix("stage:")]
     if stage.kind == "sft" and stage.config.sft:
-        return starting_model(stage.config.sft)
+        return starting_model(stage.config.sft, _quiet)
     return resolve_model(stage.config.model, stage.config.sft, stage.config.seed, _quiet, train_first=False)
 
 

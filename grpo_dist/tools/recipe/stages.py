@@ -57,7 +57,7 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
         return StageResult(before)
     if not before and stage.config.evaluation.before:
         with refusals():
-            before = evaluate_stage(stage.config, starting_model(settings), stage.directory, say)
+            before = evaluate_stage(stage.config, starting_model(settings, say), stage.directory, say)
     after = evaluate_stage(stage.config, stage.result, stage.directory, say)
     write_text(stage.directory / "evaluation.json", json.dumps({"before": before, "after": after}, indent=1))
     return StageResult(before, after)

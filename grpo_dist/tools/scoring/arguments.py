@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.errors import UserError
+from grpo_dist.runtime.imports import libraries_loaded
 from grpo_dist.runtime.stage_log import print_line, stages_logged
 from grpo_dist.tools.arguments import add_command, add_inputs, split_overrides
 
@@ -50,18 +51,19 @@ def _score(path: str, rest: list[str], **options: Any) -> None:
     files, overrides = split_overrides(rest)
     if len(files) > 1:
         raise UserError(f"score: {', '.join(files)}: expected at most one configuration")
-    # These load numpy and the rewards, which --help does not need.
-    from grpo_dist.tools.scoring.rows import Columns
-    from grpo_dist.tools.scoring.run import score
-
-    columns = Columns(
-        options["problem_column"],
-        options["completion_column"],
-        options["answer_column"],
-        options["label"],
-        options["source_column"],
-    )
     with stages_logged():
+        with libraries_loaded():
+            # These load numpy and the rewards, which --help does not need.
+            from grpo_dist.tools.scoring.rows import Columns
+            from grpo_dist.tools.scoring.run import score
+
+        columns = Columns(
+            options["problem_column"],
+            options["completion_column"],
+            options["answer_column"],
+            options["label"],
+            options["source_column"],
+        )
         score(
             Path(path).expanduser(),
             options["reward"],

@@ -14,7 +14,7 @@ from grpo_dist.cli import main
 from grpo_dist.config.files import load_config
 from grpo_dist.runtime.concurrency import progressing
 from grpo_dist.runtime.files import alone
-from grpo_dist.runtime.stage_log import open_stages
+from grpo_dist.runtime.stage_log import open_stages, stages_logged
 from grpo_dist.tools.evaluate import run, store
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.tools.recipe import stages
@@ -138,8 +138,13 @@ def test_reading_problems_and_writing_the_result_are_stages(here, monkeypatch):
 
     for name in ("resolve_model", "prepare_eval", "_judged"):
         spied(name)
-    evaluate()
+    lines = []
+    with stages_logged(lines.append):
+        evaluate()
     assert [text.split()[0] for text in seen] == ["model", "problems", "result"]
+    begun = [line.split("  ")[-1] for line in lines if "done in" not in line]
+    assert begun[0] == "libraries: are loaded"
+    assert begun[1].startswith("model: ") and "problems: are read and tokenized" in begun
 
 
 def test_samples_are_stored_as_in_training(here):

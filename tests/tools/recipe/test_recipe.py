@@ -9,6 +9,8 @@ from omegaconf import OmegaConf
 
 from grpo_dist.cli import main
 from grpo_dist.errors import UserError
+from grpo_dist.runtime.stage_log import open_stages, stages_logged
+from grpo_dist.tools.recipe import check
 from grpo_dist.tools.recipe import run as recipe
 from grpo_dist.tools.recipe.config import load_pipeline
 from grpo_dist.tools.recipe.record import read_record
@@ -115,6 +117,18 @@ def test_stages_run_in_order_once_and_are_then_skipped(world):
     assert [line for line in said if "already done" in line] == [
         f"stage {i} of 4: {s['name']} ({s['kind']}): already done" for i, s in enumerate(STAGES, 1)
     ]
+
+
+def test_each_check_is_a_stage_of_the_log_and_begins_before_a_model_is_fetched(world, monkeypatch):
+    seen, own = [], check._ancestor
+    monkeypatch.setattr(check, "_ancestor", lambda *a: (seen.append(open_stages()), own(*a))[1])
+    lines: list[str] = []
+    with stages_logged(lines.append):
+        run(check_only=True)
+    assert [text.split()[:3] for (text,) in seen] == [["check", "of", name] for name in NAMES]
+    told = [line.split("  ")[-1] for line in lines]
+    assert "check of cold: its model, data and settings" in told
+    assert sum(text.startswith("check of ") and ": done in " in text for text in told) == len(NAMES)
 
 
 @pytest.mark.family("costly")
