@@ -77,7 +77,7 @@ def test_an_actor_that_is_lost_while_it_starts_does_not_hide_the_others():
 
 def test_the_end_of_a_stage_names_the_phases_of_the_slowest_actor(monkeypatch):
     said = []
-    monkeypatch.setattr(stage_log, "_current", StageLog(said.append))
+    monkeypatch.setattr(stage_log, "_current", StageLog(said.append, clock=lambda: 100.0))
     monkeypatch.setattr(startup, "STAGES", {FakePool: ("engines", "load")})
     team = FakeTeam(**{"rollout-0": (("model", 1.0),), "rollout-1": (("model", 2.0), ("compilation", 70.0))})
     asyncio.run(wait_until_ready(FakePool(team)))

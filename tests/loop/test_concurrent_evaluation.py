@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -116,24 +117,31 @@ def test_training_continues_during_an_evaluation(tmp_path):
 
 
 def test_training_waits_for_an_evaluation_that_runs_when_the_next_is_due_and_warns(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_dist.loop.concurrent_evaluation._WARNED_S", 0.01)
+    """It waits for three seconds of the clock that it reads."""
+    now = 100.0
+    clock = SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr("grpo_dist.loop.concurrent_evaluation.time", clock)
     world = OwnWorld(tmp_path)
     world.engines.gate.clear()
     phase = world.phase
 
+    def end():
+        nonlocal now
+        now += 3.0
+        world.engines.gate.set()
+
     def noted(name):
         if name == "evaluate":  # the loop waits
             assert len(world.updates) == 2
-            asyncio.get_running_loop().call_later(0.05, world.engines.gate.set)
+            asyncio.get_running_loop().call_soon(end)
         phase(name)
 
     world.phase = noted
     train(world, fakes.config(steps=2, evaluation=EVERY_2))
     assert sorted(evaluated(world)) == [0, 2]
     (warning,) = [text for text in world.warnings if "waited" in text]
-    assert warning.startswith("step 2: waited 0.") and "`evaluation.every`" in warning
-    assert world.logged[2]["time/evaluation_wait_s"] >= 0.05
-    assert world.logged[0]["time/evaluation_wait_s"] < 0.05
+    assert warning.startswith("step 2: waited 3.0 s for") and "`evaluation.every`" in warning
+    assert [world.logged[step]["time/evaluation_wait_s"] for step in (0, 2)] == [0.0, 3.0]
 
 
 def preempted(world, config):

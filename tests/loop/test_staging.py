@@ -14,13 +14,14 @@ from grpo_dist.driver import run
 from grpo_dist.loop import staging
 from grpo_dist.loop.score_norms import score_norms_of
 from tests.support import fakes, made_groups
+from tests.support.patience import HANG_S
 
 TENSORS = ("tokens", "lengths", "loss_mask", "advantages", "rollout_logprobs", "ref_logprobs")
 STEERED = {"kl": {"coef": 0.1, "target": 0.5, "gain": 1.0}}
 
 
 class Slow(fakes.World):
-    """Its update waits until every other task has run; logs the order of events."""
+    """Its update takes long enough that staging ahead, where it happens, begins; logs the order of events."""
 
     def stage(self, batches, **how):
         self.events.append("stage")
@@ -28,12 +29,28 @@ class Slow(fakes.World):
 
     async def update(self, batches, *, kl_coef, bounds):
         await super().update(batches, kl_coef=kl_coef, bounds=bounds)
-        await asyncio.sleep(0.1)
+        await self.while_it_updates()
         self.events.append("updated")
         return {"loss/policy": 0.0, "ref/kl": 5.0}
 
+    async def while_it_updates(self):
+        await asyncio.sleep(0.1)
+
     async def refresh(self):
         self.events.append("refresh")
+
+
+class Ahead(Slow):
+    """Its update waits until the next batch is staged; that of step ``last`` has no next one."""
+
+    def __init__(self, last):
+        super().__init__()
+        self._last = last
+
+    async def while_it_updates(self):
+        async with asyncio.timeout(HANG_S):
+            while len(self.updates) < self._last and self.events.count("stage") <= len(self.updates):
+                await asyncio.sleep(0.01)
 
 
 def train(config, world, *, refresh=False):
@@ -45,7 +62,7 @@ def train(config, world, *, refresh=False):
 
 
 def test_the_next_batch_is_staged_while_the_optimiser_runs():
-    events = train(fakes.config(steps=3, max_staleness=1), Slow())
+    events = train(fakes.config(steps=3, max_staleness=1), Ahead(last=3))
     assert events == ["stage", "stage", "updated", "stage", "updated", "updated"]
 
 
@@ -110,7 +127,7 @@ def test_other_estimators_read_nothing_of_the_policy():
 
 
 def test_a_steered_kl_weight_in_the_loss_does_not_delay_staging():
-    world = Slow()
+    world = Ahead(last=3)
     events = train(fakes.config(steps=3, max_staleness=1, algorithm=STEERED), world)
     assert events[:3] == ["stage", "stage", "updated"]
     assert world.kl_coefs == pytest.approx([0.1, 0.12, 0.144])

@@ -78,11 +78,12 @@ def test_a_table_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
 
 
 def test_waiting_for_a_hanging_disk_has_a_deadline(monkeypatch):
-    monkeypatch.setattr("grpo_dist.runtime.background._DEADLINE_S", 0.05)
-    stuck = threading.Event()
+    begun, stuck = threading.Event(), threading.Event()
     background = Background("tables", pending=1)
-    background.submit(lambda: stuck.wait(HANG_S))
+    background.submit(lambda: (begun.set(), stuck.wait(HANG_S)))
+    assert begun.wait(HANG_S)
     background.submit(lambda: None)
+    monkeypatch.setattr("grpo_dist.runtime.background._DEADLINE_S", 0.05)
     for late in (background.flush, lambda: background.submit(lambda: None)):
         with pytest.raises(TimeoutError, match=r"tables: not done within 0\.05 s; is the disk full"):
             late()
@@ -93,13 +94,13 @@ def test_waiting_for_a_hanging_disk_has_a_deadline(monkeypatch):
 
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_closing_has_the_same_deadline_with_a_full_and_an_empty_queue(monkeypatch, waiting):
-    monkeypatch.setattr("grpo_dist.runtime.background._DEADLINE_S", 0.3)
     begun, stuck = threading.Event(), threading.Event()
     background = Background("tables", pending=1)
     background.submit(lambda: (begun.set(), stuck.wait(HANG_S)))
     assert begun.wait(HANG_S)
     for _ in range(waiting):
         background.submit(lambda: None)
+    monkeypatch.setattr("grpo_dist.runtime.background._DEADLINE_S", 0.3)
     with pytest.raises(TimeoutError, match=r"tables: not done within 0\.3 s"):
         background.close()
     assert not stuck.is_set()

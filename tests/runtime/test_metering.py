@@ -3,7 +3,6 @@
 import asyncio
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +17,7 @@ from grpo_dist.runtime.metering import (
     peak_memory,
     usage_metrics,
 )
+from tests.support.patience import HANG_S, wait_until
 
 
 class Clock:
@@ -57,31 +57,42 @@ def test_a_stage_that_still_runs_is_split_at_the_reading(monkeypatch):
 
 class Worker(Metered):
     @metered("slow")
-    async def slow(self, seconds: float) -> float:
-        await asyncio.sleep(seconds)
+    async def slow(self, number: int, gate: asyncio.Barrier) -> int:
+        await gate.wait()
         self.meter.count("calls", 1)
-        return seconds
+        return number
 
     @metered("blocking")
-    def blocking(self) -> str:
-        time.sleep(0.02)
+    def blocking(self, gate: threading.Barrier) -> str:
+        gate.wait(HANG_S)
         return "done"
 
 
-def test_coroutines_and_threads_of_one_worker_are_counted():
-    async def at_once():
-        return await asyncio.gather(*(worker.slow(0.05) for _ in range(10)))
+def test_coroutines_and_threads_of_one_worker_are_counted(monkeypatch):
+    """Calls at the same time are busy once: ten for one second, then four for two."""
+    clock, worker = Clock(monkeypatch), Worker()
 
-    worker = Worker()
-    assert asyncio.run(at_once()) == [0.05] * 10
-    threads = [threading.Thread(target=worker.blocking) for _ in range(4)]
+    async def at_once():
+        gate = asyncio.Barrier(11)
+        calls = [asyncio.create_task(worker.slow(number, gate)) for number in range(10)]
+        while gate.n_waiting < 10:
+            await asyncio.sleep(0)
+        clock.now += 1
+        await gate.wait()
+        return await asyncio.gather(*calls)
+
+    assert asyncio.run(at_once()) == list(range(10))
+    gate = threading.Barrier(5)
+    threads = [threading.Thread(target=worker.blocking, args=(gate,)) for _ in range(4)]
     for thread in threads:
         thread.start()
+    wait_until(lambda: gate.n_waiting == 4, "threads have not begun")
+    clock.now += 2
+    gate.wait(HANG_S)
     for thread in threads:
         thread.join()
     usage = worker.usage()
-    assert 0.05 <= usage.busy_s["slow"] < 0.5  # ten at once, not one after the other
-    assert usage.busy_s["blocking"] >= 0.02
+    assert usage.busy_s == {"slow": 1.0, "blocking": 2.0}
     assert usage.counts == {"calls": 10.0}
     assert asyncio.iscoroutinefunction(worker.slow)  # Ray runs an actor's coroutines on its event loop
 

@@ -3,6 +3,7 @@
 HANG_S               limit for operations that take seconds on a quiet machine
 wait_until           waits for a condition
 wait_for_end         waits for a process as long as it makes progress
+longer               deadlines for a part that must use its own up after others were in time
 cpu_s                limits the CPU time of a computation, so other processes do not matter
 in_time              repeats grading with longer deadlines until plain answers meet them
 """
@@ -42,6 +43,13 @@ def wait_for_end(process: subprocess.Popen, progress: Callable[[], object], *, h
             seen, since = now, time.monotonic()
         assert time.monotonic() - since < hang_s, f"no progress for {hang_s:g} s: {seen!r}"
     return code
+
+
+def longer(first_s: float) -> tuple[float, ...]:
+    """Return ``first_s`` and longer deadlines, s, for a loop that repeats a scenario in which one part must
+    miss its deadline. Leave the loop once the other parts were in time: until then the machine was busy.
+    """
+    return first_s, 10 * first_s, 100 * first_s
 
 
 @contextmanager

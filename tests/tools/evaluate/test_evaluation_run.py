@@ -23,6 +23,7 @@ from tests.support import fakes
 from tests.support.documents import ROOT, blocks
 from tests.support.fake_cluster import fake_cluster
 from tests.support.fakes import World
+from tests.support.patience import HANG_S
 
 PROBLEMS = [
     {"problem": f"{i} + 1", "answer": str(i + 1), "level": str(i % 2), "source": "made"} for i in range(10)
@@ -30,8 +31,9 @@ PROBLEMS = [
 
 
 class Engine(World):
-    """One prompt at a time. A third of the samples is right, the others say one of two things. Once dead it
-    stays dead: who waited for it gets nothing more.
+    """One prompt at a time. A third of the samples is right, the others say one of two things. It dies at
+    ``fail_on``, once a part in the directory "cut" is done, and stays dead: who waited for it gets nothing
+    more.
     """
 
     def __init__(self, fail_on):
@@ -40,7 +42,11 @@ class Engine(World):
 
     async def sample(self, prompt, *, seeds, sampling):
         async with self._room:
-            self._dead |= prompt.text == self._end_at
+            if prompt.text == self._end_at:
+                async with asyncio.timeout(HANG_S):
+                    while not parts_in("cut"):
+                        await asyncio.sleep(0.01)
+                self._dead = True
             if self._dead:
                 raise RuntimeError("the engine died")
             return await super().sample(prompt, seeds=seeds, sampling=sampling)
@@ -101,6 +107,10 @@ def load_config_of(directory):
         "name: own}], max_prompt_tokens: 32}\nsampling: {max_new_tokens: 4}\nevaluation: {max_prompts: 3}\n"
     )
     return load_config(path)
+
+
+def parts_in(directory):
+    return list(Path(f"{directory}/verdicts/data").glob("part_*.jsonl"))
 
 
 def sampled(world):
@@ -167,7 +177,7 @@ def test_an_interrupted_evaluation_resumes_to_the_same_bytes(here, capsys):
     here.failing.append("7 + 1")
     with pytest.raises(RuntimeError, match="engine died"):
         evaluate(directory="cut")
-    done = list(Path("cut/verdicts/data").glob("part_*"))
+    done = parts_in("cut")
     assert 0 < len(done) < 5 and sampled(here.worlds[1]) == 7
     assert evaluate(directory="cut") == whole
     assert sampled(here.worlds[2]) == 10 - 2 * len(done)
