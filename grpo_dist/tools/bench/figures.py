@@ -62,6 +62,7 @@ def figures(
         "sync/step_s": sync / len(steps),
         "sync/bytes": _total(steps, "sync/bytes") / len(steps),
         **shares(steps),
+        **_of_drafts(steps),
         **_of_episodes(steps),
         **_of_the_tail(steps),
         "overhead/driver_cpu_s": _total(steps, "time/driver_cpu_s") / len(steps),
@@ -75,6 +76,14 @@ def figures(
             found, limits, tokens_per_step=(completion, trained), steps=len(steps), overlapped=overlapped
         )
     return found
+
+
+def _of_drafts(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Return the tokens that a pass gives a sample with a draft; {} where nothing was drafted."""
+    if not (drafts := _total(steps, "throughput/rollout_drafts")):
+        return {}
+    right = _total(steps, "throughput/rollout_accepted_tokens")
+    return {"generation/acceptance_length": 1 + right / drafts}
 
 
 def _of_episodes(steps: Sequence[StepRecord]) -> dict[str, float]:

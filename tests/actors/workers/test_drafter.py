@@ -101,15 +101,6 @@ def test_a_prompt_that_is_not_finished_gets_no_draft(batch):
     assert batch.step([], [4]) == [[], [50, 1, 2]]
 
 
-def test_right_drafts_are_counted_once(batch):
-    batch.rows = [[1, 2, 3, 4, 50, 51, 1, 2, 3]]
-    assert batch.step([4]) == [[50, 51, 1]]
-    batch.step([50, 51, 9])  # two were right, and then a token that was not drafted
-    counts = batch.drafter.take_counts()
-    assert counts._asdict() == {"drafts": 1, "drafted_tokens": 3, "accepted_tokens": 2}
-    assert batch.drafter.take_counts() == (0, 0, 0)
-
-
 def test_drafts_that_are_never_right_become_rare(batch):
     def drafted_of(steps):
         drafted = 0
