@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 METHOD, NAME = "custom_class", "actors.workers.drafter.Drafter"
-SETTING = "grpo_dist_speculation_max_sequences"  # in vLLM's ``additional_config``
+# In vLLM's ``additional_config``.
+MAX_SEQUENCES, HISTORY_TOKENS = "grpo_dist_speculation_max_sequences", "grpo_dist_speculation_history_tokens"
 # A verified token costs part of a step: below this share of right drafts they are not worth it. It is then
 # only looked at in every so many steps whether they have become so.
 _WORTH, _TRIAL = 0.3, 16
@@ -44,8 +45,8 @@ class Drafter:
         use_exact_sampler()
         settings: Any = vllm_config.speculative_config
         self._tokens: int = settings.num_speculative_tokens
-        self._most_sequences: int = vllm_config.additional_config[SETTING]
-        self._history = History()
+        self._most_sequences: int = vllm_config.additional_config[MAX_SEQUENCES]
+        self._history = History(vllm_config.additional_config[HISTORY_TOKENS])
         self._texts = np.zeros((0, 0), dtype=np.int32)  # of each row, after the last step
         self._lengths = np.zeros(0, dtype=np.int64)
         self._pending = 0  # drafted tokens that the next step verifies

@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from grpo_dist.config import (
-    CheckpointConfig,
     Config,
     ModelConfig,
     PolicyConfig,
@@ -209,7 +208,7 @@ def memory_problems(
     if needed > has:
         problems.append(
             f"host memory: the workers of one node keep {needed / GIB:,.0f} GiB there, and a node of "
-            f"{cluster} is assumed to have {has / GIB:,.0f} GiB; {_host_remedy(config.checkpoint, roles)}"
+            f"{cluster} is assumed to have {has / GIB:,.0f} GiB; {_host_remedy(config, roles)}"
         )
     return problems
 
@@ -240,10 +239,11 @@ def _remedy(role: str, settings: ModelConfig, policy: PolicyConfig, rewards: Rew
     return _reward_model_remedy(model)
 
 
-def _host_remedy(checkpoint: CheckpointConfig, roles: Roles) -> str:
+def _host_remedy(config: Config, roles: Roles) -> str:
     first = "set cluster.placement=separate" if roles.sharing else "take back some of `policy.offload`"
-    background = ", set checkpoint.background=false" if checkpoint.background else ""
-    return f"{first}{background}, or add nodes"
+    background = ", set checkpoint.background=false" if config.checkpoint.background else ""
+    texts = ", lower `rollout.speculation.history_tokens`" if config.rollout.speculation.tokens else ""
+    return f"{first}{background}{texts}, or add nodes"
 
 
 def _policy_remedy(settings: ModelConfig, policy: PolicyConfig) -> str:
