@@ -42,6 +42,7 @@ _SIGNAL_SHARE = 0.6  # of groups under dynamic sampling: about half of the promp
 class Setting:
     """What all options of a plan share. ``failure_every_s``: mean time between failures of one GPU; 0: none
     fails. ``reward_models``: those with known sizes; ``unplanned``: why the others, by name, have none.
+    ``accepted``: right tokens of a draft; None: see `Assumptions`.
     """
 
     cluster: ClusterShape
@@ -52,6 +53,12 @@ class Setting:
     stragglers: Stragglers = NO_STRAGGLERS
     reward_models: tuple[KnownRewardModel, ...] = ()
     unplanned: Mapping[str, str] = field(default_factory=dict)
+    accepted: float | None = None
+
+    @property
+    def reached(self) -> Reached:
+        found = self.calibration.reached if self.calibration else Reached()
+        return found if self.accepted is None else replace(found, accepted=1.0 + self.accepted)
 
 
 @dataclass(frozen=True)
@@ -95,10 +102,9 @@ def option_of(config: Config, setting: Setting) -> Option:
     engine = memory["rollout"]
     assert isinstance(engine, EngineFootprint)
     peaks = calibration.peaks_of(roles) if calibration else Peaks.of(cluster)
-    reached = calibration.reached if calibration else Reached()
     scenario = Scenario(
         config,
-        Rates(config, model, sizes, peaks, reached),
+        Rates(config, model, sizes, peaks, setting.reached),
         setting.workload,
         capacity=max(1, engine.mean),
         sharing=roles.sharing if cluster.gpus else frozenset(),  # on processors turns move nothing
