@@ -179,7 +179,7 @@ def _plan_pipeline(path: str, overrides: list[str], **options: Any) -> None:
 
     own = {name: options.pop(name) for name in ("cluster", "bench", "price", "prompt_tokens")}
     usual = {"failure_hours": 0.0, "slow_engines": None, "slow_rank": 1.0, "sweep": False, "timeline": None}
-    usual |= {"shared_tokens": None, "turns": None, "tool_seconds": None, "tail": False}
+    usual |= {"shared_tokens": None, "turns": None, "tool_seconds": None, "tail": False, "accepted": None}
     if given := [name for name, value in options.items() if value != usual[name]]:
         flag = given[0].replace("_", "-")
         raise UserError(
@@ -299,6 +299,12 @@ def _add_plan(commands: Any) -> None:
         default=1.0,
         metavar="FACTOR",
         help="make one policy rank FACTOR times slower, e.g. 1.5",
+    )
+    sub.add_argument(
+        "--accepted",
+        type=float,
+        metavar="N",
+        help="mean of the right tokens of a draft (rollout.speculation)",
     )
     sub.add_argument("--sweep", action="store_true", help="also simulate other batch sizes and staleness")
     sub.add_argument(

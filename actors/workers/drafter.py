@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 METHOD, NAME = "custom_class", "actors.workers.drafter.Drafter"
-SETTING = "grpo_dist_speculation_max_sequences"  # in vLLM's ``additional_config``
+# In vLLM's ``additional_config``.
+MAX_SEQUENCES, HISTORY_TOKENS = "grpo_dist_speculation_max_sequences", "grpo_dist_speculation_history_tokens"
 # A verified token costs part of a step: below this share of right drafts they are not worth it. It is then
 # only looked at in every so many steps whether they have become so.
 _WORTH, _TRIAL = 0.3, 16
@@ -25,11 +26,16 @@ _MEMORY = 0.9  # weight of what was before in the running share
 
 
 class DraftCounts(NamedTuple):
-    """Since the last reading: drafts of one sample each, their tokens, and those that were right."""
+    """What an engine verified since the last reading: drafts of one sample each, their tokens, and those that
+    were right.
+    """
 
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+
+    def plus(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class Drafter:
@@ -39,14 +45,13 @@ class Drafter:
         use_exact_sampler()
         settings: Any = vllm_config.speculative_config
         self._tokens: int = settings.num_speculative_tokens
-        self._most_sequences: int = vllm_config.additional_config[SETTING]
-        self._history = History()
+        self._most_sequences: int = vllm_config.additional_config[MAX_SEQUENCES]
+        self._history = History(vllm_config.additional_config[HISTORY_TOKENS])
         self._texts = np.zeros((0, 0), dtype=np.int32)  # of each row, after the last step
         self._lengths = np.zeros(0, dtype=np.int64)
-        self._drafts = self._pending = 0  # drafts that the next step verifies, and their tokens
+        self._pending = 0  # drafted tokens that the next step verifies
         self._share = 1.0  # of right drafts, lately
         self._skipped = 0
-        self._counts = DraftCounts()
 
     def load_model(self, model: Any) -> None:
         """Do nothing: no model drafts. vLLM calls it of every drafter."""
@@ -61,31 +66,24 @@ class Drafter:
         """Return the drafts of each row, [] for none. ``sampled_token_ids``: of the step that has ended;
         ``num_tokens_no_spec`` [rows], ``token_ids_cpu`` [rows, longest]: each row's text with them.
         """
-        self._count(sampled_token_ids)
+        self._note_share(sampled_token_ids)
         rows = len(sampled_token_ids)
         sampled = np.fromiter(map(len, sampled_token_ids), np.int64, rows)
         self._remember(sampled, np.array(num_tokens_no_spec[:rows]), token_ids_cpu)
         drafts: list[list[int]] = [[] for _ in range(rows)]
-        self._drafts = self._pending = 0
+        self._pending = 0
         if rows <= self._most_sequences and self._is_worth_it():
             for i in range(rows):
                 if sampled_token_ids[i]:  # else its prompt is not finished
                     text = self._texts[i, : self._lengths[i]]
                     drafts[i] = self._history.continuation(text, self._tokens)
-            self._drafts, self._pending = sum(map(bool, drafts)), sum(map(len, drafts))
+            self._pending = sum(map(len, drafts))
         return drafts
 
-    def take_counts(self) -> DraftCounts:
-        """Return what was counted since the last call."""
-        counts, self._counts = self._counts, DraftCounts()
-        return counts
-
-    def _count(self, sampled: list[list[int]]) -> None:
+    def _note_share(self, sampled: list[list[int]]) -> None:
         if not self._pending:
             return
         right = min(sum(max(len(tokens) - 1, 0) for tokens in sampled), self._pending)
-        now = DraftCounts(self._drafts, self._pending, right)
-        self._counts = DraftCounts(*(a + b for a, b in zip(self._counts, now, strict=True)))
         self._share = _MEMORY * self._share + (1 - _MEMORY) * right / self._pending
 
     def _is_worth_it(self) -> bool:
@@ -165,6 +163,6 @@ def require_exact_sampler(worker: Any) -> None:
 
 
 def take_counts(worker: Any) -> DraftCounts:
-    """Return `Drafter.take_counts` of an engine's worker process."""
-    counts: DraftCounts = worker.model_runner.drafter.take_counts()
+    """Return `ExactSampler.take_counts` of an engine's worker process."""
+    counts: DraftCounts = worker.model_runner.rejection_sampler.take_counts()
     return counts

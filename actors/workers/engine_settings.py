@@ -228,7 +228,10 @@ def _speculation(settings: RolloutConfig) -> dict[str, Any]:
     """Return the arguments of exact speculation; {} where none is wanted."""
     if not settings.speculation.tokens:
         return {}
-    own = {drafter.SETTING: settings.speculation.max_sequences}
+    own = {
+        drafter.MAX_SEQUENCES: settings.speculation.max_sequences,
+        drafter.HISTORY_TOKENS: settings.speculation.history_tokens,
+    }
     return {
         "speculative_config": {
             "method": drafter.METHOD,

@@ -17,6 +17,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from actors.workers.drafter import DraftCounts
+
 # vLLM's own processors, and the attribute that is 0 or empty where no request has the setting.
 _WITHOUT_SETTING = {
     "MinPLogitsProcessor": "min_p_count",
@@ -27,6 +29,15 @@ _WITHOUT_SETTING = {
 
 class ExactSampler(RejectionSampler):
     """Takes the place of vLLM's rejection sampler in the engine's model runner."""
+
+    _counts = DraftCounts()
+
+    def take_counts(self) -> DraftCounts:
+        """Return what was verified since the last call. A draft that the engine gave up, because its sample
+        had ended, does not count. Right tokens count as drawn, before the engine cuts a sample at its end.
+        """
+        counts, self._counts = self._counts, DraftCounts()
+        return counts
 
     def forward(
         self,
@@ -46,7 +57,7 @@ class ExactSampler(RejectionSampler):
             (len(drafted), max(drafted) + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32, device=logits.device
         )
         logprobs: LogprobsTensors | None = None
-        going = list(range(len(drafted)))  # requests whose drafts were right so far
+        going, right = list(range(len(drafted))), 0  # requests whose drafts were right so far; their tokens
         for position in range(max(drafted) + 1):
             rows = [first[request] + position for request in going]
             own = of_requests(sampling_metadata, going)
@@ -60,8 +71,10 @@ class ExactSampler(RejectionSampler):
                 for request, token in zip(going, found, strict=True)
                 if drafts[request][position : position + 1] == [token]
             ]
+            right += len(going)
             if not going:
                 break
+        self._counts = self._counts.plus(DraftCounts(sum(map(bool, drafted)), sum(drafted), right))
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
 
 

@@ -66,6 +66,8 @@ class RolloutPool:
         self._report_every = max(1, spec.max_num_seqs // 8)
         self._sent = [Load(0, 0)] * count
         self._finished = [Load(0, 0)] * count
+        # Where speculation drafts from earlier samples: the engine that last sampled each prompt, by uid.
+        self._samples_of: dict[str, int] | None = {} if spec.rollout.speculation.tokens else None
         self._not_followed = set(range(count))
         self._following: set[asyncio.Task[None]] = set()
 
@@ -97,10 +99,13 @@ class RolloutPool:
     async def _sample(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> Any:
         load = outstanding(prompt, len(seeds), sampling)
         while True:
-            index = await self._load_balancer.admit(load.sequences, load.tokens)
+            known = self._samples_of.get(prompt.uid) if self._samples_of else None
+            index = await self._load_balancer.admit(load.sequences, load.tokens, prefer=known)
             worker = self.workers[index]
             if worker is None:  # a guest that was removed after it was chosen, and its load with it
                 continue
+            if self._samples_of is not None:
+                self._samples_of[prompt.uid] = index
             self._sent[index] = self._sent[index].plus(load)
             if self._load_balancer.waiting:
                 self._follow_all()
@@ -181,7 +186,11 @@ class RolloutPool:
         return worker, worker.sample.options(num_returns=2)
 
     def _forget(self, index: int) -> None:
-        """Reset the counters of a lost engine; its replacement starts at 0. Its episodes end."""
+        """Reset the counters of a lost engine; its replacement starts at 0, and remembers no samples. Its
+        episodes end.
+        """
+        if self._samples_of is not None:
+            self._samples_of = {uid: other for uid, other in self._samples_of.items() if other != index}
         if self._environments is not None:
             self._environments.end_all(self.workers[index])
         self._sent[index] = self._finished[index] = Load(0, 0)

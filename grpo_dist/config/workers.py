@@ -23,6 +23,11 @@ class SpeculationConfig(Section):
     max_sequences: PositiveInt = Field(
         4, description="draft only while an engine decodes at most so many sequences"
     )
+    history_tokens: Annotated[int, Field(ge=1_000, le=1_000_000_000)] = Field(
+        16_000_000,
+        description="tokens of earlier samples that each process of an engine remembers, the newest; a "
+        "million takes 16 to 24 MB of host memory",
+    )
 
 
 class RolloutConfig(Section):

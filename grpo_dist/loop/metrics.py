@@ -1,7 +1,8 @@
 """Metrics of one step. Names carry the unit.
 
 Names of metrics that depend on the clock or the machine start with `time/`, `throughput/` or `memory/`, so
-that two runs can be compared without them.
+that two runs can be compared without them. `rollout/acceptance_length` of `rollout.speculation` is the one
+exception.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Decides which worker takes the next group, and queues groups while all workers are full.
 
     admit(4 sequences) -> worker 1     of those with capacity, the one with the fewest outstanding tokens
+    admit(4, prefer=2) -> worker 2     if it has no more sequences than that one, and hardly more tokens
     admit(4 sequences) -> waits        first come, first served
     release(1, 4)      -> the first waiting group takes worker 1
     withdraw(1)        -> worker 1 is lost with its groups, and gets no other until restore(1)
@@ -72,13 +73,18 @@ class LoadBalancer:
         """True while a group waits for a worker."""
         return bool(self._waiting)
 
-    async def admit(self, sequences: int, tokens: int) -> int:
+    async def admit(self, sequences: int, tokens: int, *, prefer: int | None = None) -> int:
         """Return the worker that takes the group; the load counts as its own until `release`. Raises the
         error passed to `fail`.
+
+        ``prefer``: the worker that takes it if its load equals the least: no more sequences, and more tokens
+        by less than those of the group, whose prompts differ in length. A group that waits has no choice.
         """
         if self._failure is not None:
             raise self._failure
-        index = None if self._waiting else self._take(sequences, tokens)
+        index = None
+        if not self._waiting:
+            index = self._take(sequences, tokens, self._with_least(prefer, sequences, tokens))
         if index is not None:
             return index
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -162,6 +168,15 @@ class LoadBalancer:
             self._loads[taken].tokens += tokens
             self._changed.add(taken)
         return taken
+
+    def _with_least(self, index: int | None, sequences: int, tokens: int) -> int | None:
+        """Return ``index`` if it has room for the group and its load equals the least, else None."""
+        least = self._least_loaded(sequences) if index is not None else None
+        if index is None or least is None or not self._takes(index, sequences):
+            return None
+        own, fewest = self._loads[index], self._loads[least]
+        equal = own.sequences <= fewest.sequences and own.tokens - fewest.tokens < tokens
+        return index if equal else None
 
     def _least_loaded(self, sequences: int) -> int | None:
         """Return the worker with room for so many and the fewest tokens, the first of several; None: none."""

@@ -158,7 +158,16 @@ def usage_metrics(usage: Mapping[str, Usage]) -> dict[str, float]:
     for name in EpisodeCounts._fields:  # their ratios say more
         for role in ("rollout", "evaluation"):
             metrics.pop(f"throughput/{role}_{name}", None)
-    return metrics | turns.metrics()
+    return metrics | turns.metrics() | _acceptance(metrics)
+
+
+def _acceptance(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the tokens that an engine's pass gives a sample with a draft: those of the draft that are right,
+    and the one that is drawn after them. {} where the engines of training verified none.
+    """
+    if not (drafts := metrics.get("throughput/rollout_drafts")):
+        return {}
+    return {"rollout/acceptance_length": 1 + metrics["throughput/rollout_accepted_tokens"] / drafts}
 
 
 class EpisodeCounts(NamedTuple):

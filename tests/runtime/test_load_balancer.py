@@ -22,6 +22,27 @@ def test_a_group_goes_to_the_worker_with_the_fewest_outstanding_tokens_among_tho
     asyncio.run(session())
 
 
+def test_a_preferred_worker_takes_a_group_only_where_its_load_equals_the_least():
+    async def session():
+        load_balancer = LoadBalancer(3, capacity=4)
+        assert await load_balancer.admit(2, 100, prefer=2) == 2
+        assert await load_balancer.admit(2, 104, prefer=2) == 0  # it has more sequences than another
+        assert await load_balancer.admit(2, 90, prefer=0) == 1
+        # All have two sequences; 104 tokens are not a group's more than 90.
+        assert await load_balancer.admit(2, 95, prefer=0) == 0
+        assert await load_balancer.admit(2, 10, prefer=2) == 1  # 100 against 90
+        assert await load_balancer.admit(2, 10, prefer=1) == 2  # full
+
+        load_balancer = LoadBalancer(2, capacity=4)
+        load_balancer.close(1)
+        assert await load_balancer.admit(1, 1, prefer=1) == 0
+        load_balancer.withdraw(0)
+        load_balancer.restore(1)
+        assert await load_balancer.admit(1, 1, prefer=0) == 1
+
+    asyncio.run(session())
+
+
 def test_waiting_groups_are_served_in_order_and_cancelled_ones_are_skipped():
     async def session():
         load_balancer = LoadBalancer(1, capacity=4)

@@ -165,6 +165,19 @@ def test_metrics_are_means_over_the_workers_of_a_role_and_sums_of_counts():
     }
 
 
+def drafts(verified, accepted):
+    return Usage(counts={"drafts": verified, "drafted_tokens": 4 * verified, "accepted_tokens": accepted})
+
+
+def test_the_acceptance_length_is_the_right_tokens_of_a_draft_and_the_one_drawn_after_them():
+    """Of training alone: 5 drafts of both engines had 6 right tokens."""
+    usage = {"rollout-0": drafts(4.0, 6.0), "rollout-1": drafts(1.0, 0.0), "evaluation-0": drafts(9.0, 0.0)}
+    metrics = usage_metrics(usage)
+    assert metrics["rollout/acceptance_length"] == 1 + 6 / 5
+    assert metrics["throughput/rollout_drafts"] == 5 and metrics["throughput/evaluation_drafts"] == 9
+    assert "rollout/acceptance_length" not in usage_metrics({"rollout-0": drafts(0.0, 0.0)})
+
+
 def test_turns_of_all_engines_become_the_wait_for_a_tool_and_the_share_of_cached_prompts():
     """Three turns of 6 s in all. The two that were not the first had 400 tokens before them, 380 cached."""
     first = {"turns": 1.0, "tool_wait_s": 4.0, "later_prompt_tokens": 100.0, "later_cached_tokens": 96.0}

@@ -41,7 +41,7 @@ algorithm: {kl: {coef: 0.05}}
 )
 
 KILLED: list[str] = []  # marks of killed runs whose processes are not yet searched for
-CLOCK = ("time/", "throughput/", "memory/")
+CLOCK = ("time/", "throughput/", "memory/", "rollout/acceptance_length")
 
 
 def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKILL, lose=None):

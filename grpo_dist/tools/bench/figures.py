@@ -68,6 +68,7 @@ def figures(
         "sync/bytes": _total(steps, "sync/bytes") / len(steps),
         **_means(steps, _MEANS),
         **shares(steps),
+        **_of_drafts(steps),
         **_of_episodes(steps),
         **_of_the_tail(steps),
         "overhead/driver_cpu_s": _total(steps, "time/driver_cpu_s") / len(steps),
@@ -90,6 +91,14 @@ def _means(steps: Sequence[StepRecord], names: Mapping[str, str]) -> dict[str, f
         if values := [step.metrics[metric] for step in steps if metric in step.metrics]:
             found[figure] = statistics.fmean(values)
     return found
+
+
+def _of_drafts(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Return the tokens that a pass gives a sample with a draft; {} where nothing was drafted."""
+    if not (drafts := _total(steps, "throughput/rollout_drafts")):
+        return {}
+    right = _total(steps, "throughput/rollout_accepted_tokens")
+    return {"generation/acceptance_length": 1 + right / drafts}
 
 
 def _of_episodes(steps: Sequence[StepRecord]) -> dict[str, float]:

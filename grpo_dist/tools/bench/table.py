@@ -29,6 +29,7 @@ FIGURES: dict[str, Figure] = {
     "loop/step_median_s": Figure("step, median", "s", -1),
     "generation/tokens_per_s": Figure("generation", "tok/s", 1),
     "generation/step_s": Figure("generation in a step", "s", -1),
+    "generation/acceptance_length": Figure("tokens that a pass gives a sample with a draft", "tok", 1),
     "episodes/turns": Figure("turns of a sample", "turns", 0),
     "episodes/tool_wait_s": Figure("wait for an environment, a turn", "s", -1),
     "episodes/cached_share": Figure("prompt of later turns, from the cache", "%", 1),
@@ -155,6 +156,10 @@ def _summary(result: BenchResult) -> list[str]:
         lines.append(
             f"episodes: {found['episodes/turns']:.1f} turns, {show(found, 'episodes/tool_wait_s')} of an "
             f"environment after each; {show(found, 'episodes/cached_share')} of later prompts from the cache"
+        )
+    if "generation/acceptance_length" in found:
+        lines.append(
+            f"drafts: {show(found, 'generation/acceptance_length')} of a pass with a draft, the drawn one too"
         )
     if result.pairs:
         other = ", ".join(f"{key}={value}" for key, value in result.config["bench"]["other_kwargs"].items())

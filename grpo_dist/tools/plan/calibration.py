@@ -76,11 +76,13 @@ def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
     cpus = None if gpu else int(result.machine["cores"])
     roles = roles_of(config, model, _own_cluster(result, cluster), cpus=cpus)
     peaks = Peaks.of(cluster) if gpu else _cpu_peaks(result, config.policy, roles)
-    rates = Rates(config, model, Sizes.of(config, gpu=gpu), peaks, Reached())
+    found = result.figures
+    drafts = Reached(accepted=found.get("generation/acceptance_length", 1.0))
+    rates = Rates(config, model, Sizes.of(config, gpu=gpu), peaks, drafts)
     steps = _steps(result)
     reached = _generation(rates, steps, result)
     reached = _training(replace(rates, reached=reached), steps, result)
-    found, samples = result.figures, len(steps[0]) * config.batch.samples_per_prompt
+    samples = len(steps[0]) * config.batch.samples_per_prompt
     processes = config.rewards.num_workers * config.rewards.processes_per_worker
     reached = replace(
         reached,

@@ -86,6 +86,7 @@ class PlanArguments:
     sweep: bool
     timeline: str | None
     tail: bool
+    accepted: float | None
 
 
 def plan(config: Config, arguments: PlanArguments) -> None:
@@ -94,8 +95,13 @@ def plan(config: Config, arguments: PlanArguments) -> None:
     bench = Path(arguments.bench) if arguments.bench else None
     if arguments.tail:
         longest = config.model_copy(update={"sampling": config.sampling.at_its_longest})
-        prompts = Assumptions(bench, arguments.prompt_tokens, shared_tokens=arguments.shared_tokens)
-        setting = made_setting(longest, shape, prompts)
+        given = Assumptions(
+            bench,
+            arguments.prompt_tokens,
+            shared_tokens=arguments.shared_tokens,
+            accepted=arguments.accepted,
+        )
+        setting = made_setting(longest, shape, given)
         base = option_or_reason(longest, SYNCHRONOUS, setting)
         if isinstance(base, str):
             raise UserError(f"--tail: expected a split with GPUs of its own for each role, but {base}")
@@ -109,6 +115,7 @@ def plan(config: Config, arguments: PlanArguments) -> None:
         arguments.failure_hours,
         _stragglers(config.rollout, shape, arguments.slow_engines, arguments.slow_rank),
         arguments.shared_tokens,
+        arguments.accepted,
     )
     splits: Splits = "sweep" if arguments.sweep else "own"
     made = make_plan(config, arguments.cluster, assumed, price=arguments.price, splits=splits)
@@ -129,7 +136,7 @@ def made_setting(
     """Return what all options of a plan share, see `make_plan`. ``model``: its sizes, where ``config`` names
     one that is made later. Raises UserError.
     """
-    assumed.check(has_environments=config.has_environments)
+    assumed.check(has_environments=config.has_environments, drafted=config.rollout.speculation.tokens)
     if cluster.card is None and assumed.bench is None:
         raise UserError(
             f"--cluster {cluster}: what processors can do is in no data sheet; measure with `grpo-dist bench "
@@ -165,6 +172,7 @@ def made_setting(
         assumed.stragglers,
         known,
         unplanned,
+        assumed.accepted,
     )
 
 

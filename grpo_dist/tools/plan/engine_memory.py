@@ -2,6 +2,8 @@
 
     weights | activations | logits | runtime | what is left: key-value cache
 
+With `rollout.speculation` each process of an engine remembers texts in host memory.
+
 With `policy.router_replay` host memory holds the routes of all tokens in the cache, and of the samples that
 are not trained on yet.
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from actors.workers.draft_history import history_bytes
 from actors.workers.engine_settings import GPU_MEMORY, EngineSpec
 from grpo_dist.config import BatchConfig, Config, PolicyConfig, RolloutConfig
 from grpo_dist.errors import UserError
@@ -30,6 +33,7 @@ from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.workload import Workload
 
 _BATCHED_TOKENS = 8192  # prefilled at once by an engine: vLLM's default for a server on a GPU
+_DRAFTS = "texts for drafts"
 _SAMPLER_BLOCKS = 3  # float32 [sequences, vocabulary]: logits, log-probs, and one temporary
 
 
@@ -64,7 +68,10 @@ def with_snapshot(
         else model.weight_bytes(sizes.itemsize, fp8=False)
     )
     snapshot = {"snapshot": copied // engines}
-    return replace(engine, host=snapshot) if sizes.gpu else replace(engine, parts=engine.parts | snapshot)
+    if not sizes.gpu:
+        return replace(engine, parts=engine.parts | snapshot)
+    texts = {name: size for name, size in engine.host.items() if name == _DRAFTS}
+    return replace(engine, host=texts | snapshot)
 
 
 def is_quantised(rollout: RolloutConfig) -> bool:
@@ -106,6 +113,8 @@ def rollout_engine(
     mean = workload.prompt_tokens / config.batch.samples_per_prompt + workload.mean
     host = {"routes": routes} if routes else {}
     host |= held_copies(config.weight_sync, model, sizes, tensor_parallel)  # each process has one
+    if rollout.speculation.tokens:
+        host[_DRAFTS] = tensor_parallel * history_bytes(rollout.speculation.history_tokens)
     return EngineFootprint(
         parts if sizes.gpu else parts | host,
         host if sizes.gpu else {},

@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from grpo_dist.config import (
-    CheckpointConfig,
     Config,
     ModelConfig,
     PolicyConfig,
@@ -43,6 +42,7 @@ _SIGNAL_SHARE = 0.6  # of groups under dynamic sampling: about half of the promp
 class Setting:
     """What all options of a plan share. ``failure_every_s``: mean time between failures of one GPU; 0: none
     fails. ``reward_models``: those with known sizes; ``unplanned``: why the others, by name, have none.
+    ``accepted``: right tokens of a draft; None: see `Assumptions`.
     """
 
     cluster: ClusterShape
@@ -53,6 +53,12 @@ class Setting:
     stragglers: Stragglers = NO_STRAGGLERS
     reward_models: tuple[KnownRewardModel, ...] = ()
     unplanned: Mapping[str, str] = field(default_factory=dict)
+    accepted: float | None = None
+
+    @property
+    def reached(self) -> Reached:
+        found = self.calibration.reached if self.calibration else Reached()
+        return found if self.accepted is None else replace(found, accepted=1.0 + self.accepted)
 
 
 @dataclass(frozen=True)
@@ -96,10 +102,9 @@ def option_of(config: Config, setting: Setting) -> Option:
     engine = memory["rollout"]
     assert isinstance(engine, EngineFootprint)
     peaks = calibration.peaks_of(roles) if calibration else Peaks.of(cluster)
-    reached = calibration.reached if calibration else Reached()
     scenario = Scenario(
         config,
-        Rates(config, model, sizes, peaks, reached),
+        Rates(config, model, sizes, peaks, setting.reached),
         setting.workload,
         capacity=max(1, engine.mean),
         sharing=roles.sharing if cluster.gpus else frozenset(),  # on processors turns move nothing
@@ -209,7 +214,7 @@ def memory_problems(
     if needed > has:
         problems.append(
             f"host memory: the workers of one node keep {needed / GIB:,.0f} GiB there, and a node of "
-            f"{cluster} is assumed to have {has / GIB:,.0f} GiB; {_host_remedy(config.checkpoint, roles)}"
+            f"{cluster} is assumed to have {has / GIB:,.0f} GiB; {_host_remedy(config, roles)}"
         )
     return problems
 
@@ -240,10 +245,11 @@ def _remedy(role: str, settings: ModelConfig, policy: PolicyConfig, rewards: Rew
     return _reward_model_remedy(model)
 
 
-def _host_remedy(checkpoint: CheckpointConfig, roles: Roles) -> str:
+def _host_remedy(config: Config, roles: Roles) -> str:
     first = "set cluster.placement=separate" if roles.sharing else "take back some of `policy.offload`"
-    background = ", set checkpoint.background=false" if checkpoint.background else ""
-    return f"{first}{background}, or add nodes"
+    background = ", set checkpoint.background=false" if config.checkpoint.background else ""
+    texts = ", lower `rollout.speculation.history_tokens`" if config.rollout.speculation.tokens else ""
+    return f"{first}{background}{texts}, or add nodes"
 
 
 def _policy_remedy(settings: ModelConfig, policy: PolicyConfig) -> str:

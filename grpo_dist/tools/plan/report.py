@@ -105,6 +105,24 @@ def _turns(workload: Workload) -> list[str]:
     ]
 
 
+def _drafts(setting: Setting, rollout: RolloutConfig) -> list[str]:
+    """Describe what drafts gain, where engines draft."""
+    drafts, right = rollout.speculation, setting.reached.accepted - 1
+    if not drafts.tokens:
+        return []
+    assumed, whence = "", ""
+    if setting.accepted is not None:
+        whence = " (--accepted)"
+    elif setting.calibration and right:
+        whence = " (measured)"
+    else:
+        assumed, whence = "assumed: ", " (--accepted)"
+    return [
+        f"{assumed}drafts of {drafts.tokens} tokens, in every pass of an engine with at most "
+        f"{drafts.max_sequences} sequences; {right:g} of them are right{whence}"
+    ]
+
+
 def _experts(policy: PolicyConfig, rollout: RolloutConfig, model: ModelShape, itemsize: int) -> list[str]:
     """Describe the experts of a mixture: their share of the memory of a policy rank and of an engine."""
     s = model.shape
@@ -131,6 +149,7 @@ def _head(plan: Plan) -> list[str]:
         f"lengths: prompts of {workload.prompt_tokens}, completions of {workload.mean:,.0f} tokens on "
         f"average, at most {workload.cap:,}",
         *_turns(workload),
+        *_drafts(setting, shown.option.config.rollout),
         f"times: {calibration.reached.source if calibration else 'data sheet with assumed efficiencies'}",
     ]
     if plan.begins_with < workload.cap:

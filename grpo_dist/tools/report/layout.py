@@ -69,6 +69,7 @@ SECTIONS = (
             Chart("longest completion allowed", (r"sampling/max_new_tokens",)),
             Chart("staleness", (r"rollout/staleness_mean", r"rollout/staleness_max")),
             Chart("tokens sampled", (r"rollout/tokens",)),
+            Chart("tokens of a pass with a draft", (r"rollout/acceptance_length",)),
             Chart("tokens in the loss", (r"train/loss_tokens",)),
         ),
     ),

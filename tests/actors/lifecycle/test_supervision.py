@@ -20,7 +20,14 @@ from actors.lifecycle.supervisor import Team, WorkerLost
 from actors.workers.reference import ReferencePool
 from actors.workers.reward import RewardPool
 from actors.workers.rollout_pool import RolloutPool
-from grpo_dist.config import ModelConfig, ReferenceConfig, RestartsConfig, RewardsConfig, RolloutConfig
+from grpo_dist.config import (
+    ModelConfig,
+    ReferenceConfig,
+    RestartsConfig,
+    RewardsConfig,
+    RolloutConfig,
+    SpeculationConfig,
+)
 from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Prompt, Sampling
 from tests.support.crashing_actors import Busy, Engine, Frozen, Grader
@@ -40,8 +47,8 @@ def prompt(uid):
     return Prompt(uid, np.array([1, 2], np.int32), "1", "made", "1")
 
 
-def pool(workers, restarts=QUICK):
-    spec = SimulatedSpec(RolloutConfig(num_workers=workers), samples_per_prompt=2, max_num_seqs=2)
+def pool(workers, restarts=QUICK, **rollout):
+    spec = SimulatedSpec(RolloutConfig(num_workers=workers, **rollout), samples_per_prompt=2, max_num_seqs=2)
     return RolloutPool(spec, ActorSpec(OPTIONS, restarts=restarts, start_s=HANG_S), worker=Engine)
 
 
@@ -106,6 +113,30 @@ def test_requests_of_a_lost_engine_are_sampled_exactly_once(ray_cluster, caplog)
     for line, why in zip(told[::2], reasons, strict=True):
         assert line.startswith("rollout-0 is lost (") and why in line
     assert "restart 4 of 4 in 0.4 s" in told[6]
+
+
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_with_speculation_an_engine_gets_the_prompts_of_which_it_remembers_samples(ray_cluster, tokens):
+    """At equal load: of two idle engines. A replaced engine remembers nothing."""
+
+    async def session():
+        rollouts = pool(2, speculation=SpeculationConfig(tokens=tokens))
+        await rollouts.ready()
+        first = dict(
+            zip("ab", await asyncio.gather(fetched(rollouts, "a"), fetched(rollouts, "b")), strict=True)
+        )
+        assert first["a"][2] != first["b"][2]
+        for uid in "bba":
+            found = await fetched(rollouts, uid)
+            # Without, an idle pool begins with its first engine.
+            assert found[2] == (first[uid][2] if tokens else first["a"][2])
+        if tokens:
+            assert rollouts._samples_of == {"a": 0, "b": 1}
+            rollouts._forget(1)
+            assert rollouts._samples_of == {"a": 0}
+        await rollouts.shutdown()
+
+    asyncio.run(session())
 
 
 async def gone(worker):

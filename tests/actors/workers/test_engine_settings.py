@@ -154,6 +154,7 @@ def test_speculation_is_a_drafter_that_vllm_loads_by_its_name():
     assert drafting["speculative_config"] == {
         "method": "custom_class", "model": "actors.workers.drafter.Drafter", "num_speculative_tokens": 3,
     }  # fmt: skip
-    assert drafting["additional_config"] == {"own": 1, drafter.SETTING: 4}
+    own = {drafter.MAX_SEQUENCES: 4, drafter.HISTORY_TOKENS: 16_000_000}
+    assert drafting["additional_config"] == {"own": 1} | own
     folder, name = drafter.NAME.rsplit(".", 1)
     assert getattr(import_module(folder), name) is drafter.Drafter

@@ -1,5 +1,8 @@
 """Exact speculation refuses what it would sample wrongly, by name."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 pytestmark = pytest.mark.machine  # imports the engine
@@ -15,6 +18,37 @@ def metadata(processors):
         presence_penalties=None, repetition_penalties=None, output_token_ids=[], allowed_token_ids_mask=None,
         bad_words_token_ids={}, logitsprocs=LogitsProcessors(processors),
     )  # fmt: skip
+
+
+def verify(sampler, drafts, drawn):
+    """Verify ``drafts`` of each request against the tokens that will be drawn."""
+    import torch
+
+    # The sampler below draws what it gets.
+    logits = torch.tensor([[token] for tokens in drawn for token in tokens], dtype=torch.int32)
+    asked = SimpleNamespace(
+        num_draft_tokens=[len(own) for own in drafts],
+        draft_token_ids=torch.tensor([token for own in drafts for token in own]),
+    )
+    settings = replace(metadata([]), output_token_ids=[[] for _ in drafts])
+    return sampler.forward(asked, None, logits, settings).sampled_token_ids.tolist()
+
+
+def test_what_was_verified_is_counted_once():
+    """Drafts 2: one with both tokens right, one with none of 2; a request without a draft is no draft."""
+    from actors.workers.exact_sampler import ExactSampler
+
+    sampler = object.__new__(ExactSampler)  # vLLM's constructor needs an engine's own sampler
+    object.__setattr__(
+        sampler, "sampler",
+        lambda logits, sampling_metadata: SimpleNamespace(sampled_token_ids=logits, logprobs_tensors=None),
+    )  # fmt: skip
+    drafts, drawn = [[5, 6], [], [7, 8]], [[5, 6, 9], [3], [4, 8, 1]]
+    assert verify(sampler, drafts, drawn) == [[5, 6, 9], [3, -1, -1], [4, -1, -1]]
+    assert sampler.take_counts() == (2, 4, 2)
+    verify(sampler, [[5], [1]], [[5, 2], [1, 3]])
+    verify(sampler, [[5]], [[5, 2]])
+    assert sampler.take_counts() == (3, 3, 3) and sampler.take_counts() == (0, 0, 0)
 
 
 class Doubles:

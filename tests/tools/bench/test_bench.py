@@ -255,6 +255,19 @@ def test_shared_prompts_and_changed_weights_are_means_over_the_steps_that_have_t
     assert not {"training/needed_share", "sync/changed_share"} & set(without)
 
 
+def test_the_acceptance_length_is_weighted_by_the_drafts_of_each_step():
+    counts = [(30.0, 30.0), (10.0, 30.0), (0.0, 0.0)]
+    steps = [
+        step(10 * i, SPANS, **{"throughput/rollout_drafts": n, "throughput/rollout_accepted_tokens": right})
+        for i, (n, right) in enumerate(counts)
+    ]
+    found = figures(steps, shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
+    assert found["generation/acceptance_length"] == 1 + 60 / 40
+    assert "drafts: 2.50 tok of a pass with a draft" in printed(print_result, result(figures=found))
+    without = figures([step(0, SPANS)], shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
+    assert "generation/acceptance_length" not in without
+
+
 def test_given_tokens_are_of_a_samples_length_in_training_and_not_in_generation():
     assert Request((1, 2, 3, 4), 0, 10, given=6).tokens == 20
 

@@ -1,6 +1,7 @@
 """`grpo-dist plan`: clusters, times by hand, calibration, the best split, output and refusals."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.cli import main
-from grpo_dist.config.files import load_config
+from grpo_dist.config.files import changed, load_config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult, DecodeStep
 from grpo_dist.tools.plan.accelerators import ACCELERATORS, card_called, parse_cluster
@@ -537,6 +538,43 @@ def test_a_record_of_gpu_check_calibrates_the_copies_of_a_turn_too(tmp_path):
     )
     assert plain.reached.host == Reached().host and checked.reached.host == 32e9 / 64e9
     assert replace(checked.reached, host=plain.reached.host) == plain.reached
+
+
+def test_drafts_gain_what_a_benchmark_measured_or_the_option_says(tmp_path):
+    """The engine's own time is the same: a pass takes longer, the more tokens it gives."""
+    settings = cpu_config()
+    measured = result(settings)
+    figures = measured.figures | {"generation/acceptance_length": 2.5}
+    measured = replace(measured, figures=figures)
+    assert calibrate(measured, parse_cluster("1x0xCPU")).reached.accepted == 2.5
+    assert calibrate(result(settings), parse_cluster("1x0xCPU")).reached.accepted == 1.0
+    measured.write(tmp_path / "bench.json")
+    drafting = changed(settings, {"rollout.speculation.tokens": 4})
+    for given, gained, words in (
+        (None, 2.5, "1.5 of them are right (measured)"),
+        (3, 4, "3 of them are right (--"),
+    ):
+        known = Assumptions(tmp_path / "bench.json", accepted=given)
+        made = make_plan(drafting, "1x0xCPU", known, splits="none")
+        assert made.simulated.option.scenario.rates.reached.accepted == gained
+        assert words in " ".join(printed(made).split())
+
+
+def test_without_a_figure_a_plan_says_that_no_draft_is_right_and_one_without_drafts_refuses_it():
+    drafting = wide(rollout={"speculation": {"tokens": 4}})
+    found = {}
+    for given in (None, 2.0):
+        made = make_plan(drafting, "1x4xH100", Assumptions(prompt_tokens=100, accepted=given), splits="none")
+        found[given] = made.simulated.simulated.step_s
+        assert ("assumed: drafts of 4 tokens" in printed(made)) == (given is None)
+    assert found[2.0] < found[None]
+    for config_, given, words in (
+        (wide(), 1.0, "nothing is drafted; set `rollout.speculation.tokens`"),
+        (drafting, 4.5, "--accepted 4.5: expected right tokens of a draft, 0 to"),
+        (drafting, math.nan, "--accepted nan"),
+    ):
+        with pytest.raises(UserError, match=words):
+            make_plan(config_, "1x4xH100", Assumptions(prompt_tokens=100, accepted=given), splits="none")
 
 
 # The command

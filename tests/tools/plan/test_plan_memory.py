@@ -10,7 +10,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.policy.attention import NAME, BlockKernel, register
 from grpo_dist.policy.packing import packed
 from grpo_dist.tools.plan.accelerators import parse_cluster
-from grpo_dist.tools.plan.engine_memory import rollout_engine
+from grpo_dist.tools.plan.engine_memory import rollout_engine, with_snapshot
 from grpo_dist.tools.plan.memory import (
     GIB,
     Sizes,
@@ -301,6 +301,23 @@ def test_experts_take_their_share_of_a_rank(policy, each):
     if "lora" not in policy:
         whole = sum(states(c.policy, model, Sizes.of(c, gpu=True)).values())
         assert expert_bytes(c.policy, model, 2) / whole == pytest.approx(EXPERTS / model.parameters)
+
+
+def test_each_process_of_an_engine_remembers_texts_for_drafts():
+    """16 bytes for each token, and 8 for each of the buckets, which are a power of two."""
+    texts = 2 * (100_000 * 8 + 2**17 * 8)
+    changes = {
+        "rollout": {"tensor_parallel_size": 2, "speculation": {"tokens": 4, "history_tokens": 100_000}}
+    }
+    drafts, plain = gpu(**changes), gpu(rollout={"tensor_parallel_size": 2})
+    model, card = model_of(plain), parse_cluster("1x8xH100").card
+    for sizes, memory in ((Sizes.of(plain, gpu=True), card.memory), (Sizes.of(plain, gpu=False), 0)):
+        engine, without = (rollout_engine(c, model, sizes, LENGTHS, memory=memory) for c in (drafts, plain))
+        assert engine.cache == without.cache
+        assert engine.total_host + engine.total - without.total_host - without.total == texts
+        own, bare = (with_snapshot(e, plain.policy, model, sizes, engines=1) for e in (engine, without))
+        assert own.total_host + own.total - bare.total_host - bare.total == texts
+        assert engine.total_host == (texts if sizes.gpu else 0)
 
 
 def test_routes_take_a_byte_for_each_layer_and_expert_of_a_token():
