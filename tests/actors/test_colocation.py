@@ -301,12 +301,12 @@ def test_the_seconds_of_all_changes_since_the_last_push_are_metrics_of_the_push(
 
 def test_a_change_of_turns_has_a_deadline_and_all_who_wait_for_it_get_its_error():
     async def stuck(world):
-        world.engines._takes_s["sleep"] = HANG_S
+        world.engines._takes_s["sleep"], world.colocation._timeout_s = HANG_S, 0.05
         world.errors = await asyncio.gather(
             world.workers.policy.update([]), world.rewards.used("score"), return_exceptions=True
         )
 
-    world, _ = play(stuck, timeout_s=0.05)
+    world, _ = play(stuck)
     assert [str(error) for error in world.errors] == [
         "stage placement: engines sleep on the shared GPUs: not finished within 0.05 s"
     ] * 2

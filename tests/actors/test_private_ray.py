@@ -103,7 +103,7 @@ def test_a_cluster_that_is_too_slow_for_ray_is_started_again(monkeypatch, caplog
         private_ray.start(include_dashboard=False)
         assert [process.wait() for process in begun[:2]] == [-9, -9]
         assert len(begun) == 3 and begun[2].poll() is own.poll() is None
-        assert len(caplog.records) == 2
+        assert [record.name for record in caplog.records].count("grpo_dist") == 2
     finally:
         for process in (own, *begun):
             process.kill()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,17 @@ def _play(settings: EnvironmentsConfig, played: Callable[[EpisodeRunner], Awaita
     return asyncio.run(run())
 
 
+@contextmanager
+def _short(runner: EpisodeRunner) -> Iterator[None]:
+    """Give actions a second: none of them ends."""
+    patient = runner._settings
+    runner._settings = patient.model_copy(update={"timeout_s": 1.0})
+    try:
+        yield
+    finally:
+        runner._settings = patient
+
+
 def _task(name: str, **kwargs: Any) -> Task:
     return Task(f"guessing:{name}" if name[0].isupper() else name, kwargs)
 
@@ -224,13 +236,13 @@ def test_an_environment_that_fails_gives_the_reason_and_others_continue(
 
 
 def test_an_environment_that_hangs_fails_at_its_deadline(settings: EnvironmentsConfig) -> None:
-    short = settings.model_copy(update={"timeout_s": 1.0})
-
     async def played(runner: EpisodeRunner) -> None:
-        first, failed = await _acts(runner, "a", _task("Guess"), "1", "hang")
+        (first,) = await _acts(runner, "a", _task("Guess"), "1")
+        with _short(runner):
+            failed = await runner.act("a", _task("Guess"), _PROBLEM, Action("hang"), turn=1)
         assert not first.failed and "timeout" in failed.failed
 
-    _play(short, played)
+    _play(settings, played)
 
 
 def test_state_that_died_is_a_failure_and_not_a_fresh_start(settings: EnvironmentsConfig) -> None:
@@ -271,16 +283,22 @@ def test_tools_are_called_with_checked_arguments(settings: EnvironmentsConfig) -
 def test_a_tool_that_ends_its_process_is_an_outcome_where_nothing_is_lost(
     settings: EnvironmentsConfig, how: str, outcome: str
 ) -> None:
-    short = settings.model_copy(update={"timeout_s": 3.0 if how == "hang" else 60.0})
+    bad, good = _calls(("misbehave", f'{{"how": "{how}"}}')), _calls(("double", '{"x": 1}'))
+
+    async def misbehaves(runner: EpisodeRunner, episode: str, task: Task) -> Observed:
+        (first,) = await _acts(runner, episode, task, good)  # its process is there
+        assert first.calls[0].result == "2"
+        with _short(runner) if how == "hang" else nullcontext():
+            return await runner.act(episode, task, _PROBLEM, bad, turn=1)
 
     async def played(runner: EpisodeRunner) -> None:
-        bad, good = _calls(("misbehave", f'{{"how": "{how}"}}')), _calls(("double", '{"x": 1}'))
-        first, second = await _acts(runner, "a", _task("Tools"), bad, good)
-        assert first.calls[0].outcome == outcome and second.calls[0].result == "2"
-        (stateful,) = await _acts(runner, "b", _task("State"), bad)
+        lost = await misbehaves(runner, "a", _task("Tools"))
+        second = await runner.act("a", _task("Tools"), _PROBLEM, good, turn=2)
+        assert lost.calls[0].outcome == outcome and second.calls[0].result == "2"
+        stateful = await misbehaves(runner, "b", _task("State"))
         assert outcome in stateful.failed
 
-    _play(short, played)
+    _play(settings, played)
 
 
 def test_code_of_the_policy_goes_to_the_sandbox_and_never_to_the_environment(

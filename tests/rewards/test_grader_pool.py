@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 import grpo_dist
 from grpo_dist.rewards.pool import Failure, GraderPool
 from tests.support.made_completions import boxed
-from tests.support.patience import in_time
+from tests.support.patience import in_time, longer, wait_until
 from tests.support.processes import children_of, wait_until_gone
 from tests.support.reward_code import code_directory, grader_pool
 
@@ -36,11 +35,17 @@ def talks(completion, answer):
     assert sys.stdin.read() == ""
     return 1.0
 
-def sleeps(completion, answer):
+def begins(mark):
+    if mark:
+        open(mark, "w").close()
+
+def sleeps(completion, answer, mark=""):
+    begins(mark)
     time.sleep(float(completion))
     return 1.0
 
-def burns(completion, answer):
+def burns(completion, answer, mark=""):
+    begins(mark)
     return float(9**9**9 % 10)  # in C, never back in Python
 
 def fails(completion, answer):
@@ -265,10 +270,18 @@ def test_processes_are_replaced_after_enough_work(monkeypatch: pytest.MonkeyPatc
     assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4]
 
 
-def test_a_timeout_also_ends_child_processes(pool: GraderPool, tmp_path: Path) -> None:
+def test_a_timeout_also_ends_child_processes(
+    pool: GraderPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     note = tmp_path / "pid"
-    assert call(pool, "has_a_child", completion=str(note)) == Failure("timeout", "no result within 2 s")
-    assert wait_until_gone([int(note.read_text())]) == []
+    note.touch()
+    for timeout_s in longer(2.0):
+        monkeypatch.setattr(pool, "_timeout_s", timeout_s)
+        late = call(pool, "has_a_child", completion=str(note))
+        assert late == Failure("timeout", f"no result within {timeout_s:g} s")
+        if child := note.read_text():
+            break
+    assert wait_until_gone([int(child)]) == []
 
 
 @pytest.mark.family("costly")
@@ -309,20 +322,26 @@ def test_closing_ends_every_process() -> None:
 
 @pytest.mark.family("costly")
 @pytest.mark.parametrize("function", ["burns", "sleeps"])
-def test_no_process_outlives_a_killed_parent(code: str, function: str) -> None:
+def test_no_process_outlives_a_killed_parent(code: str, function: str, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    keywords = {"completion": "600", "answer": "", "mark": str(begun)}
     script = (
         "from grpo_dist.rewards.pool import GraderPool\n"
         f"pool = GraderPool(2, timeout_s=600, code_paths=[{code!r}])\n"
         "pool.grade([('5', '5')] * 4)\n"
         "print('ready', flush=True)\n"
-        f"pool.call('reward_samples:{function}', [{{'completion': '600', 'answer': ''}}])\n"
+        f"pool.call('reward_samples:{function}', [{keywords!r}])\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     try:
         assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
-        time.sleep(0.5)  # one process is in the function, the other idle
+        wait_until(begun.exists, "the function was not called")
+        # Two graders, which are idle, and one for the user's code, each below a guardian.
+        wait_until(
+            lambda: [len(below(guardian)) for guardian in children_of(parent.pid)] == [1, 1, 1],
+            lambda: f"the pool has other processes: {below(parent.pid)}",
+        )
         graders = below(parent.pid)
-        assert len(children_of(parent.pid)) == 3  # two graders, and one for the user's code
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()

@@ -14,10 +14,10 @@ from grpo_dist.rewards.registry import Scorer, check_rewards
 from grpo_dist.rewards.unit_tests import UnitTests, last_block, read_tests
 from tests.support.fake_sandbox_fusion import sandbox_fusion
 from tests.support.made_completions import completion_group, spec
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, longer
 
 pytestmark = pytest.mark.machine
-LIMITS = {"call_s": 20.0, "episode_s": HANG_S, "cpu_s": 30.0}
+LIMITS = {"call_s": HANG_S, "episode_s": HANG_S, "cpu_s": 30.0}
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +257,10 @@ def test_the_output_that_is_compared_has_one_length_wherever_it_is_set(pool):
 @pytest.mark.family("costly actors")
 def test_code_that_never_ends_is_wrong_and_a_sandbox_that_fails_is_not(pool, monkeypatch):
     endless = [block("while True: pass"), block("def f(): return 1")]
-    scores, _ = scored(pool, endless, ["assert f() == 1"], sandbox=LIMITS | {"call_s": 4.0})
+    for call_s in longer(4.0):
+        scores, _ = scored(pool, endless, ["assert f() == 1"], sandbox=LIMITS | {"call_s": call_s})
+        if scores.rewards[1]:
+            break
     assert scores.rewards.tolist() == [0, 1]
     scorer = Scorer([spec("code", "unit_tests", kwargs={"sandbox": LIMITS})], pool)
 

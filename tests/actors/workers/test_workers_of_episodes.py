@@ -18,6 +18,7 @@ from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.records import Action, Observed
 from grpo_dist.environments.rendering import Renderer
+from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.types import Prompt, Sampling, Task
 from tests.support.patience import HANG_S
 
@@ -115,15 +116,18 @@ class FakeWorker:
     """Raises the next of ``errors`` for each action; then answers."""
 
     def __init__(self, *errors):
-        self.errors, self.acts = list(errors), 0
-        self.act = SimpleNamespace(remote=self._act)
-        self.prepare = self.end = SimpleNamespace(remote=lambda episodes: None)
+        self.errors, self.acts, self.ends = list(errors), 0, 0
+        self.act, self.end = SimpleNamespace(remote=self._act), SimpleNamespace(remote=self._end)
+        self.prepare = SimpleNamespace(remote=lambda episodes: None)
 
     async def _act(self, acts):
         self.acts += 1
         if self.errors:
             raise self.errors.pop(0)
         return [Observed(done=True)] * len(acts)
+
+    def _end(self, episodes):
+        self.ends += len(episodes)
 
 
 class FakeRows:
@@ -200,18 +204,20 @@ def test_an_episode_of_the_only_worker_waits_for_its_replacement_however_long_th
 
 
 def test_the_calls_of_a_worker_that_serves_no_more_are_forgotten(sampler):
+    """Once the ends of its episodes are sent. Until then no time passes on a virtual clock."""
     workers = [FakeWorker() for _ in range(3)]
 
     async def session():
         for worker in workers:  # each replaces the one before
             sampler.workers.use(EnvironmentAddresses(workers.index(worker) + 1, (worker,)))
             await sampled(sampler)
-            assert worker in sampler._lines  # the ends of its episodes are not sent yet
+            assert worker in sampler._lines and not worker.ends
         await asyncio.sleep(2 * environment_line._END_S)
         gc.collect()
         return len(sampler._lines)
 
-    assert asyncio.run(session()) == 0
+    assert run_virtually(session) == 0
+    assert [worker.ends for worker in workers] == [1, 1, 1]
 
 
 def test_a_worker_that_stays_unreachable_is_lost_once_and_serves_again(sampler):

@@ -67,13 +67,11 @@ class Counter:
         print("last words", flush=True)
         os._exit(payload)
 
-    def dies_later(self, payload):
-        if os.fork():
-            import threading
-
-            threading.Timer(0.1, os._exit, [0]).start()
-        else:
+    def forks(self, payload):
+        """Leave a child behind; return the process."""
+        if not os.fork():
             time.sleep(600)
+        return os.getpid()
 
     def sleeps(self, payload):
         print("before", flush=True)

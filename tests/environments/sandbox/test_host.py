@@ -159,7 +159,7 @@ async def test_a_process_that_dies_is_an_outcome_and_the_next_request_begins_aga
 @run
 async def test_a_process_that_died_between_requests_is_not_replaced_in_silence():
     async with host() as it:
-        await it.ask("a", "dies_later", None, timeout_s=LONG)
+        os.kill(await it.ask("a", "forks", None, timeout_s=LONG), signal.SIGKILL)
         while descendants(it._child.pid):
             await asyncio.sleep(0.01)
         assert (await failure(it.ask("a", "add", 1, timeout_s=LONG))).outcome == "died"
