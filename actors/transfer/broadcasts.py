@@ -22,6 +22,10 @@ class Transport(Protocol):
 
     def outgoing(self, sizes: Sequence[int]) -> Iterator[Tensor]: ...
     def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]: ...
+
+    def agree(self, own: bool) -> bool:
+        """Return whether ``own`` is true on every rank. All ranks call it, between two transfers."""
+
     def close(self) -> None: ...
 
 

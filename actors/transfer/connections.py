@@ -19,6 +19,7 @@ from grpo_dist.errors import TransferLost
 _RETRY_S = 0.01  # between two attempts to reach rank 0, which may not listen yet
 _IDLE_S, _PROBE_S, _PROBES = 4, 2, 4  # keep-alive of the kernel: a host answers also for a process that hangs
 _SILENT_S = _IDLE_S + _PROBE_S * _PROBES
+_YES, _NO = b"y", b"n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ class Connections:
     """Rank 0's connections to all others, or the one of another rank to it."""
 
     def __init__(self, seat: Seat, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        if seat.rank == 0:
+        self._timeout_s, self._is_first = timeout_s, seat.rank == 0
+        if self._is_first:
             with socket.create_server((seat.host, seat.port)) as server:
                 self._sockets = admit(server, seat.world_size - 1, seat.secret, timeout_s)
         else:
@@ -63,6 +64,18 @@ class Connections:
             for each in self._sockets:
                 received = receive(each, count)
         return received
+
+    def agree(self, own: bool) -> bool:
+        """Return whether ``own`` is true in every process. All call it."""
+        vote = _YES if own else _NO
+        if not self._is_first:
+            self.send(vote)
+            return self.receive(1) == _YES
+        with self._failures():
+            votes = [vote, *(receive(each, 1) for each in self._sockets)]
+        agreed = set(votes) == {_YES}
+        self.send(_YES if agreed else _NO)
+        return agreed
 
     def check(self) -> None:
         """Raise TransferLost when a process is gone. Reads nothing, and does not wait."""

@@ -1,12 +1,16 @@
 """Send and receive what changed in the weights, over any transport.
 
-    sender                                 receiver, which holds the weights `base`
+    sender                                 receivers, which hold the weights `base`
     table: words and bytes of each bucket,
-           checksum of the new weights  -> sizes of what follows
+           checksum of the new weights,
+           checksum of all this         -> compare the checksum; sizes of what follows
+    all agree that the table is intact  <> else the transfer ends here for all
     changed buckets                     -> write into the copy
                                            compare the checksum of the whole copy
 
-The table has a fixed size, so both ends know it; the buckets without changes are left out.
+The table has a fixed size, so both ends know it; the buckets without changes are left out. A receiver whose
+table has a wrong bit does not know the sizes of what follows, and a broadcast waits for every receiver. So
+none receives more, and the caller sends whole weights.
 """
 
 from __future__ import annotations
@@ -24,19 +28,21 @@ from grpo_dist.policy.weight_deltas import HeldWeights, apply
 from grpo_dist.runtime.metering import Stopwatch
 
 _ROW = 16  # bytes of a bucket in the table: two int64
+_CHECKSUMS = 2 * Checksum.NUM_BYTES  # behind the rows: of the new weights, and of the table
 
 
 def send_changes(transport: Transport, changes: Changes, held: HeldWeights) -> dict[str, float]:
     """Send ``changes``, after which ``held`` has the new weights. Return the bytes sent and the seconds of
-    each stage.
+    each stage. Ends after the table where a receiver finds it damaged.
     """
     watch = Stopwatch()
     keys = [delta.key for delta in changes.deltas]
-    rows = torch.tensor(keys, dtype=torch.int64).view(torch.uint8).view(-1)
+    table = _packed(keys, changes.checksum)
     with watch("sync_wait"):
-        for flat in transport.outgoing([len(rows) + Checksum.NUM_BYTES]):
-            flat.copy_(torch.cat([rows, changes.checksum.as_bytes().cpu()]))
-    sent = _sent(keys, held)
+        for flat in transport.outgoing([len(table)]):
+            flat.copy_(table)
+        agreed = transport.agree(True)
+    sent = _sent(keys, held) if agreed else {}
     buffers = transport.outgoing(list(sent.values())) if sent else iter(())
     for i in sent:
         with watch("sync_wait"):
@@ -46,18 +52,20 @@ def send_changes(transport: Transport, changes: Changes, held: HeldWeights) -> d
             flat.copy_(held.flat(i) if data is None else data)
     with watch("sync_wait"):
         next(buffers, None)  # sends the last buffer and waits for all
-    return {"sync/bytes": float(len(rows) + Checksum.NUM_BYTES + sum(sent.values()))} | watch.phases()
+    return {"sync/bytes": float(len(table) + sum(sent.values()))} | watch.phases()
 
 
 def receive_changes(transport: Transport, held: HeldWeights) -> set[str] | None:
     """Apply what `send_changes` sends to ``held``, and return the names of the tensors that changed.
 
-    None: the checksum of the copy is not that of the sender's weights, or a delta is malformed; ``held`` is
-    then of no use. ``held.token`` is None afterwards. Raises RuntimeError for a table that no sender can have
-    made.
+    None: the table was damaged on its way to a receiver, a delta is malformed, or the checksum of the copy is
+    not that of the sender's weights; ``held`` is then of no use. ``held.token`` is None afterwards.
     """
     held.token = None
-    keys, expected = _table(transport, held)
+    table = _table(transport, held)
+    if not transport.agree(table is not None) or table is None:
+        return None
+    keys, expected = table
     sent, changed, intact = _sent(keys, held), set[str](), True
     arriving = transport.incoming(list(sent.values())) if sent else iter(())
     for i in sent:
@@ -82,16 +90,32 @@ def receive_whole(transport: Transport, held: HeldWeights) -> Iterator[list[tupl
         yield held.named(i)
 
 
-def _table(transport: Transport, held: HeldWeights) -> tuple[list[tuple[int, int]], int]:
-    """Receive the key of each bucket's delta, and the checksum of the new weights."""
-    size = _ROW * len(held) + Checksum.NUM_BYTES
+def _packed(keys: Sequence[tuple[int, int]], checksum: Checksum) -> Tensor:
+    """Return the table, uint8: the key of each bucket's delta, the checksum of the new weights, its own."""
+    rows = torch.tensor(keys, dtype=torch.int64).view(torch.uint8).view(-1)
+    return _with_checksum(torch.cat([rows, checksum.as_bytes().cpu()]))
+
+
+def _with_checksum(flat: Tensor) -> Tensor:
+    own = Checksum()
+    own.add(flat)
+    return torch.cat([flat, own.as_bytes()])
+
+
+def _table(transport: Transport, held: HeldWeights) -> tuple[list[tuple[int, int]], int] | None:
+    """Receive the key of each bucket's delta, and the checksum of the new weights. None: a bit is wrong, or
+    no sender can have made the table.
+    """
+    size = _ROW * len(held) + _CHECKSUMS
     (received,) = [flat.to("cpu", copy=True) for flat in transport.incoming([size])]
-    rows = received[: -Checksum.NUM_BYTES].view(torch.int64).view(-1, 2).tolist()
+    content = received[: -Checksum.NUM_BYTES]
+    if not torch.equal(_with_checksum(content), received):
+        return None
+    rows = content[: -Checksum.NUM_BYTES].view(torch.int64).view(-1, 2).tolist()
     for i, (words, num_bytes) in enumerate(rows):
         if words < -1 or not 2 * max(words, 0) <= num_bytes <= len(held.slots[i]):
-            what = f"{words} words in {num_bytes} bytes of bucket {i}"
-            raise RuntimeError(f"weight sync: the table of changes is malformed: {what}")
-    return [(words, num_bytes) for words, num_bytes in rows], Checksum.read(received[-Checksum.NUM_BYTES :])
+            return None
+    return [(words, num_bytes) for words, num_bytes in rows], Checksum.read(content[-Checksum.NUM_BYTES :])
 
 
 def _sent(keys: Sequence[tuple[int, int]], held: HeldWeights) -> dict[int, int]:

@@ -83,6 +83,9 @@ class _Shared:
             self._settle()
             self._connections.send(_DONE)
 
+    def agree(self, own: bool) -> bool:
+        return self._connections.agree(own)
+
     def close(self) -> None:
         self._connections.close()
         self._buffers = []

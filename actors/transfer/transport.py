@@ -76,6 +76,12 @@ class GlooTransport(Broadcasts):
 
         return wait
 
+    def agree(self, own: bool) -> bool:
+        try:
+            return all(bool(each) for each in self._gathered(torch.tensor([own], dtype=torch.uint8)))
+        except RuntimeError as error:  # as of a broadcast
+            raise TransferLost(f"weight sync: gloo's gathering failed: {error}") from error
+
     def close(self) -> None:
         del self._group, self._store
 
@@ -113,6 +119,9 @@ class NcclTransport(Broadcasts):
         except (TransferLost, TimeoutError):
             self.close()  # ends pending work on the GPU
             raise
+
+    def agree(self, own: bool) -> bool:
+        return self._connections.agree(own)
 
     def close(self) -> None:
         self._group.destroy()  # by ncclCommAbort; it may be called twice

@@ -17,6 +17,7 @@ predicted.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -63,12 +64,12 @@ class LengthOrder(PromptStream):
             known = self._lengths.get(group.prompt.uid, tokens)
             self._lengths[group.prompt.uid] = _KEEP * known + (1 - _KEEP) * tokens
         uids = {group.prompt.uid for group in sampled}
-        self._waiting[:0] = [index for index in indices if self._uid(index) not in uids]
+        self._waiting.extendleft(reversed([index for index in indices if self._uid(index) not in uids]))
 
     def _next(self, taken: int) -> int:
         while not self._waiting:  # a window is empty where the rest of its epoch is left out
-            self._waiting = self._next_window(taken % self._per_step)
-        return self._waiting.pop(0)
+            self._waiting = deque(self._next_window(taken % self._per_step))
+        return self._waiting.popleft()
 
     def _next_window(self, started: int) -> list[int]:
         """Return the order indices of the next window in the order of their steps. ``started``: prompts that

@@ -21,7 +21,7 @@ class OrderState:
     """State of an order in a checkpoint.
 
     ``position``, ``waiting`` and ``left_out`` (turns passed over by uid, see `solved.SolvedPrompts`) belong
-    to `stream.PromptStream`; ``position`` counts the draws of any other order where groups are launched one
+    to `stream.PromptStream`; ``position`` counts the calls of any other order where groups are launched one
     by one (`batch.order` finished). ``pass_rates`` belong to
     `curriculum.Curriculum`, ``pools`` (useful, useless), ``outcomes`` (right, wrong, by uid) and
     ``reward_range`` to `pools.PoolOrder`, ``lengths`` (expected tokens by uid) to `by_length.LengthOrder`.

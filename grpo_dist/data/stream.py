@@ -13,8 +13,7 @@ the next epoch before another has returned prompts of this one. An order index i
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from grpo_dist.data.mixture import Mixture
@@ -49,7 +48,7 @@ class PromptStream:
         if per_batch > (n := len(prompts)):
             raise ValueError(f"{per_batch} prompts a batch cannot be drawn from {n} without repetition")
         self._prompts, self._per_batch, self._seed = prompts, per_batch, seed
-        self._position, self._waiting = state.position, list(state.waiting)
+        self._position, self._waiting = state.position, deque(state.waiting)
         self._solved = solved or SolvedPrompts(prompts, state.left_out)
         sources = [prompt.source for prompt in prompts] if weights else []
         self._mixture = Mixture(sources, weights, seed=seed) if weights else None
@@ -66,7 +65,7 @@ class PromptStream:
             index = self._next_left(len(taken))
             if taken.setdefault(self.prompt(index), index) != index:
                 postponed.append(index)
-        self._waiting = postponed + self._waiting  # the postponed are older than the rest
+        self._waiting.extendleft(reversed(postponed))  # they are older than the rest
         return list(taken.values())
 
     def prompt(self, index: int) -> int:
@@ -78,9 +77,8 @@ class PromptStream:
     def trained(self, indices: Sequence[int], sampled: Sequence[Group]) -> None:
         self._solved.observe(sampled)
         uids = {group.prompt.uid for group in sampled}
-        for index in indices:
-            if self._uid(index) not in uids:
-                insort(self._waiting, index)
+        if returned := [index for index in indices if self._uid(index) not in uids]:
+            self._waiting = deque(sorted([*self._waiting, *returned]))
 
     def sampled(self, in_flight: Iterable[int] = ()) -> Counter[str]:
         """Count how often each uid was sampled, except by batches ``in_flight`` (order indices)."""
@@ -101,6 +99,6 @@ class PromptStream:
     def _next(self, taken: int) -> int:
         """Return the next order index of a batch that has ``taken`` prompts."""
         if self._waiting:
-            return self._waiting.pop(0)
+            return self._waiting.popleft()
         self._position += 1
         return self._position - 1

@@ -21,55 +21,20 @@ again.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.loop.admission import Admission
-from grpo_dist.loop.groups import ScoredBatch, ScoredGroup
+from grpo_dist.loop.groups import ScoredBatch
+from grpo_dist.loop.launches import Launch, Launches
 from grpo_dist.loop.length_bias import LengthBias
 from grpo_dist.loop.pipeline import Pipeline
 from grpo_dist.loop.progress import PipelineState
 from grpo_dist.loop.sampling_schedule import drawn_with
 from grpo_dist.runtime.concurrency import finished_unless_stopped
 from grpo_dist.types import Group, Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A group on its way: its prompt, the order index of that, and the step that it was launched for."""
-
-    prompt: Prompt
-    index: int
-    step: int
-
-
-def choice(deadlines: Mapping[str, int], done: Sequence[str], *, step: int, size: int) -> list[str] | None:
-    """Choose the ``size`` groups of ``step`` among those ``done``; None while it must wait for others.
-
-    Args:
-        deadlines: last step that may train each group on its way, by uid. At most ``size`` * (d - step + 1)
-            are due by any step d.
-        done: uids that are sampled and scored, in the order of preference.
-
-    Returns:
-        Those that later steps have no place for, then the first of the others.
-
-        deadlines {a: 0, b: 1, c: 1, d: 1}, step 0, size 2    done [d, c]: None, a is waited for
-                                                              done [d, c, a]: [a, d]
-    """
-    if len(done) < size:
-        return None
-    chosen: dict[str, None] = {}
-    for last in sorted(set(deadlines.values())):
-        due = sum(own <= last for own in deadlines.values())
-        need = due - size * (last - step) - sum(deadlines[uid] <= last for uid in chosen)
-        ready = [uid for uid in done if deadlines[uid] <= last and uid not in chosen]
-        if need > len(ready):
-            return None
-        chosen |= dict.fromkeys(ready[: max(need, 0)])
-    rest = [uid for uid in done if uid not in chosen]
-    return [*chosen, *rest[: size - len(chosen)]]
 
 
 class FirstCome(Pipeline):
@@ -82,12 +47,12 @@ class FirstCome(Pipeline):
         )
         self._most, self._extra = bounds.most, bounds.extra
         self._step = self._label = first  # the next to train, and that of the last launch
-        self._on_their_way: dict[str, Launch] = {}  # by uid, in launch order; those that are done included
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # of them
-        self._done: dict[str, ScoredGroup] = {}  # of them, first come first
-        self._silent: set[str] = set()  # of those done: no signal, and no more could be replaced
-        self._aside: list[tuple[Launch, Group]] = []  # without a signal, and replaced; of the step to come
+        self._launches = Launches(self._per_step, self._max_staleness)
+        self._running: dict[asyncio.Task[None], None] = {}  # in launch order
+        self._aside: dict[str, tuple[Launch, Group]] = {}  # no signal, and replaced; of the step to come
         self._just_trained: set[str] = set()  # since the last launch: another group would have their seeds
+        self._drawn: deque[int] = deque()  # order indices to launch next
+        self._held: list[int] = []  # those that came up while their prompts were on their way
         self._wanted = 0  # groups that are to be on their way
         self._resumed = [  # step and order index of those that a checkpoint had on their way
             (step, index) for step, indices in sorted(self._order_indices.items()) for index in indices
@@ -101,6 +66,7 @@ class FirstCome(Pipeline):
     async def launch(self, *, through: int) -> None:
         """Launch groups until as many are on their way as may be. ``through``: last step to launch for."""
         self._label, self._just_trained = self._step, set()
+        self._return_drawn()
         self._sampling.setdefault(self._label, self._schedule.of(self._label))
         for step, index in self._resumed:
             self._start(Launch(self._prompt(index), index, step))
@@ -125,11 +91,14 @@ class FirstCome(Pipeline):
                 return None
         chosen = set(self._assembling.result())  # bounded: it is done
         self._assembling = None
-        launches = [own for uid, own in self._on_their_way.items() if uid in chosen]
-        batch = ScoredBatch([self._done[own.prompt.uid] for own in launches], [g for _, g in self._aside])
-        gone = [*launches, *(own for own, _ in self._aside)]
-        self._aside = []
-        self._remove(launches, gone)
+        taken = self._launches.take(chosen)
+        launches = [own for own, _ in taken]
+        batch = ScoredBatch([scored for _, scored in taken], [group for _, group in self._aside.values()])
+        gone = [*launches, *(own for own, _ in self._aside.values())]
+        self._just_trained |= chosen
+        self._aside = {}
+        self._return_drawn()
+        self._forget(gone)
         self._order.trained([own.index for own in gone], batch.sampled)
         self._schedule.observe(batch.sampled, drawn_with(batch.sampled, self._sampling[self._label]))
         metrics = self._metrics(launches, batch.groups)
@@ -145,13 +114,14 @@ class FirstCome(Pipeline):
         await self._all_done(lambda: False)
         await refresh()
         async with self._deadline(self._step):
-            renewed = await self._scorer.renewed(ScoredBatch(list(self._done.values())))
-        self._done = dict(zip(self._done, renewed.scored, strict=True))
+            renewed = await self._scorer.renewed(ScoredBatch(self._launches.done))
+        self._launches.renew(renewed.scored)
 
     def state(self) -> PipelineState:
         """Return what a checkpoint keeps: the groups that are done, the order indices of all that are on
         their way, which a resumed run launches again, and the state of the order.
         """
+        self._return_drawn()
         done = {step: self._scorer.finished(step) for step in self._order_indices}
         order = self._order.state
         if not isinstance(self._order, PromptStream):
@@ -167,7 +137,7 @@ class FirstCome(Pipeline):
 
     async def cancel(self) -> None:
         """Cancel what is in flight; `state` keeps the groups that are done."""
-        tasks = [*self._tasks.values(), *([self._assembling] if self._assembling else [])]
+        tasks = [*self._running, *([self._assembling] if self._assembling else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -177,34 +147,31 @@ class FirstCome(Pipeline):
         while True:
             if self._failure is not None:
                 raise self._failure
-            deadlines = {uid: own.step + self._max_staleness for uid, own in self._on_their_way.items()}
-            done = sorted(self._done, key=lambda uid: uid in self._silent)
-            chosen = choice(deadlines, done, step=self._step, size=self._per_step)
-            if chosen is not None:
-                return chosen
+            if self._launches.is_complete(self._step):
+                return self._launches.chosen(self._step)
             self._changed.clear()
             await self._changed.wait()  # bounded: by the deadline that `next` has for the batch
 
     async def _all_done(self, unless: Callable[[], bool]) -> bool:
         """Wait until nothing is in flight; False as soon as ``unless`` is true while something is."""
-        while running := [task for task in self._tasks.values() if not task.done()]:
-            async with self._deadline(self._step):
-                if not await finished_unless_stopped(running[0], unless):
-                    return False
+        while running := list(self._running):
+            for task in running:
+                async with self._deadline(self._step):
+                    if not await finished_unless_stopped(task, unless):
+                        return False
+            await asyncio.sleep(0)  # until `_note_end` knows the last of them
         if self._failure is not None:
             raise self._failure
         return True
 
-    def _remove(self, launches: Sequence[Launch], gone: Sequence[Launch]) -> None:
-        """Remove the groups of a step: ``launches`` are trained, the others of ``gone`` were replaced."""
-        for own in launches:
-            uid = own.prompt.uid
-            del self._on_their_way[uid], self._tasks[uid], self._done[uid]
-            self._silent.discard(uid)
-            self._just_trained.add(uid)
+    def _forget(self, gone: Sequence[Launch]) -> None:
+        """Drop what is kept of the groups of a step: those trained, and those that were replaced."""
+        indices: dict[int, set[int]] = {}
         for own in gone:
-            self._order_indices[own.step].remove(own.index)
+            indices.setdefault(own.step, set()).add(own.index)
             self._scorer.forget(own.step, own.prompt.uid)
+        for step, those in indices.items():
+            self._order_indices[step] = [i for i in self._order_indices[step] if i not in those]
         self._order_indices = {step: left for step, left in self._order_indices.items() if left}
         kept = {self._label, *self._order_indices}
         for step in [step for step in self._sampling if step not in kept]:
@@ -213,11 +180,11 @@ class FirstCome(Pipeline):
     def _metrics(self, launches: Sequence[Launch], groups: Sequence[Group]) -> dict[str, float]:
         self._bias.trained(zip((own.step for own in launches), groups, strict=True))
         # A group on its way may be replaced, and the last launch grows.
-        growing = [self._label] if self._on_their_way else []
+        growing = [self._label] if self._launches else []
         bias = self._bias.settle({*self._order_indices, *growing})
         waited = [self._step - own.step for own in launches]
         metrics = {
-            "group/carried_over": float(len(self._on_their_way)),
+            "group/carried_over": float(len(self._launches)),
             "group/waited_steps": sum(waited) / len(waited),
         }
         return metrics if bias is None else metrics | {"rollout/length_bias": bias}
@@ -226,61 +193,70 @@ class FirstCome(Pipeline):
         return self._prompts[self._order.prompt(index)]
 
     def _fill(self) -> None:
-        while len(self._on_their_way) < self._wanted:
-            index = self._draw()
-            own = Launch(self._prompt(index), index, self._label)
-            self._order_indices.setdefault(self._label, []).append(index)
+        while len(self._launches) < self._wanted:
+            own = self._draw()
+            self._order_indices.setdefault(self._label, []).append(own.index)
             self._start(own)
 
     def _start(self, own: Launch) -> None:
-        uid = own.prompt.uid
-        self._on_their_way[uid] = own
-        self._tasks[uid] = asyncio.create_task(self._run(own), name=f"group {uid} of step {own.step}")
-        self._tasks[uid].add_done_callback(self._note_failure)
+        self._launches.add(own)
+        task = asyncio.create_task(self._run(own), name=f"group {own.prompt.uid} of step {own.step}")
+        self._running[task] = None
+        task.add_done_callback(self._note_end)
 
-    def _note_failure(self, task: asyncio.Task[None]) -> None:
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        del self._running[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
             self._changed.set()
 
     async def _run(self, own: Launch) -> None:
         """Sample and score a group; replace it if it has no signal and the step may replace one more."""
-        uid = own.prompt.uid
+        uid, has_signal = own.prompt.uid, True
         if not self._dynamic.enabled:
             scored = await self._scorer.scored_group(own.prompt, own.step)
         else:
             group = await self._scorer.group(own.prompt, own.step)
             has_signal = self._has_signal(group)
             if not has_signal and len(self._aside) < self._extra:
-                del self._on_their_way[uid], self._tasks[uid]
-                self._aside.append((own, group))
+                self._launches.remove(uid)
+                self._aside[uid] = own, group
                 self._fill()
-                self._changed.set()
+                self._note_change()
                 return
             scored = await self._scorer.referenced(group)
-            if not has_signal:
-                self._silent.add(uid)
-        self._done[uid] = scored
-        self._changed.set()
+        self._launches.finish(uid, scored, silent=not has_signal)
+        self._note_change()
 
-    def _draw(self) -> int:
-        """Return the order index of the next prompt that is not on its way."""
-        taken = {*self._on_their_way, *self._just_trained, *(own.prompt.uid for own, _ in self._aside)}
-        held: list[int] = []
+    def _note_change(self) -> None:
+        if self._launches.is_complete(self._step):
+            self._changed.set()
+
+    def _draw(self) -> Launch:
+        """Return the launch of the next prompt that is not on its way.
+
+        An order that is no stream gives as many at once as a launch may need.
+        """
         for _ in range(4 * len(self._prompts) + 4):
-            indices = self._order.take(self._draws)
-            self._draws += 1
-            free = [index for index in indices if self._prompt(index).uid not in taken]
-            if free:
-                break
-            held += indices
-        else:
-            raise RuntimeError(
-                f"the prompt order gave none but the {len(taken)} prompts that are on their way"
-            )
+            if not self._drawn:
+                self._drawn.extend(self._order.take(self._draws))
+                self._draws += 1
+            index = self._drawn.popleft()
+            prompt = self._prompt(index)
+            uid = prompt.uid
+            if not (uid in self._launches or uid in self._just_trained or uid in self._aside):
+                return Launch(prompt, index, self._label)
+            self._held.append(index)
+        taken = len(self._launches) + len(self._just_trained) + len(self._aside)
+        raise RuntimeError(f"the prompt order gave none but the {taken} prompts that are on their way")
+
+    def _return_drawn(self) -> None:
+        """Return to the order what it gave too early, since the prompts may be free from now on; the next
+        launch draws again.
+        """
         if isinstance(self._order, PromptStream):  # it gives each once
-            self._order.trained(held, [])
-        return free[0]
+            self._order.trained([*self._held, *self._drawn], [])
+        self._held, self._drawn = [], deque()
 
 
 PIPELINES: Mapping[str, type[Pipeline]] = {"launched": Pipeline, "finished": FirstCome}  # `batch.order`

@@ -31,7 +31,7 @@ class LengthBias:
     def trained(self, groups: Iterable[tuple[int, Group]]) -> None:
         """Count groups of a step, each with the step that it was launched for."""
         for launched, group in groups:
-            found = sum(r.num_tokens for r in group.rollouts), len(group.rollouts)
+            found = sum([r.num_tokens for r in group.rollouts]), len(group.rollouts)
             self._add(_TRAINED, found)
             self._add(str(launched), found)
 

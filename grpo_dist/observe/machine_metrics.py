@@ -71,7 +71,8 @@ OF_THE_MACHINE = (
            "bfloat16 about 0.01 at learning rates near 1e-6; float32 0.5, the lower halves"),
     Metric("sync/whole", "0 or 1", "of the driver", "whole weights: an engine lacked those before",
            "with `weight_sync.deltas` 1 in the first sync and after a resume, then 0"),
-    Metric("sync/mismatches", "engines", "of the driver", "checksums that differed after changes", "0"),
+    Metric("sync/mismatches", "engines", "of the driver", "whose copies differed after changes, or whose "
+           "transfer ended at a damaged table of sizes; whole weights followed", "0"),
     Metric("time/<role>_<stage>_busy_s", "s", "mean over workers of the role",
            "seconds the workers were busy: rollout sample and sync, reward score, reward_model score, "
            "environment act, reference logprobs, policy update and sync; sample includes the wait for "

@@ -99,6 +99,9 @@ class SnapshotWriter:
     def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         raise AssertionError("a writer receives nothing")
 
+    def agree(self, own: bool) -> bool:
+        raise AssertionError("nobody reads while a snapshot is written")
+
     def close(self) -> None:
         """Nothing: the thread ends by itself."""
 
@@ -140,6 +143,9 @@ class SnapshotReader:
                 if (found := file.readinto(flat.numpy().data)) != size:
                     raise RuntimeError(f"{self._path}: expected {size} more bytes and found {found}")
                 yield flat
+
+    def agree(self, own: bool) -> bool:
+        raise AssertionError("nobody writes while a snapshot is read")
 
     def close(self) -> None:
         """Nothing: `incoming` closes the file."""

@@ -36,8 +36,10 @@ class NudgedWorker(MovingWorker):
                     parameter.add_(step * moved)
         return {n: p.detach().clone() for n, p in named.items()}
 
-    def corrupt_next_changes(self):
-        """Flip a bit of the first bucket of changes that leaves next, behind the table of sizes."""
+    def corrupt_next_changes(self, call):
+        """Flip a bit that leaves next: of the table of sizes (``call`` 1) or of the first bucket of changes
+        (2).
+        """
         transport, calls = self._transports["rollout"], []
         outgoing = transport.outgoing
 
@@ -45,9 +47,9 @@ class NudgedWorker(MovingWorker):
             calls.append(sizes)
             for i, flat in enumerate(outgoing(sizes)):
                 yield flat
-                if len(calls) == 2 and i == 0:
-                    flat[0] ^= 1
-            if len(calls) == 2:
+                if len(calls) == call and i == 0:
+                    flat[8] ^= 1
+            if len(calls) == call:
                 transport.outgoing = outgoing
 
         transport.outgoing = flip
@@ -177,11 +179,12 @@ async def test_only_layers_whose_weights_changed_are_loaded_and_none_if_nothing_
 
 @on_the_loop
 async def test_a_copy_or_a_delta_with_a_wrong_bit_is_noticed_and_whole_weights_follow(world):
-    await world.nudge(9)
-    await world.policy.ranks[0].corrupt_next_changes.remote()
-    found = await world.push()
-    assert found["sync/mismatches"] == 2 and found["sync/whole"] == 0
-    await world.check()
+    for seed, call in ((9, 2), (12, 1)):
+        await world.nudge(seed)
+        await world.policy.ranks[0].corrupt_next_changes.remote(call)
+        found = await world.push()
+        assert found["sync/mismatches"] == 2 and found["sync/whole"] == 0
+        await world.check()
     await world.rollouts.workers[1].spoil_copy.remote()
     await world.nudge(10)
     assert (await world.push())["sync/mismatches"] == 1

@@ -1,6 +1,6 @@
 """Measures the driver's time per completion, for several batch sizes and numbers of workers.
 
-    python -m tests.evidence.driver_scaling [--turns 8]
+    python -m tests.evidence.driver_scaling [--turns 8] [--order finished]
 
 The real loop, pipeline, batching, metrics and tracking (metrics, TensorBoard, one table of samples a step)
 run on simulated workers that return made-up records at once, so that only the driver's own time is measured.
@@ -11,6 +11,8 @@ process each, so it includes Ray's calls and the transfer of the records into th
 thread, which everything else waits for. `wall`: time of the step. Simulated workers take no time, but actors
 that share the driver's cores add theirs to `wall`. With --turns the samples are episodes of so many turns,
 and a last column has what a turn adds to `total`: (total - total of completions of the same length) / turns.
+With --order finished a step takes the groups that are done first, of half as many more on their way; groups
+are then done one after the other, as in a run, so that the loop hears of each by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,12 +58,14 @@ class Cost:
     wall_us: float
 
 
-def measure(samples: int, workers: int, workers_of: WorkersOf, turns: int = 0) -> Cost:
+def measure(
+    samples: int, workers: int, workers_of: WorkersOf, turns: int = 0, *, order: str = "launched"
+) -> Cost:
     """Measure a short run with ``samples`` a step on ``workers`` simulated rollout workers. ``turns``: of
-    each sample; 0: completions.
+    each sample; 0: completions. ``order``: `batch.order`.
     """
-    config = scaling_config(samples, workers)
-    made = made_prompts(samples // SAMPLES_PER_PROMPT)
+    config = scaling_config(samples, workers, order)
+    made = scaling_prompts(config)
     with tempfile.TemporaryDirectory() as directory:
         recorder = Clocked(config, Path(directory))
 
@@ -76,7 +80,7 @@ def measure(samples: int, workers: int, workers_of: WorkersOf, turns: int = 0) -
     return Cost(samples, workers, total, loop, wall)
 
 
-def scaling_config(samples: int, workers: int) -> Config:
+def scaling_config(samples: int, workers: int, order: str = "launched") -> Config:
     """Return settings with staging on (`max_staleness` 1) and enough steps for a median."""
     return Config.model_validate(
         {
@@ -85,6 +89,7 @@ def scaling_config(samples: int, workers: int) -> Config:
             "batch": {
                 "prompts_per_step": samples // SAMPLES_PER_PROMPT,
                 "samples_per_prompt": SAMPLES_PER_PROMPT,
+                "order": order,
             },
             "sampling": {"max_new_tokens": LONGEST},
             "rollout": {"num_workers": workers},
@@ -97,6 +102,12 @@ def scaling_config(samples: int, workers: int) -> Config:
             "steps": _WARM_UP + (20 if samples < 4096 else 5),
         }
     )
+
+
+def scaling_prompts(config: Config) -> list[Prompt]:
+    """Make an epoch of one step; of two where a step leaves groups on their way, which need other prompts."""
+    steps = 2 if config.batch.order == "finished" else 1
+    return made_prompts(steps * config.batch.prompts_per_step)
 
 
 class Clocked(Tracker):
@@ -123,11 +134,15 @@ class Instant:
         self._groups = {
             p.uid: made_group(p, made_rollouts(p.uid, SAMPLES_PER_PROMPT, rng, turns)) for p in prompts
         }
+        # `launched` hears of batches alone: there the groups of a step may be done at once.
+        singly = config.batch.order == "finished"
+        self._turn: AbstractAsyncContextManager[None] = asyncio.Lock() if singly else nullcontext()
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:
         tokens = len(seeds) * (len(prompt.token_ids) + sampling.max_new_tokens)
         index = await self._load_balancer.admit(len(seeds), tokens)
-        await asyncio.sleep(0)
+        async with self._turn:
+            await asyncio.sleep(0)
         self._load_balancer.release(index, len(seeds), tokens)
         return self._groups[prompt.uid].rollouts
 
@@ -153,16 +168,18 @@ async def in_process(config: Config, prompts: list[Prompt], turns: int = 0) -> A
     yield Workers(instant, instant, None, instant, instant)
 
 
-def print_table(title: str, cases: Iterable[tuple[int, int]], workers_of: WorkersOf, turns: int) -> None:
+def print_table(
+    title: str, cases: Iterable[tuple[int, int]], workers_of: WorkersOf, turns: int, order: str
+) -> None:
     """Print each row as soon as its cost is measured."""
     print(f"\n{title}: microseconds per sample")
     print(f"{'samples a step':>15} {'workers':>8} {'total':>8} {'loop':>8} {'wall':>8}", end="")
     print(f" {'a turn':>8}" if turns else "", flush=True)
     for samples, workers in cases:
-        c = measure(samples, workers, workers_of, turns)
+        c = measure(samples, workers, workers_of, turns, order=order)
         numbers = f"{c.total_us:>8.1f} {c.loop_us:>8.1f} {c.wall_us:>8.1f}"
         if turns:
-            plain = measure(samples, workers, workers_of)
+            plain = measure(samples, workers, workers_of, order=order)
             numbers += f" {(c.total_us - plain.total_us) / turns:>8.1f}"
         print(f"{c.samples:>15,} {c.workers:>8} {numbers}", flush=True)
 
@@ -174,15 +191,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 64], help="simulated rollout workers")
     parser.add_argument("--turns", type=int, default=0, help="of each sample; 0: completions (0)")
     parser.add_argument("--tables", nargs="+", choices=["process", "ray"], default=["process", "ray"])
+    parser.add_argument("--order", choices=["launched", "finished"], default="launched", help="`batch.order`")
     chosen = parser.parse_args(arguments)
     cases = [(samples, workers) for samples in chosen.samples for workers in chosen.workers]
     if "process" in chosen.tables:
-        print_table("driver alone", cases, in_process, chosen.turns)
+        print_table("driver alone", cases, in_process, chosen.turns, chosen.order)
     if "ray" in chosen.tables:
         from tests.support.simulated_actors import private_ray, ray_workers
 
         with private_ray():
-            print_table("driver and Ray", cases, ray_workers, chosen.turns)
+            print_table("driver and Ray", cases, ray_workers, chosen.turns, chosen.order)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,15 @@ from itertools import count
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.driver import run
 from grpo_dist.loop.admission import Admission
-from grpo_dist.loop.first_come import PIPELINES, FirstCome, choice
+from grpo_dist.loop.first_come import PIPELINES, FirstCome
+from grpo_dist.loop.launches import Launch, Launches, choice
 from grpo_dist.loop.length_bias import LengthBias
 from grpo_dist.runs.checkpoint import Checkpoints
 from grpo_dist.runs.resume import load_progress, load_state
@@ -101,6 +105,66 @@ def trained(world):
 )
 def test_the_choice_by_hand(deadlines, done, expected):
     assert choice(deadlines, done, step=0, size=2) == (None if expected is None else [*expected])
+
+
+def by_definition(deadlines, done, *, step, size):
+    """`choice` as its docstring puts it: for each deadline, all groups are looked at."""
+    if len(done) < size:
+        return None
+    chosen = []
+    for last in sorted(set(deadlines.values())):
+        due = sum(own <= last for own in deadlines.values())
+        need = due - size * (last - step) - sum(deadlines[uid] <= last for uid in chosen)
+        ready = [uid for uid in done if deadlines[uid] <= last and uid not in chosen]
+        if need > len(ready):
+            return None
+        chosen += ready[: max(need, 0)]
+    return [*chosen, *[uid for uid in done if uid not in chosen][: size - len(chosen)]]
+
+
+@st.composite
+def on_their_way(draw):
+    """Size of a step, staleness, and groups in any order: (step that it was launched for, when it is done or
+    None, whether it has no signal), so that none is due later than the steps have places for.
+    """
+    size, staleness = draw(st.integers(1, 4)), draw(st.integers(0, 3))
+    launched = draw(st.lists(st.integers(-staleness, 0), max_size=size * (staleness + 1)))
+    launched = [own for i, own in enumerate(sorted(launched)) if i < size * (own + staleness + 1)]
+    ranks = draw(st.permutations(range(len(launched))))
+    return size, staleness, [
+        (own, rank if draw(st.booleans()) else None, draw(st.booleans()))
+        for own, rank in zip(draw(st.permutations(launched)), ranks, strict=True)
+    ]  # fmt: skip
+
+
+@settings(max_examples=100)
+@given(drawn=on_their_way())
+def test_counts_by_deadline_say_when_a_step_is_complete_and_its_groups_are_those_of_the_definition(drawn):
+    size, staleness, groups = drawn
+    launches, scored = Launches(size, staleness), {}
+    prompts = fakes.prompts(len(groups) + 2)
+    launches.add(Launch(prompts[-1], 99, 0))
+    for i, (own, _, _) in enumerate(groups):
+        launches.add(Launch(prompts[i], i, own))
+    launches.finish(prompts[-1].uid, object())  # it is done, and gone again
+    assert launches.remove(prompts[-1].uid).index == 99
+    deadlines = {prompts[i].uid: own + staleness for i, (own, _, _) in enumerate(groups)}
+    done = sorted((at, i) for i, (_, at, _) in enumerate(groups) if at is not None)
+    for _, i in done:
+        uid, silent = prompts[i].uid, groups[i][2]
+        before = [u for u in scored if not scored[u][1]] + [u for u in scored if scored[u][1]]
+        expected = by_definition(deadlines, before, step=0, size=size)
+        assert choice(deadlines, before, step=0, size=size) == expected
+        assert launches.is_complete(0) == (expected is not None)
+        assert expected is None or launches.chosen(0) == expected
+        scored[uid] = object(), silent
+        launches.finish(uid, scored[uid][0], silent=silent)
+    if launches.is_complete(0):
+        chosen = launches.chosen(0)
+        taken = launches.take(set(chosen))
+        assert [own.index for own, _ in taken] == sorted(int(uid[1:]) for uid in chosen)
+        assert [group for _, group in taken] == [scored[own.prompt.uid][0] for own, _ in taken]
+        assert len(launches) == len(groups) - size and not any(uid in launches for uid in chosen)
 
 
 def test_bounds_by_hand():
@@ -225,6 +289,45 @@ def test_the_bound_on_extra_prompts_is_kept_and_a_small_data_set_is_used_up_agai
     assert all(len(set(own)) == len(own) for own in trained(world))  # none twice in a step
 
 
+def test_replacements_do_not_look_again_at_what_is_on_its_way(monkeypatch):
+    """Epochs of a small data set: prompts come up while they are on their way, and are passed over until a
+    step is taken.
+    """
+    looked_at, since = Counter(), Counter()  # in all, and since a step was taken
+
+    class Counted(PromptStream):
+        def take(self, batch):
+            (index,) = super().take(batch)
+            looked_at[index] += 1
+            since[index] += 1
+            assert since[index] == 1
+            return [index]
+
+        def trained(self, indices, sampled):
+            super().trained(indices, sampled)
+            since.clear()
+
+    monkeypatch.setattr("grpo_dist.loop.pipeline.PromptStream", Counted)
+    world = Timed(by_number, [f"p{i}" for i in range(24) if i % 4 != 1])
+    train(world, finished(steps=10, max_staleness=1, dynamic_sampling={"enabled": True}), fakes.prompts(24))
+    assert max(looked_at.values()) > 1 and len(world.launched) > 60
+
+
+def test_an_order_that_learns_is_asked_by_step_and_not_by_group(monkeypatch):
+    """All groups of a launch, and those that replace some of it, come from one draw; groups that are replaced
+    between a step's end and the next launch from another, which knows that step.
+    """
+    asked = []
+    take = Curriculum.take
+    monkeypatch.setattr(Curriculum, "take", lambda self, draw: asked.append(draw) or take(self, draw))
+    world = Timed(by_number, [f"p{i}" for i in range(0, 60, 4)])
+    data = {"train": [{"path": "demo:add3"}], "order": "pass_rate"}
+    config = finished(steps=6, data=data, dynamic_sampling={"enabled": True, "max_extra_prompts": 3})
+    train(world, config, fakes.prompts(60))
+    assert asked == list(range(len(asked))) and len(asked) <= 2 * 6 < len(world.launched)
+    assert all(len(set(own)) == len(own) for own in trained(world))
+
+
 # --- resuming
 
 
@@ -299,11 +402,10 @@ def test_carrying_over_leaves_no_length_bias_and_dropping_does(monkeypatch):
     class Dropping(FirstCome):
         async def next(self, **kwargs):
             batch = await super().next(**kwargs)
-            for uid in list(self._on_their_way):
-                own = self._on_their_way.pop(uid)
-                self._tasks.pop(uid).cancel()
-                self._done.pop(uid, None)
-                self._order_indices[own.step].remove(own.index)
+            for task in self._running:
+                task.cancel()
+            self._launches = Launches(self._per_step, self._max_staleness)
+            self._order_indices = {}
             return batch
 
     def bias_of(kind):

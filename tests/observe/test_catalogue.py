@@ -36,7 +36,9 @@ PARTS = {"time/<>_s", "outcome/<>", "eval/<>/<>", "health/refused_"}
 def sources() -> Iterator[tuple[str, ast.AST]]:
     for package in ("grpo_dist", "actors"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            if path.name not in ("metric_list.py", "machine_metrics.py") and not set(path.parts) & set(ELSEWHERE):
+            if path.name not in ("metric_list.py", "machine_metrics.py") and not set(path.parts) & set(
+                ELSEWHERE
+            ):
                 yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
 
 

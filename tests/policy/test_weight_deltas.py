@@ -5,7 +5,7 @@ import secrets
 import pytest
 import torch
 
-from actors.transfer.delta_stream import receive_changes, send_changes
+from actors.transfer.delta_stream import _packed, receive_changes, send_changes
 from grpo_dist.policy.sent_weights import SentWeights
 from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, make_buckets
 from grpo_dist.policy.weight_deltas import HeldWeights, _encoded, apply, difference
@@ -73,6 +73,10 @@ class Wire:
         assert [len(flat) for flat in flats] == list(sizes)
         yield from flats
 
+    def agree(self, own):
+        """What the sender sends is received later, so nobody disagrees with it yet."""
+        return own
+
 
 def sent(source, weights, wire):
     changes = source.take(buckets_of(weights), SPECS, BUCKET, CPU, secrets.token_hex(4))
@@ -103,7 +107,7 @@ def test_every_bit_of_every_type_arrives_over_many_updates(share, seed):
         assert_equal_bits(held, weights)
         assert held.checksum().value == changes.checksum.value == source.held.checksum().value
         if share == 0:
-            assert changes.changed_share == 0 and metrics["sync/bytes"] == 16 * len(held) + 8
+            assert changes.changed_share == 0 and metrics["sync/bytes"] == 16 * len(held) + 16
             assert all(torch.equal(bits(before[name]), bits(weights[name])) for name in weights)
 
 
@@ -170,14 +174,36 @@ def test_a_flipped_bit_on_the_way_or_in_the_copy_is_noticed(bit):
     assert receive_changes(wire, held) is None and held.token is None
 
 
-def test_a_table_that_no_sender_made_is_refused():
+def test_a_flipped_bit_anywhere_in_the_table_is_noticed_before_its_sizes_are_used():
+    """Of words, bytes, the weights' checksum and the table's own; also where the sizes stay possible."""
     generator = torch.Generator().manual_seed(0)
     weights = {spec.name: random_bits(spec, generator) for spec in SPECS}
     source, held, wire = SentWeights(), HeldWeights(SPECS, BUCKET), Wire()
     sent(source, weights, wire)
-    wire.rounds[0][0][7] ^= 64
-    with pytest.raises(RuntimeError, match="table of changes is malformed"):
-        receive_changes(wire, held)
+    receive_changes(wire, held)
+    before = held.checksum().value
+    changes, _ = sent(source, changed(weights, 0.01, generator), wire)
+    (table,), buckets = wire.rounds
+    assert len(table) == 16 * len(held) + 16 and len({delta.key for delta in changes.deltas}) > 2
+    for bit in range(0, 8 * len(table), 3):  # each field has eight bytes: bits of all of them
+        damaged = table.clone()
+        damaged[bit // 8] ^= 1 << bit % 8
+        wire.rounds = [[damaged]]  # whoever asks for more fails
+        held.token = "before"
+        assert receive_changes(wire, held) is None and held.token is None
+        assert held.checksum().value == before
+    wire.rounds = [[table], buckets]
+    assert receive_changes(wire, held) is not None
+    assert held.checksum().value == changes.checksum.value
+
+
+@pytest.mark.parametrize("key", [(-2, 0), (3, 5), (0, 1 << 40)])
+def test_a_table_with_an_intact_checksum_that_no_sender_can_have_made_is_damaged(key):
+    held, wire = HeldWeights(SPECS, BUCKET), Wire()
+    table = _packed([key] * len(held), held.checksum())
+    for flat in wire.outgoing([len(table)]):
+        flat.copy_(table)
+    assert receive_changes(wire, held) is None and not wire.rounds
 
 
 def test_weights_that_were_taken_in_part_are_no_base():

@@ -20,6 +20,7 @@ import torch
 
 from actors.transfer import shared_transport
 from actors.transfer.connections import Connections, Seat
+from actors.transfer.delta_stream import receive_changes, receive_whole, send_changes
 from actors.transfer.group_store import GroupStore, with_store
 from actors.transfer.handshake import Unauthenticated
 from actors.transfer.shared_transport import IpcTransport, SharedMemoryTransport
@@ -27,7 +28,9 @@ from actors.transfer.stream import receive, send
 from actors.transfer.transport import NcclTransport, _nccl_group, open_transport
 from grpo_dist.errors import TransferLost, UserError
 from grpo_dist.policy.ranks import join as join_ranks
+from grpo_dist.policy.sent_weights import SentWeights
 from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, make_buckets, pack
+from grpo_dist.policy.weight_deltas import HeldWeights
 from grpo_dist.runtime.hardware import one_thread, transfer_backend
 from grpo_dist.runtime.rendezvous import NotAMember, Rank, check_members, meeting_point
 from tests.support.patience import HANG_S, longer, wait_until
@@ -101,6 +104,59 @@ def test_two_receivers_get_every_byte_round_after_round(backend):
             assert rank in (1, 2)
             for name, tensor in held.items():
                 assert torch.equal(torch.from_numpy(got[name]), tensor.float())
+    transport.close()
+    for other in others:
+        other.join(HANG_S)
+        assert other.exitcode == 0
+
+
+def damaged(transport):
+    """Return ``transport``, which flips a bit in what it receives next."""
+    incoming = transport.incoming
+
+    def flip(sizes):
+        transport.incoming = incoming
+        for flat in incoming(sizes):
+            copy = flat.clone()
+            copy[8] ^= 4  # bytes of the first bucket, which stay possible
+            yield copy
+
+    transport.incoming = flip
+    return transport
+
+
+def receiver_of_changes(backend, port, rank, size, out):
+    """Receive whole weights, changes, whole weights and changes; rank 1 gets a damaged table once."""
+    transport, held = join(backend, port, rank, size), HeldWeights(SPECS, BUCKET)
+    for i in range(4):
+        if i % 2 == 0:
+            arrived = len(list(receive_whole(transport, held))) > 0
+        else:
+            is_damaged = rank == 1 and i == 1
+            arrived = receive_changes(damaged(transport) if is_damaged else transport, held) is not None
+        out.put((i, rank, arrived, held.checksum().value))
+    transport.close()
+
+
+@pytest.mark.parametrize("backend", CPU_KINDS)
+def test_a_damaged_table_of_changes_ends_the_transfer_for_all_and_the_group_goes_on(backend):
+    port, out = free_port("127.0.0.1"), PROCESSES.Queue()
+    others = [start(receiver_of_changes, backend, port, rank, 3, out) for rank in (1, 2)]
+    transport, source, device = join(backend, port, 0, 3), SentWeights(), torch.device("cpu")
+    held = weights(1)
+    for i in range(4):
+        if i != 2:  # what could not be applied is sent whole
+            held["c"] = held["c"] + 1
+            changes = source.take(buckets_of(held), SPECS, BUCKET, device, str(i))
+        if i % 2 == 0:
+            send(transport, source.held.weights(), SPECS, BUCKET)
+        else:
+            count = send_changes(transport, changes, source.held)["sync/bytes"]
+            assert (count == 16 * len(source.held) + 16) == (i == 1)
+        for _ in others:
+            at, rank, arrived, checksum = out.get(timeout=HANG_S)
+            assert at == i and arrived == (i != 1), (i, rank)
+            assert (checksum == source.held.checksum().value) == (i != 1)
     transport.close()
     for other in others:
         other.join(HANG_S)
