@@ -27,6 +27,7 @@ from tests.support import fakes
 ROOT = Path(__file__).resolve().parents[2]
 # Records of a benchmark, a check of GPUs, a plan, a submission or a pipeline are no metrics of a run.
 ELSEWHERE = ("bench", "gpu_check", "plan", "recipe", "submit")
+LISTS = ("metric_list.py", "machine_metrics.py")
 FAMILIES = {m.name.partition("/")[0] for m in METRICS}
 NAME = re.compile(r"[a-z_]+(/[a-z0-9_@<>{}]+)+")
 # Parts of names; the rest of a name is a phase of a stopwatch, an outcome, or depends on the run.
@@ -36,9 +37,7 @@ PARTS = {"time/<>_s", "outcome/<>", "eval/<>/<>", "health/refused_"}
 def sources() -> Iterator[tuple[str, ast.AST]]:
     for package in ("grpo_dist", "actors"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            if path.name not in ("metric_list.py", "machine_metrics.py") and not set(path.parts) & set(
-                ELSEWHERE
-            ):
+            if path.name not in LISTS and not set(path.parts) & set(ELSEWHERE):
                 yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
 
 
