@@ -5,11 +5,12 @@ vLLM makes a `Drafter` by its name in ``speculative_config.model`` and asks it a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.workers.draft_counts import DraftCounts
 from actors.workers.draft_history import History
 
 if TYPE_CHECKING:
@@ -23,19 +24,6 @@ MAX_SEQUENCES, HISTORY_TOKENS = "grpo_dist_speculation_max_sequences", "grpo_dis
 _WORTH, _TRIAL = 0.3, 16
 _TOLD_BY = 4  # last tokens by which a row is taken to hold the text of the step before
 _MEMORY = 0.9  # weight of what was before in the running share
-
-
-class DraftCounts(NamedTuple):
-    """What an engine verified since the last reading: drafts of one sample each, their tokens, and those that
-    were right.
-    """
-
-    drafts: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-    def plus(self, other: DraftCounts) -> DraftCounts:
-        return DraftCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class Drafter:

@@ -17,7 +17,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from actors.workers.drafter import DraftCounts
+from actors.workers.draft_counts import DraftCounts
 
 # vLLM's own processors, and the attribute that is 0 or empty where no request has the setting.
 _WITHOUT_SETTING = {
