@@ -1,4 +1,4 @@
-"""What the drafts of an engine gained."""
+"""What an engine counts of drafts."""
 
 from __future__ import annotations
 

@@ -15,8 +15,10 @@ from grpo_dist.tools.plan import timeline as timeline_file
 from grpo_dist.tools.plan.accelerators import ClusterShape, parse_cluster
 from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.calibration import calibrate
+from grpo_dist.tools.plan.evaluation import first_epoch_steps
 from grpo_dist.tools.plan.models import ModelShape, model_of
 from grpo_dist.tools.plan.options import Planned, Setting, option_of, option_or_reason, planned
+from grpo_dist.tools.plan.phases import RunLengths, phases_of
 from grpo_dist.tools.plan.report import print_plan
 from grpo_dist.tools.plan.result import Plan
 from grpo_dist.tools.plan.reward_models import reward_models_of
@@ -45,7 +47,7 @@ def make_plan(
     ``price``: of a GPU for an hour. ``splits``: which splits of the GPUs to try; "own": at the configured
     batch and staleness, "sweep": at others, too. Raises UserError.
     """
-    begins_with = config.sampling.shortest
+    sampling = config.sampling
     config = config.model_copy(update={"sampling": config.sampling.at_its_longest})  # the dearest steps
     setting = made_setting(config, parse_cluster(cluster, price=price), assumed)
     option, refused = None, ""
@@ -65,8 +67,10 @@ def make_plan(
     if simulated is None and not found:
         raise UserError(f"{config.name} on {setting.cluster}: {refused}")
     found = _own_first(config.batch, config.max_staleness, found)
-    whole = whole_run(simulated or found[0])
-    return Plan(setting, option, simulated, refused, found, whole, tried, begins_with)
+    shown = simulated or found[0]
+    lengths = RunLengths(sampling, first_epoch_steps(config) or 0)
+    whole = whole_run(shown, phases_of(shown, lengths))
+    return Plan(setting, option, simulated, refused, found, whole, tried, sampling)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +53,7 @@ def planned_evaluation(option: Option, step_s: float) -> PlannedEvaluation | Non
         return None
     sizes, assumed, left_out = [], [], []
     for source in config.data.eval:
-        known, size = _prompts(source, config.evaluation.max_prompts)
+        known, size = prompts_of(source, config.evaluation.max_prompts)
         if size is None:
             left_out.append(source_name(source))
             continue
@@ -116,7 +117,17 @@ def _scenario(option: Option) -> Scenario:
     )
 
 
-def _prompts(source: DataSourceConfig, most: int | None) -> tuple[bool, int | None]:
+def first_epoch_steps(config: Config) -> int | None:
+    """Return the steps until the first prompt comes again; None where the rows cannot be counted, which takes
+    a local file or a `demo:` set.
+    """
+    counted = [prompts_of(source, None) for source in config.data.train]
+    if not all(known for known, _ in counted):
+        return None
+    return math.ceil(sum(size or 0 for _, size in counted) / config.batch.prompts_per_step)
+
+
+def prompts_of(source: DataSourceConfig, most: int | None) -> tuple[bool, int | None]:
     """Return whether the number of rows is known, and how many are evaluated; None: unbounded."""
     bounds = [bound for bound in (source.max_rows, most) if bound is not None]
     bound = min(bounds, default=None)

@@ -28,11 +28,12 @@ from grpo_dist.runtime.tables import make_table, print_lines
 from grpo_dist.tools.plan.accelerators import ClusterShape, parse_cluster
 from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.command import made_setting
-from grpo_dist.tools.plan.evaluation import evaluation_s
+from grpo_dist.tools.plan.evaluation import evaluation_s, first_epoch_steps
 from grpo_dist.tools.plan.failures import NO_FAILURES
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.models import ModelShape, model_of
 from grpo_dist.tools.plan.options import Setting, option_of, planned
+from grpo_dist.tools.plan.phases import RunLengths, phases_of
 from grpo_dist.tools.plan.rates import Peaks, Reached
 from grpo_dist.tools.plan.roles import roles_of
 from grpo_dist.tools.plan.supervised import supervised_problem, supervised_rank, supervised_times
@@ -195,16 +196,18 @@ def _sft(stage: ResolvedStage, settings: Settings, pipeline: ResolvedPipeline) -
 
 
 def _grpo(stage: ResolvedStage, settings: Settings, pipeline: ResolvedPipeline) -> PlannedStage:
-    setting = settings[stage.name]
-    option = option_of(stage.config, setting)
+    setting, sampling = settings[stage.name], stage.config.sampling
+    config = stage.config.model_copy(update={"sampling": sampling.at_its_longest})
+    option = option_of(config, setting)
     if option.problems:
         raise UserError("; ".join(option.problems))
     made = planned(option, steps=_STEPS)
+    phases = phases_of(made, RunLengths(sampling, first_epoch_steps(config) or 0))
     memory = {role: need.total / GIB for role, need in option.memory.items() if role in option.roles.workers}
     run = made.simulated
     words = f"{stage.config.steps:,} steps of {run.step_s:.3g} s, {run.tokens_per_s:,.0f} tokens/s"
     assumed = (setting.workload.assumed,) if setting.workload.assumed else ()
-    return PlannedStage(stage.name, stage.kind, memory, whole_run(made).seconds, words, assumed)
+    return PlannedStage(stage.name, stage.kind, memory, whole_run(made, phases).seconds, words, assumed)
 
 
 def _sample(stage: ResolvedStage, settings: Settings, pipeline: ResolvedPipeline) -> PlannedStage:

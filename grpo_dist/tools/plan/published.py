@@ -28,6 +28,7 @@ from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.command import made_setting
 from grpo_dist.tools.plan.heads import CONFIGS, digest_of
 from grpo_dist.tools.plan.options import Option, option_or_reason, planned
+from grpo_dist.tools.plan.phases import RunLengths, phases_of
 from grpo_dist.tools.plan.sweep import bound
 from grpo_dist.tools.plan.tail import VARIANTS as TAIL
 from grpo_dist.tools.plan.whole_run import whole_run
@@ -35,19 +36,21 @@ from grpo_dist.tools.plan.whole_run import whole_run
 GUIDE = Path(__file__).resolve().parents[2] / "guides/published_runs.md"
 _HOUR_S = 3600.0
 _WINDOW = 4  # steps of tail batching
-_EPOCH = 20  # steps until a prompt comes again
+_POOL = 20  # steps' prompts that a simulation draws from
 MIDDLE = 1  # of the three lengths
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedStage:
     """A file of `configs/published` without its ending. ``means``: tokens of completions, none above the cap,
-    at least, likely and at most.
+    at least, likely and at most. ``rows``: of its data; ``begins_at``: steps of the run before it.
     """
 
     file: str
     cluster: str
     means: tuple[float, float, float]
+    rows: int
+    begins_at: int
 
     @property
     def name(self) -> str:
@@ -64,21 +67,24 @@ class PublishedRun:
 
 
 _POLARIS_MEANS = (10_000.0, 15_000.0, 20_000.0)  # assumed: none is published
+_DEEPSCALER = 40_000  # rows: "approximately", of the card of its data set
+_POLARIS = 53_000  # rows, as the name of its data set has it
 RUNS = (
     PublishedRun(
         "DeepScaleR-1.5B",
         3_800,
         (
-            PublishedStage("deepscaler_1.5b_8k", "1x8xA100-80GB", (3_000, 3_500, 4_500)),
-            PublishedStage("deepscaler_1.5b_16k", "4x8xA100-80GB", (3_500, 4_500, 5_500)),
-            PublishedStage("deepscaler_1.5b_24k", "4x8xA100-80GB", (4_500, 5_500, 6_500)),
+            PublishedStage("deepscaler_1.5b_8k", "1x8xA100-80GB", (3_000, 3_500, 4_500), _DEEPSCALER, 0),
+            PublishedStage("deepscaler_1.5b_16k", "4x8xA100-80GB", (3_500, 4_500, 5_500), _DEEPSCALER, 1040),
+            PublishedStage("deepscaler_1.5b_24k", "4x8xA100-80GB", (4_500, 5_500, 6_500), _DEEPSCALER, 1520),
         ),
     ),
     PublishedRun(
         "POLARIS-4B",
         0.33 * 700 * 32,  # hours a step, steps, GPUs: ChenxinAn-fdu/POLARIS#18
         tuple(
-            PublishedStage(f"polaris_4b_{cap}", "4x8xH800", _POLARIS_MEANS) for cap in ("40k", "48k", "52k")
+            PublishedStage(f"polaris_4b_{cap}", "4x8xH800", _POLARIS_MEANS, _POLARIS, begins_at)
+            for cap, begins_at in (("40k", 0), ("48k", 234), ("52k", 467))
         ),
     ),
 )
@@ -157,11 +163,14 @@ def after_cap(mean: float, sigma: float, cap: float) -> float:
 
 @dataclass(frozen=True)
 class PricedStage:
-    """A stage with the changes of a variant, and a mean length."""
+    """A stage with the changes of a variant, and a mean length. ``steps``: simulated; ``unknown_steps``: of
+    the stage, in the run's first epoch.
+    """
 
     option: Option
     gpus: int
     steps: int
+    unknown_steps: int
 
     @classmethod
     def of(cls, stage: PublishedStage, variant: PriceVariant, length: int) -> PricedStage:
@@ -180,14 +189,24 @@ class PricedStage:
         reached = replace(rates.reached, accepted=variant.accepted)
         warmup = 1 if option.config.max_staleness else 0
         scenario = replace(
-            option.scenario, rates=replace(rates, reached=reached), warmup_steps=warmup, epoch_steps=_EPOCH
+            option.scenario, rates=replace(rates, reached=reached), warmup_steps=warmup, epoch_steps=_POOL
         )
-        return cls(replace(option, scenario=scenario), cluster.gpus, variant.steps)
+        epoch = math.ceil(stage.rows / config.batch.prompts_per_step)
+        unknown = max(0, min(epoch - stage.begins_at, config.steps))
+        return cls(replace(option, scenario=scenario), cluster.gpus, variant.steps, unknown)
 
     @property
     def gpu_hours(self) -> float:
         """Simulate some steps, and return the GPU-hours of all of the stage."""
-        return self.gpus * whole_run(planned(self.option, steps=self.steps)).seconds / _HOUR_S
+        made, lengths = planned(self.option, steps=self.steps), self.option.config.sampling
+        phases = phases_of(made, RunLengths(lengths, self.unknown_steps))
+        return self.gpus * whole_run(made, phases).seconds / _HOUR_S
+
+    @property
+    def digest(self) -> str:
+        """Of what its price depends on, without simulating it."""
+        known = digest_of(self.option)
+        return f"{known} {self.unknown_steps}" if self.option.config.data.order == "length" else known
 
 
 def _splits(gpus: int, reference: bool) -> list[dict[str, Any]]:
@@ -227,7 +246,7 @@ def table(run: PublishedRun) -> Iterator[str]:
 def row_digest(run: PublishedRun, variant: PriceVariant) -> str:
     """Return a digest of what a row's price depends on, without simulating it."""
     priced = (PricedStage.of(stage, variant, length) for stage in run.stages for length in variant.lengths)
-    known = [digest_of(each.option) for each in priced]
+    known = [each.digest for each in priced]
     return hashlib.sha256(" ".join(known).encode()).hexdigest()[:8]
 
 

@@ -9,9 +9,7 @@ from grpo_dist.config import (
     CheckpointConfig,
     ClusterConfig,
     Config,
-    PolicyConfig,
     RewardsConfig,
-    RolloutConfig,
 )
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.runtime.tables import print_lines
@@ -20,17 +18,15 @@ from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.bottleneck import STAGES, reason
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
 from grpo_dist.tools.plan.elastic import elastic_lines
-from grpo_dist.tools.plan.engine_memory import is_quantised
-from grpo_dist.tools.plan.memory import USABLE, Sizes, expert_bytes
-from grpo_dist.tools.plan.models import ModelShape
+from grpo_dist.tools.plan.memory import USABLE, Sizes
 from grpo_dist.tools.plan.options import Option, Planned, Setting, node_host_bytes
 from grpo_dist.tools.plan.rank_failures import RankFailures, rank_failures
+from grpo_dist.tools.plan.report_head import head_lines
 from grpo_dist.tools.plan.report_splits import cost_per_million, splits_lines, splits_table, wide_table
 from grpo_dist.tools.plan.result import Plan
 from grpo_dist.tools.plan.reward_models import role_of
 from grpo_dist.tools.plan.sharing import REFRESH, SYNC
 from grpo_dist.tools.plan.timeline import LEGEND, as_text
-from grpo_dist.tools.plan.workload import Workload
 
 _ENGINES = ("rollout", "evaluation")  # roles whose workers have `rollout.tensor_parallel_size` GPUs
 _NO_PROGRESS = 0.9  # share of the time that failures take; above it a run hardly advances
@@ -42,7 +38,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     shown = plan.simulated or plan.found[0]
     cluster = plan.setting.cluster
-    print_lines(console, _head(plan))
+    print_lines(console, head_lines(plan))
     if plan.refused:
         print_lines(console, [f"as configured: does not fit: {plan.refused}"])
     if plan.configured:
@@ -56,9 +52,10 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     print_lines(console, [f"{title}: {shown.option.roles.words}"])
     console.print(_times(shown))
     failures = rank_failures_of(shown, plan.setting) is not None
-    print_lines(console, [*_slow(shown), *_summary(shown, plan.setting)])
+    print_lines(console, [*_slow(shown), *_summary(shown, plan.setting, plan.whole.step_s)])
     print_lines(console, plan.whole.lines(price=cluster.price, failures=failures))
-    print_lines(console, elastic_lines(shown))
+    gpu_price = cluster.card.price if cluster.card else 0.0
+    print_lines(console, elastic_lines(shown, plan.whole, price=gpu_price))
     print_lines(console, warnings(shown, plan.setting))
     if plan.found:
         console.print(splits_table(plan))
@@ -93,77 +90,6 @@ def _about_reward_models(rewards: RewardsConfig, setting: Setting) -> list[str]:
                 f"warning: reward model {model.name}: float32 takes longer than planned: the plan "
                 "assumes the peak of half precision"
             )
-    return lines
-
-
-def _turns(workload: Workload) -> list[str]:
-    if workload.turns == 1:
-        return []
-    return [
-        f"episodes: {workload.turns} turns each, {workload.tool_s:g} s of an environment between two; "
-        "engines sample other episodes meanwhile"
-    ]
-
-
-def _drafts(setting: Setting, rollout: RolloutConfig) -> list[str]:
-    """Describe what drafts gain, where engines draft."""
-    drafts, right = rollout.speculation, setting.reached.accepted - 1
-    if not drafts.tokens:
-        return []
-    assumed, whence = "", ""
-    if setting.accepted is not None:
-        whence = " (--accepted)"
-    elif setting.calibration and right:
-        whence = " (measured)"
-    else:
-        assumed, whence = "assumed: ", " (--accepted)"
-    return [
-        f"{assumed}drafts of {drafts.tokens} tokens, in every pass of an engine with at most "
-        f"{drafts.max_sequences} sequences; {right:g} of them are right{whence}"
-    ]
-
-
-def _experts(policy: PolicyConfig, rollout: RolloutConfig, model: ModelShape, itemsize: int) -> list[str]:
-    """Describe the experts of a mixture: their share of the memory of a policy rank and of an engine."""
-    s = model.shape
-    if not s.experts:
-        return []
-    engine = model.expert_parameters * (1 if is_quantised(rollout) else itemsize)
-    trained = expert_bytes(policy, model, itemsize) / GIB
-    held = engine / rollout.tensor_parallel_size / GIB
-    return [
-        f"experts: {model.expert_parameters / 1e9:,.3f} billion of these parameters, {s.experts} in each of "
-        f"{s.layers} layers, {s.experts_per_token} of them for a token; they take {trained:,.1f} GiB of a "
-        f"policy rank and {held:,.1f} GiB of each device of an engine"
-    ]
-
-
-def _head(plan: Plan) -> list[str]:
-    setting = plan.setting
-    model, workload, calibration = setting.model, setting.workload, setting.calibration
-    shown = plan.simulated or plan.found[0]
-    itemsize = Sizes.of(shown.option.config, gpu=setting.cluster.card is not None).itemsize
-    lines = [
-        f"{model.name}: {model.parameters / 1e9:,.3f} billion parameters on {setting.cluster}",
-        *_experts(shown.option.config.policy, shown.option.config.rollout, model, itemsize),
-        f"lengths: prompts of {workload.prompt_tokens}, completions of {workload.mean:,.0f} tokens on "
-        f"average, at most {workload.cap:,}",
-        *_turns(workload),
-        *_drafts(setting, shown.option.config.rollout),
-        f"times: {calibration.reached.source if calibration else 'data sheet with assumed efficiencies'}",
-    ]
-    if plan.begins_with < workload.cap:
-        lines.append(
-            f"upper bound: `sampling.max_new_tokens` begins with {plan.begins_with:,} tokens, but every step "
-            f"is planned with its longest, {workload.cap:,}"
-        )
-    if workload.assumed:
-        lines.append(f"assumed: {workload.assumed}")
-    if setting.reward_models:
-        lines.append(
-            "assumed: reward models read as many tokens as the policy writes; their templates and step "
-            "marks are left out"
-        )
     return lines
 
 
@@ -241,13 +167,14 @@ def _times(planned: Planned) -> Table:
     return table
 
 
-def _summary(planned: Planned, setting: Setting) -> list[str]:
+def _summary(planned: Planned, setting: Setting, mean_s: float) -> list[str]:
+    """Describe rates, idle time and cost. ``mean_s``: of a step of the whole run."""
     run, steps, cluster = planned.simulated, planned.option.config.steps, setting.cluster
     hours, engines, policy = run.step_s / 3600, *(written(run.idle[r], "%") for r in ("rollout", "policy"))
-    failures = rank_failures_of(planned, setting)
+    failures, all_hours = rank_failures_of(planned, setting, mean_s), steps * mean_s / 3600
     lines = [
         f"{run.tokens_per_s:,.0f} tokens/s ({run.completion_tokens_per_s:,.0f} of completions), "
-        f"{run.samples / run.step_s:,.1f} samples/s; {steps} steps take {steps * hours:,.1f} h",
+        f"{run.samples / run.step_s:,.1f} samples/s; {steps} steps take {all_hours:,.1f} h",
         f"idle: engines {engines}, policy {policy}: {reason(planned)}",
         f"an engine decodes {run.sequences:,.0f} sequences at once on average, and could decode "
         f"{planned.option.scenario.capacity:,}",
@@ -266,7 +193,7 @@ def _summary(planned: Planned, setting: Setting) -> list[str]:
         price, unused = cluster.price, cluster.gpus - planned.option.roles.gpus
         lines.append(
             f"cost: ${cost_per_million(run, cluster):.3g} a million tokens, ${price * hours:,.2f} a step, "
-            f"${price * hours * steps:,.0f} the run"
+            f"${price * all_hours:,.0f} the run"
             + (f" without failures{_cost_with(failures, price)}" if failures else "")
             + f" (steps alone), at ${cluster.card.price:g} an hour for each GPU"
             + (f" ({unused} of {cluster.gpus} are paid for but not used)" if unused else "")
@@ -274,18 +201,19 @@ def _summary(planned: Planned, setting: Setting) -> list[str]:
     return lines
 
 
-def rank_failures_of(planned: Planned, setting: Setting) -> RankFailures | None:
+def rank_failures_of(planned: Planned, setting: Setting, step_s: float | None = None) -> RankFailures | None:
     """Estimate what failing policy ranks cost; None without `--failure-hours`. An engine on the same GPU
-    notices a failure at once.
+    notices a failure at once. ``step_s``: mean of the run; None: of the simulated steps.
     """
     run, scenario, config = planned.simulated, planned.option.scenario, planned.option.config
+    step_s = run.step_s if step_s is None else step_s
     return rank_failures(
         config.policy.num_workers,
         config.checkpoint,
         config.cluster.restarts,
         steps=config.steps,
-        step_s=run.step_s,
-        unseen_s=0.0 if scenario.sharing else run.idle["policy"] * run.step_s,
+        step_s=step_s,
+        unseen_s=0.0 if scenario.sharing else run.idle["policy"] * step_s,
         failure_every_s=setting.failure_every_s,
         restart_s=scenario.failures.restart_s,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from grpo_dist.config import SamplingConfig
 from grpo_dist.tools.plan.options import Option, Planned, Setting
 from grpo_dist.tools.plan.sweep import Tried
 from grpo_dist.tools.plan.whole_run import WholeRun
@@ -14,7 +15,7 @@ class Plan:
     """``configured``: the configuration as it is, with ``simulated`` what it would do; None where ``refused``
     is why it cannot run. ``found``: the best option of each cell of the sweep, the configuration's own cell
     first. ``tried``: what was tried in that cell. ``whole``: the run of ``simulated``, or of the first of
-    ``found``. ``begins_with``: tokens, the shortest `sampling.max_new_tokens` of the run.
+    ``found``. ``sampling``: of the run; all others are of its longest completions.
     """
 
     setting: Setting
@@ -24,4 +25,4 @@ class Plan:
     found: list[Planned]
     whole: WholeRun
     tried: list[Tried]
-    begins_with: int
+    sampling: SamplingConfig

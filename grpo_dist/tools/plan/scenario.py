@@ -28,7 +28,8 @@ class Scenario:
     GPUs, see `Roles`. ``reference_is_base``: the policy ranks compute the reference. ``signal_share``: share
     of the groups whose rewards differ. ``failures``: of engines, and of policy ranks, which all return to the
     last checkpoint then. ``reward_models``: those whose sizes are known. ``epoch_steps``: the
-    prompts last so many steps at least.
+    prompts last so many steps at least. ``lengths_known``: with `data.order: length` an epoch before has
+    shown the length of every prompt, as in all epochs but the first.
     """
 
     config: Config
@@ -44,6 +45,7 @@ class Scenario:
     warmup_steps: int = 1
     steps: int = 4
     epoch_steps: int = 1
+    lengths_known: bool = True
 
     @property
     def reference_workers(self) -> int:

@@ -90,7 +90,7 @@ async def _run(scenario: Scenario, config: Config) -> tuple[SimulatedCluster, St
         batches = max(batches, config.data.length_window or 8)
     prompts = fake_records.prompts(batches * config.batch.prompts_per_step, scenario.workload.prompt_tokens)
     begin = ResumePoint()
-    if config.data.order == "length":  # what an epoch before has shown
+    if config.data.order == "length" and scenario.lengths_known:  # by an epoch before
         known = scenario.workload.known_lengths([p.uid for p in prompts], config.batch.samples_per_prompt)
         begin = ResumePoint(progress=Progress(pipeline=PipelineState(order=OrderState(lengths=known))))
 

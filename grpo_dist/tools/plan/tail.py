@@ -1,7 +1,8 @@
 """The price of a step's longest samples, and what each way to deal with them saves: `grpo-dist plan --tail`.
 
     synchronous       a step waits for its longest sample
-    tail batching     `data.order: length`: prompts with long answers share steps
+    tail batching     `data.order: length`: prompts with long answers share steps. Lengths are known from an
+                      epoch before; in a run's first epoch its steps are synchronous ones
     carry-over        `batch.order: finished`: a quarter more groups than a step takes are on their way, the
                       first to be done are trained, the others are one step late
     asynchronous      the next steps are sampled during the update
@@ -34,7 +35,7 @@ from grpo_dist.tools.plan.tail_formula import TailLengths, tail_steps
 _SIGMA, _PROMPT_SHARE = 1.0, 0.5  # of reasoning models; assumed where `bench.lengths` is not log-normal
 _WINDOW = 4  # steps of tail batching
 _STEPS = 2 * _WINDOW  # simulated, so that every step of a window counts alike
-_EPOCH = 20  # steps: the same prompts for every way
+_POOL = 20  # steps' prompts to draw from: the same for every way
 SYNCHRONOUS = {
     "max_staleness": 0, "batch.order": "launched", "batch.oversample": None, "data.order": "epochs",
     "data.length_window": None, "cluster.placement": "separate",
@@ -89,7 +90,7 @@ def tail_rows(base: Option, setting: Setting) -> Iterator[TailRow]:
         if isinstance(option, str):
             raise UserError(f"{name}: {option}")
         warmup = 1 if option.config.max_staleness else 0
-        scenario = replace(option.scenario, steps=_STEPS, warmup_steps=warmup, epoch_steps=_EPOCH)
+        scenario = replace(option.scenario, steps=_STEPS, warmup_steps=warmup, epoch_steps=_POOL)
         run = simulate(scenario)
         sampling = sampling_limit_s(scenario, run.completion_tokens)
         training = run.stage_s["update"] + run.stage_s["sync"]
@@ -166,5 +167,6 @@ def print_tail(base: Option, setting: Setting, console: Console | None = None) -
             f"{c.policy.num_workers} rank(s) of ZeRO-{c.policy.zero_stage}; {c.batch.prompts_per_step} x "
             f"{c.batch.samples_per_prompt} samples a step",
             *([assumed] if assumed else []),
+            "tail batching: with the lengths of an epoch before; in the first epoch a step is as synchronous",
         ],
     )

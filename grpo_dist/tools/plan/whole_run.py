@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_dist.config import Config
@@ -9,16 +10,27 @@ from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan.checkpoints import COPY, DISK, PlannedCheckpoints, planned_checkpoints
 from grpo_dist.tools.plan.evaluation import PlannedEvaluation, planned_evaluation
 from grpo_dist.tools.plan.options import Planned
+from grpo_dist.tools.plan.phases import Phase
 
 
 @dataclass(frozen=True)
 class WholeRun:
-    """``steps_s``: seconds of all steps. ``evaluation``: None where there is none."""
+    """``phases``: all steps of the run. ``evaluation``: None where there is none."""
 
     config: Config
-    steps_s: float
+    phases: Sequence[Phase]
     evaluation: PlannedEvaluation | None
     checkpoints: PlannedCheckpoints
+
+    @property
+    def steps_s(self) -> float:
+        """Seconds of all steps."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return self.steps_s / self.config.steps
 
     @property
     def overhead_s(self) -> float:
@@ -33,7 +45,18 @@ class WholeRun:
         """Describe evaluations, checkpoints and the total. ``price``: dollars an hour, 0: unknown.
         ``failures``: the total leaves some out.
         """
-        return [*self._evaluations(), self._checkpoints(), self._all(price, failures)]
+        return [*self._steps(), *self._evaluations(), self._checkpoints(), self._all(price, failures)]
+
+    def _steps(self) -> list[str]:
+        """Describe the phases where there are several kinds of steps."""
+        if len({(phase.max_new_tokens, phase.in_first_epoch) for phase in self.phases}) == 1:
+            return []
+        parts = [
+            f"{phase.steps:,} with up to {phase.max_new_tokens:,} tokens take {written(phase.step_s, 's')}"
+            + (", in the first epoch, whose lengths are unknown" if phase.in_first_epoch else "")
+            for phase in self.phases
+        ]
+        return [f"steps: {'; '.join(parts)}; {self.steps_s / 3600:,.2f} h in all"]
 
     def _evaluations(self) -> list[str]:
         found, lines = self.evaluation, []
@@ -91,11 +114,8 @@ class WholeRun:
         return f"{written(seconds / self.seconds, '%')} of the run's time"
 
 
-def whole_run(planned: Planned) -> WholeRun:
-    option = planned.option
-    return WholeRun(
-        option.config,
-        option.config.steps * planned.simulated.step_s,
-        planned_evaluation(option, planned.simulated.step_s),
-        planned_checkpoints(planned),
-    )
+def whole_run(planned: Planned, phases: Sequence[Phase]) -> WholeRun:
+    """Return the run of ``planned``, whose steps are those of ``phases``."""
+    option, seconds = planned.option, sum(phase.seconds for phase in phases)
+    evaluation = planned_evaluation(option, seconds / option.config.steps)
+    return WholeRun(option.config, phases, evaluation, planned_checkpoints(planned))

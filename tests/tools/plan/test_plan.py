@@ -11,6 +11,7 @@ from rich.console import Console
 
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.cli import main
+from grpo_dist.config import SamplingConfig
 from grpo_dist.config.files import changed, load_config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult, DecodeStep
@@ -21,6 +22,7 @@ from grpo_dist.tools.plan.calibration import calibrate
 from grpo_dist.tools.plan.command import _stragglers, made_setting, make_plan
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.options import Option, Setting, option_of, option_or_reason, planned
+from grpo_dist.tools.plan.phases import RunLengths
 from grpo_dist.tools.plan.rates import Peaks, Rates, Reached, UpdateWork
 from grpo_dist.tools.plan.report import print_plan, rank_failures_of
 from grpo_dist.tools.plan.report_splits import cost_per_million
@@ -586,14 +588,45 @@ def printed(made):
     return console.export_text()
 
 
-def test_a_plan_of_a_length_schedule_shows_that_it_is_an_upper_bound():
-    lengths = ("sampling.max_new_tokens={schedule: [[0, 128], [9, 256]]}", "sampling.max_new_tokens=256")
+def test_a_plan_of_a_steered_length_shows_that_it_is_an_upper_bound():
+    lengths = ("sampling.max_new_tokens={start: 128, largest: 256}", "sampling.max_new_tokens=256")
     texts = []
     for own in lengths:
         loaded = load_config(GPU, ["batch.prompts_per_step=16", own])
         texts.append(printed(make_plan(loaded, "1x8xH100", splits="none")))
     words = "upper bound: `sampling.max_new_tokens` begins with 128 tokens"
     assert words in " ".join(texts[0].split()) and "upper bound" not in texts[1]
+
+
+def test_the_hours_of_a_length_schedule_are_those_of_its_phases():
+    """Those of a plan of each length alone, with the engines of the longest one."""
+    own = ["batch.prompts_per_step=16", "steps=100", "bench.lengths={kind: lognormal, mean: 150, sigma: 1}"]
+    schedule = "sampling.max_new_tokens={schedule: [[0, 128], [60, 256], [90, 192], [100, 512]]}"
+    made = make_plan(load_config(GPU, [*own, schedule]), "1x8xH100", splits="none")
+    alone = {}
+    for tokens in (128, 192, 256, 512):
+        plain = [*own, f"sampling.max_new_tokens={tokens}"]
+        alone[tokens] = make_plan(load_config(GPU, plain), "1x8xH100", splits="none")
+    expected = [(60, 128), (30, 256), (10, 192)]
+    assert [(p.steps, p.max_new_tokens) for p in made.whole.phases] == expected
+    assert made.simulated.simulated.step_s == alone[512].simulated.simulated.step_s
+    assert made.whole.steps_s == pytest.approx(
+        sum(steps * alone[tokens].simulated.simulated.step_s for steps, tokens in expected), rel=0.02
+    )
+    text = " ".join(printed(made).split())
+    assert "steps: 60 with up to 128 tokens take" in text and "upper bound" not in text
+    assert f"100 steps take {made.whole.steps_s / 3600:,.1f} h" in text
+    assert "with up to" not in printed(alone[512])
+
+
+def test_a_run_with_a_schedule_and_a_first_epoch_has_a_phase_for_each_kind_of_step():
+    fixed = SamplingConfig(max_new_tokens=8)
+    assert list(RunLengths(fixed).parts(5)) == [(5, 8, False)]
+    assert list(RunLengths(fixed, 9).parts(5)) == [(5, 8, True)]
+    schedule = SamplingConfig(max_new_tokens={"schedule": [[0, 8], [4, 16], [10, 32]]})
+    assert list(RunLengths(schedule, 6).parts(10)) == [(4, 8, True), (2, 16, True), (4, 16, False)]
+    steered = SamplingConfig(max_new_tokens={"start": 8, "largest": 32})
+    assert list(RunLengths(steered).parts(10)) == [(10, 32, False)]
 
 
 @pytest.mark.family("costly")

@@ -2,13 +2,14 @@
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from grpo_dist.config.files import load_config
 from grpo_dist.tools.plan.command import make_plan
-from grpo_dist.tools.plan.elastic import _counts, elastic_lines
+from grpo_dist.tools.plan.elastic import _counts, elastic_lines, elastic_runs
 from grpo_dist.tools.plan.report import print_plan
 
 GPU = str(Path(__file__).resolve().parents[3] / "configs/gsm8k_qwen2.5_1.5b.yaml")
@@ -30,7 +31,9 @@ def plan(*overrides):
 @pytest.mark.family("costly")
 def test_a_plan_prices_each_number_of_engines_that_may_serve():
     made = plan("rollout.num_workers={min: 1, max: 3}")
-    lines = elastic_lines(made.simulated)
+    price = made.setting.cluster.card.price
+    every = elastic_lines(made.simulated, made.whole, price=price)
+    lines = every[:3]
     assert [line.split(" engine(s)")[0] for line in lines] == [f"elastic: {n}" for n in (1, 2, 3)]
     seconds = [float(line.split(": ")[2].split(" s a step")[0].replace(",", "")) for line in lines]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
@@ -40,9 +43,26 @@ def test_a_plan_prices_each_number_of_engines_that_may_serve():
     console = Console(width=200, record=True, file=io.StringIO())
     print_plan(made, console)
     printed = " ".join(console.export_text().split())
-    assert [line for line in lines if line not in printed] == []
+    assert [line for line in every if line not in printed] == []
+    first, *_, last, left_out = every[3:]
+    hours = made.whole.seconds / 3600
+    gpus = made.simulated.option.roles.gpus
+    assert first.startswith(f"elastic, the whole run: 1 engine(s) throughout: {hours:,.2f} h, ")
+    assert first.endswith(f"{gpus * hours:,.1f} GPU-hours, ${price * gpus * hours:,.2f}")
+    assert "3 throughout" in last and "less time" in last and "left out" in left_out
+    assert "3 for 50% of the time" in every[5]
 
 
 @pytest.mark.family("costly")
 def test_a_fixed_number_of_engines_has_no_such_rows():
-    assert elastic_lines(plan("rollout.num_workers=2").simulated) == []
+    made = plan("rollout.num_workers=2")
+    assert elastic_lines(made.simulated, made.whole, price=1.0) == []
+
+
+def test_hours_and_gpu_hours_by_the_share_of_the_time_with_all_engines():
+    """Ten hours of steps, and half as long with all engines; an hour of evaluations beside them."""
+    whole = SimpleNamespace(steps_s=36_000.0, overhead_s=3_600.0)
+    runs = {run.share: run for run in elastic_runs(whole, 0.5, gpus=4, extra=8)}
+    assert [runs[share].hours for share in (0.0, 0.5, 1.0)] == pytest.approx([11.0, 10 / 1.5 + 1, 6.0])
+    held = [runs[share].gpu_hours for share in (0.0, 0.5, 1.0)]
+    assert held == pytest.approx([44.0, 8 * (10 / 1.5 + 1), 72.0])

@@ -90,6 +90,33 @@ def test_every_way_is_switched_on_alone_and_together():
     assert by_name["and speculation"].option.scenario.rates.reached.accepted == 1.5
 
 
+def test_tail_batching_saves_nothing_in_the_first_epoch():
+    """40,000 prompts are 313 steps of 128, and 53,000 are 415."""
+    unknown = {
+        stage.file: PricedStage.of(stage, PRICE_VARIANTS[3], MIDDLE).unknown_steps for _, stage in STAGES
+    }
+    assert unknown == {
+        "deepscaler_1.5b_8k": 313, "deepscaler_1.5b_16k": 0, "deepscaler_1.5b_24k": 0,
+        "polaris_4b_40k": 234, "polaris_4b_48k": 181, "polaris_4b_52k": 0,
+    }  # fmt: skip
+    small = replace(RUNS[0].stages[0], rows=128 * 2000)  # more prompts than the stage has steps for
+    plain, tail, known = (
+        PricedStage.of(stage, PRICE_VARIANTS[i], MIDDLE)
+        for stage, i in ((small, 1), (small, 3), (replace(small, rows=1), 3))
+    )
+    assert PRICE_VARIANTS[3].name == "and tail batching"
+    plain = replace(plain, steps=tail.steps)
+    assert tail.gpu_hours == pytest.approx(plain.gpu_hours, rel=0.02)
+    assert known.gpu_hours < 0.98 * plain.gpu_hours and known.digest != tail.digest
+    assert plain.digest == replace(plain, unknown_steps=7).digest
+
+
+def test_the_stages_of_a_run_follow_each_other():
+    for run in RUNS:
+        steps = [load_config(CONFIGS / f"published/{stage.file}.yaml").steps for stage in run.stages]
+        assert [stage.begins_at for stage in run.stages] == [sum(steps[:i]) for i in range(len(steps))]
+
+
 @pytest.mark.family("costly")
 def test_the_command_finds_a_stale_page_and_repairs_it(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"

@@ -1,15 +1,19 @@
 """The tail of a step: its formula against Monte Carlo, and what each way saves on two simulated engines."""
 
 import heapq
+import io
 import math
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from grpo_dist import cli
 from grpo_dist.config import LengthsConfig
 from grpo_dist.config.files import changed
 from grpo_dist.tools.bench.lengths import length_of
+from grpo_dist.tools.plan.command import make_plan
+from grpo_dist.tools.plan.report import print_plan
 from grpo_dist.tools.plan.scenario import Scenario
 from grpo_dist.tools.plan.simulation import simulate
 from grpo_dist.tools.plan.tail import VARIANTS, formula_s, sampling_limit_s
@@ -51,6 +55,30 @@ def test_the_formula_of_the_tail_agrees_with_monte_carlo(share, slots, window):
     assert found == pytest.approx(expected, rel=0.05, abs=3 * error)
     whole = no_tail_steps(lengths, prompts=32, samples=8, slots=slots)
     assert whole == pytest.approx(32 * 8 * 99.6 / slots, rel=0.01) and whole < found
+
+
+@pytest.mark.parametrize("rows", [32, None])
+def test_a_plan_has_the_first_epoch_of_tail_batching_where_it_can_count_its_prompts(tmp_path, rows):
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(f'{{"problem": "q{i}", "answer": "{i}"}}\n' for i in range(64)))
+    source = {"path": str(path)} if rows else {"path": "nowhere/math"}
+    planned = config(
+        model={"path": "Qwen/Qwen2.5-0.5B", "gradient_checkpointing": True},
+        data={"train": [source | {"max_rows": rows}], "order": "length", "length_window": 2},
+        batch={"prompts_per_step": 8, "samples_per_prompt": 4},
+        policy={"zero_stage": 2},
+        bench={"lengths": {"kind": "lognormal", "mean": 100, "sigma": 1.0, "prompt_share": 0.9}},
+        sampling={"max_new_tokens": 2000},
+        steps=10,
+    )
+    made = make_plan(planned, "1x2xH100", splits="none")
+    found = [(phase.steps, phase.in_first_epoch) for phase in made.whole.phases]
+    assert found == ([(4, True), (6, False)] if rows else [(10, False)])
+    console = Console(record=True, width=200, file=io.StringIO())
+    print_plan(made, console)
+    text = " ".join(console.export_text().split())
+    assert ("cannot be counted here" in text) == (rows is None)
+    assert ("in the first epoch, whose lengths are unknown" in text) == (rows is not None)
 
 
 def test_equal_lengths_have_no_tail_and_tail_batching_of_unpredictable_ones_saves_nothing():
