@@ -19,6 +19,7 @@ from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.bottleneck import STAGES, reason
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
+from grpo_dist.tools.plan.delta_shares import delta_line
 from grpo_dist.tools.plan.elastic import elastic_lines
 from grpo_dist.tools.plan.engine_memory import is_quantised
 from grpo_dist.tools.plan.memory import USABLE, Sizes, expert_bytes
@@ -140,6 +141,7 @@ def _head(plan: Plan) -> list[str]:
         )
     if workload.assumed:
         lines.append(f"assumed: {workload.assumed}")
+    lines += delta_line(shown.option.config, itemsize)
     if setting.reward_models:
         lines.append(
             "assumed: reward models read as many tokens as the policy writes; their templates and step "
