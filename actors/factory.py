@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.lifecycle.actor_spec import ActorSpec, GuestSpec
 from actors.lifecycle.supervisor import Team
-from actors.placement.demands import Demand, Devices, colocated_ranks
+from actors.placement.demands import Demand, Devices, colocated_ranks, uncounted_threads
 from actors.placement.reservation import Reservation
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.environment import EnvironmentPool
@@ -126,7 +126,8 @@ class Factory:
         if not rollout.may_grow or "policy" not in self.demands:
             return None
         cpus = demand.cpus if demand.gpus else demand.threads
-        return GuestSpec(rollout.most_workers - rollout.num_workers, cpus, demand.gpus)
+        uncounted = 0 if demand.gpus else uncounted_threads(self.demands)
+        return GuestSpec(rollout.most_workers - rollout.num_workers, cpus, demand.gpus, uncounted)
 
     def evaluation(self, model_dir: Path, environments: EnvironmentPool | None) -> RolloutPool | None:
         """Create the engines on which evaluation runs while training continues; None: there are none."""

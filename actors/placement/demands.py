@@ -14,7 +14,7 @@ GPU 8         evaluation's own engine  GPU 8                 evaluation's own en
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from grpo_dist.config import (
 from grpo_dist.errors import UserError
 
 _ROUNDING = 1e-6  # three times 1/3 is a GPU
+_COMPUTING = ("rollout", "policy", "evaluation")  # the other roles mostly wait
 
 
 @dataclass(frozen=True)
@@ -245,14 +246,18 @@ def _of_reward_models(rewards: RewardsConfig, on_each: int | None, on_gpu: int, 
     return Demand(workers, on_gpu, 1, shared=shared)
 
 
+def uncounted_threads(demands: Mapping[str, Demand]) -> int:
+    """Return the threads of engines and ranks that have no CPUs reserved: Ray has their cores as free."""
+    computing = (demands[role] for role in _COMPUTING if role in demands)
+    return sum(demand.workers * demand.threads for demand in computing if not demand.cpus)
+
+
 def _with_cpus(demands: dict[str, Demand], has: Resources, *, colocated: bool) -> dict[str, Demand]:
     """Add the CPUs that are reserved for each worker, if there are enough for all."""
     if has.gpus:
         cpus = {role: 0 if demand.shared else 1 for role, demand in demands.items()}
     elif has.shared and not colocated:
-        # Engines and ranks compute; the other roles mostly wait.
-        computing = ("rollout", "policy", "evaluation")
-        cpus = {role: demands[role].threads for role in computing if role in demands}
+        cpus = {role: demands[role].threads for role in _COMPUTING if role in demands}
     else:
         cpus = {}
     enough = sum(each * demands[role].workers for role, each in cpus.items()) <= has.cpus

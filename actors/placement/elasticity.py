@@ -95,7 +95,8 @@ class Elasticity:
         )
 
     async def _fill(self, missing: int) -> None:
-        rooms = await in_thread(lambda: spare.rooms(self._guests.cpus, self._guests.gpus, missing))
+        own = self._guests
+        rooms = await in_thread(lambda: spare.rooms(own.cpus, own.gpus, missing, uncounted=own.uncounted))
         for index, node in zip(self._team.free_places(), rooms, strict=False):
             self._team.join(index, node).add_done_callback(partial(self._note_join, index))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import ray
@@ -19,9 +20,10 @@ def draining() -> dict[str, float]:
     return {node: max(0.0, at_ms / 1000 - now) if at_ms else float("inf") for node, at_ms in known.items()}
 
 
-def rooms(cpus: float, gpus: float, count: int) -> list[str]:
+def rooms(cpus: float, gpus: float, count: int, *, uncounted: float = 0) -> list[str]:
     """Return the ids of nodes for up to ``count`` actors that take ``cpus`` and ``gpus`` of one node each; a
-    node with room for several stands there several times. The fullest node comes first.
+    node with room for several stands there several times. The fullest node comes first. ``uncounted``: CPUs
+    in use that Ray has as free.
     """
     # See `reservation.nodes`.
     from ray._private.state import available_resources_per_node
@@ -29,11 +31,16 @@ def rooms(cpus: float, gpus: float, count: int) -> list[str]:
     free, going = available_resources_per_node(), draining()
     alive = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in going]
     has = {node: (free.get(node, {}).get("GPU", 0.0), free.get(node, {}).get("CPU", 0.0)) for node in alive}
-    return pick(has, cpus, gpus, count)
+    return pick(has, cpus, gpus, count, uncounted=uncounted)
 
 
-def pick(has: dict[str, tuple[float, float]], cpus: float, gpus: float, count: int) -> list[str]:
+def pick(
+    has: dict[str, tuple[float, float]], cpus: float, gpus: float, count: int, *, uncounted: float = 0
+) -> list[str]:
     """See `rooms`. ``has``: free GPUs and CPUs of each node."""
+    if uncounted:  # on which node is not known where there are several, so they are taken off the sum
+        free = sum(free_cpus for _, free_cpus in has.values()) - uncounted
+        count = min(count, math.floor(max(0.0, free) / cpus))
     chosen: list[str] = []
     for node, (free_gpus, free_cpus) in sorted(has.items(), key=lambda item: (item[1], item[0])):
         while len(chosen) < count and free_gpus >= gpus and free_cpus >= cpus:

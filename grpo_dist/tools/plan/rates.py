@@ -21,15 +21,13 @@ from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config import Config
 from grpo_dist.policy.offload import optimizer_device
 from grpo_dist.tools.plan.accelerators import ClusterShape
+from grpo_dist.tools.plan.delta_shares import delta_share
 from grpo_dist.tools.plan.engine_memory import is_quantised
 from grpo_dist.tools.plan.memory import Sizes, lora_parameters, states
 from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.reward_models import KnownRewardModel
 
 _HOP_S = 12e-6  # an all-reduce of few bytes within a node
-# Bytes of a delta for each byte of the weights: 1 in 100 words changed (arXiv 2602.03839), at 2 bytes and a
-# gap of one byte, sometimes two.
-DELTA_SHARE = 0.0154
 _CPU_ADAM = 4e9  # parameters a second of one node's processors
 
 
@@ -234,7 +232,7 @@ class Rates:
     def sync_s(self) -> float:
         """Return the seconds of sending weights or adapters to the engines. ZeRO-3 gathers them first.
 
-        With `weight_sync.deltas`=true a hundredth of the weights changes; auto counts as false, because it
+        With `weight_sync.deltas`=true a `delta_share` of the bytes is sent; auto counts as false, because it
         depends on where engines start.
         """
         adapters = self.config.policy.lora is not None and self.config.policy.lora.sync == "adapter"
@@ -246,7 +244,8 @@ class Rates:
         if self.config.weight_sync.deltas is True:
             if self.peaks.host:  # the copy to the policy's GPU and back, and the engine's to its GPU
                 copies = 3 * sent / (self.peaks.host * self.reached.host)
-            return (gathers + DELTA_SHARE) * sent / network + copies + self.reached.sync_s
+            share = delta_share(self.sizes.itemsize, self.config.policy.optimizer.lr)
+            return (gathers + share) * sent / network + copies + self.reached.sync_s
         return (1 + gathers) * sent / network + self.reached.sync_s
 
     def turn_s(self) -> float:

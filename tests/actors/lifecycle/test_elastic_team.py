@@ -238,7 +238,7 @@ def test_engines_join_while_nodes_have_room_and_leave_when_fewer_are_wanted(ray_
     node, rooms, going, wanted, placed = here(), [1], {}, [None], [True]
     monkeypatch.setattr("actors.placement.spare.draining", lambda: dict(going))
     monkeypatch.setattr(
-        "actors.placement.spare.rooms", lambda cpus, gpus, count: [node] * min(count, rooms[0])
+        "actors.placement.spare.rooms", lambda cpus, gpus, count, uncounted: [node] * min(count, rooms[0])
     )
 
     async def work(rollouts, team):

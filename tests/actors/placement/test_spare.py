@@ -2,8 +2,15 @@
 
 import logging
 
+import pytest
+
+from actors.factory import Factory
+from actors.lifecycle.actor_spec import GuestSpec
+from actors.placement.demands import Demand, Resources, placement, uncounted_threads
 from actors.placement.elasticity import wanted_in
+from actors.placement.reservation import Reservation
 from actors.placement.spare import pick
+from tests.support import fakes
 
 GPUS = {"a": (2.0, 8.0), "b": (1.0, 8.0), "c": (4.0, 1.0)}
 
@@ -13,6 +20,43 @@ def test_guests_go_to_the_fullest_nodes_that_have_all_they_take():
     assert pick(GPUS, 0, 2, 10) == ["a", "c", "c"]
     assert pick(GPUS, 0, 2, 1) == ["a"]
     assert pick(GPUS, 0, 5, 1) == []
+
+
+def test_cores_that_ray_has_as_free_while_the_run_computes_on_them_are_no_room():
+    laptop = {"a": (0.0, 8.0)}
+    assert pick(laptop, 1, 0, 7) == ["a"] * 7
+    assert pick(laptop, 1, 0, 7, uncounted=5) == ["a"] * 3
+    assert pick(laptop, 2, 0, 7, uncounted=5) == ["a"]
+    assert pick(laptop, 1, 0, 7, uncounted=8) == pick(laptop, 1, 0, 7, uncounted=9) == []
+    assert pick({"a": (0.0, 2.0), "b": (0.0, 4.0)}, 1, 0, 9, uncounted=3) == ["a", "a", "b"]
+
+
+def elastic(**changes):
+    settings = {"rollout": {"num_workers": {"min": 1, "max": 8}, "threads": 1}, "policy": {"threads": 4}}
+    return fakes.config(cluster={"placement": "separate"}, **settings | changes)
+
+
+@pytest.mark.parametrize(
+    ("shared", "cpus", "uncounted"),
+    [
+        (False, 8, 5),  # a private Ray, where nothing is reserved
+        (True, 8, 0),  # one with others: Ray counts
+        (True, 4, 5),  # too few to reserve
+    ],
+)
+def test_guests_find_room_beside_the_threads_of_the_actors_that_ray_does_not_count(shared, cpus, uncounted):
+    config = elastic()
+    demands = placement(config, Resources(cpus=cpus, gpus=0, shared=shared), training=True)
+    assert Factory(config, demands, Reservation([], None)).guests() == GuestSpec(7, 1, 0, uncounted)
+
+
+def test_evaluation_engines_compute_on_cores_too_and_engines_on_gpus_need_none():
+    computing = {"rollout": Demand(1, 0, 1), "policy": Demand(2, 0, 4), "evaluation": Demand(2, 0, 3)}
+    assert uncounted_threads(computing | {"rewards": Demand(4, 0, 1)}) == 1 + 2 * 4 + 2 * 3
+    config = elastic()
+    demands = placement(config, Resources(cpus=16, gpus=8), training=True)
+    guests = Factory(config, demands, Reservation([], None)).guests()
+    assert (guests.gpus, guests.uncounted) == (1, 0)
 
 
 def test_the_wanted_number_is_read_from_a_file_and_what_is_no_number_is_reported_once(tmp_path, caplog):
