@@ -17,7 +17,6 @@ from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.bottleneck import STAGES, reason
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
-from grpo_dist.tools.plan.delta_shares import delta_line
 from grpo_dist.tools.plan.elastic import elastic_lines
 from grpo_dist.tools.plan.memory import USABLE, Sizes
 from grpo_dist.tools.plan.options import Option, Planned, Setting, node_host_bytes
@@ -94,62 +93,6 @@ def _about_reward_models(rewards: RewardsConfig, setting: Setting) -> list[str]:
     return lines
 
 
-<<<<<<< HEAD
-=======
-def _turns(workload: Workload) -> list[str]:
-    if workload.turns == 1:
-        return []
-    return [
-        f"episodes: {workload.turns} turns each, {workload.tool_s:g} s of an environment between two; "
-        "engines sample other episodes meanwhile"
-    ]
-
-
-def _experts(policy: PolicyConfig, rollout: RolloutConfig, model: ModelShape, itemsize: int) -> list[str]:
-    """Describe the experts of a mixture: their share of the memory of a policy rank and of an engine."""
-    s = model.shape
-    if not s.experts:
-        return []
-    engine = model.expert_parameters * (1 if is_quantised(rollout) else itemsize)
-    trained = expert_bytes(policy, model, itemsize) / GIB
-    held = engine / rollout.tensor_parallel_size / GIB
-    return [
-        f"experts: {model.expert_parameters / 1e9:,.3f} billion of these parameters, {s.experts} in each of "
-        f"{s.layers} layers, {s.experts_per_token} of them for a token; they take {trained:,.1f} GiB of a "
-        f"policy rank and {held:,.1f} GiB of each device of an engine"
-    ]
-
-
-def _head(plan: Plan) -> list[str]:
-    setting = plan.setting
-    model, workload, calibration = setting.model, setting.workload, setting.calibration
-    shown = plan.simulated or plan.found[0]
-    itemsize = Sizes.of(shown.option.config, gpu=setting.cluster.card is not None).itemsize
-    lines = [
-        f"{model.name}: {model.parameters / 1e9:,.3f} billion parameters on {setting.cluster}",
-        *_experts(shown.option.config.policy, shown.option.config.rollout, model, itemsize),
-        f"lengths: prompts of {workload.prompt_tokens}, completions of {workload.mean:,.0f} tokens on "
-        f"average, at most {workload.cap:,}",
-        *_turns(workload),
-        f"times: {calibration.reached.source if calibration else 'data sheet with assumed efficiencies'}",
-    ]
-    if plan.begins_with < workload.cap:
-        lines.append(
-            f"upper bound: `sampling.max_new_tokens` begins with {plan.begins_with:,} tokens, but every step "
-            f"is planned with its longest, {workload.cap:,}"
-        )
-    if workload.assumed:
-        lines.append(f"assumed: {workload.assumed}")
-    lines += delta_line(shown.option.config, itemsize)
-    if setting.reward_models:
-        lines.append(
-            "assumed: reward models read as many tokens as the policy writes; their templates and step "
-            "marks are left out"
-        )
-    return lines
-
-
->>>>>>> work-a
 def _slow(planned: Planned) -> list[str]:
     config, slow, lines = planned.option.config, planned.option.scenario.stragglers, []
     if slow.engines and slow.engine_factor > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from grpo_dist.config import LengthSchedule, PolicyConfig, RolloutConfig, SamplingConfig
 from grpo_dist.runtime.hardware import GIB
+from grpo_dist.tools.plan.delta_shares import delta_line
 from grpo_dist.tools.plan.engine_memory import is_quantised
 from grpo_dist.tools.plan.evaluation import first_epoch_steps
 from grpo_dist.tools.plan.memory import Sizes, expert_bytes
@@ -78,6 +79,7 @@ def head_lines(plan: Plan) -> list[str]:
         )
     if workload.assumed:
         lines.append(f"assumed: {workload.assumed}")
+    lines += delta_line(shown.option.config, itemsize)
     if setting.reward_models:
         lines.append(
             "assumed: reward models read as many tokens as the policy writes; their templates and step "

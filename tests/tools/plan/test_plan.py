@@ -630,7 +630,6 @@ def test_a_plan_of_a_steered_length_shows_that_it_is_an_upper_bound():
     assert words in " ".join(texts[0].split()) and "upper bound" not in texts[1]
 
 
-<<<<<<< HEAD
 def test_the_hours_of_a_length_schedule_are_those_of_its_phases():
     """Those of a plan of each length alone, with the engines of the longest one."""
     own = ["batch.prompts_per_step=16", "steps=100", "bench.lengths={kind: lognormal, mean: 150, sigma: 1}"]
@@ -660,13 +659,13 @@ def test_a_run_with_a_schedule_and_a_first_epoch_has_a_phase_for_each_kind_of_st
     assert list(RunLengths(schedule, 6).parts(10)) == [(4, 8, True), (2, 16, True), (4, 16, False)]
     steered = SamplingConfig(max_new_tokens={"start": 8, "largest": 32})
     assert list(RunLengths(steered).parts(10)) == [(10, 32, False)]
-=======
+
+
 def test_the_head_of_a_plan_says_what_deltas_are_assumed_to_send():
     small = ["batch.prompts_per_step=16", "sampling.max_new_tokens=256", "policy.optimizer.lr=1e-5"]
     loaded = load_config(GPU, [*small, "weight_sync.deltas=true"])
     text = " ".join(printed(make_plan(loaded, "1x8xH100", splits="none")).split())
     assert "assumed: `weight_sync.deltas` sends 16 % of the weights' bytes (bfloat16 at" in text
->>>>>>> work-a
 
 
 @pytest.mark.family("costly")
