@@ -72,7 +72,8 @@ def head_lines(plan: Plan) -> list[str]:
         f"times: {calibration.reached.source if calibration else 'data sheet with assumed efficiencies'}",
     ]
     lines += _longest(plan.sampling, workload.cap)
-    if shown.option.config.data.order == "length" and first_epoch_steps(shown.option.config) is None:
+    data, batch = shown.option.config.data, shown.option.config.batch
+    if data.order == "length" and first_epoch_steps(data, batch) is None:
         lines.append(
             "assumed: the length of every prompt is known from an epoch before. In the first epoch a step "
             "takes as long as with `data.order` epochs, and the steps of an epoch cannot be counted here"
