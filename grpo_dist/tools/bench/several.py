@@ -120,8 +120,8 @@ def _start(arguments: Sequence[str]) -> int:
         process_option(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
     command = [sys.executable, "-m", "grpo_dist.cli", *arguments]
-    # bounded: the benchmark has deadlines for its start and for each step
-    return subprocess.run(command, preexec_fn=end_with_parent).returncode
+    ended = subprocess.run(command, preexec_fn=end_with_parent)  # bounded: by the benchmark's deadlines
+    return ended.returncode
 
 
 def print_set(runs: Sequence[BenchRun], results: Mapping[str, BenchResult], console: Console) -> None:
