@@ -82,7 +82,7 @@ class MovingWorker(PolicyWorker):
 
 
 class CountingWorker(RolloutWorker):
-    """An engine that reports how many prompt tokens of each request were found in its cache."""
+    """An engine that reports its steps, and of each request how many prompt tokens were in its cache."""
 
     async def start(self):
         await super().start()
@@ -98,6 +98,10 @@ class CountingWorker(RolloutWorker):
     def cached(self):
         values, self._cached = self._cached, []
         return values
+
+    def steps(self):
+        """Return how many have begun; each samples a token of every request whose prompt it finishes."""
+        return self._engine._steps
 
 
 def one_rank(

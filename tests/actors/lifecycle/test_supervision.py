@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 
 import actors.workers.reference
 from actors.lifecycle.actor_spec import ActorSpec
-from actors.lifecycle.calls import kill, one_at_a_time
+from actors.lifecycle.calls import kill, one_at_a_time, result
 from actors.lifecycle.supervisor import Team, WorkerLost
 from actors.workers.reference import ReferencePool
 from actors.workers.reward import RewardPool
@@ -223,20 +223,19 @@ def test_an_engine_that_hangs_while_it_catches_up_is_replaced_again(ray_cluster)
 @pytest.mark.family("costly actors")
 def test_without_restarts_left_every_waiting_caller_learns_which_engine_failed(ray_cluster):
     async def session(restarts, losses):
-        rollouts = pool(1, restarts)
+        rollouts, lost = pool(1, restarts), None
+        # A replacement is stuck before it serves, so no engine ever answers a caller.
+        rollouts.team.catch_up = lambda worker: result(worker.stick.remote())
         await rollouts.ready()
         await rollouts.workers[0].stick.remote()
         tasks = [asyncio.create_task(fetched(rollouts, f"p{i}")) for i in range(5)]
         await asyncio.sleep(0.1)
         for _ in range(losses):
-            worker = rollouts.workers[0]
             async with asyncio.timeout(HANG_S):
-                while not rollouts.team.is_current(0, worker):
+                while rollouts.workers[0] is lost or not rollouts.team.is_current(0, rollouts.workers[0]):
                     await asyncio.sleep(0.02)
-                    worker = rollouts.workers[0]
-            await worker.stick.remote()
-            kill([worker])
-            await asyncio.sleep(0.1)
+            lost = rollouts.workers[0]
+            kill([lost])
         async with asyncio.timeout(HANG_S):
             errors = await asyncio.gather(*tasks, return_exceptions=True)
         with pytest.raises(WorkerLost):

@@ -140,8 +140,11 @@ def test_requests_in_flight_continue_under_the_new_weights_and_record_the_versio
     new_weights = world.move(13)
 
     async def sync_under_way():
+        engine = world.rollouts.workers[0]
+        before = await engine.steps.remote()
         running = [asyncio.create_task(world.sample(p, list(range(64)), max_new_tokens=200)) for p in PROMPTS]
-        await asyncio.sleep(0.5)
+        while await engine.steps.remote() < before + 3:
+            await asyncio.sleep(0.01)
         world.version += 1
         await world.sync.push(world.version)
         return await asyncio.gather(*running)
