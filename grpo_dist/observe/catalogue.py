@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from grpo_dist.observe.metric_list import METRICS, Metric
+from grpo_dist.observe.metric_entry import Metric
+from grpo_dist.observe.metric_list import METRICS
 from grpo_dist.runtime.generated import refresh
 
 README = Path(__file__).with_name("README.md")

@@ -202,7 +202,8 @@ def _grpo(stage: ResolvedStage, settings: Settings, pipeline: ResolvedPipeline) 
     if option.problems:
         raise UserError("; ".join(option.problems))
     made = planned(option, steps=_STEPS)
-    phases = phases_of(made, RunLengths(sampling, first_epoch_steps(config) or 0))
+    unknown = first_epoch_steps(config.data, config.batch.prompts_per_step) or 0
+    phases = phases_of(made, RunLengths(sampling, unknown))
     memory = {role: need.total / GIB for role, need in option.memory.items() if role in option.roles.workers}
     run = made.simulated
     words = f"{stage.config.steps:,} steps of {run.step_s:.3g} s, {run.tokens_per_s:,.0f} tokens/s"
