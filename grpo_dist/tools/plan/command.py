@@ -68,7 +68,7 @@ def make_plan(
         raise UserError(f"{config.name} on {setting.cluster}: {refused}")
     found = _own_first(config.batch, config.max_staleness, found)
     shown = simulated or found[0]
-    lengths = RunLengths(sampling, first_epoch_steps(config.data, config.batch) or 0)
+    lengths = RunLengths(sampling, first_epoch_steps(config.data, config.batch.prompts_per_step) or 0)
     whole = whole_run(shown, phases_of(shown, lengths))
     return Plan(setting, option, simulated, refused, found, whole, tried, sampling)
 

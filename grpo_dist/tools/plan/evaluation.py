@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_dist.algorithms.schedules import is_due
-from grpo_dist.config import BatchConfig, CheckpointConfig, DataConfig, DataSourceConfig, EvaluationConfig
+from grpo_dist.config import CheckpointConfig, DataConfig, DataSourceConfig, EvaluationConfig
 from grpo_dist.data.readers import read, source_name
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.loop.chores import evaluates_export
@@ -117,14 +117,14 @@ def _scenario(option: Option) -> Scenario:
     )
 
 
-def first_epoch_steps(data: DataConfig, batch: BatchConfig) -> int | None:
+def first_epoch_steps(data: DataConfig, prompts_per_step: int) -> int | None:
     """Return the steps until the first prompt comes again; None where the rows cannot be counted, which takes
     a local file or a `demo:` set.
     """
     counted = [prompts_of(source, None) for source in data.train]
     if not all(known for known, _ in counted):
         return None
-    return math.ceil(sum(size or 0 for _, size in counted) / batch.prompts_per_step)
+    return math.ceil(sum(size or 0 for _, size in counted) / prompts_per_step)
 
 
 def prompts_of(source: DataSourceConfig, most: int | None) -> tuple[bool, int | None]:

@@ -9,11 +9,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from grpo_dist.config import (
+    CheckpointConfig,
     Config,
     ModelConfig,
     PolicyConfig,
     RewardModelConfig,
     RewardsConfig,
+    SpeculationConfig,
 )
 from grpo_dist.config.files import changed
 from grpo_dist.policy.deepspeed_config import deepspeed_config
@@ -212,9 +214,10 @@ def memory_problems(
         )
     needed, has = node_host_bytes(memory, roles, cluster), cluster.host
     if needed > has:
+        remedy = _host_remedy(config.checkpoint, config.rollout.speculation, roles)
         problems.append(
             f"host memory: the workers of one node keep {needed / GIB:,.0f} GiB there, and a node of "
-            f"{cluster} is assumed to have {has / GIB:,.0f} GiB; {_host_remedy(config, roles)}"
+            f"{cluster} is assumed to have {has / GIB:,.0f} GiB; {remedy}"
         )
     return problems
 
@@ -245,10 +248,10 @@ def _remedy(role: str, settings: ModelConfig, policy: PolicyConfig, rewards: Rew
     return _reward_model_remedy(model)
 
 
-def _host_remedy(config: Config, roles: Roles) -> str:
+def _host_remedy(checkpoint: CheckpointConfig, speculation: SpeculationConfig, roles: Roles) -> str:
     first = "set cluster.placement=separate" if roles.sharing else "take back some of `policy.offload`"
-    background = ", set checkpoint.background=false" if config.checkpoint.background else ""
-    texts = ", lower `rollout.speculation.history_tokens`" if config.rollout.speculation.tokens else ""
+    background = ", set checkpoint.background=false" if checkpoint.background else ""
+    texts = ", lower `rollout.speculation.history_tokens`" if speculation.tokens else ""
     return f"{first}{background}{texts}, or add nodes"
 
 

@@ -202,7 +202,8 @@ def _grpo(stage: ResolvedStage, settings: Settings, pipeline: ResolvedPipeline) 
     if option.problems:
         raise UserError("; ".join(option.problems))
     made = planned(option, steps=_STEPS)
-    phases = phases_of(made, RunLengths(sampling, first_epoch_steps(config.data, config.batch) or 0))
+    unknown = first_epoch_steps(config.data, config.batch.prompts_per_step) or 0
+    phases = phases_of(made, RunLengths(sampling, unknown))
     memory = {role: need.total / GIB for role, need in option.memory.items() if role in option.roles.workers}
     run = made.simulated
     words = f"{stage.config.steps:,} steps of {run.step_s:.3g} s, {run.tokens_per_s:,.0f} tokens/s"
@@ -286,7 +287,7 @@ def _rows_at_hand(stage: ResolvedStage) -> list[tuple[int, int]]:
     if not sources or symbolic.model.startswith("stage:"):
         return []
     try:
-        tokenizer = load_tokenizer(base_model(sft, lambda _: None), False)
+        tokenizer = load_tokenizer(base_model(sft), False)
     except (ValueError, OSError):  # the model is not on this machine
         return []
     pairs = [pair for source in sources for pair in source_pairs(source, sft, tokenizer)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_dist.config import LengthSchedule, PolicyConfig, RolloutConfig, SamplingConfig
+from grpo_dist.config import DataConfig, LengthSchedule, PolicyConfig, RolloutConfig, SamplingConfig
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.delta_shares import delta_line
 from grpo_dist.tools.plan.engine_memory import is_quantised
@@ -72,8 +72,7 @@ def head_lines(plan: Plan) -> list[str]:
         f"times: {calibration.reached.source if calibration else 'data sheet with assumed efficiencies'}",
     ]
     lines += _longest(plan.sampling, workload.cap)
-    data, batch = shown.option.config.data, shown.option.config.batch
-    if data.order == "length" and first_epoch_steps(data, batch) is None:
+    if _is_uncounted(shown.option.config.data, shown.option.config.batch.prompts_per_step):
         lines.append(
             "assumed: the length of every prompt is known from an epoch before. In the first epoch a step "
             "takes as long as with `data.order` epochs, and the steps of an epoch cannot be counted here"
@@ -87,6 +86,11 @@ def head_lines(plan: Plan) -> list[str]:
             "marks are left out"
         )
     return lines
+
+
+def _is_uncounted(data: DataConfig, prompts_per_step: int) -> bool:
+    """Return whether the first epoch of tail batching cannot be told from the others."""
+    return data.order == "length" and first_epoch_steps(data, prompts_per_step) is None
 
 
 def _longest(sampling: SamplingConfig, longest: int) -> list[str]:
