@@ -287,7 +287,7 @@ def _rows_at_hand(stage: ResolvedStage) -> list[tuple[int, int]]:
     if not sources or symbolic.model.startswith("stage:"):
         return []
     try:
-        tokenizer = load_tokenizer(base_model(sft), False)
+        tokenizer = load_tokenizer(base_model(sft, lambda _: None), False)
     except (ValueError, OSError):  # the model is not on this machine
         return []
     pairs = [pair for source in sources for pair in source_pairs(source, sft, tokenizer)]
