@@ -72,11 +72,23 @@ class StuckLoop(Probeable):
         return pending_calls()
 
 
+# The innermost line of each actor that is in a call.
+LAST = {
+    "python": "in sleep_in_python\n      time.sleep(0.01)",
+    "made": "in sleep_in_python\n      time.sleep(0.01)",
+    "c": "in hold_the_interpreter\n      ctypes.PyDLL(None).sleep(LONG_S)",
+    "blocked": "in block_the_loop\n      time.sleep(LONG_S)",
+    "waits": "in within\n      await asyncio.get_running_loop().create_future()",
+}
+
+
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """Allow a busy machine more time. A blocked event loop never answers."""
+    """Allow a busy machine more time."""
     for name in LIMITS_S:
-        monkeypatch.setattr(actors.lifecycle.watchdog, name, 10.0 if name == "_CALLS_S" else LONG_S)
+        monkeypatch.setattr(actors.lifecycle.watchdog, name, LONG_S)
+    for name in ("_REACT_S", "_TURN_S", "_WHOLE_S"):
+        monkeypatch.setattr(stacks, name, LONG_S)
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +117,10 @@ def stuck(ray_cluster, tmp_path_factory):
             ray.get(made["dead"].ready.remote(), timeout=HANG_S)
             time.sleep(0.05)
     wait_until(lambda: len(list(directory.iterdir())) == calls, "calls have not arrived")
-    time.sleep(0.5)  # from each mark to the line below it
-    yield made, pids
+    found = made, pids
+    for name, last in LAST.items():  # below the line that makes its mark
+        wait_until(lambda name=name, last=last: last in report_of(found, name), f"{name} is not there")
+    yield found
     os.kill(pids["stopped"], signal.SIGCONT)
     del made["dead"]
     kill(made.values())
@@ -114,7 +128,10 @@ def stuck(ray_cluster, tmp_path_factory):
 
 def report_of(stuck, *names):
     made, _ = stuck
-    return asyncio.run(where_stuck({name: made[name] for name in names}))
+    with pytest.MonkeyPatch.context() as patch:
+        if "blocked" in names:  # its event loop never answers
+            patch.setattr(actors.lifecycle.watchdog, "_CALLS_S", LIMITS_S["_CALLS_S"])
+        return asyncio.run(where_stuck({name: made[name] for name in names}))
 
 
 @pytest.mark.family("costly actors")
@@ -145,16 +162,7 @@ def test_each_actor_is_reported_with_its_node_process_and_stack(stuck):
     assert "stopped, as by SIGSTOP (state T (stopped))" in told["stopped"]
 
 
-@pytest.mark.parametrize(
-    ("name", "last"),
-    [
-        ("python", "in sleep_in_python\n      time.sleep(0.01)"),
-        ("made", "in sleep_in_python\n      time.sleep(0.01)"),
-        ("c", "in hold_the_interpreter\n      ctypes.PyDLL(None).sleep(LONG_S)"),
-        ("blocked", "in block_the_loop\n      time.sleep(LONG_S)"),
-        ("waits", "in within\n      await asyncio.get_running_loop().create_future()"),
-    ],
-)
+@pytest.mark.parametrize(("name", "last"), LAST.items())
 def test_stacks_omit_the_frames_of_ray_and_end_with_the_most_recent_call(stuck, name, last):
     text = report_of(stuck, name)
     assert last in text and "ray/_private" not in text and "threading.py" not in text
@@ -343,17 +351,19 @@ def test_a_deadline_reports_where_its_workers_are_and_keeps_the_message_of_an_in
 
 @pytest.mark.family("costly actors")
 @pytest.mark.parametrize("budget", [1, 0])
-def test_the_stack_of_a_hung_actor_is_reported_before_it_is_replaced(ray_cluster, caplog, budget):
+def test_the_stack_of_a_hung_actor_is_reported_before_it_is_replaced(ray_cluster, tmp_path, caplog, budget):
     """The log has it, or the error that ends the role."""
     restarts = RestartsConfig(max_per_worker=budget, backoff_s=0.05, health_s=0.5, hang_s=10)
 
     async def session():
         make = one_at_a_time(Stuck).options(num_cpus=0).remote
         team = Team("reference", [lambda _: make()], ActorSpec(restarts=restarts, start_s=LONG_S))
-        await team.ready()
-        team.workers[0].hold_the_interpreter.remote()
+        team.workers[0].hold_the_interpreter.remote(tmp_path / "mark")
         try:
             async with asyncio.timeout(LONG_S):
+                while not (tmp_path / "mark").exists():
+                    await asyncio.sleep(0.05)
+                team.watch()
                 return await team.call("ready")
         finally:
             await team.shutdown()
@@ -363,7 +373,7 @@ def test_the_stack_of_a_hung_actor_is_reported_before_it_is_replaced(ray_cluster
     with caplog.at_level(logging.WARNING, "grpo_dist"):
         if budget:
             assert asyncio.run(session()) > 0
-            (text, *_) = [record.getMessage() for record in caplog.records]
+            (text, *_) = [own.getMessage() for own in caplog.records if own.name == "grpo_dist"]
         else:
             with pytest.raises(RuntimeError, match="reference-0 is lost") as lost:
                 asyncio.run(session())
