@@ -39,6 +39,7 @@ from actors.lifecycle.watchdog import where_stuck
 from actors.placement.demands import Demand, placement, share_out
 from actors.placement.elasticity import Elasticity
 from actors.placement.fitting import bundles, nearest, too_large
+from actors.placement.notice import leaving_nodes
 from actors.placement.reservation import Reservation, expected
 from actors.reference_sync import ReferenceSync
 from actors.startup import wait_until_ready, wait_until_ready_colocated
@@ -223,9 +224,10 @@ class Cluster:
         if pool is not None:
             own = EvaluationEngines(policy, pool, rewards, timeout_s=timeout_s)
         probe = EngineProbe(policy, rollouts, own)
+        leaving = await leaving_nodes(policy.team, timeout_s)
         return Workers(
             rollouts, rewards, reference, policy, sync, reference_sync, usage, self.where_stuck, probe, own,
-            parts.teachers,
+            parts.teachers, leaving,
         )  # fmt: skip
 
     async def _shared_devices(self, policy: PolicyGroup) -> SharedDevices | None:

@@ -69,6 +69,7 @@ class DeltaSync:
         self.token: str | None = None
         self._of: tuple[int, int] | None = None  # version of what was taken, and updates before it
         self._taken: Taken | None = None
+        self._given = 0  # how often an engine was asked to give its weights to another
         self._group: TransferGroup | None = None
 
     async def take_during(
@@ -115,12 +116,14 @@ class DeltaSync:
 
     async def from_peer(self, worker: Any, version: int) -> bool:
         """Have ``worker``, which joins, get the weights ``version`` from an engine that holds them. Return
-        False if none could give them.
+        False if none could give them. The engines take turns, since giving takes cores and network of theirs.
         """
         team, group = self._rollouts.team, self._group
         if self.token is None or self._of is None or self._of[0] != version or group is None:
             return False
-        for peer in [w for w in team.alive() if w is not worker]:
+        peers = [peer for peer in team.alive() if peer is not worker]
+        first, self._given = self._given % max(1, len(peers)), self._given + 1
+        for peer in peers[first:] + peers[:first]:
             names = {name: w for name, w in team.named().items() if w in (worker, peer)}
             stage = "weight sync: an engine gets the weights from another"
             try:

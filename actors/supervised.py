@@ -6,6 +6,7 @@ from pathlib import Path
 
 from actors.cluster import QUEUEING, Cluster
 from actors.lifecycle.usage import ActorUsage
+from actors.placement.notice import leaving_nodes
 from grpo_dist.workers import NO_SAMPLING, Workers
 
 
@@ -18,6 +19,8 @@ class SupervisedCluster(Cluster):
         await self._ready(None)
         limit_s = self._config.cluster.timeouts.sync_s
         usage = ActorUsage({"policy": [policy.team]}, queueing=QUEUEING, timeout_s=limit_s)
+        leaving = await leaving_nodes(policy.team, limit_s)
         return Workers(
-            NO_SAMPLING, NO_SAMPLING, None, policy, NO_SAMPLING, usage=usage, where_stuck=self.where_stuck
-        )
+            NO_SAMPLING, NO_SAMPLING, None, policy, NO_SAMPLING, usage=usage, where_stuck=self.where_stuck,
+            leaving_nodes=leaving,
+        )  # fmt: skip

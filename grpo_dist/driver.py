@@ -22,12 +22,13 @@ from grpo_dist.config import Config
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.health.watch import HealthWatch
-from grpo_dist.loop.chores import Checkpointer, Chores, StatefulParts
+from grpo_dist.loop.chores import Chores, StatefulParts
 from grpo_dist.loop.first_come import PIPELINES
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.publish import publish
 from grpo_dist.loop.staging import Staging, recorded_values
+from grpo_dist.loop.step_chores import Checkpointer
 from grpo_dist.loop.sync_probe import SyncProbe
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.recorder import Recorder
@@ -73,9 +74,7 @@ async def run(
             probe.begin(step)
             await pipeline.launch(through=min(step + config.max_staleness, config.steps - 1))
             with timer("sample"):
-                batch = await pipeline.next(unless=stop_requested)
-            if batch is None:  # asked to stop
-                await chores.preempt(step)
+                batch = await chores.next_batch(step)
             with timer("stage"):
                 staged = await staging.take(step, batch, kl_coef=kl.coef)
             staging.begin(step + 1, pipeline.oldest)

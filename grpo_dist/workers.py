@@ -129,6 +129,7 @@ class Workers:
         probe: None where there is no engine to probe, as with simulated workers.
         evaluation: None where evaluation uses the engines of training.
         teachers: by name, those with a model of their own.
+        leaving_nodes: the nodes of policy ranks, and the driver's, that are about to go; safe at any time.
     """
 
     rollouts: RolloutHandle
@@ -142,3 +143,4 @@ class Workers:
     probe: ProbeHandle | None = None
     evaluation: EvaluationHandle | None = None
     teachers: Mapping[str, ReferenceHandle] = field(default_factory=dict)
+    leaving_nodes: Callable[[], frozenset[str]] = frozenset

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
@@ -88,12 +88,6 @@ class ElasticTeam(Team):
             logger.warning("%s is lost (%s); others sample its groups", self._name(index), reason(error))
             self._changes["engines/left"] += 1
             self._remove(index)
-
-    def oversee(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``, which has guests join and leave, until `shutdown`; its failure fails the role."""
-        task = asyncio.create_task(work, name=f"guests of {self._role}")
-        task.add_done_callback(self._ended)
-        self._watching.append(task)
 
     def join(self, index: int, node: str) -> asyncio.Task[None]:
         """Start guest ``index`` on ``node``; it serves once the returned task is done, unless it failed."""

@@ -96,6 +96,12 @@ class Team:
                 task.add_done_callback(self._ended)
                 self._watching.append(task)
 
+    def oversee(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` beside the actors until `shutdown`; its failure fails the role."""
+        task = asyncio.create_task(work, name=f"watch over {self._role}")
+        task.add_done_callback(self._ended)
+        self._watching.append(task)
+
     def alive(self) -> list[Any]:
         """Return the actors that serve."""
         return [worker for i, worker in enumerate(self.workers) if self._serves(i)]

@@ -4,41 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.batch.token_values import ValuesOfSamples
-from grpo_dist.config import CheckpointConfig, Config, EvaluationConfig, ProfileConfig
-from grpo_dist.errors import RERUN, Preempted
+from grpo_dist.config import CheckpointConfig, Config, EvaluationConfig
 from grpo_dist.health.bounds import SKIPPED
-from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
+from grpo_dist.health.watch import HealthWatch
 from grpo_dist.loop.concurrent_evaluation import ConcurrentEvaluation, discard_snapshots
+from grpo_dist.loop.groups import ScoredBatch
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.ledger import ledger_entry
-from grpo_dist.loop.metrics import throughput_metrics, trained_metrics
 from grpo_dist.loop.own_metrics import OwnMetrics
 from grpo_dist.loop.pipeline import Pipeline
 from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.staging import Staged, Staging
+from grpo_dist.loop.step_chores import Checkpointer, StepChores, StepTimes
 from grpo_dist.plugins.inputs import MetricInputs
-from grpo_dist.runtime.concurrency import unless_stopped
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.recorder import Recorder
-from grpo_dist.types import Group
 from grpo_dist.workers import Workers
 
 # Objects that are made before a garbage collection looks at them; Python's 700 are those of 70 samples.
 _NEW_OBJECTS = 20_000
-
-
-class Checkpointer(Protocol):
-    """`runs.checkpoint.Checkpoints` in production. Writes in the background; `settle` waits for it."""
-
-    async def save(self, step: int, workers: Workers, progress: Progress) -> None: ...
-    async def settle(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,121 +52,6 @@ class StatefulParts:
             self.staging.rewards,
             evaluations,
         )
-
-
-class StagedCounts(Protocol):
-    """How much a step trains on: rows, their tokens, those that an update needs, and those in the loss."""
-
-    @property
-    def rows(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def needed_tokens(self) -> float: ...
-    @property
-    def loss_tokens(self) -> int: ...
-
-
-class Stateful(Protocol):
-    """What a checkpoint asks for the state of a loop: `StatefulParts` of the driver's."""
-
-    def progress(self, step: int, *, evaluation_pending: bool) -> Progress: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Which steps are traced, after how many steps a checkpoint is due, and the last step of the run."""
-
-    traced: tuple[int, ...]
-    save_every: int
-    last: int
-
-    @classmethod
-    def of(cls, profile: ProfileConfig, checkpoint: CheckpointConfig, last: int) -> StepTimes:
-        return cls(profile.steps, checkpoint.every, last)
-
-
-class StepChores:
-    """Does what the loops of GRPO and of supervised training share: traces, measurements, checkpoints, and
-    the end of a run that is asked to end.
-
-    Args:
-        state: asked for the state of the loop by a checkpoint.
-        stop_requested: true once the run is to save and end.
-    """
-
-    def __init__(
-        self,
-        times: StepTimes,
-        workers: Workers,
-        recorder: Recorder,
-        checkpoints: Checkpointer,
-        state: Stateful,
-        stop_requested: Callable[[], bool],
-    ) -> None:
-        self._times = times
-        self._workers, self._recorder, self._checkpoints, self._state = workers, recorder, checkpoints, state
-        self._stop_requested, self._evaluation_pending = stop_requested, False
-
-    async def before_update(self, step: int) -> None:
-        """Have the policy trace the update of ``step`` if the profile asks for it."""
-        if step in self._times.traced:
-            await self._workers.policy.trace_next(self._recorder.directory, step)
-
-    async def _final_metrics(
-        self,
-        staged: StagedCounts,
-        groups: Sequence[Group],
-        timer: Stopwatch,
-        update: Mapping[str, float],
-        *,
-        trained: bool,
-    ) -> dict[str, float]:
-        """Return what is known once the step is made; stop its clock. ``groups``: for the throughput;
-        ``update``: metrics of the update.
-        """
-        usage = self._workers.usage
-        metrics = await usage.read() if usage else {}
-        metrics |= throughput_metrics(groups, timer.stop())
-        if trained:
-            metrics |= trained_metrics(staged.rows, staged.tokens, staged.needed_tokens, update)
-        metrics[TRAINED_TOKENS] = float(staged.loss_tokens if trained else 0)
-        return metrics
-
-    async def _measure(
-        self, step: int, phase: str, measurement: Callable[[], Coroutine[Any, Any, dict[str, float]]]
-    ) -> None:
-        """Record a measurement of ``step``, but not in a run that is asked to end: it has no time, and
-        measures after its resume.
-        """
-        self._evaluation_pending = True
-        if self._stop_requested():
-            return
-        self._recorder.phase(phase)
-        found = await unless_stopped(measurement(), self._stop_requested)
-        if found is not None:
-            self._recorder.log(step, found)
-            self._evaluation_pending = False
-
-    async def _save_where_due(self, step: int) -> None:
-        """Save after ``step`` where that is due. Raises Preempted in a run that is asked to end."""
-        if is_due(step, self._times.save_every) or step == self._times.last or self._stop_requested():
-            await self._save(step)
-        if self._stop_requested():  # asked again: it may have come while saving
-            await self._end(step)
-
-    async def _save(self, step: int) -> None:
-        self._recorder.phase("save")
-        self._recorder.flush()
-        await self._checkpoints.save(step, self._workers, self._progress(step))
-
-    def _progress(self, step: int) -> Progress:
-        return self._state.progress(step, evaluation_pending=self._evaluation_pending)
-
-    async def _end(self, step: int) -> NoReturn:
-        await self._checkpoints.settle()
-        self._recorder.phase("end")
-        raise Preempted(f"ended as asked after step {step}, saved; {RERUN}")
 
 
 class Chores(StepChores):
@@ -228,7 +104,7 @@ class Chores(StepChores):
 
     async def before_first_step(self, progress: Progress) -> None:
         """Evaluate if a resumed run did not finish its last evaluation, or a new run begins with one."""
-        self._evaluation_pending = progress.evaluation_pending
+        self._evaluation_pending, self._saved_step = progress.evaluation_pending, progress.step
         step, due = progress.step, progress.evaluations
         if self._concurrent is not None:
             await self._concurrent.resume(step, due, self._stop_requested)
@@ -298,7 +174,24 @@ class Chores(StepChores):
             await self._evaluate(step)
         await self._save_where_due(step)
 
-    async def preempt(self, step: int) -> NoReturn:
+    async def next_batch(self, step: int) -> ScoredBatch:
+        """Wait for the batch that follows ``step``, and return it. Where a node of the policy is about to go
+        meanwhile, the state after ``step`` is saved, since the samples may take longer than its notice.
+
+        Raises Preempted in a run that is asked to end.
+        """
+
+        def is_interrupted() -> bool:
+            return self._stop_requested() or (step > self._saved_step and self._node_leaves())
+
+        while (batch := await self._parts.pipeline.next(unless=is_interrupted)) is None:
+            if self._stop_requested():
+                await self._preempt(step)
+            await self._save(step)
+            self._recorder.phase("sample")
+        return batch
+
+    async def _preempt(self, step: int) -> NoReturn:
         """Save the state after ``step`` and raise Preempted. Samples in flight are given up first: on shared
         GPUs the policy would wait for them.
         """

@@ -1,0 +1,74 @@
+"""Which nodes of the policy are about to go."""
+
+import asyncio
+
+import pytest
+import ray
+
+from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle.supervisor import Team
+from actors.placement import notice
+from actors.placement.notice import DrainNotice, leaving_nodes
+from tests.support.patience import HANG_S
+
+pytestmark = pytest.mark.machine
+
+
+async def until(condition):
+    async with asyncio.timeout(HANG_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_only_the_nodes_that_hold_the_policy_count_and_a_failed_look_is_repeated(monkeypatch, caplog):
+    answers = [{}, RuntimeError("Ray does not answer"), {"a": 60.0, "c": 9.0}, {"c": 9.0}]
+
+    def draining():
+        found = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def session():
+        own = DrainNotice(["a", "b"])
+        watching = asyncio.create_task(own.run())
+        await until(lambda: own.leaving == {"a"})
+        await until(lambda: own.leaving == set())  # the node is gone, or kept after all
+        watching.cancel()
+
+    monkeypatch.setattr(notice, "_LOOK_S", 0.05)
+    monkeypatch.setattr("actors.placement.spare.draining", draining)
+    asyncio.run(session())
+    assert "the notices of nodes are unknown now (" in caplog.text
+
+
+@ray.remote
+class Rank:
+    def up(self):
+        return None
+
+    def close(self):
+        return None
+
+
+@pytest.mark.family("costly actors")
+def test_the_ranks_nodes_and_the_drivers_are_watched_until_the_team_ends(ray_cluster, monkeypatch):
+    going = {}
+    monkeypatch.setattr(notice, "_LOOK_S", 0.05)
+    monkeypatch.setattr("actors.placement.spare.draining", lambda: dict(going))
+
+    async def session():
+        makers = [lambda _: Rank.options(num_cpus=0).remote()] * 2
+        team = Team("policy", makers, ActorSpec(), start=lambda rank: rank.up.remote())
+        await team.ready()
+        leaving = await leaving_nodes(team, HANG_S)
+        assert leaving() == set()
+        going["elsewhere"] = going[ray.get_runtime_context().get_node_id()] = 60.0
+        await until(leaving)
+        assert leaving() == {ray.get_runtime_context().get_node_id()}
+        await team.shutdown()
+        going.clear()
+        await asyncio.sleep(0.2)
+        assert leaving()  # nobody looks any more
+
+    asyncio.run(session())

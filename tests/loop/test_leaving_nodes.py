@@ -1,0 +1,99 @@
+"""The state is saved as soon as a node of the policy is about to go, and the run goes on."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from grpo_dist.driver import run
+from tests.support import fakes
+
+
+class Leaving(fakes.World):
+    """Nodes are about to go from the time on that they are put into ``leaving``."""
+
+    def __init__(self):
+        super().__init__(jitter=False)
+        self.leaving, self.saves = set(), []
+
+    def workers(self, reference=False):
+        return replace(super().workers(reference), leaving_nodes=lambda: frozenset(self.leaving))
+
+    async def save(self, step, workers, progress):
+        self.saves.append(step)
+        await super().save(step, workers, progress)
+
+
+def train(world, **changes):
+    config = fakes.config(checkpoint={"every": 0}, **{"steps": 6} | changes)
+    asyncio.run(run(config, world.workers(), fakes.prompts(40), [], world, world))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_step_in_whose_update_a_node_is_drained_is_saved_and_the_next_are_not(staleness):
+    class Drained(Leaving):
+        async def update(self, batches, **how):
+            if len(self.updates) == 1:
+                self.leaving = {"a"}
+            if len(self.updates) == 3:
+                self.leaving |= {"b"}
+            return await super().update(batches, **how)
+
+    world = Drained()
+    train(world, max_staleness=staleness)
+    assert world.saves == [2, 4, 6]
+    assert [w.split(" is saved")[0] for w in world.warnings] == [
+        "node a of the policy is drained: the state after step 2",
+        "node b of the policy is drained: the state after step 4",
+    ]
+
+
+class Waiting(Leaving):
+    """The samples of the third step wait; a node is drained once the run waits for them, too."""
+
+    def __init__(self, drains):
+        super().__init__()
+        self.drains, self.begun = drains, 0
+
+    def phase(self, name):
+        super().phase(name)
+        if self.drains and name == "sample" and len(self.updates) == 2:
+            self.leaving = {"a"}
+
+    async def sample(self, prompt, **how):
+        self.begun += 1
+        while self.drains and self.begun > 8 and not self.saves:
+            await asyncio.sleep(0.01)
+        return await super().sample(prompt, **how)
+
+
+@pytest.mark.parametrize(("staleness", "order"), [(0, "launched"), (2, "launched"), (2, "finished")])
+def test_a_node_that_is_drained_while_samples_are_missing_has_the_step_before_saved(staleness, order):
+    """Every number is that of a run without it."""
+    batch = {"prompts_per_step": 4, "samples_per_prompt": 2, "order": order}
+    world, plain = Waiting(drains=True), Waiting(drains=False)
+    for own in (world, plain):
+        train(own, max_staleness=staleness, batch=batch, weight_sync={"mode": "keep"})
+    assert world.saves == [2, 6] and plain.saves == [6]
+    assert world.saved[2].step == 2
+    assert sorted(uid for uid, *_ in world.sampled) == sorted(uid for uid, *_ in plain.sampled)
+    if order == "launched":
+        assert world.ledger_entries == plain.ledger_entries
+
+
+def test_what_is_in_a_checkpoint_already_is_not_saved_again():
+    """Neither the model that a run begins with, nor what it resumes from: the first step is."""
+    world = Waiting(drains=True)
+    world.leaving, world.begun = {"a"}, 8
+
+    async def release():
+        await asyncio.sleep(0.5)
+        assert world.saves == []
+        world.drains = False
+
+    async def session():
+        config = fakes.config(steps=2, checkpoint={"every": 0})
+        await asyncio.gather(release(), run(config, world.workers(), fakes.prompts(40), [], world, world))
+
+    asyncio.run(session())
+    assert world.saves == [1, 2]
