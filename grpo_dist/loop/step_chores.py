@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.config import CheckpointConfig, ProfileConfig
