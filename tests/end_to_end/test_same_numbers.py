@@ -25,6 +25,7 @@ EVERY_STEP = (
     f"sampling={CHANGING}",
 )
 OWN = "evaluation.num_workers=1"
+DRAFTING = ("rollout.speculation.tokens=4", "rollout.speculation.max_sequences=64")
 LOOP = """
 import asyncio, json, sys
 import grpo_dist
@@ -59,9 +60,19 @@ def evaluated(directory):
     return {path.name: pq.read_table(path).drop_columns(["score_s"]).to_pylist() for path in files}
 
 
+def trained(directory):
+    """Return what every step sampled, by file, without what the clock decides."""
+    files = sorted((directory / "runs/run/samples").glob("step_*"))
+    assert len(files) == 3
+    return {path.name: repr(pq.read_table(path).drop_columns(["score_s"]).to_pylist()) for path in files}
+
+
 def assert_same(directory, usual):
     assert of_the_run(metrics(directory)) == of_the_run(metrics(usual))
     assert len(evaluated(usual)) == 4 and repr(evaluated(directory)) == repr(evaluated(usual))
+
+
+def assert_no_snapshot_is_left(directory):
     assert list((directory / "runs/run/evaluation").iterdir()) == []
 
 
@@ -83,8 +94,29 @@ def test_engine_trainer_and_reference_agree_on_the_log_probs_of_every_temperatur
 def test_evaluation_on_an_engine_of_its_own_has_the_same_numbers_to_the_last_digit(usual, tmp_path):
     run(tmp_path, *EVERY_STEP, OWN)
     assert_same(tmp_path, usual)
+    assert_no_snapshot_is_left(tmp_path)
     events = (tmp_path / "runs/run/events.jsonl").read_text()
     assert "sync probe of evaluation-0 at version" in events
+
+
+@pytest.mark.family("same numbers")
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.evidence)])
+def test_exact_speculation_has_the_same_numbers_to_the_last_digit(usual, tmp_path, killed):
+    """Over three weight syncs; engines draft for all samples. A resumed run has an empty history."""
+    if killed:
+        run(tmp_path, *EVERY_STEP, *DRAFTING, check=False, kill_after="step_000002")
+    run(tmp_path, *EVERY_STEP, *DRAFTING)
+    assert_same(tmp_path, usual)
+    assert trained(tmp_path) == trained(usual)
+    lines = metrics(tmp_path)
+    drafts, tokens, right = (
+        sum(line.get(f"throughput/rollout_{name}", 0) for line in lines)
+        for name in ("drafts", "drafted_tokens", "accepted_tokens")
+    )
+    assert 0 < drafts <= tokens and right > 0
+    for line in (line for line in lines if line.get("throughput/rollout_drafts")):
+        gain = line["throughput/rollout_accepted_tokens"] / line["throughput/rollout_drafts"]
+        assert line["rollout/acceptance_length"] == 1 + gain
 
 
 @pytest.mark.evidence
@@ -93,6 +125,7 @@ def test_a_killed_run_repeats_the_evaluations_that_did_not_finish(usual, tmp_pat
     run(tmp_path, *EVERY_STEP, OWN, check=False, kill_after="step_000002", number=number)
     run(tmp_path, *EVERY_STEP, OWN)
     assert_same(tmp_path, usual)
+    assert_no_snapshot_is_left(tmp_path)
 
 
 @pytest.mark.family("same numbers")
