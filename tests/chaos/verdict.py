@@ -21,7 +21,7 @@ from .job import Line
 
 Lines = Sequence[Mapping[str, Any]]
 # Metrics that differ between runs: clocks, memory, and counts of replaced, joined and left workers.
-CLOCK = ("time/", "throughput/", "memory/", "restarts/", "sync/", "engines/")
+CLOCK = ("time/", "throughput/", "memory/", "restarts/", "sync/", "engines/", "rollout/acceptance_length")
 _MISMATCH = 1e-5  # nats between rollout and trainer in float32 with equal weights
 _KILLED, _ASKED = -signal.SIGKILL, 75
 # Kinds that end a launch, with its exit codes. SIGTERM before Python handles signals ends the process itself.
