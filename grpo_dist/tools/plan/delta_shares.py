@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from grpo_dist.config import Config
+from grpo_dist.config import OptimizerConfig, WeightSyncConfig
 
 _BFLOAT16 = ((1e-6, 0.019), (1e-5, 0.16))  # learning rate, share
 
@@ -30,11 +30,11 @@ def delta_share(itemsize: int, lr: float) -> float:
     return float(np.exp(np.interp(np.log(lr), np.log(rates), np.log(shares))))
 
 
-def delta_line(config: Config, itemsize: int) -> list[str]:
+def delta_line(sync: WeightSyncConfig, optimizer: OptimizerConfig, itemsize: int) -> list[str]:
     """Describe the share that a plan assumes; [] without deltas."""
-    if config.weight_sync.deltas is not True:
+    if sync.deltas is not True:
         return []
-    lr, share = config.policy.optimizer.lr, delta_share(itemsize, config.policy.optimizer.lr)
+    lr, share = optimizer.lr, delta_share(itemsize, optimizer.lr)
     kind = "float32" if itemsize > 2 else "bfloat16"
     if share < 1.0:
         what = f"{100 * share:.2g} % of the weights' bytes"

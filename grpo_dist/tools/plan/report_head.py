@@ -79,7 +79,7 @@ def head_lines(plan: Plan) -> list[str]:
         )
     if workload.assumed:
         lines.append(f"assumed: {workload.assumed}")
-    lines += delta_line(shown.option.config, itemsize)
+    lines += delta_line(shown.option.config.weight_sync, shown.option.config.policy.optimizer, itemsize)
     if setting.reward_models:
         lines.append(
             "assumed: reward models read as many tokens as the policy writes; their templates and step "

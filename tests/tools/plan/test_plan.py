@@ -257,7 +257,7 @@ def test_deltas_save_the_network_by_the_type_and_the_learning_rate_and_cost_copi
 def test_a_plan_says_which_share_of_the_weights_deltas_send(itemsize, lr, said):
     def line(deltas):
         config = rates(weight_sync={"deltas": deltas}, policy={"optimizer": {"lr": lr}}).config
-        return delta_line(config, itemsize)
+        return delta_line(config.weight_sync, config.policy.optimizer, itemsize)
 
     (found,) = line(True)
     assert said in found
