@@ -74,6 +74,16 @@ def choice(deadlines: Mapping[str, int], done: Sequence[str], *, step: int, size
     return [*chosen, *islice(rest, size - len(chosen))]
 
 
+class DeadlineCounts(Counter[int]):
+    """Groups by deadline."""
+
+    def take_off(self, deadline: int) -> None:
+        """Take one off, and drop a count of 0, so that there are as many as deadlines of groups."""
+        self[deadline] -= 1
+        if not self[deadline]:
+            del self[deadline]
+
+
 class Launches:
     """Groups on their way by uid, in launch order; those that are done included.
 
@@ -87,7 +97,7 @@ class Launches:
         self._launches: dict[str, Launch] = {}
         self._done: dict[str, ScoredGroup] = {}  # first come first
         self._silent: set[str] = set()  # of those done
-        self._due_by_deadline, self._done_by_deadline = Counter[int](), Counter[int]()
+        self._due_by_deadline, self._done_by_deadline = DeadlineCounts(), DeadlineCounts()
 
     def __len__(self) -> int:
         return len(self._launches)
@@ -119,9 +129,9 @@ class Launches:
     def remove(self, uid: str) -> Launch:
         """Stop to count a group as on its way, done or not."""
         own = self._launches.pop(uid)
-        _count_down(self._due_by_deadline, self._deadline(own))
+        self._due_by_deadline.take_off(self._deadline(own))
         if self._done.pop(uid, None) is not None:
-            _count_down(self._done_by_deadline, self._deadline(own))
+            self._done_by_deadline.take_off(self._deadline(own))
             self._silent.discard(uid)
         return own
 
@@ -148,10 +158,3 @@ class Launches:
 
     def _deadline(self, own: Launch) -> int:
         return own.step + self._max_staleness
-
-
-def _count_down(counts: Counter[int], key: int) -> None:
-    """Take one off, and drop a count of 0, so that there are as many as launches on their way."""
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
