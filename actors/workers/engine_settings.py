@@ -178,6 +178,14 @@ def fitting_arguments(spec: EngineSpec) -> dict[str, Any]:
     return engine_arguments(spec, model, device=device_type(), free_memory=free)
 
 
+def shares_tails(spec: EngineSpec) -> bool:
+    """Return whether samples wait for the first one of their prompt, see `SharedTails`: where blocks are
+    large. Routes are recorded of tokens that a request computes itself, and vLLM pads a first pass of one
+    token with drafts that nobody made.
+    """
+    return device_type() == "cpu" and not (spec.router_replay or spec.rollout.speculation.tokens)
+
+
 def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_memory: int) -> dict[str, Any]:
     """Return the arguments of vLLM's engine. ``model``: its transformers configuration. ``free_memory``: free
     bytes of this machine.

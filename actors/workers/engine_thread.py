@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import psutil
 
 from actors.workers.preemptions import Preemptions
+from actors.workers.shared_tails import SharedTails
 from actors.workers.vllm_engine import make_engine
 from grpo_dist.runtime.hardware import device_type
 
@@ -52,10 +53,11 @@ class EngineThread:
         *,
         imported: Callable[[], None] = lambda: None,
         preempted: Callable[[int], None] = lambda tokens: None,
+        shares_tails: bool = False,
     ) -> None:
         """``arguments``: those of `vllm.EngineArgs`. In the engine's thread ``imported`` is called once vLLM
         is imported, before the model is loaded, and ``preempted`` with the tokens that a step gave up for
-        want of cache.
+        want of cache. ``shares_tails``: `SharedTails`, where the engine can.
         """
         self._loop = asyncio.get_running_loop()
         self._commands: Queue[Callable[[], None] | None] = Queue()
@@ -67,7 +69,9 @@ class EngineThread:
         self._engine: Any = None
         self._preempted = preempted
         self._preemptions: Preemptions | None = None
-        self._thread = Thread(target=self._run, args=(dict(arguments), imported), name="engine", daemon=True)
+        self._tails: SharedTails | None = None
+        own = (dict(arguments), imported, shares_tails)
+        self._thread = Thread(target=self._run, args=own, name="engine", daemon=True)
 
     async def start(self) -> None:
         """Load the model. Raises vLLM's error when that fails."""
@@ -191,10 +195,11 @@ class EngineThread:
             raise RuntimeError("rollout: the engine is not running")
         self._commands.put(command)
 
-    def _run(self, arguments: dict[str, Any], imported: Callable[[], None]) -> None:
+    def _run(self, arguments: dict[str, Any], imported: Callable[[], None], shares_tails: bool) -> None:
         try:
             self._engine = make_engine(arguments, imported)
             self._preemptions = Preemptions(self._core.scheduler)
+            self._tails = SharedTails.of(self._core.scheduler) if shares_tails else None
         except BaseException as error:
             self._failed = error
         while self._loop_once():
@@ -258,23 +263,30 @@ class EngineThread:
             self._stepping = False
         if self._preemptions and (tokens := self._preemptions.since()):
             self._preempted(tokens)
-        if finished := [output for output in outputs if output.finished]:
+        finished = [output for output in outputs if output.finished]
+        if self._tails:
+            self._tails.release({output.request_id for output in finished})
+        if finished:
             self._call_on_loop(self._deliver, finished)
 
     def _add(self, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
-        try:
-            self._check()
-            self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
-        except BaseException as error:
-            self._call_on_loop(self._refuse, request_id, error)
+        def add() -> bool:
+            try:
+                self._check()
+                self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
+            except BaseException as error:
+                self._call_on_loop(self._refuse, request_id, error)
+                return False
+            return True
+
+        self._tails.add(request_id, token_ids, add) if self._tails else add()
 
     def _abandon(self) -> None:
         states = dict(self._engine.output_processor.request_states)
         self._engine.abort_request(list(states), internal=True)
-        for state in states.values():
-            self._call_on_loop(
-                self._refuse, state.external_req_id, RuntimeError("rollout: the request was abandoned")
-            )
+        given_up = [state.external_req_id for state in states.values()]
+        for request_id in [*given_up, *(self._tails.abandon() if self._tails else ())]:
+            self._call_on_loop(self._refuse, request_id, RuntimeError("rollout: the request was abandoned"))
 
     def _pause(self, drain: bool) -> None:
         from vllm.v1.core.sched.interface import PauseState

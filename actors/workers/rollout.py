@@ -17,7 +17,7 @@ from actors.lifecycle.calls import reason
 from actors.lifecycle.probe import Health, Probeable
 from actors.workers import drafter
 from actors.workers.compilation import compilation_began, compiled_graphs
-from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment
+from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment, shares_tails
 from actors.workers.engine_thread import EngineThread
 from actors.workers.environment import EnvironmentAddresses
 from actors.workers.episodes import EpisodeSampler, episode_sampler
@@ -70,6 +70,7 @@ class RolloutWorker(WeightReceiver, Probeable):
             fitting_arguments(self._spec),
             imported=lambda: self.begin("model"),
             preempted=partial(self.meter.count, "preempted_tokens"),
+            shares_tails=shares_tails(self._spec),
         )
         await self._engine.start()
         if self._spec.rollout.speculation.tokens:

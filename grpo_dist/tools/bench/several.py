@@ -25,7 +25,7 @@ from rich.table import Table
 
 from grpo_dist.config import Section
 from grpo_dist.config.base import DirectoryName
-from grpo_dist.config.files import ConfigError, load_config, read_tree, validated
+from grpo_dist.config.files import ConfigError, load_config, overridden, read_tree, validated
 from grpo_dist.errors import RunEnded, refusals
 from grpo_dist.runs.directories import check_writable, free_directory
 from grpo_dist.runtime.guardian import SET_PARENT_DEATH_SIGNAL, process_option
@@ -75,12 +75,13 @@ class BenchSet(Section):
 
 def bench_set(path: Path, overrides: Sequence[str] = (), start: Start | None = None) -> Path:
     """Run every benchmark of the file at ``path`` with ``overrides`` behind its own, print the table, and
-    return the directory of the results.
+    return the directory of the results. `name` and `output_dir` among ``overrides`` are those of the file.
 
     Raises ConfigError before anything starts where a configuration is invalid, and RunEnded at the end where
     a benchmark failed.
     """
-    found = load_set(path, overrides)
+    places, others = _split(overrides)
+    found = load_set(path, others, places)
     with refusals():
         directory = free_directory(Path(found.output_dir).expanduser() / found.name)
         check_writable(directory)
@@ -89,8 +90,8 @@ def bench_set(path: Path, overrides: Sequence[str] = (), start: Start | None = N
     for number, run in enumerate(found.runs, 1):
         print_line(f"benchmark {number} of {len(found.runs)}: {run.name}")
         config, own = run.arguments(path.parent)
-        places = [f"name={run.name}", f"output_dir={directory}"]
-        code = (start or _start)(["bench", config, *own, *overrides, *places])
+        place = [f"name={run.name}", f"output_dir={directory}"]
+        code = (start or _start)(["bench", config, *own, *others, *place])
         if code:
             failed.append(f"{run.name} (exit code {code})")
         else:
@@ -103,9 +104,14 @@ def bench_set(path: Path, overrides: Sequence[str] = (), start: Start | None = N
     return directory
 
 
-def load_set(path: Path, overrides: Sequence[str] = ()) -> BenchSet:
-    """Read a file of several benchmarks and every configuration it names. Raises ConfigError."""
-    found = validated(read_tree(path), path, BenchSet)
+def load_set(path: Path, overrides: Sequence[str] = (), places: Sequence[str] = ()) -> BenchSet:
+    """Read a file of several benchmarks and every configuration it names. ``overrides``: of all of these;
+    ``places``: of the file itself. Raises ConfigError.
+    """
+    tree = read_tree(path)
+    for place in places:
+        tree = overridden(tree, place, path)
+    found = validated(tree, path, BenchSet)
     for run in found.runs:
         config, own = run.arguments(path.parent)
         try:
@@ -113,6 +119,12 @@ def load_set(path: Path, overrides: Sequence[str] = ()) -> BenchSet:
         except ConfigError as error:
             raise ConfigError(f"{path}: run `{run.name}`: {error}") from error
     return found
+
+
+def _split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides that say where the results of all runs go, and the others."""
+    places = [text for text in overrides if text.startswith(("name=", "output_dir="))]
+    return places, [text for text in overrides if text not in places]
 
 
 def _start(arguments: Sequence[str]) -> int:

@@ -23,11 +23,14 @@ class ElasticRun:
         share: of the time, 0 to 1.
         hours: until the last step, with evaluations and checkpoints.
         gpu_hours: of all GPUs that are held meanwhile; 0 without GPUs.
+        even: price of a joining engine's GPU, as a share of that of the others, at which the run costs what
+            it does without joining engines; 0 where none join.
     """
 
     share: float
     hours: float
     gpu_hours: float
+    even: float = 0.0
 
 
 def elastic_lines(planned: Planned, whole: WholeRun, *, price: float) -> list[str]:
@@ -65,9 +68,12 @@ def elastic_runs(whole: WholeRun, ratio: float, *, gpus: int, extra: int) -> Ite
     1 / ratio: they take S / (f / ratio + 1 - f), with S their time on the reserved engines. Evaluations and
     checkpoints take as long as before.
     """
+    alone = whole.steps_s + whole.overhead_s
     for share in _SHARES:
         seconds = whole.steps_s / (share / ratio + 1 - share) + whole.overhead_s
-        yield ElasticRun(share, seconds / 3600, (gpus + share * extra) * seconds / 3600)
+        joined = share * extra * seconds
+        even = gpus * (alone - seconds) / joined if joined else 0.0
+        yield ElasticRun(share, seconds / 3600, (gpus * seconds + joined) / 3600, even)
 
 
 def _run_lines(runs: list[ElasticRun], least: int, most: int, price: float) -> list[str]:
@@ -82,10 +88,11 @@ def _run_lines(runs: list[ElasticRun], least: int, most: int, price: float) -> l
         when = {0.0: f"{least} engine(s) throughout", 1.0: f"{most} throughout"}
         name = when.get(run.share, f"{most} for {run.share:.0%} of the time")
         saved = f"; {1 - run.hours / first.hours:.0%} less time" if run.share else ""
+        saved += f", at no cost where a joining GPU has {run.even:.2f} of the price" if run.even > 0 else ""
         lines.append(f"elastic, the whole run: {name}: {run.hours:,.2f} h{cost}{saved}")
     return [
         *lines,
-        "elastic: left out: the start of an engine that joins; GPUs of spot nodes at the price of all others",
+        "elastic: left out: the start of an engine that joins; dollars are with one price for all GPUs",
     ]
 
 

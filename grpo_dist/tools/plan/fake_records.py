@@ -49,11 +49,15 @@ def tokens_of(samples: Sequence[Rollout]) -> tuple[int, ...]:
     return tuple(int(r.completion_ids[0]) for r in samples)
 
 
-def work_of(batch: TrainBatch, shared_tokens: int) -> UpdateWork:
-    """Return the lengths that the rows of ``batch`` represent. ``shared_tokens``: of all their prompts."""
+def work_of(
+    batch: TrainBatch, shared_tokens: int, shown: tuple[tuple[int, tuple[int, ...]], ...] = ()
+) -> UpdateWork:
+    """Return the lengths that the rows of ``batch`` represent. ``shared_tokens``: of all their prompts;
+    ``shown``: demonstrations of the same update.
+    """
     assert batch.group_ids is not None
     by_group: dict[int, list[list[int]]] = {}
     for number, row in zip(batch.group_ids.tolist(), batch.tokens.tolist(), strict=True):
         by_group.setdefault(number, []).append(row)
     groups = tuple((rows[0][0], tuple(row[1] for row in rows)) for rows in by_group.values())
-    return UpdateWork(groups, shared_tokens)
+    return UpdateWork(groups, shared_tokens, shown)

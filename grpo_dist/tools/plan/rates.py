@@ -104,11 +104,22 @@ class Peaks:
 @dataclass(frozen=True, slots=True)
 class UpdateWork:
     """Rows of one optimiser update: tokens of each prompt and its completions. ``shared``: tokens that all
-    prompts begin with.
+    prompts of ``groups`` begin with. ``shown``: demonstrations, which share nothing.
     """
 
     groups: tuple[tuple[int, tuple[int, ...]], ...]
     shared: int = 0
+    shown: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    @property
+    def rows(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        return self.groups + self.shown
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens without the shared beginning, each prompt once."""
+        tokens = sum(prompt + sum(lengths) for prompt, lengths in self.rows)
+        return tokens - self.shared * len(self.groups)
 
 
 @dataclass(frozen=True)
@@ -170,7 +181,7 @@ class Rates:
         """Return the operations of a pass over ``work``."""
         s = self.model.shape
         trained = pairs = 0.0
-        for prompt, lengths in work.groups:
+        for prompt, lengths in work.rows:
             n = np.asarray(lengths, dtype=np.float64)
             trained += n.sum()
             pairs += ((n + prompt) * (n + prompt + 1) / 2).sum()
@@ -182,9 +193,8 @@ class Rates:
         has what its prompts begin with once.
         """
         if not self.config.model.packing:
-            return float(sum(p * len(n) + sum(n) for p, n in work.groups))
-        own = float(sum(p - work.shared + sum(n) for p, n in work.groups))
-        return own + work.shared * self._micro_batches(work) * self.config.policy.replicas
+            return float(sum(p * len(n) + sum(n) for p, n in work.rows))
+        return work.own_tokens + work.shared * self._micro_batches(work) * self.config.policy.replicas
 
     def update_s(self, updates: Sequence[UpdateWork]) -> float:
         """Return the seconds of all updates of a step, for each of `batch.epochs_per_batch`."""
@@ -285,14 +295,14 @@ class Rates:
     def _compute_s(self, work: UpdateWork, passes: float) -> float:
         """Return the load of the busiest group of ranks: an equal share, or the longest row."""
         replicas, shared = self.config.policy.replicas, self.config.policy.sequence_parallel
-        prompt, longest = max(((p, max(n)) for p, n in work.groups), key=sum)
+        prompt, longest = max(((p, max(n)) for p, n in work.rows), key=sum)
         row = self.forward_flops(UpdateWork(((prompt, (longest,)),)))
         busiest = max(self.forward_flops(work) / replicas, row)
         return passes * busiest / shared / (self.peaks.flops * self.reached.training)
 
     def _micro_batches(self, work: UpdateWork) -> int:
-        tokens = sum(p - work.shared + sum(n) for p, n in work.groups) / self.config.policy.replicas
-        longest = max(p + max(n) for p, n in work.groups)
+        tokens = work.own_tokens / self.config.policy.replicas
+        longest = max(p + max(n) for p, n in work.rows)
         room = max(self.sizes.micro_batch, longest) - work.shared
         return max(1, round(np.ceil(tokens / room)))
 

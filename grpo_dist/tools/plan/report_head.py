@@ -11,6 +11,7 @@ from grpo_dist.tools.plan.memory import Sizes, expert_bytes
 from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.options import Setting
 from grpo_dist.tools.plan.result import Plan
+from grpo_dist.tools.plan.shown_rows import shown_line
 from grpo_dist.tools.plan.workload import Workload
 
 
@@ -79,6 +80,7 @@ def head_lines(plan: Plan) -> list[str]:
         )
     if workload.assumed:
         lines.append(f"assumed: {workload.assumed}")
+    lines += shown_line(shown.option.config)
     lines += delta_line(shown.option.config.weight_sync, shown.option.config.policy.optimizer, itemsize)
     if setting.reward_models:
         lines.append(

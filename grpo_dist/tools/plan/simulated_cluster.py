@@ -14,6 +14,7 @@ from grpo_dist.tools.plan.engines import Engine
 from grpo_dist.tools.plan.failures import SimulatedFailures
 from grpo_dist.tools.plan.reward_models import role_of
 from grpo_dist.tools.plan.scenario import Scenario
+from grpo_dist.tools.plan.shown_rows import shown_rows
 from grpo_dist.tools.plan.simulated_gpus import ENGINES, POLICY, SimulatedGpus
 from grpo_dist.tools.plan.simulated_workers import (
     TimedPolicy,
@@ -57,6 +58,7 @@ class SimulatedCluster:
             gpus,
             slowdown=scenario.stragglers.rank_factor,
             shared_tokens=scenario.workload.shared_tokens,
+            shown=shown_rows(scenario.config),
         )
         sync = TimedWeightSync(rates, self.rollouts, policy, gpus)
         # Simulated workers have only the methods that a planned run calls.

@@ -193,7 +193,7 @@ class TimedReference:
 
 class TimedPolicy:
     """All policy ranks. ``slowdown``: how many times as long the slowest takes; the others wait for it.
-    ``shared_tokens``: that all prompts begin with.
+    ``shared_tokens``: that all prompts begin with; ``shown``: demonstrations of an update.
     """
 
     def __init__(
@@ -205,9 +205,11 @@ class TimedPolicy:
         *,
         slowdown: float,
         shared_tokens: int,
+        shown: tuple[tuple[int, tuple[int, ...]], ...] = (),
     ) -> None:
         self._rates, self._failures, self._trace = rates, failures, trace
-        self._gpus, self._slowdown, self._shared_tokens = gpus, slowdown, shared_tokens
+        self._gpus, self._slowdown = gpus, slowdown
+        self._shared_tokens, self._shown = shared_tokens, shown
 
     def stage(
         self,
@@ -217,7 +219,7 @@ class TimedPolicy:
         later_epochs: Sequence[Sequence[EpochUpdate]] = (),
     ) -> list[UpdateWork]:
         with self._trace.excluded():
-            return [fake_records.work_of(batch, self._shared_tokens) for batch in batches]
+            return [fake_records.work_of(batch, self._shared_tokens, self._shown) for batch in batches]
 
     async def score_norms(self, batch: TrainBatch) -> dict[int, np.ndarray]:
         """Return zeros at once: `Rates.update_s` has the time of this pass."""

@@ -83,8 +83,7 @@ def supervised_times(
     """
     sft = config.sft
     assert sft is not None  # the configuration was checked
-    if not rows:
-        rows = [(round(_PROMPT_SHARE * sft.max_length), max(1, round(_COMPLETION_SHARE * sft.max_length)))]
+    rows = rows or [assumed_row(sft.max_length)]
     work = UpdateWork(tuple((p, (c,)) for p, c in _repeated(rows, sft.batch_size)))
     rates = Rates(config, model, sizes, peaks, reached)
     held_out = count_held_out(sft, demonstrations) if demonstrations else 0
@@ -97,6 +96,11 @@ def supervised_times(
     forward_s = rates.compute_s([work]) / (4 if config.model.gradient_checkpointing else 3)
     step_s = rates.update_s([work]) + reached.overhead_s
     return SupervisedTimes(step_s, forward_s * held_out / sft.batch_size, tokens, steps, validations)
+
+
+def assumed_row(max_length: int) -> tuple[int, int]:
+    """Return the tokens of prompt and completion of a demonstration of which nothing but a bound is known."""
+    return round(_PROMPT_SHARE * max_length), max(1, round(_COMPLETION_SHARE * max_length))
 
 
 def _repeated(rows: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:

@@ -21,6 +21,7 @@ from grpo_dist.tools.plan.options import Option, Planned, Setting, option_or_rea
 from grpo_dist.tools.plan.rates import UpdateWork
 from grpo_dist.tools.plan.reward_models import role_of
 from grpo_dist.tools.plan.scenario import Scenario
+from grpo_dist.tools.plan.shown_rows import shown_rows
 from grpo_dist.tools.plan.simulated_gpus import POLICY
 
 _SPLITS = 16  # most numbers of policy ranks to try
@@ -221,7 +222,8 @@ def bound(option: Option) -> float:
     sampling = samples * mean / config.rollout.num_workers / rate
     each = (round(mean),) * batch.samples_per_prompt
     size = batch.prompts_per_step // batch.updates_per_step
-    work = [UpdateWork(((prompt, each),) * size, workload.shared_tokens)] * batch.updates_per_step
+    update = UpdateWork(((prompt, each),) * size, workload.shared_tokens, shown_rows(config))
+    work = [update] * batch.updates_per_step
     training = rates.update_s(work) + rates.sync_s() + (2 * rates.turn_s() if scenario.sharing else 0.0)
     # Mean lengths give a bound: longer rows only add to attention.
     if waits_for_longest(config.weight_sync, config.max_staleness):

@@ -71,6 +71,14 @@ def test_each_run_is_a_benchmark_with_its_overrides_and_then_those_of_the_comman
     assert again == tmp_path / "out/made-2"
 
 
+def test_the_results_go_where_the_command_says(tmp_path):
+    places = [f"output_dir={tmp_path}/other", "name=mine"]
+    started = Started(plain=result(), ahead=result())
+    assert bench_set(set_file(tmp_path, RUNS), places, started) == tmp_path / "other/mine"
+    assert all(own[-1] == f"output_dir={tmp_path}/other/mine" for own in started.arguments)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_table_has_shares_of_limits_and_how_many_times_as_fast_a_run_is(tmp_path):
     runs = BenchSet.model_validate(
         {"runs": [{"name": "plain", "config": "a"}, {"name": "ahead", "config": "a", "against": "plain"},

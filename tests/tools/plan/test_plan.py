@@ -27,6 +27,9 @@ from grpo_dist.tools.plan.phases import RunLengths
 from grpo_dist.tools.plan.rates import Peaks, Rates, Reached, UpdateWork
 from grpo_dist.tools.plan.report import print_plan, rank_failures_of
 from grpo_dist.tools.plan.report_splits import cost_per_million
+from grpo_dist.tools.plan.scenario import Scenario
+from grpo_dist.tools.plan.shown_rows import shown_line, shown_rows
+from grpo_dist.tools.plan.simulation import simulate
 from grpo_dist.tools.plan.stragglers import Stragglers
 from grpo_dist.tools.plan.sweep import Cell, bound, changes_of, longest_s, search
 from grpo_dist.tools.plan.workload import Workload, workload_of
@@ -176,6 +179,37 @@ def test_what_all_prompts_begin_with_is_computed_once_in_each_micro_batch():
     assert padded.stream_tokens(UpdateWork(groups, shared=60)) == 4 * (2 * 100 + 40)
     saved = one.forward_flops(UpdateWork(groups)) - one.forward_flops(UpdateWork(groups, shared=60))
     assert saved == pytest.approx(2 * (WEIGHTS - 152064 * 3584) * 3 * 60)
+
+
+def test_demonstrations_of_an_update_are_computed_whole_beside_its_samples():
+    groups, shown = ((100, (10, 30)),) * 4, ((20, (50,)), (30, (60,)))
+    r = rates(batch={"micro_batch_tokens": 4096})
+    alone = [r.forward_flops(UpdateWork(own, shared)) for own, shared in ((groups, 60), (shown, 0))]
+    assert r.forward_flops(UpdateWork(groups, 60, shown)) == pytest.approx(sum(alone))
+    assert r.stream_tokens(UpdateWork(groups, 60, shown)) == 4 * (40 + 40) + 60 + 70 + 90
+    few = rates(batch={"micro_batch_tokens": 200})  # 140 of their own, as without demonstrations
+    assert few.stream_tokens(UpdateWork(groups, 60, shown)) == 4 * 80 + 160 + 4 * 60
+
+
+def test_a_plan_with_demonstrations_takes_the_time_of_their_rows_and_says_what_it_assumes():
+    batch = {"prompts_per_step": 8, "samples_per_prompt": 2, "updates_per_step": 2}
+    model = {"path": "Qwen/Qwen2.5-7B", "max_length": 4096}
+    mixed = {"data": "demo:add3", "rows_per_step": 6, "max_length": 800}
+    plain = rates(batch=batch, model=model)
+    r = rates(batch=batch, model=model, demonstrations=mixed)
+    assert shown_rows(plain.config) == () == tuple(shown_line(plain.config))
+    assert shown_rows(r.config) == ((100, (300,)),) * 3, "of each of two updates"
+    (line,) = shown_line(r.config)
+    assert "6 demonstrations" in line and "100 + 300 tokens" in line
+    times = [simulated(own).stage_s["update"] for own in (plain, r)]
+    more = 2 * r.compute_s([UpdateWork(shown_rows(r.config))])
+    assert times[1] - times[0] == pytest.approx(more)
+
+
+def simulated(own):
+    """Return a simulation of ``own``, whose samples all have 50 tokens."""
+    workload = Workload(40, config().bench.lengths, 50, measured=(50,))
+    return simulate(Scenario(own.config, own, workload, 64))
 
 
 def test_a_second_update_needs_the_old_log_probs():

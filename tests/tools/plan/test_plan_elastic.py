@@ -49,7 +49,8 @@ def test_a_plan_prices_each_number_of_engines_that_may_serve():
     gpus = made.simulated.option.roles.gpus
     assert first.startswith(f"elastic, the whole run: 1 engine(s) throughout: {hours:,.2f} h, ")
     assert first.endswith(f"{gpus * hours:,.1f} GPU-hours, ${price * gpus * hours:,.2f}")
-    assert "3 throughout" in last and "less time" in last and "left out" in left_out
+    assert "3 throughout" in last and "less time" in last and "of the price" in last
+    assert "left out" in left_out
     assert "3 for 50% of the time" in every[5]
 
 
@@ -66,3 +67,6 @@ def test_hours_and_gpu_hours_by_the_share_of_the_time_with_all_engines():
     assert [runs[share].hours for share in (0.0, 0.5, 1.0)] == pytest.approx([11.0, 10 / 1.5 + 1, 6.0])
     held = [runs[share].gpu_hours for share in (0.0, 0.5, 1.0)]
     assert held == pytest.approx([44.0, 8 * (10 / 1.5 + 1), 72.0])
+    # Throughout: 8 GPUs for 6 hours at a price that makes up for 5 hours of 4 GPUs.
+    assert [runs[share].even for share in (0.0, 1.0)] == pytest.approx([0.0, 20 / 48])
+    assert 4 * 6.0 + 8 * 6.0 * runs[1.0].even == pytest.approx(44.0)

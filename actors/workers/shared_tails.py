@@ -1,0 +1,110 @@
+"""Computes the end of a prompt once for all of its samples, on engines whose blocks of the cache are large.
+
+vLLM shares full blocks of the key-value cache between requests. Without a GPU a block has 32 tokens: of a
+prompt of 39, the last 7 would be computed by each of its samples, which is half of the work where samples are
+short. Here the first sample of a prompt goes ahead by one pass, and the others begin with a copy of its last
+block: vLLM's own copy-on-write, which it uses for models of several kinds of cache. They compute the prompt's
+last token alone, whose logits they need.
+
+    prompt of 39 tokens, 4 samples      first pass        second pass
+    sample 0                            39 tokens         its 2nd completion token
+    samples 1 to 3                      held              copy 6 tokens, compute the 39th
+
+On GPUs blocks have 16 tokens, and a pass more costs as much as it saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+Prompt = tuple[int, ...]
+Add = Callable[[], bool]  # adds a request to the engine; False: the engine refused it
+
+
+class SharedTails:
+    """The samples in flight of one engine of vLLM, by prompt. Of the engine's thread alone.
+
+    ``scheduler``: of an engine with one kind of cache, that of full attention, whose steps run one after the
+    other.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._cache, self._block = scheduler.kv_cache_manager, int(scheduler.block_size)
+        self._find = self._cache.get_computed_blocks
+        self._cache.get_computed_blocks = self._computed_blocks
+        self._scheduled: dict[Prompt, list[Request]] = {}
+        self._first: dict[Prompt, str] = {}  # samples whose prompt is not computed yet
+        self._held: dict[Prompt, list[tuple[str, Add]]] = {}
+
+    @classmethod
+    def of(cls, scheduler: Any) -> SharedTails | None:
+        """Return those of an engine; None where it has several kinds of cache, or one that drops tokens."""
+        from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+        managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+        return cls(scheduler) if [type(own) for own in managers] == [FullAttentionManager] else None
+
+    def add(self, request_id: str, token_ids: Sequence[int], add: Add) -> None:
+        """Call ``add`` now, or in `release` where another request is about to compute the same prompt."""
+        prompt = tuple(token_ids)
+        if prompt in self._first:
+            self._held.setdefault(prompt, []).append((request_id, add))
+        elif add() and self._has_tail(len(prompt)) and self._tail(prompt) is None:
+            self._first[prompt] = request_id
+
+    def release(self, finished: Collection[str]) -> None:
+        """Add the held requests whose prompt a step has computed. ``finished``: requests that ended in it."""
+        for prompt, request_id in list(self._first.items()):
+            computed = self._tail(prompt) is not None
+            if computed or request_id in finished:  # whose cache is gone
+                del self._first[prompt]
+                for _, add in self._held.pop(prompt, ()):
+                    add()
+        if finished:
+            self._scheduled = {
+                prompt: running
+                for prompt, requests in self._scheduled.items()
+                if (running := [own for own in requests if not own.is_finished()])
+            }
+
+    def abandon(self) -> list[str]:
+        """Forget all requests. Returns those that were held."""
+        held = [request_id for waiting in self._held.values() for request_id, _ in waiting]
+        self._first, self._held = {}, {}
+        return held
+
+    def _computed_blocks(self, request: Request) -> tuple[Any, int, int]:
+        """Replace `KVCacheManager.get_computed_blocks`: the scheduler asks when it admits ``request``."""
+        blocks, count, boundary = self._find(request)
+        length = request.num_prompt_tokens
+        if not self._cache.prefix_cache_lookup_enabled(request) or not self._has_tail(length):
+            return blocks, count, boundary
+        prompt = tuple(request.prompt_token_ids or ())
+        tail = self._tail(prompt)
+        siblings = self._scheduled.setdefault(prompt, [])
+        if request not in siblings:
+            siblings.append(request)
+        if tail is None or count != (length - 1) // self._block * self._block:
+            return blocks, count, boundary
+        return self._cache.create_kv_cache_blocks(([*blocks.blocks[0], tail],)), length - 1, boundary
+
+    def _tail(self, prompt: Prompt) -> KVCacheBlock | None:
+        """Return the block with the last tokens of ``prompt`` of a request that computed them in an earlier
+        step and still has them.
+        """
+        tables = self._cache.coordinator.single_type_managers[0].req_to_blocks
+        for request in self._scheduled.get(prompt, ()):
+            table = tables.get(request.request_id, ())
+            index = (len(prompt) - 1) // self._block
+            if request.num_computed_tokens >= len(prompt) and index < len(table):
+                return table[index]
+        return None
+
+    def _has_tail(self, length: int) -> bool:
+        """Return whether the tokens of a prompt before its last one end within a block."""
+        return (length - 1) % self._block > 0
