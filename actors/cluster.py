@@ -196,6 +196,9 @@ class Cluster:
     async def _with_new_policy(self, old: TrainingActors, model_dir: Path) -> Workers:
         self._handles.remove(old.policy)
         await old.policy.shutdown()
+        would_fit = partial(nearest, self._config, training=True)
+        reservation, cluster = self._factory.reservation, self._config.cluster
+        await reservation.wait_ready(cluster, would_fit, only="policy")  # Ray may have moved bundles
         parts = replace(old, policy=self._create_policy(model_dir))
         engines = parts.engines()
         await gather([wait_until_ready(parts.policy), *(pool.abandon() for pool in engines)])

@@ -53,6 +53,7 @@ class Demand:
     ``shared``: they take turns on the devices of the policy ranks, which are counted there. ``cpus``:
     reserved for each actor; 0: none. ``each``: GPUs of each worker where they differ, whole ones or a share
     of one; (): ``gpus`` each. ``copies``: which copy of its model each of these workers is, from 0.
+    ``adjacent``: so many successive workers exchange most, and are best on one node.
     """
 
     workers: int
@@ -62,6 +63,7 @@ class Demand:
     cpus: int = 0
     each: tuple[float, ...] = ()
     copies: tuple[int, ...] = ()
+    adjacent: int = 1
 
     @property
     def total_gpus(self) -> int:
@@ -222,9 +224,8 @@ def _demands(config: Config, has: Resources, *, training: bool, colocated: bool)
     if config.rewards.models:
         demands["reward_models"] = _of_reward_models(config.rewards, on_each, on_gpu, shared=shared)
     if training:
-        demands["policy"] = Demand(
-            policy.num_workers, on_gpu, policy.threads or max(1, min(most, share // policy.num_workers))
-        )
+        threads = policy.threads or max(1, min(most, share // policy.num_workers))
+        demands["policy"] = Demand(policy.num_workers, on_gpu, threads, adjacent=policy.sequence_parallel)
     if training and has_reference(policy, reference, needed=config.needs_reference, colocated=shared):
         workers = on_each or reference.num_workers
         demands["reference"] = Demand(workers, on_gpu, reference.threads or 1, shared=shared)

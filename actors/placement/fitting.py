@@ -43,7 +43,8 @@ class Node:
 @dataclass(frozen=True)
 class Bundle:
     """Devices of one worker, on one node, or of several ``workers`` that share them. ``shares``: the index
-    and the GPUs of each worker of a role whose workers differ.
+    and the GPUs of each worker of a role whose workers differ. ``adjacent``: so many successive bundles
+    of the size are best on one node.
     """
 
     role: str
@@ -51,6 +52,7 @@ class Bundle:
     cpus: int
     workers: int = 1
     shares: tuple[tuple[int, float], ...] = ()
+    adjacent: int = 1
 
     def __str__(self) -> str:
         parts = [f"{n} {what}(s)" for n, what in ((self.gpus, "GPU"), (self.cpus, "CPU")) if n]
@@ -64,8 +66,7 @@ Nearest = Callable[[Sequence[Node]], dict[str, Any] | None]
 def bundles(demands: dict[str, Demand]) -> list[Bundle]:
     """Return the bundles of all workers that something is reserved for.
 
-    Policy ranks come first, next to each other: they communicate most, and a scheduler that places bundles in
-    order packs them on as few nodes as possible.
+    Policy ranks come first: they communicate most, and are the first to choose nodes (`assignment`).
     """
     found = []
     for role in ["policy", *(role for role in demands if role != "policy")]:
@@ -76,7 +77,9 @@ def bundles(demands: dict[str, Demand]) -> list[Bundle]:
             found += _of_shares(role, demand)
             continue
         for together in _sizes(role, demands):
-            found.append(Bundle(role, together * demand.gpus, together * demand.cpus, together))
+            gpus, cpus = together * demand.gpus, together * demand.cpus
+            adjacent = math.lcm(demand.adjacent, together) // together
+            found.append(Bundle(role, gpus, cpus, together, adjacent=adjacent))
     return found
 
 

@@ -1,12 +1,13 @@
 """The reservation of a run: one placement group, acquired whole or not at all.
 
-    policy ranks   one bundle each, next to each other; ranks that share GPUs with one engine, in one bundle
+    policy ranks   one bundle each; ranks that share GPUs with one engine, in one bundle
     engines        one bundle each, so that a tensor-parallel engine has its GPUs on one node; none where they
                    share those of the policy, and so with the reference and reward models
     all others     one bundle each; reward models with shares of a GPU, one for each GPU
 
+Ray chooses the node of each bundle; `assignment` then says whose it is, so that the policy has whole nodes.
 A replacement actor gets the bundle of the actor before. Ray moves the bundles of a lost node to another node
-when there is capacity.
+when there is capacity. Roles that restart as a whole are assigned theirs again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -25,6 +27,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.placement.assignment import assigned
 from actors.placement.demands import Demand
 from actors.placement.fitting import Bundle, Nearest, Node, bundles, grown, no_room, too_large
 from grpo_dist.config import ClusterConfig
@@ -42,6 +45,7 @@ class Reservation:
 
     def __init__(self, wanted: list[Bundle], group: PlacementGroup | None) -> None:
         self._wanted, self._group = wanted, group
+        self._indices = list(range(len(wanted)))  # where each of them is in the group
 
     @classmethod
     async def acquire(
@@ -76,11 +80,16 @@ class Reservation:
         """Return whether all bundles have their places. Asks Ray."""
         return self._group is None or placement_group_table(self._group)["state"] == "CREATED"
 
-    async def wait_ready(self, cluster: ClusterConfig, nearest: Nearest) -> None:
-        """Wait until all bundles are placed: Ray moves those of a lost node. Raises as `acquire`."""
-        assert self._group is not None
+    async def wait_ready(self, cluster: ClusterConfig, nearest: Nearest, *, only: str | None = None) -> None:
+        """Wait until all bundles are placed, as Ray does again with those of a lost node, and assign them.
+
+        ``only``: this role alone chooses again, among its own bundles; the others still use theirs.
+        Does nothing where nothing is reserved. Raises as `acquire`.
+        """
+        if self._group is None:
+            return
         limit_s, begin, log_s = cluster.timeouts.room_s, time.monotonic(), _QUIET_S
-        while placement_group_table(self._group)["state"] != "CREATED":
+        while (table := placement_group_table(self._group))["state"] != "CREATED":
             waited = time.monotonic() - begin
             if waited > limit_s:
                 raise no_room(self._wanted, nodes(), cluster, nearest)
@@ -88,13 +97,22 @@ class Reservation:
                 logger.warning("waiting for room in the cluster (%d of %d s): %s", waited, limit_s, _free())
                 log_s = waited + _LOG_EVERY_S
             await asyncio.sleep(_POLL_S)
+        self._assign(table["bundles_to_node_id"], only)
+
+    def _assign(self, homes: Mapping[int, str], only: str | None) -> None:
+        kept = {
+            i: index
+            for i, index in enumerate(self._indices)
+            if only is not None and self._wanted[i].role != only
+        }
+        self._indices = assigned(self._wanted, [homes[i] for i in range(len(self._wanted))], kept)
 
     def options(self, role: str) -> list[dict[str, Any]] | None:
         """Return the Ray options of each worker of ``role``; None: nothing is reserved for them."""
         if self._group is None:
             return None
         places: list[tuple[int, dict[str, Any]]] = []
-        for index, bundle in enumerate(self._wanted):
+        for bundle, index in zip(self._wanted, self._indices, strict=True):
             if bundle.role != role:
                 continue
             each = [(len(places) + i, bundle.gpus // bundle.workers) for i in range(bundle.workers)]

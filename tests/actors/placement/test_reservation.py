@@ -1,5 +1,6 @@
-"""A run in a cluster of several nodes: its reservation next to another job (`multi_node_reservations`), an
-autoscaler (`multi_node_growth`), and an object store that is too small (`multi_node_spilling`).
+"""A run in a cluster of several nodes: its reservation next to another job (`multi_node_reservations`) and
+the nodes of its roles (`multi_node_assignment`), an autoscaler (`multi_node_growth`), and an object store
+that is too small (`multi_node_spilling`).
 """
 
 import os
@@ -69,3 +70,9 @@ def test_batches_beyond_the_object_store_are_spilled_and_reach_their_rank_intact
 @pytest.mark.family("costly actors")
 def test_reward_models_with_shares_are_on_one_gpu_and_a_split_one_has_its_own():
     assert "shared" in on_nodes("shared_gpu_reservation").stdout
+
+
+@pytest.mark.family("costly actors")
+def test_policy_and_engines_have_whole_nodes_though_ray_mixes_their_bundles():
+    told = on_nodes("multi_node_assignment").stdout.splitlines()
+    assert told[1:] == ["whole nodes", "whole nodes again"], told
