@@ -38,8 +38,8 @@ demo-tools: $(READY)
 pipeline: $(READY)
 	$(BIN)/grpo-dist pipeline configs/pipelines/r1_demo.yaml $(ARGS)
 
-# Speed of the loop on this machine, and of each stage against its limit, for several workloads, in about an hour. One of them, in
-# minutes: make bench BENCH=configs/bench/cpu_13m.yaml
+# Speed of the loop on this machine, and of each stage against its limit, for several workloads, in 25 minutes to an hour. One of
+# them, in minutes: make bench BENCH=configs/bench/cpu_13m.yaml
 BENCH ?= configs/bench/sets/cpu.yaml
 bench: $(READY)
 	$(BIN)/grpo-dist bench $(BENCH) $(ARGS)
