@@ -5,6 +5,7 @@ import torch
 
 from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import WeightSyncConfig
+from grpo_dist.errors import TransferLost, cause_of
 from grpo_dist.types import Sampling
 from tests.actors.test_delta_sync import NudgedWorker
 from tests.support.drawn import FILE
@@ -26,6 +27,9 @@ class SplitEngine(RolloutWorker):
     async def spoil_copy(self, rank):
         await self._engine.in_workers(lambda worker: spoil(worker, rank))
 
+    async def lose_transfer(self):
+        await self._engine.in_workers(lose)
+
 
 @torch.no_grad()
 def own_weights(worker):
@@ -46,6 +50,10 @@ def own_weights(worker):
 def spoil(worker, rank):
     if worker.rank == rank:
         worker.weight_transfer_engine.held.slots[0][5] ^= 1
+
+
+def lose(worker):
+    raise TransferLost(f"process {worker.rank}")
 
 
 class World(TwoEngines):
@@ -137,5 +145,16 @@ def test_a_wrong_bit_in_the_copy_of_one_process_is_noticed_and_whole_weights_fol
         before = await world.check()
         await world.push_whole()
         assert equal(before, await world.check()) and not equal(after, before)
+
+    world.run(session())
+
+
+def test_an_error_in_both_processes_keeps_its_type_and_disturbs_no_later_call(world):
+    async def session():
+        for _ in range(2):
+            with pytest.raises(TransferLost, match="process 0") as raised:
+                await world.engine.lose_transfer.remote()
+            assert type(cause_of(raised.value)) is TransferLost
+            assert [rank for rank, _ in await world.engine.weights.remote()] == [0, 1]
 
     world.run(session())
