@@ -82,6 +82,8 @@ class RolloutWorker(WeightReceiver, Probeable):
         self.begin("first request")
         await self._engine.set_weight_version(0)
         await self._warm_up()
+        if self._spec.rollout.speculation.tokens:
+            await self._engine.in_workers(drafter.take_counts)  # drafts of warm-ups, vLLM's and this one
         self.begin("")
 
     async def _warm_up(self) -> None:
