@@ -650,6 +650,9 @@ def test_the_backend_follows_from_devices_and_hosts_unless_it_is_set():
         transfer_backend("shared_memory", "cpu", one_host=False)
     with pytest.raises(UserError, match=r"backend = ipc needs .* on the same GPUs.*cluster\.placement"):
         transfer_backend("ipc", "cuda", one_host=True)
+    with pytest.raises(UserError, match=r"backend = nccl cannot connect two processes on one GPU"):
+        transfer_backend("nccl", "cuda", one_host=True, colocated=True)
+    assert transfer_backend("nccl", "cuda", one_host=True) == "nccl"
 
 
 def test_one_thread_is_given_back():
