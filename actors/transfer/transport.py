@@ -178,7 +178,7 @@ def joined(join: Callable[[], Any], connections: Connections, timeout_s: float) 
     Thread(target=run, name="join NCCL", daemon=True).start()
     end = time.monotonic() + timeout_s
     try:
-        while not wait([found], _JOIN_POLL_S).done:
+        while not wait([found], timeout=_JOIN_POLL_S).done:
             connections.check()
             if time.monotonic() > end:
                 raise TimeoutError(f"weight sync: NCCL's processes did not join within {timeout_s:g} s")

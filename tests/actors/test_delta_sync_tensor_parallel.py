@@ -27,6 +27,10 @@ class SplitEngine(RolloutWorker):
     async def spoil_copy(self, rank):
         await self._engine.in_workers(lambda worker: spoil(worker, rank))
 
+    async def loads_of_changes(self):
+        """Return how often each process loaded changes since this was asked first."""
+        return await self._engine.in_workers(counted_loads)
+
     async def lose_transfer(self):
         await self._engine.in_workers(lose)
 
@@ -50,6 +54,19 @@ def own_weights(worker):
 def spoil(worker, rank):
     if worker.rank == rank:
         worker.weight_transfer_engine.held.slots[0][5] ^= 1
+
+
+def counted_loads(worker):
+    engine = worker.weight_transfer_engine
+    if not hasattr(engine, "loads"):
+        load, engine.loads = engine._load, 0
+
+        def counted(*arguments):
+            engine.loads += 1
+            load(*arguments)
+
+        engine._load = counted
+    return engine.loads
 
 
 def lose(worker):
@@ -134,10 +151,12 @@ def test_a_wrong_bit_in_the_copy_of_one_process_is_noticed_and_whole_weights_fol
         for seed in (5, 6):
             await world.nudge(seed)
             await world.push()
+        before = await world.engine.loads_of_changes.remote()
         await world.engine.spoil_copy.remote(rank)
         await world.nudge(7 + rank)
         found = await world.push()
         assert found["sync/mismatches"] == 1 and found["sync/whole"] == 0
+        assert await world.engine.loads_of_changes.remote() == before  # whole weights alone
         after = await world.check()
         await world.nudge(9)
         found = await world.push()
