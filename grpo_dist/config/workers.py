@@ -58,7 +58,11 @@ class RolloutConfig(Section):
         None,
         description="sequences an engine decodes at once; null: the most in flight, 256 to 1024",
     )
-    threads: Count = Field(0, description="CPU threads of an engine; 0: its share of the available threads")
+    threads: Count = Field(
+        0,
+        description="CPU threads of an engine, with a GPU only while it loads its weights; 0: its share of "
+        "the available threads",
+    )
     quantization: Literal["none", "fp8"] = Field(
         "none",
         description="fp8: linear layers and experts in 8 bits, quantised again at every weight sync; needs "

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+import torch
 import vllm.config.parallel as parallel
 import vllm.platforms as platforms
 from vllm.config import CompilationConfig, CUDAGraphMode, ParallelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
+from vllm.utils.torch_utils import set_torch_threads_for_runtime
 from vllm.v1.executor import Executor, ray_utils
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.sample.ops import topk_topp_sampler
 
+from actors.workers import engine_settings
 from actors.workers.engine_settings import set_environment
 from tests.support.engine_arguments import arguments
 from tests.support.patience import HANG_S
@@ -159,6 +162,20 @@ def test_the_sampler_of_model_runner_2_does_not_use_flashinfers_either(asked):
     assert not is_fused(return_logprobs=asked.get("return_logprobs", False))
     sampler.sampling_states.any_explicit_seed = lambda requests: False
     assert is_fused(return_logprobs=False)
+
+
+def test_vllm_serves_with_one_thread_though_we_set_those_that_load_the_weights(monkeypatch):
+    """It leaves a number alone that a user has set. Without one, Ray sets 1, with which loading is slow."""
+    changed = []
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7"})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch, "set_num_threads", changed.append)
+    monkeypatch.setattr(engine_settings, "device_type", lambda: "cuda")
+    set_torch_threads_for_runtime()
+    assert changed == []
+    set_environment()
+    set_torch_threads_for_runtime()
+    assert changed == [1]
 
 
 COMPILE_THREADS = """
