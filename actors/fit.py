@@ -14,13 +14,12 @@ from actors.connection import (
     local_resources,
     resources_of,
 )
-from actors.placement.demands import describe, is_colocated, placement
+from actors.placement.demands import describe, placement
 from actors.placement.fitting import bundles, too_large
 from actors.placement.reservation import expected
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.policy.offload import check_offload
-from grpo_dist.runtime.hardware import transfer_backend
 
 
 class Fit(NamedTuple):
@@ -49,8 +48,4 @@ def fit(config: Config, *, training: bool = True) -> Fit:
     demands = placement(config, has, training=training)
     if found is not None and (problem := too_large(bundles(demands), found)):
         raise UserError(f"cluster: {problem}")
-    if training and has.gpus and config.weight_sync.backend == "ipc":
-        colocated = is_colocated(config, has)
-        # Raises UserError unless they are colocated.
-        transfer_backend("ipc", "cuda", one_host=True, colocated=colocated)
     return Fit(describe(demands, has), has.gpus)

@@ -27,6 +27,7 @@ from grpo_dist.config import (
     RolloutConfig,
 )
 from grpo_dist.errors import UserError
+from grpo_dist.runtime.hardware import transfer_backend
 
 _ROUNDING = 1e-6  # three times 1/3 is a GPU
 _COMPUTING = ("rollout", "policy", "evaluation")  # the other roles mostly wait
@@ -124,6 +125,8 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
             "cluster.placement=separate or evaluation.num_workers=0"
         )
     if has.gpus:
+        if training and (rollout := demands.get("rollout")):  # refuses a transport that cannot connect these
+            transfer_backend(config.weight_sync.backend, "cuda", one_host=True, colocated=rollout.shared)
         problem = _not_colocated(
             config.rollout, config.policy.num_workers, config.rewards, config.max_staleness
         )

@@ -14,7 +14,10 @@ import ctypes
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from functools import partial
+from threading import Thread
 from typing import Any
 
 import torch
@@ -30,6 +33,7 @@ from grpo_dist.runtime.hardware import inductor_settings_kept
 from grpo_dist.runtime.rendezvous import Rank, check_members, meeting_point, own_address
 
 _POLL_S = 0.0005  # while a broadcast runs on the GPU
+_JOIN_POLL_S = 0.05  # while NCCL joins a group
 
 
 class GlooTransport(Broadcasts):
@@ -42,7 +46,6 @@ class GlooTransport(Broadcasts):
     device = torch.device("cpu")
 
     def __init__(self, seat: Seat, *, timeout_s: float) -> None:
-        super().__init__()
         timeout = timedelta(seconds=timeout_s)
         found = agree_on_store(seat, timeout_s)
         rank = Rank(seat.rank, seat.world_size, seat.host, found.port, timeout_s, listening=found.listening)
@@ -90,14 +93,18 @@ class NcclTransport(Broadcasts):
     """Broadcast between GPUs through vLLM's own NCCL communicator, on a stream of its own.
 
     NCCL never returns when a peer died. A process that notices it, by its connection outside NCCL, aborts the
-    communicator and closes its connections, by which the others notice it, too.
+    communicator, or leaves the thread behind that joins it, and closes its connections, by which the others
+    notice it, too.
     """
 
     def __init__(self, seat: Seat, *, timeout_s: float) -> None:
-        super().__init__()
         self.device, self._timeout_s = torch.device("cuda", torch.cuda.current_device()), timeout_s
         self._connections = Connections(seat, timeout_s)
-        self._group = _nccl_group(seat, self._connections, self.device)
+        try:
+            self._group = _nccl_group(seat, self._connections, self.device, timeout_s)
+        except BaseException:
+            self._connections.close()
+            raise
         self._stream = torch.cuda.Stream(self.device)
 
     def _start(self, flat: Tensor) -> Callable[[], object]:
@@ -105,6 +112,8 @@ class NcclTransport(Broadcasts):
         # for.
         self._stream.wait_stream(torch.cuda.current_stream())
         self._group.broadcast(flat, src=0, stream=self._stream)
+        if flat.is_cuda:  # a transfer that fails frees the buffer before this ends
+            flat.record_stream(self._stream)
         arrived = self._stream.record_event()
         return lambda: self._wait(arrived)
 
@@ -128,8 +137,10 @@ class NcclTransport(Broadcasts):
         self._connections.close()
 
 
-def _nccl_group(seat: Seat, connections: Connections, device: torch.device) -> Any:
-    """Make vLLM's communicator. Its id is only sent over the authenticated ``connections``."""
+def _nccl_group(seat: Seat, connections: Connections, device: torch.device, timeout_s: float) -> Any:
+    """Make vLLM's communicator. Its id is only sent over the authenticated ``connections``. Raises what
+    `joined` raises.
+    """
     with inductor_settings_kept():
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCL_UNIQUE_ID_BYTES, NCCLLibrary
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
@@ -140,7 +151,40 @@ def _nccl_group(seat: Seat, connections: Connections, device: torch.device) -> A
         connections.send(unique_id)
     else:
         unique_id = connections.receive(NCCL_UNIQUE_ID_BYTES)
-    return uid_init_process_group(unique_id, seat.rank, seat.world_size, device.index)
+    join = partial(uid_init_process_group, unique_id, seat.rank, seat.world_size, device.index)
+    return joined(join, connections, timeout_s)
+
+
+def joined(join: Callable[[], Any], connections: Connections, timeout_s: float) -> Any:
+    """Return the communicator that ``join`` makes in a thread of its own.
+
+    Raises TransferLost when a process of the group is gone, TimeoutError after ``timeout_s``. The thread, in
+    which NCCL may never return, is then left behind; it destroys a communicator that it gets after all.
+    """
+    found: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            group = join()
+        except BaseException as error:
+            if found.set_running_or_notify_cancel():
+                found.set_exception(error)
+            return
+        if found.set_running_or_notify_cancel():
+            found.set_result(group)
+        else:
+            group.destroy()
+
+    Thread(target=run, name="join NCCL", daemon=True).start()
+    end = time.monotonic() + timeout_s
+    try:
+        while not wait([found], timeout=_JOIN_POLL_S).done:
+            connections.check()
+            if time.monotonic() > end:
+                raise TimeoutError(f"weight sync: NCCL's processes did not join within {timeout_s:g} s")
+    finally:
+        found.cancel()  # no effect on one that is done
+    return found.result()  # bounded: it is done
 
 
 def open_transport(backend: TransferBackend, seat: Seat, *, timeout_s: float) -> Transport:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from vllm.config.load import LoadConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -118,7 +120,7 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _receive_held(self, transport: Transport, info: UpdateInfo, wanted: HeldTransfer) -> None:
         """Receive whole weights or changes into the copy, and load them. After changes that do not lead to
-        the sender's weights, nothing is loaded, and the copy has no token.
+        the sender's weights in every process of the engine, nothing is loaded, and the copy has no token.
         """
         held = self._copy(info)
         loaded, self.loaded = self.loaded, None
@@ -128,13 +130,15 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             for bucket in receive_whole(transport, held):
                 self.model.load_weights(bucket)
         else:
-            if held.token != wanted.base:
-                raise RuntimeError(f"weight sync: changes of {wanted.base}, this engine holds {held.token}")
-            changed = receive_changes(transport, held)
-            if changed is None:
+            changed: set[str] | None = None
+            try:
+                changed = _changes_of(wanted.base, transport, held)
+            finally:  # one that fails votes, too
+                intact, in_model = in_all_processes(changed is not None, loaded == wanted.base)
+            if changed is None or not intact:
                 return
             held.token = wanted.token
-            self._load(held, changed if loaded == wanted.base else None)
+            self._load(held, changed if in_model else None)
         held.token = self._loading = wanted.token
 
     def _load(self, held: HeldWeights, changed: set[str] | None) -> None:
@@ -176,3 +180,22 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._transport is not None:
             self._transport.close()
             self._transport = None
+
+
+def _changes_of(base: str, transport: Transport, held: HeldWeights) -> set[str] | None:
+    if held.token != base:
+        raise RuntimeError(f"weight sync: changes of {base}, this engine holds {held.token}")
+    return receive_changes(transport, held)
+
+
+def in_all_processes(*facts: bool) -> list[bool]:
+    """Return for each of ``facts`` whether it is true in every process of this engine. All of them call it.
+
+    vLLM quantises the layers of a tensor parallel engine by the largest weights of all processes: one that
+    loads layers that another does not load would wait for it forever.
+    """
+    group = get_tp_group()
+    found = torch.tensor(facts, dtype=torch.int32)
+    if group.world_size > 1:
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=group.cpu_group)  # bounded: by that of the call
+    return [bool(fact) for fact in found]

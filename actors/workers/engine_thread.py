@@ -17,15 +17,17 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
+from operator import methodcaller
 from queue import Empty, Queue
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
 from actors.workers.preemptions import Preemptions
 from actors.workers.shared_tails import SharedTails
 from actors.workers.vllm_engine import make_engine
+from actors.workers.worker_calls import call_workers
 from grpo_dist.runtime.hardware import device_type
 
 if TYPE_CHECKING:
@@ -121,20 +123,20 @@ class EngineThread:
         await self.call(lambda: self._core.model_executor.is_sleeping or self._core.resume_scheduler())
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
-        await self.call(lambda: self._rpc("init_weight_transfer_engine", init_info=info))
+        await self.in_workers(methodcaller("init_weight_transfer_engine", init_info=info))
 
     async def start_weight_update(self) -> None:
-        await self.call(lambda: self._rpc("start_weight_update"))
+        await self.in_workers(methodcaller("start_weight_update"))
 
     async def update_weights(self, info: dict[str, Any]) -> None:
-        await self.call(lambda: self._rpc("update_weights", update_info=info))
+        await self.in_workers(methodcaller("update_weights", update_info=info))
 
     async def finish_weight_update(self) -> None:
-        await self.call(lambda: self._rpc("finish_weight_update"))
+        await self.in_workers(methodcaller("finish_weight_update"))
 
     async def in_workers(self, function: Callable[[Any], T]) -> list[T]:
-        """Call ``function`` with vLLM's worker in each of its processes, between two steps."""
-        return cast(list[T], await self.call(lambda: self._engine.collective_rpc(function)))
+        """`call_workers` between two steps."""
+        return await self.call(lambda: call_workers(self._engine, function))
 
     async def set_weight_version(self, version: int) -> int:
         """Label tokens of later steps with ``version``; return the version that the engine reports."""
@@ -300,9 +302,6 @@ class EngineThread:
         self._core.pause_scheduler(mode="keep", clear_cache=True)
         if self._preemptions:
             self._preemptions.disregard()
-
-    def _rpc(self, method: str, **arguments: Any) -> None:
-        self._engine.collective_rpc(method, kwargs=arguments)
 
     def _check(self) -> None:
         if self._failed is not None:

@@ -4,6 +4,11 @@ vLLM's own rejection sampler draws from the right distribution, but with other r
 gives another text. Here the engine's own sampler draws each position with the request's own generator, one
 position after the other, and a request reaches the next position only where its draft was the token drawn.
 So a request makes the draws that it would have made without drafts, in their order, and no others.
+
+This is of vLLM's model runner 1: the only one on CPUs, and the one that an engine with drafts takes on GPUs.
+Without drafts an engine on GPUs takes runner 2, unless VLLM_USE_V2_MODEL_RUNNER=0. That one draws Gumbel
+noise from a hash of seed, position and token: against it the same seed gives another text, of the same
+distribution.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from ray.exceptions import RayTaskError
 
 from actors.lifecycle.calls import reason
@@ -51,6 +52,7 @@ class RolloutWorker(WeightReceiver, Probeable):
         self._episodes: EpisodeSampler | None = None  # None: no prompt has an environment
         self._own = OwnRollout.of(spec.rollout, spec.code_paths)
         self._compiled = 0  # graphs
+        self._weights_on_host = False  # a copy, while the engine sleeps
 
     async def start(self, environments: EnvironmentAddresses | None = None) -> None:
         """Start the engine and warm it up. ``environments``: None where no prompt has one."""
@@ -82,6 +84,8 @@ class RolloutWorker(WeightReceiver, Probeable):
         self.begin("first request")
         await self._engine.set_weight_version(0)
         await self._warm_up()
+        if self._spec.rollout.speculation.tokens:
+            await self._engine.in_workers(drafter.take_counts)  # drafts of warm-ups, vLLM's and this one
         self.begin("")
 
     async def _warm_up(self) -> None:
@@ -261,10 +265,15 @@ class RolloutWorker(WeightReceiver, Probeable):
         if not keep_weights:
             await self.forget_weights()
         await self._engine.sleep(level=1 if keep_weights else 2)
+        self._weights_on_host = keep_weights
 
     async def wake_up(self, tags: list[str] | None) -> None:
         """Allocate memory again: for "weights", for "kv_cache", or for all that sleeps (None)."""
         await self._engine.wake_up(tags)
+        if self._weights_on_host and device_type() == "cuda" and (tags is None or "weights" in tags):
+            self._weights_on_host = False
+            # torch would keep their memory, pinned and rounded up to powers of two, for as long as the run.
+            await self._engine.in_workers(lambda worker: torch.accelerator.empty_host_cache())
 
     async def close(self) -> None:
         if self._engine is not None:

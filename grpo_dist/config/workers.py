@@ -13,7 +13,9 @@ from grpo_dist.plugins.names import OwnPiece, OwnRollout
 
 
 class SpeculationConfig(Section):
-    """Drafts that the engine verifies in one pass, which change no sample."""
+    """Drafts that the engine verifies in one pass. On CPUs they change no sample. On GPUs the same seed gives
+    another text than without drafts, of the same distribution.
+    """
 
     tokens: Annotated[int, Field(ge=0, le=128)] = Field(
         0,
@@ -56,7 +58,11 @@ class RolloutConfig(Section):
         None,
         description="sequences an engine decodes at once; null: the most in flight, 256 to 1024",
     )
-    threads: Count = Field(0, description="CPU threads of an engine; 0: its share of the available threads")
+    threads: Count = Field(
+        0,
+        description="CPU threads of an engine, with a GPU only while it loads its weights; 0: its share of "
+        "the available threads",
+    )
     quantization: Literal["none", "fp8"] = Field(
         "none",
         description="fp8: linear layers and experts in 8 bits, quantised again at every weight sync; needs "

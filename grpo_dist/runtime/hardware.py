@@ -99,6 +99,11 @@ def transfer_backend(
             "weight_sync.backend = ipc needs policy and engines on the same GPUs, and each has its own; use "
             "auto, or set cluster.placement=colocated"
         )
+    if name == "nccl" and colocated:
+        raise UserError(
+            "weight_sync.backend = nccl cannot connect two processes on one GPU, and policy and engines "
+            "share GPUs; use auto, or cluster.placement=separate on a cluster with GPUs for both"
+        )
     if name != "auto":
         return name
     if device == "cpu":

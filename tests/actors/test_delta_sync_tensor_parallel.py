@@ -5,6 +5,7 @@ import torch
 
 from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import WeightSyncConfig
+from grpo_dist.errors import TransferLost, cause_of
 from grpo_dist.types import Sampling
 from tests.actors.test_delta_sync import NudgedWorker
 from tests.support.drawn import FILE
@@ -26,6 +27,13 @@ class SplitEngine(RolloutWorker):
     async def spoil_copy(self, rank):
         await self._engine.in_workers(lambda worker: spoil(worker, rank))
 
+    async def loads_of_changes(self):
+        """Return how often each process loaded changes since this was asked first."""
+        return await self._engine.in_workers(counted_loads)
+
+    async def lose_transfer(self):
+        await self._engine.in_workers(lose)
+
 
 @torch.no_grad()
 def own_weights(worker):
@@ -46,6 +54,23 @@ def own_weights(worker):
 def spoil(worker, rank):
     if worker.rank == rank:
         worker.weight_transfer_engine.held.slots[0][5] ^= 1
+
+
+def counted_loads(worker):
+    engine = worker.weight_transfer_engine
+    if not hasattr(engine, "loads"):
+        load, engine.loads = engine._load, 0
+
+        def counted(*arguments):
+            engine.loads += 1
+            load(*arguments)
+
+        engine._load = counted
+    return engine.loads
+
+
+def lose(worker):
+    raise TransferLost(f"process {worker.rank}")
 
 
 class World(TwoEngines):
@@ -126,10 +151,12 @@ def test_a_wrong_bit_in_the_copy_of_one_process_is_noticed_and_whole_weights_fol
         for seed in (5, 6):
             await world.nudge(seed)
             await world.push()
+        before = await world.engine.loads_of_changes.remote()
         await world.engine.spoil_copy.remote(rank)
         await world.nudge(7 + rank)
         found = await world.push()
         assert found["sync/mismatches"] == 1 and found["sync/whole"] == 0
+        assert await world.engine.loads_of_changes.remote() == before  # whole weights alone
         after = await world.check()
         await world.nudge(9)
         found = await world.push()
@@ -137,5 +164,16 @@ def test_a_wrong_bit_in_the_copy_of_one_process_is_noticed_and_whole_weights_fol
         before = await world.check()
         await world.push_whole()
         assert equal(before, await world.check()) and not equal(after, before)
+
+    world.run(session())
+
+
+def test_an_error_in_both_processes_keeps_its_type_and_disturbs_no_later_call(world):
+    async def session():
+        for _ in range(2):
+            with pytest.raises(TransferLost, match="process 0") as raised:
+                await world.engine.lose_transfer.remote()
+            assert type(cause_of(raised.value)) is TransferLost
+            assert [rank for rank, _ in await world.engine.weights.remote()] == [0, 1]
 
     world.run(session())

@@ -20,8 +20,19 @@ WAYS = {
 }
 
 
+def warm_up_with_drafts(worker):
+    """Count drafts, as vLLM's own warm-up of a sampler does on a GPU."""
+    sampler = getattr(worker.model_runner, "rejection_sampler", None)
+    if sampler is not None:
+        sampler._counts = sampler._counts.plus((16, 16, 1))
+
+
 class DraftingWorker(CountingWorker):
     """An engine that reports what was drafted."""
+
+    async def _warm_up(self):
+        await super()._warm_up()
+        await self._engine.in_workers(warm_up_with_drafts)
 
     async def counts(self):
         from actors.workers.drafter import take_counts

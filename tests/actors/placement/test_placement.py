@@ -1,6 +1,7 @@
 """Assignment of devices to workers, computed without a cluster."""
 
 import asyncio
+from contextlib import nullcontext
 
 import pytest
 
@@ -51,6 +52,23 @@ def test_one_gpu_is_enough_for_a_run():
 def test_colocated_can_be_asked_for_where_the_gpus_would_suffice():
     assert placement(shape(4, 4, where="colocated"), NODE, training=True)["rollout"].shared
     assert not placement(shape(4, 4, where="colocated"), NODE, training=False)["rollout"].shared
+
+
+@pytest.mark.parametrize(
+    ("backend", "engines", "where", "problem"),
+    [
+        ("nccl", 8, "auto", "nccl cannot connect two processes on one GPU"),  # which has no room for 16
+        ("nccl", 4, "auto", None),
+        ("ipc", 4, "auto", "ipc needs policy and engines on the same GPUs"),
+        ("ipc", 8, "auto", None),
+        ("ipc", 4, "separate", "ipc needs policy and engines on the same GPUs"),
+    ],
+)
+def test_a_transport_that_the_placement_excludes_is_refused_with_it(backend, engines, where, problem):
+    wanted = shape(engines, engines, where=where, weight_sync={"backend": backend})
+    with pytest.raises(UserError, match=problem) if problem else nullcontext():
+        placement(wanted, NODE, training=True)
+    placement(wanted, NODE, training=False)  # nothing is sent
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from actors.transfer import vllm_receiver
 from actors.transfer.delta_stream import send_changes
 from actors.transfer.held_weights import HeldTransfer
 from actors.transfer.stream import send
@@ -249,3 +250,26 @@ def test_changes_of_other_weights_than_the_copy_are_refused(one_process):
     engine.receiver.held.token = "others"
     with pytest.raises(RuntimeError, match="changes of w1, this engine holds others"):
         engine.sync(moved(weights, 1, *SHAPES))
+
+
+def test_changes_are_loaded_if_every_process_of_the_engine_has_them(one_process, monkeypatch):
+    """A process that fails votes, too: the others wait for it."""
+    engine, weights, votes = Engine(), moved(first_weights(), 9, *SHAPES), []
+    engine.sync(weights)
+
+    def others_say(*facts):
+        monkeypatch.setattr(vllm_receiver, "in_all_processes", lambda *own: votes.append(own) or list(facts))
+
+    others_say(False, True)  # a copy is damaged
+    other = moved(weights, 1, "down_proj.weight")
+    assert engine.sync(other) == set() and engine.receiver.held.token is None
+    assert_computes(engine.model, weights)
+    assert engine.sync(other, whole=True) == set(SHAPES)
+    others_say(True, False)  # one has lost the weights of its model
+    other = moved(other, 2, "down_proj.weight")
+    assert engine.sync(other) == set(SHAPES)
+    assert_computes(engine.model, other)
+    engine.receiver.held.token = "others"
+    with pytest.raises(RuntimeError, match="this engine holds others"):
+        engine.sync(moved(other, 3, "down_proj.weight"))
+    assert votes == [(True, True), (True, True), (False, True)]

@@ -1,6 +1,7 @@
 """Transports of the weight sync between real processes, and the checksum of what they carry."""
 
 import ctypes
+import gc
 import json
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import SimpleNamespace
@@ -19,13 +21,14 @@ import pytest
 import torch
 
 from actors.transfer import shared_transport
+from actors.transfer.broadcasts import Broadcasts
 from actors.transfer.connections import Connections, Seat
 from actors.transfer.delta_stream import receive_changes, receive_whole, send_changes
 from actors.transfer.group_store import GroupStore, with_store
 from actors.transfer.handshake import Unauthenticated
 from actors.transfer.shared_transport import IpcTransport, SharedMemoryTransport
 from actors.transfer.stream import receive, send
-from actors.transfer.transport import NcclTransport, _nccl_group, open_transport
+from actors.transfer.transport import NcclTransport, _nccl_group, joined, open_transport
 from grpo_dist.errors import TransferLost, UserError
 from grpo_dist.policy.ranks import join as join_ranks
 from grpo_dist.policy.sent_weights import SentWeights
@@ -612,6 +615,70 @@ def test_nccl_moves_both_buffers_and_has_a_deadline(nccl):
     other.join(HANG_S)  # it notices
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_buffers_of_a_broadcast_are_freed_after_the_transfer(rank):
+    """Policy and engines keep no memory for the largest tensor from one weight sync to the next."""
+
+    class InPlace(Broadcasts):
+        device = torch.device("cpu")
+
+        def _start(self, flat):
+            return lambda: None
+
+        def _pair(self, size):
+            pair = super()._pair(size)
+            self.made = [weakref.ref(buffer) for buffer in pair]
+            return pair
+
+    transport, sizes = InPlace(), [100, 50, 70]
+    seen = [len(flat) for flat in (transport.incoming(sizes) if rank else transport.outgoing(sizes))]
+    gc.collect()
+    assert seen == sizes and all(buffer() is None for buffer in transport.made)
+
+
+class HangingJoin:
+    """NCCL's joining of a group, which waits for a process that is gone; it returns once it is ``let_go``."""
+
+    def __init__(self):
+        self.let_go, self.group = threading.Event(), Communicator(lambda: True)
+
+    def __call__(self):
+        self.let_go.wait(HANG_S)
+        return self.group
+
+
+def test_a_process_lost_while_nccl_joins_does_not_leave_the_others_blocked(monkeypatch):
+    up, port, join = PROCESSES.Event(), free_port("127.0.0.1"), HangingJoin()
+
+    def group(seat, connections, device, timeout_s):
+        return joined(join, connections, timeout_s)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr("actors.transfer.transport._nccl_group", group)
+    peer = start(peer_outside_nccl, port, up)
+    threading.Thread(target=lambda: up.wait(HANG_S) and peer.kill(), daemon=True).start()
+    with pytest.raises(TransferLost, match="a process of the transfer group is gone"):
+        NcclTransport(Seat("127.0.0.1", port, 0, 2, SECRET), timeout_s=HANG_S)
+    assert not join.group.destroyed
+    join.let_go.set()
+    wait_until(lambda: join.group.destroyed == 1, "the communicator that nobody has is not destroyed")
+
+
+def test_joining_a_group_of_nccl_has_a_deadline_and_an_error():
+    open_ended = SimpleNamespace(check=lambda: None)
+    join = HangingJoin()
+    with pytest.raises(TimeoutError, match=r"NCCL's processes did not join within 0\.1 s"):
+        joined(join, open_ended, 0.1)
+    join.let_go.set()
+    assert joined(join, open_ended, HANG_S) is join.group
+
+    def refused():
+        raise RuntimeError("NCCL error: duplicate GPU")
+
+    with pytest.raises(RuntimeError, match="duplicate GPU"):
+        joined(refused, open_ended, HANG_S)
+
+
 def test_only_members_receive_the_id_of_an_nccl_group(monkeypatch):
     """The id may contain zero bytes."""
     own = bytes(range(128))
@@ -629,7 +696,7 @@ def test_only_members_receive_the_id_of_an_nccl_group(monkeypatch):
 
     def join_as(rank):
         seat = Seat("127.0.0.1", port, rank, 3, SECRET)
-        made[rank] = _nccl_group(seat, Connections(seat, HANG_S), torch.device("cuda", rank + 4))
+        made[rank] = _nccl_group(seat, Connections(seat, HANG_S), torch.device("cuda", rank + 4), HANG_S)
 
     threads = [threading.Thread(target=join_as, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -650,6 +717,9 @@ def test_the_backend_follows_from_devices_and_hosts_unless_it_is_set():
         transfer_backend("shared_memory", "cpu", one_host=False)
     with pytest.raises(UserError, match=r"backend = ipc needs .* on the same GPUs.*cluster\.placement"):
         transfer_backend("ipc", "cuda", one_host=True)
+    with pytest.raises(UserError, match=r"backend = nccl cannot connect two processes on one GPU"):
+        transfer_backend("nccl", "cuda", one_host=True, colocated=True)
+    assert transfer_backend("nccl", "cuda", one_host=True) == "nccl"
 
 
 def test_one_thread_is_given_back():

@@ -7,16 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+import torch
 import vllm.config.parallel as parallel
 import vllm.platforms as platforms
 from vllm.config import CompilationConfig, CUDAGraphMode, ParallelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
+from vllm.utils.torch_utils import set_torch_threads_for_runtime
 from vllm.v1.executor import Executor, ray_utils
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.sample.ops import topk_topp_sampler
 
+from actors.workers import engine_settings
 from actors.workers.engine_settings import set_environment
 from tests.support.engine_arguments import arguments
 from tests.support.patience import HANG_S
@@ -111,11 +114,68 @@ def test_the_flashinfer_sampler_is_not_loaded(own_environment, monkeypatch):
 
 
 def test_samples_do_not_depend_on_the_flashinfer_sampler(monkeypatch):
-    """It is never called: it takes no seeds, and returns no log-probs of what it sampled from."""
+    """It is never called: it takes no seeds, and returns no log-probs of what it sampled from. The sampler of
+    model runner 1.
+    """
     monkeypatch.setattr(topk_topp_sampler, "current_platform", Gpus())
     monkeypatch.setattr(topk_topp_sampler, "flashinfer_sampler_supported", lambda: True)
     sampler = topk_topp_sampler.TopKTopPSampler(arguments("cuda")["logprobs_mode"])
     assert sampler.forward == sampler.forward_native
+
+
+def test_an_engine_that_drafts_takes_model_runner_1_and_others_take_2():
+    """They draw with other random numbers: `grpo_dist/guides/speculation.md`."""
+
+    def unsupported(speculation):
+        own = SimpleNamespace(
+            distributed_executor_backend="mp", pipeline_parallel_size=1, use_ubatching=False
+        )
+        config = SimpleNamespace(parallel_config=own, speculative_config=speculation)
+        return VllmConfig._get_v2_model_runner_unsupported_features(config)
+
+    method = arguments("cuda", speculation={"tokens": 4})["speculative_config"]["method"]
+    drafts = SimpleNamespace(method=method, parallel_drafting=False)
+    assert unsupported(None) == [] and unsupported(drafts) == ["speculative method 'custom_class'"]
+
+
+@pytest.mark.parametrize("asked", [{"any_explicit_seed": True}, {"return_logprobs": True}])
+def test_the_sampler_of_model_runner_2_does_not_use_flashinfers_either(asked):
+    """The sampler above is that of model runner 1, which engines with drafts take; all others have this one.
+    Every request has a seed and asks for log-probs; each suffices.
+    """
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    sampler = object.__new__(Sampler)
+    sampler.use_flashinfer, sampler.use_xpu_sampler = True, False
+    sampler.logprobs_mode = arguments("cuda")["logprobs_mode"]
+    sampler.apply_sampling_params = lambda *tensors, **options: None
+    sampler._sample_random = lambda *tensors: tensors[-1]  # whether a fused sampler draws
+    sampler.sampling_states = SimpleNamespace(
+        get_top_k_top_p=lambda *tensors: (None, 0.9),
+        any_greedy=lambda requests: False,
+        any_explicit_seed=lambda requests: asked.get("any_explicit_seed", False),
+    )
+
+    def is_fused(**options):
+        return Sampler.sample(sampler, *[None] * 8, **options)
+
+    assert not is_fused(return_logprobs=asked.get("return_logprobs", False))
+    sampler.sampling_states.any_explicit_seed = lambda requests: False
+    assert is_fused(return_logprobs=False)
+
+
+def test_vllm_serves_with_one_thread_though_we_set_those_that_load_the_weights(monkeypatch):
+    """It leaves a number alone that a user has set. Without one, Ray sets 1, with which loading is slow."""
+    changed = []
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7"})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch, "set_num_threads", changed.append)
+    monkeypatch.setattr(engine_settings, "device_type", lambda: "cuda")
+    set_torch_threads_for_runtime()
+    assert changed == []
+    set_environment()
+    set_torch_threads_for_runtime()
+    assert changed == [1]
 
 
 COMPILE_THREADS = """

@@ -25,6 +25,11 @@ def drafting(expected, tiny_model):  # after the engine without drafts, which ha
     engine.close()
 
 
+def test_drafts_of_a_warm_up_do_not_count(drafting):
+    """It holds after other tests, too: each reads the counts last."""
+    assert drafting.counts() == (0, 0, 0)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_samples_are_those_without_drafts_to_the_last_bit(drafting, expected, way):
     drafting.counts()

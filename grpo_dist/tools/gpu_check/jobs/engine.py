@@ -79,7 +79,7 @@ async def _graphs(spec: EngineSpec, sampling: SamplingConfig, weights: int) -> d
     started.equal("tokens of a request", len(first[0].completion_ids), sampling.longest, "asked")
     again, other = await _sample(engine, sampling, [1]), await _sample(engine, sampling, [2])
     seeds.true("the same seed, the same tokens", same(first, again), _ALONE)
-    seeds.true("another seed, other tokens", not same(first, other), "each sample has its own generator")
+    seeds.true("another seed, other tokens", not same(first, other), "each sample has its own seed")
     many = range(100, 100 + _AT_ONCE)
     begin = time.perf_counter()
     batch = await _sample(engine, sampling, many)

@@ -1,0 +1,62 @@
+"""Call a function in every worker process of a vLLM engine, so that an error keeps its type.
+
+vLLM's executor of several processes raises at the first reply that is a failure. The replies of later ranks
+stay queued, and the next call reads them as its own. Of the error only the text arrives. Here no call fails
+for vLLM: the error is a part of the reply, and is raised once all replies are read.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from grpo_dist.errors import TransferLost
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """What one process returned, or raised. ``trace``: the traceback there, which pickling drops."""
+
+    value: Any = None
+    error: Exception | None = None
+    trace: str = ""
+
+
+def call_workers(engine: Any, function: Callable[[Any], T]) -> list[T]:
+    """Call ``function`` with vLLM's worker in each process of ``engine``; return the results by rank.
+
+    Raises the error of a process, with its type where it can be pickled. Of several errors it is the first
+    that is not TransferLost: a process that fails takes the connections of the others with it.
+    """
+    replies: list[_Reply] = engine.collective_rpc(partial(_reply, function))
+    errors = [(reply.error, reply.trace) for reply in replies if reply.error is not None]
+    if errors:
+        error, trace = next((e for e in errors if not isinstance(e[0], TransferLost)), errors[0])
+        if error.__traceback__ is None:
+            error.add_note(trace)
+        raise error
+    return [reply.value for reply in replies]
+
+
+def _reply(function: Callable[[Any], Any], worker: Any) -> _Reply:
+    try:
+        return _Reply(function(worker))
+    except Exception as error:
+        return _Reply(error=_portable(error), trace=traceback.format_exc())
+
+
+def _portable(error: Exception) -> Exception:
+    """Return ``error``, or its text where another process could not read it: vLLM's worker would then send
+    no reply at all.
+    """
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
