@@ -12,7 +12,7 @@ import numpy as np
 import ray
 
 from actors.lifecycle.probe import Probeable
-from actors.placement.demands import Devices
+from actors.placement.sharing import Devices
 from actors.transfer.group_store import with_store
 from actors.transfer.transport import free_port
 from actors.workers.weight_sender import WeightSender
