@@ -9,6 +9,7 @@ import pytest
 import ray
 import vllm.config.parallel as parallel
 import vllm.platforms as platforms
+from vllm import envs
 from vllm.config import CompilationConfig, CUDAGraphMode, ParallelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -97,7 +98,8 @@ def test_sizes_of_cuda_graphs_are_the_users_where_set():
 
 @pytest.fixture
 def own_environment(monkeypatch):
-    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    for name in ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ALLREDUCE_USE_FLASHINFER"):
+        monkeypatch.delenv(name, raising=False)
     before = dict(os.environ)
     set_environment()
     yield
@@ -116,6 +118,30 @@ def test_samples_do_not_depend_on_the_flashinfer_sampler(monkeypatch):
     monkeypatch.setattr(topk_topp_sampler, "flashinfer_sampler_supported", lambda: True)
     sampler = topk_topp_sampler.TopKTopPSampler(arguments("cuda")["logprobs_mode"])
     assert sampler.forward == sampler.forward_native
+
+
+def fuses_all_reduce(**rollout):
+    """Return what vLLM decides where flashinfer is installed: to fuse, where nothing is set."""
+    passes = EngineArgs(**arguments("cuda", **rollout)).compilation_config.pass_config
+    VllmConfig._set_config_default(None, passes, "fuse_allreduce_rms", True)
+    return passes.fuse_allreduce_rms
+
+
+def test_a_tensor_parallel_engine_is_the_same_with_and_without_flashinfer(own_environment):
+    assert not fuses_all_reduce(tensor_parallel_size=2) and not envs.VLLM_ALLREDUCE_USE_FLASHINFER
+    assert fuses_all_reduce()  # on one GPU nothing is reduced
+    assert "compilation_config" not in arguments("cpu", tensor_parallel_size=2)
+
+
+def test_the_users_own_passes_stay():
+    def asked(own):
+        settings = arguments("cuda", tensor_parallel_size=2, engine={"compilation_config": own})
+        return settings["compilation_config"]
+
+    own = {"cudagraph_capture_sizes": [1], "pass_config": {"eliminate_noops": False}}
+    assert asked(own) == own | {"pass_config": {"fuse_allreduce_rms": False, "eliminate_noops": False}}
+    fused = {"pass_config": {"fuse_allreduce_rms": True}}
+    assert asked(fused) == fused and asked(3) == 3
 
 
 COMPILE_THREADS = """
