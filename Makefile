@@ -1,6 +1,7 @@
-# `make demo` and `make test` set up .venv themselves. On a machine with GPUs: make demo EXTRA=gpu
+# `make demo` and `make test` set up .venv themselves. On a machine with GPUs: make demo EXTRA=gpu, and without it from then on
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-EXTRA ?= cpu
+# cpu or gpu: that of the .venv that is there.
+EXTRA ?= $(or $(patsubst .venv/.ready-%,%,$(firstword $(wildcard .venv/.ready-*))),cpu)
 # Index for torch's CPU wheels where the configured package index has none.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
@@ -38,9 +39,9 @@ demo-tools: $(READY)
 pipeline: $(READY)
 	$(BIN)/grpo-dist pipeline configs/pipelines/r1_demo.yaml $(ARGS)
 
-# Speed of the loop on this machine, and of each stage against its limit, for several workloads, in 25 minutes to an hour. One of
-# them, in minutes: make bench BENCH=configs/bench/cpu_13m.yaml
-BENCH ?= configs/bench/sets/cpu.yaml
+# Speed of the loop on this machine, and of each stage against its limit, for several workloads, on CPUs in 25 minutes to an hour.
+# One of them, in minutes: make bench BENCH=configs/bench/cpu_13m.yaml
+BENCH ?= configs/bench/sets/$(EXTRA).yaml
 bench: $(READY)
 	$(BIN)/grpo-dist bench $(BENCH) $(ARGS)
 

@@ -36,11 +36,12 @@ from actors.lifecycle.elastic_team import ElasticTeam
 from actors.lifecycle.supervisor import Team
 from actors.lifecycle.usage import ActorUsage
 from actors.lifecycle.watchdog import where_stuck
-from actors.placement.demands import Demand, placement, share_out
+from actors.placement.demands import Demand, placement
 from actors.placement.elasticity import Elasticity
 from actors.placement.fitting import bundles, nearest, too_large
 from actors.placement.notice import leaving_nodes
 from actors.placement.reservation import Reservation, expected
+from actors.placement.sharing import share_out
 from actors.reference_sync import ReferenceSync
 from actors.startup import wait_until_ready, wait_until_ready_colocated
 from actors.sync_probe import EngineProbe

@@ -12,8 +12,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.lifecycle.actor_spec import ActorSpec, GuestSpec
 from actors.lifecycle.supervisor import Team
-from actors.placement.demands import Demand, Devices, colocated_ranks, uncounted_threads
+from actors.placement.demands import Demand, uncounted_threads
 from actors.placement.reservation import Reservation
+from actors.placement.sharing import Devices, colocated_ranks
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.environment import EnvironmentPool
 from actors.workers.policy_group import PolicyGroup, PolicySpec

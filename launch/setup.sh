@@ -19,7 +19,9 @@ CHECK
 
 for ready in .venv/.ready-*; do
     if [ -e "$ready" ] && [ "$ready" != ".venv/.ready-$EXTRA" ]; then
-        echo "error: .venv was made with EXTRA=${ready#.venv/.ready-}, not EXTRA=$EXTRA; run: make clean" >&2
+        there=${ready#.venv/.ready-}
+        echo "error: .venv was set up with EXTRA=$there, not EXTRA=$EXTRA; add EXTRA=$there to the command;" \
+            "to set it up again with EXTRA=$EXTRA, run first: make clean" >&2
         exit 2
     fi
 done

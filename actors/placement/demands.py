@@ -8,16 +8,18 @@ GPU 7         the reference            GPU 0 1 2 3 4 5 6 7   policy ranks, while
               (a teacher likewise)
 GPU 8         evaluation's own engine  GPU 8                 evaluation's own engine
 
-`actors.colocation` has them take turns.
+`actors.colocation` has them take turns, and `sharing` says who is where.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
+from actors.placement.sharing import packed, smaller_shared, whole_gpus
 from grpo_dist.config import (
     ClusterConfig,
     Config,
@@ -26,10 +28,10 @@ from grpo_dist.config import (
     RewardsConfig,
     RolloutConfig,
 )
+from grpo_dist.config.files import changed
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import transfer_backend
 
-_ROUNDING = 1e-6  # three times 1/3 is a GPU
 _COMPUTING = ("rollout", "policy", "evaluation")  # the other roles mostly wait
 
 
@@ -81,37 +83,6 @@ class Demand:
         return f"{self.workers} on {self.total_gpus}" if self.each else f"{self.workers} x {self.gpus}"
 
 
-def packed(gpus: Sequence[float], copies: Sequence[int] = ()) -> list[tuple[int, ...]]:
-    """Return which workers, by index, share a GPU or have GPUs of their own; the largest share first, each on
-    the first GPU with enough left. Of equal shares the first copies of all models come first, so that the
-    copies of one model are on different GPUs where others fill these.
-
-        (0.25, 2, 0.5, 0.75, 0.5)           -> (1,), (0, 3), (2, 4)
-        (0.5, 0.5, 0.5, 0.5), (0, 1, 0, 1)  -> (0, 2), (1, 3)
-    """
-    copies = copies or [0] * len(gpus)
-    found: list[list[int]] = []
-    for i in sorted(range(len(gpus)), key=lambda i: (-gpus[i], copies[i])):
-        fits = (own for own in found if sum(gpus[j] for j in (*own, i)) <= 1 + _ROUNDING)
-        own = next(fits, None)
-        if own is None:
-            found.append(own := [])
-        own.append(i)
-    return [tuple(sorted(own)) for own in found]
-
-
-def whole_gpus(gpus: Iterable[float]) -> int:
-    """Return the GPUs that workers of a group of `packed` have together."""
-    return math.ceil(sum(gpus) - _ROUNDING)
-
-
-class Devices(NamedTuple):
-    """GPUs on one node, by the identifiers that CUDA_VISIBLE_DEVICES takes."""
-
-    node: str
-    gpus: tuple[str, ...]
-
-
 def placement(config: Config, has: Resources, *, training: bool) -> dict[str, Demand]:
     """Return what every role takes. Raises UserError with the role and the remedy when ``has`` is not
     enough.
@@ -124,15 +95,15 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
             "trains, but `rewards.models` take turns with it on the same devices (`cluster.placement`); set "
             "cluster.placement=separate or evaluation.num_workers=0"
         )
-    if has.gpus:
-        if training and (rollout := demands.get("rollout")):  # refuses a transport that cannot connect these
-            transfer_backend(config.weight_sync.backend, "cuda", one_host=True, colocated=rollout.shared)
-        problem = _not_colocated(
-            config.rollout, config.policy.num_workers, config.rewards, config.max_staleness
-        )
-        _check_gpus(config.cluster, demands, has.gpus, colocates=problem is None)
-    else:
+    if not has.gpus:
         _check_cpus(demands, has.cpus, config.rollout.tensor_parallel_size)
+    elif _gpus(demands) > has.gpus:
+        excluded = _not_colocated(config.rollout, config.policy.num_workers, config.rewards, max_staleness=0)
+        shares, change = {"policy", "rollout"} <= demands.keys() and not excluded, partial(changed, config)
+        sharing = _shared(demands, config.rollout, config.max_staleness, has.gpus, change) if shares else None
+        raise _too_few_gpus(config.cluster, demands, has.gpus, sharing)
+    elif training and (rollout := demands.get("rollout")):  # refuses a transport that cannot connect these
+        transfer_backend(config.weight_sync.backend, "cuda", one_host=True, colocated=rollout.shared)
     return demands
 
 
@@ -268,29 +239,66 @@ def _with_cpus(demands: dict[str, Demand], has: Resources, *, colocated: bool) -
     return {role: replace(d, cpus=cpus.get(role, 0) if enough else 0) for role, d in demands.items()}
 
 
-def _gpus(demands: dict[str, Demand]) -> int:
+def _gpus(demands: Mapping[str, Demand]) -> int:
     return sum(d.total_gpus for d in demands.values() if not d.shared)
 
 
-def _check_gpus(cluster: ClusterConfig, demands: dict[str, Demand], gpus: int, *, colocates: bool) -> None:
-    """Raise UserError where the demands take more than ``gpus``. ``colocates``: the roles may share some."""
-    needed = _gpus(demands)
-    if needed <= gpus:
-        return
-    parts = " + ".join(f"{role} {d}" for role, d in demands.items() if d.gpus and not d.shared)
-    colocate, grown = "", " with the nodes of `cluster.grows_to`" if cluster.grows_to else ""
-    keys = "`policy.num_workers`"
-    if "rollout" in demands:
-        if "policy" in demands and not demands["rollout"].shared and colocates:
-            colocate = f"set cluster.placement=colocated ({demands['policy'].workers} GPUs), "
-        keys += ", `rollout.num_workers`, `rollout.tensor_parallel_size` or the `num_workers` of "
-        keys += "`rewards.models` or `distillation.teachers`"
-    if "evaluation" in demands:
-        keys += ", `evaluation.num_workers`"
-    raise UserError(
-        f"cluster: {needed} GPUs are needed ({parts}) but it has {gpus}{grown}; {colocate}lower {keys}, or "
-        "add nodes (`cluster.grows_to`: an autoscaler does)"
+def _shared(
+    demands: Mapping[str, Demand],
+    rollout: RolloutConfig,
+    max_staleness: int,
+    gpus: int,
+    change: Callable[[dict[str, Any]], object],
+) -> dict[str, Any] | None:
+    """Return overrides with which engines and policy ranks share some of ``gpus``; None: there are none.
+    ``change`` raises ValueError for overrides that the configuration refuses.
+    """
+    apart: dict[str, Any] = {}
+    if not demands["rollout"].shared:
+        apart = ({"max_staleness": 0} if max_staleness else {}) | {"cluster.placement": "colocated"}
+    own = demands["evaluation"].total_gpus if "evaluation" in demands else 0
+    evaluations: list[tuple[int, dict[str, Any]]] = [(own, {})]
+    if own:  # it cannot score with reward models that take turns
+        without = (0, {"evaluation.num_workers": 0})
+        evaluations = [without] if "reward_models" in demands else [*evaluations, without]
+    for taken, evaluation in evaluations:
+        for fewer in smaller_shared(demands["policy"].workers, rollout, gpus - taken):
+            with suppress(ValueError):
+                change(apart | evaluation | fewer)
+                return apart | evaluation | fewer
+    return None
+
+
+def _too_few_gpus(
+    cluster: ClusterConfig, demands: Mapping[str, Demand], gpus: int, sharing: Mapping[str, Any] | None
+) -> UserError:
+    """Return the refusal of demands that take more than ``gpus``. It names only what can help. ``sharing``:
+    overrides with which engines and policy ranks share as many GPUs as there are.
+    """
+    own = {role: demand for role, demand in demands.items() if demand.gpus and not demand.shared}
+    needed, parts = _gpus(demands), " + ".join(f"{role} {demand}" for role, demand in own.items())
+    grown = " with the nodes of `cluster.grows_to`" if cluster.grows_to else ""
+    ways = ["set " + " ".join(f"{key}={value}" for key, value in sharing.items())] if sharing else []
+    named = sharing if sharing and demands["rollout"].shared else {}
+    keys = [key for key in _fewer_gpus(own) if key.strip("`") not in named]
+    if keys and sum(role != "evaluation" for role in own) <= gpus:  # each of them takes a GPU at least
+        ways.append("lower " + " or ".join(keys))
+    ways.append("add nodes (`cluster.grows_to`: an autoscaler does)")
+    return UserError(
+        f"cluster: {needed} GPUs are needed ({parts}) but it has {gpus}{grown}; {', or '.join(ways)}"
     )
+
+
+def _fewer_gpus(own: Mapping[str, Demand]) -> list[str]:
+    """Return the keys that can be lowered for fewer GPUs. ``own``: the roles with GPUs of their own."""
+    ones = ("policy", "rollout", "reference")
+    keys = [f"`{role}.num_workers`" for role in ones if role in own and own[role].workers > 1]
+    if "rollout" in own and own["rollout"].gpus > 1:
+        keys.append("`rollout.tensor_parallel_size`")
+    if "evaluation" in own:
+        keys.append("`evaluation.num_workers`")
+    several = {"reward_models": "rewards.models", "teachers": "distillation.teachers"}
+    return keys + [f"the `num_workers` of `{key}`" for role, key in several.items() if role in own]
 
 
 def _check_cpus(demands: dict[str, Demand], cpus: int, tensor_parallel_size: int) -> None:
@@ -309,37 +317,6 @@ def _check_cpus(demands: dict[str, Demand], cpus: int, tensor_parallel_size: int
             f"`rollout.tensor_parallel_size` = {tensor_parallel_size} needs GPUs, and the cluster has none; "
             "use 1, or set `cluster.grows_to` where an autoscaler adds them"
         )
-
-
-def share_out(held: Sequence[Devices], engines: int, tensor_parallel_size: int) -> list[Devices]:
-    """Return the devices of each of ``engines``, out of those the policy ranks hold; an engine's are on one
-    node.
-
-    Two nodes of two GPUs each, two engines of two: [a/0, b/0, a/1, b/1] -> [a/0,1  b/0,1].
-    """
-    by_node: dict[str, list[str]] = {}
-    for node, gpus in held:
-        by_node.setdefault(node, []).extend(gpus)
-    size = tensor_parallel_size
-    found = [
-        Devices(node, tuple(gpus[i : i + size]))
-        for node, gpus in by_node.items()
-        for i in range(0, len(gpus) - size + 1, size)
-    ]
-    if len(found) < engines:
-        ranks = ", ".join(f"{len(gpus)} on {node}" for node, gpus in by_node.items())
-        raise UserError(
-            f"`rollout.num_workers` = {engines} engines of `rollout.tensor_parallel_size` = {size} GPUs of "
-            f"one node each: the policy's GPUs ({ranks}) have room for {len(found)}; lower either, or set "
-            "cluster.placement=separate"
-        )
-    return found[:engines]
-
-
-def colocated_ranks(held: Sequence[Devices], engines: Sequence[Devices]) -> list[int]:
-    """Return for each process of ``engines``, one a GPU, the policy rank that holds its GPU in ``held``."""
-    ranks = {(node, gpu): rank for rank, (node, gpus) in enumerate(held) for gpu in gpus}
-    return [ranks[node, gpu] for node, gpus in engines for gpu in gpus]
 
 
 def describe(demands: dict[str, Demand], has: Resources) -> str:

@@ -9,10 +9,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import partial
+from itertools import chain, product
 from typing import Any
 
-from actors.placement.demands import Demand, Resources, placement, whole_gpus
+from actors.placement.demands import Demand, Resources, placement
+from actors.placement.sharing import whole_gpus
 from grpo_dist.config import (
     AutoscalingConfig,
     ClusterConfig,
@@ -184,7 +186,8 @@ def nearest(config: Config, nodes: Sequence[Node], *, training: bool) -> dict[st
     """Return the run closest to this one that fits now, as overrides; None where none does.
 
     Tries engines on the policy's GPUs, fewer policy ranks or engines, engines on fewer GPUs, or fewer threads
-    where there are no GPUs. ``training``: False for an evaluation.
+    where there are no GPUs; then, where nothing fits while sampling runs ahead, all of it without running
+    ahead, on the policy's GPUs. ``training``: False for an evaluation.
     """
     # Demands follow from what the cluster has in all, free or not.
     has = Resources(
@@ -194,7 +197,10 @@ def nearest(config: Config, nodes: Sequence[Node], *, training: bool) -> dict[st
         shared=True,
     )
     free = sum(node.free_gpus for node in nodes)
-    for changes in _smaller(config.rollout, config.policy, config.is_supervised):
+    on_policy: dict[str, Any] = {"max_staleness": 0, "cluster.placement": "colocated"}
+    shares = training and has.gpus and config.max_staleness and config.cluster.placement == "auto"
+    smaller = partial(_smaller, config.rollout, config.policy, config.is_supervised)
+    for changes in chain(smaller(), (on_policy | fewer for fewer in smaller()) if shares else ()):
         if has.gpus and _least_gpus(config.rollout, config.is_supervised, changes) > free:
             continue  # a large configuration has hundreds of thousands of smaller ones
         for own in _likewise(config.cluster, config.evaluation, changes, has, nodes):

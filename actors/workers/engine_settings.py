@@ -140,6 +140,7 @@ def set_environment() -> None:
     # This sampler knows neither seeds nor the log-probs of the distribution sampled from. vLLM would load it,
     # compile it for some GPUs, and never sample with it.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")  # see `_own_all_reduce`
     # Leave binding threads to cores to the scheduler: engine and trainer alternate on the same cores, and
     # OMP_NUM_THREADS already limits the threads of this engine.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -233,7 +234,7 @@ def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_m
         arguments |= _recording(spec, model, device)
     if settings.quantization != "none":
         arguments["quantization"] = _QUANTIZATION[settings.quantization]
-    return arguments | settings.engine | _speculation(settings)
+    return arguments | settings.engine | _own_all_reduce(settings, device) | _speculation(settings)
 
 
 def _speculation(settings: RolloutConfig) -> dict[str, Any]:
@@ -279,6 +280,18 @@ def _graph_sizes(spec: EngineSpec) -> dict[str, Any]:
     if spec.rollout.enforce_eager or spec.max_num_seqs <= _GRAPHS or of_user & sizes:
         return {}
     return {"max_cudagraph_capture_size": -(-spec.max_num_seqs // _GRAPH_STEP) * _GRAPH_STEP}
+
+
+def _own_all_reduce(settings: RolloutConfig, device: DeviceType) -> dict[str, Any]:
+    """Return the argument by which a tensor-parallel engine does not fuse all-reduce and norm, unless the
+    user has set it. On Hopper and Blackwell vLLM would, where flashinfer is installed: log-probs, and the
+    time of a first start, which may compile it, would depend on the installation.
+    """
+    own = settings.engine.get("compilation_config") or {}
+    if settings.tensor_parallel_size == 1 or device == "cpu" or not isinstance(own, dict):
+        return {}
+    passes = {"fuse_allreduce_rms": False} | (own.get("pass_config") or {})
+    return {"compilation_config": own | {"pass_config": passes}}
 
 
 def _cache_bytes(spec: EngineSpec, bytes_per_token: int, free_memory: int) -> int:

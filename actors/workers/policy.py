@@ -12,7 +12,7 @@ import numpy as np
 import ray
 
 from actors.lifecycle.probe import Probeable
-from actors.placement.demands import Devices
+from actors.placement.sharing import Devices
 from actors.transfer.group_store import with_store
 from actors.transfer.transport import free_port
 from actors.workers.weight_sender import WeightSender
@@ -32,6 +32,7 @@ from grpo_dist.plugins.algorithm_pieces import OwnCode
 from grpo_dist.policy.extensions import build_in_own_directory
 from grpo_dist.policy.loss import LossSettings
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
+from grpo_dist.runtime.cache import check_on_node
 from grpo_dist.runtime.hardware import DeviceType
 from grpo_dist.runtime.metering import metered
 from grpo_dist.runtime.rendezvous import Rank
@@ -66,7 +67,10 @@ class PolicyWorker(WeightSender, Probeable):
     def start(
         self, rank: Rank, policy: PolicyConfig, model: ModelConfig, model_dir: str, settings: TrainerSettings
     ) -> tuple[DeviceType, float]:
-        """Join the other ranks and load the model; return the device type and `Trainer.attention_cost`."""
+        """Join the other ranks and load the model; return the device type and `Trainer.attention_cost`.
+        Raises ValueError where this node has no ``model_dir``.
+        """
+        check_on_node(model_dir)
         self.begin("model and DeepSpeed")
         build_in_own_directory()
         # DeepSpeed's autotuner, unused here, would import mlflow if installed: two seconds of each start.

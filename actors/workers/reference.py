@@ -26,6 +26,7 @@ from grpo_dist.policy.group_logprobs import group_logprobs
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs, load_causal_lm, reads_packed_rows
 from grpo_dist.policy.weight_buckets import ParameterSpec
+from grpo_dist.runtime.cache import check_on_node
 from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
 from grpo_dist.runtime.host_copies import HostCopies, release_cache
 from grpo_dist.runtime.metering import Metered, metered
@@ -63,7 +64,8 @@ class ReferenceWorker(Metered, Probeable):
         self._memory = HostCopies(self._device, constant=True)
 
     def ready(self) -> None:
-        """Load the model."""
+        """Load the model. Raises ValueError where this node does not have it."""
+        check_on_node(self._model_dir)
         causal_lm = load_causal_lm(
             self._model_dir,
             dtype=self._dtype,

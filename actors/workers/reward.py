@@ -27,6 +27,7 @@ from grpo_dist.rewards.group import CompletionGroup, ModelScores
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, model_terms, placed, reward_specs
 from grpo_dist.rewards.steps import decoded_length, token_ends
+from grpo_dist.runtime.cache import check_on_node
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.types import Group, Prompt, Rollout
@@ -183,6 +184,7 @@ def scores_own_steps(settings: RewardsConfig) -> bool:
 def load_tokenizer(policy: PolicyTokenizer) -> Any:
     from transformers import AutoTokenizer  # heavy: only for rewards of steps
 
+    check_on_node(policy.directory)
     return AutoTokenizer.from_pretrained(policy.directory, trust_remote_code=policy.trust_remote_code)
 
 

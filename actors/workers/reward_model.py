@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from actors.lifecycle.actor_spec import ActorSpec
@@ -12,6 +13,7 @@ from actors.lifecycle.probe import Probeable
 from actors.lifecycle.supervisor import Team
 from grpo_dist.config import ModelConfig, RewardModelConfig
 from grpo_dist.rewards.group import ModelScores
+from grpo_dist.runtime.cache import check_on_node
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.types import Prompt, Rollout
 
@@ -26,7 +28,10 @@ class RewardModelWorker(Metered, Probeable):
         self._tokenizer: Any = None
 
     def ready(self) -> None:
-        """Load the model."""
+        """Load the model. Raises ValueError where this node does not have it, or the policy's tokenizer."""
+        check_on_node(self._policy_dir)
+        if (own := Path(self._settings.path).expanduser()).is_absolute():  # else each node asks the hub
+            check_on_node(own)
         from transformers import AutoTokenizer
 
         from grpo_dist.rewards.model_ranks import classifier_of  # torch, which the handle does without

@@ -27,6 +27,7 @@ from actors.workers.weight_receiver import WeightReceiver
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.own_rollout import OwnRollout
 from grpo_dist.errors import SamplesFailed
+from grpo_dist.runtime.cache import check_on_node
 from grpo_dist.runtime.hardware import device_type
 from grpo_dist.runtime.load_balancer import Load
 from grpo_dist.runtime.metering import metered
@@ -55,7 +56,10 @@ class RolloutWorker(WeightReceiver, Probeable):
         self._weights_on_host = False  # a copy, while the engine sleeps
 
     async def start(self, environments: EnvironmentAddresses | None = None) -> None:
-        """Start the engine and warm it up. ``environments``: None where no prompt has one."""
+        """Start the engine and warm it up. ``environments``: None where no prompt has one. Raises ValueError
+        where this node has no directory of the model.
+        """
+        check_on_node(self._spec.model_dir)
         self.begin("imports")
         set_environment()  # before transformers and vLLM are imported, which read it
         from transformers import AutoTokenizer

@@ -119,10 +119,10 @@ def readable_model(model_dir: Path, what: str) -> Iterator[None]:
         ) from error
 
 
-def check_backend(weight_sync: WeightSyncConfig, device: DeviceType | None = None) -> None:
-    """Raise ValueError for a weight transport that ``device`` does not have; None: that of this machine."""
-    if weight_sync.backend in ("nccl", "ipc") and (device or device_type()) == "cpu":
-        where = "torch sees none here" if device in (None, device_type()) else "the cluster has none"
+def check_backend(weight_sync: WeightSyncConfig, device: DeviceType) -> None:
+    """Raise ValueError for a weight transport that ``device`` does not have."""
+    if weight_sync.backend in ("nccl", "ipc") and device == "cpu":
+        where = "torch sees none here" if device_type() == "cpu" else "the cluster has none"
         raise ValueError(
             f"weight_sync.backend = {weight_sync.backend} needs GPUs, and {where}; use auto or gloo"
         )

@@ -1,10 +1,13 @@
-"""A disk cache of models this project makes, keyed by everything that determines them."""
+"""A disk cache of models this project makes, keyed by everything that determines them, and the check that a
+node has a model's directory.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -39,6 +42,19 @@ def cached(label: str, decides: dict[str, Any], make: Callable[[Path], None]) ->
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
+
+
+def check_on_node(model_dir: str | Path) -> None:
+    """Raise ValueError where this node does not have ``model_dir``, which the driver has on its own."""
+    if Path(model_dir).is_dir():
+        return
+    caches = ("HF_HOME", "GRPO_DIST_CACHE")
+    here = ", ".join(f"{name}={os.environ.get(name) or 'not set'}" for name in caches)
+    raise ValueError(
+        f"model directory {model_dir}: node {platform.node()} does not have it, and the driver does; put it "
+        "on storage that all nodes see, or set HF_HOME (downloads) and GRPO_DIST_CACHE (models made here) to "
+        f"directories there, for the driver and all nodes (this one has {here})"
+    )
 
 
 def fingerprint(path: Path) -> str:

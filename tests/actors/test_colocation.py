@@ -378,7 +378,7 @@ def test_an_error_of_the_base_reaches_every_group():
 _ON_TWO_GPUS = """
 import json, os, ray
 from actors.factory import on_devices
-from actors.placement.demands import share_out
+from actors.placement.sharing import share_out
 from actors.workers.policy import PolicyWorker, devices_of
 
 class Engine:

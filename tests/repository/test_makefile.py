@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,41 @@ def test_the_suite_is_both_halves_and_fails_as_they_do(made, code):
 def test_evidence_has_every_case_that_the_suite_draws_from(made):
     _, (marked,) = made("evidence", "0")
     assert marked.startswith("seed=all ") and marked.endswith("-s -m evidence tests")
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout with these two files alone."""
+    (tmp_path / "launch").mkdir()
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    for name in ("Makefile", "launch/setup.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("there", "given", "used"),
+    [(None, None, "cpu"), (None, "gpu", "gpu"), ("gpu", None, "gpu"), ("gpu", "cpu", "cpu")],
+)
+def test_targets_use_the_environment_that_is_there(checkout, there, given, used):
+    """Without EXTRA, after `make demo EXTRA=gpu`. Prints what it would run."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    if there:
+        (checkout / f".venv/.ready-{there}").touch()
+    command = ["make", "-n", "-C", checkout, "bench", *([f"EXTRA={given}"] if given else [])]
+    plain = {n: v for n, v in os.environ.items() if n != "EXTRA" and not n.startswith("MAKE")}
+    would = subprocess.run(command, env=plain, capture_output=True, text=True, check=True).stdout
+    assert f"configs/bench/sets/{used}.yaml" in would and (ROOT / f"configs/bench/sets/{used}.yaml").is_file()
+    assert ("launch/setup.sh" in would) == (used != there)
+    assert "launch/setup.sh" not in would or f"EXTRA={used} " in would
+
+
+def test_another_environment_is_refused_with_the_one_that_is_there(checkout):
+    (checkout / ".venv/.ready-gpu").touch()
+    environment = os.environ | {"EXTRA": "cpu", "PYTHON": sys.executable}
+    command = ["bash", checkout / "launch/setup.sh"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "EXTRA=gpu, not EXTRA=cpu; add EXTRA=gpu to the command" in done.stderr
+    assert not (checkout / ".venv/bin").exists()

@@ -11,8 +11,8 @@ GIB = 2**30
 
 
 def spec(in_flight=0, engines=1, colocated=False, max_length=256, dtype="float32", sampling=(), **rollout):
-    model = ModelConfig(path="m", dtype=dtype)
-    own = RolloutConfig(**rollout), WeightSyncConfig(), model, "m", max_length, 0
+    model, directory = ModelConfig(path="m", dtype=dtype), rollout.pop("model_dir", "m")
+    own = RolloutConfig(**rollout), WeightSyncConfig(), model, directory, max_length, 0
     return EngineSpec(*own, in_flight=in_flight, engines=engines, colocated=colocated, sampling=sampling)
 
 

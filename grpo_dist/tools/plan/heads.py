@@ -104,12 +104,19 @@ class Head:
         return _row(planned(best, steps=_STEPS), setting, ahead)
 
     def own_row(self) -> str:
-        """Return the line of the file as it is, on as many GPUs as it uses."""
+        """Return the line of the file as it is, on as many GPUs as it uses. Raises UserError for a file that
+        cannot run there.
+        """
         if self.is_for_cpus:
             setting = self._setting("1x0xCPU", self._cpu_record)
         else:
             setting = self._setting(cluster_of(_gpus_of(self.config)))
-        return f"{_AS_IT_IS}, {_row(planned(option_of(self.config, setting), steps=_STEPS), setting)}"
+        option = option_of(self.config, setting)
+        if option.problems:
+            raise UserError(
+                f"{self.path}: {_AS_IT_IS}, it cannot run on {setting.cluster}: {'; '.join(option.problems)}"
+            )
+        return f"{_AS_IT_IS}, {_row(planned(option, steps=_STEPS), setting)}"
 
     def digests(self, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield the digest that a line of ``lines`` states, and that of its split now, without simulating."""

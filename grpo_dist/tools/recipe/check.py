@@ -40,7 +40,7 @@ from grpo_dist.runs.prepare import (
 from grpo_dist.runs.prepare_supervised import starting_model
 from grpo_dist.runs.start_checks import check_backend, check_length, model_problems, setting_problems
 from grpo_dist.runtime import stage_log
-from grpo_dist.runtime.hardware import device_type
+from grpo_dist.runtime.hardware import DeviceType
 from grpo_dist.tools.recipe.config import ResolvedPipeline, ResolvedStage
 
 
@@ -62,12 +62,16 @@ def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
             config = stage.config.model_copy(
                 update={"model": _model(stage, ancestors[stage.name]), **_other_streams(stage, ancestors)}
             )
-            if stage.kind == "sft":
-                _check_ranks(SupervisedConfig.of(config))
+            ranks = SupervisedConfig.of(config) if stage.kind == "sft" else None
+            # The driver may be on a head without GPUs: the workers are where the cluster has some.
+            has = fit(ranks or config, training=stage.kind != "sample")
+            device: DeviceType = "cuda" if has.gpus else "cpu"
+            if ranks:
+                _check_ranks(ranks, device)
                 _check_rows_to_come(stage, pipeline)
-            _CHECKS[stage.kind](stage, config)
-            if stage.kind != "sft" or evaluates(config.data, config.evaluation):
-                fit(config, training=stage.kind == "grpo")
+            _CHECKS[stage.kind](stage, config, device)
+            if ranks and evaluates(config.data, config.evaluation):
+                fit(config, training=False)
 
 
 @contextmanager
@@ -122,7 +126,7 @@ def _other_streams(stage: ResolvedStage, ancestors: dict[str, Path]) -> dict[str
     return {"distillation": own.model_copy(update={"teachers": teachers}), "demonstrations": shown}
 
 
-def _check_sft(stage: ResolvedStage, config: Config) -> None:
+def _check_sft(stage: ResolvedStage, config: Config, device: DeviceType) -> None:
     assert config.sft is not None and stage.symbolic.sft is not None  # an sft stage has the section
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
     there = [not _to_come(symbolic.path) for symbolic in stage.symbolic.sft.data]
@@ -131,7 +135,7 @@ def _check_sft(stage: ResolvedStage, config: Config) -> None:
     if all(there):
         count_held_out(config.sft, count_rows(config.sft))
     if evaluates(config.data, config.evaluation):
-        _check_sampling(config)
+        _check_sampling(config, device)
         prepare_eval(
             PromptSections(config.data, config.rewards, config.environments),
             read_all(config.data.eval, own=own_problems(config.data, config.environments)),
@@ -141,13 +145,10 @@ def _check_sft(stage: ResolvedStage, config: Config) -> None:
         )
 
 
-def _check_ranks(config: SupervisedConfig) -> None:
-    """Check what the policy's ranks would refuse, and that they fit the cluster."""
-    from actors.fit import fit  # imports Ray
-
-    refuse(setting_problems(config, device_type()))
-    refuse(model_problems(config, device_type(), Path(config.model.path)))
-    fit(config)
+def _check_ranks(config: SupervisedConfig, device: DeviceType) -> None:
+    """Check what the policy's ranks would refuse."""
+    refuse(setting_problems(config, device))
+    refuse(model_problems(config, device, Path(config.model.path)))
 
 
 def _check_rows_to_come(stage: ResolvedStage, pipeline: ResolvedPipeline) -> None:
@@ -173,26 +174,26 @@ def _a_few(source: DemonstrationsConfig) -> DemonstrationsConfig:
     return source.model_copy(update={"examples": 1}) if source.path.startswith("demo:") else source
 
 
-def _check_grpo(stage: ResolvedStage, config: Config) -> None:
-    refuse(setting_problems(config, device_type()))
+def _check_grpo(stage: ResolvedStage, config: Config, device: DeviceType) -> None:
+    refuse(setting_problems(config, device))
     if len(there := _there(stage)) == len(config.data.train):
-        prepare(config, _quiet)
+        prepare(config, _quiet, device=device)
     else:
-        _check_sampling(config)
+        _check_sampling(config, device)
         sections = PromptSections(config.data, config.rewards, config.environments)
         _check_prompts(config.model, sections, there)
 
 
-def _check_sample(stage: ResolvedStage, config: Config) -> None:
-    _check_sampling(config)
+def _check_sample(stage: ResolvedStage, config: Config, device: DeviceType) -> None:
+    _check_sampling(config, device)
     sections = PromptSections(config.data, config.rewards, config.environments)
     _check_prompts(config.model, sections, _there(stage))
 
 
-def _check_sampling(config: Config) -> None:
+def _check_sampling(config: Config, device: DeviceType) -> None:
     check_scoring(config.rewards, config.sampling)
-    check_backend(config.weight_sync)
-    refuse(engine_problems(config.rollout, config.algorithm, device_type()))
+    check_backend(config.weight_sync, device)
+    refuse(engine_problems(config.rollout, config.algorithm, device))
     check_length(config.model, Path(config.model.path), config.max_length)
 
 

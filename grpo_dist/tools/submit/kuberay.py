@@ -40,6 +40,8 @@ _OF_THE_PODS = (
     "/tmp/ray", "/opt/grpo-dist",  # the image's working directory
 )  # fmt: skip
 _GIB_PER_GPU, _GIB_ON_CPUS = 64, 32
+# On the volume, unless the user sets them.
+_CACHES = {"HF_HOME": ".cache/huggingface", "GRPO_DIST_CACHE": ".cache/grpo-dist"}
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,11 @@ class KubeRayTarget(NodeSizes):
         claim, path = self._volume
         (container,) = pod["containers"]
         container["image"] = self.image
-        container["env"] = [{"name": v.name, "value": v.value} for v in job.environment]
+        own = {v.name: v.value for v in job.environment}
+        # Pods have no home in common, and the driver downloads and makes models for all of them.
+        secrets = {key for _, sign, key in (secret.partition(":") for secret in self.secret) if sign}
+        caches = {name: f"{path}/{folder}" for name, folder in _CACHES.items() if name not in secrets}
+        container["env"] = [{"name": name, "value": value} for name, value in (caches | own).items()]
         container["envFrom"] = []
         for secret in self.secret:
             name, sign, key = secret.partition(":")

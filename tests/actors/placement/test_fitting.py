@@ -132,6 +132,15 @@ def test_engines_can_be_put_on_the_policys_gpus_where_nothing_excludes_it():
     assert nearest(ahead, nodes, training=True) == {"policy.num_workers": 2, "rollout.num_workers": 2}
 
 
+def test_sampling_stops_running_ahead_only_where_nothing_else_fits():
+    ahead = shape(4, 4, max_staleness=1)
+    on_policy = {"max_staleness": 0, "cluster.placement": "colocated"}
+    fewer = {"policy.num_workers": 1, "rollout.num_workers": 1}
+    assert nearest(ahead, [node("a", 8, 2)], training=True) == fewer
+    assert nearest(ahead, [node("a", 8, 1)], training=True) == on_policy | fewer
+    assert nearest(shape(4, 4, where="separate", max_staleness=1), [node("a", 8, 1)], training=True) is None
+
+
 def test_without_gpus_fewer_threads_are_near():
     """By default a run takes all CPUs that the cluster has but one, which the driver of a job has."""
     asked, nodes = shape(1, 1, where="separate"), [node("a", 0, 0, cpus=16, free_cpus=9)]

@@ -1,6 +1,7 @@
 """Assignment of devices to workers, computed without a cluster."""
 
 import asyncio
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -8,16 +9,14 @@ import pytest
 from actors import cluster
 from actors.placement.demands import (
     Demand,
-    Devices,
     Resources,
-    colocated_ranks,
     describe,
     is_colocated,
-    packed,
     placement,
-    share_out,
 )
 from actors.placement.fitting import Node, bundles
+from actors.placement.sharing import Devices, colocated_ranks, packed, share_out
+from grpo_dist.config.files import changed
 from grpo_dist.config.rewards import RewardModelConfig
 from grpo_dist.errors import UserError
 from tests.support.made_placements import config, shape
@@ -104,7 +103,9 @@ def test_apart_they_take_gpus_of_their_own():
     demands = placement(shape(2, 2, where="separate", **KL, **MODELS), NODE, training=True)
     taken = {role: (d.workers, d.shared) for role, d in demands.items() if d.gpus}
     assert taken["reference"] == (1, False) and taken["reward_models"] == (3, False)
-    with pytest.raises(UserError, match=r"9 GPUs are needed \(.*\+ reference 1 x 1\).*colocated \(4 GPUs\)"):
+    with pytest.raises(
+        UserError, match=r"9 GPUs are needed \(.*\+ reference 1 x 1\).*placement=colocated, or"
+    ):
         placement(shape(4, 4, where="separate", **KL), NODE, training=True)
 
 
@@ -201,7 +202,7 @@ def test_engines_may_cover_some_of_the_policys_gpus(ranks, engines, tensor_paral
             shape(4, 1, 8, where="colocated"),
             ["`rollout.tensor_parallel_size` = 1 * 8 must be at most `policy.num_workers` = 4"],
         ),
-        (shape(8, 8, where="separate"), ["16 GPUs are needed", "set cluster.placement=colocated (8 GPUs)"]),
+        (shape(8, 8, where="separate"), ["16 GPUs are needed", "set cluster.placement=colocated, or"]),
         (shape(4, 8), ["12 GPUs are needed", "policy 4 x 1"]),
         (shape(8, 8, max_staleness=1), ["16 GPUs are needed"]),
     ],
@@ -229,6 +230,64 @@ def test_colocation_is_proposed_only_where_it_would_work():
     with pytest.raises(UserError) as refusal:
         placement(shape(4, 8), NODE, training=True)
     assert "colocated" not in str(refusal.value)
+
+
+_ONE_GPU = "cluster.placement=colocated policy.num_workers=1"
+_LOWER = "lower `policy.num_workers`, or"
+SPLIT = {
+    "model": {"path": "demo:tiny", "packing": True},
+    "policy": {"num_workers": 2, "sequence_parallel": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "said"),
+    [
+        # Apart, engine, ranks and reference take three GPUs at least.
+        (shape(2, 1, max_staleness=1, **KL), 1, f"has 1; set max_staleness=0 {_ONE_GPU}, or add nodes"),
+        (
+            shape(2, 1, max_staleness=1, **KL),
+            2,
+            "has 2; set max_staleness=0 cluster.placement=colocated, or add nodes",
+        ),
+        (
+            shape(2, 1, max_staleness=1, **KL),
+            3,
+            f"has 3; set max_staleness=0 cluster.placement=colocated, or {_LOWER} add nodes",
+        ),
+        (shape(2, 1, **KL), 1, "has 1; set policy.num_workers=1, or add nodes"),  # they share it already
+        (shape(4, 4, max_staleness=1), 3, "policy.num_workers=2 rollout.num_workers=2, or lower"),
+        (shape(2, 1, where="separate", **KL), 1, f"has 1; set {_ONE_GPU}, or add nodes"),
+        # Two ranks of a sequence cannot be one, what runs ahead cannot stop, and new engines take GPUs.
+        (config(**SPLIT, max_staleness=1), 1, "has 1; add nodes"),
+        (shape(1, 1, max_staleness=1, batch={"order": "finished"}), 1, "has 1; add nodes"),
+        (config(rollout={"max_workers": 2}), 1, "has 1; add nodes"),
+    ],
+)
+def test_the_refusal_names_only_what_fits(wanted, gpus, said):
+    with pytest.raises(UserError) as refusal:
+        placement(wanted, Resources(64, gpus), training=True)
+    assert said in str(refusal.value)
+
+
+def test_the_overrides_that_are_named_fit():
+    for wanted in (shape(2, 1, max_staleness=1, **KL), shape(8, 4, max_staleness=2), shape(4, 2, 2)):
+        for gpus in (1, 2, 3):
+            with pytest.raises(UserError) as refusal:
+                placement(wanted, Resources(64, gpus), training=True)
+            found = re.search(r"; set ([^,]+),", str(refusal.value))
+            assert found, refusal.value
+            pairs = [pair.split("=") for pair in found[1].split()]
+            overrides = {key: int(value) if value.isdigit() else value for key, value in pairs}
+            fitting = placement(changed(wanted, overrides), Resources(64, gpus), training=True)
+            assert sum(d.total_gpus for d in fitting.values() if not d.shared) <= gpus
+
+
+def test_evaluations_own_engine_goes_where_there_is_no_gpu_for_it():
+    wanted = config(**EVALUATED, max_staleness=1)
+    for gpus, evaluation in ((2, ""), (1, " evaluation.num_workers=0")):
+        with pytest.raises(UserError, match=f"set max_staleness=0 cluster.placement=colocated{evaluation},"):
+            placement(wanted, Resources(64, gpus), training=True)
 
 
 def test_nccl_is_refused_between_two_processes_on_one_gpu():

@@ -10,6 +10,7 @@ import ray
 import torch
 import vllm.config.parallel as parallel
 import vllm.platforms as platforms
+from vllm import envs
 from vllm.config import CompilationConfig, CUDAGraphMode, ParallelConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -100,7 +101,8 @@ def test_sizes_of_cuda_graphs_are_the_users_where_set():
 
 @pytest.fixture
 def own_environment(monkeypatch):
-    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    for name in ("VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ALLREDUCE_USE_FLASHINFER"):
+        monkeypatch.delenv(name, raising=False)
     before = dict(os.environ)
     set_environment()
     yield
@@ -176,6 +178,30 @@ def test_vllm_serves_with_one_thread_though_we_set_those_that_load_the_weights(m
     set_environment()
     set_torch_threads_for_runtime()
     assert changed == [1]
+
+
+def fuses_all_reduce(**rollout):
+    """Return what vLLM decides where flashinfer is installed: to fuse, where nothing is set."""
+    passes = EngineArgs(**arguments("cuda", **rollout)).compilation_config.pass_config
+    VllmConfig._set_config_default(None, passes, "fuse_allreduce_rms", True)
+    return passes.fuse_allreduce_rms
+
+
+def test_a_tensor_parallel_engine_is_the_same_with_and_without_flashinfer(own_environment):
+    assert not fuses_all_reduce(tensor_parallel_size=2) and not envs.VLLM_ALLREDUCE_USE_FLASHINFER
+    assert fuses_all_reduce()  # on one GPU nothing is reduced
+    assert "compilation_config" not in arguments("cpu", tensor_parallel_size=2)
+
+
+def test_the_users_own_passes_stay():
+    def asked(own):
+        settings = arguments("cuda", tensor_parallel_size=2, engine={"compilation_config": own})
+        return settings["compilation_config"]
+
+    own = {"cudagraph_capture_sizes": [1], "pass_config": {"eliminate_noops": False}}
+    assert asked(own) == own | {"pass_config": {"fuse_allreduce_rms": False, "eliminate_noops": False}}
+    fused = {"pass_config": {"fuse_allreduce_rms": True}}
+    assert asked(fused) == fused and asked(3) == 3
 
 
 COMPILE_THREADS = """

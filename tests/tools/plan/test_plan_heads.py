@@ -4,7 +4,13 @@ import re
 
 import pytest
 
+from grpo_dist.config.files import load_config
+from grpo_dist.errors import UserError
+from grpo_dist.tools.bench.several import load_set
+from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.command import made_setting
 from grpo_dist.tools.plan.heads import CONFIGS, GPUS, Head, cluster_of, main, read, recipes, with_head
+from grpo_dist.tools.plan.options import option_of
 
 NAMES = [path.relative_to(CONFIGS).as_posix() for path in recipes()]
 
@@ -67,6 +73,28 @@ def test_the_command_finds_a_stale_head_and_repairs_it(tmp_path, monkeypatch, ca
     recipe.write_text(recipe.read_text().replace(" tokens/s", "0 tokens/s", 1))
     assert main(["--check"]) == 1
     assert "small.yaml: changed" in capsys.readouterr().out
+
+
+def test_a_recipe_that_does_not_fit_as_it_is_gets_no_head(tmp_path, monkeypatch):
+    recipe = tmp_path / "large.yaml"
+    recipe.write_text(
+        "model: {path: Qwen/Qwen2.5-7B}\ndata: {train: [{path: 'demo:add3'}]}\n"
+        "cluster: {placement: colocated}\n"
+    )
+    monkeypatch.setattr("grpo_dist.tools.plan.heads.recipes", lambda: [recipe])
+    words = "large.yaml: as it is, it cannot run on 1x1xH100: policy: a worker needs"
+    for arguments in ([], ["--check"]):
+        with pytest.raises(UserError, match=words):
+            main(arguments)
+    assert not read(recipe)
+
+
+def test_the_benchmarks_of_one_gpu_fit_it():
+    path = CONFIGS / "bench/sets/gpu.yaml"
+    for run in load_set(path).runs:
+        config = load_config(*run.arguments(path.parent))
+        option = option_of(config, made_setting(config, parse_cluster("1x1xH100")))
+        assert option.problems == [] and option.roles.colocated, run.name
 
 
 def test_help_and_unknown_options_write_nothing(tmp_path, monkeypatch, capsys):

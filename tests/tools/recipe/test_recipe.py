@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from actors.fit import Fit
 from grpo_dist.cli import main
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.stage_log import open_stages, stages_logged
@@ -461,6 +462,27 @@ def test_an_unusable_later_stage_is_refused_before_the_first_one_starts(world, i
     for word in words:
         assert word in message
     assert world.ran == [] and not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("index", "gpus", "changes", "words"),
+    [
+        *((i, 8, {"weight_sync.backend": "nccl"}, None) for i in (0, 1, 2)),
+        *((i, 8, {"model.attention": "flash_attention_2"}, None) for i in (0, 1)),
+        (1, 8, {"rollout.quantization": "fp8"}, None),
+        *((i, 8, {"policy.zero_stage": 0}, "`policy.zero_stage` = 0 with bfloat16") for i in (0, 1)),
+        *((i, 0, {"weight_sync.backend": "nccl"}, "nccl needs GPUs") for i in (0, 1, 2)),
+        (1, 0, {"policy.zero_stage": 0}, None),
+    ],
+)
+def test_stages_are_checked_for_the_device_of_the_cluster(world, monkeypatch, index, gpus, changes, words):
+    """The driver may be on a head without GPUs, as it is here."""
+    monkeypatch.setattr("actors.fit.fit", lambda config, *, training=True: Fit("", gpus))
+    write(stages=with_overrides(index, **changes))
+    if words is None:
+        run(check_only=True)
+    else:
+        assert words in refused(check_only=True)
 
 
 @pytest.mark.family("costly")

@@ -92,6 +92,8 @@ def test_the_manifest_is_a_rayjob_with_the_resources_of_the_run(kube, tmp_path, 
         container = pod["containers"][0]
         assert container["image"] == "registry/grpo-dist:1"
         assert container["env"] == [
+            {"name": "HF_HOME", "value": "/data/.cache/huggingface"},
+            {"name": "GRPO_DIST_CACHE", "value": "/data/.cache/grpo-dist"},
             {"name": "NCCL_DEBUG", "value": "INFO"},
             {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}},
         ]
@@ -118,6 +120,19 @@ def test_numbers_that_make_no_sense_are_refused(kube, tmp_path, capsys, argument
 def test_a_failure_is_retried_as_often_as_requested(kube, tmp_path, capsys):
     tried = [manifest(capsys, tmp_path, *own)[1]["spec"]["backoffLimit"] for own in ((), ("--retries", "0"))]
     assert tried == [3, 0]
+
+
+def test_all_pods_keep_models_on_the_volume_unless_told_otherwise(kube, tmp_path, capsys):
+    given = ("--env", "HF_HOME=/data/hub", "--secret", "paths:GRPO_DIST_CACHE")
+    _, rayjob = manifest(capsys, tmp_path, *given)
+    cluster = rayjob["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        secret = {"secretKeyRef": {"name": "paths", "key": "GRPO_DIST_CACHE"}}
+        assert container["env"] == [
+            {"name": "HF_HOME", "value": "/data/hub"},
+            {"name": "GRPO_DIST_CACHE", "valueFrom": secret},
+        ]
 
 
 def test_the_cluster_of_a_rayjob_does_not_grow(kube, tmp_path, capsys):
@@ -243,7 +258,7 @@ def test_no_value_becomes_another_part_of_the_manifest(kube, tmp_path, capsys):
     given = (f"data.instruction={json.dumps(broken)}", f"--env=A={broken}")
     config, rayjob = manifest(capsys, tmp_path, *given)
     (container,) = rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
-    assert container["env"] == [{"name": "A", "value": broken}]
+    assert container["env"][2:] == [{"name": "A", "value": broken}]
     assert (config["kind"], rayjob["kind"]) == ("ConfigMap", "RayJob")
 
 
