@@ -76,7 +76,9 @@ def refusals() -> Iterator[None]:
     """
     try:
         yield
-    except (UserError, TimeoutError, ConnectionError):
+    except (UserError, TimeoutError, ConnectionError) as error:
+        if isinstance(cause := cause_of(error), UserError) and cause is not error:
+            raise cause from error  # of an actor: Ray's own message is the remote traceback
         raise
     except (ValueError, OSError) as error:
         raise UserError(str(cause_of(error))) from error

@@ -13,6 +13,7 @@ import ray
 
 from actors.lifecycle.probe import Probeable
 from actors.placement.demands import Devices
+from actors.placement.own_gpus import check_gpus
 from actors.transfer.group_store import with_store
 from actors.transfer.transport import free_port
 from actors.workers.weight_sender import WeightSender
@@ -66,7 +67,11 @@ class PolicyWorker(WeightSender, Probeable):
     def start(
         self, rank: Rank, policy: PolicyConfig, model: ModelConfig, model_dir: str, settings: TrainerSettings
     ) -> tuple[DeviceType, float]:
-        """Join the other ranks and load the model; return the device type and `Trainer.attention_cost`."""
+        """Join the other ranks and load the model; return the device type and `Trainer.attention_cost`.
+
+        Raises UserError as `check_gpus`.
+        """
+        check_gpus()
         self.begin("model and DeepSpeed")
         build_in_own_directory()
         # DeepSpeed's autotuner, unused here, would import mlflow if installed: two seconds of each start.

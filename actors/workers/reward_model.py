@@ -26,10 +26,13 @@ class RewardModelWorker(Metered, Probeable):
         self._tokenizer: Any = None
 
     def ready(self) -> None:
-        """Load the model."""
+        """Load the model. Raises UserError as `check_gpus`."""
+        from actors.placement.own_gpus import check_gpus  # torch, which the handle does without
+
+        check_gpus()
         from transformers import AutoTokenizer
 
-        from grpo_dist.rewards.model_ranks import classifier_of  # torch, which the handle does without
+        from grpo_dist.rewards.model_ranks import classifier_of  # torch, as above
 
         self._classifier = classifier_of(self._settings)
         self._tokenizer = AutoTokenizer.from_pretrained(

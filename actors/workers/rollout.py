@@ -15,6 +15,7 @@ from ray.exceptions import RayTaskError
 
 from actors.lifecycle.calls import reason
 from actors.lifecycle.probe import Health, Probeable
+from actors.placement.own_gpus import check_gpus
 from actors.workers import drafter
 from actors.workers.compilation import compilation_began, compiled_graphs
 from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment
@@ -53,7 +54,11 @@ class RolloutWorker(WeightReceiver, Probeable):
         self._compiled = 0  # graphs
 
     async def start(self, environments: EnvironmentAddresses | None = None) -> None:
-        """Start the engine and warm it up. ``environments``: None where no prompt has one."""
+        """Start the engine and warm it up. ``environments``: None where no prompt has one.
+
+        Raises UserError as `check_gpus`.
+        """
+        check_gpus()
         self.begin("imports")
         set_environment()  # before transformers and vLLM are imported, which read it
         from transformers import AutoTokenizer
