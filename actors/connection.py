@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 
 from actors import private_ray
 from actors.placement.demands import Resources
 from actors.placement.fitting import Node
 from grpo_dist.config import ClusterConfig
 from grpo_dist.errors import UserError
-from grpo_dist.runtime.hardware import available_cpus, device_type
+from grpo_dist.runtime.hardware import available_cpus, usable_gpus
 
 
 def address_of(cluster: ClusterConfig) -> str:
@@ -25,7 +24,8 @@ def address_of(cluster: ClusterConfig) -> str:
 
 
 def local_resources(cluster: ClusterConfig) -> Resources:
-    return Resources(cluster.num_cpus or available_cpus(), torch.cuda.device_count())
+    """Return what this machine has. Raises UserError as `usable_gpus`."""
+    return Resources(cluster.num_cpus or available_cpus(), usable_gpus())
 
 
 def resources_of(has: Sequence[Node], *, shared: bool) -> Resources:
@@ -51,7 +51,10 @@ def is_this_machine() -> bool:
 
 
 def connect(cluster: ClusterConfig) -> bool:
-    """Join the cluster, or start a private local one; return whether this call opened the connection."""
+    """Join the cluster, or start a private local one; return whether this call opened the connection.
+
+    Raises UserError where none answers, or where CUDA does not start on the GPUs of a private one.
+    """
     if ray.is_initialized():
         return False
     address = address_of(cluster)
@@ -64,7 +67,7 @@ def connect(cluster: ClusterConfig) -> bool:
     if address == "local":
         check_grows_no_more(cluster)
         local = {"num_cpus": cluster.num_cpus, "include_dashboard": False}
-    if local and device_type() == "cpu":
+    if local and not usable_gpus():
         local["num_gpus"] = 0  # Ray counts GPUs even with the CPU build of torch
     if local:
         private_ray.prepare_token()

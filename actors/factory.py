@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.lifecycle.actor_spec import ActorSpec, GuestSpec
 from actors.lifecycle.supervisor import Team
 from actors.placement.demands import Demand, uncounted_threads
+from actors.placement.own_gpus import SHARED, VISIBLE
 from actors.placement.reservation import Reservation
 from actors.placement.sharing import Devices, colocated_ranks
 from actors.workers.engine_settings import EngineSpec
@@ -231,7 +232,8 @@ def _on_each(model: ModelT, gpus: int) -> ModelT:
 
 def on_devices(options: dict[str, Any], devices: Devices) -> dict[str, Any]:
     """Return options of an actor that sees ``devices``, which Ray has given to others and counts there."""
-    environment = options["runtime_env"]["env_vars"] | {"CUDA_VISIBLE_DEVICES": ",".join(devices.gpus)}
+    gpus = ",".join(devices.gpus)
+    environment = options["runtime_env"]["env_vars"] | {VISIBLE: gpus, SHARED: gpus}
     return {
         "runtime_env": {"env_vars": environment},
         "scheduling_strategy": NodeAffinitySchedulingStrategy(devices.node, soft=False),

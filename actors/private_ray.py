@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import psutil
 import ray
 
+from actors.placement.own_gpus import EMPTIED, NOT_SET
+
 logger = logging.getLogger("grpo_dist")
 T = TypeVar("T")
 
@@ -29,13 +31,19 @@ _NOT_COLLECTED = {
     "LOG_NAME_UPDATE_INTERVAL_S": "inf",
     "REPORTER_UPDATE_INTERVAL_MS": "86400000",
 }
+# They change which GPUs an actor sees: see `own_gpus`.
+_NOT_INHERITED = (NOT_SET, EMPTIED)
 _TOO_SLOW = "timed out during startup"  # in an error that is a plain Exception
 
 
 def start(**options: Any) -> None:
-    """Start a private Ray for this process, with ``options`` of `ray.init`."""
+    """Start a private Ray for this process, with ``options`` of `ray.init`. Variables by which its actors
+    would see other GPUs than their own leave the environment, which Ray's processes inherit.
+    """
     for name, value in _NOT_COLLECTED.items():
         os.environ.setdefault(name, value)
+    for name in _NOT_INHERITED:
+        os.environ.pop(name, None)
     started_in_time(lambda: ray.init(address="local", log_to_driver=False, **options))
 
 

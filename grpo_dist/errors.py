@@ -30,6 +30,12 @@ class Unhealthy(RunEnded):
     exit_code = 3
 
 
+class IncompleteCheck(RunEnded):
+    """Nothing that was checked fails, and the time did not suffice for all checks."""
+
+    exit_code = 4
+
+
 class Preempted(RunEnded):
     """The run was asked to end, and ended in order."""
 
@@ -76,7 +82,9 @@ def refusals() -> Iterator[None]:
     """
     try:
         yield
-    except (UserError, TimeoutError, ConnectionError):
+    except (UserError, TimeoutError, ConnectionError) as error:
+        if isinstance(cause := cause_of(error), UserError) and cause is not error:
+            raise cause from error  # of an actor: Ray's own message is the remote traceback
         raise
     except (ValueError, OSError) as error:
         raise UserError(str(cause_of(error))) from error

@@ -12,6 +12,7 @@ import numpy as np
 import ray
 
 from actors.lifecycle.probe import Probeable
+from actors.placement.own_gpus import check_gpus
 from actors.placement.sharing import Devices
 from actors.transfer.group_store import with_store
 from actors.transfer.transport import free_port
@@ -68,8 +69,10 @@ class PolicyWorker(WeightSender, Probeable):
         self, rank: Rank, policy: PolicyConfig, model: ModelConfig, model_dir: str, settings: TrainerSettings
     ) -> tuple[DeviceType, float]:
         """Join the other ranks and load the model; return the device type and `Trainer.attention_cost`.
-        Raises ValueError where this node has no ``model_dir``.
+
+        Raises ValueError where this node has no ``model_dir``, and UserError as `check_gpus`.
         """
+        check_gpus()
         check_on_node(model_dir)
         self.begin("model and DeepSpeed")
         build_in_own_directory()

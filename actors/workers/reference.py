@@ -16,6 +16,7 @@ from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.calls import kill, one_at_a_time, results
 from actors.lifecycle.probe import Probeable
 from actors.lifecycle.supervisor import Team
+from actors.placement.own_gpus import check_gpus
 from actors.transfer.broadcasts import Transport
 from actors.transfer.connections import Seat
 from actors.transfer.stream import receive
@@ -56,7 +57,7 @@ class ReferenceWorker(Metered, Probeable):
         self._temperature, self._chunk_mib = temperature, chunk_mib
         device = device_type()
         self._budget = micro_batch_tokens(settings.micro_batch_tokens, device)
-        self._device, self._dtype = torch.device(device), resolve_dtype(model.dtype, device)
+        self._device = torch.device(device)
         self._module: Any = None
         self._micro: Any = None
         self._transport: Transport | None = None
@@ -64,17 +65,19 @@ class ReferenceWorker(Metered, Probeable):
         self._memory = HostCopies(self._device, constant=True)
 
     def ready(self) -> None:
-        """Load the model. Raises ValueError where this node does not have it."""
+        """Load the model. Raises ValueError where this node does not have it, and UserError as `check_gpus`."""
+        check_gpus()
         check_on_node(self._model_dir)
+        dtype = resolve_dtype(self._model.dtype, device_type())  # may start CUDA
         causal_lm = load_causal_lm(
             self._model_dir,
-            dtype=self._dtype,
+            dtype=dtype,
             attention=self._model.attention,
             trust_remote_code=self._model.trust_remote_code,
             packing=self._model.packing,
         )
         packs = reads_packed_rows(causal_lm)
-        kernel = choose_kernel(self._model.attention, self._device, self._dtype) if packs else None
+        kernel = choose_kernel(self._model.attention, self._device, dtype) if packs else None
         self._micro = MicroBatches(self._budget, kernel, 1, self._device)
         chunk_mib = logprob_chunk_mib(self._chunk_mib, device_type())
         module = TokenLogprobs(causal_lm, temperature=self._temperature, chunk_mib=chunk_mib)

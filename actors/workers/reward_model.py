@@ -28,13 +28,18 @@ class RewardModelWorker(Metered, Probeable):
         self._tokenizer: Any = None
 
     def ready(self) -> None:
-        """Load the model. Raises ValueError where this node does not have it, or the policy's tokenizer."""
+        """Load the model. Raises ValueError where this node does not have it, or the policy's tokenizer, and
+        UserError as `check_gpus`.
+        """
+        from actors.placement.own_gpus import check_gpus  # torch, which the handle does without
+
+        check_gpus()
         check_on_node(self._policy_dir)
         if (own := Path(self._settings.path).expanduser()).is_absolute():  # else each node asks the hub
             check_on_node(own)
         from transformers import AutoTokenizer
 
-        from grpo_dist.rewards.model_ranks import classifier_of  # torch, which the handle does without
+        from grpo_dist.rewards.model_ranks import classifier_of  # torch, as above
 
         self._classifier = classifier_of(self._settings)
         self._tokenizer = AutoTokenizer.from_pretrained(

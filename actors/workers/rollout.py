@@ -16,6 +16,7 @@ from ray.exceptions import RayTaskError
 
 from actors.lifecycle.calls import reason
 from actors.lifecycle.probe import Health, Probeable
+from actors.placement.own_gpus import check_gpus
 from actors.workers import drafter
 from actors.workers.compilation import compilation_began, compiled_graphs
 from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment, shares_tails
@@ -56,9 +57,11 @@ class RolloutWorker(WeightReceiver, Probeable):
         self._weights_on_host = False  # a copy, while the engine sleeps
 
     async def start(self, environments: EnvironmentAddresses | None = None) -> None:
-        """Start the engine and warm it up. ``environments``: None where no prompt has one. Raises ValueError
-        where this node has no directory of the model.
+        """Start the engine and warm it up. ``environments``: None where no prompt has one.
+
+        Raises ValueError where this node has no directory of the model, and UserError as `check_gpus`.
         """
+        check_gpus()
         check_on_node(self._spec.model_dir)
         self.begin("imports")
         set_environment()  # before transformers and vLLM are imported, which read it

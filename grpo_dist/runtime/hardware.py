@@ -17,11 +17,68 @@ from grpo_dist.errors import UserError
 DeviceType = Literal["cuda", "cpu"]
 GIB = 2**30  # bytes
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _LARGE_GPU = 70 * 10**9  # bytes; those sold as 80 GB have a little less
 
 
 def device_type() -> DeviceType:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def usable_gpus() -> int:
+    """Return how many GPUs this process may compute on; 0 where there are none, where CUDA_VISIBLE_DEVICES
+    hides them, and with a CPU build of torch. No context is created on any.
+
+    Raises UserError where the driver lists GPUs and CUDA does not start on them: Ray and the placement would
+    count them, and every worker would compute on the CPU.
+    """
+    listed = torch.cuda.device_count()  # NVML's, which answers with a driver of any age
+    if listed and not _cuda_starts():
+        raise UserError(
+            f"the driver lists {listed} GPU{'s' if listed > 1 else ''}, and CUDA does not start: "
+            f"{_driver_version()}, torch {torch.__version__} built for CUDA {torch.version.cuda}"
+            f"{_cuda_error()}; update the driver to one for this CUDA, or install builds of torch and vLLM "
+            "for a CUDA of the driver; to compute on the CPU, set CUDA_VISIBLE_DEVICES to nothing"
+        )
+    return listed
+
+
+def _cuda_starts() -> bool:
+    """Return whether the CUDA runtime itself finds a GPU. DeepSpeed and vLLM set a variable by which torch
+    asks NVML instead.
+    """
+    by_nvml = os.environ.pop(_NVML_CHECK, None)
+    try:
+        return torch.cuda.is_available()
+    finally:
+        if by_nvml is not None:
+            os.environ[_NVML_CHECK] = by_nvml
+
+
+def _cuda_error() -> str:
+    """Return what CUDA says when it does not start, with ": " before it."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f": {str(error).strip().partition(chr(10))[0]}"
+    return ""
+
+
+def _driver_version() -> str:
+    """Return the version of NVIDIA's driver and the newest CUDA that it runs, in words."""
+    try:
+        import pynvml
+    except ImportError:
+        return "a driver of unknown version (nvidia-ml-py is not installed; see `nvidia-smi`)"
+    try:
+        pynvml.nvmlInit()
+        try:
+            version, cuda = pynvml.nvmlSystemGetDriverVersion(), int(pynvml.nvmlSystemGetCudaDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        return f"a driver of unknown version ({error})"
+    return f"driver {version} for CUDA up to {cuda // 1000}.{cuda % 1000 // 10}"  # 12020 is 12.2
 
 
 def resolve_dtype(

@@ -204,8 +204,9 @@ def peak_gpu_memory() -> int:
     torch = sys.modules.get("torch")  # reward workers do without it
     if torch is None or not torch.cuda.is_available():
         return 0
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_reserved()
+    # An actor whose engine computes in other processes may have started CUDA, to ask what the GPU can do.
+    if torch.cuda.is_initialized() and (peak := int(torch.cuda.max_memory_reserved())):
+        return peak
     return device_bytes_in_use(os.environ.get("CUDA_VISIBLE_DEVICES") or "0")
 
 

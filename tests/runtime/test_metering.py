@@ -14,6 +14,7 @@ from grpo_dist.runtime.metering import (
     Usage,
     device_bytes_in_use,
     metered,
+    peak_gpu_memory,
     peak_memory,
     usage_metrics,
 )
@@ -138,6 +139,20 @@ class Nvml:
 
     def nvmlDeviceGetMemoryInfo(self, handle):
         return SimpleNamespace(used=(handle + 1) * 10**9)
+
+
+def test_an_engine_in_other_processes_is_asked_for_where_its_actor_has_started_cuda(monkeypatch):
+    """With `dtype: auto` the actor asks CUDA what the GPU computes, and holds nothing on it itself."""
+    import torch
+
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 0)
+    assert peak_gpu_memory() == 1e9 + 3e9
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 5)
+    assert peak_gpu_memory() == 5
 
 
 def test_an_engine_reports_the_memory_of_its_devices(monkeypatch):

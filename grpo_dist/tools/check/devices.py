@@ -6,12 +6,11 @@ import os
 from dataclasses import replace
 
 import psutil
-import torch
 
 from actors.placement.demands import Resources
 from grpo_dist.config import Config, SupervisedConfig
 from grpo_dist.errors import UserError
-from grpo_dist.runtime.hardware import GIB, device_type
+from grpo_dist.runtime.hardware import GIB, usable_gpus
 from grpo_dist.tools.check.inputs import CheckFailed, CheckSkipped, Inputs, fail
 from grpo_dist.tools.plan.accelerators import ClusterShape, card_called, parse_cluster
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
@@ -129,8 +128,11 @@ def _roles(config: Config, gpus: int) -> Roles:
 
 
 def this_machine() -> ClusterShape:
-    """Return this machine's GPUs as their driver reports them, without starting anything on them."""
-    if device_type() == "cpu":
+    """Return this machine's GPUs as their driver reports them, without starting anything on them. Raises
+    UserError as `usable_gpus`.
+    """
+    count = usable_gpus()  # the driver also lists GPUs that this process may not use
+    if not count:
         return ClusterShape(1, 0, None)
     import pynvml  # installed on machines with GPUs alone
 
@@ -140,7 +142,6 @@ def this_machine() -> ClusterShape:
         name, memory = str(pynvml.nvmlDeviceGetName(device)), pynvml.nvmlDeviceGetMemoryInfo(device).total
     finally:
         pynvml.nvmlShutdown()
-    count = torch.cuda.device_count()  # the driver also counts GPUs that this process may not use
     known = card_called(name)
     if known is None:
         raise CheckFailed(

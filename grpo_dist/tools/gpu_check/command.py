@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import math
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from grpo_dist.errors import RunEnded, UserError, refusals
+from grpo_dist.errors import IncompleteCheck, RunEnded, UserError, refusals
 from grpo_dist.runtime.stage_log import print_line
 from grpo_dist.tools.arguments import add_command
-from grpo_dist.tools.gpu_check.lines import JOBS, CheckJob
+from grpo_dist.tools.gpu_check.lines import DEVICE, JOBS, CheckJob
 
-_TEXT = "check what holds on a machine with GPUs and what does not; 0: all holds, 1: something does not"
+if TYPE_CHECKING:
+    from grpo_dist.tools.gpu_check.record import CheckRecord
+    from grpo_dist.tools.gpu_check.run import CheckOptions
+
+_TEXT = (
+    "check what holds on a machine with GPUs and what does not; 0: all holds, 1: something does not, 4: "
+    "lines were not run for want of time"
+)
 
 
 def add_gpu_check(commands: Any) -> None:
@@ -35,7 +45,7 @@ def run(
     minutes: float,
     output: str,
 ) -> None:
-    """Run the check. Raises UserError for input that cannot be used, RunEnded where a line does not hold."""
+    """Run the check. Raises UserError for input that cannot be used, else as `raise_unless_all_hold`."""
     if overrides:
         raise UserError(f"gpu-check: {' '.join(overrides)}: it takes no settings, only the options of --help")
     if not 0 < minutes < 1e6:
@@ -56,12 +66,37 @@ def run(
         record = run_check(options, print_line)
     print_record(record)
     print_line(f"written: {directory}/gpu-check.json; the output of each line is in the same directory")
-    failed, skipped = (record.of_state(state) for state in ("fails", "skipped"))
+    raise_unless_all_hold(record, options)
+
+
+def raise_unless_all_hold(record: CheckRecord, options: CheckOptions) -> None:
+    """Print how many lines hold. Raises RunEnded where one does not, IncompleteCheck where none fails and one
+    was not run in the minutes of the check.
+    """
+    failed, skipped, left = (record.of_state(state) for state in ("fails", "skipped", "not run"))
+    total, rest = len(record.lines), f"; {how_to_run([line.name for line in left], options)}" if left else ""
     if failed:
         names = ", ".join(line.name for line in failed)
-        raise RunEnded(f"gpu-check: {len(failed)} of {len(record.lines)} lines do not hold: {names}")
-    held = len(record.lines) - len(skipped)
-    print_line(f"gpu-check: {held} lines hold, {len(skipped)} skipped, in {record.seconds:.0f} s")
+        raise RunEnded(f"gpu-check: {len(failed)} of {total} lines do not hold: {names}{rest}")
+    held = f"gpu-check: {total - len(skipped) - len(left)} lines hold, {len(skipped)} skipped"
+    if left:
+        raise IncompleteCheck(f"{held}{rest}")
+    print_line(f"{held}, in {record.seconds:.0f} s")
+
+
+def how_to_run(names: Sequence[str], options: CheckOptions) -> str:
+    """Return that the lines ``names`` were not run, and the command that runs them alone, whose record does
+    not replace that of this check.
+    """
+    jobs = [job for job in options.jobs if any(line.name in names for line in job.lines)]
+    minutes = math.ceil(sum(job.limit_s for job in (DEVICE, *jobs)) / 60)
+    words = ["grpo-dist", "gpu-check", *(["--rehearse"] if options.rehearsal else [])]
+    words += ["--minutes", str(minutes), "--output", f"{options.directory}-rest"]
+    words += [word for name in names for word in ("--only", name)]
+    return (
+        f"{len(names)} were not run: {', '.join(names)}; run them alone with `{shlex.join(words)}`, or all "
+        f"with more than --minutes {options.minutes:g}"
+    )
 
 
 def chosen_jobs(only: list[str]) -> tuple[CheckJob, ...]:

@@ -75,7 +75,7 @@ def _zero(stage: int) -> CheckJob:
     )
     return CheckJob(
         f"{_JOBS}.update",
-        110,
+        150,
         Needs(bfloat16=stage > 0, memory_gib=20, modules=_TRAINER),
         (line,),
         str(stage),
@@ -95,6 +95,8 @@ DEVICE = CheckJob(
     ),
 )
 
+# In the order in which they run, as the time may not suffice for all: what says most about a run comes first.
+# `engine-graphs` makes the model and compiles what the engines of `steps` and `bench` then load.
 JOBS: tuple[CheckJob, ...] = (
     DEVICE,
     CheckJob(
@@ -122,36 +124,10 @@ JOBS: tuple[CheckJob, ...] = (
             ),
         ),
     ),
-    *(_zero(stage) for stage in range(4)),
-    CheckJob(
-        f"{_JOBS}.speed",
-        120,
-        Needs(memory_gib=20, modules=_TRAINER),
-        (
-            CheckLine(
-                "speed",
-                "tokens per second of the trainer, as a share of a bare loop on the tokens that it needs",
-                "both loops on a tiny model",
-            ),
-        ),
-    ),
     CheckJob(
         f"{_JOBS}.engine",
-        90,
-        Needs(memory_gib=8, modules=_ENGINE),
-        (
-            CheckLine(
-                "engine-eager",
-                "an engine starts without CUDA graphs, sleeps, and wakes with its weights",
-                "an engine starts on the CPU; it cannot sleep there",
-            ),
-        ),
-        "eager",
-    ),
-    CheckJob(
-        f"{_JOBS}.engine",
-        150,
-        Needs(memory_gib=8, modules=_ENGINE),
+        240,
+        Needs(memory_gib=12, modules=_ENGINE),
         (
             CheckLine(
                 "engine-graphs",
@@ -164,7 +140,7 @@ JOBS: tuple[CheckJob, ...] = (
     ),
     CheckJob(
         f"{_JOBS}.loop",
-        150,
+        240,
         Needs(memory_gib=20, modules=_ENGINE),
         (
             CheckLine("steps", "three steps of the real loop, engine and trainer on one GPU", "on the CPU"),
@@ -180,30 +156,12 @@ JOBS: tuple[CheckJob, ...] = (
         ),
         "bfloat16",
     ),
-    CheckJob(
-        f"{_JOBS}.loop",
-        150,
-        Needs(bfloat16=False, memory_gib=20, modules=_ENGINE),
-        (
-            CheckLine(
-                "mismatch-float32",
-                "log-probs of engine and trainer in float32, after every sync",
-                "on the CPU",
-            ),
-        ),
-        "float32",
-    ),
+    *(_zero(stage) for stage in (1, 2, 3)),
     CheckJob(
         f"{_JOBS}.short_bench",
-        240,
+        300,
         Needs(memory_gib=20, modules=_ENGINE),
         (CheckLine("bench", "a short benchmark of the loop with its limits", "with a tiny model"),),
-    ),
-    CheckJob(
-        f"{_JOBS}.replace",
-        150,
-        Needs(memory_gib=8, modules=_ENGINE),
-        (CheckLine("replace", "an engine is killed and replaced, and samples the same", "on the CPU"),),
     ),
     CheckJob(
         f"{_JOBS}.nccl",
@@ -230,6 +188,25 @@ JOBS: tuple[CheckJob, ...] = (
         ),
     ),
     CheckJob(
+        f"{_JOBS}.replace",
+        150,
+        Needs(memory_gib=12, modules=_ENGINE),
+        (CheckLine("replace", "an engine is killed and replaced, and samples the same", "on the CPU"),),
+    ),
+    CheckJob(
+        f"{_JOBS}.loop",
+        150,
+        Needs(bfloat16=False, memory_gib=20, modules=_ENGINE),
+        (
+            CheckLine(
+                "mismatch-float32",
+                "log-probs of engine and trainer in float32, after every sync",
+                "on the CPU",
+            ),
+        ),
+        "float32",
+    ),
+    CheckJob(
         f"{_JOBS}.sequence_parallel",
         90,
         Needs(gpus=2, memory_gib=20, modules=_TRAINER),
@@ -241,6 +218,32 @@ JOBS: tuple[CheckJob, ...] = (
             ),
         ),
     ),
+    CheckJob(
+        f"{_JOBS}.speed",
+        120,
+        Needs(memory_gib=20, modules=_TRAINER),
+        (
+            CheckLine(
+                "speed",
+                "tokens per second of the trainer, as a share of a bare loop on the tokens that it needs",
+                "both loops on a tiny model",
+            ),
+        ),
+    ),
+    CheckJob(
+        f"{_JOBS}.engine",
+        90,
+        Needs(memory_gib=12, modules=_ENGINE),
+        (
+            CheckLine(
+                "engine-eager",
+                "an engine starts without CUDA graphs, sleeps, and wakes with its weights",
+                "an engine starts on the CPU; it cannot sleep there",
+            ),
+        ),
+        "eager",
+    ),
+    _zero(0),
 )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from grpo_dist import driver
 from grpo_dist.config import Config
@@ -14,7 +16,9 @@ from grpo_dist.runtime.hardware import device_type
 from grpo_dist.runtime.stage_log import print_line
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, StepRecord
 from grpo_dist.tools.gpu_check.lines import CheckTask
-from grpo_dist.tools.gpu_check.sizes import random_path, update_size
+from grpo_dist.tools.gpu_check.sizes import engine_sections, update_size
+
+T = TypeVar("T")
 
 STEPS = 3
 
@@ -43,9 +47,9 @@ def loop_config(task: CheckTask, *, dtype: str, **sections: dict[str, Any]) -> C
     Every step is probed, and no probe ends it: the lines judge what it finds. The learning rate is high, so
     that an engine with the weights of the step before is far off.
     """
-    size = _SIZES[task.rehearsal]
+    size, engine = _SIZES[task.rehearsal], engine_sections(task, dtype=dtype, eager=dtype == "float32")
     own: dict[str, dict[str, Any]] = {
-        "model": {"path": random_path(task), "dtype": dtype},
+        "model": engine["model"],
         "data": {
             "train": [{"path": "demo:add3", "split": "train"}],
             "instruction": "Solve",
@@ -59,7 +63,7 @@ def loop_config(task: CheckTask, *, dtype: str, **sections: dict[str, Any]) -> C
         "sampling": {"max_new_tokens": size.completion},
         "rewards": {"functions": [{"function": "parity"}]},
         "policy": {"zero_stage": 1, "optimizer": {"lr": 1e-3}},
-        "rollout": {"enforce_eager": task.rehearsal or dtype == "float32"},
+        "rollout": engine["rollout"],
         "weight_sync": {"probe_every": 1, "probe_above": 1e9},
         "evaluation": {"before": False, "after": False},
         "checkpoint": {"every": 0, "export": False, "resume": "never"},
@@ -67,8 +71,6 @@ def loop_config(task: CheckTask, *, dtype: str, **sections: dict[str, Any]) -> C
         "tracking": {"samples": False},
         "cluster": {"placement": "colocated"},
     }
-    if task.rehearsal:
-        own["rollout"]["kv_cache_gib"] = 0.25
     for name, section in sections.items():
         own[name] = own.get(name, {}) | section
     return Config.model_validate(
@@ -76,14 +78,39 @@ def loop_config(task: CheckTask, *, dtype: str, **sections: dict[str, Any]) -> C
     )
 
 
-async def run_steps(config: Config, task: CheckTask) -> list[StepRecord]:
-    """Run the steps of ``config`` on a cluster of this machine; return their records."""
+async def steps_of(config: Config, task: CheckTask) -> AsyncIterator[list[StepRecord]]:
+    """Run the steps of ``config`` on a cluster of this machine; yield the records so far after each step."""
     from actors.cluster import Cluster  # needs Ray, which other lines do not
 
     prepared = prepare(config, print_line, device=device_type())
     async with Cluster(config, prepared.teacher_dirs) as cluster:
         async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded"):
             workers = await cluster.start_training(prepared.model_dir)
-        recorder = BenchRecorder(config.seed, task.directory, lambda step, m: print_line(step_line(step, m)))
-        await driver.run(config, workers, prepared.prompts, [], recorder, NoCheckpoints())
-    return recorder.steps
+        done = asyncio.Queue[bool]()  # True: a step, False: all of them, or an error
+
+        def after(step: int, metrics: dict[str, float]) -> None:
+            print_line(step_line(step, metrics))
+            done.put_nowait(True)
+
+        recorder = BenchRecorder(config.seed, task.directory, after)
+        steps = asyncio.create_task(
+            driver.run(config, workers, prepared.prompts, [], recorder, NoCheckpoints()), name="steps"
+        )
+        steps.add_done_callback(lambda _: done.put_nowait(False))
+        try:
+            while await done.get():  # bounded: the loop's stages have deadlines
+                yield list(recorder.steps)
+            await steps  # bounded: it is done
+        finally:
+            steps.cancel()
+
+
+def as_they_come(values: AsyncIterator[T]) -> Iterator[T]:
+    """Yield ``values`` as soon as each is there, for a caller without an event loop."""
+
+    async def following() -> T | None:
+        return await anext(values, None)
+
+    with asyncio.Runner() as runner:
+        while (value := runner.run(following())) is not None:
+            yield value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
@@ -24,15 +25,20 @@ _TAIL = 4000  # characters of a job's output in its error
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """``found``: by line, of those that the job reported; ``error``: why it ended before its end, or ""."""
+    """``found``: by line, of those that the job reported; ``error``: why it ended before its end, or "".
+    ``is_cut``: it was ended because the time of the check was up, not for an error of its own.
+    """
 
     found: dict[str, Findings]
     error: str
     seconds: float
+    is_cut: bool = False
 
 
-def run_job(job: CheckJob, task: CheckTask, *, limit_s: float) -> JobEnd:
-    """Run ``job`` for at most ``limit_s``. Its output is in NAME.log of the task's directory."""
+def run_job(job: CheckJob, task: CheckTask, *, limit_s: float, left_s: float = math.inf) -> JobEnd:
+    """Run ``job`` for at most ``limit_s``, after which it has hung, and at most ``left_s``, the time of the
+    check. Its output is in NAME.log of the task's directory.
+    """
     begin, directory = time.monotonic(), task.directory
     (directory / f"{job.name}.found").unlink(missing_ok=True)
     asked = {"module": job.module, "argument": task.argument} | {
@@ -46,27 +52,30 @@ def run_job(job: CheckJob, task: CheckTask, *, limit_s: float) -> JobEnd:
     with (directory / f"{job.name}.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            hung = _wait(process, begin + limit_s)
+            in_time = _wait(process, begin + min(limit_s, left_s))
+            hung = "" if in_time or left_s < limit_s else asyncio.run(look([process.pid]))[process.pid]
         finally:
             kill_marked(f"{_MARK}={mark}")
             ended = _ends(process)
     error = ""
-    if hung is not None:
+    if hung:
         error = f"not finished within {limit_s:.0f} s; its process is {hung}"
-        if not ended:
-            error += "; the kernel does not end it: restart the machine before other GPU work"
-    elif process.returncode:
+    elif in_time and process.returncode:
         error = _failure(process.returncode, directory / f"{job.name}.log")
-    return JobEnd(_read(directory / f"{job.name}.found"), error, time.monotonic() - begin)
+    if not ended:
+        own = f"{error}; " if error else ""
+        error = f"{own}the kernel does not end it: restart the machine before other GPU work"
+    found, seconds = _read(directory / f"{job.name}.found"), time.monotonic() - begin
+    return JobEnd(found, error, seconds, is_cut=not in_time and not error)
 
 
-def _wait(process: subprocess.Popen[bytes], end: float) -> str | None:
-    """Return None once ``process`` has ended, or where it is at ``end``."""
+def _wait(process: subprocess.Popen[bytes], end: float) -> bool:
+    """Return whether ``process`` has ended before ``end``."""
     while process.poll() is None:
         if time.monotonic() >= end:
-            return asyncio.run(look([process.pid]))[process.pid]
+            return False
         time.sleep(_POLL_S)
-    return None
+    return True
 
 
 def _ends(process: subprocess.Popen[bytes]) -> bool:

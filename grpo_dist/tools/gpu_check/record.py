@@ -12,12 +12,14 @@ from grpo_dist.runtime.json_files import without_nan
 from grpo_dist.tools.gpu_check.findings import Claim
 
 CHECK_SCHEMA = 2  # raise it when a figure changes its meaning
-LineState = Literal["holds", "fails", "skipped"]
+LineState = Literal["holds", "fails", "skipped", "not run"]
 
 
 @dataclass(frozen=True, slots=True)
 class LineRecord:
-    """``seconds``: of the job that found it. ``reason``: why it was skipped, or the error that ended it."""
+    """``state``: skipped for what the machine lacks, not run for want of time. ``seconds``: of the job that
+    found it. ``reason``: why it was skipped or not run, or the error that ended it.
+    """
 
     name: str
     state: LineState

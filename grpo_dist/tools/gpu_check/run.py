@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 from grpo_dist.errors import UserError
+from grpo_dist.runtime.hardware import usable_gpus
 from grpo_dist.tools.gpu_check.lines import DEVICE, JOBS, MACHINE, CheckJob, CheckTask, Needs
 from grpo_dist.tools.gpu_check.process import JobEnd, run_job
 from grpo_dist.tools.gpu_check.record import CheckRecord, LineRecord, LineState
@@ -36,10 +38,10 @@ class CheckOptions:
 def run_check(options: CheckOptions, say: Callable[[str], None]) -> CheckRecord:
     """Run the jobs and write `gpu-check.json` to the directory after each of them.
 
-    `DEVICE` runs in any case: other lines need its figures. Raises UserError without a GPU, unless it is a
-    rehearsal.
+    `DEVICE` runs in any case: other lines need its figures. Raises UserError without a GPU that CUDA starts
+    on, unless it is a rehearsal.
     """
-    gpus = torch.cuda.device_count()  # by NVML: no context on any GPU
+    gpus = 0 if options.rehearsal else usable_gpus()
     if not gpus and not options.rehearsal:
         raise UserError(
             f"gpu-check: torch {torch.__version__} finds no NVIDIA GPU here; look at `nvidia-smi` and "
@@ -57,7 +59,8 @@ def run_check(options: CheckOptions, say: Callable[[str], None]) -> CheckRecord:
             known |= lines[0].figures
             record.machine = json.loads(machine.read_text()) if machine.exists() else {}
             record.model = model_shape(task)
-        shown = [line for line in lines if not options.only or line.name in options.only]
+        wanted = not options.only or (job is DEVICE and not known)  # the reason why the others are not run
+        shown = [line for line in lines if wanted or line.name in options.only]
         record.lines += shown
         record.bench = bench or record.bench
         record.seconds = time.monotonic() - begin
@@ -79,28 +82,31 @@ def _lines(
     if absent := list(missing(job.needs, task, gpus)):
         reason = f"needs {', '.join(absent)}"
         return [LineRecord(line.name, "skipped", reason=reason) for line in job.lines], None
-    problem, left_s = "", job.limit_s if job is DEVICE else left_s
+    problem = ""
     if job is not DEVICE and not task.known:
         problem = "`device` found nothing, and the others need its figures"
-    elif left_s < _LEAST_S:
-        problem = f"no time left for it; run it alone (--only {job.name}), or raise --minutes"
+    elif job is not DEVICE and left_s < _LEAST_S:
+        problem = "no time of --minutes was left for it"
     if problem:
-        return [LineRecord(line.name, "fails", reason=problem) for line in job.lines], None
+        return [LineRecord(line.name, "not run", reason=problem) for line in job.lines], None
     limit_s = job.limit_s * (_PATIENCE if task.rehearsal else 1)
-    end = run_job(job, task, limit_s=min(limit_s, left_s))
+    end = run_job(job, task, limit_s=limit_s, left_s=math.inf if job is DEVICE else left_s)
     benches = [found.bench for found in end.found.values() if found.bench]
     return list(_records(job, end)), benches[0] if benches else None
 
 
 def _records(job: CheckJob, end: JobEnd) -> Iterator[LineRecord]:
-    """Yield the record of each line. A job that ends in an error spoils the lines that it did not report."""
+    """Yield the record of each line. A job that ends early leaves the lines that it reported as they are."""
     for line in job.lines:
         found = end.found.get(line.name)
-        if found is None:
-            yield LineRecord(line.name, "fails", end.seconds, reason=end.error or "its job did not report it")
-        else:
+        if found is not None:
             state: LineState = "holds" if found.holds else "fails"
             yield LineRecord(line.name, state, end.seconds, found.figures, found.claims, found.notes)
+        elif end.is_cut:
+            reason = f"the time of --minutes was up after {end.seconds:.0f} s of it"
+            yield LineRecord(line.name, "not run", end.seconds, reason=reason)
+        else:
+            yield LineRecord(line.name, "fails", end.seconds, reason=end.error or "its job did not report it")
 
 
 def missing(needs: Needs, task: CheckTask, gpus: int) -> Iterator[str]:

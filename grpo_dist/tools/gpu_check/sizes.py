@@ -30,6 +30,8 @@ _TINY: dict[str, Any] = _SHARED | {
 MEMORY = "device/memory_bytes"  # the figure of `DEVICE`
 _MICRO_BATCHES = 2  # of an update
 _FILLED = 0.85  # of a GPU's memory, that an update may take
+# Of every engine: vLLM compiles anew for another number of sequences or another length.
+_ENGINE_SEQUENCES, _ENGINE_TOKENS = 256, 576
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,15 @@ def random_path(task: CheckTask) -> str:
     if not file.exists():
         file.write_text(json.dumps(model_shape(task)))
     return f"random:{file}"
+
+
+def engine_sections(task: CheckTask, *, dtype: str, eager: bool) -> dict[str, dict[str, Any]]:
+    """Return the sections `model` and `rollout` of engines that share what vLLM compiles for the first."""
+    model: dict[str, Any] = {"path": random_path(task), "dtype": dtype}
+    rollout = {"enforce_eager": eager or task.rehearsal, "max_num_seqs": _ENGINE_SEQUENCES}
+    if task.rehearsal:
+        return {"model": model, "rollout": rollout | {"kv_cache_gib": 0.25}}
+    return {"model": model | {"max_length": _ENGINE_TOKENS}, "rollout": rollout}
 
 
 def update_config(task: CheckTask, size: UpdateSize, *, dtype: str, **policy: Any) -> Config:

@@ -12,7 +12,12 @@ from grpo_dist.tools.gpu_check.findings import YES, Claim, number
 from grpo_dist.tools.gpu_check.lines import CheckJob
 from grpo_dist.tools.gpu_check.record import CheckRecord, LineRecord
 
-_STATES = {"holds": "[green]holds", "fails": "[bold red]FAILS", "skipped": "[yellow]skipped"}
+_STATES = {
+    "holds": "[green]holds",
+    "fails": "[bold red]FAILS",
+    "skipped": "[yellow]skipped",
+    "not run": "[yellow]not run",
+}
 _LAST_LINES = 6  # of an error or a stack
 
 

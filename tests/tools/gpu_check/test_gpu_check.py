@@ -14,7 +14,7 @@ from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.gpu_check import command, run
 from grpo_dist.tools.gpu_check.findings import Findings
 from grpo_dist.tools.gpu_check.lines import DEVICE, JOBS, CheckJob, CheckLine, CheckTask, Needs
-from grpo_dist.tools.gpu_check.process import run_job
+from grpo_dist.tools.gpu_check.process import JobEnd, run_job
 from grpo_dist.tools.gpu_check.record import CheckRecord, LineRecord
 from grpo_dist.tools.gpu_check.run import CheckOptions, missing, run_check
 from grpo_dist.tools.gpu_check.table import print_record
@@ -54,6 +54,11 @@ def test_names_of_lines_are_unique_and_their_jobs_exist():
     assert len(names) == len(set(names)) and JOBS[0] is DEVICE
     assert all(find_spec(job.module) for job in JOBS)
     assert all(0 < job.limit_s <= 300 for job in JOBS)
+
+
+def test_what_says_most_about_a_run_comes_first():
+    first = ["device", "attention", "head", "engine-graphs", "steps", "zero1", "zero2", "zero3", "bench"]
+    assert [job.name for job in JOBS][: len(first)] == first
 
 
 def test_the_list_names_every_line_and_what_it_needs(capsys):
@@ -117,6 +122,16 @@ def test_a_hang_is_ended_with_the_stack_that_it_hangs_in(tmp_path):
     assert list(end.found) == ["first"]
 
 
+def test_a_job_that_the_time_of_the_check_cuts_has_not_hung(tmp_path):
+    ready = tmp_path / "first.found"
+    left_s = 4.0
+    end = run_job(made("hangs"), task(tmp_path, "hangs"), limit_s=HANG_S, left_s=left_s)
+    while not ready.exists() or not ready.read_text():
+        left_s *= 3
+        end = run_job(made("hangs"), task(tmp_path, "hangs"), limit_s=HANG_S, left_s=left_s)
+    assert end.is_cut and end.error == "" and list(end.found) == ["first"]
+
+
 def test_nothing_that_a_job_started_outlives_it(tmp_path):
     process = int(ended(tmp_path, "leaves").found["second"].figures["made/process"])
 
@@ -131,7 +146,7 @@ def checked(tmp_path, monkeypatch):
     """Run `gpu-check` on made jobs as on a machine with one GPU; return the exit code and the record."""
     device = made("device", lines=(CheckLine("first", "made", "all of it"),))
     monkeypatch.setattr(run, "DEVICE", device)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(run, "usable_gpus", lambda: 1)
 
     def check(*jobs, options=()):
         named = [
@@ -176,10 +191,36 @@ def test_one_line_that_does_not_hold_ends_the_check_with_1_and_the_others_run(ch
     assert "number: 2 >= 3 (made)" in " ".join(said.out.replace("│", " ").split())
 
 
-def test_what_no_time_is_left_for_fails_by_name(checked):
+def test_what_no_time_is_left_for_is_not_run_and_does_not_fail(checked, capsys, tmp_path):
     code, record = checked(made("", lines=LINES[:1]), options=["--minutes", "0.01"])
-    assert code == 1 and record["lines"][-1]["state"] == "fails"
-    assert "raise --minutes" in record["lines"][-1]["reason"]
+    assert code == 4 and [line["state"] for line in record["lines"]] == ["holds", "not run"]
+    assert record["lines"][-1]["reason"] == "no time of --minutes was left for it"
+    said = " ".join(capsys.readouterr().err.split())
+    assert "1 lines hold, 0 skipped; 1 were not run: first; run them alone with `grpo-dist gpu-check" in said
+    assert f"--output {tmp_path}/out-rest --only first`, or all with more than --minutes 0.01" in said
+
+
+def test_lines_of_a_job_that_is_cut_stay_and_the_others_are_not_run(checked, capsys, monkeypatch):
+    def cut(job, own, **_):
+        end = run_job(job, own, limit_s=HANG_S)
+        return end if job is run.DEVICE else replace(end, is_cut=True)
+
+    monkeypatch.setattr(run, "run_job", cut)
+    code, record = checked(made(""))
+    assert [line["state"] for line in record["lines"]] == ["holds", "holds", "not run"] and code == 4
+    assert "the time of --minutes was up after" in record["lines"][-1]["reason"]
+    code, _ = checked(made("wrong", lines=(LINES[1], CheckLine("third", "made", ""))))
+    assert code == 1
+    assert "1 of 3 lines do not hold: second; 1 were not run: third; run" in capsys.readouterr().err
+
+
+def test_a_device_that_gives_no_figures_is_shown_with_what_it_keeps_from_running(checked, monkeypatch):
+    failing = JobEnd({}, "CUDA error: no kernel image", 1.0)
+    monkeypatch.setattr(run, "run_job", lambda *_, **__: failing)
+    code, record = checked(made("", lines=LINES[1:]), options=["--only", "second"])
+    states = [(line["name"], line["state"], line["reason"]) for line in record["lines"]]
+    assert code == 1 and states[0] == ("first", "fails", "CUDA error: no kernel image")
+    assert states[1][:2] == ("second", "not run") and "`device` found nothing" in states[1][2]
 
 
 def test_only_names_the_lines_to_run(checked):
@@ -261,10 +302,12 @@ def test_the_table_fits_100_columns_and_shows_the_end_of_a_stack():
 def test_no_job_gets_more_time_than_the_check_has_left(tmp_path, checked, monkeypatch):
     limits, real = [], run.run_job
 
-    def recorded(job, own, *, limit_s):
-        limits.append(limit_s)
+    def recorded(job, own, *, limit_s, left_s):
+        limits.append((limit_s, left_s))
         return real(job, own, limit_s=HANG_S)
 
     monkeypatch.setattr(run, "run_job", recorded)
     checked(made("", limit_s=7.0), made("", limit_s=1e9), options=["--minutes", "30"])
-    assert limits[1] == 7.0 and 0 < limits[2] < 30 * 60
+    assert limits[0] == (HANG_S, math.inf)
+    assert [limit_s for limit_s, _ in limits[1:]] == [7.0, 1e9]
+    assert all(0 < left_s < 30 * 60 for _, left_s in limits[1:])

@@ -2,7 +2,9 @@
 made here for a machine with GPUs.
 """
 
+import asyncio
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +18,7 @@ from grpo_dist.tools.bench.flops import Shape
 from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import StepRecord
 from grpo_dist.tools.bench.result import BenchResult, DecodeStep
+from grpo_dist.tools.gpu_check import loops
 from grpo_dist.tools.gpu_check.dtypes import gradient_bound
 from grpo_dist.tools.gpu_check.jobs import (
     attention,
@@ -30,7 +33,8 @@ from grpo_dist.tools.gpu_check.jobs import (
     update,
 )
 from grpo_dist.tools.gpu_check.lines import JOBS, CheckTask
-from grpo_dist.tools.gpu_check.loops import loop_config
+from grpo_dist.tools.gpu_check.loops import as_they_come, loop_config
+from grpo_dist.tools.gpu_check.loops import steps_of as steps_of_loop
 from grpo_dist.tools.gpu_check.process import run_job
 from grpo_dist.tools.gpu_check.record import CheckRecord
 from grpo_dist.tools.gpu_check.sizes import (
@@ -48,6 +52,7 @@ from grpo_dist.tools.plan.memory import attended
 from grpo_dist.tools.plan.models import published
 from grpo_dist.tools.plan.workload import workload_of
 from tests.support.drawn import drawn
+from tests.support.engine_arguments import QWEN
 from tests.support.patience import HANG_S
 from tests.support.planned_models import model_of
 
@@ -230,22 +235,31 @@ STEP = {
 }  # fmt: skip
 
 
-def steps_of(tmp_path, monkeypatch, argument="bfloat16", **changes):
+def steps_of(tmp_path, monkeypatch, argument="bfloat16", cut_after=3, **changes):
+    """Return the findings of made steps in the order in which they are known; the last of each line."""
     task = on_gpu(tmp_path, argument)
     size = 2 * model_of(loop_config(task, dtype="bfloat16")).parameters
+    metrics = STEP | {"sync/bytes": float(size)} | changes
+    records = [StepRecord(i + 1, 10.0 * i, 10.0 * i + 5, metrics, {}, ()) for i in range(3)]
 
     async def run(config, own):
-        metrics = STEP | {"sync/bytes": float(size)} | changes
-        return [StepRecord(i + 1, 10.0 * i, 10.0 * i + 5, metrics, {}, ()) for i in range(3)]
+        for done in range(1, cut_after + 1):
+            yield records[:done]
+        if cut_after < 3:
+            raise RuntimeError("cut")
 
-    monkeypatch.setattr(loop, "run_steps", run)
-    return dict(loop.measure(task))
+    monkeypatch.setattr(loop, "steps_of", run)
+    found = {}
+    with nullcontext() if cut_after == 3 else pytest.raises(RuntimeError, match="cut"):
+        for line, own in loop.measure(task):
+            found[line] = own
+    return found
 
 
 def test_the_real_loop_is_held_to_the_bounds_of_the_sync_probe(tmp_path, monkeypatch):
     found = steps_of(tmp_path, monkeypatch)
     assert all(own.holds for own in found.values())
-    assert list(found) == ["steps", "mismatch-bfloat16", "turns", "sync"]
+    assert list(found) == ["mismatch-bfloat16", "turns", "sync", "steps"]
     assert found["turns"].figures["turns/all_s"] == pytest.approx(0.8)
     seconds = 0.01 + 0.1 + 0.02
     assert found["sync"].figures["sync/bytes_per_s"] == pytest.approx(2 * 494032768 / seconds)
@@ -253,6 +267,97 @@ def test_the_real_loop_is_held_to_the_bounds_of_the_sync_probe(tmp_path, monkeyp
     assert (
         list(float32) == ["mismatch-float32"] and not float32["mismatch-float32"].holds
     )  # 0.05 is above 1e-3
+
+
+@pytest.mark.parametrize(("cut_after", "lines"), [(1, []), (2, ["mismatch-bfloat16", "turns", "sync"])])
+def test_a_loop_that_is_cut_leaves_what_its_steps_have_shown(tmp_path, monkeypatch, cut_after, lines):
+    """After the first step no engine has had weights that moved."""
+    found = steps_of(tmp_path, monkeypatch, cut_after=cut_after)
+    assert list(found) == lines and all(own.holds for own in found.values())
+    assert all("after 2 of 3 steps" in own.notes for own in found.values())
+
+
+def test_a_step_without_the_metrics_of_a_sync_fails_its_own_line_alone(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "STEP", {k: v for k, v in STEP.items() if not k.startswith("time/sync")})
+    found = steps_of(tmp_path, monkeypatch, **{"sync/bytes": math.nan})
+    assert [name for name, own in found.items() if not own.holds] == ["sync"]
+
+
+def test_values_come_as_soon_as_each_is_there():
+    seen = []
+
+    async def values():
+        try:
+            for i in range(1, 4):
+                seen.append(f"made {i}")
+                yield i
+        finally:
+            seen.append("closed")
+
+    for value in as_they_come(values()):
+        seen.append(f"got {value}")
+        if value == 2:
+            break
+    assert seen[:4] == ["made 1", "got 1", "made 2", "got 2"]
+    assert list(as_they_come(values())) == [1, 2, 3]
+
+
+class LoopOnFakes:
+    """In the place of the cluster and of the driver's loop: so many steps, then an error or none."""
+
+    def __init__(self, monkeypatch, error=None):
+        self.events, self._error = [], error
+        monkeypatch.setattr("actors.cluster.Cluster", lambda *_: self)
+        monkeypatch.setattr(
+            loops, "prepare", lambda *_, **__: SimpleNamespace(teacher_dirs={}, model_dir="", prompts=[])
+        )
+        monkeypatch.setattr(loops.driver, "run", self.run)
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        self.events.append("ended")
+
+    async def start_training(self, model_dir):
+        return None
+
+    async def run(self, config, workers, prompts, eval_sets, recorder, checkpoints):
+        for step in range(1, 3):
+            recorder.log(step, {})
+            await asyncio.sleep(0)
+        if self._error:
+            raise self._error
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("lost")])
+def test_records_are_there_after_each_step_and_the_workers_end(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(loops, "step_line", lambda *_: "")
+    fake, task = LoopOnFakes(monkeypatch, error), on_cpu(tmp_path)
+    config, seen = loop_config(task, dtype="float32"), []
+    with pytest.raises(RuntimeError, match="lost") if error else nullcontext():
+        for records in as_they_come(steps_of_loop(config, task)):
+            seen.append(len(records))
+            assert not fake.events
+    assert seen[-1] == 2 and fake.events == ["ended"]
+
+
+def test_engines_of_the_check_share_what_vllm_compiles(tmp_path, monkeypatch):
+    """vLLM's key has all arguments but those left out here: see `compute_hash` in vllm.config."""
+    from actors.workers.engine_settings import EngineSpec, engine_arguments
+
+    monkeypatch.setattr(short_bench, "bench", lambda config: configs.append(config) or tmp_path)
+    task, configs = on_gpu(tmp_path), [engine.engine_config(on_gpu(tmp_path), eager=False)]
+    configs.append(loop_config(task, dtype="bfloat16"))
+    with pytest.raises(FileNotFoundError):
+        list(short_bench.measure(task))
+    made = []
+    for config in configs:
+        spec = EngineSpec.of(config, tmp_path, colocated=True)
+        arguments = engine_arguments(spec, QWEN, device="cuda", free_memory=0)
+        made.append({name: value for name, value in arguments.items() if name != "gpu_memory_utilization"})
+    assert len(made) == 3 and made[0] == made[1] == made[2]
+    assert (made[0]["max_num_seqs"], made[0]["enforce_eager"]) == (256, False)
 
 
 @pytest.mark.parametrize(
@@ -368,8 +473,6 @@ def test_a_card_is_held_to_its_data_sheet(tmp_path, monkeypatch):
 
 
 def test_a_sleeping_engine_frees_its_weights_and_its_cache(tmp_path, monkeypatch):
-    import asyncio
-
     free = [20 * 2**30]
 
     class Engine:
@@ -445,7 +548,7 @@ def rehearsed(directory, name):
     own = on_cpu(directory, job.argument)
     end = run_job(job, own, limit_s=HANG_S)
     assert end.error == ""
-    assert list(end.found) == [line.name for line in job.lines]
+    assert set(end.found) == {line.name for line in job.lines}
     assert {line: broken(found) for line, found in end.found.items() if not found.holds} == {}
     return end.found
 

@@ -16,7 +16,7 @@ from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.gpu_check.findings import Findings
 from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.gpu_check.sampling import PROMPT, same
-from grpo_dist.tools.gpu_check.sizes import dtype_of, random_path
+from grpo_dist.tools.gpu_check.sizes import dtype_of, engine_sections
 from grpo_dist.tools.gpu_check.trainers import model_dir_of
 from grpo_dist.tools.plan.models import model_of
 from grpo_dist.types import Rollout, Sampling
@@ -33,14 +33,15 @@ _ALONE = "one request at a time: the same kernels on the same shapes"
 def engine_config(task: CheckTask, *, eager: bool, tokens: int | None = None, **rollout: Any) -> Config:
     """Return a configuration for the sampling of one engine. ``tokens``: of a sample; None: a few."""
     tokens = tokens or (_TOKENS_REHEARSED if task.rehearsal else _TOKENS)
-    memory = {"kv_cache_gib": 0.25} if task.rehearsal else {"gpu_memory_utilization": _SHARE}
+    sections = engine_sections(task, dtype=dtype_of(task), eager=eager)
+    memory = {} if task.rehearsal else {"gpu_memory_utilization": _SHARE}
     return Config.model_validate(
         {
             "name": "gpu-check",
-            "model": {"path": random_path(task), "dtype": dtype_of(task)},
+            "model": sections["model"],
             "data": {"train": [{"path": "demo:add3"}], "max_prompt_tokens": 64},
             "sampling": {"max_new_tokens": tokens},
-            "rollout": {"enforce_eager": eager or task.rehearsal, "max_num_seqs": 64, **memory, **rollout},
+            "rollout": sections["rollout"] | memory | rollout,
         }
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Iterator, Sequence
 
@@ -13,28 +12,42 @@ from grpo_dist.tools.bench.record import StepRecord
 from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.gpu_check.findings import Findings
 from grpo_dist.tools.gpu_check.lines import CheckTask
-from grpo_dist.tools.gpu_check.loops import STEPS, loop_config, run_steps
+from grpo_dist.tools.gpu_check.loops import STEPS, as_they_come, loop_config, steps_of
 from grpo_dist.tools.gpu_check.sizes import dtype_of
 from grpo_dist.tools.plan.models import model_of
 
 _TURN = "time/turn_"
 _SYNC = ("stop", "travel", "take")  # parts of a weight sync, without the turns before and after it
 _PROBE, _UPDATE = "probe/logprob_diff_mean", "mismatch/logprob_diff_mean"
+_TELLING = 2  # steps after which engines have had weights that moved
 
 
 def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
-    if task.argument == "float32":
-        records = asyncio.run(run_steps(loop_config(task, dtype="float32"), task))
-        yield "mismatch-float32", mismatch(records, "mismatch-float32", "float32")
-        return
-    dtype = dtype_of(task)
+    """Yield lines from the second step on, which is the first with weights that moved, and again after each
+    later one. `steps` is known once the loop and its workers have ended.
+    """
+    dtype = "float32" if task.argument == "float32" else dtype_of(task)
     config = loop_config(task, dtype=dtype)
-    records = asyncio.run(run_steps(config, task))
-    yield "steps", _steps(records)
-    yield "mismatch-bfloat16", mismatch(records, "mismatch-bfloat16", dtype)
-    yield "turns", _turns(records)
-    itemsize = resolve_dtype(config.model.dtype).itemsize
-    yield "sync", _sync(task, records, model_of(config.model, config.sft, config.seed).parameters * itemsize)
+    parameters = model_of(config.model, config.sft, config.seed).parameters
+    size = parameters * resolve_dtype(config.model.dtype).itemsize
+    records: Sequence[StepRecord] = []
+    for records in as_they_come(steps_of(config, task)):
+        for line, found in _so_far(task, records, dtype, size) if len(records) >= _TELLING else ():
+            if len(records) < STEPS:
+                found.notes.append(f"after {len(records)} of {STEPS} steps")
+            yield line, found
+    if task.argument != "float32":
+        yield "steps", _steps(records)
+
+
+def _so_far(
+    task: CheckTask, records: Sequence[StepRecord], dtype: str, size: int
+) -> Iterator[tuple[str, Findings]]:
+    name = f"mismatch-{task.argument}"
+    yield name, mismatch(records, name, dtype)
+    if task.argument != "float32":
+        yield "turns", _turns(records)
+        yield "sync", _sync(task, records, size)
 
 
 def mismatch(records: Sequence[StepRecord], name: str, dtype: str) -> Findings:
@@ -76,7 +89,8 @@ def _turns(records: Sequence[StepRecord]) -> Findings:
 
 def _sync(task: CheckTask, records: Sequence[StepRecord], expected: int) -> Findings:
     found, last = Findings(), records[-1].metrics
-    sent, seconds = last["sync/bytes"], sum(last[f"time/sync_{part}_s"] for part in _SYNC)
+    sent = last.get("sync/bytes", math.nan)
+    seconds = sum(last.get(f"time/sync_{part}_s", math.nan) for part in _SYNC)
     found.equal("bytes of a sync", sent, expected, "every parameter once, in the dtype of the model")
     travel = last.get("time/sync_travel_s", math.nan)
     found.figures |= {

@@ -1,0 +1,107 @@
+"""GPUs count where CUDA starts on them; a driver that only lists them is refused by name."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo_dist.errors import UserError
+from grpo_dist.runtime.hardware import usable_gpus
+
+BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update it.\nMore."
+
+
+class NvmlError(Exception):
+    pass
+
+
+@pytest.fixture
+def old_driver(monkeypatch):
+    """NVML lists two GPUs and the CUDA runtime finds none, as with torch for CUDA 13 on a driver for 12.2."""
+    calls = []
+
+    def init():
+        raise RuntimeError(TOO_OLD)
+
+    monkeypatch.delenv(BY_NVML, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: os.environ.get(BY_NVML) == "1")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: calls.append(1),
+        nvmlShutdown=lambda: calls.append(-1),
+        nvmlSystemGetDriverVersion=lambda: "535.54.03",
+        nvmlSystemGetCudaDriverVersion=lambda: 12020,
+        NVMLError=NvmlError,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    yield nvml
+    assert sum(calls) == 0
+
+
+def test_a_driver_too_old_for_cuda_is_refused_with_its_version_and_the_remedy(old_driver):
+    with pytest.raises(UserError) as refused:
+        usable_gpus()
+    words = str(refused.value)
+    assert words.startswith(
+        "the driver lists 2 GPUs, and CUDA does not start: driver 535.54.03 for CUDA up to 12.2"
+    )
+    assert "built for CUDA 13.0: The NVIDIA driver on your system is too old (found version 12020)" in words
+    assert "update the driver" in words and "CUDA_VISIBLE_DEVICES" in words and "\n" not in words
+
+
+def test_the_refusal_needs_no_package_for_nvml(old_driver, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(UserError, match=r"a driver of unknown version .*built for CUDA 13\.0"):
+        usable_gpus()
+
+    def fails():
+        raise NvmlError("Driver/library version mismatch")
+
+    monkeypatch.setattr(old_driver, "nvmlInit", fails)
+    monkeypatch.setitem(sys.modules, "pynvml", old_driver)
+    with pytest.raises(UserError, match=r"a driver of unknown version \(Driver/library version mismatch\)"):
+        usable_gpus()
+
+
+def test_deepspeed_and_vllm_do_not_hide_it(old_driver, monkeypatch):
+    """They set a variable by which `torch.cuda.is_available` counts by NVML, too."""
+    monkeypatch.setenv(BY_NVML, "1")
+    assert torch.cuda.is_available()
+    with pytest.raises(UserError, match="CUDA does not start"):
+        usable_gpus()
+    assert os.environ[BY_NVML] == "1"
+
+
+def test_gpus_that_cuda_starts_on_are_counted(old_driver, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert usable_gpus() == 2
+
+
+def test_without_gpus_nothing_is_said(old_driver, monkeypatch):
+    """None in the machine, none visible, or a CPU build of torch."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert usable_gpus() == 0
+
+
+def test_a_run_a_check_and_a_gpu_check_refuse_such_a_driver(old_driver, tmp_path, monkeypatch):
+    import ray
+
+    from actors.connection import connect, local_resources
+    from grpo_dist.config import ClusterConfig
+    from grpo_dist.tools.check.devices import this_machine
+    from grpo_dist.tools.gpu_check.run import CheckOptions, run_check
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    for ask in (
+        lambda: local_resources(ClusterConfig()),
+        lambda: connect(ClusterConfig(address="local")),
+        this_machine,
+        lambda: run_check(CheckOptions(tmp_path / "out"), print),
+    ):
+        with pytest.raises(UserError, match=r"driver 535\.54\.03"):
+            ask()
