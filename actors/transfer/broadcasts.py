@@ -33,12 +33,10 @@ class Broadcasts:
     """A transport that broadcasts the two buffers of rank 0 to all other ranks, asynchronously.
 
     A subclass sets ``device`` and writes ``_start``. Two broadcasts may be on their way at once, in order.
+    After a transfer the buffers are freed: each may hold a whole embedding, and the update needs the memory.
     """
 
     device: torch.device
-
-    def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
 
     def _start(self, flat: Tensor) -> Callable[[], object]:
         """Start to broadcast ``flat``; return a function that waits for the end."""
@@ -70,8 +68,5 @@ class Broadcasts:
             yield flat
 
     def _pair(self, size: int) -> list[Tensor]:
-        """Return two buffers of at least ``size`` bytes, kept for the next round."""
-        if not self._buffers or len(self._buffers[0]) < size:
-            self._buffers = []  # freed before others are made
-            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        return self._buffers
+        """Return two buffers of ``size`` bytes."""
+        return [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]

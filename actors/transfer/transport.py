@@ -46,7 +46,6 @@ class GlooTransport(Broadcasts):
     device = torch.device("cpu")
 
     def __init__(self, seat: Seat, *, timeout_s: float) -> None:
-        super().__init__()
         timeout = timedelta(seconds=timeout_s)
         found = agree_on_store(seat, timeout_s)
         rank = Rank(seat.rank, seat.world_size, seat.host, found.port, timeout_s, listening=found.listening)
@@ -99,7 +98,6 @@ class NcclTransport(Broadcasts):
     """
 
     def __init__(self, seat: Seat, *, timeout_s: float) -> None:
-        super().__init__()
         self.device, self._timeout_s = torch.device("cuda", torch.cuda.current_device()), timeout_s
         self._connections = Connections(seat, timeout_s)
         try:
@@ -114,6 +112,8 @@ class NcclTransport(Broadcasts):
         # for.
         self._stream.wait_stream(torch.cuda.current_stream())
         self._group.broadcast(flat, src=0, stream=self._stream)
+        if flat.is_cuda:  # a transfer that fails frees the buffer before this ends
+            flat.record_stream(self._stream)
         arrived = self._stream.record_event()
         return lambda: self._wait(arrived)
 

@@ -4,11 +4,12 @@
     a reward model's     its whole copy and a forward pass          + what each sleeper keeps
     the reference's      its whole copy and a forward pass          + what each sleeper keeps
     the policy's         as on GPUs of its own                      + what each sleeper keeps
-    weight sync          the policy's weights, the engine's weights, two buckets
-    refresh              the policy's weights, the reference's
+    weight sync          the policy's weights, the engine's weights, two buffers
+    refresh              the policy's weights, the reference's, two buffers, and those of the weight sync
 
 Between their turns, the policy's states and a copy of the reference and of each reward model for each GPU are
-in host memory. Engines keep nothing there: they drop their weights, and the policy sends them again.
+in host memory. Engines keep nothing there: they drop their weights, and the policy sends them again. The
+buffers of the weight sync stay on the GPU, where the engines have mapped them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from grpo_dist.tools.plan.models import ModelShape
 SYNC, REFRESH = "weight sync", "reference refresh"
 # What a process that only computes forward passes keeps on its GPU: its context and its kernels.
 _FORWARD_ASLEEP = GIB * 3 // 4
-_BUCKET = 256_000_000  # `weight_sync.bucket_mb` on GPUs
+_BUCKET_MB = 256  # `weight_sync.bucket_mb` on GPUs, MiB
 
 
 def asleep(role: str, sharing: Collection[str]) -> int:
@@ -48,15 +49,15 @@ def shared(
     """Return ``found`` with what sleepers keep on the GPU, what each role keeps in host memory between its
     turns, and the moments in which two roles have weights there.
     """
-    made = {role: _in_turns(role, own, sharing) for role, own in found.items()}
+    buffers = _buffers(policy, sync, model, sizes)
+    made = {role: _in_turns(role, own, sharing, buffers) for role, own in found.items()}
     weights = states(policy, model, sizes)["weights"]
     contexts = {"runtime": GPU_RUNTIME, "asleep": asleep("policy", sharing)}
-    bucket = (sync.bucket_mb or 0) * 1_000_000 or _BUCKET
     whole = model.embedding * sizes.itemsize if policy.zero_stage == 3 else 0  # the largest parameter
     parts = {
         "policy's weights": weights,
         "engine's weights": found["rollout"].parts["weights"],
-        "buckets": 2 * bucket,
+        "buckets": buffers,
         "gathered": whole,
     }
     made[SYNC] = Footprint(parts | contexts)
@@ -64,17 +65,25 @@ def shared(
         copy = found["reference"].parts["weights"]
         average = 4 * model.parameters if reference.refresh_mix < 1 and sizes.itemsize == 2 else 0
         parts = {"policy's weights": weights, "reference's weights": copy, "average": average}
+        parts["buckets"] = 2 * buffers
         made[REFRESH] = Footprint(parts | contexts)
     return made
 
 
-def _in_turns(role: str, own: Footprint, sharing: Collection[str]) -> Footprint:
+def _buffers(policy: PolicyConfig, sync: WeightSyncConfig, model: ModelShape, sizes: Sizes) -> int:
+    """Return the bytes of a transfer's two buffers: each is a bucket, or the largest parameter."""
+    only_adapters = policy.lora is not None and policy.lora.sync == "adapter"
+    largest = 0 if only_adapters else model.embedding * sizes.itemsize
+    return 2 * max((sync.bucket_mb or _BUCKET_MB) * 2**20, largest)
+
+
+def _in_turns(role: str, own: Footprint, sharing: Collection[str], buffers: int) -> Footprint:
     if role not in sharing:
         return own
     kept = {"policy": ("weights", "gradients", "optimiser"), "rollout": ()}.get(role, ("weights",))
     moved = sum(own.parts[part] for part in kept)
     host = own.host | ({"between turns": moved} if moved else {})
-    parts = own.parts if role == "rollout" else own.parts | {"asleep": asleep(role, sharing)}
+    parts = own.parts if role == "rollout" else own.parts | {"asleep": asleep(role, sharing) + buffers}
     return replace(own, parts=parts, host=host)
 
 

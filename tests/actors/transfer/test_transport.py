@@ -1,6 +1,7 @@
 """Transports of the weight sync between real processes, and the checksum of what they carry."""
 
 import ctypes
+import gc
 import json
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ import pytest
 import torch
 
 from actors.transfer import shared_transport
+from actors.transfer.broadcasts import Broadcasts
 from actors.transfer.connections import Connections, Seat
 from actors.transfer.delta_stream import receive_changes, receive_whole, send_changes
 from actors.transfer.group_store import GroupStore, with_store
@@ -610,6 +613,27 @@ def test_nccl_moves_both_buffers_and_has_a_deadline(nccl):
         list(transport.outgoing([100]))
     assert group.destroyed == 1
     other.join(HANG_S)  # it notices
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_buffers_of_a_broadcast_are_freed_after_the_transfer(rank):
+    """Policy and engines keep no memory for the largest tensor from one weight sync to the next."""
+
+    class InPlace(Broadcasts):
+        device = torch.device("cpu")
+
+        def _start(self, flat):
+            return lambda: None
+
+        def _pair(self, size):
+            pair = super()._pair(size)
+            self.made = [weakref.ref(buffer) for buffer in pair]
+            return pair
+
+    transport, sizes = InPlace(), [100, 50, 70]
+    seen = [len(flat) for flat in (transport.incoming(sizes) if rank else transport.outgoing(sizes))]
+    gc.collect()
+    assert seen == sizes and all(buffer() is None for buffer in transport.made)
 
 
 class HangingJoin:

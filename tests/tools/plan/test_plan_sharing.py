@@ -23,6 +23,7 @@ from tests.support.planned_models import model_of
 
 N = 7_615_616_512
 EMBEDDING = 152064 * 3584
+BUFFERS = 2 * 2 * EMBEDDING  # of the weight sync: the embedding is larger than a bucket
 LENGTHS = Workload(100, config().bench.lengths, 1000, measured=(300,))
 ALL = frozenset({"policy", "rollout", "reference"})
 
@@ -59,12 +60,12 @@ def test_a_turn_of_each_role_by_hand():
     share = {"weights": 2 * N // 8, "gradients": 4 * N // 8, "optimiser": 12 * N // 8}
     assert {part: policy.parts[part] for part in share} == share
     sleepers = 2 * GIB + 3 * GIB // 4  # an engine, and the reference's context
-    assert policy.parts["asleep"] == sleepers
+    assert policy.parts["asleep"] == sleepers + BUFFERS
     assert policy.parts["buckets"] == 2 * 500_000_000 + 2 * (1_000_000_000 + 50_000_000)
-    assert reference.parts["weights"] == 2 * N and reference.parts["asleep"] == 4 * GIB
+    assert reference.parts["weights"] == 2 * N and reference.parts["asleep"] == 4 * GIB + BUFFERS
     assert engine.parts["weights"] == 2 * N and engine.total == int(81_559 * 2**20 * 0.6)
     assert made[SYNC].parts == {
-        "policy's weights": 2 * N // 8, "engine's weights": 2 * N, "buckets": 512_000_000,
+        "policy's weights": 2 * N // 8, "engine's weights": 2 * N, "buckets": BUFFERS,
         "gathered": 2 * EMBEDDING, "runtime": 2 * GIB, "asleep": sleepers,
     }  # fmt: skip
 
@@ -107,6 +108,19 @@ def test_a_refreshed_reference_lies_next_to_the_policys_weights():
     made = option(seven(reference={"refresh_every": 5, "refresh_mix": 0.5})).memory
     assert made[REFRESH].parts["average"] == 4 * N
     assert made[REFRESH].parts["reference's weights"] == 2 * N
+    assert made[REFRESH].parts["buckets"] == 2 * BUFFERS  # of this transfer, and of the weight sync
+
+
+@pytest.mark.parametrize(
+    ("changes", "each"),
+    [
+        ({}, 2 * EMBEDDING),
+        ({"weight_sync": {"bucket_mb": 2048}}, 2**31),
+        ({"policy": {"num_workers": 8, "lora": {"rank": 16, "sync": "adapter"}}}, 2**28),
+    ],
+)
+def test_buffers_of_the_weight_sync_hold_a_bucket_or_the_largest_parameter(changes, each):
+    assert option(seven(**changes)).memory[SYNC].parts["buckets"] == 2 * each
 
 
 def test_engines_may_take_fewer_gpus_than_the_ranks():
