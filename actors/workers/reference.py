@@ -65,7 +65,7 @@ class ReferenceWorker(Metered, Probeable):
         self._memory = HostCopies(self._device, constant=True)
 
     def ready(self) -> None:
-        """Load the model. Raises ValueError where this node does not have it, and UserError as `check_gpus`."""
+        """Load the model. Raises ValueError where this node lacks it, and UserError as `check_gpus`."""
         check_gpus()
         check_on_node(self._model_dir)
         dtype = resolve_dtype(self._model.dtype, device_type())  # may start CUDA
