@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +56,19 @@ def initialize(module: TokenLogprobs, policy: PolicyConfig, settings: dict[str, 
             # DeepSpeed would copy all gradients into one tensor, reduce it over one rank, and copy them back.
             engine._reduce_non_expert_gradients = lambda *_: None
     return engine
+
+
+@contextmanager
+def forward_only(engine: Any) -> Iterator[None]:
+    """Run forward passes of ``engine`` that no backward pass follows.
+
+    The last module of a forward pass under ZeRO-3 starts to fetch the weights that the backward pass needs
+    first. They would stay in flight until the next forward pass, and a gather of them between the two fails.
+    """
+    with torch.no_grad():
+        yield
+    if engine.zero_optimization_partition_weights():
+        engine.optimizer.empty_partition_cache()
 
 
 @torch.no_grad()

@@ -248,6 +248,34 @@ def test_the_logprobs_and_score_norms_of_every_row_are_given_and_change_nothing(
         )
 
 
+def test_weights_are_gathered_after_passes_that_no_backward_pass_follows(forked_ranks, tiny_model):
+    """ZeRO-3 keeps no weight for later here, as with models above its `stage3_max_reuse_distance`: the last
+    module of a forward pass fetches the first weights of a backward pass ahead.
+    """
+    forgets = {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
+    batch = made_groups.batch(groups=2, samples=2)
+
+    async def steps():
+        group = start(
+            tiny_model, ranks=2, stage=3, micro_batch_tokens=40, deepspeed={"zero_optimization": forgets}
+        )
+        await group.ready()
+        await group.update(group.stage([batch]))  # the order of modules is known from now on
+        before = await on_all(group, "weights")
+        await group.logprobs(batch)
+        between = await on_all(group, "weights")
+        await group.score_norms(batch)
+        after = await on_all(group, "weights")
+        await group.update(group.stage([batch]))
+        await group.shutdown()
+        return before, between, after
+
+    before, *others = asyncio.run(steps())
+    for other in others:
+        for a, b in zip(before, other, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in a)
+
+
 def test_more_ranks_than_rows_still_give_the_gradient(forked_ranks, tiny_model):
     small = made_groups.batch(groups=1, samples=1)
 
