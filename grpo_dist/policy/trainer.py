@@ -272,7 +272,7 @@ class Trainer:
 
     def _gated_step(self, gate: NormGate, limit: float) -> tuple[float, bool]:
         """Return the gradient's norm, and whether the weights moved."""
-        gate.limit = limit
+        gate.limit, gate.norm = limit, math.nan  # DeepSpeed skips an infinite gradient without its norm
         self.engine.step()
         return gate.norm, self.engine.was_step_applied()
 

@@ -340,7 +340,7 @@ async def before_and_after(group, first, second, path):
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "how"),
-    drawn("not finite", [(2, 0, {}), (2, 2, {}), (2, 3, {}), (1, 1, BF16)], 1),
+    drawn("not finite", [(2, 0, {}), (2, 2, {}), (2, 3, {}), (1, 1, BF16)], 1) + [(2, 2, BF16)],
 )
 def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
     forked_ranks, tiny_model, tmp_path, ranks, stage, how
@@ -370,6 +370,7 @@ def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
     assert [m["health/skipped_updates"] for m in metrics] == [1, 1]
     assert [m["health/bad_weights"] for m in metrics] == [0, 0]
     assert metrics[0]["loss/total"] == math.inf  # not hidden
+    assert all(math.isnan(m["policy/grad_norm"]) for m in metrics)
     assert metrics[1]["loss/total"] == expected[0]["loss/total"]
     assert again[0] == expected[0] and again[0]["health/skipped_updates"] == 0
     for ours, theirs in ((between, before), (again[1], expected[1])):
