@@ -15,6 +15,7 @@ from grpo_dist.config import PolicyConfig
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.offload import optimizer_device
 from grpo_dist.policy.state_files import PolicyFiles
+from grpo_dist.runtime.hardware import device_type
 
 # What measures the norm in a step of each of DeepSpeed's optimizers: a method, or a function of its module.
 # Where it returns a list, these are the norms of parameter groups.
@@ -37,6 +38,8 @@ def initialize(module: TokenLogprobs, policy: PolicyConfig, settings: dict[str, 
     import deepspeed  # optional: only ranks need it
 
     deepspeed.utils.logger.setLevel("WARNING")
+    if device_type() == "cuda":
+        measure_memory_by_torch()
     o = policy.optimizer
     arguments: dict[str, Any] = {"lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -56,6 +59,16 @@ def initialize(module: TokenLogprobs, policy: PolicyConfig, settings: dict[str, 
             # DeepSpeed would copy all gradients into one tensor, reduce it over one rank, and copy them back.
             engine._reduce_non_expert_gradients = lambda *_: None
     return engine
+
+
+def measure_memory_by_torch() -> None:
+    """Let DeepSpeed ask torch how much memory of its GPU is free. It asks NVML by the numbers in
+    CUDA_VISIBLE_DEVICES, and fails where GPUs, or parts of them (MIG), have UUIDs there.
+    """
+    from deepspeed.accelerator import get_accelerator  # with DeepSpeed, above
+
+    accelerator = get_accelerator()
+    accelerator.available_memory = lambda device=None: torch.cuda.mem_get_info(device)[0]
 
 
 @contextmanager
