@@ -9,6 +9,7 @@ import torch
 from grpo_dist.config import PolicyConfig
 from grpo_dist.config.secrets import shown_value
 from grpo_dist.policy.offload import offload_config
+from grpo_dist.runtime.hardware import DeviceType
 
 # Set by the trainer itself: a user's value would change the gradient or be ignored silently.
 _OURS = {
@@ -28,8 +29,10 @@ _OURS = {
 _FACTORS = ("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor")
 
 
-def deepspeed_config(policy: PolicyConfig, *, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the dictionary for `deepspeed.initialize`. Raises ValueError for keys that the trainer sets."""
+def deepspeed_config(policy: PolicyConfig, *, dtype: torch.dtype, device: DeviceType) -> dict[str, Any]:
+    """Return the dictionary for `deepspeed.initialize` on ``device``. Raises ValueError for keys that the
+    trainer sets.
+    """
     for key, ours in _OURS.items():
         if key in policy.deepspeed:
             raise ValueError(
@@ -59,7 +62,7 @@ def deepspeed_config(policy: PolicyConfig, *, dtype: torch.dtype) -> dict[str, A
         "zero_optimization": {
             "stage": policy.zero_stage,
             "contiguous_gradients": True,
-            "overlap_comm": False,
+            "overlap_comm": overlaps_reduction(policy, device),
         }
         | offload_config(policy),
         "zero_allow_untested_optimizer": True,
@@ -74,6 +77,17 @@ def deepspeed_config(policy: PolicyConfig, *, dtype: torch.dtype) -> dict[str, A
         base["bf16"] = {"enabled": True, "check_grad_overflow": True}  # NaN gradients move nothing
         base["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merge(base, policy.deepspeed)
+
+
+def overlaps_reduction(policy: PolicyConfig, device: DeviceType) -> bool:
+    """Return whether gradients are reduced during the backward pass, by the user's setting or where a GPU has
+    another stream for it. ZeRO-2 takes a second bucket for that, and has nothing to reduce on one rank.
+    """
+    chosen = policy.deepspeed.get("zero_optimization", {}).get("overlap_comm")
+    if chosen is not None:
+        return bool(chosen)
+    stage = policy.zero_stage
+    return device == "cuda" and (stage == 3 or (stage == 2 and policy.num_workers > 1))
 
 
 def check_values(policy: PolicyConfig) -> None:

@@ -36,7 +36,7 @@ def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
     dtype = resolve_dtype(config.model.dtype, device)
     kernel_device = torch.device(device)
     checks: list[Callable[[], Any]] = [
-        lambda: deepspeed_config(config.policy, dtype=dtype),
+        lambda: deepspeed_config(config.policy, dtype=dtype, device=device),
         lambda: check_values(config.policy),
         lambda: check_backend(config.weight_sync, device),
     ]

@@ -1,7 +1,12 @@
 """What DeepSpeed is told and given on GPUs, up to the call of a device."""
 
+import inspect
+
+import pytest
 import torch
 
+from grpo_dist.config import PolicyConfig
+from grpo_dist.policy.deepspeed_config import deepspeed_config
 from grpo_dist.policy.deepspeed_engine import measure_memory_by_torch
 
 
@@ -15,3 +20,37 @@ def test_gpus_named_by_uuid_have_free_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (7, 9))
     measure_memory_by_torch()
     assert made.available_memory() == 7
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "device", "overlaps"),
+    [
+        (0, 2, "cuda", False),
+        (1, 2, "cuda", False),  # its one reduction comes after the last backward pass
+        (2, 2, "cuda", True),
+        (2, 1, "cuda", False),
+        (3, 1, "cuda", True),
+        (2, 2, "cpu", False),
+        (3, 2, "cpu", False),
+    ],
+)
+def test_gradients_are_reduced_during_the_backward_pass_where_a_gpu_has_a_stream_for_it(
+    stage, ranks, device, overlaps
+):
+    def chosen(**own):
+        policy = PolicyConfig(zero_stage=stage, num_workers=ranks, deepspeed={"zero_optimization": own})
+        return deepspeed_config(policy, dtype=torch.float32, device=device)["zero_optimization"]
+
+    assert chosen()["overlap_comm"] is overlaps
+    assert chosen(overlap_comm=not overlaps)["overlap_comm"] is not overlaps
+
+
+def test_deepspeed_still_asks_whether_a_stream_uses_a_gradient():
+    """`initialize` replaces its answer on GPUs."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    parameters = inspect.signature(DeepSpeedZeroOptimizer._record_gradient_stream).parameters
+    assert list(parameters) == ["self", "tensor", "stream"]
+    assert "self._record_gradient_stream(tensor, stream)" in inspect.getsource(
+        DeepSpeedZeroOptimizer.average_tensor
+    )

@@ -14,6 +14,7 @@ from typing import Any
 
 from grpo_dist.batch.sharding import ATTENDED
 from grpo_dist.config import BatchConfig, Config, ModelConfig, PolicyConfig, WeightSyncConfig
+from grpo_dist.policy.deepspeed_config import overlaps_reduction
 from grpo_dist.policy.offload import optimizer_device
 from grpo_dist.runtime.hardware import GIB, logprob_chunk_mib, micro_batch_tokens
 from grpo_dist.tools.plan.models import ModelShape
@@ -261,6 +262,8 @@ def _buckets(policy: PolicyConfig, held: int, sizes: Sizes) -> int:
         return 0
     # Without GPUs the system allocates pages as they are written.
     buckets = (bucket if sizes.gpu else min(bucket, held)) * b
+    if stage == 2 and overlaps_reduction(policy, "cuda" if sizes.gpu else "cpu"):
+        buckets *= 2  # one is filled while the other is reduced
     if stage == 3:
         live = int(float(settings.get("stage3_max_live_parameters", 1e9)))
         ahead = int(float(settings.get("stage3_prefetch_bucket_size", 5e7)))

@@ -19,7 +19,7 @@ from grpo_dist.config import (
 )
 from grpo_dist.config.files import changed
 from grpo_dist.policy.deepspeed_config import deepspeed_config
-from grpo_dist.runtime.hardware import GIB, resolve_dtype
+from grpo_dist.runtime.hardware import GIB, DeviceType, resolve_dtype
 from grpo_dist.tools.plan import teachers
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.calibration import Calibration
@@ -128,9 +128,9 @@ def option_of(config: Config, setting: Setting) -> Option:
 
 def _refusals(settings: ModelConfig, policy: PolicyConfig, cluster: ClusterShape) -> list[str]:
     """Return what every policy rank would refuse when it starts."""
-    dtype = resolve_dtype(settings.dtype, "cuda" if cluster.card else "cpu")
+    device: DeviceType = "cuda" if cluster.card else "cpu"
     try:
-        deepspeed_config(policy, dtype=dtype)
+        deepspeed_config(policy, dtype=resolve_dtype(settings.dtype, device), device=device)
     except ValueError as error:
         return [str(error)]
     return []

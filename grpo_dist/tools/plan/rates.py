@@ -288,8 +288,8 @@ class Rates:
     def _one_update_s(self, work: UpdateWork) -> float:
         compute = self._compute_s(work, self._passes)
         gathers, others = self._collectives_s(self._micro_batches(work))
-        # ZeRO-3 fetches the weights of the next layer during the computation; other collectives come after
-        # it.
+        # ZeRO-3 fetches the weights of the next layer during the computation; other collectives are counted
+        # after it, also those of gradients that overlap with a backward pass.
         return max(compute, gathers) + others + self._optimizer_s()
 
     def _compute_s(self, work: UpdateWork, passes: float) -> float:
