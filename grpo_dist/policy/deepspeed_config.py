@@ -76,6 +76,9 @@ def deepspeed_config(policy: PolicyConfig, *, dtype: torch.dtype, device: Device
     if dtype == torch.bfloat16:
         base["bf16"] = {"enabled": True, "check_grad_overflow": True}  # NaN gradients move nothing
         base["data_types"] = {"grad_accum_dtype": "fp32"}
+        if policy.zero_stage == 1:
+            # They are reduced once an update, as they were added up. Others are at every micro-batch.
+            base["communication_data_type"] = "fp32"
     return _merge(base, policy.deepspeed)
 
 

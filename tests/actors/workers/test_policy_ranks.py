@@ -280,6 +280,17 @@ def test_weights_are_gathered_after_passes_that_no_backward_pass_follows(forked_
             assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_bfloat16_gradients_of_zero1_are_added_up_and_reduced_in_float32(
+    forked_ranks, tiny_model, batch, reference
+):
+    how = {"ranks": 2, "stage": 1, "micro_batch_tokens": 40} | BF16
+    (gradients, metrics), _ = asyncio.run(gradients_of(tiny_model, batch, **how))
+    found, (_, expected) = flat(gradients), reference
+    assert (found != found.bfloat16().double()).double().mean() > 0.5
+    assert relative(found, expected) < 0.1  # the passes themselves are in bfloat16
+    assert metrics["policy/grad_norm"] == pytest.approx(float(found.norm()), rel=1e-3)
+
+
 def test_more_ranks_than_rows_still_give_the_gradient(forked_ranks, tiny_model):
     small = made_groups.batch(groups=1, samples=1)
 
