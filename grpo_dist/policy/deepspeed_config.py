@@ -79,6 +79,7 @@ def deepspeed_config(policy: PolicyConfig, *, dtype: torch.dtype, device: Device
         if policy.zero_stage == 1:
             # They are reduced once an update, as they were added up. Others are at every micro-batch.
             base["communication_data_type"] = "fp32"
+            base["bf16"]["immediate_grad_update"] = True  # else a whole bfloat16 gradient stays, too
     return _merge(base, policy.deepspeed)
 
 

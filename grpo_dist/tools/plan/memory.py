@@ -226,13 +226,13 @@ def _states(
     """Return the weights, gradients and optimiser states of a rank, and their part in host memory.
 
     From stage 1 on, master weights and two moments, all float32, are shared out. Stage 1 keeps whole
-    gradients until the last micro-batch, and adds them up in float32: in bfloat16 in a second, whole copy
-    (DeepSpeed's BF16_Optimizer). Stages 2 and 3 keep a rank's share, in float32.
+    gradients in float32 until the last micro-batch, and then, but for bfloat16, a rank's share next to them.
+    Stages 2 and 3 keep a rank's share, in float32.
     """
     offload, stage, ranks, b = policy.offload, policy.zero_stage, policy.num_workers, itemsize
     weights = held * b // (ranks if stage == 3 else 1)
     whole, own = 4 * trained, 4 * trained // ranks
-    gradients = (whole, whole + (2 * trained if b == 2 else own), own, own)[stage]
+    gradients = (whole, whole + (0 if b == 2 else own), own, own)[stage]
     optimizer = 12 * trained // ranks if stage else 8 * trained
     parts = {"weights": weights, "gradients": gradients, "optimiser": optimizer}
     host: dict[str, int] = {}

@@ -19,6 +19,7 @@ from grpo_dist.config import (
     AdaptiveEntropyConfig,
     AlgorithmConfig,
     KLConfig,
+    OffloadConfig,
 )
 from grpo_dist.health.bounds import Bound
 from grpo_dist.policy.loss import LossSettings, batch_loss
@@ -280,10 +281,11 @@ def test_weights_are_gathered_after_passes_that_no_backward_pass_follows(forked_
             assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize("how", drawn("zero1", [({},), ({"offload": OffloadConfig(optimizer="cpu")},)], 1))
 def test_bfloat16_gradients_of_zero1_are_added_up_and_reduced_in_float32(
-    forked_ranks, tiny_model, batch, reference
+    forked_ranks, tiny_model, batch, reference, how
 ):
-    how = {"ranks": 2, "stage": 1, "micro_batch_tokens": 40} | BF16
+    how = how | {"ranks": 2, "stage": 1, "micro_batch_tokens": 40} | BF16
     (gradients, metrics), _ = asyncio.run(gradients_of(tiny_model, batch, **how))
     found, (_, expected) = flat(gradients), reference
     assert (found != found.bfloat16().double()).double().mean() > 0.5
