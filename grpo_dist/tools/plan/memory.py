@@ -228,6 +228,9 @@ def _states(
     From stage 1 on, master weights and two moments, all float32, are shared out. Stage 1 keeps whole
     gradients in float32 until the last micro-batch, and then, but for bfloat16, a rank's share next to them.
     Stages 2 and 3 keep a rank's share, in float32.
+
+    With the optimiser in host memory, its share of the gradients is there. On the GPU stage 1 still keeps
+    them whole, and bfloat16 weights have a share in which they are added up or reduced.
     """
     offload, stage, ranks, b = policy.offload, policy.zero_stage, policy.num_workers, itemsize
     weights = held * b // (ranks if stage == 3 else 1)
@@ -238,10 +241,10 @@ def _states(
     host: dict[str, int] = {}
     where = optimizer_device(policy)
     if where != "none":
-        parts["optimiser"] = parts["gradients"] = 0
-        host = (
-            {"optimiser": optimizer, "gradients": gradients} if where == "cpu" else {"gradients": gradients}
-        )
+        parts["optimiser"] = 0
+        summed = own if b == 2 else 0
+        parts["gradients"] = (0, whole + summed, summed, 0)[stage]
+        host = {"optimiser": optimizer, "gradients": own} if where == "cpu" else {"gradients": own}
     if offload.parameters != "none":
         parts["weights"] = 0
         if offload.parameters == "cpu":
@@ -259,7 +262,9 @@ def _buckets(policy: PolicyConfig, held: int, sizes: Sizes) -> int:
     if stage == 0:  # flattened to be sent
         return min(bucket, held) * b if policy.num_workers > 1 else 0
     if stage == 1 and b == 2:
-        return 0
+        if optimizer_device(policy) == "none":  # reduced where they are
+            return 0
+        b = 4
     # Without GPUs the system allocates pages as they are written.
     buckets = (bucket if sizes.gpu else min(bucket, held)) * b
     if stage == 2 and overlaps_reduction(policy, "cuda" if sizes.gpu else "cpu"):

@@ -102,7 +102,10 @@ def test_adapters_are_counted_as_peft_makes_them(tiny_model):
         ({"zero_stage": 1}, "bfloat16", (2, 4, 3)),
         ({"zero_stage": 2}, "bfloat16", (2, 1, 3)),
         ({"zero_stage": 3}, "bfloat16", (0.5, 1, 3)),
-        ({"zero_stage": 2, "offload": {"optimizer": "cpu"}}, "bfloat16", (2, 0, 0)),
+        ({"zero_stage": 1, "offload": {"optimizer": "cpu"}}, "bfloat16", (2, 4 + 1, 0)),
+        ({"zero_stage": 2, "offload": {"optimizer": "cpu"}}, "bfloat16", (2, 1, 0)),
+        ({"zero_stage": 1, "offload": {"optimizer": "cpu"}}, "float32", (4, 4, 0)),
+        ({"zero_stage": 2, "offload": {"optimizer": "cpu"}}, "float32", (4, 0, 0)),
         ({"zero_stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}}, "bfloat16", (0, 0, 0)),
     ],
 )
