@@ -140,7 +140,8 @@ def _nccl_group(seat: Seat, connections: Connections, device: torch.device) -> A
         connections.send(unique_id)
     else:
         unique_id = connections.receive(NCCL_UNIQUE_ID_BYTES)
-    return uid_init_process_group(unique_id, seat.rank, seat.world_size, device.index)
+    with torch.cuda.stream(torch.cuda.current_stream(device)):  # vLLM would leave another one current
+        return uid_init_process_group(unique_id, seat.rank, seat.world_size, device.index)
 
 
 def open_transport(backend: TransferBackend, seat: Seat, *, timeout_s: float) -> Transport:

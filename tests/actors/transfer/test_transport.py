@@ -613,7 +613,7 @@ def test_nccl_moves_both_buffers_and_has_a_deadline(nccl):
 
 
 def test_only_members_receive_the_id_of_an_nccl_group(monkeypatch):
-    """The id may contain zero bytes."""
+    """The id may contain zero bytes. The stream of each process stays current, though vLLM makes another."""
     own = bytes(range(128))
 
     class Library:
@@ -621,7 +621,25 @@ def test_only_members_receive_the_id_of_an_nccl_group(monkeypatch):
             return SimpleNamespace(internal=(ctypes.c_byte * 128).from_buffer_copy(own))
 
     wrapper = SimpleNamespace(NCCL_UNIQUE_ID_BYTES=128, NCCLLibrary=Library)
-    common = SimpleNamespace(uid_init_process_group=lambda *arguments: arguments)
+
+    class Streams(threading.local):
+        current = "of the training"
+
+    streams = Streams()
+
+    @contextmanager
+    def within(stream):
+        before, streams.current = streams.current, stream
+        yield
+        streams.current = before
+
+    def joined(*arguments):
+        streams.current = "of vLLM"
+        return arguments
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.current)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    common = SimpleNamespace(uid_init_process_group=joined)
     vllm = "vllm.distributed"
     monkeypatch.setitem(sys.modules, f"{vllm}.device_communicators.pynccl_wrapper", wrapper)
     monkeypatch.setitem(sys.modules, f"{vllm}.weight_transfer.nccl_common", common)
@@ -629,14 +647,15 @@ def test_only_members_receive_the_id_of_an_nccl_group(monkeypatch):
 
     def join_as(rank):
         seat = Seat("127.0.0.1", port, rank, 3, SECRET)
-        made[rank] = _nccl_group(seat, Connections(seat, HANG_S), torch.device("cuda", rank + 4))
+        group = _nccl_group(seat, Connections(seat, HANG_S), torch.device("cuda", rank + 4))
+        made[rank] = group, streams.current
 
     threads = [threading.Thread(target=join_as, args=(rank,)) for rank in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(HANG_S)
-    assert made == {rank: (own, rank, 3, rank + 4) for rank in range(3)}
+    assert made == {rank: ((own, rank, 3, rank + 4), "of the training") for rank in range(3)}
 
 
 def test_the_backend_follows_from_devices_and_hosts_unless_it_is_set():
