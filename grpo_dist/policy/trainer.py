@@ -94,8 +94,9 @@ class Trainer:
         causal_lm = trainable_model(model_dir, dtype, model, policy, settings.seed)
         budget, packs = micro_batch_tokens(settings.token_budget, device), reads_packed_rows(causal_lm)
         kernel = choose_kernel(model.attention, self.device, dtype) if packs else None
-        self._micro = MicroBatches(budget, kernel, policy.sequence_parallel, self.device)
-        self._sharing = SequenceGroup.join(policy.sequence_parallel) if policy.sequence_parallel > 1 else None
+        shared = policy.sequence_parallel
+        self._micro = MicroBatches(budget, kernel, shared, self.device)
+        self._sharing = SequenceGroup.join(shared, rank.timeout_s) if shared > 1 else None
         chunk_mib = logprob_chunk_mib(policy.logprob_chunk_mib, device)
         module = TokenLogprobs(
             causal_lm, temperature=settings.temperature, chunk_mib=chunk_mib, ranks=self._sharing
