@@ -156,7 +156,8 @@ def _nccl_group(seat: Seat, connections: Connections, device: torch.device, time
 
 
 def joined(join: Callable[[], Any], connections: Connections, timeout_s: float) -> Any:
-    """Return the communicator that ``join`` makes in a thread of its own.
+    """Return the communicator that ``join`` makes in a thread of its own. vLLM leaves another CUDA stream
+    current in the thread that makes one; training stays on its own.
 
     Raises TransferLost when a process of the group is gone, TimeoutError after ``timeout_s``. The thread, in
     which NCCL may never return, is then left behind; it destroys a communicator that it gets after all.

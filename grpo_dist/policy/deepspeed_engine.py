@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from grpo_dist.config import PolicyConfig
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.offload import optimizer_device
 from grpo_dist.policy.state_files import PolicyFiles
+from grpo_dist.runtime.hardware import device_type
 
 # What measures the norm in a step of each of DeepSpeed's optimizers: a method, or a function of its module.
 # Where it returns a list, these are the norms of parameter groups.
@@ -35,6 +38,8 @@ def initialize(module: TokenLogprobs, policy: PolicyConfig, settings: dict[str, 
     import deepspeed  # optional: only ranks need it
 
     deepspeed.utils.logger.setLevel("WARNING")
+    if device_type() == "cuda":
+        measure_memory_by_torch()
     o = policy.optimizer
     arguments: dict[str, Any] = {"lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -48,12 +53,40 @@ def initialize(module: TokenLogprobs, policy: PolicyConfig, settings: dict[str, 
         model=module, optimizer=optimizer, config=settings, dist_init_required=False
     )
     engine.train()
+    if device_type() == "cuda" and hasattr(engine.optimizer, "_record_gradient_stream"):
+        # Of ZeRO-1 and 2. A gradient above the bucket size is reduced where it lies, by another stream than
+        # the backward pass, which lets go of it at once. DeepSpeed notes this for the allocator only with
+        # offload.
+        engine.optimizer._record_gradient_stream = torch.Tensor.record_stream
     if policy.zero_stage == 0:
         make_states(optimizer)
         if dist.get_world_size() == 1:
             # DeepSpeed would copy all gradients into one tensor, reduce it over one rank, and copy them back.
             engine._reduce_non_expert_gradients = lambda *_: None
     return engine
+
+
+def measure_memory_by_torch() -> None:
+    """Let DeepSpeed ask torch how much memory of its GPU is free. It asks NVML by the numbers in
+    CUDA_VISIBLE_DEVICES, and fails where GPUs, or parts of them (MIG), have UUIDs there.
+    """
+    from deepspeed.accelerator import get_accelerator  # with DeepSpeed, above
+
+    accelerator = get_accelerator()
+    accelerator.available_memory = lambda device=None: torch.cuda.mem_get_info(device)[0]
+
+
+@contextmanager
+def forward_only(engine: Any) -> Iterator[None]:
+    """Run forward passes of ``engine`` that no backward pass follows.
+
+    The last module of a forward pass under ZeRO-3 starts to fetch the weights that the backward pass needs
+    first. They would stay in flight until the next forward pass, and a gather of them between the two fails.
+    """
+    with torch.no_grad():
+        yield
+    if engine.zero_optimization_partition_weights():
+        engine.optimizer.empty_partition_cache()
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from grpo_dist.algorithms.shapes import Stats
 from grpo_dist.policy.loss import is_maximum
@@ -27,12 +28,15 @@ def join(rank: Rank) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
     if name := _interface(rank.host, rank.port):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # else gloo asks for the address of the host's name
+    timeout = timedelta(seconds=rank.timeout_s)
+    # Of groups that are made without one, as all of DeepSpeed's: NCCL's are 10 minutes, others 30.
+    distributed_c10d.default_pg_nccl_timeout = distributed_c10d.default_pg_timeout = timeout
     dist.init_process_group(
         collective_backend(),
         store=meeting_point(rank),
         rank=rank.index,
         world_size=rank.world_size,
-        timeout=timedelta(seconds=rank.timeout_s),
+        timeout=timeout,
     )
     if rank.secret:
         check_members(_gathered, rank.secret, rank.challenge, rank.index)

@@ -15,6 +15,7 @@ sum over all ranks is the gradient.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,10 +37,14 @@ class SequenceGroup:
     index: int
 
     @classmethod
-    def join(cls, size: int) -> SequenceGroup:
-        """Join this rank's group; ranks 0 .. size - 1 are the first one. Collective over all ranks."""
-        rank, world = dist.get_rank(), dist.get_world_size()
-        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    def join(cls, size: int, timeout_s: float) -> SequenceGroup:
+        """Join this rank's group; ranks 0 .. size - 1 are the first one. Collective over all ranks.
+
+        ``timeout_s``: longest any of its collectives may take.
+        """
+        rank, world, timeout = dist.get_rank(), dist.get_world_size(), timedelta(seconds=timeout_s)
+        members = [list(range(first, first + size)) for first in range(0, world, size)]
+        groups = [dist.new_group(own, timeout=timeout) for own in members]
         return cls(groups[rank // size], size, rank % size)
 
     def own_slice(self, layout: Layout) -> tuple[Layout, Tensor]:

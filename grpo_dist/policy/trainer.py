@@ -24,7 +24,7 @@ from grpo_dist.config import ModelConfig, PolicyConfig
 from grpo_dist.health.bounds import BAD_WEIGHTS, GRAD_NORM, REFUSED, SKIPPED, Bound, passed
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.deepspeed_config import deepspeed_config
-from grpo_dist.policy.deepspeed_engine import NormGate, initialize, zero3_loading
+from grpo_dist.policy.deepspeed_engine import NormGate, forward_only, initialize, zero3_loading
 from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.full_weights import FullWeights
 from grpo_dist.policy.group_logprobs import SampledGroup, group_logprobs
@@ -94,8 +94,9 @@ class Trainer:
         causal_lm = trainable_model(model_dir, dtype, model, policy, settings.seed)
         budget, packs = micro_batch_tokens(settings.token_budget, device), reads_packed_rows(causal_lm)
         kernel = choose_kernel(model.attention, self.device, dtype) if packs else None
-        self._micro = MicroBatches(budget, kernel, policy.sequence_parallel, self.device)
-        self._sharing = SequenceGroup.join(policy.sequence_parallel) if policy.sequence_parallel > 1 else None
+        shared = policy.sequence_parallel
+        self._micro = MicroBatches(budget, kernel, shared, self.device)
+        self._sharing = SequenceGroup.join(shared, rank.timeout_s) if shared > 1 else None
         chunk_mib = logprob_chunk_mib(policy.logprob_chunk_mib, device)
         module = TokenLogprobs(
             causal_lm, temperature=settings.temperature, chunk_mib=chunk_mib, ranks=self._sharing
@@ -164,18 +165,18 @@ class Trainer:
         metrics |= {name: float(count) for name, count in refused.items()}
         return metrics | {BAD_WEIGHTS: float(not self._weights_are_finite())}
 
-    @torch.no_grad()
     def logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies, float32 [B, T], of ``batch`` under the current weights; 0 outside
         the loss mask. Collective.
         """
         logprobs, entropies = (torch.zeros_like(batch.rollout_logprobs) for _ in range(2))
-        for rows in self._micro.plan(batch):
-            part = self._micro.part(batch, rows)
-            values, entropy = self.engine(self._micro.layout(part.rows), with_entropy=True)
-            if rows:
-                logprobs[rows, : values.shape[1]] = values.cpu()
-                entropies[rows, : values.shape[1]] = entropy.cpu()
+        with forward_only(self.engine):
+            for rows in self._micro.plan(batch):
+                part = self._micro.part(batch, rows)
+                values, entropy = self.engine(self._micro.layout(part.rows), with_entropy=True)
+                if rows:
+                    logprobs[rows, : values.shape[1]] = values.cpu()
+                    entropies[rows, : values.shape[1]] = entropy.cpu()
         return logprobs, entropies
 
     def row_logprobs(self, batches: Sequence[TrainBatch]) -> dict[int, np.ndarray]:
@@ -188,19 +189,19 @@ class Trainer:
         """Return what `row_logprobs` does, with `selected_score_norms` of the tokens. Collective."""
         return self._values_of_rows(batches, score_norms=True)
 
-    @torch.no_grad()
     def _values_of_rows(self, batches: Sequence[TrainBatch], *, score_norms: bool) -> dict[int, np.ndarray]:
         found: dict[int, np.ndarray] = {}
-        for batch in batches:
-            plan = self._micro.plan(batch)
-            layouts = (self._micro.layout(self._micro.part(batch, rows).rows) for rows in plan)
-            values = [self.engine(own, score_norms=score_norms)[0] for own in layouts]
-            found |= values_by_row(batch, plan, values)
+        with forward_only(self.engine):
+            for batch in batches:
+                plan = self._micro.plan(batch)
+                layouts = (self._micro.layout(self._micro.part(batch, rows).rows) for rows in plan)
+                values = [self.engine(own, score_norms=score_norms)[0] for own in layouts]
+                found |= values_by_row(batch, plan, values)
         return found
 
     def base_logprobs(self, groups: Sequence[SampledGroup]) -> list[list[np.ndarray]]:
         """Return `group_logprobs` of the model without its adapters. Collective."""
-        with adapters_off(self.engine.module):
+        with forward_only(self.engine), adapters_off(self.engine.module):
             return group_logprobs(lambda layout: self.engine(layout)[0], groups, self._micro, together=True)
 
     def accumulate(
@@ -272,7 +273,7 @@ class Trainer:
 
     def _gated_step(self, gate: NormGate, limit: float) -> tuple[float, bool]:
         """Return the gradient's norm, and whether the weights moved."""
-        gate.limit = limit
+        gate.limit, gate.norm = limit, math.nan  # DeepSpeed skips an infinite gradient without its norm
         self.engine.step()
         return gate.norm, self.engine.was_step_applied()
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ _WORD = 2  # bytes
 _LONGEST = 255  # the byte of a gap that another byte continues
 _ALIGNED = 64  # bytes, of each bucket in `HeldWeights`
 _WHOLE = -1
+_PINNED = 2**32  # bytes pinned at once, at most: torch rounds each such block up to a power of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +113,18 @@ class HeldWeights:
         self.buckets = make_buckets(specs, bucket_bytes)
         slots = [-(-bucket_size(bucket) // _ALIGNED) * _ALIGNED for bucket in self.buckets]
         # Zeros behind a bucket's end, up to its slot's.
-        self._memory = torch.zeros(sum(slots), dtype=torch.uint8, pin_memory=pinned)
-        self.slots = self._memory.split(slots)
-        self._names, self._begins = list[str](), list[int]()
-        for begin, bucket in zip(accumulate(slots, initial=0), self.buckets, strict=False):
+        blocks = _joined(slots, _PINNED) if pinned else [slots]
+        memory = [torch.zeros(sum(own), dtype=torch.uint8, pin_memory=pinned) for own in blocks]
+        self.slots = [s for own, block in zip(blocks, memory, strict=True) for s in block.split(own)]
+        self._memory = {block.untyped_storage().data_ptr() for block in memory}
+        self._places: list[tuple[int, str]] = []
+        for slot, bucket in zip(self.slots, self.buckets, strict=True):
+            begin = slot.data_ptr()
             for spec in bucket:
                 if spec.num_bytes:
-                    self._names.append(spec.name)
-                    self._begins.append(begin)
+                    self._places.append((begin, spec.name))
                     begin += spec.num_bytes
+        self._places.sort()  # by address
 
     def __len__(self) -> int:
         return len(self.buckets)
@@ -152,10 +156,9 @@ class HeldWeights:
 
     def name_of(self, view: Tensor) -> str | None:
         """Return the name of the tensor that ``view`` is a part of; None: its memory is not this copy's."""
-        if view.untyped_storage().data_ptr() != self._memory.untyped_storage().data_ptr():
+        if view.untyped_storage().data_ptr() not in self._memory:
             return None
-        offset = view.data_ptr() - self._memory.data_ptr()
-        return self._names[bisect_right(self._begins, offset) - 1]
+        return self._places[bisect_right(self._places, view.data_ptr(), key=itemgetter(0)) - 1][1]
 
     def weights(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield the tensors of every bucket."""
@@ -167,3 +170,17 @@ class HeldWeights:
         for i in range(len(self)):
             checksum.add(self.flat(i))
         return checksum
+
+
+def _joined(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Return ``sizes`` in order, in lists of a sum of ``most``, or of one that is larger.
+
+    [3, 4, 9, 1, 1], 8 -> [[3, 4], [9], [1, 1]]
+    """
+    lists: list[list[int]] = []
+    for size in sizes:
+        if lists and sum(lists[-1]) + size <= most:
+            lists[-1].append(size)
+        else:
+            lists.append([size])
+    return lists

@@ -234,3 +234,29 @@ def test_the_checksum_is_that_of_a_whole_transfer():
         source.take(buckets_of(weights), SPECS, BUCKET, CPU, secrets.token_hex(4)).checksum.value
         == whole.value
     )
+
+
+def test_pinned_memory_is_taken_in_blocks(monkeypatch):
+    """torch rounds a pinned block up to a power of two: one for all weights might have twice their size."""
+    zeros, blocks = torch.zeros, []
+
+    def pinned(size, **settings):
+        blocks.append((size, settings.pop("pin_memory")))
+        return zeros(size, **settings)
+
+    monkeypatch.setattr(torch, "zeros", pinned)
+    plain = HeldWeights(SPECS, BUCKET)
+    largest = max(len(slot) for slot in plain.slots)
+    monkeypatch.setattr("grpo_dist.policy.weight_deltas._PINNED", 2 * largest)
+    held = HeldWeights(SPECS, BUCKET, pinned=True)
+    (whole, is_pinned), *own = blocks
+    assert not is_pinned and all(flag for _, flag in own) and len(own) > 1
+    assert sum(size for size, _ in own) == whole and all(size <= 2 * largest for size, _ in own)
+    assert [len(slot) for slot in held.slots] == [len(slot) for slot in plain.slots]
+    for index, bucket in enumerate(held.buckets):
+        begin = 0
+        for spec in bucket:
+            for byte in (begin, begin + spec.num_bytes - 1) if spec.num_bytes else ():
+                assert held.name_of(held.flat(index)[byte:]) == spec.name
+            begin += spec.num_bytes
+    assert held.name_of(plain.slots[0]) is None

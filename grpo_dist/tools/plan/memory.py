@@ -14,6 +14,7 @@ from typing import Any
 
 from grpo_dist.batch.sharding import ATTENDED
 from grpo_dist.config import BatchConfig, Config, ModelConfig, PolicyConfig, WeightSyncConfig
+from grpo_dist.policy.deepspeed_config import overlaps_reduction
 from grpo_dist.policy.offload import optimizer_device
 from grpo_dist.runtime.hardware import GIB, logprob_chunk_mib, micro_batch_tokens
 from grpo_dist.tools.plan.models import ModelShape
@@ -225,22 +226,25 @@ def _states(
     """Return the weights, gradients and optimiser states of a rank, and their part in host memory.
 
     From stage 1 on, master weights and two moments, all float32, are shared out. Stage 1 keeps whole
-    gradients until the last micro-batch, and adds them up in float32: in bfloat16 in a second, whole copy
-    (DeepSpeed's BF16_Optimizer). Stages 2 and 3 keep a rank's share, in float32.
+    gradients in float32 until the last micro-batch, and then, but for bfloat16, a rank's share next to them.
+    Stages 2 and 3 keep a rank's share, in float32.
+
+    With the optimiser in host memory, its share of the gradients is there. On the GPU stage 1 still keeps
+    them whole, and bfloat16 weights have a share in which they are added up or reduced.
     """
     offload, stage, ranks, b = policy.offload, policy.zero_stage, policy.num_workers, itemsize
     weights = held * b // (ranks if stage == 3 else 1)
     whole, own = 4 * trained, 4 * trained // ranks
-    gradients = (whole, whole + (2 * trained if b == 2 else own), own, own)[stage]
+    gradients = (whole, whole + (0 if b == 2 else own), own, own)[stage]
     optimizer = 12 * trained // ranks if stage else 8 * trained
     parts = {"weights": weights, "gradients": gradients, "optimiser": optimizer}
     host: dict[str, int] = {}
     where = optimizer_device(policy)
     if where != "none":
-        parts["optimiser"] = parts["gradients"] = 0
-        host = (
-            {"optimiser": optimizer, "gradients": gradients} if where == "cpu" else {"gradients": gradients}
-        )
+        parts["optimiser"] = 0
+        summed = own if b == 2 else 0
+        parts["gradients"] = (0, whole + summed, summed, 0)[stage]
+        host = {"optimiser": optimizer, "gradients": own} if where == "cpu" else {"gradients": own}
     if offload.parameters != "none":
         parts["weights"] = 0
         if offload.parameters == "cpu":
@@ -258,9 +262,13 @@ def _buckets(policy: PolicyConfig, held: int, sizes: Sizes) -> int:
     if stage == 0:  # flattened to be sent
         return min(bucket, held) * b if policy.num_workers > 1 else 0
     if stage == 1 and b == 2:
-        return 0
+        if optimizer_device(policy) == "none":  # reduced where they are
+            return 0
+        b = 4
     # Without GPUs the system allocates pages as they are written.
     buckets = (bucket if sizes.gpu else min(bucket, held)) * b
+    if stage == 2 and overlaps_reduction(policy):
+        buckets *= 2  # one is filled while the other is reduced
     if stage == 3:
         live = int(float(settings.get("stage3_max_live_parameters", 1e9)))
         ahead = int(float(settings.get("stage3_prefetch_bucket_size", 5e7)))

@@ -19,6 +19,7 @@ from grpo_dist.config import (
     AdaptiveEntropyConfig,
     AlgorithmConfig,
     KLConfig,
+    OffloadConfig,
 )
 from grpo_dist.health.bounds import Bound
 from grpo_dist.policy.loss import LossSettings, batch_loss
@@ -248,6 +249,50 @@ def test_the_logprobs_and_score_norms_of_every_row_are_given_and_change_nothing(
         )
 
 
+def test_weights_are_gathered_after_passes_that_no_backward_pass_follows(forked_ranks, tiny_model):
+    """ZeRO-3 keeps no weight for later here, as with models above 10^9 parameters by default: the last
+    module of a forward pass fetches the first weights of a backward pass ahead.
+    """
+    small = {
+        "stage3_max_reuse_distance": 0,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 1,  # one weight ahead
+    }
+    batch = made_groups.batch(groups=2, samples=2)
+
+    async def steps():
+        group = start(
+            tiny_model, ranks=2, stage=3, micro_batch_tokens=40, deepspeed={"zero_optimization": small}
+        )
+        await group.ready()
+        await group.update(group.stage([batch]))  # the order of modules is known from now on
+        before = await on_all(group, "weights")
+        await group.logprobs(batch)
+        between = await on_all(group, "weights")
+        await group.score_norms(batch)
+        after = await on_all(group, "weights")
+        await group.update(group.stage([batch]))
+        await group.shutdown()
+        return before, between, after
+
+    before, *others = asyncio.run(steps())
+    for other in others:
+        for a, b in zip(before, other, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("how", drawn("zero1", [({},), ({"offload": OffloadConfig(optimizer="cpu")},)], 1))
+def test_bfloat16_gradients_of_zero1_are_added_up_and_reduced_in_float32(
+    forked_ranks, tiny_model, batch, reference, how
+):
+    how = how | {"ranks": 2, "stage": 1, "micro_batch_tokens": 40} | BF16
+    (gradients, metrics), _ = asyncio.run(gradients_of(tiny_model, batch, **how))
+    found, (_, expected) = flat(gradients), reference
+    assert (found != found.bfloat16().double()).double().mean() > 0.5
+    assert relative(found, expected) < 0.1  # the passes themselves are in bfloat16
+    assert metrics["policy/grad_norm"] == pytest.approx(float(found.norm()), rel=1e-3)
+
+
 def test_more_ranks_than_rows_still_give_the_gradient(forked_ranks, tiny_model):
     small = made_groups.batch(groups=1, samples=1)
 
@@ -312,7 +357,7 @@ async def before_and_after(group, first, second, path):
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "how"),
-    drawn("not finite", [(2, 0, {}), (2, 2, {}), (2, 3, {}), (1, 1, BF16)], 1),
+    [*drawn("not finite", [(2, 0, {}), (2, 2, {}), (2, 3, {}), (1, 1, BF16)], 1), (2, 2, BF16)],
 )
 def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
     forked_ranks, tiny_model, tmp_path, ranks, stage, how
@@ -342,6 +387,7 @@ def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
     assert [m["health/skipped_updates"] for m in metrics] == [1, 1]
     assert [m["health/bad_weights"] for m in metrics] == [0, 0]
     assert metrics[0]["loss/total"] == math.inf  # not hidden
+    assert all(math.isnan(m["policy/grad_norm"]) for m in metrics)
     assert metrics[1]["loss/total"] == expected[0]["loss/total"]
     assert again[0] == expected[0] and again[0]["health/skipped_updates"] == 0
     for ours, theirs in ((between, before), (again[1], expected[1])):
