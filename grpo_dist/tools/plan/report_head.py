@@ -80,7 +80,7 @@ def head_lines(plan: Plan) -> list[str]:
         )
     if workload.assumed:
         lines.append(f"assumed: {workload.assumed}")
-    lines += shown_line(shown.option.config)
+    lines += shown_line(shown.option.config.demonstrations, longest=shown.option.config.max_length)
     lines += delta_line(shown.option.config.weight_sync, shown.option.config.policy.optimizer, itemsize)
     if setting.reward_models:
         lines.append(

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from grpo_dist.config import Config
+from grpo_dist.config import DemonstrationStreamConfig
 from grpo_dist.tools.plan.supervised import assumed_row
 
 
-def shown_rows(config: Config) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Return the demonstrations of one update: tokens of prompt and completion of each; () without any."""
-    settings = config.demonstrations
+def shown_rows(
+    settings: DemonstrationStreamConfig | None, *, updates: int, longest: int
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return the demonstrations of one of a step's ``updates``: tokens of prompt and completion of each; ()
+    without any. ``longest``: tokens of the run's longest sequence.
+    """
     if settings is None:
         return ()
-    prompt, completion = assumed_row(settings.max_length or config.max_length)
-    return ((prompt, (completion,)),) * (settings.rows_per_step // config.batch.updates_per_step)
+    prompt, completion = assumed_row(settings.max_length or longest)
+    return ((prompt, (completion,)),) * (settings.rows_per_step // updates)
 
 
-def shown_line(config: Config) -> list[str]:
+def shown_line(settings: DemonstrationStreamConfig | None, *, longest: int) -> list[str]:
     """Describe what a plan assumes of demonstrations; [] without any."""
-    if config.demonstrations is None:
+    if settings is None:
         return []
-    prompt, completion = assumed_row(config.demonstrations.max_length or config.max_length)
+    prompt, completion = assumed_row(settings.max_length or longest)
     return [
-        f"assumed: each of the {config.demonstrations.rows_per_step} demonstrations of a step has "
-        f"{prompt} + {completion} tokens, half of `demonstrations.max_length`"
+        f"assumed: each of the {settings.rows_per_step} demonstrations of a step has {prompt} + {completion} "
+        "tokens, half of `demonstrations.max_length`"
     ]

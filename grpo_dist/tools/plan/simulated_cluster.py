@@ -58,7 +58,11 @@ class SimulatedCluster:
             gpus,
             slowdown=scenario.stragglers.rank_factor,
             shared_tokens=scenario.workload.shared_tokens,
-            shown=shown_rows(scenario.config),
+            shown=shown_rows(
+                scenario.config.demonstrations,
+                updates=scenario.config.batch.updates_per_step,
+                longest=scenario.config.max_length,
+            ),
         )
         sync = TimedWeightSync(rates, self.rollouts, policy, gpus)
         # Simulated workers have only the methods that a planned run calls.

@@ -222,7 +222,8 @@ def bound(option: Option) -> float:
     sampling = samples * mean / config.rollout.num_workers / rate
     each = (round(mean),) * batch.samples_per_prompt
     size = batch.prompts_per_step // batch.updates_per_step
-    update = UpdateWork(((prompt, each),) * size, workload.shared_tokens, shown_rows(config))
+    shown = shown_rows(config.demonstrations, updates=batch.updates_per_step, longest=config.max_length)
+    update = UpdateWork(((prompt, each),) * size, workload.shared_tokens, shown)
     work = [update] * batch.updates_per_step
     training = rates.update_s(work) + rates.sync_s() + (2 * rates.turn_s() if scenario.sharing else 0.0)
     # Mean lengths give a bound: longer rows only add to attention.

@@ -197,12 +197,13 @@ def test_a_plan_with_demonstrations_takes_the_time_of_their_rows_and_says_what_i
     mixed = {"data": "demo:add3", "rows_per_step": 6, "max_length": 800}
     plain = rates(batch=batch, model=model)
     r = rates(batch=batch, model=model, demonstrations=mixed)
-    assert shown_rows(plain.config) == () == tuple(shown_line(plain.config))
-    assert shown_rows(r.config) == ((100, (300,)),) * 3, "of each of two updates"
-    (line,) = shown_line(r.config)
+    assert shown_rows(None, updates=2, longest=9) == () == tuple(shown_line(None, longest=9))
+    shown = shown_rows(r.config.demonstrations, updates=2, longest=4096)
+    assert shown == ((100, (300,)),) * 3, "of each of two updates"
+    (line,) = shown_line(r.config.demonstrations, longest=4096)
     assert "6 demonstrations" in line and "100 + 300 tokens" in line
     times = [simulated(own).stage_s["update"] for own in (plain, r)]
-    more = 2 * r.compute_s([UpdateWork(shown_rows(r.config))])
+    more = r.compute_s([UpdateWork(shown)] * 2)  # with the pass for old log-probs before the second
     assert times[1] - times[0] == pytest.approx(more)
 
 
