@@ -22,8 +22,8 @@ EMPTIED = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 
 
 def check_gpus() -> None:
-    """Check that this process sees the GPUs that Ray or the reservation gave it, and that CUDA starts on
-    them. Called before CUDA starts. No effect in an actor without GPUs, or outside of Ray.
+    """Check that this process sees the GPUs that Ray or the reservation gave it. Called before CUDA starts.
+    No effect in an actor without GPUs, or outside of Ray.
 
     Raises UserError with the variable that is in the way and the remedy.
     """
@@ -41,7 +41,7 @@ def check_gpus() -> None:
     if os.environ.get(name, "").lower() in ("1", "true"):
         cause = f"{name}={os.environ[name]} has Ray {'empty it' if shared else 'leave it alone'}; unset that"
     else:
-        cause = "something but Ray has set it, such as a `runtime_env` of the job; remove that"
+        cause = "something but Ray has set it; remove that"
     own = f"GPU {', '.join(sorted(given))} of {ray.util.get_node_ip_address()}"
     raise UserError(
         f"this worker has {own}, and {VISIBLE} is {found}, so that it would compute elsewhere: {cause}, also "

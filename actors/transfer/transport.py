@@ -183,8 +183,10 @@ def joined(join: Callable[[], Any], connections: Connections, timeout_s: float) 
             connections.check()
             if time.monotonic() > end:
                 raise TimeoutError(f"weight sync: NCCL's processes did not join within {timeout_s:g} s")
-    finally:
-        found.cancel()  # no effect on one that is done
+    except BaseException:
+        if not found.cancel() and found.exception() is None:  # bounded: it is done; it came too late
+            found.result().destroy()  # bounded: it is done
+        raise
     return found.result()  # bounded: it is done
 
 

@@ -30,6 +30,7 @@ from actors.transfer.model_reload import Layers, LoadMap, begin_reload, copy_unl
 from actors.transfer.stream import receive
 from actors.transfer.transport import open_transport
 from grpo_dist.config import TransferBackend
+from grpo_dist.errors import TransferLost
 from grpo_dist.policy.lora import adapters, merged_weights
 from grpo_dist.policy.snapshots import SnapshotReader
 from grpo_dist.policy.weight_buckets import ParameterSpec
@@ -130,11 +131,13 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             for bucket in receive_whole(transport, held):
                 self.model.load_weights(bucket)
         else:
-            changed: set[str] | None = None
-            try:
-                changed = _changes_of(wanted.base, transport, held)
-            finally:  # one that fails votes, too
+            changed, failure = _changes_or_error(wanted.base, transport, held)
+            try:  # one that fails votes, too
                 intact, in_model = in_all_processes(changed is not None, loaded == wanted.base)
+            except RuntimeError as error:  # of gloo: another process of the engine is gone
+                raise failure or TransferLost(f"weight sync: {error}") from error
+            if failure is not None:
+                raise failure
             if changed is None or not intact:
                 return
             held.token = wanted.token
@@ -182,10 +185,16 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._transport = None
 
 
-def _changes_of(base: str, transport: Transport, held: HeldWeights) -> set[str] | None:
+def _changes_or_error(
+    base: str, transport: Transport, held: HeldWeights
+) -> tuple[set[str] | None, Exception | None]:
+    """Return what `receive_changes` does, and no error; or None and the error."""
     if held.token != base:
-        raise RuntimeError(f"weight sync: changes of {base}, this engine holds {held.token}")
-    return receive_changes(transport, held)
+        return None, RuntimeError(f"weight sync: changes of {base}, this engine holds {held.token}")
+    try:
+        return receive_changes(transport, held), None
+    except Exception as error:
+        return None, error
 
 
 def in_all_processes(*facts: bool) -> list[bool]:

@@ -281,7 +281,9 @@ class EngineThread:
                 return False
             return True
 
-        self._tails.add(request_id, token_ids, add) if self._tails else add()
+        # An engine that has failed computes no prompt that others could wait for.
+        hold = self._tails if self._failed is None else None
+        hold.add(request_id, token_ids, add) if hold else add()
 
     def _abandon(self) -> None:
         states = dict(self._engine.output_processor.request_states)

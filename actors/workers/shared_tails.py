@@ -43,11 +43,14 @@ class SharedTails:
 
     @classmethod
     def of(cls, scheduler: Any) -> SharedTails | None:
-        """Return those of an engine; None where it has several kinds of cache, or one that drops tokens."""
+        """Return those of an engine; None where it shares no blocks, has several kinds of cache, or one that
+        drops tokens.
+        """
         from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-        managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-        return cls(scheduler) if [type(own) for own in managers] == [FullAttentionManager] else None
+        cache = scheduler.kv_cache_manager
+        kinds = [type(own) for own in cache.coordinator.single_type_managers]
+        return cls(scheduler) if cache.enable_caching and kinds == [FullAttentionManager] else None
 
     def add(self, request_id: str, token_ids: Sequence[int], add: Add) -> None:
         """Call ``add`` now, or in `release` where another request is about to compute the same prompt."""

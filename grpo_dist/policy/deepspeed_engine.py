@@ -54,9 +54,9 @@ def initialize(module: TokenLogprobs, policy: PolicyConfig, settings: dict[str, 
     )
     engine.train()
     if device_type() == "cuda" and hasattr(engine.optimizer, "_record_gradient_stream"):
-        # Of ZeRO-1 and 2. A gradient above the bucket size is reduced where it lies, by another stream than
-        # the backward pass, which lets go of it at once. DeepSpeed notes this for the allocator only with
-        # offload.
+        # Of ZeRO-1 and 2, where the user sets overlap_comm. A gradient above the bucket size is reduced where
+        # it lies, by another stream than the backward pass, which lets go of it at once. DeepSpeed notes this
+        # for the allocator only with offload.
         engine.optimizer._record_gradient_stream = torch.Tensor.record_stream
     if policy.zero_stage == 0:
         make_states(optimizer)

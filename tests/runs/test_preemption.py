@@ -99,7 +99,9 @@ def test_a_stop_during_sampling_keeps_finished_groups_and_waits_for_no_others(st
     class Slow(fakes.World):
         async def sample(self, prompt, **request):
             found = await super().sample(prompt, **request)
-            if len(self.updates) == 2 and prompt.uid == third[1]:
+            if prompt.uid == third[1]:
+                while len(self.updates) < 2:  # it may be sampled during the second update
+                    await asyncio.sleep(0)
                 for _ in range(1000):  # the others finish long before
                     await asyncio.sleep(0)
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -25,5 +25,5 @@ def shown_line(settings: DemonstrationStreamConfig | None, *, longest: int) -> l
     prompt, completion = assumed_row(settings.max_length or longest)
     return [
         f"assumed: each of the {settings.rows_per_step} demonstrations of a step has {prompt} + {completion} "
-        "tokens, half of `demonstrations.max_length`"
+        "tokens, half of the longest that may be (`demonstrations.max_length`)"
     ]

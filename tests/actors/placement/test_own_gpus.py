@@ -13,8 +13,8 @@ import ray
 from actors import private_ray
 from actors.factory import on_devices
 from actors.placement import own_gpus
-from actors.placement.demands import Devices
 from actors.placement.own_gpus import EMPTIED, NOT_SET, SHARED, VISIBLE, check_gpus
+from actors.placement.sharing import Devices
 from actors.workers.policy import PolicyWorker
 from actors.workers.reference import ReferenceWorker
 from actors.workers.reward_model import RewardModelWorker

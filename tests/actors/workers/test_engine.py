@@ -65,19 +65,19 @@ def test_a_prompt_longer_than_one_prefill_is_sampled_with_its_seed(world):
 
 
 def test_the_samples_of_a_group_share_one_prefill_of_their_prompt(world):
-    """A prompt of 200 tokens: the first sample computes it, the other 7 find its 6 full blocks of 32 tokens,
-    though all are scheduled at once.
+    """A prompt of 200 tokens: the first sample computes it. The other 7 wait for that, find its 6 full blocks
+    of 32 tokens, and copy the 7 tokens that are left before the last. One that comes alone finds full blocks.
     """
     prompt = Prompt("shared", np.arange(200, dtype=np.int32) % 50 + 11, "1", "test")
     world.cached()
     [group] = world.sample_all([prompt], seeds=range(8))
-    assert sorted(world.cached()) == [0] + [192] * 7
+    assert sorted(world.cached()) == [0] + [199] * 7
     alone = [world.sample_all([prompt], seeds=(seed,))[0][0] for seed in range(8)]
     assert world.cached() == [192] * 8
     assert same(group, alone)
     world.push()  # drops what was computed under other weights
     assert same(group, world.sample_all([prompt], seeds=range(8))[0])
-    assert sorted(world.cached()) == [0] + [192] * 7
+    assert sorted(world.cached()) == [0] + [199] * 7
 
 
 def test_a_sample_has_exactly_the_requested_length(world):

@@ -236,6 +236,17 @@ def test_a_failed_step_fails_all_pending_and_later_requests(monkeypatch):
     assert all(isinstance(error, MemoryError) for error in with_engine(monkeypatch, use))
 
 
+def test_after_a_failure_no_request_waits_for_another_of_its_prompt(monkeypatch):
+    async def use(thread, engine):
+        with pytest.raises(MemoryError):
+            await thread.generate([-1], None)
+        thread._tails = SimpleNamespace(add=lambda *held: None, release=None, abandon=list)  # it holds all
+        with pytest.raises(RuntimeError, match="engine has failed"):
+            await thread.generate([3], None)
+
+    with_engine(monkeypatch, use)
+
+
 def test_a_model_that_does_not_load_fails_the_start(monkeypatch):
     def broken(arguments, imported):
         raise OSError("no such file")

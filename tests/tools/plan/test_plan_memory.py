@@ -229,7 +229,7 @@ def test_a_rank_of_7b_by_hand():
         "activations": round(28 * tokens * 2 * hidden + layer + tokens * (norm + 2 * hidden)),
         # Two blocks of logits; the head's gradient in float32, and in bfloat16.
         "logits": 2 * 256 * 2**20 + vocabulary * hidden * 6,
-        "buckets": 2 * 1_000_000_000,  # one is filled while the other is reduced
+        "buckets": 1_000_000_000,
         "runtime": 2 * GIB,
     }
 
