@@ -2,8 +2,9 @@
 
 The result is indexed by the token it describes: entry t is log p(tokens[t] | tokens[< t]) and comes from the
 hidden state at t - 1; `layout` does that shift. Logits are made ``chunk_tokens`` rows at a time, in float32,
-and never kept: the backward pass makes them again. At most three blocks of [chunk_tokens, V] exist at once
-(two without the gradient of an entropy bonus).
+and never kept: the backward pass makes them again. `logit_rows` has what is computed from a block of them. At
+most three blocks of [chunk_tokens, V] exist at once; two without the gradient of an entropy bonus, and on
+GPUs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from grpo_dist.policy.logit_rows import RowResults, rows_for
 from grpo_dist.policy.packing import padded
 
 
@@ -95,7 +97,9 @@ def selected_score_norms(
     head = _Head(rows, lm_head_weight, bias)
     norms = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
     for part in _parts(len(rows), chunk_tokens):
-        p = head.logits(rows[part], _of(temperature, part))
+        own = _of(temperature, part)
+        p = head.logits(rows[part])
+        p /= own[:, None] if isinstance(own, Tensor) else own
         p -= p.amax(dim=1, keepdim=True)
         p.exp_()
         p /= p.sum(dim=1, keepdim=True)
@@ -120,15 +124,12 @@ def _least(temperature: float | Tensor) -> float:
 
 
 def _of(temperature: float | Tensor, part: slice) -> float | Tensor:
-    """Return the temperature of some rows, float32 [n, 1] where each has its own."""
-    return temperature[part, None].float() if isinstance(temperature, Tensor) else float(temperature)
+    """Return the temperature of some rows, float32 [n] where each has its own."""
+    return temperature[part].float() if isinstance(temperature, Tensor) else float(temperature)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Rows [N, D] and targets [N] to log-probs and entropies [N]. With p the softmax of a row, H its entropy
-    and g, h the incoming gradients of both, d logits = (g (onehot(target) - p) - h p (log p + H)) /
-    temperature.
-    """
+    """Rows [N, D] and targets [N] to log-probs and entropies [N]."""
 
     @staticmethod
     def forward(
@@ -141,71 +142,50 @@ class _ChunkedLogprobs(torch.autograd.Function):
         chunk: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(rows, weight, bias, targets)
-        ctx.temperature, ctx.chunk = temperature, chunk
         head = _Head(rows, weight, bias)
-        values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
-        entropies = torch.zeros_like(values)
+        found = RowResults.empty(len(rows), head.dtype, rows.device)
+        own_rows = rows_for(found.values)
         for part in _parts(len(rows), chunk):
-            logits = head.logits(rows[part], _of(temperature, part))
-            logits -= logits.amax(dim=1, keepdim=True)
-            logits -= logits.exp().sum(dim=1, keepdim=True).log()
-            values[part] = logits.gather(1, targets[part, None])[:, 0]
-            if with_entropy:
-                entropies[part] = torch.special.entr(logits.exp_()).sum(dim=1)
+            found[part] = own_rows.results(
+                head.logits(rows[part]), targets[part], _of(temperature, part), with_entropy=with_entropy
+            )
+        ctx.save_for_backward(rows, weight, bias, targets, *found.tensors)
+        ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
-        return values, entropies
+        return found.values, found.entropies
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, targets = ctx.saved_tensors
+        rows, weight, bias, targets, *results = ctx.saved_tensors
+        found = RowResults(*results)
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        head = _Head(rows, weight, bias)
+        head, own_rows = _Head(rows, weight, bias), rows_for(found.values)
         grad_rows = torch.empty_like(rows) if needs_rows else None
         grad_weight = torch.zeros_like(weight, dtype=head.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=head.dtype) if needs_bias else None
         for part in _parts(len(rows), ctx.chunk):
-            own = _of(ctx.temperature, part)
-            each = own[:, 0] if isinstance(own, Tensor) else own
-            d_logits = _logit_gradient(
-                head.logits(rows[part], own),
+            d_logits = own_rows.gradient(
+                head.logits(rows[part]),
                 targets[part],
-                None if grad is None else grad[part] / each,
-                None if entropy_grad is None else entropy_grad[part] / each,
+                _of(ctx.temperature, part),
+                found[part],
+                None if grad is None else grad[part],
+                None if entropy_grad is None else entropy_grad[part],
+                head.operand_dtype,
             )
             if grad_bias is not None:
-                grad_bias += d_logits.sum(dim=0)
-            d_logits = head.operand(d_logits)  # once for both products
+                grad_bias += d_logits.sum(dim=0, dtype=head.dtype)
             if grad_rows is not None:
                 grad_rows[part] = head.product(d_logits, head.weight)
             if grad_weight is not None:
                 head.add_product(grad_weight, d_logits.T, rows[part])
+            del d_logits  # before the next block is made
         return (
             grad_rows,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
             None, None, None, None,
         )  # fmt: skip
-
-
-def _logit_gradient(
-    logits: Tensor, targets: Tensor, grad: Tensor | None, entropy_grad: Tensor | None
-) -> Tensor:
-    """Gradient of logits [n, V], which are overwritten; ``grad`` and ``entropy_grad`` [n]. Two blocks in
-    all, three with an ``entropy_grad``.
-    """
-    grad = torch.zeros(len(logits), dtype=logits.dtype, device=logits.device) if grad is None else grad
-    logits -= logits.logsumexp(dim=1, keepdim=True)
-    out = logits.exp()
-    if entropy_grad is None:
-        out *= -grad[:, None]
-    else:
-        entropy = -torch.linalg.vecdot(out, logits)
-        logits += entropy[:, None]
-        logits *= -entropy_grad[:, None]
-        logits -= grad[:, None]
-        out *= logits
-    return out.scatter_add_(1, targets[:, None], grad[:, None].to(out.dtype))
 
 
 class _Head:
@@ -223,15 +203,19 @@ class _Head:
         self.weight = self.operand(weight)
         self._bias = bias
 
-    def logits(self, rows: Tensor, temperature: float | Tensor) -> Tensor:
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        """The type that products take."""
+        return self._operand
+
+    def logits(self, rows: Tensor) -> Tensor:
         out = self.product(rows, self.weight.T)
         if self._bias is not None:
             out += self._bias
-        warm = isinstance(temperature, Tensor) or temperature != 1.0
-        return out.div_(temperature) if warm else out
+        return out
 
     def operand(self, t: Tensor) -> Tensor:
-        """Return ``t`` in the type that products take."""
+        """Return ``t`` in the `operand_dtype`."""
         return t.to(self._operand)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:

@@ -119,13 +119,24 @@ def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workl
     )
     if policy.router_replay:
         parts["routes"] = round(2 * tokens) * model.route_numbers  # int16
-    blocks = 3 if config.algorithm.entropy_coef else 2
-    head = 0 if policy.lora else model.embedding * (4 + b if sizes.gpu and b == 2 else 4)
-    parts["logits"] = blocks * sizes.chunk + head
+    head = 0 if policy.lora else model.embedding
+    parts["logits"] = _logits(sizes, head, entropy_bonus=bool(config.algorithm.entropy_coef))
     parts["buckets"] = _buckets(config.policy, held, sizes)
     parts["runtime"] = round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["policy"])
     copy = held_copies(config.weight_sync, model, sizes)  # rank 0 sends, so it alone knows what was sent
     return Footprint(parts, host, copy) if sizes.gpu else Footprint(parts | copy, host)
+
+
+def _logits(sizes: Sizes, head: int, *, entropy_bonus: bool) -> int:
+    """Return the bytes of blocks of logits and of the gradient of a head of ``head`` weights, which is added
+    up in float32 and then rounded to the weights' type.
+
+    On a GPU a block is in float32 and its gradient in the weights' type; on a CPU both, and what the gradient
+    of entropies takes, are in float32 (`logit_kernels`, `logit_rows`).
+    """
+    blocks = 1 + sizes.itemsize / 4 if sizes.gpu else 2 + entropy_bonus
+    rounded = sizes.itemsize if sizes.itemsize < 4 else 0
+    return max(round(blocks * sizes.chunk) + 4 * head, (4 + rounded) * head)
 
 
 def held_copies(
@@ -146,7 +157,7 @@ def reference_worker(max_length: int, model: ModelShape, sizes: Sizes, workload:
         {
             "weights": model.parameters * sizes.itemsize,
             "activations": tokens * widest * sizes.itemsize,
-            "logits": 2 * sizes.chunk,
+            "logits": (1 if sizes.gpu else 2) * sizes.chunk,
             "runtime": runtime,
         }
     )

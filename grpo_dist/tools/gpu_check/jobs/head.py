@@ -1,4 +1,4 @@
-"""The LM head in bfloat16: its values and gradients against float32, its speed, and its memory."""
+"""The LM head in bfloat16: its values and gradients by their definition, its speed, and its memory."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from grpo_dist.tools.gpu_check.sizes import dtype_of, model_shape, planned, upda
 
 _TEMPERATURE = 0.9
 _COMPARED, _TIMED = 2048, 8192  # tokens
+_AT_ONCE = 256  # rows of the exact values
 _CORES = (
     "float32 without tensor cores reaches a fifteenth of bfloat16's rate (H100, A100): more says that they "
     "are used"
@@ -44,10 +45,6 @@ class _Operands:
         chunk = logprob_chunk_mib(None, device().type) * 2**20 // (4 * vocabulary)  # type: ignore[arg-type]
         return cls(rows.requires_grad_(), weight.bfloat16().requires_grad_(), targets, max(1, chunk))
 
-    def widened(self) -> _Operands:
-        rows, weight = (t.detach().float().requires_grad_() for t in (self.rows, self.weight))
-        return _Operands(rows, weight, self.targets, self.chunk)
-
     def forward(self) -> tuple[Tensor, Tensor]:
         values, entropies = selected_logprobs(
             self.rows,
@@ -71,8 +68,10 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
 
 def _values(task: CheckTask, found: Findings) -> None:
     own = _Operands.made(task, 64 if task.rehearsal else _COMPARED)
-    wide = own.widened()
-    (values, entropies), (exact, exact_entropies) = own.forward(), wide.forward()
+    factor = torch.linspace(-1, 1, len(own.targets), device=device())
+    values, entropies = own.forward()
+    (values * factor).sum().backward()
+    exact, exact_entropies, *gradients = _exact(own, factor)
     # A logit is a sum of as many products as the model is wide; products of bfloat16 are exact in float32.
     width, largest = own.rows.shape[1], float(exact.detach().abs().max())
     bound = 16 * math.sqrt(width) * ROUNDING[torch.float32] * largest
@@ -82,15 +81,27 @@ def _values(task: CheckTask, found: Findings) -> None:
     )
     found.at_most("log-probs, largest error in nats", _largest(values, exact), bound, why)
     found.at_most("entropies, largest error in nats", _largest(entropies, exact_entropies), bound, why)
-    factor = torch.linspace(-1, 1, len(own.targets), device=device())
-    for operands, result in ((own, values), (wide, exact)):
-        (result * factor).sum().backward()
-        assert operands.rows.grad is not None and operands.weight.grad is not None
-    for name in ("rows", "weight"):
-        a, b = (getattr(o, name).grad.double() for o in (own, wide))
+    for name, reference in zip(("rows", "weight"), gradients, strict=True):
+        a, b = getattr(own, name).grad.double(), reference.double()
         error, bound = float((a - b).norm() / b.norm()), 4 * ROUNDING[torch.bfloat16]
         why = "4 roundings of bfloat16: the logits' gradient and the result, twice each at most"
         found.at_most(f"gradient of the {name}, relative error", error, bound, why)
+
+
+def _exact(own: _Operands, factor: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log-probs and entropies by their definition, and the gradients of rows and weight where those of
+    the log-probs are ``factor``: products in float32, all else in float64, a few rows at a time.
+    """
+    rows, weight = (t.detach().float().requires_grad_() for t in (own.rows, own.weight))
+    values, entropies = [], []
+    for start in range(0, len(rows), _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        logp = ((rows[part] @ weight.T).double() / _TEMPERATURE).log_softmax(dim=1)
+        values.append(logp.gather(1, own.targets[part, None])[:, 0])
+        (values[-1] * factor[part]).sum().backward()
+        entropies.append(torch.special.entr(logp.detach().exp()).sum(dim=1))
+    assert rows.grad is not None and weight.grad is not None
+    return torch.cat(values).detach(), torch.cat(entropies), rows.grad, weight.grad
 
 
 def _largest(value: Tensor, exact: Tensor) -> float:

@@ -1,0 +1,50 @@
+"""The kernels of the LM head on GPUs, on a CPU by Triton's interpreter, against the definition in float64."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from grpo_dist.policy.logit_rows import TorchLogitRows, rows_for
+
+CASES = {
+    "one block", "no gradient of entropies", "no gradient of log-probs", "three blocks", "certain",
+    "the largest logits first", "the largest logits last",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    pytest.importorskip("triton", reason="the kernels are Triton's, which is not installed")
+    command = [sys.executable, "-m", "tests.support.interpreted_kernels"]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_values_entropies_and_gradients_are_those_of_the_definition(interpreted):
+    assert set(interpreted) > CASES
+    for case in CASES:
+        assert max(interpreted[case]) < 2e-6, (case, interpreted[case])
+
+
+def test_a_gradient_in_bfloat16_is_rounded_once(interpreted):
+    """The interpreter rounds towards zero, a GPU to the nearest."""
+    values, entropies, gradient = interpreted["bfloat16"]
+    assert max(values, entropies) < 2e-6 and 0 < gradient <= 2**-7
+
+
+def test_the_head_has_the_same_gradients_as_by_torchs_operations(interpreted):
+    assert len(interpreted["whole"]) == 5 and max(interpreted["whole"]) < 2e-6
+
+
+def test_no_rows_have_no_results(interpreted):
+    assert interpreted["no rows"] == [0.0]
+
+
+def test_a_cpu_and_float64_take_torchs_operations():
+    assert isinstance(rows_for(torch.empty(1)), TorchLogitRows)
+    assert isinstance(rows_for(torch.empty(1, dtype=torch.float64)), TorchLogitRows)
