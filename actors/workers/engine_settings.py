@@ -144,11 +144,7 @@ def set_environment() -> None:
     # Leave binding threads to cores to the scheduler: engine and trainer alternate on the same cores, and
     # OMP_NUM_THREADS already limits the threads of this engine.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    if device_type() == "cuda":
-        # vLLM serves with one thread of torch, unless the user set OMP_NUM_THREADS: others would wait busily
-        # on the cores that prepare the next step. This project set it, for loading; without it, Ray sets 1.
-        os.environ.setdefault("VLLM_OMP_NUM_THREADS_SET_BY_VLLM", "1")
-    else:
+    if device_type() != "cuda":
         # With several threads, the attention would divide long contexts between them where a step has few
         # requests: the last digit of a log-prob would depend on what else is sampled. (Read by vLLM for each
         # batch; a single request with a long context is slower without it.)

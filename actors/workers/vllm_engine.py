@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+from grpo_dist.runtime.hardware import device_type
 from grpo_dist.runtime.imports import without_collections
 
 
@@ -21,9 +23,21 @@ def make_engine(arguments: dict[str, Any], imported: Callable[[], None]) -> Any:
     imported()
     # The usage context selects vLLM's defaults for batch use: larger prefills.
     config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
+    if device_type() == "cuda":
+        _serve_with_one_thread()
     engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
     if "worker_cls" in arguments:  # `engine_settings.RECORDING_WORKER`
         from actors.workers.route_recorder import attach  # imports vLLM
 
         attach(engine)
     return engine
+
+
+def _serve_with_one_thread() -> None:
+    """Have vLLM serve with one thread of torch: others would wait busily on the cores that prepare a step.
+
+    It does so unless the user set OMP_NUM_THREADS. This project set it, for loading; without it, Ray sets 1.
+    vLLM's mark for "not the user's" is set once its configuration is made, which warns of variables that it
+    does not list, this one among them.
+    """
+    os.environ.setdefault("VLLM_OMP_NUM_THREADS_SET_BY_VLLM", "1")

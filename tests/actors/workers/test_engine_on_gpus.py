@@ -20,7 +20,7 @@ from vllm.v1.executor import Executor, ray_utils
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.sample.ops import topk_topp_sampler
 
-from actors.workers import engine_settings
+from actors.workers import engine_settings, vllm_engine
 from actors.workers.engine_settings import set_environment
 from tests.support.engine_arguments import arguments
 from tests.support.patience import HANG_S
@@ -172,12 +172,21 @@ def test_vllm_serves_with_one_thread_though_we_set_those_that_load_the_weights(m
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7"})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     monkeypatch.setattr(torch, "set_num_threads", changed.append)
-    monkeypatch.setattr(engine_settings, "device_type", lambda: "cuda")
     set_torch_threads_for_runtime()
     assert changed == []
-    set_environment()
+    vllm_engine._serve_with_one_thread()
     set_torch_threads_for_runtime()
     assert changed == [1]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_vllm_knows_every_variable_that_is_set_before_its_configuration_is_made(monkeypatch, device):
+    """It warns of others at the start of each engine; those of the CPU are of its own platform."""
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(engine_settings, "device_type", lambda: device)
+    set_environment()
+    own = {name for name in os.environ if name.startswith("VLLM_")}
+    assert own and own <= set(envs.environment_variables)
 
 
 def fuses_all_reduce(**rollout):
