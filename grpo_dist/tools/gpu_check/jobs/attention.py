@@ -103,8 +103,8 @@ def _apart(value: Tensor, reference: Tensor) -> float:
 
 
 def _speed(task: CheckTask, dtype: torch.dtype) -> dict[str, float]:
-    """Return the rate of forward and backward over rows of 512 tokens: operations of causal attention."""
-    rows, length, (queries, keys, width) = (2 if task.rehearsal else 32), 512, _HEADS[0]
+    """Return the rate of forward and backward over rows of one length: operations of causal attention."""
+    (rows, length), (queries, keys, width) = ((2, 512) if task.rehearsal else (32, 2048)), _HEADS[0]
     q, k, v = (
         torch.randn(rows * length, h, width, device=device()).to(dtype).requires_grad_()
         for h in (queries, keys, keys)
@@ -112,9 +112,11 @@ def _speed(task: CheckTask, dtype: torch.dtype) -> dict[str, float]:
     indices = [np.arange(i * length, (i + 1) * length) for i in range(rows)]
     spans = choose_kernel("auto", device(), dtype).spans(indices, range(rows), rows * length, device())
 
+    upstream = torch.ones_like(q)
+
     def both() -> None:
         out = spans.attend(q, k, v, scale=width**-0.5, window=None, dropout=0.0)
-        torch.autograd.grad(out.float().sum(), (q, k, v))
+        torch.autograd.grad(out, (q, k, v), upstream)
 
     operations = 6.0 * 2 * rows * queries * width * length * (length + 1) / 2
     rate = operations / fastest_of(3, both)
