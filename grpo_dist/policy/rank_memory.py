@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_dist.runtime.host_copies import HostCopies, release_cache, storages
+from grpo_dist.runtime.metering import Timer, untimed
 
 
 class RankMemory:
@@ -22,20 +23,22 @@ class RankMemory:
         self._weights, self._rest = HostCopies(device), HostCopies(device)
         self._frozen, self._scratch = HostCopies(device, constant=True), HostCopies(device, scratch=True)
 
-    def offload(self, *, keep_weights: bool = False) -> None:
+    def offload(self, *, keep_weights: bool = False, timer: Timer = untimed) -> None:
         """Move the state to host memory, and give the memory it took, and that of the last update, back to
-        the device. ``keep_weights``: the weights stay, and can be sent.
+        the device. ``keep_weights``: the weights stay, and can be sent. ``timer`` gets its parts, those of
+        `HostCopies.offload` and `release_cache`.
         """
         parameters = list(self._engine.module.parameters())
         weights = [t for p in parameters for t in _parts(p)]
         kept = {storage._cdata for storage in storages(weights, self._device)}
         self._scratch.offload(self._buckets())
-        self._rest.offload(t for t in self._held(parameters) if t.untyped_storage()._cdata not in kept)
+        rest = (t for t in self._held(parameters) if t.untyped_storage()._cdata not in kept)
+        self._rest.offload(rest, timer)
         if not keep_weights:
             # Under ZeRO-3 this rank's part alone: each gathering puts a small whole parameter elsewhere.
-            self._frozen.offload(_parts(p)[-1] for p in parameters if not p.requires_grad)
-            self._weights.offload(weights)
-        release_cache()
+            self._frozen.offload((_parts(p)[-1] for p in parameters if not p.requires_grad), timer)
+            self._weights.offload(weights, timer)
+        release_cache(timer)
 
     def reload(self, *, only_weights: bool = False) -> None:
         """Undo `offload`; ``only_weights``: of what sending the weights needs."""

@@ -50,7 +50,7 @@ def test_the_cache_is_emptied_after_the_memory_is_free_and_while_the_weights_sta
     seen = []
     moments = [s["exp_avg"] for s in optimizer.state.values()]
     monkeypatch.setattr(
-        rank_memory, "release_cache", lambda: seen.append((bytes_held(*moments), bytes_held(module.weight)))
+        rank_memory, "release_cache", lambda _: seen.append((bytes_held(*moments), bytes_held(module.weight)))
     )
     memory = RankMemory(engine, CPU)
     memory.offload(keep_weights=True)

@@ -7,6 +7,7 @@ import torch
 
 from grpo_dist.runtime import host_copies
 from grpo_dist.runtime.host_copies import HostCopies, release_cache
+from grpo_dist.runtime.metering import Stopwatch
 
 CPU = torch.device("cpu")
 
@@ -75,6 +76,14 @@ def test_no_other_tensor_is_taken_for_one_that_was_copied():
         copies.offload([made])
         copies.reload()
         assert made.tolist() == [value] * 5
+
+
+def test_the_seconds_of_each_part_are_told():
+    value, watch = torch.ones(4), Stopwatch()
+    HostCopies(CPU).offload([value], watch)
+    release_cache(watch)
+    parts = ("look", "pin", "copies", "collect", "free")
+    assert list(watch.phases()) == [f"time/offload_{part}_s" for part in parts]
 
 
 def test_offloading_twice_changes_nothing():
