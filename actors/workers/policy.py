@@ -125,7 +125,7 @@ class PolicyWorker(WeightSender, Probeable):
         """Keep on the device all, what `send_weights` needs, or nothing; the rest waits in host memory."""
         memory = self._trainer.memory
         if what != "all":
-            memory.offload(keep_weights=what == "weights", timer=self.meter)
+            memory.offload(keep_weights=what == "weights", timed=self.meter)
         if what != "nothing":
             memory.reload(only_weights=what == "weights")
 

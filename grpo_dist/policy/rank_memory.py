@@ -23,9 +23,9 @@ class RankMemory:
         self._weights, self._rest = HostCopies(device), HostCopies(device)
         self._frozen, self._scratch = HostCopies(device, constant=True), HostCopies(device, scratch=True)
 
-    def offload(self, *, keep_weights: bool = False, timer: Timer = untimed) -> None:
+    def offload(self, *, keep_weights: bool = False, timed: Timer = untimed) -> None:
         """Move the state to host memory, and give the memory it took, and that of the last update, back to
-        the device. ``keep_weights``: the weights stay, and can be sent. ``timer`` gets its parts, those of
+        the device. ``keep_weights``: the weights stay, and can be sent. ``timed`` gets its parts, those of
         `HostCopies.offload` and `release_cache`.
         """
         parameters = list(self._engine.module.parameters())
@@ -33,12 +33,12 @@ class RankMemory:
         kept = {storage._cdata for storage in storages(weights, self._device)}
         self._scratch.offload(self._buckets())
         rest = (t for t in self._held(parameters) if t.untyped_storage()._cdata not in kept)
-        self._rest.offload(rest, timer)
+        self._rest.offload(rest, timed)
         if not keep_weights:
             # Under ZeRO-3 this rank's part alone: each gathering puts a small whole parameter elsewhere.
-            self._frozen.offload((_parts(p)[-1] for p in parameters if not p.requires_grad), timer)
-            self._weights.offload(weights, timer)
-        release_cache(timer)
+            self._frozen.offload((_parts(p)[-1] for p in parameters if not p.requires_grad), timed)
+            self._weights.offload(weights, timed)
+        release_cache(timed)
 
     def reload(self, *, only_weights: bool = False) -> None:
         """Undo `offload`; ``only_weights``: of what sending the weights needs."""

@@ -37,11 +37,11 @@ class HostCopies:
         self._known: list[torch.UntypedStorage] = []
         self._away: list[tuple[torch.UntypedStorage, int]] = []
 
-    def offload(self, tensors: Iterable[Tensor], timer: Timer = untimed) -> None:
+    def offload(self, tensors: Iterable[Tensor], timed: Timer = untimed) -> None:
         """Move the memory of ``tensors``, and of all that share it, to the host. Nothing may use them before
         `reload`; without effect while the last ones are away.
 
-        ``timer`` gets the parts `offload_look`, for what holds zeros, `offload_pin`, of host memory that was
+        ``timed`` gets the parts `offload_look`, for what holds zeros, `offload_pin`, of host memory that was
         not there the last time, and `offload_copies`.
         """
         if self._away:
@@ -50,11 +50,11 @@ class HostCopies:
             self.forget()
         found = storages(tensors, self._device)
         new = [storage for storage in found if storage._cdata not in self._begins]
-        with timer("offload_look"):
+        with timed("offload_look"):
             copied = self._assign(new)
-        with timer("offload_pin"):
+        with timed("offload_pin"):
             self._grow()
-        with timer("offload_copies"):
+        with timed("offload_copies"):
             for storage in copied:
                 memory = _bytes_of(storage)
                 for host, place in self._slices(storage):
@@ -124,13 +124,13 @@ def storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.Unty
     return list(found.values())
 
 
-def release_cache(timer: Timer = untimed) -> None:
-    """Give memory that torch's allocator caches back to the device, for other processes on it. ``timer`` gets
+def release_cache(timed: Timer = untimed) -> None:
+    """Give memory that torch's allocator caches back to the device, for other processes on it. ``timed`` gets
     the parts `offload_collect`, of garbage, and `offload_free`.
     """
-    with timer("offload_collect"):
+    with timed("offload_collect"):
         gc.collect()
-    with timer("offload_free"):
+    with timed("offload_free"):
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
