@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -36,6 +37,22 @@ class HostCopies:
         # Those of `_begins`, kept so that no other gets the address of one.
         self._known: list[torch.UntypedStorage] = []
         self._away: list[tuple[torch.UntypedStorage, int]] = []
+        self._reserving: Thread | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the last `offload` copied, or found copied."""
+        return self._end
+
+    def reserve(self, num_bytes: int) -> None:
+        """Begin to allocate host memory for so many bytes in all, and return. Pinning takes a second for each
+        GB or two, in which the device can compute.
+        """
+        if self._reserving is None:
+            self._reserving = Thread(
+                target=self._grow, args=(num_bytes,), name="pin host memory", daemon=True
+            )
+            self._reserving.start()
 
     def offload(self, tensors: Iterable[Tensor], timed: Timer = untimed) -> None:
         """Move the memory of ``tensors``, and of all that share it, to the host. Nothing may use them before
@@ -53,7 +70,10 @@ class HostCopies:
         with timed("offload_look"):
             copied = self._assign(new)
         with timed("offload_pin"):
-            self._grow()
+            if self._reserving is not None:
+                self._reserving.join()  # bounded: it allocates
+                self._reserving = None
+            self._grow(self._end)  # also where the thread could not
         with timed("offload_copies"):
             for storage in copied:
                 memory = _bytes_of(storage)
@@ -92,9 +112,9 @@ class HostCopies:
             self._end += storage.nbytes() if holds_values else 0
         return [storage for storage, holds_values in zip(new, holds, strict=True) if holds_values]
 
-    def _grow(self) -> None:
+    def _grow(self, num_bytes: int) -> None:
         pinned = self._device.type == "cuda"
-        while len(self._chunks) * _CHUNK < self._end:
+        while len(self._chunks) * _CHUNK < num_bytes:
             self._chunks.append(torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=pinned))
 
     def _slices(self, storage: torch.UntypedStorage) -> Iterator[tuple[Tensor, slice]]:
