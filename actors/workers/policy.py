@@ -35,6 +35,7 @@ from grpo_dist.policy.loss import LossSettings
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
 from grpo_dist.runtime.cache import check_on_node
 from grpo_dist.runtime.hardware import DeviceType
+from grpo_dist.runtime.imports import freeze_loaded
 from grpo_dist.runtime.metering import metered
 from grpo_dist.runtime.rendezvous import Rank
 from grpo_dist.types import EpochUpdate, Prompt, Rollout, TrainBatch
@@ -79,6 +80,7 @@ class PolicyWorker(WeightSender, Probeable):
         # DeepSpeed's autotuner, unused here, would import mlflow if installed: two seconds of each start.
         sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
         self._trainer = Trainer(with_store(rank), policy, model=model, model_dir=model_dir, settings=settings)
+        freeze_loaded()  # each offload collects garbage
         self.begin("")
         return self._trainer.device.type, self._trainer.attention_cost
 
@@ -123,7 +125,7 @@ class PolicyWorker(WeightSender, Probeable):
         """Keep on the device all, what `send_weights` needs, or nothing; the rest waits in host memory."""
         memory = self._trainer.memory
         if what != "all":
-            memory.offload(keep_weights=what == "weights")
+            memory.offload(keep_weights=what == "weights", timed=self.meter)
         if what != "nothing":
             memory.reload(only_weights=what == "weights")
 

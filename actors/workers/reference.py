@@ -30,6 +30,7 @@ from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.cache import check_on_node
 from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
 from grpo_dist.runtime.host_copies import HostCopies, release_cache
+from grpo_dist.runtime.imports import freeze_loaded
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.types import Prompt, Rollout
 
@@ -82,6 +83,7 @@ class ReferenceWorker(Metered, Probeable):
         chunk_mib = logprob_chunk_mib(self._chunk_mib, device_type())
         module = TokenLogprobs(causal_lm, temperature=self._temperature, chunk_mib=chunk_mib)
         self._module = module.to(self._device).eval().requires_grad_(False)
+        freeze_loaded()  # `sleep` collects garbage
 
     def sleep(self) -> None:
         """Move the model to host memory."""

@@ -14,6 +14,7 @@ from actors.lifecycle.supervisor import Team
 from grpo_dist.config import ModelConfig, RewardModelConfig
 from grpo_dist.rewards.group import ModelScores
 from grpo_dist.runtime.cache import check_on_node
+from grpo_dist.runtime.imports import freeze_loaded
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.types import Prompt, Rollout
 
@@ -45,6 +46,7 @@ class RewardModelWorker(Metered, Probeable):
         self._tokenizer = AutoTokenizer.from_pretrained(
             self._policy_dir, trust_remote_code=self._policy.trust_remote_code
         )
+        freeze_loaded()  # `sleep` collects garbage
 
     def sleep(self) -> None:
         """Move the model to host memory."""

@@ -76,7 +76,9 @@ OF_THE_MACHINE = (
     Metric("time/<role>_<stage>_busy_s", "s", "mean over workers of the role",
            "seconds the workers were busy: rollout sample and sync, reward score, reward_model score, "
            "environment act, reference logprobs, policy update and sync; sample includes the wait for "
-           "environments",
+           "environments; the parts of `time/turn_policy_offload_s` in a rank: offload_look (what holds "
+           "zeros), offload_pin (new host memory), offload_copies, offload_collect (garbage), offload_free "
+           "(cached memory)",
            "near `time/step_s` for the role that limits the run; small: it waits for another role"),
     Metric("throughput/completion_tokens_per_s", "tokens/s", _STEP,
            "sampled tokens of a step over its seconds", "steady; higher is faster"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_dist.runtime.host_copies import HostCopies, release_cache, storages
+from grpo_dist.runtime.metering import Timer, untimed
 
 
 class RankMemory:
@@ -21,21 +22,27 @@ class RankMemory:
         self._engine, self._device = engine, device
         self._weights, self._rest = HostCopies(device), HostCopies(device)
         self._frozen, self._scratch = HostCopies(device, constant=True), HostCopies(device, scratch=True)
+        self._reserved = False
 
-    def offload(self, *, keep_weights: bool = False) -> None:
+    def offload(self, *, keep_weights: bool = False, timed: Timer = untimed) -> None:
         """Move the state to host memory, and give the memory it took, and that of the last update, back to
-        the device. ``keep_weights``: the weights stay, and can be sent.
+        the device. ``keep_weights``: the weights stay, and can be sent. ``timed`` gets its parts, those of
+        `HostCopies.offload` and `release_cache`.
         """
         parameters = list(self._engine.module.parameters())
         weights = [t for p in parameters for t in _parts(p)]
         kept = {storage._cdata for storage in storages(weights, self._device)}
         self._scratch.offload(self._buckets())
-        self._rest.offload(t for t in self._held(parameters) if t.untyped_storage()._cdata not in kept)
+        rest = (t for t in self._held(parameters) if t.untyped_storage()._cdata not in kept)
+        self._rest.offload(rest, timed)
         if not keep_weights:
             # Under ZeRO-3 this rank's part alone: each gathering puts a small whole parameter elsewhere.
-            self._frozen.offload(_parts(p)[-1] for p in parameters if not p.requires_grad)
-            self._weights.offload(weights)
-        release_cache()
+            self._frozen.offload((_parts(p)[-1] for p in parameters if not p.requires_grad), timed)
+            self._weights.offload(weights, timed)
+        release_cache(timed)
+        if not self._reserved:
+            self._reserved = True
+            self._reserve_for_moments()
 
     def reload(self, *, only_weights: bool = False) -> None:
         """Undo `offload`; ``only_weights``: of what sending the weights needs."""
@@ -44,6 +51,14 @@ class RankMemory:
         if not only_weights:
             self._rest.reload()
             self._scratch.reload()
+
+    def _reserve_for_moments(self) -> None:
+        """Begin to allocate host memory for what the optimiser makes at its first step, two moments of each
+        master weight: engines sample before it, and the offload after it would wait for that memory.
+        """
+        inner = getattr(self._engine.optimizer, "optimizer", None)
+        if inner is not None and not inner.state:
+            self._rest.reserve(3 * self._rest.num_bytes)
 
     def _buckets(self) -> Iterator[Tensor]:
         """Yield DeepSpeed's buffers of gradients on their way between ranks, empty between two updates."""

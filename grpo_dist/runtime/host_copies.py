@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
+from threading import Thread
 
 import torch
 from torch import Tensor
+
+from grpo_dist.runtime.metering import Timer, untimed
 
 # Host memory is pinned in chunks of this many bytes: torch rounds a pinned allocation up to a power of two.
 _CHUNK = 64 * 2**20
@@ -34,20 +37,51 @@ class HostCopies:
         # Those of `_begins`, kept so that no other gets the address of one.
         self._known: list[torch.UntypedStorage] = []
         self._away: list[tuple[torch.UntypedStorage, int]] = []
+        self._reserving: Thread | None = None
 
-    def offload(self, tensors: Iterable[Tensor]) -> None:
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the last `offload` copied, or found copied."""
+        return self._end
+
+    def reserve(self, num_bytes: int) -> None:
+        """Begin to allocate host memory for so many bytes in all, and return. Pinning takes a second for each
+        GB or two, in which the device can compute.
+        """
+        if self._reserving is None:
+            self._reserving = Thread(
+                target=self._grow, args=(num_bytes,), name="pin host memory", daemon=True
+            )
+            self._reserving.start()
+
+    def offload(self, tensors: Iterable[Tensor], timed: Timer = untimed) -> None:
         """Move the memory of ``tensors``, and of all that share it, to the host. Nothing may use them before
         `reload`; without effect while the last ones are away.
+
+        ``timed`` gets the parts `offload_look`, for what holds zeros, `offload_pin`, of host memory that was
+        not there the last time, and `offload_copies`.
         """
         if self._away:
             return
         if not self._constant:
             self.forget()
-        for storage in storages(tensors, self._device):
-            self._copy(storage)
-            self._away.append((storage, storage.nbytes()))
-        self._settle()
-        for storage, _ in self._away:
+        found = storages(tensors, self._device)
+        new = [storage for storage in found if storage._cdata not in self._begins]
+        with timed("offload_look"):
+            copied = self._assign(new)
+        with timed("offload_pin"):
+            if self._reserving is not None:
+                self._reserving.join()  # bounded: it allocates
+                self._reserving = None
+            self._grow(self._end)  # also where the thread could not
+        with timed("offload_copies"):
+            for storage in copied:
+                memory = _bytes_of(storage)
+                for host, place in self._slices(storage):
+                    host.copy_(memory[place], non_blocking=True)
+            self._settle()
+        self._away = [(storage, storage.nbytes()) for storage in found]
+        for storage in found:
             storage.resize_(0)
 
     def reload(self) -> None:
@@ -55,11 +89,11 @@ class HostCopies:
         away, self._away = self._away, []
         for storage, size in away:
             storage.resize_(size)
-            memory, begin = _bytes_of(storage), self._begins[storage._cdata]
-            if begin is None:
+            memory = _bytes_of(storage)
+            if self._begins[storage._cdata] is None:
                 memory.zero_()
                 continue
-            for host, place in self._slices(begin, size):
+            for host, place in self._slices(storage):
                 memory[place].copy_(host, non_blocking=True)
         self._settle()
 
@@ -67,28 +101,28 @@ class HostCopies:
         """Copy constant tensors again the next time: they have changed."""
         self._end, self._begins, self._known = 0, {}, []
 
-    def _copy(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._begins:
-            return
+    def _assign(self, new: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
+        """Give each of ``new`` its place on the host; return those that are to be copied there."""
         if self._constant:
-            self._known.append(storage)
-        memory = _bytes_of(storage)
-        if self._scratch or not memory.any():  # gradients hold zeros once an update is made
-            self._begins[storage._cdata] = None
-            return
-        self._begins[storage._cdata] = self._end
-        for host, place in self._slices(self._end, len(memory)):
-            host.copy_(memory[place], non_blocking=True)
-        self._end += len(memory)
+            self._known += new
+        # Gradients hold zeros once an update is made.
+        holds = [False] * len(new) if self._scratch else _hold_values(new)
+        for storage, holds_values in zip(new, holds, strict=True):
+            self._begins[storage._cdata] = self._end if holds_values else None
+            self._end += storage.nbytes() if holds_values else 0
+        return [storage for storage, holds_values in zip(new, holds, strict=True) if holds_values]
 
-    def _slices(self, begin: int, size: int) -> Iterator[tuple[Tensor, slice]]:
-        """Yield the parts of host memory from ``begin`` on, and the part of ``size`` bytes each is for."""
-        done = 0
+    def _grow(self, num_bytes: int) -> None:
+        pinned = self._device.type == "cuda"
+        while len(self._chunks) * _CHUNK < num_bytes:
+            self._chunks.append(torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=pinned))
+
+    def _slices(self, storage: torch.UntypedStorage) -> Iterator[tuple[Tensor, slice]]:
+        """Yield the parts of host memory that are for ``storage``, and the bytes of it that each is for."""
+        begin, size, done = self._begins[storage._cdata], storage.nbytes(), 0
+        assert begin is not None, "zeros are not copied"
         while done < size:
             number, start = divmod(begin + done, _CHUNK)
-            while len(self._chunks) <= number:
-                pinned = self._device.type == "cuda"
-                self._chunks.append(torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=pinned))
             length = min(_CHUNK - start, size - done)
             yield self._chunks[number][start : start + length], slice(done, done + length)
             done += length
@@ -110,11 +144,22 @@ def storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.Unty
     return list(found.values())
 
 
-def release_cache() -> None:
-    """Give memory that torch's allocator caches back to the device, for other processes on it."""
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+def release_cache(timed: Timer = untimed) -> None:
+    """Give memory that torch's allocator caches back to the device, for other processes on it. ``timed`` gets
+    the parts `offload_collect`, of garbage, and `offload_free`.
+    """
+    with timed("offload_collect"):
+        gc.collect()
+    with timed("offload_free"):
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+
+
+def _hold_values(candidates: list[torch.UntypedStorage]) -> list[bool]:
+    """Return which of ``candidates`` hold anything but zeros. It waits for the device once."""
+    if not candidates:
+        return []
+    return [bool(found) for found in torch.stack([_bytes_of(s).any() for s in candidates]).tolist()]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

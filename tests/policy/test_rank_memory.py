@@ -4,6 +4,7 @@ import torch
 
 from grpo_dist.policy import rank_memory
 from grpo_dist.policy.rank_memory import RankMemory, tensors_in
+from grpo_dist.runtime.host_copies import HostCopies
 
 CPU = torch.device("cpu")
 
@@ -50,7 +51,7 @@ def test_the_cache_is_emptied_after_the_memory_is_free_and_while_the_weights_sta
     seen = []
     moments = [s["exp_avg"] for s in optimizer.state.values()]
     monkeypatch.setattr(
-        rank_memory, "release_cache", lambda: seen.append((bytes_held(*moments), bytes_held(module.weight)))
+        rank_memory, "release_cache", lambda _: seen.append((bytes_held(*moments), bytes_held(module.weight)))
     )
     memory = RankMemory(engine, CPU)
     memory.offload(keep_weights=True)
@@ -76,3 +77,27 @@ def test_a_frozen_weight_that_zero3_gathers_again_comes_back_as_it_is():
         memory.reload()
         assert [norm[0].item() for norm in norms] == [first + i for i in range(8)]
         assert [norm.ds_tensor[0].item() for norm in norms] == list(range(8))
+
+
+def test_host_memory_for_moments_is_reserved_once_before_the_first_step(monkeypatch):
+    """As DeepSpeed has them: a master weight, and an optimiser without states, of another optimiser."""
+    module = torch.nn.Linear(4, 4, bias=False)
+    master = torch.nn.Parameter(module.weight.detach().clone())
+    inner = torch.optim.AdamW([master])
+    optimizer = type("Optimizer", (), {})()
+    optimizer.masters, optimizer.optimizer = [master], inner
+    engine = type("Engine", (), {"module": module, "optimizer": optimizer})()
+    asked = []
+    monkeypatch.setattr(HostCopies, "reserve", lambda self, size: asked.append(size))
+    memory = RankMemory(engine, CPU)
+    for _ in range(2):
+        memory.offload()
+        memory.reload()
+    assert asked == [3 * 4 * 4 * 4]
+    master.grad = torch.ones_like(master)
+    inner.step()
+    memory = RankMemory(engine, CPU)
+    memory.offload()
+    assert len(asked) == 1
+    master.grad = None
+    assert memory._rest.num_bytes == 4 * 4 * 4 * 4 + 4  # weights, gradient, two moments, and a count of steps

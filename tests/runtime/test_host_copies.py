@@ -1,12 +1,14 @@
 """Memory that leaves the device and returns: what is copied, and what becomes of its views."""
 
 import gc
+import threading
 
 import pytest
 import torch
 
 from grpo_dist.runtime import host_copies
 from grpo_dist.runtime.host_copies import HostCopies, release_cache
+from grpo_dist.runtime.metering import Stopwatch
 
 CPU = torch.device("cpu")
 
@@ -52,6 +54,35 @@ def test_host_memory_is_kept_for_the_next_time(monkeypatch):
     assert [c.data_ptr() for c in copies._chunks] == [c.data_ptr() for c in chunks] and len(chunks) == 3
 
 
+def test_memory_that_is_reserved_is_used_and_no_more_is_taken(monkeypatch):
+    monkeypatch.setattr(host_copies, "_CHUNK", 64)
+    copies, value = HostCopies(CPU), torch.arange(40.0)
+    copies.reserve(160)
+    copies.offload([value])
+    assert len(copies._chunks) == 3 and copies.num_bytes == 160
+    copies.reload()
+    assert torch.equal(value, torch.arange(40.0))
+
+
+def test_memory_that_a_thread_could_not_reserve_is_taken_by_the_offload(monkeypatch):
+    copies, value, tries = HostCopies(CPU), torch.arange(40.0), []
+
+    def fails_once(*arguments, **options):
+        tries.append(arguments)
+        if len(tries) == 1:
+            raise RuntimeError("made: no memory can be pinned")
+        return make(*arguments, **options)
+
+    make = torch.empty
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(torch, "empty", fails_once)
+    copies.reserve(160)
+    copies._reserving.join()
+    copies.offload([value])
+    copies.reload()
+    assert len(tries) > 1 and torch.equal(value, torch.arange(40.0))
+
+
 def test_what_never_changes_is_copied_once_and_again_when_it_changed():
     frozen = torch.arange(5.0)
     copies = HostCopies(CPU, constant=True)
@@ -75,6 +106,14 @@ def test_no_other_tensor_is_taken_for_one_that_was_copied():
         copies.offload([made])
         copies.reload()
         assert made.tolist() == [value] * 5
+
+
+def test_the_seconds_of_each_part_are_told():
+    value, watch = torch.ones(4), Stopwatch()
+    HostCopies(CPU).offload([value], watch)
+    release_cache(watch)
+    parts = ("look", "pin", "copies", "collect", "free")
+    assert list(watch.phases()) == [f"time/offload_{part}_s" for part in parts]
 
 
 def test_offloading_twice_changes_nothing():

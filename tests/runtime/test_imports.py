@@ -1,10 +1,11 @@
 """Libraries are imported without collections of garbage."""
 
 import gc
+import weakref
 
 import pytest
 
-from grpo_dist.runtime.imports import without_collections
+from grpo_dist.runtime.imports import freeze_loaded, without_collections
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +39,20 @@ def test_an_import_that_fails_leaves_collections_on():
     with pytest.raises(ModuleNotFoundError), without_collections():
         import no_such_library  # noqa: F401
     assert gc.isenabled()
+
+
+def test_what_is_loaded_is_not_visited_again_and_what_is_garbage_by_then_is_freed():
+    class Node:
+        pass
+
+    def cycle():
+        node = Node()
+        node.own = node
+        return weakref.ref(node)
+
+    before, loaded = cycle(), [Node() for _ in range(1000)]
+    freeze_loaded()
+    assert before() is None and gc.get_freeze_count() >= len(loaded)
+    after = cycle()
+    gc.collect()
+    assert after() is None and not any(isinstance(o, Node) for o in gc.get_objects())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from grpo_dist.policy.extensions import build_in_own_directory
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
 from grpo_dist.policy.weight_buckets import Checksum
 from grpo_dist.runtime.hardware import device_type
+from grpo_dist.runtime.imports import freeze_loaded
+from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.rendezvous import Rank
 from grpo_dist.tools.bench.child import Barrier
 from grpo_dist.tools.gpu_check.clock import peak_bytes_of, seconds_of, synchronize
@@ -58,13 +61,14 @@ def measure(
     bytes of a later one, and what moving the states does. Peaks and moves are of GPUs alone.
     """
     trainer = make_trainer(sections, model_dir, ranks)
+    freeze_loaded()  # as the worker of a run does
     batch = made_batch(size, trainer.engine.module.model.config.vocab_size)
     found: dict[str, Any] = {"logprobs": _logprobs(trainer, batch)}
     trainer.accumulate(PreparedBatch.of(batch, old_logprobs=None, policy_mask=None))
     found["gradients"] = {name: _some(gradient) for name, gradient in trainer.gradients().items()}
     found["norm"] = trainer.step()["policy/grad_norm"]
     if timed:
-        found |= _timed(trainer, batch) | _moved(trainer)
+        found |= _timed(trainer, batch) | _moved(trainer, batch)
         found["after"] = trainer.update([batch])["policy/grad_norm"]
     barrier.wait()  # bounded: it ends with its parent
     trainer.close()
@@ -127,17 +131,29 @@ def _timed(trainer: Trainer, batch: TrainBatch) -> dict[str, Any]:
     return {"update_s": min(seconds), "peak_bytes": peak}
 
 
-def _moved(trainer: Trainer) -> dict[str, Any]:
-    """Return seconds and freed bytes of moving the states away and back, and whether they came back."""
-    before, on_gpu = _digest(trainer), device_type() == "cuda"
+def _moved(trainer: Trainer, batch: TrainBatch) -> dict[str, Any]:
+    """Return seconds and freed bytes of moving the states away and back after an update, as in a run, and
+    whether they came back. ``offload_parts``: seconds of the last one by part, as metrics.
+    """
+    on_gpu, same = device_type() == "cuda", True
     found: dict[str, Any] = {"offload_s": [], "reload_s": []}
     for _ in range(_TIMES):  # the first makes the buffers in host memory
-        held = torch.cuda.memory_allocated() if on_gpu else 0
-        found["offload_s"].append(seconds_of(trainer.memory.offload))
-        found["moved_bytes"] = held - torch.cuda.memory_allocated() if on_gpu else 0
+        trainer.update([batch])  # leaves what it computed with in torch's cache
+        before, watch = _digest(trainer), Stopwatch()
+        held, cached = _bytes_on_gpu() if on_gpu else (0, 0)
+        found["offload_s"].append(seconds_of(partial(trainer.memory.offload, timed=watch)))
+        left, left_cached = _bytes_on_gpu() if on_gpu else (0, 0)
+        found |= {"moved_bytes": held - left, "freed_bytes": cached - left_cached}
+        found["offload_parts"] = watch.phases()
         found["reload_s"].append(seconds_of(trainer.memory.reload))
+        same = same and _digest(trainer) == before
     synchronize()
-    return found | {"same": _digest(trainer) == before, "tensors": len(before)}
+    return found | {"same": same, "tensors": len(before)}
+
+
+def _bytes_on_gpu() -> tuple[int, int]:
+    """Return the bytes of tensors, and those that torch has taken from the GPU, cached ones among them."""
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
 def _digest(trainer: Trainer) -> list[int]:

@@ -151,7 +151,8 @@ def trained(**changes):
 def moved(expected, **changes):
     own = {
         "update_s": 0.5, "peak_bytes": expected, "same": True, "tensors": 290, "after": 1.0,
-        "moved_bytes": 7e9, "offload_s": [9.0, 0.2], "reload_s": [0.3, 0.2],
+        "moved_bytes": 7e9, "offload_s": [9.0, 0.2], "reload_s": [0.3, 0.2], "freed_bytes": 3e10,
+        "offload_parts": {"time/offload_copies_s": 0.15, "time/offload_free_s": 0.03},
     }  # fmt: skip
     return trained(**own | changes)
 
@@ -190,6 +191,10 @@ def test_an_update_is_held_to_plan_to_padded_rows_and_to_its_own_states(
     found = only(update.measure(task))
     assert broken(found) == wrong
     assert found.figures[f"zero{stage}/rows"] == 64
+    parts = {key: v for key, v in found.figures.items() if key.startswith(f"zero{stage}/offload_")}
+    rest = parts[f"zero{stage}/offload_s"] - 0.15 - 0.03
+    assert parts[f"zero{stage}/offload_copies_s"] == 0.15
+    assert parts[f"zero{stage}/offload_rest_s"] == pytest.approx(rest)
 
 
 def test_without_zero_an_update_is_in_float32(tmp_path, monkeypatch):
@@ -231,7 +236,8 @@ STEP = {
     "probe/logprob_diff_mean": 0.04, "mismatch/logprob_diff_mean": 0.05,
     "time/sync_s": 1.0, "time/sync_stop_s": 0.01, "time/sync_travel_s": 0.1, "time/sync_take_s": 0.02,
     "time/turn_engines_sleep_s": 0.2, "time/turn_engines_wake_s": 0.1, "time/turn_policy_reload_s": 0.2,
-    "time/turn_policy_offload_s": 0.3,
+    "time/turn_policy_offload_s": 0.3, "time/policy_offload_copies_busy_s": 0.2,
+    "time/policy_offload_free_busy_s": 0.04, "time/policy_update_busy_s": 0.7,
 }  # fmt: skip
 
 
@@ -261,6 +267,13 @@ def test_the_real_loop_is_held_to_the_bounds_of_the_sync_probe(tmp_path, monkeyp
     assert all(own.holds for own in found.values())
     assert list(found) == ["mismatch-bfloat16", "turns", "sync", "steps"]
     assert found["turns"].figures["turns/all_s"] == pytest.approx(0.8)
+    offload = {k: v for k, v in found["turns"].figures.items() if k.startswith("turns/offload_")}
+    assert offload == {
+        "turns/offload_copies_s": 0.2,
+        "turns/offload_free_s": 0.04,
+        "turns/offload_rest_s": pytest.approx(0.06),
+    }
+    assert found["turns"].figures["turns/policy_offload_first_s"] == 0.3
     seconds = 0.01 + 0.1 + 0.02
     assert found["sync"].figures["sync/bytes_per_s"] == pytest.approx(2 * 494032768 / seconds)
     float32 = steps_of(tmp_path, monkeypatch, "float32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 
 import torch
@@ -26,12 +27,14 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     kind, found = device_type(), Findings()
     (task.directory / MACHINE).write_text(json.dumps(machine_facts()))
     dtype = resolve_dtype("auto")
-    rate, (within, to_host, from_host) = matmul_rate(dtype), _copies(_BYTES[kind])
+    host, pinning = _host_memory(_BYTES[kind])
+    rate, (within, to_host, from_host) = matmul_rate(dtype), _copies(host)
     found.figures |= {
         "device/matrix_flops_per_s": rate,
         "device/copy_bytes_per_s": within,
         "device/to_host_bytes_per_s": to_host,
         "device/from_host_bytes_per_s": from_host,
+        "device/pin_bytes_per_s": pinning,
     }
     found.notes.append(
         f"matrix product {written(rate, 'FLOP/s')}; copies within {written(within, 'B/s')}, "
@@ -60,12 +63,20 @@ def _of_card(found: Findings, dtype: torch.dtype) -> None:
         found.at_least("copy within the device, share of its memory's rate", share, 0.5, _OTHER)
 
 
-def _copies(size: int) -> tuple[float, float, float]:
-    """Return bytes per second of copies within the device, to pinned host memory, and from it."""
-    own, other = (torch.ones(size, dtype=torch.uint8, device=device()) for _ in range(2))
-    host = torch.ones(size, dtype=torch.uint8, pin_memory=device_type() == "cuda")
+def _host_memory(size: int) -> tuple[torch.Tensor, float]:
+    """Return pinned host memory and the bytes per second at which it was pinned, without the CUDA context."""
+    torch.ones(1, device=device())
+    begin = time.perf_counter()
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device_type() == "cuda")
+    rate = size / (time.perf_counter() - begin)
+    return host.fill_(1), rate
+
+
+def _copies(host: torch.Tensor) -> tuple[float, float, float]:
+    """Return bytes per second of copies within the device, to ``host``, and from it."""
+    own, other = (torch.ones(len(host), dtype=torch.uint8, device=device()) for _ in range(2))
 
     def rate(into: torch.Tensor, out: torch.Tensor) -> float:
-        return size / fastest_of(_REPEATS, lambda: into.copy_(out, non_blocking=True))
+        return len(host) / fastest_of(_REPEATS, lambda: into.copy_(out, non_blocking=True))
 
     return rate(other, own), rate(host, own), rate(own, host)

@@ -11,12 +11,14 @@ from grpo_dist.runtime.hardware import resolve_dtype
 from grpo_dist.tools.bench.record import StepRecord
 from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.gpu_check.findings import Findings
+from grpo_dist.tools.gpu_check.jobs.update import offload_parts
 from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.gpu_check.loops import STEPS, as_they_come, loop_config, steps_of
 from grpo_dist.tools.gpu_check.sizes import dtype_of
 from grpo_dist.tools.plan.models import model_of
 
 _TURN = "time/turn_"
+_OFFLOAD, _OFFLOAD_PART, _BUSY = f"{_TURN}policy_offload_s", "time/policy_offload_", "_busy_s"
 _SYNC = ("stop", "travel", "take")  # parts of a weight sync, without the turns before and after it
 _PROBE, _UPDATE = "probe/logprob_diff_mean", "mismatch/logprob_diff_mean"
 _TELLING = 2  # steps after which engines have had weights that moved
@@ -75,11 +77,17 @@ def _steps(records: Sequence[StepRecord]) -> Findings:
 
 
 def _turns(records: Sequence[StepRecord]) -> Findings:
-    """Report the seconds of each part, of the last step: the first ones allocate and compile."""
+    """Report the seconds of each part, of the last step: the first ones allocate and compile. Those of an
+    offload are of both in a step, before the push and after it.
+    """
     found, last = Findings(), records[-1].metrics
     parts = {key: value for key, value in last.items() if key.startswith(_TURN)}
     found.figures |= {f"turns/{key.removeprefix(_TURN)}": value for key, value in parts.items()}
     found.figures["turns/all_s"] = sum(parts.values())
+    found.figures["turns/policy_offload_first_s"] = records[0].metrics.get(_OFFLOAD, math.nan)
+    busy = {key: value for key, value in last.items() if key.startswith(_OFFLOAD_PART)}
+    inside = {f"time/{key.removeprefix('time/policy_').removesuffix(_BUSY)}_s": v for key, v in busy.items()}
+    found.figures |= offload_parts("turns", inside, last.get(_OFFLOAD, math.nan))
     found.notes += [f"{key.removeprefix(_TURN)[:-2]}: {written(value, 's')}" for key, value in parts.items()]
     names = ("engines_sleep", "engines_wake", "policy_reload", "policy_offload")
     timed = [name for name in names if f"{_TURN}{name}_s" in parts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -85,6 +85,8 @@ def _states(task: CheckTask, found: Findings, name: str, own: dict[str, Any]) ->
         f"{name}/offload_s": off,
         f"{name}/reload_s": on,
         f"{name}/moved_bytes": float(moved),
+        f"{name}/freed_bytes": float(own["freed_bytes"]),
+        **offload_parts(name, own["offload_parts"], off),
     }
     found.notes.append(f"{written(moved, 'B')} off in {written(off, 's')}, on in {written(on, 's')}")
     for direction, seconds, rate in (
@@ -92,3 +94,12 @@ def _states(task: CheckTask, found: Findings, name: str, own: dict[str, Any]) ->
         ("on", on, task.known["device/from_host_bytes_per_s"]),
     ):
         found.at_least(f"states {direction}, share of a pinned copy", moved / seconds / rate, 0.25, _PINNED)
+
+
+def offload_parts(name: str, parts: Mapping[str, float], total: float) -> dict[str, float]:
+    """Return figures of the parts of an offload that took ``total`` seconds, and of what none of them has.
+
+    {"time/offload_copies_s": 0.2}, 0.3 -> {"NAME/offload_copies_s": 0.2, "NAME/offload_rest_s": 0.1}
+    """
+    figures = {f"{name}/{key.removeprefix('time/')}": seconds for key, seconds in parts.items()}
+    return figures | {f"{name}/offload_rest_s": total - sum(parts.values())}
