@@ -118,8 +118,8 @@ JOBS: tuple[CheckJob, ...] = (
         (
             CheckLine(
                 "head",
-                "the LM head's log-probs, entropies and gradients in bfloat16 against their definition; speed; "
-                "memory against plan",
+                "the LM head's log-probs, entropies and gradients in bfloat16 against their definition; "
+                "speed; memory against plan",
                 "values and gradients in bfloat16, whose products a CPU widens",
             ),
         ),
