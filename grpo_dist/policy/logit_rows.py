@@ -15,69 +15,71 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class RowResults:
-    """Of each row: ``values``: log-prob of its target; ``entropies``: of its distribution; ``largest``: logit
-    at the temperature; ``logarithms``: of the sum of exponentials of what all logits are below the largest.
-    The sum of the last two would be rounded to the digits of the larger.
+class RowSums:
+    """What the backward pass needs of each row: ``entropies``, the ``largest`` logit at the temperature, and
+    ``logarithms``, log of the sum of exp(logit - largest). Their sum alone would lose digits of the smaller.
     """
 
-    values: Float[Tensor, " N"]
     entropies: Float[Tensor, " N"]
     largest: Float[Tensor, " N"]
     logarithms: Float[Tensor, " N"]
 
-    def __getitem__(self, part: slice) -> RowResults:
-        return RowResults(*(t[part] for t in self.tensors))
+    def __getitem__(self, part: slice) -> RowSums:
+        return RowSums(*(t[part] for t in self.tensors))
 
-    def __setitem__(self, part: slice, own: RowResults) -> None:
+    def __setitem__(self, part: slice, own: RowSums) -> None:
         for t, other in zip(self.tensors, own.tensors, strict=True):
             t[part] = other
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.values, self.entropies, self.largest, self.logarithms
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.entropies, self.largest, self.logarithms
 
     @classmethod
-    def empty(cls, rows: int, dtype: torch.dtype, device: torch.device) -> RowResults:
-        return cls(*(torch.empty(rows, dtype=dtype, device=device) for _ in range(4)))
+    def empty_like(cls, values: Tensor) -> RowSums:
+        return cls(*(torch.empty_like(values) for _ in range(3)))
 
 
 @runtime_checkable
 class LogitRows(Protocol):
     """``logits`` [N, V] are overwritten; ``temperature`` is a number, or one [N] for each row."""
 
-    def results(
+    def logprobs(
         self, logits: Tensor, targets: Tensor, temperature: float | Tensor, *, with_entropy: bool
-    ) -> RowResults: ...
+    ) -> tuple[Tensor, RowSums]:
+        """Return the log-softmax of ``logits / temperature`` at ``targets`` [N], and the sums of the rows.
+        Without ``with_entropy`` their entropies may be 0.
+        """
+        ...
 
     def gradient(
         self,
         logits: Tensor,
         targets: Tensor,
         temperature: float | Tensor,
-        own: RowResults,
+        sums: RowSums,
         grad: Tensor | None,
         entropy_grad: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """Return the gradient of ``logits`` [N, V] in ``dtype``. ``own``: the results of the same rows.
-        ``grad``, ``entropy_grad`` [N]: of their values and entropies; None: 0.
+        """Return the gradient of ``logits`` [N, V] in ``dtype``. ``grad``, ``entropy_grad`` [N]: of the
+        log-probs and of the entropies; None: 0.
         """
         ...
 
 
 class TorchLogitRows:
-    """Two blocks [N, V] exist at once, the logits among them; three with an ``entropy_grad``."""
+    """Two blocks [N, V] exist at once, the logits among them."""
 
-    def results(
+    def logprobs(
         self,
         logits: Float[Tensor, "N V"],
         targets: Int[Tensor, " N"],
         temperature: float | int | Float[Tensor, " N"],
         *,
         with_entropy: bool,
-    ) -> RowResults:
-        logits = _cooled(logits, temperature)
+    ) -> tuple[Float[Tensor, " N"], RowSums]:
+        logits = _scaled(logits, temperature)
         largest = logits.amax(dim=1, keepdim=True)
         logits -= largest
         logarithms = logits.exp().sum(dim=1, keepdim=True).log()
@@ -86,34 +88,34 @@ class TorchLogitRows:
         entropies = torch.zeros_like(values)
         if with_entropy:
             entropies = torch.special.entr(logits.exp_()).sum(dim=1)
-        return RowResults(values, entropies, largest[:, 0], logarithms[:, 0])
+        return values, RowSums(entropies, largest[:, 0], logarithms[:, 0])
 
     def gradient(
         self,
         logits: Float[Tensor, "N V"],
         targets: Int[Tensor, " N"],
         temperature: float | int | Float[Tensor, " N"],
-        own: RowResults,
+        sums: RowSums,
         grad: Float[Tensor, " N"] | None,
         entropy_grad: Float[Tensor, " N"] | None,
         dtype: torch.dtype,
     ) -> Float[Tensor, "N V"]:
-        logits = _cooled(logits, temperature)
-        logits -= own.largest[:, None]
-        logits -= own.logarithms[:, None]
-        grad = torch.zeros_like(own.values) if grad is None else grad / temperature
+        logits = _scaled(logits, temperature)
+        logits -= sums.largest[:, None]
+        logits -= sums.logarithms[:, None]
+        grad = torch.zeros_like(sums.largest) if grad is None else grad / temperature
         out = logits.exp()
         if entropy_grad is None:
             out *= -grad[:, None]
         else:
-            logits += own.entropies[:, None]
+            logits += sums.entropies[:, None]
             logits *= -(entropy_grad / temperature)[:, None]
             logits -= grad[:, None]
             out *= logits
         return out.scatter_add_(1, targets[:, None], grad[:, None].to(out.dtype)).to(dtype)
 
 
-def _cooled(logits: Tensor, temperature: float | Tensor) -> Tensor:
+def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """Divide ``logits`` in place."""
     if isinstance(temperature, Tensor):
         return logits.div_(temperature[:, None])

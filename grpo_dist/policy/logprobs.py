@@ -3,8 +3,7 @@
 The result is indexed by the token it describes: entry t is log p(tokens[t] | tokens[< t]) and comes from the
 hidden state at t - 1; `layout` does that shift. Logits are made ``chunk_tokens`` rows at a time, in float32,
 and never kept: the backward pass makes them again. `logit_rows` has what is computed from a block of them. At
-most three blocks of [chunk_tokens, V] exist at once; two without the gradient of an entropy bonus, and on
-GPUs.
+most two blocks of [chunk_tokens, V] exist at once.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from grpo_dist.policy.logit_rows import RowResults, rows_for
+from grpo_dist.policy.logit_rows import RowSums, rows_for
 from grpo_dist.policy.packing import padded
 
 
@@ -143,32 +143,33 @@ class _ChunkedLogprobs(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         head = _Head(rows, weight, bias)
-        found = RowResults.empty(len(rows), head.dtype, rows.device)
-        own_rows = rows_for(found.values)
+        values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
+        sums, kernel = RowSums.empty_like(values), rows_for(values)
         for part in _parts(len(rows), chunk):
-            found[part] = own_rows.results(
+            values[part], sums[part] = kernel.logprobs(
                 head.logits(rows[part]), targets[part], _of(temperature, part), with_entropy=with_entropy
             )
-        ctx.save_for_backward(rows, weight, bias, targets, *found.tensors)
+        ctx.save_for_backward(rows, weight, bias, targets, *sums.tensors)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
-        return found.values, found.entropies
+        return values, sums.entropies
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, targets, *results = ctx.saved_tensors
-        found = RowResults(*results)
+        rows, weight, bias, targets, *kept = ctx.saved_tensors
+        sums = RowSums(*kept)
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        head, own_rows = _Head(rows, weight, bias), rows_for(found.values)
+        head, kernel = _Head(rows, weight, bias), rows_for(sums.largest)
         grad_rows = torch.empty_like(rows) if needs_rows else None
         grad_weight = torch.zeros_like(weight, dtype=head.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=head.dtype) if needs_bias else None
         for part in _parts(len(rows), ctx.chunk):
-            d_logits = own_rows.gradient(
+            d_logits = kernel.gradient(
                 head.logits(rows[part]),
                 targets[part],
                 _of(ctx.temperature, part),
-                found[part],
+                sums[part],
                 None if grad is None else grad[part],
                 None if entropy_grad is None else entropy_grad[part],
                 head.operand_dtype,
@@ -193,7 +194,8 @@ class _Head:
 
     bfloat16 logits would carry an error of 2^-9 of their size, hundreds of times the difference between two
     correct engines. On CUDA bfloat16 operands go to the tensor cores as they are, with sums and results in
-    float32; only the gradient of the logits is rounded to bfloat16 there. Elsewhere operands are widened.
+    float32; only the gradient of the logits is rounded to bfloat16 there, also for the gradient of the bias.
+    Elsewhere operands are widened.
     """
 
     def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -10,6 +10,7 @@ Every view stays the same, so it does not matter which of DeepSpeed's optimizers
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterable, Iterator
 from threading import Thread
 
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from grpo_dist.runtime.metering import Timer, untimed
+
+logger = logging.getLogger("grpo_dist")
 
 # Host memory is pinned in chunks of this many bytes: torch rounds a pinned allocation up to a power of two.
 _CHUNK = 64 * 2**20
@@ -45,14 +48,20 @@ class HostCopies:
         return self._end
 
     def reserve(self, num_bytes: int) -> None:
-        """Begin to allocate host memory for so many bytes in all, and return. Pinning takes a second for each
-        GB or two, in which the device can compute.
+        """Begin to allocate host memory for so many bytes in all, and return. Pinning takes a second for two
+        GB or so. A failure is logged, and `offload` tries again.
         """
         if self._reserving is None:
-            self._reserving = Thread(
-                target=self._grow, args=(num_bytes,), name="pin host memory", daemon=True
-            )
+            own = (num_bytes,)
+            # Not a daemon: Python would end it inside torch at exit, which aborts the process.
+            self._reserving = Thread(target=self._reserve, args=own, name="pin host memory")
             self._reserving.start()
+
+    def _reserve(self, num_bytes: int) -> None:
+        try:
+            self._grow(num_bytes)
+        except RuntimeError as error:
+            logger.warning("pinning %d bytes of host memory ahead of an offload failed: %s", num_bytes, error)
 
     def offload(self, tensors: Iterable[Tensor], timed: Timer = untimed) -> None:
         """Move the memory of ``tensors``, and of all that share it, to the host. Nothing may use them before
@@ -66,20 +75,11 @@ class HostCopies:
         if not self._constant:
             self.forget()
         found = storages(tensors, self._device)
-        new = [storage for storage in found if storage._cdata not in self._begins]
-        with timed("offload_look"):
-            copied = self._assign(new)
-        with timed("offload_pin"):
-            if self._reserving is not None:
-                self._reserving.join()  # bounded: it allocates
-                self._reserving = None
-            self._grow(self._end)  # also where the thread could not
-        with timed("offload_copies"):
-            for storage in copied:
-                memory = _bytes_of(storage)
-                for host, place in self._slices(storage):
-                    host.copy_(memory[place], non_blocking=True)
-            self._settle()
+        try:
+            self._copy([storage for storage in found if storage._cdata not in self._begins], timed)
+        except BaseException:
+            self.forget()  # what has a place on the host by now may not be there
+            raise
         self._away = [(storage, storage.nbytes()) for storage in found]
         for storage in found:
             storage.resize_(0)
@@ -100,6 +100,21 @@ class HostCopies:
     def forget(self) -> None:
         """Copy constant tensors again the next time: they have changed."""
         self._end, self._begins, self._known = 0, {}, []
+
+    def _copy(self, new: list[torch.UntypedStorage], timed: Timer) -> None:
+        with timed("offload_look"):
+            copied = self._assign(new)
+        with timed("offload_pin"):
+            if self._reserving is not None:
+                self._reserving.join()  # bounded: it allocates
+                self._reserving = None
+            self._grow(self._end)  # also where the thread could not
+        with timed("offload_copies"):
+            for storage in copied:
+                memory = _bytes_of(storage)
+                for host, place in self._slices(storage):
+                    host.copy_(memory[place], non_blocking=True)
+            self._settle()
 
     def _assign(self, new: list[torch.UntypedStorage]) -> list[torch.UntypedStorage]:
         """Give each of ``new`` its place on the host; return those that are to be copied there."""

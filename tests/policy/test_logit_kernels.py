@@ -1,18 +1,21 @@
 """The kernels of the LM head on GPUs, on a CPU by Triton's interpreter, against the definition in float64."""
 
 import json
-import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_dist.policy.logit_rows import TorchLogitRows, rows_for
+from tests.support.patience import HANG_S
 
+ROOT = Path(__file__).resolve().parents[2]
 CASES = {
     "one block", "no gradient of entropies", "no gradient of log-probs", "three blocks", "certain",
     "the largest logits first", "the largest logits last",
+    "a masked logit", "a masked block", "a masked end",
 }  # fmt: skip
 
 
@@ -20,7 +23,7 @@ CASES = {
 def interpreted():
     pytest.importorskip("triton", reason="the kernels are Triton's, which is not installed")
     command = [sys.executable, "-m", "tests.support.interpreted_kernels"]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -42,7 +45,30 @@ def test_the_head_has_the_same_gradients_as_by_torchs_operations(interpreted):
 
 
 def test_no_rows_have_no_results(interpreted):
-    assert interpreted["no rows"] == [0.0]
+    assert interpreted["no rows"] == [[0], [0], [0, 5]]
+
+
+@pytest.mark.parametrize("value", ["nan", "infinity"])
+def test_a_logit_that_is_no_number_spoils_its_row_alone(interpreted, value):
+    assert interpreted[value] == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_a_target_that_is_no_token_has_no_log_prob(interpreted):
+    assert interpreted["no tokens"] == [0.0, 1.0, 0.0, 0.0, 1.0, 0.0]
+
+
+def test_strided_operands_have_the_same_results(interpreted):
+    assert interpreted["layouts"] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("kernel", ["_forward", "_backward"])
+def test_the_kernels_compile_for_an_h100(kernel):
+    """Types, which the interpreter does not check. Compiling needs no GPU."""
+    pytest.importorskip("triton.compiler", reason="the kernels are Triton's, which is not installed")
+    command = [sys.executable, "-m", "tests.support.compiled_kernel", kernel]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 1000
 
 
 def test_a_cpu_and_float64_take_torchs_operations():

@@ -1,7 +1,6 @@
 """Memory that leaves the device and returns: what is copied, and what becomes of its views."""
 
 import gc
-import threading
 
 import pytest
 import torch
@@ -54,12 +53,33 @@ def test_host_memory_is_kept_for_the_next_time(monkeypatch):
     assert [c.data_ptr() for c in copies._chunks] == [c.data_ptr() for c in chunks] and len(chunks) == 3
 
 
+@pytest.mark.parametrize("constant", [False, True])
+def test_an_offload_that_failed_is_made_anew(monkeypatch, constant):
+    copies, value = HostCopies(CPU, constant=constant), torch.arange(40.0)
+    grow = copies._grow
+
+    def fails(_):
+        monkeypatch.setattr(copies, "_grow", grow)
+        raise RuntimeError("made: no memory can be pinned")
+
+    monkeypatch.setattr(copies, "_grow", fails)
+    with pytest.raises(RuntimeError, match="made"):
+        copies.offload([value])
+    assert torch.equal(value, torch.arange(40.0))
+    copies.offload([value])
+    copies.reload()
+    assert torch.equal(value, torch.arange(40.0))
+
+
 def test_memory_that_is_reserved_is_used_and_no_more_is_taken(monkeypatch):
     monkeypatch.setattr(host_copies, "_CHUNK", 64)
     copies, value = HostCopies(CPU), torch.arange(40.0)
     copies.reserve(160)
+    copies._reserving.join()
+    reserved = [chunk.data_ptr() for chunk in copies._chunks]
     copies.offload([value])
-    assert len(copies._chunks) == 3 and copies.num_bytes == 160
+    assert len(reserved) == 3 and copies.num_bytes == 160
+    assert [chunk.data_ptr() for chunk in copies._chunks] == reserved
     copies.reload()
     assert torch.equal(value, torch.arange(40.0))
 
@@ -74,7 +94,6 @@ def test_memory_that_a_thread_could_not_reserve_is_taken_by_the_offload(monkeypa
         return make(*arguments, **options)
 
     make = torch.empty
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
     monkeypatch.setattr(torch, "empty", fails_once)
     copies.reserve(160)
     copies._reserving.join()

@@ -28,23 +28,81 @@ def exact(logits, targets, temperature, grad, entropy_grad):
     return values.detach(), entropies.detach(), leaf.grad
 
 
-def errors(vocabulary, scale, temperature, grad, entropy_grad, dtype=torch.float32, order=None):
-    rows = 6
+def problem(vocabulary, scale, order=None, rows=6):
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(rows, vocabulary, generator=generator) * scale
     if order is not None:
         logits = logits.sort(dim=1, descending=order == "falling").values
-    targets = torch.randint(vocabulary, (rows,), generator=generator)
+    return logits, torch.randint(vocabulary, (rows,), generator=generator), generator
+
+
+def errors(vocabulary, scale, temperature, grad, entropy_grad, dtype=torch.float32, order=None):
+    logits, targets, generator = problem(vocabulary, scale, order)
+    rows = len(logits)
     if temperature == "each":
         temperature = torch.rand(rows, generator=generator) + 0.5
     grad = torch.randn(rows, generator=generator) if grad else None
     entropy_grad = torch.randn(rows, generator=generator) if entropy_grad else None
-    kernels, expected = KernelLogitRows(), exact(logits, targets, temperature, grad, entropy_grad)
-    own = kernels.results(logits.clone(), targets, temperature, with_entropy=True)
-    d = kernels.gradient(logits.clone(), targets, temperature, own, grad, entropy_grad, dtype)
+    expected = exact(logits, targets, temperature, grad, entropy_grad)
+    *found, d = results(logits, targets, temperature, grad, entropy_grad, dtype)
     assert d.dtype == dtype
-    found = (own.values, own.entropies, d)
-    return [float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
+    return largest([*found, d], expected)
+
+
+def largest(own, expected):
+    """Largest errors as shares of the largest expected value."""
+    return [float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(own, expected, strict=True)]
+
+
+def results(logits, targets, temperature, grad, entropy_grad, dtype=torch.float32):
+    kernels = KernelLogitRows()
+    values, sums = kernels.logprobs(logits, targets, temperature, with_entropy=True)
+    return (
+        values,
+        sums.entropies,
+        kernels.gradient(logits, targets, temperature, sums, grad, entropy_grad, dtype),
+    )
+
+
+def masked(where):
+    """Errors of rows where some logits are -inf, against rows without these logits."""
+    vocabulary, ones = 2 * _BLOCK + 9, torch.ones(6)
+    logits, targets, _ = problem(vocabulary, 3.0)
+    seen = torch.ones(vocabulary, dtype=torch.bool)
+    seen[where] = False
+    logits[:, ~seen] = -torch.inf
+    targets = seen.nonzero()[targets % int(seen.sum()), 0]
+    place = seen.cumsum(0) - 1
+    own = results(logits, targets, 1.0, ones, ones)
+    short = exact(logits[:, seen], place[targets], 1.0, ones, ones)
+    assert not own[2][:, ~seen].any()
+    return largest([*own[:2], own[2][:, seen]], short)
+
+
+def spoilt(value):
+    """Return which rows have NaN in any result where one logit of the second row is ``value``."""
+    logits, targets, _ = problem(100, 3.0)
+    logits[1, 7] = value
+    ones = torch.ones(6)
+    found = results(logits, targets, 1.0, ones, ones)
+    return [float(any(t[row].isnan().any() for t in found)) for row in range(6)]
+
+
+def no_tokens():
+    """The log-probs of targets that are no tokens."""
+    logits, targets, _ = problem(100, 3.0)
+    targets[1], targets[4] = -100, 100
+    return [float(v) for v in KernelLogitRows().logprobs(logits, targets, 1.0, with_entropy=True)[0].isnan()]
+
+
+def layouts():
+    """Errors with strided logits and targets, and targets of another type, against those that are not."""
+    logits, targets, _ = problem(100, 3.0)
+    ones = torch.ones(6)
+    plain = results(logits, targets, 1.0, ones, ones)
+    twice = torch.stack([targets, targets + 1], dim=1)[:, 0].to(torch.int32)
+    own = results(logits.T.contiguous().T, twice, torch.ones(12)[::2], ones.expand(6), torch.ones(12)[::2])
+    return [float((a - b).abs().max()) for a, b in zip(own, plain, strict=True)]
 
 
 def whole(use_kernels):
@@ -75,10 +133,17 @@ def main():
     }
     torchs, kernels = whole(False), whole(True)
     found["whole"] = [float((a - b).norm() / b.norm()) for a, b in zip(kernels, torchs, strict=True)]
-    empty = KernelLogitRows().results(
-        torch.empty(0, 5), torch.empty(0, dtype=torch.int64), 1.0, with_entropy=True
-    )
-    found["no rows"] = [float(len(empty.values))]
+    found |= {
+        "a masked logit": masked([5]),
+        "a masked block": masked(slice(0, _BLOCK)),
+        "a masked end": masked(slice(_BLOCK, None)),
+        "nan": spoilt(torch.nan),
+        "infinity": spoilt(torch.inf),
+        "no tokens": no_tokens(),
+        "layouts": layouts(),
+    }
+    no_row = torch.empty(0, 5), torch.empty(0, dtype=torch.int64), 1.0, torch.empty(0), torch.empty(0)
+    found["no rows"] = [list(t.shape) for t in results(*no_row)]
     print(json.dumps(found))
 
 

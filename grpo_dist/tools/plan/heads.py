@@ -56,8 +56,8 @@ _ROW = re.compile(
     r".* \[(\w+)\]$"
 )
 _NO_RECORD = (
-    f"times: data sheet of {_CARD} with assumed efficiencies; no record of a GPU exists that could calibrate "
-    "them"
+    f"times: data sheet of {_CARD} with assumed efficiencies; no benchmark of a GPU is recorded that could "
+    "calibrate them"
 )
 
 

@@ -120,21 +120,21 @@ def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workl
     if policy.router_replay:
         parts["routes"] = round(2 * tokens) * model.route_numbers  # int16
     head = 0 if policy.lora else model.embedding
-    parts["logits"] = _logits(sizes, head, entropy_bonus=bool(config.algorithm.entropy_coef))
+    parts["logits"] = _logits(sizes, head)
     parts["buckets"] = _buckets(config.policy, held, sizes)
     parts["runtime"] = round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["policy"])
     copy = held_copies(config.weight_sync, model, sizes)  # rank 0 sends, so it alone knows what was sent
     return Footprint(parts, host, copy) if sizes.gpu else Footprint(parts | copy, host)
 
 
-def _logits(sizes: Sizes, head: int, *, entropy_bonus: bool) -> int:
+def _logits(sizes: Sizes, head: int) -> int:
     """Return the bytes of blocks of logits and of the gradient of a head of ``head`` weights, which is added
     up in float32 and then rounded to the weights' type.
 
-    On a GPU a block is in float32 and its gradient in the weights' type; on a CPU both, and what the gradient
-    of entropies takes, are in float32 (`logit_kernels`, `logit_rows`).
+    A block is in float32, and its gradient on a GPU in the weights' type, on a CPU in float32, too
+    (`logit_kernels`, `logit_rows`).
     """
-    blocks = 1 + sizes.itemsize / 4 if sizes.gpu else 2 + entropy_bonus
+    blocks = 1 + sizes.itemsize / 4 if sizes.gpu else 2
     rounded = sizes.itemsize if sizes.itemsize < 4 else 0
     return max(round(blocks * sizes.chunk) + 4 * head, (4 + rounded) * head)
 

@@ -179,6 +179,24 @@ def test_vllm_serves_with_one_thread_though_we_set_those_that_load_the_weights(m
     assert changed == [1]
 
 
+def test_vllms_mark_for_its_own_threads_is_set_between_its_configuration_and_its_engine(monkeypatch):
+    seen, name = [], "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"
+
+    class Arguments:
+        def create_engine_config(self, _):
+            seen.append(os.environ.get(name))
+
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(vllm_engine, "device_type", lambda: "cuda")
+    monkeypatch.setattr("vllm.engine.arg_utils.EngineArgs", lambda **_: Arguments())
+    monkeypatch.setattr("vllm.v1.executor.Executor.get_class", lambda _: None)
+    monkeypatch.setattr(
+        "vllm.v1.engine.llm_engine.LLMEngine", lambda *_, **__: seen.append(os.environ.get(name))
+    )
+    vllm_engine.make_engine({}, lambda: None)
+    assert seen == [None, "1"]
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_vllm_knows_every_variable_that_is_set_before_its_configuration_is_made(monkeypatch, device):
     """It warns of others at the start of each engine; those of the CPU are of its own platform."""

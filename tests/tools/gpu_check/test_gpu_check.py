@@ -267,7 +267,7 @@ def test_plan_reads_the_benchmark_of_a_record(tmp_path, checked):
 def test_the_benchmark_of_a_job_is_in_the_record(checked):
     _, record = checked(made("bench"))
     assert record["bench"] == {"schema": 1, "name": "made"}
-    assert (record["kind"], record["schema"]) == ("gpu-check", 2)
+    assert (record["kind"], record["schema"]) == ("gpu-check", 3)
 
 
 def test_a_record_has_no_numbers_that_json_lacks(tmp_path):

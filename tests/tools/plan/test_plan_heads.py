@@ -40,7 +40,7 @@ def test_a_head_has_every_size_and_names_its_record(name):
         assert not sizes and f"configs/bench/measured/{record}_2cores.json" in source
     else:
         assert [line.partition(":")[0] for line in sizes] == [cluster_of(gpus) for gpus in GPUS]
-        assert "no record of a GPU exists" in source
+        assert "no benchmark of a GPU is recorded" in source
 
 
 def test_gpus_are_counted_in_nodes_of_eight():

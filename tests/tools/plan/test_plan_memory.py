@@ -9,6 +9,8 @@ import torch
 from grpo_dist.errors import UserError
 from grpo_dist.policy.attention import NAME, BlockKernel, register
 from grpo_dist.policy.packing import packed
+from grpo_dist.tools.gpu_check.lines import CheckTask
+from grpo_dist.tools.gpu_check.sizes import MEMORY, planned, update_config, update_size
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.engine_memory import rollout_engine, with_snapshot
 from grpo_dist.tools.plan.memory import (
@@ -30,6 +32,7 @@ from tests.support.fakes import config
 from tests.support.planned_models import model_of
 
 ROOT = Path(__file__).resolve().parents[3]
+MEASURED = ROOT / "grpo_dist" / "tools" / "gpu_check" / "measured"
 LENGTHS = Workload(100, config().bench.lengths, 1000, measured=(300,))
 SHAPE = {
     "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
@@ -234,14 +237,15 @@ def test_a_rank_of_7b_by_hand():
     }
 
 
-def test_logits_take_what_was_measured_on_an_h100():
-    """0.5B in bfloat16, blocks of 1,024 MiB: a block in float32 and one in bfloat16, and the head's gradient
-    in float32. With them an update at ZeRO-2 took 34.82 GB.
-    """
-    own = gpu(model={"path": "Qwen/Qwen2.5-0.5B"}, policy={"zero_stage": 2})
-    sizes = Sizes.of(own, gpu=True, memory=85_017_493_504)
-    logits = policy_rank(own, model_of(own), sizes, LENGTHS).parts["logits"]
-    assert logits == 1.5 * 2**30 + 4 * 151936 * 896
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_update_takes_the_memory_that_was_measured_on_an_h100(stage, tmp_path):
+    record = json.loads((MEASURED / "h100_zero2_zero3.json").read_text())
+    task = CheckTask(str(stage), False, tmp_path, {MEMORY: 85_017_493_504.0})
+    size = update_size(task, dtype="bfloat16", zero_stage=stage)
+    expected = planned(task, update_config(task, size, dtype="bfloat16", zero_stage=stage), size)
+    assert size.rows * size.row == record["figures"][f"zero{stage}/tokens"]
+    peak = record["figures"][f"zero{stage}/peak_bytes"]
+    assert expected.total - expected.parts["runtime"] == pytest.approx(peak, rel=0.01)
 
 
 def test_sequence_parallel_ranks_share_the_tokens_of_a_micro_batch():

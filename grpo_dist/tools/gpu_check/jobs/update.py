@@ -89,8 +89,9 @@ def _states(task: CheckTask, found: Findings, name: str, own: dict[str, Any]) ->
         **offload_parts(name, own["offload_parts"], off),
     }
     found.notes.append(f"{written(moved, 'B')} off in {written(off, 's')}, on in {written(on, 's')}")
+    copies = own["offload_parts"]["time/offload_copies_s"]  # without what the update left in torch's cache
     for direction, seconds, rate in (
-        ("off", off, task.known["device/to_host_bytes_per_s"]),
+        ("off", copies, task.known["device/to_host_bytes_per_s"]),
         ("on", on, task.known["device/from_host_bytes_per_s"]),
     ):
         found.at_least(f"states {direction}, share of a pinned copy", moved / seconds / rate, 0.25, _PINNED)

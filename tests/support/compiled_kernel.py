@@ -1,0 +1,28 @@
+"""Compiles a kernel of the LM head for an H100: ``python -m tests.support.compiled_kernel _forward``.
+
+Prints the bytes of machine code. No GPU takes part.
+"""
+
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from grpo_dist.policy import logit_kernels
+
+TYPES = {"targets": "*i64", "out": "*bf16", "vocabulary": "i32", "BLOCK": "constexpr"}
+
+
+def main():
+    kernel = getattr(logit_kernels, sys.argv[1])
+    signature = {name: TYPES.get(name, "*fp32") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs={"BLOCK": logit_kernels._BLOCK})
+    made = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": logit_kernels._WARPS}
+    )
+    print(len(made.asm["cubin"]))
+
+
+if __name__ == "__main__":
+    main()
