@@ -17,13 +17,14 @@ _REQUESTS, _BLOCKS = 24, 40  # a cache of 40 blocks is too small for 24 sequence
 
 @dataclass
 class Seen:
-    """What an engine returned: by request its output, by step the tokens that lost their cache, and the
-    hashes of the blocks that can be shared in the end.
+    """What an engine returned: by request its output, by step the tokens that lost their cache and how many
+    blocks could be shared, and the hashes of those in the end.
     """
 
     outputs: dict
     preempted: list
-    shared: set
+    shared: list
+    hashes: set
 
 
 @ray.remote(num_cpus=0)
@@ -49,7 +50,8 @@ def _run(engine) -> Seen:
     from actors.workers.preemptions import Preemptions
 
     core = engine.engine_core.engine_core
-    preemptions, outputs, preempted = Preemptions(core.scheduler), {}, []
+    preemptions, outputs, preempted, shared = Preemptions(core.scheduler), {}, [], []
+    cached = core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
     engine.set_weight_version("0")
     for number in range(_REQUESTS):
         prompt = list(range(5, 8 + 7 * (number % 6)))
@@ -59,16 +61,14 @@ def _run(engine) -> Seen:
         for output in engine.step():
             outputs[output.request_id] = _record(output)
         preempted.append(preemptions.since())
+        shared.append(len(cached))
         step += 1
         if step in (20, 45):
             engine.set_weight_version(str(step))
         if step == 30:
             engine.abort_request(["r3", "r4"])
     assert not engine.output_processor.request_states
-    shared = {
-        str(key) for key in core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
-    }
-    return Seen(outputs, preempted, shared)
+    return Seen(outputs, preempted, shared, set(map(str, cached)))
 
 
 def _params(number):
@@ -99,3 +99,13 @@ def both(model_dir, *, ahead):
     """Return `seen` of an engine with vLLM's own methods, and of one with this project's."""
     remote = seen.options(**ACTORS.options)
     return ray.get([remote.remote(model_dir, ahead=ahead, plain=plain) for plain in (True, False)])
+
+
+@ray.remote(num_cpus=0)
+def costs(model_dir: Path, sequences: int, tokens: int) -> list[list[float]]:
+    """Return the steps that `engine_overhead` measures."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    set_environment()
+    from tests.evidence.engine_overhead import measure
+
+    return measure(sequences, tokens, model_dir, plain=False, profiled=False).steps

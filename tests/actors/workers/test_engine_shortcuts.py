@@ -2,9 +2,11 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import ray
 
-from tests.support.shortcut_engine import MOST_TOKENS, both
+from tests.support.shortcut_engine import MOST_TOKENS, both, costs
 
 pytestmark = pytest.mark.machine  # imports the engine
 
@@ -23,15 +25,26 @@ def test_an_engine_with_less_to_do_per_token_returns_the_same(ray_cluster, tiny_
     version of the weights that changes under them.
     """
     (plain, without), (own, replaced) = both(tiny_model, ahead=ahead)
-    assert own.outputs == plain.outputs and own.preempted == plain.preempted and own.shared == plain.shared
+    assert own.outputs == plain.outputs and own.preempted == plain.preempted
+    assert own.shared == plain.shared and own.hashes == plain.hashes
     assert set(replaced) >= OWN and not OWN & set(without)
-    assert len(own.outputs) >= 22 and sum(own.preempted) and len(own.shared) > 5
+    assert len(own.outputs) >= 22 and sum(own.preempted) and len(own.hashes) > 5
     found = [record[4] for record in own.outputs.values()]
     assert any(len(spans) == 3 for spans in found), "the version changed under no request"
     reasons = {record[5] for record in own.outputs.values()}
     assert reasons >= ({"length"} if ahead else {"length", "stop"})
     assert ahead or "7" in {record[6] for record in own.outputs.values()}, "no stop text ended a sample"
     assert max(len(record[0]) for record in own.outputs.values()) <= MOST_TOKENS
+
+
+def test_the_script_measures_the_steps_that_decode_all_sequences(ray_cluster, tiny_model):
+    """20 tokens of each of 4 sequences: the first comes with the prompts, 19 with steps of their own. The
+    engine schedules the next step before it takes the last one's tokens.
+    """
+    steps = np.array(ray.get(costs.remote(tiny_model, 4, 20)))
+    assert 17 <= len(steps) <= 20
+    *parts, whole, _ = np.median(steps, axis=0)
+    assert all(part > 0 for part in parts) and sum(parts) < whole
 
 
 class Owner:
