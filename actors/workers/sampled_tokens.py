@@ -14,8 +14,10 @@ The host prepares the next step only after that: with short steps of a GPU, its 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from msgspec import structs
 from vllm.logprobs import FlatLogprobs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
 
-class _Kept(NamedTuple):
+class _KeptTokens(NamedTuple):
     """Of one request. ``token_ids``: vLLM's own list. ``logprobs``: those that vLLM does not have yet."""
 
     state: RequestState
@@ -58,7 +60,7 @@ class SampledTokens:
     def __init__(self, engine: Any) -> None:
         processor, scheduler = engine.output_processor, engine.engine_core.engine_core.scheduler
         self._states: dict[str, RequestState] = processor.request_states
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _KeptTokens] = {}
         self._version: str | None = None  # of the weights that sampled the last token of each in `_kept`
         self._rows: dict[str, int] = {}
         self._logprobs: LogprobsLists | None = None  # of the step, as are `_rows`
@@ -81,9 +83,7 @@ class SampledTokens:
     ) -> Any:
         """Replace the scheduler's: keep the log-probs of the step, which it would cut into requests'."""
         self._rows, self._logprobs = model_runner_output.req_id_to_index, model_runner_output.logprobs
-        if self._logprobs is not None:
-            model_runner_output.logprobs = None
-        return self._update(scheduler_output, model_runner_output)
+        return self._update(scheduler_output, replace(model_runner_output, logprobs=None))
 
     def process_outputs(
         self,
@@ -96,9 +96,7 @@ class SampledTokens:
         if engine_core_outputs and weight_version != self._version:
             self._hand_over()
             self._version = weight_version
-        left = self._keep(engine_core_outputs)
-        for output in left:
-            self._give(output)
+        left = [self._completed(output) for output in self._keep(engine_core_outputs)]
         processed: OutputProcessorOutput = self._process(
             left, engine_core_timestamp, iteration_stats, weight_version
         )
@@ -106,7 +104,7 @@ class SampledTokens:
             state = self._states.get(output.request_id)  # None: it has ended
             if state is not None and _is_plain(state):
                 token_ids = state.detokenizer.token_ids
-                self._kept[output.request_id] = _Kept(state, token_ids, [])
+                self._kept[output.request_id] = _KeptTokens(state, token_ids, [])
         self._logprobs = None
         return processed
 
@@ -137,15 +135,16 @@ class SampledTokens:
                 own.logprobs.extend(column[starts[row] : starts[row] + len(tokens)])
         return left
 
-    def _give(self, output: EngineCoreOutput) -> None:
-        """Give vLLM what it would have of the request of ``output`` by itself."""
+    def _completed(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Return ``output`` with its log-probs, and give vLLM what was kept of its request."""
         if own := self._kept.pop(output.request_id, None):
             own.hand_over()
         state, row = self._states.get(output.request_id), self._rows.get(output.request_id)
-        if state is None or row is None or self._logprobs is None:
-            return
-        if state.logprobs_processor is not None and state.logprobs_processor.num_logprobs is not None:
-            output.new_logprobs = self._logprobs.slice_request(row, len(output.new_token_ids))
+        processor = state.logprobs_processor if state else None
+        if processor is None or processor.num_logprobs is None or row is None or self._logprobs is None:
+            return output
+        own_logprobs = self._logprobs.slice_request(row, len(output.new_token_ids))
+        return structs.replace(output, new_logprobs=own_logprobs)
 
     def _hand_over(self) -> None:
         for own in self._kept.values():
