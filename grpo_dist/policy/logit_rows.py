@@ -120,12 +120,3 @@ def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
     if isinstance(temperature, Tensor):
         return logits.div_(temperature[:, None])
     return logits.div_(temperature) if temperature != 1.0 else logits
-
-
-def rows_for(values: Tensor) -> LogitRows:
-    """Return what computes rows on the device of ``values``, which have the type of the logits."""
-    if values.is_cuda and values.dtype == torch.float32:
-        from grpo_dist.policy.logit_kernels import KernelLogitRows  # Triton, which CPUs do not need
-
-        return KernelLogitRows()
-    return TorchLogitRows()

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from grpo_dist.policy.logit_rows import RowSums, rows_for
+from grpo_dist.policy.logit_rows import LogitRows, RowSums, TorchLogitRows
 from grpo_dist.policy.packing import padded
 
 
@@ -126,6 +126,15 @@ def _least(temperature: float | Tensor) -> float:
 def _of(temperature: float | Tensor, part: slice) -> float | Tensor:
     """Return the temperature of some rows, float32 [n] where each has its own."""
     return temperature[part].float() if isinstance(temperature, Tensor) else float(temperature)
+
+
+def rows_for(values: Tensor) -> LogitRows:
+    """Return what computes rows on the device of ``values``, which have the type of the logits."""
+    if values.is_cuda and values.dtype == torch.float32:
+        from grpo_dist.policy.logit_kernels import KernelLogitRows  # Triton, which CPUs do not need
+
+        return KernelLogitRows()
+    return TorchLogitRows()
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_dist.policy.logit_rows import TorchLogitRows, rows_for
+from grpo_dist.policy.logit_rows import TorchLogitRows
+from grpo_dist.policy.logprobs import rows_for
 from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
