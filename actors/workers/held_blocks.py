@@ -68,7 +68,7 @@ class HeldBlocks:
     ) -> KVCacheBlocks | None:
         """Replace the manager's. An admitted sequence brings ``new_computed_blocks``, if only empty ones."""
         if new_computed_blocks is None and num_new_tokens > 0:
-            shared = self._shared.get(request.request_id)  # None: it has no blocks
+            shared = self._shared.get(request.request_id)  # None: no full block yet
             end = request.num_computed_tokens + num_new_tokens
             if (
                 shared is not None

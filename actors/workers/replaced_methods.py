@@ -13,11 +13,17 @@ def replace_method(owner: Any, replacement: Callable[..., Any]) -> Any:
     """
     name = replacement.__name__
     own = getattr(owner, name)
-    has, expected = (tuple(inspect.signature(each).parameters) for each in (own, replacement))
+    has, expected = (_parameters(each) for each in (own, replacement))
     if has != expected:
         raise RuntimeError(
-            f"rollout: vLLM's {own.__qualname__} takes ({', '.join(has)}), this project's takes "
-            f"({', '.join(expected)}); install the release of vLLM in pyproject.toml"
+            f"rollout: vLLM's {own.__qualname__} takes ({', '.join(map(str, has))}), this project's takes "
+            f"({', '.join(map(str, expected))}); install the release of vLLM in pyproject.toml"
         )
     setattr(owner, name, replacement)
     return own
+
+
+def _parameters(method: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return names, kinds and defaults; annotations may be written otherwise."""
+    own = inspect.signature(method).parameters.values()
+    return [each.replace(annotation=inspect.Parameter.empty) for each in own]

@@ -50,7 +50,8 @@ class _KeptTokens(NamedTuple):
         flat.logprobs.extend(self.logprobs)
         flat.ranks.extend([None] * count)
         flat.decoded_tokens.extend([None] * count)
-        processor.cumulative_logprob = sum(self.logprobs, processor.cumulative_logprob)
+        for logprob in self.logprobs:  # `sum` compensates roundings from Python 3.12 on, vLLM does not
+            processor.cumulative_logprob += logprob
         self.logprobs.clear()
 
 
@@ -128,7 +129,8 @@ class SampledTokens:
                 continue
             tokens, row = output.new_token_ids, rows[request_id]
             if starts is None:
-                own.token_ids.append(tokens[0])
+                (token,) = tokens
+                own.token_ids.append(token)
                 own.logprobs.append(column[row])
             else:  # with drafts a step has several tokens of a request
                 own.token_ids.extend(tokens)

@@ -61,7 +61,9 @@ def test_a_method_that_takes_something_else_is_refused():
         SimpleNamespace(step=lambda first, third=1: None),
     ):
         other.step.__name__ = "step"
-        with pytest.raises(RuntimeError, match=r"Owner\.step takes \(first, second\), this project's takes"):
+        with pytest.raises(
+            RuntimeError, match=r"Owner\.step takes \(first, second=1\), this project's takes"
+        ):
             replace_method(owner, other.step)
     assert owner.step(3) == (3, 1)
 
