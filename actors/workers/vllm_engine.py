@@ -45,8 +45,8 @@ def _serve_with_one_thread() -> None:
 
 
 def attach_shortcuts(engine: Any) -> None:
-    """Have ``engine`` do less per token, with the same results; ranks of tokens, which nothing reads, are left
-    out.
+    """Have ``engine`` do less per token, with the same results but for ranks of tokens, which nothing
+    reads.
     """
     from actors.workers.held_blocks import HeldBlocks
     from actors.workers.sampled_tokens import SampledTokens  # imports vLLM
