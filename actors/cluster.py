@@ -145,6 +145,8 @@ class Cluster:
         colocation = Colocation(policy, rollouts, models, timeout_s=limit_s, where_stuck=self.where_stuck)
         await self._ready(colocation, [policy, rollouts, *models.values()])
         workers = await self._connected(parts, shared)
+        colocation.admit(rollouts.team)
+        self._admit_guests(rollouts.team)
         return colocated(workers, colocation, has_reference=self._config.needs_reference)
 
     def _admit_guests(self, team: Team) -> None:

@@ -14,6 +14,7 @@ batch are sampled, then scored and given their reference log-probs, a turn each,
   push all but the weights leaves, and the update's memory is given back: the engines' weights need it.
 - Reference and reward models have one copy on each GPU. With adapters the reference is the policy without
   them, and takes no turn of its own.
+- Engines that join have GPUs of their own: they never sleep, and get their first weights between two turns.
 
 On CPUs the same happens on the same cores, only that engines free no memory.
 """
@@ -28,6 +29,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from ray.exceptions import RayError
+
+from actors.lifecycle.supervisor import Team
 from actors.workers.policy_group import PolicyGroup
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.runtime.concurrency import deadline
@@ -114,6 +118,16 @@ class Colocation:
         metrics = await self._alone(self._send)
         spent, self._seconds = self._seconds, defaultdict(float)
         return metrics | {f"time/turn_{change}_s": seconds for change, seconds in spent.items()}
+
+    def admit(self, team: Team) -> None:
+        """Have engines of ``team`` that join get the policy's weights while no role holds the GPUs."""
+        assert team.catch_up is not None, "policy and engines are connected"
+        team.catch_up = partial(self.catch_up, team.catch_up)
+
+    async def catch_up(self, send: Callable[[Any], Awaitable[None]], worker: Any) -> None:
+        """Have ``send`` give the policy's weights to ``worker``, which joins. Raises its error."""
+        if (failure := await self._alone(lambda: self._catch_up(send, worker))) is not None:
+            raise failure
 
     async def refresh(self, refresh: Callable[[], Awaitable[None]]) -> None:
         """Run ``refresh`` while both the policy's weights and the reference are on the GPUs."""
@@ -206,6 +220,17 @@ class Colocation:
         await self._part("engines_wake", lambda: self.rollouts.wake_up("kv_cache"))
         self._holder, self._engines_kept = ENGINES, False
         return metrics
+
+    async def _catch_up(self, send: Callable[[Any], Awaitable[None]], worker: Any) -> Exception | None:
+        """Return why ``worker`` could not join: the change itself succeeds, and the run continues."""
+        await self._only_weights()
+        failure = None
+        try:
+            await send(worker)
+        except (RayError, TimeoutError) as error:  # where a rank is the reason, the next part fails, too
+            failure = error
+        await self._part("policy_offload", lambda: self.policy.hold("nothing"))
+        return failure
 
     async def _refresh(self, refresh: Callable[[], Awaitable[None]]) -> None:
         await self._only_weights()

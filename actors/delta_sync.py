@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from actors.lifecycle.watchdog import deadline_of
 from actors.transfer.connections import Seat
 from actors.transfer.handshake import new_secret
 from actors.transfer.held_weights import HeldTransfer
-from actors.transfer_group import TransferGroup
+from actors.transfer_group import TransferGroup, added
 from actors.workers.rollout_pool import RolloutPool
 from actors.workers.weight_sender import Taken
 from grpo_dist.config import WeightSyncConfig
@@ -110,9 +110,9 @@ class DeltaSync:
         sent, arrived = await self._offer(group, receivers, HeldTransfer(self.token, base))
         if not all(arrived):
             again, _ = await self._offer(group, receivers, HeldTransfer(self.token))
-            sent = _sum(sent, again)
+            sent = added(sent, again)
         counts = {"sync/whole": float(base is None), "sync/mismatches": float(arrived.count(False))}
-        return _sum(sent, self._taken.metrics) | counts
+        return added(sent, self._taken.metrics) | counts
 
     async def from_peer(self, worker: Any, version: int) -> bool:
         """Have ``worker``, which joins, get the weights ``version`` from an engine that holds them. Return
@@ -164,7 +164,3 @@ class DeltaSync:
         arguments = group.parameters, group.bucket_bytes, None, what
         receiving = [result(worker.receive_weights.remote(*arguments)) for worker in receivers]
         return await group.send_taken(receiving, whole=what.base is None)
-
-
-def _sum(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-    return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in [*a, *(n for n in b if n not in a)]}

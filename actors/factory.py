@@ -127,7 +127,8 @@ class Factory:
         demand, rollout = self.demands["rollout"], self._config.rollout
         if not rollout.may_grow or "policy" not in self.demands:
             return None
-        cpus = demand.cpus if demand.gpus else demand.threads
+        reserved = 1 if demand.shared else demand.cpus  # shared devices take no CPUs of Ray's
+        cpus = reserved if demand.gpus else demand.threads
         uncounted = 0 if demand.gpus else uncounted_threads(self.demands)
         return GuestSpec(rollout.most_workers - rollout.num_workers, cpus, demand.gpus, uncounted)
 

@@ -7,8 +7,8 @@ and there are as many groups as GPUs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actors.lifecycle.calls import on_one_host, results
@@ -73,6 +73,7 @@ class TransferGroup:
     Attributes:
         senders: the policy ranks that send.
         one_host: all members are on one machine.
+        on_ranks: of workers on the policy's GPUs, the rank on the GPU of each of their processes.
     """
 
     policy: PolicyGroup
@@ -83,13 +84,25 @@ class TransferGroup:
     bucket_bytes: int
     senders: tuple[int, ...]
     one_host: bool
+    on_ranks: Mapping[Any, Sequence[int]] = field(default_factory=dict)
 
     async def reopen(
         self, workers: Sequence[Any], *, name: str, timeout_s: float, ranks_busy_s: float = 0.0
     ) -> TransferGroup:
-        """Open a group of the same policy with other ``workers``, which do not share its devices."""
+        """Open a group of the same policy with ``workers``: either some of ``on_ranks``, or others, which do
+        not share its devices.
+        """
+        ranks, spec = [rank for worker in workers for rank in self.on_ranks.get(worker, ())], self.spec
+        if not ranks and spec.settings.backend == "ipc":  # it was set for those on the policy's GPUs
+            spec = replace(spec, settings=spec.settings.model_copy(update={"backend": "auto"}))
         return await TransferGroup.open(
-            name, self.policy, workers, self.spec, timeout_s=timeout_s, ranks_busy_s=ranks_busy_s
+            name,
+            self.policy,
+            workers,
+            spec,
+            colocated_ranks=ranks or None,
+            timeout_s=timeout_s,
+            ranks_busy_s=ranks_busy_s,
         )
 
     async def close(self) -> None:
@@ -138,7 +151,9 @@ class TransferGroup:
         bucket_bytes = (settings.bucket_mb or _BUCKET_MB[policy.device]) * 2**20
         parameters = await policy.ranks[0].parameter_specs.remote(spec.adapters_only, spec.as_held)
         sending = tuple(sorted(set(senders)))
-        return cls(policy, name, tuple(workers), spec, parameters, bucket_bytes, sending, one_host)
+        own = colocated_ranks or ()
+        on_ranks = {worker: own[i * each : (i + 1) * each] for i, worker in enumerate(workers) if own}
+        return cls(policy, name, tuple(workers), spec, parameters, bucket_bytes, sending, one_host, on_ranks)
 
     async def send(self, receiving: Iterable[Coroutine[Any, Any, Any]]) -> dict[str, float]:
         """Send the weights while the workers are ``receiving``, and return metrics of the sender. The caller
@@ -163,3 +178,8 @@ class TransferGroup:
         """
         sent, *arrived = await gather([self.policy.send_taken(group=self.name, whole=whole), *receiving])
         return sent, arrived
+
+
+def added(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+    """Return the sums of metrics of two transfers."""
+    return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in [*a, *(n for n in b if n not in a)]}

@@ -26,7 +26,7 @@ from actors.delta_sync import DeltaSync, uses_deltas
 from actors.lifecycle.calls import result, results
 from actors.lifecycle.elastic_team import ElasticTeam
 from actors.lifecycle.watchdog import deadline_of
-from actors.transfer_group import TransferGroup, TransferSpec
+from actors.transfer_group import TransferGroup, TransferSpec, added
 from actors.workers.policy_group import PolicyGroup
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import WeightSyncConfig
@@ -41,7 +41,7 @@ class WeightSync:
         self, group: TransferGroup, rollouts: RolloutPool, timeout_s: float, deltas: DeltaSync | None = None
     ) -> None:
         self._group, self._rollouts, self._timeout_s, self._deltas = group, rollouts, timeout_s, deltas
-        self._is_open = True
+        self._opened = {group.name: group}  # those that are open, by name
         self._version, self._updates = 0, group.policy.updates  # of the last push
         self._one_at_a_time = asyncio.Lock()
         rollouts.team.catch_up = self.catch_up
@@ -95,7 +95,7 @@ class WeightSync:
                     sent = await self._transfer(version, workers, watch) or sent
                     break
                 except RayError as error:
-                    self._is_open = False
+                    self._opened.clear()
                     await self._group.policy.team.ask_all()
                     if await team.find_dead(workers):
                         continue
@@ -120,7 +120,7 @@ class WeightSync:
                 seconds = self._timeout_s + policy.update_s
                 stage = "weight sync: a restarted engine"
                 if self._deltas is not None and await self._deltas.from_peer(worker, self._version):
-                    self._is_open = False  # the common group lacks this engine
+                    self._opened.clear()  # the common group lacks this engine
                     return
                 async with deadline_of(both, seconds, f"{stage} joins"):
                     group = await self._group.reopen(
@@ -135,7 +135,7 @@ class WeightSync:
                 async with deadline_of(both, seconds, f"{stage} takes version {version}"):
                     reported = await worker.finish_update.remote(version)
                     await group.close()
-                self._is_open = False  # the common group lacks this engine
+                self._opened.clear()  # the common group lacks this engine
             except RayTaskError:  # the policy may only have noticed that the engine is gone
                 async with deadline_of(engine, self._timeout_s, f"{stage} answers its health check"):
                     await worker.health.remote()
@@ -155,12 +155,12 @@ class WeightSync:
         async with deadline_of(who, self._timeout_s, stage):
             with watch("sync_stop"):
                 lacks = await stopping
-        sent = {}
+        sent: dict[str, float] = {}
         async with deadline_of(both, self._timeout_s, f"weight sync: version {version} travels"):
             with watch("sync_travel"):
-                if receivers := [worker for worker, lack in zip(workers, lacks, strict=True) if lack]:
-                    await self._open(receivers)
-                    sent = await self._send(self._group, receivers)
+                receivers = [worker for worker, lack in zip(workers, lacks, strict=True) if lack]
+                for group in await self._open(receivers):
+                    sent = added(sent, await self._send(group, group.workers))
         async with deadline_of(engines, self._timeout_s, f"weight sync: engines take version {version}"):
             with watch("sync_take"):
                 reported = await results(worker.finish_update.remote(version) for worker in workers)
@@ -171,13 +171,22 @@ class WeightSync:
         """Return ``workers`` by name."""
         return {name: w for name, w in self._rollouts.team.named().items() if w in workers}
 
-    async def _open(self, receivers: list[Any]) -> None:
-        if self._is_open and list(self._group.workers) == receivers:
-            return
-        self._group = await self._group.reopen(receivers, name=self._group.name, timeout_s=self._timeout_s)
-        self._is_open = True
+    async def _open(self, receivers: list[Any]) -> list[TransferGroup]:
+        """Return open groups with ``receivers``: one, or two where some have GPUs of the policy and others
+        their own.
+        """
+        first = self._group
+        sharing = [worker for worker in receivers if worker in first.on_ranks]
+        others = [worker for worker in receivers if worker not in first.on_ranks]
+        wanted = {first.name: sharing, "rollout joined": others} if first.on_ranks else {first.name: others}
+        groups = []
+        for name, members in wanted.items():
+            if members and (name not in self._opened or list(self._opened[name].workers) != members):
+                self._opened[name] = await first.reopen(members, name=name, timeout_s=self._timeout_s)
+            groups += [self._opened[name]] if members else []
+        return groups
 
-    async def _send(self, group: TransferGroup, receivers: list[Any]) -> dict[str, float]:
+    async def _send(self, group: TransferGroup, receivers: Sequence[Any]) -> dict[str, float]:
         if self._deltas is not None and self._deltas.token is not None:
             return await self._deltas.send(group, receivers)
         arguments = group.parameters, group.bucket_bytes, group.policy.adapter_scale

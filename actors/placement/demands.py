@@ -7,6 +7,7 @@ GPU 6         reward models            GPU 0 1 2 3 4 5 6 7   a copy of the refer
 GPU 7         the reference            GPU 0 1 2 3 4 5 6 7   policy ranks, while they train
               (a teacher likewise)
 GPU 8         evaluation's own engine  GPU 8                 evaluation's own engine
+GPU 9, if any engines that join        GPU 9, if any         engines that join
 
 `actors.colocation` has them take turns, and `sharing` says who is where.
 """
@@ -95,6 +96,12 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
             "trains, but `rewards.models` take turns with it on the same devices (`cluster.placement`); set "
             "cluster.placement=separate or evaluation.num_workers=0"
         )
+    if config.rollout.may_grow and config.weight_sync.deltas is True and demands["rollout"].shared:
+        raise UserError(
+            f"`weight_sync.deltas` = true: engines that join (`rollout.max_workers` = "
+            f"{config.rollout.max_workers}) hold the weights before, and colocated ones drop them at every "
+            "update; set weight_sync.deltas=false or cluster.placement=separate"
+        )
     if not has.gpus:
         _check_cpus(demands, has.cpus, config.rollout.tensor_parallel_size)
     elif _gpus(demands) > has.gpus:
@@ -140,11 +147,6 @@ def _not_colocated(
     rollout: RolloutConfig, ranks: int, rewards: RewardsConfig, max_staleness: int
 ) -> str | None:
     """Return why engines and so many policy ranks cannot share devices, and the remedy; None: they can."""
-    if rollout.may_grow:
-        return (
-            f"`rollout.max_workers` = {rollout.max_workers} has engines join on devices of their own, and "
-            "colocated engines have none; remove it, or set cluster.placement=separate"
-        )
     if max_staleness > 0:
         return (
             f"`max_staleness` = {max_staleness} has sampling and training at the same time, and on "
@@ -223,8 +225,11 @@ def _of_reward_models(rewards: RewardsConfig, on_each: int | None, on_gpu: int, 
 
 def uncounted_threads(demands: Mapping[str, Demand]) -> int:
     """Return the threads of engines and ranks that have no CPUs reserved: Ray has their cores as free."""
-    computing = (demands[role] for role in _COMPUTING if role in demands)
-    return sum(demand.workers * demand.threads for demand in computing if not demand.cpus)
+    computing = {role: demands[role] for role in _COMPUTING if role in demands and not demands[role].cpus}
+    threads = {role: demand.workers * demand.threads for role, demand in computing.items()}
+    if demands["rollout"].shared:  # engines and ranks take turns
+        return sum(threads.values()) - min(threads["rollout"], threads["policy"])
+    return sum(threads.values())
 
 
 def _with_cpus(demands: dict[str, Demand], has: Resources, *, colocated: bool) -> dict[str, Demand]:

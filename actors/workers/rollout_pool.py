@@ -60,7 +60,7 @@ class RolloutPool:
             environments.engines.append(self.team)
         self.workers, self._load_balancer = self.team.workers, self.team.load_balancer
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # see `Colocation`
-        count = len(self.workers)
+        count, self._reserved = len(self.workers), spec.rollout.num_workers
         self._samplers: list[tuple[Any, Any]] = [(None, None)] * count
         # Sequences between two reports of an engine while groups wait.
         self._report_every = max(1, spec.max_num_seqs // 8)
@@ -81,7 +81,8 @@ class RolloutPool:
         }
         if actors.guests is None:
             return Team(role, makers, actors, **options)
-        return ElasticTeam(role, makers, actors, guest=actors.guest_maker(worker, spec), **options)
+        joining = replace(spec, colocated=False)
+        return ElasticTeam(role, makers, actors, guest=actors.guest_maker(worker, joining), **options)
 
     async def ready(self) -> None:
         await self.team.ready()
@@ -136,10 +137,11 @@ class RolloutPool:
                 raise
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        await results(worker.sleep.remote(keep_weights) for worker in self._present())
+        """Have the reserved engines free their GPUs; those that joined have GPUs of their own."""
+        await results(worker.sleep.remote(keep_weights) for worker in self.workers[: self._reserved])
 
     async def wake_up(self, *tags: str) -> None:
-        await results(worker.wake_up.remote(list(tags) or None) for worker in self._present())
+        await results(worker.wake_up.remote(list(tags) or None) for worker in self.workers[: self._reserved])
 
     async def shutdown(self) -> None:
         for task in self._following:

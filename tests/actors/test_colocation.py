@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ray.exceptions import RayActorError
 
 from actors import colocation
 from actors.colocated_handles import colocated
@@ -218,6 +219,76 @@ def test_a_resumed_run_loads_and_pushes():
 
     _, events = play(resume)
     assert events == [*PUSH, "engines: sample"]
+
+
+class Team:
+    """Stands for the engines' team: what the sync set, as `EventRecorder`."""
+
+    def __init__(self, events, failure=None):
+        async def catch_up(worker):
+            events.append(f"sync.catch_up({worker})")
+            if failure is not None:
+                raise failure
+
+        self.catch_up = catch_up
+
+
+def joining(world, failure=None):
+    """Have an engine join; return the task of its first weights."""
+    team = Team(world.events, failure)
+    world.colocation.admit(team)
+    return asyncio.create_task(team.catch_up("guest"))
+
+
+JOIN = ["policy.hold(weights)", "sync.catch_up(guest)", "policy.hold(nothing)"]
+
+
+def test_an_engine_that_joins_gets_the_weights_once_the_samples_on_their_way_are_there():
+    async def step(world):
+        sampling = asyncio.create_task(world.engines.used("sample", takes_s=0.05))
+        await asyncio.sleep(0)
+        await joining(world)
+        assert sampling.done()
+        await world.workers.policy.update([])
+        await world.workers.sync.push(1)
+
+    _, events = play(step)
+    update = ["policy.hold(all)", "policy.update([], kl_coef=None, bounds=())"]
+    assert events == ["engines: sample", *ENGINES_LEAVE, *JOIN, *update, *PUSH]
+
+
+def test_engines_that_left_for_one_that_joins_get_their_weights_again():
+    async def step(world):
+        await world.workers.sync.push(1)
+        await joining(world)
+        await world.engines.used("sample")
+
+    _, events = play(step)
+    assert events == [*ENGINES_LEAVE, *PUSH, *ENGINES_LEAVE, *JOIN, *PUSH, "engines: sample"]
+
+
+@pytest.mark.parametrize("failure", [TimeoutError("it hangs"), RayActorError()])
+def test_an_engine_that_cannot_join_costs_the_others_nothing(failure):
+    async def step(world):
+        with pytest.raises(type(failure)):
+            await joining(world, failure)
+        await world.workers.policy.update([])
+
+    _, events = play(step)
+    assert events == [*ENGINES_LEAVE, *JOIN, "policy.hold(all)", "policy.update([], kl_coef=None, bounds=())"]
+
+
+def test_an_update_that_waits_for_a_join_whose_caller_is_gone_follows_it():
+    async def step(world):
+        world.policy._takes_s["hold"] = 0.02
+        join = joining(world)
+        while "policy.hold(weights)" not in world.events:
+            await asyncio.sleep(0)
+        join.cancel()
+        await world.workers.policy.update([])
+
+    _, events = play(step)
+    assert events == [*ENGINES_LEAVE, *JOIN, "policy.hold(all)", "policy.update([], kl_coef=None, bounds=())"]
 
 
 async def caller_of_a_change(world):

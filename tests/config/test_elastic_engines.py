@@ -3,7 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
+from actors.factory import Factory
+from actors.lifecycle.actor_spec import GuestSpec
 from actors.placement.demands import Resources, is_colocated, placement
+from actors.placement.reservation import Reservation
 from grpo_dist.config import RolloutConfig
 from grpo_dist.config.files import ConfigError, changed, dump_config, load_config
 from grpo_dist.errors import UserError
@@ -51,12 +54,31 @@ def test_the_message_names_the_key_and_what_is_expected():
     assert "num_workers = {'min': 1}: expected a whole number, or min and max alone" in str(refused.value)
 
 
-def test_engines_that_join_have_devices_of_their_own():
+def guests(wanted, has):
+    return Factory(wanted, placement(wanted, has, training=True), Reservation([], None)).guests()
+
+
+def test_engines_that_join_colocated_ones_have_devices_of_their_own():
     eight = Resources(cpus=64, gpus=8)
-    wanted = changed(shape(8, 8), {"rollout.max_workers": 16})
-    assert is_colocated(shape(8, 8), eight) and not is_colocated(wanted, eight)
-    with pytest.raises(UserError, match=r"rollout.max_workers.*cluster.placement=separate"):
-        placement(changed(shape(4, 4, where="colocated"), {"rollout.max_workers": 5}), eight, training=True)
+    for where, engines in (("auto", 4), ("colocated", 2)):
+        wanted = changed(shape(8, engines, 2, where=where), {"rollout.max_workers": 9})
+        assert is_colocated(wanted, eight)
+        assert guests(wanted, eight) == GuestSpec(most=9 - engines, cpus=1, gpus=2)
+
+
+def test_on_cpus_they_find_room_beside_the_cores_on_which_engines_and_ranks_take_turns():
+    own = {"rollout.max_workers": 3, "rollout.threads": 2, "policy.threads": 5}
+    for where, used in (("colocated", 5), ("separate", 2 + 5)):
+        wanted = changed(shape(1, 1, where=where), own)
+        assert guests(wanted, Resources(cpus=16, gpus=0)) == GuestSpec(2, cpus=2, gpus=0, uncounted=used)
+
+
+def test_deltas_are_refused_where_some_engines_drop_the_weights_before():
+    wanted = changed(shape(4, 4, where="colocated"), {"rollout.max_workers": 5, "weight_sync.deltas": True})
+    with pytest.raises(UserError, match=r"weight_sync.deltas.*rollout.max_workers` = 5.*deltas=false"):
+        placement(wanted, Resources(cpus=64, gpus=8), training=True)
+    for fits in ({"rollout.max_workers": 4}, {"cluster.placement": "separate"}):
+        placement(changed(wanted, fits), Resources(cpus=64, gpus=8), training=True)
 
 
 def test_a_resumed_run_may_have_another_range():

@@ -21,16 +21,18 @@ PLACES = ("engines/", "restarts/", "rollout/cached", "sync/", "util/", "episode/
 
 
 @pytest.mark.timeout(4 * 3600)
-def test_engines_that_come_and_go_change_no_number_and_lose_no_prompt(tmp_path):
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_engines_that_come_and_go_change_no_number_and_lose_no_prompt(tmp_path, placement):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     elastic, fixed = tmp_path / "elastic", tmp_path / "fixed"
     for directory in (elastic, fixed):
         directory.mkdir()
-    own = [sys.executable, "-m", "tests.support.multi_node_elastic", str(elastic)]
+    own = [sys.executable, "-m", "tests.support.multi_node_elastic", str(elastic), placement]
     run = subprocess.run(own, env=environment, capture_output=True, text=True, timeout=3 * 3600)
     print(run.stdout)
     assert run.returncode == 0, run.stderr[-3000:] + (elastic / "said.txt").read_text()[-5000:]
-    subprocess.run(command(fixed, "rollout.num_workers=1"), env=environment, check=True, timeout=3 * 3600)
+    plain_run = command(fixed, "cluster.placement=separate", "rollout.num_workers=1")
+    subprocess.run(plain_run, env=environment, check=True, timeout=3 * 3600)
     changed, plain = lines(elastic / "run"), lines(fixed / "run")
     assert audit(elastic / "run" / LEDGER, steps=STEPS, prompts_per_step=4) is None
     assert sum(line["engines/joined"] for line in changed) == 3

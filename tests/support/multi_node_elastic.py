@@ -16,7 +16,7 @@ from tests.support.patient_cluster import PatientCluster
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60
 SETTINGS = (
-    f"steps={STEPS}", "cluster.placement=separate", "rollout.threads=1", "policy.num_workers=1",
+    f"steps={STEPS}", "rollout.threads=1", "policy.num_workers=1",
     "policy.threads=1",
     "algorithm.kl.coef=0", "cluster.restarts.hang_s=60",
     f"rewards.code_paths=[{ROOT / 'tests/support'}]",
@@ -42,12 +42,18 @@ def drain(cluster, node):
     subprocess.run([ray_command, "drain-node", *place, *arguments, *notice], check=True, timeout=LIMIT_S)
 
 
-def main(directory):
+def main(directory, placement):
     cluster = PatientCluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    cluster.add_node(num_cpus=2)  # the policy's rank and the engine that is reserved
+    # The policy's rank and the engine that is reserved; on the same core where they take turns.
+    cluster.add_node(num_cpus=1 if placement == "colocated" else 2)
     ray.init(address=cluster.address, log_to_driver=False)
     run_dir = Path(directory) / "run"
-    own = command(directory, f"cluster.address={cluster.address}", "rollout.num_workers={min: 1, max: 3}")
+    own = command(
+        directory,
+        f"cluster.placement={placement}",
+        f"cluster.address={cluster.address}",
+        "rollout.num_workers={min: 1, max: 3}",
+    )
     with started(own, directory, cluster) as run:
 
         def until(count, what):
@@ -70,4 +76,4 @@ def main(directory):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -143,10 +143,10 @@ async def test_a_broken_connection_is_reopened_once(world):
     """No process is lost: a new group sends the weights again. A second break is an error."""
     rank = world.policy.ranks[0]
     await rank.cut_transfers.remote(1)
-    world.sync._is_open = False
+    world.sync._opened.clear()
     await world.push_and_check(6)
     await rank.cut_transfers.remote(2)
-    world.sync._is_open = False
+    world.sync._opened.clear()
     with pytest.raises(TransferLost, match="a process of the transfer group is gone"):
         await world.sync.push(7)
     assert world.rollouts.team.restarted() == 2  # those of the tests before

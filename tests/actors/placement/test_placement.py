@@ -261,7 +261,6 @@ SPLIT = {
         # Two ranks of a sequence cannot be one, what runs ahead cannot stop, and new engines take GPUs.
         (config(**SPLIT, max_staleness=1), 1, "has 1; add nodes"),
         (shape(1, 1, max_staleness=1, batch={"order": "finished"}), 1, "has 1; add nodes"),
-        (config(rollout={"max_workers": 2}), 1, "has 1; add nodes"),
     ],
 )
 def test_the_refusal_names_only_what_fits(wanted, gpus, said):
