@@ -138,7 +138,7 @@ class Cluster:
             await self._ready()
             self._parts = parts
             workers = await self._connected(parts, None)
-            self._admit_guests(samplers.rollouts.team)
+            await self._admit_guests(parts)
             return workers
         models, limit_s = parts.frozen_models(), self._config.cluster.timeouts.sync_s
         rollouts = samplers.rollouts
@@ -146,15 +146,17 @@ class Cluster:
         await self._ready(colocation, [policy, rollouts, *models.values()])
         workers = await self._connected(parts, shared)
         colocation.admit(rollouts.team)
-        self._admit_guests(rollouts.team)
+        await self._admit_guests(parts)
         return colocated(workers, colocation, has_reference=self._config.needs_reference)
 
-    def _admit_guests(self, team: Team) -> None:
+    async def _admit_guests(self, parts: TrainingActors) -> None:
         """Let further engines join from now on, if the run may have any."""
-        guests = self._factory.guests()
+        guests, team = self._factory.guests(), parts.samplers.rollouts.team
         if guests is not None and isinstance(team, ElasticTeam):
+            async with deadline(self._config.cluster.timeouts.sync_s, "start: where the actors are"):
+                in_use = await parts.cores_in_use(self._factory.demands)
             placed = self._factory.reservation.is_placed
-            team.oversee(Elasticity(team, guests, self._wanted_engines, placed).run())
+            team.oversee(Elasticity(team, guests, self._wanted_engines, placed, in_use).run())
 
     async def where_stuck(self) -> str:
         """Return where each actor is in its code."""

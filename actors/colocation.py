@@ -31,9 +31,11 @@ from typing import Any, Protocol, TypeVar
 
 from ray.exceptions import RayError
 
+from actors.lifecycle.calls import kill
 from actors.lifecycle.supervisor import Team
 from actors.workers.policy_group import PolicyGroup
 from actors.workers.rollout_pool import RolloutPool
+from grpo_dist.errors import UserError
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.workers import WeightSyncHandle
 
@@ -224,12 +226,14 @@ class Colocation:
     async def _catch_up(self, send: Callable[[Any], Awaitable[None]], worker: Any) -> Exception | None:
         """Return why ``worker`` could not join: the change itself succeeds, and the run continues."""
         await self._only_weights()
-        failure = None
+        failure, limit_s = None, self._timeout_s
         try:
             await send(worker)
-        except (RayError, TimeoutError) as error:  # where a rank is the reason, the next part fails, too
+        except (RayError, TimeoutError, UserError) as error:  # of a rank: the next part fails, too
             failure = error
-        await self._part("policy_offload", lambda: self.policy.hold("nothing"))
+            kill([worker])  # a rank that sends to it notices, and one that waits for it to connect
+            limit_s += self._timeout_s  # does so for as long as this
+        await self._part("policy_offload", lambda: self.policy.hold("nothing"), limit_s)
         return failure
 
     async def _refresh(self, refresh: Callable[[], Awaitable[None]]) -> None:
@@ -239,11 +243,13 @@ class Colocation:
         await self._part("policy_offload", lambda: self.policy.hold("nothing"))
         self._holder = REFERENCE
 
-    async def _part(self, name: str, move: Callable[[], Awaitable[None]]) -> None:
-        """Run a part of a change, timed, with a deadline."""
+    async def _part(
+        self, name: str, move: Callable[[], Awaitable[None]], limit_s: float | None = None
+    ) -> None:
+        """Run a part of a change, timed, with a deadline: ``limit_s``, or that of all parts."""
         stage = f"placement: {name.replace('_', ' ')} on the shared GPUs"
         begin = time.perf_counter()
-        async with deadline(self._timeout_s, stage, explain=self._where_stuck):
+        async with deadline(limit_s or self._timeout_s, stage, explain=self._where_stuck):
             await move()
         self._seconds[name] += time.perf_counter() - begin
 

@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.lifecycle.actor_spec import ActorSpec, GuestSpec
+from actors.lifecycle.calls import nodes_of
 from actors.lifecycle.supervisor import Team
 from actors.placement.demands import Demand, uncounted_threads
 from actors.placement.own_gpus import SHARED, VISIBLE
 from actors.placement.reservation import Reservation
 from actors.placement.sharing import Devices, colocated_ranks
+from actors.placement.spare import cores_in_use
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.environment import EnvironmentPool
 from actors.workers.policy_group import PolicyGroup, PolicySpec
@@ -77,6 +79,14 @@ class TrainingActors:
             "policy": [self.policy.team],
         }
 
+    async def cores_in_use(self, demands: Mapping[str, Demand]) -> dict[str, int]:
+        """See `spare.cores_in_use`. The caller holds the deadline."""
+        threads, teams = uncounted_threads(demands), self.teams()
+        nodes = {
+            role: await nodes_of(own for team in teams[role] for own in team.alive()) for role in threads
+        }
+        return cores_in_use(nodes, threads, in_turns=demands["rollout"].shared)
+
 
 @dataclass(frozen=True)
 class SharedDevices:
@@ -129,8 +139,7 @@ class Factory:
             return None
         reserved = 1 if demand.shared else demand.cpus  # shared devices take no CPUs of Ray's
         cpus = reserved if demand.gpus else demand.threads
-        uncounted = 0 if demand.gpus else uncounted_threads(self.demands)
-        return GuestSpec(rollout.most_workers - rollout.num_workers, cpus, demand.gpus, uncounted)
+        return GuestSpec(rollout.most_workers - rollout.num_workers, cpus, demand.gpus)
 
     def evaluation(self, model_dir: Path, environments: EnvironmentPool | None) -> RolloutPool | None:
         """Create the engines on which evaluation runs while training continues; None: there are none."""

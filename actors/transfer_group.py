@@ -93,8 +93,10 @@ class TransferGroup:
         not share its devices.
         """
         ranks, spec = [rank for worker in workers for rank in self.on_ranks.get(worker, ())], self.spec
-        if not ranks and spec.settings.backend == "ipc":  # it was set for those on the policy's GPUs
-            spec = replace(spec, settings=spec.settings.model_copy(update={"backend": "auto"}))
+        if spec.settings.backend in _MAPPED and not ranks:  # it was set for the engines of the start
+            reaches = await on_one_host([self.policy.ranks[0], *workers])
+            if spec.settings.backend == "ipc" or not reaches:
+                spec = replace(spec, settings=spec.settings.model_copy(update={"backend": "auto"}))
         return await TransferGroup.open(
             name,
             self.policy,

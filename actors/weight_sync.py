@@ -183,7 +183,10 @@ class WeightSync:
         for name, members in wanted.items():
             if members and (name not in self._opened or list(self._opened[name].workers) != members):
                 self._opened[name] = await first.reopen(members, name=name, timeout_s=self._timeout_s)
-            groups += [self._opened[name]] if members else []
+            if members:
+                groups.append(self._opened[name])
+            elif (empty := self._opened.pop(name, None)) is not None:
+                await empty.close()
         return groups
 
     async def _send(self, group: TransferGroup, receivers: Sequence[Any]) -> dict[str, float]:

@@ -19,13 +19,11 @@ class GuestSpec:
     Attributes:
         most: how many there may be at once.
         cpus, gpus: what each takes, on one node.
-        uncounted: CPUs that the reserved actors compute on though Ray has them as free.
     """
 
     most: int
     cpus: int
     gpus: int
-    uncounted: int = 0
 
 
 @dataclass(frozen=True)

@@ -44,12 +44,16 @@ def one_at_a_time(worker: type) -> Any:
     return ray.remote(concurrency_groups={PARALLEL: 1})(worker)
 
 
-async def on_one_host(workers: Iterable[Any]) -> bool:
-    """Return whether all ``workers`` are on the same node."""
-    nodes = await results(
+async def nodes_of(workers: Iterable[Any]) -> list[str]:
+    """Return the node of each worker, by Ray's id."""
+    return await results(
         worker.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()) for worker in workers
     )
-    return len(set(nodes)) == 1
+
+
+async def on_one_host(workers: Iterable[Any]) -> bool:
+    """Return whether all ``workers`` are on the same node."""
+    return len(set(await nodes_of(workers))) == 1
 
 
 async def end(workers: Sequence[Any]) -> None:

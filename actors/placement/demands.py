@@ -96,18 +96,23 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
             "trains, but `rewards.models` take turns with it on the same devices (`cluster.placement`); set "
             "cluster.placement=separate or evaluation.num_workers=0"
         )
-    if config.rollout.may_grow and config.weight_sync.deltas is True and demands["rollout"].shared:
+    refused_deltas = config.rollout.may_grow and config.weight_sync.deltas is True
+    if refused_deltas and "rollout" in demands and demands["rollout"].shared:
+        apart = _gpus(_demands(config, has, training=True, colocated=False))
         raise UserError(
             f"`weight_sync.deltas` = true: engines that join (`rollout.max_workers` = "
             f"{config.rollout.max_workers}) hold the weights before, and colocated ones drop them at every "
-            "update; set weight_sync.deltas=false or cluster.placement=separate"
+            "update; set weight_sync.deltas=false"
+            + (" or cluster.placement=separate" if apart <= has.gpus else "")
         )
     if not has.gpus:
         _check_cpus(demands, has.cpus, config.rollout.tensor_parallel_size)
     elif _gpus(demands) > has.gpus:
         excluded = _not_colocated(config.rollout, config.policy.num_workers, config.rewards, max_staleness=0)
         shares, change = {"policy", "rollout"} <= demands.keys() and not excluded, partial(changed, config)
-        sharing = _shared(demands, config.rollout, config.max_staleness, has.gpus, change) if shares else None
+        first: dict[str, Any] = {"max_staleness": 0} if config.max_staleness else {}
+        first |= {"weight_sync.deltas": False} if refused_deltas else {}
+        sharing = _shared(demands, config.rollout, first, has.gpus, change) if shares else None
         raise _too_few_gpus(config.cluster, demands, has.gpus, sharing)
     elif training and (rollout := demands.get("rollout")):  # refuses a transport that cannot connect these
         transfer_backend(config.weight_sync.backend, "cuda", one_host=True, colocated=rollout.shared)
@@ -223,13 +228,12 @@ def _of_reward_models(rewards: RewardsConfig, on_each: int | None, on_gpu: int, 
     return Demand(workers, on_gpu, 1, shared=shared)
 
 
-def uncounted_threads(demands: Mapping[str, Demand]) -> int:
-    """Return the threads of engines and ranks that have no CPUs reserved: Ray has their cores as free."""
-    computing = {role: demands[role] for role in _COMPUTING if role in demands and not demands[role].cpus}
-    threads = {role: demand.workers * demand.threads for role, demand in computing.items()}
-    if demands["rollout"].shared:  # engines and ranks take turns
-        return sum(threads.values()) - min(threads["rollout"], threads["policy"])
-    return sum(threads.values())
+def uncounted_threads(demands: Mapping[str, Demand]) -> dict[str, int]:
+    """Return by role the threads of one actor on cores that are not reserved, so that Ray has them as free.
+    On GPUs nobody computes on cores.
+    """
+    computing = {role: demands[role] for role in _COMPUTING if role in demands}
+    return {role: own.threads for role, own in computing.items() if not (own.cpus or own.gpus)}
 
 
 def _with_cpus(demands: dict[str, Demand], has: Resources, *, colocated: bool) -> dict[str, Demand]:
@@ -251,16 +255,17 @@ def _gpus(demands: Mapping[str, Demand]) -> int:
 def _shared(
     demands: Mapping[str, Demand],
     rollout: RolloutConfig,
-    max_staleness: int,
+    first: Mapping[str, Any],
     gpus: int,
     change: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any] | None:
     """Return overrides with which engines and policy ranks share some of ``gpus``; None: there are none.
-    ``change`` raises ValueError for overrides that the configuration refuses.
+    ``first``: what roles apart must change before they can share; ``change`` raises ValueError for overrides
+    that the configuration refuses.
     """
     apart: dict[str, Any] = {}
     if not demands["rollout"].shared:
-        apart = ({"max_staleness": 0} if max_staleness else {}) | {"cluster.placement": "colocated"}
+        apart = {**first, "cluster.placement": "colocated"}
     own = demands["evaluation"].total_gpus if "evaluation" in demands else 0
     evaluations: list[tuple[int, dict[str, Any]]] = [(own, {})]
     if own:  # it cannot score with reward models that take turns

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from actors.lifecycle.actor_spec import GuestSpec
@@ -38,6 +39,7 @@ class Elasticity:
     Args:
         wanted: how many engines there should be; it may change at any time, and is clipped to what the
             configuration allows. Called in a thread.
+        in_use: see `spare.cores_in_use`.
         is_placed: whether all reserved actors have their places, which a lost node takes from them. Called in
             a thread.
     """
@@ -48,8 +50,10 @@ class Elasticity:
         guests: GuestSpec,
         wanted: Callable[[], int | None],
         is_placed: Callable[[], bool] = lambda: True,
+        in_use: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self._team, self._guests, self._wanted, self._is_placed = team, guests, wanted, is_placed
+        self._in_use = in_use
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed, self._not_before = 0, 0.0  # joins that failed in a row, and when to try again
 
@@ -96,7 +100,7 @@ class Elasticity:
 
     async def _fill(self, missing: int) -> None:
         own = self._guests
-        rooms = await in_thread(lambda: spare.rooms(own.cpus, own.gpus, missing, uncounted=own.uncounted))
+        rooms = await in_thread(lambda: spare.rooms(own.cpus, own.gpus, missing, in_use=self._in_use))
         for index, node in zip(self._team.free_places(), rooms, strict=False):
             self._team.join(index, node).add_done_callback(partial(self._note_join, index))
 

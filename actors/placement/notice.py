@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
-from typing import Any
 
 import ray
 
-from actors.lifecycle.calls import reason, results
+from actors.lifecycle.calls import nodes_of, reason
 from actors.lifecycle.supervisor import Team
 from actors.lifecycle.watchdog import deadline_of
 from actors.placement import spare
@@ -53,12 +52,7 @@ async def leaving_nodes(team: Team, timeout_s: float) -> Callable[[], frozenset[
     answer within ``timeout_s`` seconds.
     """
     async with deadline_of(team.named(), timeout_s, "start: where the policy's ranks are"):
-        nodes = await results(worker.__ray_call__.remote(_node_of) for worker in team.alive())
-    notice = DrainNotice([*nodes, _node_of(None)])
+        nodes = await nodes_of(team.alive())
+    notice = DrainNotice([*nodes, ray.get_runtime_context().get_node_id()])
     team.oversee(notice.run())
     return lambda: notice.leaving
-
-
-def _node_of(_: Any) -> str:
-    node: str = ray.get_runtime_context().get_node_id()
-    return node

@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError
 from actors import colocation
 from actors.colocated_handles import colocated
 from actors.colocation import Colocation
+from grpo_dist.errors import UserError
 from grpo_dist.workers import Workers
 from tests.support.patience import HANG_S
 
@@ -267,9 +268,24 @@ def test_engines_that_left_for_one_that_joins_get_their_weights_again():
     assert events == [*ENGINES_LEAVE, *PUSH, *ENGINES_LEAVE, *JOIN, *PUSH, "engines: sample"]
 
 
-@pytest.mark.parametrize("failure", [TimeoutError("it hangs"), RayActorError()])
-def test_an_engine_that_cannot_join_costs_the_others_nothing(failure):
+@pytest.mark.parametrize("failure", [TimeoutError("it hangs"), RayActorError(), UserError("too far")])
+def test_an_engine_that_cannot_join_costs_the_others_nothing(monkeypatch, failure):
+    """The rank that sends to it is free once it is killed, at the latest when it waits no longer for it."""
+    killed = []
+    monkeypatch.setattr(colocation, "kill", killed.extend)
+
     async def step(world):
+        world.colocation._timeout_s, world.policy._takes_s["hold"] = 0.5, 0.7
+        hold = world.policy.hold
+
+        async def until_killed(what):
+            if what != "nothing":
+                world.policy._takes_s["hold"] = 0
+            await hold(what)
+            world.policy._takes_s["hold"] = 0.7 if what == "weights" else 0
+            assert what != "nothing" or killed == ["guest"]
+
+        world.policy.hold = until_killed
         with pytest.raises(type(failure)):
             await joining(world, failure)
         await world.workers.policy.update([])

@@ -66,11 +66,11 @@ def test_engines_that_join_colocated_ones_have_devices_of_their_own():
         assert guests(wanted, eight) == GuestSpec(most=9 - engines, cpus=1, gpus=2)
 
 
-def test_on_cpus_they_find_room_beside_the_cores_on_which_engines_and_ranks_take_turns():
+def test_on_cpus_they_take_the_threads_of_an_engine():
     own = {"rollout.max_workers": 3, "rollout.threads": 2, "policy.threads": 5}
-    for where, used in (("colocated", 5), ("separate", 2 + 5)):
+    for where in ("colocated", "separate"):
         wanted = changed(shape(1, 1, where=where), own)
-        assert guests(wanted, Resources(cpus=16, gpus=0)) == GuestSpec(2, cpus=2, gpus=0, uncounted=used)
+        assert guests(wanted, Resources(cpus=16, gpus=0)) == GuestSpec(2, cpus=2, gpus=0)
 
 
 def test_deltas_are_refused_where_some_engines_drop_the_weights_before():
@@ -79,6 +79,16 @@ def test_deltas_are_refused_where_some_engines_drop_the_weights_before():
         placement(wanted, Resources(cpus=64, gpus=8), training=True)
     for fits in ({"rollout.max_workers": 4}, {"cluster.placement": "separate"}):
         placement(changed(wanted, fits), Resources(cpus=64, gpus=8), training=True)
+
+
+def test_what_a_refusal_of_deltas_names_is_not_refused_in_turn():
+    wanted = changed(shape(4, 4, where="colocated"), {"rollout.max_workers": 5, "weight_sync.deltas": True})
+    four = Resources(cpus=64, gpus=4)
+    with pytest.raises(UserError) as refused:
+        placement(wanted, four, training=True)
+    assert "deltas=false" in str(refused.value) and "separate" not in str(refused.value)
+    with pytest.raises(UserError, match=r"set weight_sync.deltas=False cluster.placement=colocated, or"):
+        placement(changed(wanted, {"cluster.placement": "separate"}), four, training=True)
 
 
 def test_a_resumed_run_may_have_another_range():

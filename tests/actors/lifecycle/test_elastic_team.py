@@ -111,8 +111,8 @@ def test_a_guest_that_is_removed_just_after_a_group_was_admitted_loses_no_group(
         balancer = type(team.load_balancer)
         admit = balancer.admit
 
-        async def removed_meanwhile(self, *load):
-            index = await admit(self, *load)
+        async def removed_meanwhile(self, *load, **wishes):
+            index = await admit(self, *load, **wishes)
             if index == 1 and team.guests():
                 team._remove(1)
             return index
@@ -238,7 +238,7 @@ def test_engines_join_while_nodes_have_room_and_leave_when_fewer_are_wanted(ray_
     node, rooms, going, wanted, placed = here(), [1], {}, [None], [True]
     monkeypatch.setattr("actors.placement.spare.draining", lambda: dict(going))
     monkeypatch.setattr(
-        "actors.placement.spare.rooms", lambda cpus, gpus, count, uncounted: [node] * min(count, rooms[0])
+        "actors.placement.spare.rooms", lambda cpus, gpus, count, in_use: [node] * min(count, rooms[0])
     )
 
     async def work(rollouts, team):

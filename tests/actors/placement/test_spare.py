@@ -1,15 +1,17 @@
 """Room for guests, and the file that says how many engines are wanted."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from actors.factory import Factory
 from actors.lifecycle.actor_spec import GuestSpec
+from actors.placement import spare
 from actors.placement.demands import Demand, Resources, placement, uncounted_threads
 from actors.placement.elasticity import wanted_in
 from actors.placement.reservation import Reservation
-from actors.placement.spare import pick
+from actors.placement.spare import cores_in_use, pick
 from tests.support import fakes
 
 GPUS = {"a": (2.0, 8.0), "b": (1.0, 8.0), "c": (4.0, 1.0)}
@@ -22,13 +24,26 @@ def test_guests_go_to_the_fullest_nodes_that_have_all_they_take():
     assert pick(GPUS, 0, 5, 1) == []
 
 
-def test_cores_that_ray_has_as_free_while_the_run_computes_on_them_are_no_room():
+def test_cores_that_ray_has_as_free_while_the_run_computes_on_them_are_no_room(monkeypatch):
     laptop = {"a": (0.0, 8.0)}
     assert pick(laptop, 1, 0, 7) == ["a"] * 7
-    assert pick(laptop, 1, 0, 7, uncounted=5) == ["a"] * 3
-    assert pick(laptop, 2, 0, 7, uncounted=5) == ["a"]
-    assert pick(laptop, 1, 0, 7, uncounted=8) == pick(laptop, 1, 0, 7, uncounted=9) == []
-    assert pick({"a": (0.0, 2.0), "b": (0.0, 4.0)}, 1, 0, 9, uncounted=3) == ["a", "a", "b"]
+    has = {"a": {"CPU": 8.0}, "policy": {"CPU": 4.0}, "gone": {"CPU": 9.0}, "drained": {"CPU": 9.0}}
+    monkeypatch.setattr("ray._private.state.available_resources_per_node", lambda: has)
+    nodes = [{"NodeID": node, "Alive": node != "gone"} for node in has]
+    monkeypatch.setattr(spare, "ray", SimpleNamespace(nodes=lambda: nodes))
+    monkeypatch.setattr(spare, "draining", lambda: {"drained": 60.0})
+    assert spare.rooms(1, 0, 7, in_use={}) == ["policy"] * 4 + ["a"] * 3
+    assert spare.rooms(1, 0, 7, in_use={"policy": 3}) == ["policy"] + ["a"] * 6
+    assert spare.rooms(1, 0, 9, in_use={"policy": 4, "a": 1}) == ["a"] * 7
+    assert spare.rooms(2, 0, 7, in_use={"policy": 9, "a": 5}) == ["a"]
+
+
+def test_cores_are_counted_on_the_node_of_the_actor_that_computes_on_them():
+    nodes = {"rollout": ["a", "b"], "policy": ["a", "a"], "evaluation": ["b"]}
+    threads = {"rollout": 4, "policy": 3, "evaluation": 1}
+    assert cores_in_use(nodes, threads, in_turns=False) == {"a": 4 + 2 * 3, "b": 4 + 1}
+    assert cores_in_use(nodes, threads, in_turns=True) == {"a": 2 * 3, "b": 4 + 1}
+    assert cores_in_use({}, {}, in_turns=True) == {}
 
 
 def elastic(**changes):
@@ -39,24 +54,26 @@ def elastic(**changes):
 @pytest.mark.parametrize(
     ("shared", "cpus", "uncounted"),
     [
-        (False, 8, 5),  # a private Ray, where nothing is reserved
-        (True, 8, 0),  # one with others: Ray counts
-        (True, 4, 5),  # too few to reserve
+        (False, 8, {"rollout": 1, "policy": 4}),  # a private Ray, where nothing is reserved
+        (True, 8, {}),  # one with others: Ray counts
+        (True, 4, {"rollout": 1, "policy": 4}),  # too few to reserve
     ],
 )
 def test_guests_find_room_beside_the_threads_of_the_actors_that_ray_does_not_count(shared, cpus, uncounted):
     config = elastic()
     demands = placement(config, Resources(cpus=cpus, gpus=0, shared=shared), training=True)
-    assert Factory(config, demands, Reservation([], None)).guests() == GuestSpec(7, 1, 0, uncounted)
+    assert Factory(config, demands, Reservation([], None)).guests() == GuestSpec(7, 1, 0)
+    assert uncounted_threads(demands) == uncounted
 
 
 def test_evaluation_engines_compute_on_cores_too_and_engines_on_gpus_need_none():
     computing = {"rollout": Demand(1, 0, 1), "policy": Demand(2, 0, 4), "evaluation": Demand(2, 0, 3)}
-    assert uncounted_threads(computing | {"rewards": Demand(4, 0, 1)}) == 1 + 2 * 4 + 2 * 3
+    counted = {"rollout": 1, "policy": 4, "evaluation": 3}
+    assert uncounted_threads(computing | {"rewards": Demand(4, 0, 1)}) == counted
     config = elastic()
     demands = placement(config, Resources(cpus=16, gpus=8), training=True)
     guests = Factory(config, demands, Reservation([], None)).guests()
-    assert (guests.gpus, guests.uncounted) == (1, 0)
+    assert guests.gpus == 1 and uncounted_threads(demands) == {}
 
 
 def test_the_wanted_number_is_read_from_a_file_and_what_is_no_number_is_reported_once(tmp_path, caplog):

@@ -100,3 +100,32 @@ def test_ranks_wait_less_for_an_engine_than_it_waits_for_them():
 
     asyncio.run(session())
     assert rank.waits == [300, 300] and engine.waits == [300, 2100]
+
+
+@pytest.mark.parametrize(
+    ("set_backend", "one_host", "taken"),
+    [("shared_memory", True, "shared_memory"), ("shared_memory", False, "gloo"), ("gloo", False, "gloo")],
+)
+def test_an_engine_on_another_host_is_reached_whatever_backend_was_set(set_backend, one_host, taken):
+    """It may join hours after the start, when all engines were on one host."""
+    backends, nodes = [], ["node"] * 2
+
+    class Engine(Called):
+        def __getattr__(self, method):
+            async def call(*arguments):
+                if method == "open_transfer":
+                    backends.append(arguments[0])
+                return nodes[1] if method == "__ray_call__" else None
+
+            return SimpleNamespace(remote=call)
+
+    policy = SimpleNamespace(ranks=[Called()], device="cpu")
+
+    async def session():
+        spec = TransferSpec(WeightSyncConfig(backend=set_backend))
+        group = await TransferGroup.open("rollout", policy, [Engine()], spec, timeout_s=300)
+        nodes[1] = "node" if one_host else "another"
+        await group.reopen([Engine()], name="joined", timeout_s=300)
+
+    asyncio.run(session())
+    assert backends[1] == taken
