@@ -1,15 +1,16 @@
 """A reward for code: tests that come with the data, on the sandbox in which tools of episodes run.
 
-a test                            what runs, in an interpreter of its own          it passes
-"assert f(2) == 4"                the solution, then the test                      if the test ends
-{"input": "2\\n", "output": "4"}   the solution, which reads the input              if it prints the output
+a test                            what runs, in a sandbox of its own               it passes
+"assert f(2) == 4"                the solution, then the test, in one interpreter  if the test ends
+{"input": "2\\n", "output": "4"}   `python solution.py < input`                     if it prints the output
 
 The test itself runs in the process of the solution, which could tamper with it; output is compared outside.
+A program is a process of its own, because only the end of one joins threads, runs what is registered with
+atexit, and writes what open files hold.
 """
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
 import math
@@ -31,25 +32,48 @@ from grpo_dist.rewards.group import CompletionGroup, Verdicts
 _FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _LANGUAGES = ("", "python", "python3", "py")
 _REASON = 200  # last characters of why an input could not be given
-_START_S, _CLOSE_S = 400.0, 60.0  # the trial of isolation takes up to 300 s on a busy machine
-# Descriptor 0 is a file, so that `open(0)` and `os.read` find the input, too. It leaves no names: a solution
-# that forgets an import fails.
-_READ_FROM = """def _read():
-    import os, sys, tempfile
-    with tempfile.TemporaryFile() as file:
-        file.write({data!r})
-        file.seek(0)
-        os.dup2(file.fileno(), 0)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)
-_read()
-del _read
-"""
-# The sandbox shows both streams as one, and what a program logs is no output. In the program itself, for a
-# service opens both streams again for each piece of code.
-_QUIET = (
-    "__import__('os').dup2(__import__('os').open('/dev/null', 1), 2); "
-    "__import__('sys').stderr = open(2, 'w', closefd=False)"
+_TRIALS = (
+    ("def f(x): return 2 * x", "assert f(2) == 4"),
+    ("print(2 * int(input()))", {"input": "2", "output": "4"}),
 )
+_START_S, _CLOSE_S = 400.0, 60.0  # the trial of isolation takes up to 300 s on a busy machine
+# The sandbox shows both streams as one, and what a program logs is no output.
+_PREPARE = """import os, subprocess, sys, tempfile
+directory = tempfile.mkdtemp()
+for name, data in {files!r}.items():
+    with open(os.path.join(directory, name), "wb") as file:
+        file.write(data)
+"""
+_RUN = """with open(os.path.join(directory, "input"), "rb") as file:
+    command = [sys.executable, "-X", "utf8", "-c", {begin!r}, directory]
+    try:
+        status = subprocess.run(command, stdin=file, stderr=subprocess.DEVNULL).returncode
+    except OSError as error:
+        status = {mark!r} + str(error)
+sys.exit(status)
+"""
+# The names of the data's code are the program's, what that prints is no output of it, and random numbers are
+# the same in each run.
+_BEGIN = """def _begin(directory):
+    import os, random, sys
+    names = globals()
+    def run(name):
+        names["__file__"] = sys.argv[0] = os.path.join(directory, name)
+        with open(names["__file__"], encoding="utf-8") as file:
+            code = compile(file.read(), file.name, "exec", dont_inherit=True)
+        return lambda: exec(code, names)
+    del names["_begin"], sys.argv[1:]
+    random.seed(0)
+    output, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    run("setup.py")()
+    sys.stdout.flush()
+    os.dup2(output, 1)
+    os.close(output)
+    os.close(nothing)
+    run("solution.py")()
+_begin(__import__("sys").argv[1])
+"""
 
 
 class UnitTests(Builtin):
@@ -81,11 +105,11 @@ class UnitTests(Builtin):
         return (self.column, self.setup_column) if self.setup_column else (self.column,)
 
     def check(self, *, max_new_tokens: int) -> None:
-        """Run one test, so that a machine without a sandbox is reported before the run starts."""
+        """Run a test of each kind, so that a machine without a sandbox is reported before the run starts."""
         code = _CodeLoop(self._limits, 1)
         try:
             code.start()
-            passed = code.run(_passed_all("def f(x): return 2 * x", ["assert f(2) == 4"], code))
+            passed = [code.run(_passed_all(solution, [test], code)) for solution, test in _TRIALS]
         except (ProcessFailure, OSError, RuntimeError, TimeoutError) as error:
             raise ValueError(
                 f"kwargs.sandbox: no code can be run here ({error}); see grpo_dist/environments/sandbox, or "
@@ -93,7 +117,7 @@ class UnitTests(Builtin):
             ) from error
         finally:
             code.close()
-        if passed != [True]:
+        if passed != [[True]] * len(_TRIALS):
             raise ValueError("kwargs.sandbox: a right solution fails its test; raise its limits")
 
     def start(self, *, workers: int, note: Note) -> None:
@@ -233,12 +257,15 @@ async def _passes(solution: str, test: str | Mapping[str, str], sandbox: PythonS
             mark = secrets.token_hex(16)
             ran = _begun(await sandbox.run(episode, _sendable(f"{test}\nprint({mark!r})\n")))
             return ran.outcome == "ok" and ran.output.rstrip().endswith(mark)
-        given = await sandbox.run(episode, _READ_FROM.format(data=_sendable(test["input"]).encode()))
+        files = {"setup.py": setup, "solution.py": solution, "input": test["input"]}
+        data = {name: _sendable(text).encode() for name, text in files.items()}
+        given = await sandbox.run(episode, _PREPARE.format(files=data))
         if given.outcome != "ok":  # the program would find nothing to read: no fault of its own
-            reason = f"the input cannot be given: {given.outcome} {given.output.strip()[-_REASON:]}".rstrip()
-            raise ProcessFailure("error", reason, lost=False, infrastructure=True)
-        program = f"{_quiet(_sendable(solution))}\nNone\n"  # None: its last value is not shown
-        ran = _begun(await sandbox.run(episode, program))
+            raise _failure("the input cannot be given", f"{given.outcome} {given.output.strip()}")
+        mark = secrets.token_hex(16)
+        ran = _begun(await sandbox.run(episode, _RUN.format(begin=_BEGIN, mark=mark)))
+        if mark in ran.output:
+            raise _failure("no program can be started", ran.output.partition(mark)[2].strip())
         return ran.outcome == "ok" and _same_output(ran, test["output"])
     finally:
         await sandbox.end(episode)
@@ -261,30 +288,15 @@ def _begun(ran: CodeResult) -> CodeResult:
     return ran
 
 
+def _failure(what: str, reason: str) -> ProcessFailure:
+    detail = f"{what}: {reason[-_REASON:]}".rstrip()
+    return ProcessFailure("error", detail, lost=False, infrastructure=True)
+
+
 def _same_output(ran: CodeResult, expected: str) -> bool:
     """Compare line by line, but for white space at ends of lines and of the text."""
     ours, theirs = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (ran.output, expected))
     return ours == theirs
-
-
-def _quiet(program: str) -> str:
-    """Return ``program`` with `_QUIET` at its beginning, or behind the imports that must be its first."""
-    ends: list[tuple[int, int]] = []
-    if "__future__" in program:
-        try:
-            body = ast.parse(program).body
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            body = []  # it fails there, too
-        for node in body:
-            if isinstance(node, ast.ImportFrom) and node.module == "__future__":
-                ends.append((node.end_lineno or 0, node.end_col_offset or 0))
-    if not ends:
-        return f"{_QUIET}\n{program}"
-    line, column = max(ends)  # the column counts bytes
-    lines = re.split(r"(?<=\n)|(?<=\r)(?!\n)", program)
-    own = lines[line - 1].encode()
-    lines[line - 1] = f"{own[:column].decode()}; {_QUIET}{own[column:].decode()}"
-    return "".join(lines)
 
 
 def _sendable(code: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import random
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.environments.sandbox.failure import ProcessFailure
 from grpo_dist.environments.sandbox.python import CodeResult, PythonSandbox
+from grpo_dist.rewards import unit_tests
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards
 from grpo_dist.rewards.unit_tests import UnitTests, last_block, read_tests
@@ -133,6 +135,97 @@ def test_a_program_finds_its_input_however_it_reads(pool, reader):
     solution = block(READERS[reader] + "\nimport sys\nprint('a trace', file=sys.stderr)\nprint(data[::-1])")
     scores, scorer = scored(pool, [solution], [{"input": "héllo\n", "output": "olléh\n"}])
     assert scores.rewards.tolist() == [1], scorer.failures
+
+
+# Programs whose output comes as they end, or behind another stream than an interpreter's own.
+ENDINGS = {
+    "a thread that nobody joins": """import sys, threading, time
+sys.setrecursionlimit(10**6)
+threading.stack_size(2**27)
+def depth(n): return n and 1 + depth(n - 1)
+def main():
+    time.sleep(0.05)
+    print(sum(map(int, input().split())) + depth(50_000) - 50_000)
+threading.Thread(target=main).start()""",
+    "at exit": """import atexit, io, sys
+sys.stdout = io.StringIO()
+@atexit.register
+def write(): sys.__stdout__.write(sys.stdout.getvalue())
+print(sum(map(int, input().split())))""",
+    "a file left open": "out = open(1, 'w', closefd=False)\nout.write(str(sum(map(int, input().split()))))",
+    "at once": """import os, sys
+print(sum(map(int, os.read(0, 100).split())))
+sys.stdout.flush()
+os._exit(0)""",
+    "a stream of its own": """import io, os, sys
+class Fast(io.IOBase):
+    def __init__(self, file):
+        self.fd, self.writable, self.buffer = file.fileno(), 'r' not in file.mode, io.BytesIO()
+    def readline(self): return os.read(self.fd, os.fstat(self.fd).st_size).decode()
+    def write(self, text): return self.buffer.write(text.encode())
+    def flush(self):
+        if self.writable:
+            os.write(self.fd, self.buffer.getvalue())
+            self.buffer = io.BytesIO()
+sys.stdin, sys.stdout = Fast(sys.stdin), Fast(sys.stdout)
+print(sum(map(int, sys.stdin.readline().split())))""",
+    "a buffer": "import sys\nsys.stdout.buffer.write(b'%d' % sum(map(int, sys.stdin.buffer.read().split())))\nexit()",
+    "its own name": "import sys, __main__\nassert __main__.__file__ == sys.argv[-1] and __name__ == '__main__'\n"
+    "print(sum(map(int, input().split())))",
+}
+WRONG_ENDINGS = {
+    "a thread that is wrong": "import threading\nthreading.Thread(target=print, args=(8,)).start()",
+    "a status": "import os, sys\nprint(7)\nsys.stdout.flush()\nos._exit(1)",
+    "a text as status": "print(7)\nraise SystemExit('7')",
+    "a signal": "import os, sys\nprint(7)\nsys.stdout.flush()\nos.kill(os.getpid(), 9)",
+}
+
+
+@pytest.mark.family("costly actors")
+@pytest.mark.parametrize("backend", ["process", "http"])
+def test_a_program_ends_as_it_does_outside(pool, backend):
+    programs = ENDINGS | WRONG_ENDINGS
+    with sandbox_fusion() as fusion:
+        sandbox = LIMITS | ({"backend": "http", "url": fusion.url} if backend == "http" else {})
+        tests = [{"input": "3 4\n", "output": "7\n"}]
+        scores, scorer = scored(pool, [*map(block, programs.values())], tests, sandbox=sandbox)
+    expected = dict.fromkeys(ENDINGS, 1) | dict.fromkeys(WRONG_ENDINGS, 0)
+    assert dict(zip(programs, scores.rewards.tolist(), strict=True)) == expected
+    assert scorer.failures == {}
+
+
+@pytest.mark.family("costly actors")
+def test_a_program_whose_thread_never_ends_is_wrong(pool):
+    endless = block("import threading, time\nprint(7)\nthreading.Thread(target=time.sleep, args=(1e6,)).start()")
+    right = block("print(7)")
+    for call_s in longer(4.0):
+        tests = [{"input": "", "output": "7"}]
+        scores, _ = scored(pool, [endless, right], tests, sandbox=LIMITS | {"call_s": call_s})
+        if scores.rewards[1]:
+            break
+    assert scores.rewards.tolist() == [0, 1]
+
+
+@pytest.mark.family("costly actors")
+def test_random_numbers_of_a_program_are_the_same_in_each_run(pool):
+    code = "import random\nprint(random.getrandbits(64), hash('a'))"
+    tests = [{"input": "", "output": str(random.Random(0).getrandbits(64))}]
+    completions = [block(code.replace(", hash('a')", "")), block(code)]
+    assert scored(pool, completions, tests)[0].rewards.tolist() == [1, 0]
+
+
+@pytest.mark.family("costly actors")
+def test_where_no_program_can_be_started_nothing_is_known(pool, monkeypatch):
+    """The check before the run finds it, too."""
+    plain = unit_tests._RUN
+    monkeypatch.setattr(unit_tests, "_RUN", plain.replace("sys.executable", "'/missing/python'"))
+    scores, scorer = scored(pool, [block("print(1)")], [{"input": "", "output": "1"}])
+    assert np.isnan(scores.rewards).all()
+    (reason,) = scorer.failures["code"]
+    assert reason.startswith("the sandbox failed: no program can be started: ") and "/missing/python" in reason
+    settings = RewardsConfig(functions=(RewardConfig(function="unit_tests", kwargs={"sandbox": LIMITS}),))
+    with pytest.raises(ValueError, match="no code can be run here .*no program can be started"):
+        check_rewards(settings, max_new_tokens=10)
 
 
 LOGS = "import sys, os\nprint('a trace', file=sys.stderr)\nos.write(2, b'another')\n"
