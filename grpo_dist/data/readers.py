@@ -101,6 +101,13 @@ def common_columns(source: DataSourceConfig, own: OwnProblems | None = None) -> 
     return list(names)
 
 
+def brings_columns(source: DataSourceConfig) -> bool:
+    """Return True where rows keep all their columns, whatever `columns` names: those of environments and of
+    reasoning-gym, which score by them.
+    """
+    return source.path is None or source.is_generated_by_reasoning_gym
+
+
 def source_name(source: DataSourceConfig) -> str:
     """Return the name of a source in metrics and samples."""
     return source.label
@@ -226,9 +233,7 @@ def _guard(load: Callable[[], Any], source: DataSourceConfig) -> Any:
 def _row(
     record: Mapping[str, Any], location: str, source: DataSourceConfig, label: str, pattern: PatternSearch
 ) -> DataRow:
-    if (
-        source.path is None or source.is_generated_by_reasoning_gym
-    ):  # all columns are its, and it may score without an answer
+    if brings_columns(source):  # it may also score without an answer
         return _own_row(record, location, source, label)
     problem = _text(record, source.problem_column, location, "problem_column")
     answer = _text(record, source.answer_column, location, "answer_column").strip()
