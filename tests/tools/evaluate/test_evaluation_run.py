@@ -484,7 +484,7 @@ def test_prompts_keep_the_columns_that_an_environment_brings_also_by_a_breakdown
         {"secret": 7, "size": "small"},
         {"secret": 42, "size": "large"},
     ]
-    assert list(asked.by.values()) == [{name: size for name in by} for size in ("small", "large")]
+    assert list(asked.by.values()) == [dict.fromkeys(by, size) for size in ("small", "large")]
 
 
 def test_prompts_of_a_file_have_no_columns_that_only_the_breakdown_needs(here):
