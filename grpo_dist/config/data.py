@@ -59,7 +59,7 @@ class DataSourceConfig(Section):
         pattern="^[^/]+$",
         description="label in metrics and samples; null: the file's or data set's name",
     )
-    subset: str | None = Field(None, description="configuration name of a hub data set")
+    subset: str | None = Field(None, description="configuration name of a hub data set or data set directory")
     problem_column: str = Field("problem", description="column with the text of the problem")
     answer_column: str = Field("answer", description="column with the answer, or text that ends with it")
     answer_pattern: str | None = Field(None, description="regular expression; its group 1 is the answer")

@@ -101,6 +101,13 @@ def common_columns(source: DataSourceConfig, own: OwnProblems | None = None) -> 
     return list(names)
 
 
+def brings_columns(source: DataSourceConfig) -> bool:
+    """Return True where rows keep all their columns, whatever `columns` names: those of environments and of
+    reasoning-gym, which score by them.
+    """
+    return source.path is None or source.is_generated_by_reasoning_gym
+
+
 def source_name(source: DataSourceConfig) -> str:
     """Return the name of a source in metrics and samples."""
     return source.label
@@ -129,6 +136,7 @@ def _records(
         return
     path = Path(source.path).expanduser()
     if path.suffix == ".jsonl" and path.is_file():
+        _check_no_subset(source, "a single file")
         yield from json_lines(path)
     else:
         yield from ((f"{path.name}:{i}", record) for i, record in _counted(_dataset(path, source), source))
@@ -173,14 +181,19 @@ def _dataset(path: Path, source: DataSourceConfig) -> Iterable[Mapping[str, Any]
         kind = _FILE_TYPES.get(path.suffix)
         if kind is None:
             raise ValueError(f"{path}: unknown file type {path.suffix!r}; expected .jsonl, .json or .parquet")
+        _check_no_subset(source, "a single file")
         # Streaming reads the file itself: no cache can go stale, and nothing is written.
         return _guard(
             lambda: datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True), source
         )
     if path.is_dir():
         if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+            _check_no_subset(source, "a saved data set")
             return _split(_guard(lambda: datasets.load_from_disk(str(path)), source), source)
-        return _guard(lambda: datasets.load_dataset(str(path), split=source.split, streaming=True), source)
+        return _guard(
+            lambda: datasets.load_dataset(str(path), source.subset, split=source.split, streaming=True),
+            source,
+        )
     if (
         path.is_absolute()
         or source.path.startswith((".", "~"))
@@ -192,6 +205,14 @@ def _dataset(path: Path, source: DataSourceConfig) -> Iterable[Mapping[str, Any]
             "directory, or a hub id such as openai/gsm8k"
         )
     return _guard(lambda: datasets.load_dataset(source.path, source.subset, split=source.split), source)
+
+
+def _check_no_subset(source: DataSourceConfig, kind: str) -> None:
+    if source.subset is not None:
+        raise ValueError(
+            f"{source.path}: `subset` = {source.subset}, but {kind} has no configurations; remove `subset`, or "
+            "name the directory or hub id that has them"
+        )
 
 
 def _counted(
@@ -226,9 +247,7 @@ def _guard(load: Callable[[], Any], source: DataSourceConfig) -> Any:
 def _row(
     record: Mapping[str, Any], location: str, source: DataSourceConfig, label: str, pattern: PatternSearch
 ) -> DataRow:
-    if (
-        source.path is None or source.is_generated_by_reasoning_gym
-    ):  # all columns are its, and it may score without an answer
+    if brings_columns(source):  # it may also score without an answer
         return _own_row(record, location, source, label)
     problem = _text(record, source.problem_column, location, "problem_column")
     answer = _text(record, source.answer_column, location, "answer_column").strip()

@@ -221,6 +221,45 @@ def test_a_missing_split_is_rejected_with_the_available_ones(tmp_path):
         read(DataSourceConfig(path=str(tmp_path / "saved"), split="test"))
 
 
+CONFIGURATIONS = """---
+configs:
+- config_name: main
+  data_files: [{split: train, path: main/train.jsonl}]
+- config_name: socratic
+  data_files: [{split: train, path: socratic/train.jsonl}]
+---
+"""
+
+
+def test_a_directory_is_read_by_its_configuration(tmp_path):
+    """As a clone of openai/gsm8k has them."""
+    (tmp_path / "README.md").write_text(CONFIGURATIONS)
+    for name in ("main", "socratic"):
+        (tmp_path / name).mkdir()
+        jsonl(tmp_path / name / "train.jsonl", {"problem": name, "answer": 1})
+    for name in ("main", "socratic"):
+        (row,) = read(DataSourceConfig(path=str(tmp_path), subset=name))
+        assert row.problem == name
+    with pytest.raises(ValueError, match="`subset` = other"):
+        read(DataSourceConfig(path=str(tmp_path), subset="other"))
+
+
+def test_a_configuration_of_what_has_none_is_refused(tmp_path):
+    import datasets
+
+    made = datasets.Dataset.from_list([GOOD])
+    made.save_to_disk(tmp_path / "saved")
+    made.to_parquet(tmp_path / "set.parquet")
+    jsonl(tmp_path / "set.jsonl", GOOD)
+    for name, kind in (
+        ("saved", "saved data set"),
+        ("set.parquet", "single file"),
+        ("set.jsonl", "single file"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}: `subset` = main, but a {kind} has no configurations"):
+            read(DataSourceConfig(path=str(tmp_path / name), subset="main"))
+
+
 def test_an_unreachable_hub_id_is_rejected_with_a_remedy(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import Config, DataSourceConfig, EvaluationConfig
-from grpo_dist.data.readers import OwnProblems, common_columns, read_all
+from grpo_dist.data.readers import OwnProblems, brings_columns, common_columns, read_all
 from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import STAGE, Draw, EvalSet, EvaluationHandles, sample_chunks
@@ -129,8 +129,7 @@ def _asked(
         for s, found in zip(sets, columns, strict=True)
     ]
     loaded = prepare_eval(sections, read_all(sources, "data.eval", own), tokenizer, [], say)
-    own_columns = [source.columns for source in sets]
-    return [_split(*found, evaluation) for found in zip(loaded, own_columns, columns, strict=True)]
+    return [_split(*found, evaluation) for found in zip(loaded, sets, columns, strict=True)]
 
 
 def _columns(source: DataSourceConfig, by: Sequence[str], own: OwnProblems) -> list[str]:
@@ -139,11 +138,14 @@ def _columns(source: DataSourceConfig, by: Sequence[str], own: OwnProblems) -> l
     return [name for name in common_columns(source, own) if name in wanted]
 
 
-def _split(found: EvalSet, own: Sequence[str], by: Sequence[str], evaluation: EvaluationConfig) -> Asked:
+def _split(
+    found: EvalSet, source: DataSourceConfig, by: Sequence[str], evaluation: EvaluationConfig
+) -> Asked:
     prompts = found.prompts[: evaluation.max_prompts]
     values = {p.uid: {name: str(p.columns[name]) for name in by} for p in prompts}
-    kept = [replace(p, columns={name: p.columns[name] for name in own}) for p in prompts]
-    return Asked(found.name, kept, values)
+    if not brings_columns(source):
+        prompts = [replace(p, columns={name: p.columns[name] for name in source.columns}) for p in prompts]
+    return Asked(found.name, prompts, values)
 
 
 def _missing(asked: list[Asked], store: Store, say: Callable[[str], None]) -> list[tuple[str, list[Prompt]]]:

@@ -11,7 +11,10 @@ import pytest
 
 import actors.cluster
 from grpo_dist.cli import main
+from grpo_dist.config import DataConfig, EnvironmentsConfig, EvaluationConfig, RewardsConfig
 from grpo_dist.config.files import load_config
+from grpo_dist.demo.tokenizer import character_tokenizer
+from grpo_dist.runs.prepare import PromptSections
 from grpo_dist.runtime.concurrency import progressing
 from grpo_dist.runtime.files import alone
 from grpo_dist.runtime.stage_log import open_stages, stages_logged
@@ -446,3 +449,51 @@ def test_a_damaged_result_is_not_compared(here, capsys):
     Path("a/result.json").write_text('{"model"')
     assert main(["eval", "--compare", "a", "b"]) == 2
     assert "a: the result is incomplete" in capsys.readouterr().err
+
+
+_GUESSED = """
+from grpo_dist.environments.base import Environment, Step
+
+
+class Guessed(Environment):
+    def start(self, problem):
+        return f"Guess {len(str(problem.columns['secret']))} digits"
+
+    def step(self, action):
+        return Step(done=True)
+
+    @classmethod
+    def problems(cls, split, count):
+        yield {"problem": "one digit", "secret": 7, "size": "small"}
+        yield {"problem": "two digits", "secret": 42, "size": "large"}
+"""
+
+
+@pytest.mark.parametrize("by", [(), ("size",)])
+def test_prompts_keep_the_columns_that_an_environment_brings_also_by_a_breakdown(tmp_path, by):
+    """`start` of the environment reads them again when it plays."""
+    (tmp_path / "guessed.py").write_text(_GUESSED)
+    source = {"environment": "guessed:Guessed", "split": "test"}
+    sections = PromptSections(
+        DataConfig(train=(source,), eval=(source,)),
+        RewardsConfig(functions=({"function": "environment"},)),
+        EnvironmentsConfig(code_paths=(str(tmp_path),)),
+    )
+    (asked,) = run._asked(sections, EvaluationConfig(), character_tokenizer(), by, print)
+    assert [p.columns for p in asked.prompts] == [
+        {"secret": 7, "size": "small"},
+        {"secret": 42, "size": "large"},
+    ]
+    assert list(asked.by.values()) == [dict.fromkeys(by, size) for size in ("small", "large")]
+
+
+def test_prompts_of_a_file_have_no_columns_that_only_the_breakdown_needs(here):
+    source = {"path": "data.jsonl", "columns": ["source"]}
+    sections = PromptSections(
+        DataConfig(train=(source,), eval=(source,), chat_template="none"),
+        RewardsConfig(),
+        EnvironmentsConfig(),
+    )
+    (asked,) = run._asked(sections, EvaluationConfig(), character_tokenizer(), ("level",), print)
+    assert asked.prompts[0].columns == {"source": "made"}
+    assert asked.by[asked.prompts[0].uid] == {"level": "0"}
