@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
 
 import numpy as np
 
 from grpo_dist.config import Config, EvaluationConfig, RejectionConfig, SamplingConfig
+from grpo_dist.errors import SamplesFailed, cause_of
 from grpo_dist.evaluation.estimates import Estimate, estimate, summarise
 from grpo_dist.runtime.concurrency import gather, progressing, sampled_again
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.runtime.stage_log import note
-from grpo_dist.types import Group, Prompt, Sampling, correctness
+from grpo_dist.types import Group, Prompt, Rollout, Sampling, correctness
 from grpo_dist.workers import RewardHandle, RolloutHandle
+
+logger = logging.getLogger("grpo_dist")
 
 STAGE = -1  # in request seeds; training steps count from 0
 
@@ -52,6 +57,7 @@ class Draw:
             top_k=settings.top_k,
             max_new_tokens=settings.max_new_tokens or training.longest,
             stop=training.stop,
+            least=1,
         )
         return cls(sampling, settings.samples_per_prompt, seed, sample_s)
 
@@ -78,7 +84,7 @@ async def evaluate(
     ``tool_call_share``.
 
     A sample is right if the math grader accepts it. Without a math grader among the rewards, it is right if
-    its total reward is above 0.5. Samples that could not be scored are left out of the estimate and
+    its total reward is above 0.5. Samples that could not be drawn or scored are left out of the estimate and
     counted in ``eval/<set>/unscored``. Raises TimeoutError, with the answer of ``explain``, when no prompt is
     sampled or done for `timeouts.sample_s`.
     """
@@ -91,8 +97,8 @@ async def evaluate(
         recorder.samples(f"eval_{eval_set.name}_step_{step:06d}", groups)
         correct = [correctness(group) for group in groups]
         metrics |= {f"eval/{eval_set.name}/{k}": v for k, v in summarise(correct, settings.k).items()}
-        lengths = [r.num_tokens for g in groups for r in g.rollouts]
-        metrics[f"eval/{eval_set.name}/length_tokens"] = float(np.mean(lengths))
+        lengths = [r.num_tokens for g in groups for r in g.rollouts if not is_missing(r)]
+        metrics[f"eval/{eval_set.name}/length_tokens"] = float(np.mean(lengths)) if lengths else math.nan
         metrics[f"eval/{eval_set.name}/unscored"] = float(sum(np.isnan(c).sum() for c in correct))
         if any(rollout.turns for group in groups for rollout in group.rollouts):
             share = _tool_call_share(groups)
@@ -103,7 +109,8 @@ async def evaluate(
 
 def _tool_call_share(groups: Sequence[Group]) -> Estimate:
     """Estimate the share of episodes with a tool call, over problems."""
-    called = [[any(turn.calls for turn in rollout.turns) for rollout in group.rollouts] for group in groups]
+    drawn = [[rollout for rollout in group.rollouts if not is_missing(rollout)] for group in groups]
+    called = [[any(turn.calls for turn in rollout.turns) for rollout in own] for own in drawn if own]
     return estimate([float(np.mean(own)) for own in called], samples=sum(map(len, called)))
 
 
@@ -136,7 +143,8 @@ async def sample_chunks(
 ) -> None:
     """Draw and score samples of each prompt, apart from any training step.
 
-    All chunks are requested at once, in order, so that no engine is idle at the end of one.
+    All chunks are requested at once, in order, so that no engine is idle at the end of one. Every group has
+    ``draw.samples`` samples: one that the engines gave up is empty and has no reward, see `with_missing`.
 
     Args:
         finished: called with each chunk once all its prompts are done.
@@ -172,4 +180,61 @@ async def _sample_group(
         sampled()
         return await workers.rewards.score(prompt, rollouts)
 
-    return await sampled_again(scored)
+    try:
+        group = await sampled_again(scored)
+    except SamplesFailed as error:
+        logger.warning("%s; the problem has no samples, and counts as not scored", cause_of(error))
+        group = Group(prompt, (), np.empty(0, np.float32), {}, ())
+    return with_missing(group, draw)
+
+
+def with_missing(group: Group, draw: Draw) -> Group:
+    """Return ``group`` with an empty sample, finish reason "error", in place of each that the engines gave
+    up. Its rewards are NaN and its outcome is "error" where there is a math grader: it was not scored.
+    """
+    drawn = {rollout.sample: i for i, rollout in enumerate(group.rollouts)}
+    if len(drawn) == draw.samples:
+        return group
+    at = [drawn.get(sample) for sample in range(draw.samples)]
+
+    def whole(rewards: np.ndarray) -> np.ndarray:
+        return np.array([np.nan if i is None else rewards[i] for i in at], np.float32)
+
+    def steps(arrays: tuple[np.ndarray, ...] | None, dtype: type) -> tuple[np.ndarray, ...] | None:
+        if arrays is None:
+            return None
+        return tuple(np.empty(0, dtype) if i is None else arrays[i] for i in at)
+
+    outcome = "error" if any(group.outcomes) else ""
+    return replace(
+        group,
+        rollouts=tuple(
+            _missing(group.prompt, sample, draw.sampling) if i is None else group.rollouts[i]
+            for sample, i in enumerate(at)
+        ),
+        rewards=whole(group.rewards),
+        reward_parts={name: whole(part) for name, part in group.reward_parts.items()},
+        outcomes=tuple(outcome if i is None else group.outcomes[i] for i in at),
+        step_rewards=steps(group.step_rewards, np.float32),
+        step_ends=steps(group.step_ends, np.int32),
+    )
+
+
+def _missing(prompt: Prompt, sample: int, sampling: Sampling) -> Rollout:
+    """Return an empty sample."""
+    return Rollout(
+        prompt_uid=prompt.uid,
+        sample=sample,
+        completion_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        finish_reason="error",
+        text="",
+        policy_versions=np.empty(0, np.int32),
+        temperature=sampling.temperature,
+        max_new_tokens=sampling.max_new_tokens,
+    )
+
+
+def is_missing(rollout: Rollout) -> bool:
+    """Whether it stands for a sample that the engines gave up."""
+    return rollout.finish_reason == "error" and not rollout.num_tokens and not rollout.turns

@@ -170,7 +170,9 @@ class TrainingCluster:
             return self._call(self._opened.evaluate())
 
     def export(self, directory: str | Path) -> Path:
-        """Write the policy in Hugging Face format, with its tokenizer, and return the directory."""
+        """Write the policy in Hugging Face format, with its tokenizer, and return the directory. It replaces
+        an earlier model there. Raises UserError where the directory holds anything else.
+        """
         path = Path(directory)
         with self._logged("export", f"the policy is written to {path}"):
             self._call(self._opened.export(path))

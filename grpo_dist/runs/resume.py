@@ -66,12 +66,11 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
     # None: unknown, a value is masked or config.yaml is unreadable. Empty: the fingerprint differs only
     # because another version of grpo-dist computed it.
     known = changed is not None and HIDDEN not in dump_config(config)
-    decisive = [change for change in changed or () if change.decides(config)] if known else None
+    decisive = [c for c in changed or () if c.decides(config) and not _is_same_stage(c)] if known else None
     if state.fingerprint != fingerprint(config) and decisive != []:
-        # The identity of a pipeline stage names other stages where its run had directories: no difference.
-        named = [change for change in decisive or () if "stage:" not in str(change.now)]
+        named = f" ({describe(decisive)})" if decisive else ""
         raise ValueError(
-            f"{checkpoint}: made with another configuration{f' ({describe(named)})' if named else ''}; "
+            f"{checkpoint}: made with another configuration{named}; "
             "`steps` (with a constant learning rate), numbers and layout of workers, evaluation, checkpoint, "
             "tracking, cluster and most health settings may change on resume. Restore the old "
             "values, choose another `name`, or set `checkpoint.resume=never`"
@@ -80,6 +79,16 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
     own = digest_of_run(config.own_pieces, config.rewards, config.data)
     check_code(checkpoint, state.changed_code(own), config.checkpoint)
     return state
+
+
+def _is_same_stage(change: Change) -> bool:
+    """Return whether the identity of a pipeline stage now names the other stage whose directory its run had,
+    `NN_NAME` in the pipeline's: no difference.
+    """
+    now = str(change.now)
+    name = now.removeprefix("stage:").partition("/")[0]
+    parts = Path(str(change.was)).parts
+    return now.startswith("stage:") and any(part.partition("_")[2] == name for part in parts)
 
 
 def other_layout(since: Sequence[Change] | None) -> str:

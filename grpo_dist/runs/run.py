@@ -106,8 +106,16 @@ def exclusive_directory(run_dir: Path, existing: Path) -> Iterator[None]:
 
 
 def check_unfinished(steps: int, run_dir: Path, step: int) -> None:
-    """Raise UserError where the run in ``run_dir``, with ``step`` steps done, has no more to do."""
+    """Raise UserError where the run in ``run_dir``, with ``step`` steps done by its newest checkpoint (0:
+    there is none), has no more to do, or would begin again in the directory of a complete run.
+    """
     done = finished_steps(run_dir)
+    if done is not None and step == 0:
+        raise UserError(
+            f"{run_dir}: the run is complete ({done} steps), and {run_dir / CHECKPOINTS} has no checkpoint "
+            "to continue from: it would begin again and overwrite its metrics; put the checkpoints back, "
+            "choose another `name`, or set checkpoint.resume=never"
+        )
     if step > steps and done != step:
         raise UserError(
             f"`steps` = {steps}: {run_dir} has done {step} already; set it to {step} or more, or "

@@ -185,6 +185,8 @@ class Verbs:
         return await evaluate(self._config, self._workers, sets, self._notes, step=self.step, explain=explain)
 
     async def export(self, directory: Path) -> None:
+        """Write the model. Raises UserError where ``directory`` holds something other than a model."""
+        _check_replaceable(directory)
         directory.parent.mkdir(parents=True, exist_ok=True)
         await self._workers.policy.export(directory, tokenizer_dir=self.prepared.model_dir)
 
@@ -211,6 +213,17 @@ async def _fetched(rollouts: Any) -> tuple[Rollout, ...]:
     """Return the samples behind a reference, or the samples themselves."""
     found: tuple[Rollout, ...] = rollouts if isinstance(rollouts, tuple) else await rollouts
     return found
+
+
+def _check_replaceable(directory: Path) -> None:
+    """Raise UserError where a model in place of ``directory`` would delete what is no model."""
+    if not directory.exists() or (directory / "config.json").is_file():
+        return
+    if not directory.is_dir() or any(directory.iterdir()):
+        raise UserError(
+            f"export(): {directory} exists and is no model (no config.json), and an export replaces what is "
+            "there; choose a directory that is new, empty, or holds an earlier export"
+        )
 
 
 def _check_division(updates: int, groups: int) -> None:

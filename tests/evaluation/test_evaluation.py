@@ -11,9 +11,12 @@ from math import comb
 import numpy as np
 import pytest
 
+from grpo_dist.driver import run
+from grpo_dist.errors import SamplesFailed
 from grpo_dist.evaluation.estimates import estimate, mean_of, of_problem, pass_at_k, summarise, wilson
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.evaluation.votes import final_answers, majority_at_k, numbered
+from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.types import ToolCall, Turn
@@ -207,6 +210,60 @@ def test_an_evaluation_whose_prompts_are_scored_after_the_last_sample_meets_its_
     world, sets = InTurns(jitter=False), [EvalSet("held", prompts)]
     found = run_virtually(lambda: evaluate(settings, world.workers(), sets, world, step=0))
     assert found["eval/held/unscored"] == 0
+
+
+class GivesUp(fakes.World):
+    """Gives up the samples of ``gone``, by problem, as engines do: those there are suffice from `least` on."""
+
+    def __init__(self, gone):
+        super().__init__(jitter=False)
+        self.gone = gone
+
+    async def sample(self, prompt, *, seeds, sampling):
+        found = await super().sample(prompt, seeds=seeds, sampling=sampling)
+        found = tuple(r for r in found if r.sample not in self.gone.get(prompt.uid, ()))
+        if len(found) < (len(seeds) if sampling.least is None else sampling.least):
+            raise SamplesFailed(f"{len(found)} of {len(seeds)} samples of {prompt.uid}: environment: OSError")
+        return found
+
+    async def score(self, prompt, rollouts):
+        """Only the first sample is right."""
+        group = await super().score(prompt, rollouts)
+        return dataclasses.replace(
+            group, outcomes=tuple("correct" if r.sample == 0 else "wrong" for r in rollouts)
+        )
+
+
+def test_a_run_whose_evaluation_lacks_a_sample_finishes_and_counts_it_as_unscored():
+    held = [dataclasses.replace(p, uid=f"held {p.uid}") for p in fakes.prompts(3)]
+    every = {"before": False, "after": False, "every": 3, "samples_per_prompt": 4, "k": [1, 4]}
+    config, world = fakes.config(evaluation=every), GivesUp({"held p1": (1,)})
+    asyncio.run(run(config, world.workers(), fakes.prompts(40), [EvalSet("held", held)], world, world))
+    assert len(world.updates) == 6 and world.logged[3]["eval/held/unscored"] == 1
+    assert world.logged[3]["eval/held/length_tokens"] == 2  # of the samples that are there
+    shares = [1 / 4, 1 / 3, 1 / 4]  # of those that are there
+    assert world.logged[3]["eval/held/pass@1"] == pytest.approx(np.mean(shares))
+    assert world.logged[3]["eval/held/avg@4"] == pytest.approx(np.mean(shares))
+    assert world.logged[3]["eval/held/pass@4"] == 1.0  # the second has no 4, and is left out
+    (group,) = (g for g in world.sampled_groups["eval_held_step_000003"] if g.prompt.uid == "held p1")
+    assert [r.finish_reason for r in group.rollouts] == ["stop", "error", "stop", "stop"]
+    assert group.outcomes == ("correct", "error", "wrong", "wrong")
+    assert np.isnan(group.rewards).tolist() == [False, True, False, False]
+
+
+def test_a_problem_without_any_sample_is_unscored_and_said(caplog, tmp_path):
+    settings = fakes.config(evaluation={"samples_per_prompt": 2, "k": [1]})
+    world, sets = GivesUp({"p1": (0, 1), "p2": (0,)}), [EvalSet("held", fakes.prompts(3))]
+    found = run_virtually(lambda: evaluate(settings, world.workers(), sets, world, step=0))
+    assert found["eval/held/unscored"] == 3 and found["eval/held/pass@1"] == 0.25  # 1 of 2, and 0 of 1
+    assert "0 of 2 samples of p1: environment: OSError; the problem has no samples" in caplog.text
+    groups = world.sampled_groups["eval_held_step_000000"]
+    assert [[r.finish_reason for r in group.rollouts] for group in groups] == [
+        ["stop", "stop"], ["error", "error"], ["error", "stop"],
+    ]  # fmt: skip
+    write_groups(tmp_path / "held.parquet", groups)
+    again = read_groups(tmp_path / "held.parquet", {p.uid: p for p in fakes.prompts(3)})
+    assert [np.isnan(group.rewards).tolist() for group in again] == [[False] * 2, [True] * 2, [True, False]]
 
 
 @pytest.mark.family("costly")

@@ -133,3 +133,15 @@ def test_a_checkpoint_of_another_version_is_judged_by_its_configuration(tmp_path
         else:
             with pytest.raises(ValueError, match="made with another configuration;"):
                 load_state(found, own)
+    # A stage of a pipeline: the identity names other stages, where the run had their directories.
+    stage = config(model={"path": "/runs/p/01_cold_start/model"})
+    made_checkpoints.save(tmp_path / "stage", 1, config=stage)
+    (found,) = list_checkpoints(tmp_path / "stage")
+    state = json.loads((found / "state.json").read_text())
+    (found / "state.json").write_text(json.dumps(state | {"fingerprint": "of an earlier version"}))
+    named = config(model={"path": "stage:cold_start"})
+    assert load_state(found, named).step == 1
+    with pytest.raises(ValueError, match=r"\(`model.path` = stage:start was /runs/p/01_cold_start/model\)"):
+        load_state(found, config(model={"path": "stage:start"}))
+    with pytest.raises(ValueError, match=r"\(`seed` = 5 was 0\)"):
+        load_state(found, config(model={"path": "stage:cold_start"}, seed=5))

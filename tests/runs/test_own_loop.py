@@ -285,6 +285,27 @@ def test_evaluation_and_export_are_stages(started, tmp_path):
     assert {text.split()[0] for text in seen} == {"evaluation", "export"}
 
 
+def test_an_export_replaces_a_model_and_nothing_else(started, tmp_path):
+    class Exporting(fakes.World):
+        async def export(self, directory, *, tokenizer_dir):
+            self.events.append(f"export {directory.name}")
+
+    results, model, empty, file = (tmp_path / name for name in ("results", "model", "empty", "file"))
+    for directory, name in ((results, "notes.txt"), (model, "config.json")):
+        directory.mkdir()
+        (directory / name).write_text("kept")
+    empty.mkdir()
+    file.write_text("kept")
+    with started(world := Exporting(jitter=False), fakes.config()) as cluster:
+        for other in (results, file):
+            with pytest.raises(UserError, match=rf"{other.name} exists and is no model .* choose a directory"):
+                cluster.export(other)
+        for fitting in (model, empty, tmp_path / "new" / "model"):
+            cluster.export(fitting)
+    assert [e for e in world.events if "export" in e] == ["export model", "export empty", "export model"]
+    assert (results / "notes.txt").read_text() == file.read_text() == "kept"
+
+
 def test_workers_end_when_the_loop_fails_or_its_start_does(started):
     world = fakes.World(jitter=False, fail_on="p1")
     with pytest.raises(RuntimeError, match="engine died on p1"), started(world, fakes.config()) as cluster:

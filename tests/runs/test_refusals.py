@@ -158,6 +158,17 @@ def test_a_run_that_another_process_trains_is_refused(here, capsys, monkeypatch)
     assert [path.name for path in run_dir.iterdir()] == [".lock"]
 
 
+def test_a_complete_run_without_checkpoints_is_not_begun_again(here, capsys):
+    run = here / "runs/run"
+    run.mkdir(parents=True)
+    (run / "DONE").write_text("10\n")
+    (run / "metrics.jsonl").write_text('{"step": 10, "reward/mean": 0.9}\n')
+    error = refusal(capsys)
+    assert "runs/run: the run is complete (10 steps)" in error and "runs/run/checkpoints" in error
+    assert "another `name`" in error and "checkpoint.resume=never" in error
+    assert (run / "metrics.jsonl").read_text() == '{"step": 10, "reward/mean": 0.9}\n'
+
+
 def test_an_installation_older_than_its_code_is_refused(here, capsys, monkeypatch):
     """Seen after the entry point was renamed: each engine started, and failed on its first weights."""
     monkeypatch.setattr("grpo_dist.runs.start_checks.entry_points", lambda group: ())

@@ -19,8 +19,8 @@ from grpo_dist.config import Config
 from grpo_dist.config.differences import changes, flat, has_place
 from grpo_dist.config.input_paths import input_paths
 from grpo_dist.config.secrets import HIDDEN, masked
-from grpo_dist.config.supervised import OPTIMIZER
-from grpo_dist.runs.identity import FREE_SFT, without_layout
+from grpo_dist.config.supervised import OPTIMIZER, SupervisedConfig
+from grpo_dist.runs.identity import FREE_SFT, Change, without_layout
 from grpo_dist.runs.own_code import digest_of_run, digest_of_samples
 from grpo_dist.runtime.cache import fingerprint
 from grpo_dist.runtime.files import write_text
@@ -133,12 +133,17 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
     return found
 
 
-def sampled_with(record: StageRecord) -> StageRecord:
-    """Return ``record`` without the settings that do not affect its samples."""
-    if record.kind != "sample":
-        return record
-    rejection = {k: v for k, v in record.settings["rejection"].items() if k not in _CHOICE}
-    return replace(record, settings=record.settings | {"rejection": rejection})
+def resumed_with(record: StageRecord, stage: ResolvedStage) -> StageRecord:
+    """Return ``record`` without the settings that a started ``stage`` may change: those that choose among
+    finished samples, and those that a run of the stage resumes with (`identity.Change.decides`).
+    """
+    if record.kind == "sample":
+        rejection = {k: v for k, v in record.settings["rejection"].items() if k not in _CHOICE}
+        return replace(record, settings=record.settings | {"rejection": rejection})
+    identity = SupervisedConfig.of(stage.symbolic) if stage.kind == "sft" else stage.symbolic
+    own = flat(record.settings)
+    kept = {key: value for key, value in own.items() if Change(key, value, value).decides(identity)}
+    return replace(record, settings=kept)
 
 
 def differences(old: StageRecord, new: StageRecord, config: Config) -> list[str]:

@@ -22,7 +22,7 @@ from grpo_dist.tools.recipe.record import (
     begin,
     differences,
     read_record,
-    sampled_with,
+    resumed_with,
     write_record,
 )
 from grpo_dist.tools.recipe.sampling import SFT_FILE
@@ -146,13 +146,13 @@ def _check_free(stage: ResolvedStage) -> None:
 def _check_same(stage: ResolvedStage, record: StageRecord, now: StageRecord) -> None:
     """Check that settings and inputs are those of the record.
 
-    A started stage without any files may change freely, and a started sample stage may change the settings
-    that choose among its samples.
+    A started stage without any files may change freely. A started sft or grpo stage may change what a resumed
+    run may change, and a started sample stage the settings that choose among its samples.
     """
     if record.state == "started":
         if not _has_work(stage.directory):
             return
-        record, now = sampled_with(record), sampled_with(now)
+        record, now = resumed_with(record, stage), resumed_with(now, stage)
     changed = differences(record, now, stage.symbolic)
     if changed:
         state = "complete" if record.state == "complete" else "started"

@@ -62,7 +62,7 @@ class World:
             if stage.name == self.fail_in:
                 raise self.fail_with
             return StageResult(counts={"kept": 3, "samples": 8})
-        if stage.kind == "grpo":
+        else:
             (stage.directory / "metrics.jsonl").write_text("")
         if stage.name == self.fail_in:
             raise KeyboardInterrupt
@@ -223,12 +223,37 @@ def test_changed_settings_of_a_started_stage_are_refused_unless_it_has_written_n
     world.fail_in = "reason"
     with pytest.raises(KeyboardInterrupt):
         run()
-    write(stages=with_overrides(1, steps=60))
+    write(stages=with_overrides(1, seed=60))
     assert "stage `reason` is started" in refused()
     Path("runs/p/02_reason/metrics.jsonl").unlink()
     world.fail_in = None
     run()
     assert world.ran == ["cold", "reason", "reason", "reject", "again"]
+
+
+@pytest.mark.family("costly")
+@pytest.mark.parametrize(
+    ("stage", "free", "decisive"),
+    [
+        (1, {"health.kl_above": 20.0, "health.action": "warn", "steps": 60, "evaluation.every": 7}, "seed"),
+        (1, {"profile.steps": [40]}, "health.min_signal_groups"),
+        (0, {"health.kl_above": 20.0, "sft.validate_every": 3}, "sft.steps"),
+    ],
+)
+def test_a_started_stage_may_change_what_its_run_may_change(world, stage, free, decisive):
+    """As the message of `health.kl_above` asks for."""
+    name = world.fail_in = NAMES[stage]
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    write(stages=with_overrides(stage, **free | {decisive: 2}))
+    assert f"stage `{name}` is started" in (message := refused()) and f"`{decisive}` was" in message
+    assert not any(f"`{key}`" in message for key in free)
+    world.fail_in = None
+    write(stages=with_overrides(stage, **free))
+    done, _ = run()
+    assert list(done) == NAMES
+    write()
+    assert f"stage `{name}` is complete" in refused()
 
 
 @pytest.mark.family("costly")
