@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_dist.config import Config
-from grpo_dist.config.files import ConfigError, load_config, overridden, parser_reason, validated
+from grpo_dist.config.files import ConfigError, load_config, parser_reason, validated, with_overrides
 from grpo_dist.config.secrets import masked_setting
 from grpo_dist.errors import UserError
 
@@ -89,10 +89,8 @@ def resolved(config: Source, overrides: Sequence[str] = ()) -> Config:
         tree = OmegaConf.create(dict(config))
     except OmegaConfBaseException as error:
         raise ConfigError(f"configuration: {parser_reason(error)}") from error
-    for override in overrides:
-        tree = overridden(tree, override, Path("configuration.yaml"))
     assert isinstance(tree, DictConfig)
-    return validated(tree, "configuration", Config)
+    return validated(with_overrides(tree, overrides, Path("configuration.yaml")), "configuration", Config)
 
 
 def _check_place(name: str) -> None:

@@ -285,20 +285,21 @@ def _process(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageSett
     rows, ends = [span.row for span in spans], [span.end - 1 for span in spans]
     row = 0
     for group in groups:
+        first = row + np.cumsum([0, *(len(r.rows) for r in group.rollouts)])  # row of each sample
         scored = zip(group.step_rewards or (), group.step_ends or (), strict=True)
         for sample, (values, last) in enumerate(scored):
             # A sample without a reward is not trained, so its steps are in no statistic of its siblings.
             is_scored = np.isfinite(group.rewards[sample])
             rewards += values.tolist() if is_scored else [math.nan] * len(values)
             ends += (last.astype(np.int64) + len(group.prompt.token_ids)).tolist()
-            rows += [row + sample] * len(values)
+            rows += [int(first[sample])] * len(values)
         has_none = group.step_rewards is None and not any(r.turns for r in group.rollouts)
         if has_none and np.isfinite(group.rewards).any():  # one that was not scored at all trains nothing
             raise ValueError(
                 f"{_wants_steps(settings)}, but {group.prompt.uid} has no step rewards; add a process reward "
                 "model to rewards.models, or use an environment that rewards turns"
             )
-        row += sum(len(r.rows) for r in group.rollouts)
+        row = int(first[-1])
     return process(
         torch.tensor(rewards, dtype=torch.float32),
         torch.tensor(rows, dtype=torch.long),

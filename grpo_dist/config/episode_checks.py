@@ -14,11 +14,14 @@ def episode_contradictions(config: Sections) -> Iterator[str]:
     yield from _of_the_sandbox(config)
     data, advantage, rewards = config.data, config.algorithm.advantage, config.rewards
     without = [str(source.path) for source in data.train if data.environment_of(source) is None]
-    if rewards.scores_steps and len(without) < len(data.train):
+    episodes = [source.label for source in data.train if data.environment_of(source) is not None]
+    for label in dict.fromkeys(label for label in episodes if rewards.of(label).scores_steps):
+        key = f"rewards.by_source.{label}" if label in rewards.by_source else "rewards"
         yield (
-            "`rewards` has a model or function of `kind: process`, which scores the steps of a single "
-            "completion, but `data.environment` makes episodes; remove it (`algorithm.advantage` = process "
-            "then takes the rewards of turns), or the environment"
+            f"`{key}` has a model or function of `kind: process`, which scores the steps of a single "
+            f"completion, but the environment of source {label} makes episodes; remove it "
+            "(`algorithm.advantage` = process then takes the rewards of turns) or the environment, or give "
+            f"the source rewards without it in `rewards.by_source.{label}`"
         )
     if advantage == "turn" and without:
         yield (

@@ -8,7 +8,8 @@ base files, and the command line overrides the file:
     policy: {num_workers: 2}
 
 On the command line ``+algorithm=dapo`` replaces the file's `algorithm` section by that of the preset
-configs/algorithms/dapo.yaml and merges the preset's other sections.
+configs/algorithms/dapo.yaml and merges the preset's other sections. What the file's own preset set in other
+sections goes with it. Values on the command line apply to the result, wherever they stand in it.
 """
 
 from __future__ import annotations
@@ -53,10 +54,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError for a missing or malformed file, an unknown key, a bad value, or values that
     contradict.
     """
-    merged = read_tree(Path(path))
-    for override in overrides:
-        merged = overridden(merged, override, Path(path))
-    return validated(merged, path, Config)
+    return validated(with_overrides(read_tree(Path(path)), overrides, Path(path)), path, Config)
 
 
 def is_override(text: str) -> bool:
@@ -64,6 +62,15 @@ def is_override(text: str) -> bool:
     an existing file that contains "=".
     """
     return _OVERRIDE.match(text) is not None and not Path(text).exists()
+
+
+def with_overrides(tree: DictConfig, overrides: Sequence[str], path: Path) -> DictConfig:
+    """Apply all of a command line to ``tree``, which may be modified: presets, then values in their order.
+    A preset behind a value does not undo it. ``path``: the file of the tree.
+    """
+    for override in sorted(overrides, key=lambda text: not text.startswith("+")):  # a stable sort
+        tree = overridden(tree, override, path)
+    return tree
 
 
 def overridden(tree: DictConfig, override: str, path: Path) -> DictConfig:
@@ -186,10 +193,25 @@ def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
             f"override {shown!r}: expected +algorithm=NAME with NAME one of {', '.join(sorted(known))}{hint}"
         )
     preset = read_tree(known[name])
-    rest = DictConfig({k: v for k, v in merged.items() if k != "algorithm"})
-    result = OmegaConf.merge(rest, preset)
+    plain = OmegaConf.to_container(merged, resolve=False)
+    assert isinstance(plain, dict)
+    before = plain.pop("algorithm", None)
+    if isinstance(before, dict) and (former := known.get(str(before.get("preset")))) is not None:
+        plain = _less(plain, OmegaConf.to_container(read_tree(former), resolve=False))
+    result = OmegaConf.merge(OmegaConf.create(plain), preset)
     assert isinstance(result, DictConfig)
     return result
+
+
+def _less(tree: dict[Any, Any], other: Any) -> dict[Any, Any]:
+    """Return ``tree`` without the values that ``other`` has in the same places."""
+    left = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and isinstance(other.get(key), dict):
+            left[key] = _less(value, other[key])
+        elif key not in other or value != other[key]:
+            left[key] = value
+    return left
 
 
 def set_from_text(tree: DictConfig, override: str) -> None:

@@ -40,6 +40,14 @@ def settings(name: str) -> dict[str, Any]:
     return {key: value for key, value in flat(_tree(name)).items() if key and key != KEY}
 
 
+@cache
+def _elsewhere() -> dict[str, Any]:
+    """Return the defaults, by dotted key, of the settings outside `algorithm` that any preset has."""
+    defaults = flat(_DEFAULTS)
+    keys = {key for name in names() for key in settings(name) if not key.startswith("algorithm.")}
+    return {key: defaults[key] for key in sorted(keys)}
+
+
 def differences(name: str) -> dict[str, Any]:
     """Return the settings of the preset ``name`` that differ from the defaults."""
     own, defaults = settings(name), flat(_DEFAULTS)
@@ -50,13 +58,15 @@ def differences(name: str) -> dict[str, Any]:
 def changed(name: str, now: Mapping[str, Any]) -> list[str]:
     """Return ``key=value`` of the settings that differ from those of this project's preset ``name``.
 
-    ``now``: settings by dotted key. Keys of `algorithm` that the preset does not set have their defaults in
-    it; keys that ``now`` lacks are left out. Empty for a user's preset.
+    ``now``: settings by dotted key. Keys of `algorithm`, and of other sections any preset sets, have their
+    defaults where this one does not set them; keys that ``now`` lacks are left out. Empty for a user's
+    preset.
     """
     if not settings(name):
         return []
     algorithm = AlgorithmConfig.model_validate(_tree(name)["algorithm"]).model_dump(mode="json")
-    wanted = flat(_tree(name) | {"algorithm": algorithm})
+    own = flat(_tree(name) | {"algorithm": algorithm})
+    wanted = own | {key: value for key, value in _elsewhere().items() if key not in own}
     loss = "algorithm.policy_loss"
     filled = _FILLED if wanted[loss] == now.get(loss) == _DEFAULTS["algorithm"]["policy_loss"] else {}
 

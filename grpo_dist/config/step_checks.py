@@ -9,10 +9,11 @@ from grpo_dist.config.sections import Sections
 
 def step_contradictions(config: Sections) -> Iterator[str]:
     """Yield a message for each setting of step rewards that has none, or that another one excludes."""
-    a, data = config.algorithm, config.data
-    without = [str(source.path) for source in data.train if data.environment_of(source) is None]
-    wanted = a.process_coef or a.advantage == "process"
-    if wanted and not config.rewards.scores_steps and without:
+    a, data, rewards = config.algorithm, config.data, config.rewards
+    single = [source for source in data.train if data.environment_of(source) is None]
+    by_default = [source for source in single if source.label not in rewards.by_source]
+    without = [str(source.path) for source in by_default if not rewards.of(source.label).scores_steps]
+    if (a.process_coef or a.advantage == "process") and without:
         key, value = ("process_coef", a.process_coef) if a.process_coef else ("advantage", "process")
         yield (
             f"`algorithm.{key}` = {value} needs scores of reasoning steps or turns, but `rewards` has no "

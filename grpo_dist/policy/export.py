@@ -28,7 +28,7 @@ def write_model(
     partial = directory.with_name(f".{directory.name}.partial")
     clear(partial)
     model.config.use_cache = True  # off while training
-    model.save_pretrained(partial, state_dict=weights, safe_serialization=True)
+    save_pretrained(model, partial, weights)
     model.config.use_cache = False
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=trust_remote_code)
     tokenizer.save_pretrained(partial)
@@ -37,3 +37,24 @@ def write_model(
     if directory.exists():
         shutil.rmtree(directory)
     publish(partial, directory)
+
+
+def save_pretrained(model: Any, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
+    """Write ``model`` to ``directory`` with ``weights`` (None: its own), and its generation config as it is.
+
+    transformers loads a generation config such as `{"temperature": 0.6}`, without `do_sample`, with a warning,
+    but refuses to save it. Nothing here samples with it, so that is no reason to lose a trained model.
+    """
+    from transformers import GenerationConfig  # slow to import
+    from transformers.utils import GENERATION_CONFIG_NAME  # slow to import
+
+    own = model.generation_config if model.can_generate() else None
+    try:
+        if own is not None:
+            model.generation_config = GenerationConfig()
+        model.save_pretrained(directory, state_dict=weights, safe_serialization=True)
+    finally:
+        if own is not None:
+            model.generation_config = own
+    if own is not None:
+        own.to_json_file(directory / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])

@@ -20,6 +20,7 @@ from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import contents, load_pairs
 from grpo_dist.data.segments import Pair
 from grpo_dist.demo.model import is_made, made_model
+from grpo_dist.policy.export import save_pretrained
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.runtime.cache import cached, fingerprint
@@ -104,7 +105,7 @@ def _train(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str],
         if step % 50 == 0 or step == settings.steps - 1:
             say(f"supervised: step {step + 1}/{settings.steps}  loss {loss.item():.4f} nats a token")
     model.config.use_cache = True  # the written model is used for generation
-    model.save_pretrained(out, safe_serialization=True)
+    save_pretrained(model, out)
     tokenizer.save_pretrained(out)
 
 

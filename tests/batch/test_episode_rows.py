@@ -229,6 +229,18 @@ def test_process_takes_the_rewards_of_turns_where_no_model_scores_steps():
     torch.testing.assert_close(got.advantages[2], torch.tensor([0, 0, a, 0, 0, 0]))
 
 
+def test_steps_of_a_sample_stay_its_own_behind_a_sample_of_several_rows():
+    """Steps 0 and 1 of two samples, of which the first has a further row: nothing reaches that row."""
+    group = group_of([0, 1], episode(["aaa", "aaa"]), episode(["aaa"]))
+    group = replace(
+        group,
+        step_rewards=(np.array([0], np.float32), np.array([1], np.float32)),
+        step_ends=(np.array([2], np.int32), np.array([2], np.int32)),
+    )
+    _, got = credited([group], AdvantageSettings(estimator="process", std="none"))
+    assert got.advantages.tolist() == [[0, 0, -0.5, -0.5, -0.5, 0], [0] * 6, [0, 0, 0.5, 0.5, 0.5, 0]]
+
+
 def test_an_episode_without_a_reward_is_in_no_statistic_of_turns():
     scored = group_of([1, 0], episode(["aoa"], (1.0, 0.0)), episode(["aoa"], (0.0, 0.0)))
     lost = group_of([1, 0, math.nan], *scored.rollouts, episode(["aoa"], (9.0, 9.0)))

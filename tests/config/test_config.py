@@ -54,7 +54,8 @@ def test_every_preset_fits_the_demo_and_survives_being_written_and_read(tmp_path
 
 
 def test_a_preset_replaces_the_algorithm_and_merges_the_rest(base):
-    config = load_config(base, ["algorithm.dual_clip=3", "+algorithm=sapo", "algorithm.tau_negative=1.5"])
+    base.write_text(base.read_text() + "algorithm: {dual_clip: 3}\n")
+    config = load_config(base, ["+algorithm=sapo", "algorithm.tau_negative=1.5"])
     assert (config.algorithm.policy_loss, config.algorithm.dual_clip) == ("sapo", None)
     assert (config.algorithm.tau_negative, config.steps) == (1.5, 5)
     assert load_config(base, ["+algorithm=gspo"]).batch.updates_per_step == 4

@@ -59,6 +59,36 @@ def test_a_configuration_carries_the_name_of_its_preset(base):
     assert load_config(base, ["+algorithm=mine"]).algorithm.preset == "mine"
 
 
+def test_another_preset_takes_the_place_of_all_that_the_first_one_set(base):
+    built = base.with_name("built.yaml")
+    dapo = ROOT / "configs/algorithms/dapo.yaml"
+    built.write_text(f"defaults: [base.yaml, {dapo}]\nrewards: {{timeout_s: 3}}\n")
+    config = load_config(built, ["+algorithm=dr_grpo"])
+    assert not config.dynamic_sampling.enabled and config.rewards.overlong_buffer.penalty == 0
+    assert config.rewards.timeout_s == 3
+    assert label_of(config) == "dr_grpo"
+    assert load_config(base, ["+algorithm=gspo", "+algorithm=dr_grpo"]).batch.updates_per_step == 1
+    # A value of the file's own is no preset's.
+    built.write_text(f"defaults: [base.yaml, {dapo}]\nrewards: {{overlong_buffer: {{penalty: 0.5}}}}\n")
+    config = load_config(built, ["+algorithm=grpo"])
+    assert config.rewards.overlong_buffer.penalty == 0.5
+    assert label_of(config) == "grpo, changed: rewards.overlong_buffer.penalty=0.5"
+
+
+def test_what_other_sections_have_in_place_of_the_presets_defaults_is_reported(base):
+    config = load_config(base, ["+algorithm=grpo", "dynamic_sampling.enabled=true"])
+    assert label_of(config) == "grpo, changed: dynamic_sampling.enabled=true"
+    assert label_of(load_config(base, ["+algorithm=olmo3", "dynamic_sampling.enabled=true"])) == "olmo3"
+
+
+def test_a_value_on_the_command_line_survives_a_preset_behind_it(base):
+    values = ["algorithm.kl.coef=0.05", "batch.updates_per_step=2"]
+    before = load_config(base, [*values, "+algorithm=gspo"])
+    behind = load_config(base, ["+algorithm=gspo", *values])
+    assert before == behind and (before.algorithm.kl.coef, before.batch.updates_per_step) == (0.05, 2)
+    assert label_of(before) == "gspo, changed: algorithm.kl.coef=0.05, batch.updates_per_step=2"
+
+
 def test_the_name_changes_nothing(base):
     named = load_config(base, ["+algorithm=grpo"])
     unnamed = named.model_copy(update={"algorithm": named.algorithm.model_copy(update={"preset": None})})

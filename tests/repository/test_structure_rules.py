@@ -96,6 +96,7 @@ WRITERS = {
     "what torch, transformers, PEFT and DeepSpeed keep on their own objects": [
         "policy/checkpoint_format.py:keep_used_conversions",
         "policy/deepspeed_engine.py:use_policy_files",
+        "policy/export.py:save_pretrained",  # restored before it returns
         "policy/export.py:write_model",  # restored before it returns
         "policy/logprobs.py:forward",
         "policy/lora.py:add_adapters",

@@ -55,6 +55,7 @@ def test_what_cannot_be_meant_is_refused(by_source, said):
 
 
 EXACT = {"functions": [{"function": "exact"}]}
+OWN_STEPS = {"functions": [{"function": "my_rewards:steps", "kind": "process"}]}
 STEPS = [{"name": "steps", "path": "p", "kind": "process"}]
 
 
@@ -83,11 +84,44 @@ STEPS = [{"name": "steps", "path": "p", "kind": "process"}]
             },
             r"rewards\.by_source\.a has none",
         ),
+        (
+            {
+                "rewards": {"by_source": {"a": OWN_STEPS}},
+                "data": {"train": [{"path": "a.jsonl", "environment": "calculator"}]},
+                "algorithm": {"advantage": "process"},
+            },
+            r"`rewards\.by_source\.a` has a model or function of `kind: process`.*source a makes episodes",
+        ),
+        (
+            {
+                "rewards": {"by_source": {"a": OWN_STEPS}},
+                "data": {"train": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]},
+                "algorithm": {"advantage": "process"},
+            },
+            "no model or function of `kind: process`, and source b.jsonl",
+        ),
     ],
 )
 def test_rewards_that_do_not_fit_the_data_or_the_estimator_are_refused(changes, said):
     with pytest.raises(ValidationError, match=said):
         fakes.config(**({"data": {"train": [{"path": "a.jsonl"}]}} | changes))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "environment"),
+    [
+        ({"by_source": {"a": OWN_STEPS}}, None),  # every source has steps, though the default has none
+        ({"functions": OWN_STEPS["functions"], "by_source": {"b": EXACT}}, "calculator"),  # b has turns
+    ],
+)
+def test_step_rewards_are_asked_of_each_source_by_its_own_rewards(rewards, environment):
+    sources = [{"path": "a.jsonl"}]
+    if environment:
+        sources.append({"path": "b.jsonl", "environment": environment})
+    config = fakes.config(
+        data={"train": sources}, rewards=rewards, algorithm={"advantage": "process"}
+    )
+    assert config.rewards.of("a").scores_steps
 
 
 def test_functions_of_every_source_are_checked_found_and_placed(tmp_path):

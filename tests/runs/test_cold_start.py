@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from itertools import groupby
 
 import pytest
@@ -107,6 +108,16 @@ def test_a_cold_start_is_made_once_and_repeated_when_the_data_change(tmp_path):
     assert said(settings(data=path, steps=1)) == []
     pairs_file(tmp_path / "sft.jsonl", record | {"completion": "3"})
     assert run_sft(settings(data=path, steps=1), lambda _: None) != first
+
+
+def test_a_model_that_suggests_a_temperature_keeps_it(tmp_path):
+    """transformers loads this generation config, and refuses to save it."""
+    start = tmp_path / "start"
+    shutil.copytree(cached_model("tiny", seed=0), start)
+    (start / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "eos_token_id": 1}))
+    made = run_sft(settings(model=str(start), steps=1), lambda _: None)
+    written = json.loads((made / "generation_config.json").read_text())
+    assert written["temperature"] == 0.6 and written["eos_token_id"] == 1
 
 
 def test_an_interrupted_cold_start_leaves_nothing_that_passes_for_a_model(tmp_path, monkeypatch):
