@@ -11,12 +11,13 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_dist.errors import RERUN, RunEnded, UserError, refusals
 from grpo_dist.runtime.imports import libraries_loaded
-from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
+from grpo_dist.runtime.stage_log import drop_unread_output, print_line, stage, stages_logged
 from grpo_dist.runtime.version import __version__
 from grpo_dist.tools.arguments import add_command, add_inputs
 from grpo_dist.tools.evaluate.arguments import add_commands as add_evaluation
@@ -38,6 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     itself for its health. 75: it ended in order when asked to; the same command resumes it. 128 + n: signal n
     ended it at once.
     """
+    try:
+        return _run(arguments)
+    except BrokenPipeError:
+        if not drop_unread_output():
+            raise
+        return 1  # a reader such as `head` has left
+    finally:
+        drop_unread_output()
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = command_parser()
     args, rest = parser.parse_known_args(arguments)
     if args.command is None:
@@ -63,16 +75,15 @@ def report_end(end: UserError | RunEnded | KeyboardInterrupt) -> int:
     """Print why a command ended, without secrets, and return its exit code."""
     from grpo_dist.config.secrets import masked  # imports pydantic
 
+    code, text = 130, f"interrupted; {RERUN}"
     if isinstance(end, UserError):
+        code, text = USER_ERROR, f"error: {masked(str(end))}"
+    elif isinstance(end, RunEnded):
+        code, text = end.exit_code, masked(str(end))
+    with suppress(OSError):  # nobody reads stderr; the code says it
         # A name given on the command line need not be text.
-        shown = f"error: {masked(str(end))}"
-        print(shown.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)
-        return USER_ERROR
-    if isinstance(end, RunEnded):
-        print(masked(str(end)), file=sys.stderr)
-        return end.exit_code
-    print(f"interrupted; {RERUN}", file=sys.stderr)
-    return 130
+        print(text.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)
+    return code
 
 
 def _accept_interrupts() -> None:

@@ -5,13 +5,16 @@ Without a terminal only the lines are printed.
 
 from __future__ import annotations
 
-from rich.console import Console as RichConsole
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+
 from rich.live import Live
 from rich.markup import escape
 
 from grpo_dist.observe.live_view import LiveView
 from grpo_dist.runtime.stage_log import shown_by_view
-from grpo_dist.runtime.tables import make_table, print_lines
+from grpo_dist.runtime.tables import Terminal, make_table, print_lines
 
 # label, metric, format
 _COLUMNS = (
@@ -32,7 +35,7 @@ class Console:
     """Prints the metrics of a run."""
 
     def __init__(self, name: str, steps: int, start: int) -> None:
-        self._console = RichConsole(highlight=False, soft_wrap=True)
+        self._console = Terminal(highlight=False, soft_wrap=True)
         self.view = LiveView(name, steps, start)
         self._live: Live | None = None
         # Ask the file: with FORCE_COLOR rich takes a CI log for a terminal, and views would fill it.
@@ -87,9 +90,7 @@ def eval_lines(step: int, metrics: dict[str, float]) -> list[str]:
     lines = []
     for name in eval_sets(metrics):
         scores = {k.rsplit("/", 1)[1]: v for k, v in metrics.items() if k.startswith(f"eval/{name}/")}
-        shown = [
-            f"{k} {v:.3f} ± {scores[k + '_stderr']:.3f}" for k, v in scores.items() if f"{k}_stderr" in scores
-        ]
+        shown = [f"{k} {with_error(scores, k, '.3f')}" for k in scores if f"{k}_stderr" in scores]
         lines.append(f"eval after step {step}  {name}: " + "  ".join(shown))
     return lines
 
@@ -98,21 +99,38 @@ def eval_sets(metrics: dict[str, float]) -> list[str]:
     return list(dict.fromkeys(k.split("/")[1] for k in metrics if k.startswith("eval/")))
 
 
-def print_before_after(before: dict[str, float], after: dict[str, float], run_dir: str) -> None:
-    """Print every estimate before training and of the exported weights, with standard errors."""
+def with_error(metrics: Mapping[str, float | None], key: str, form: str) -> str:
+    """Return the estimate ``key`` with its standard error, "–" for either where it is missing or NaN, which
+    `metrics.jsonl` has as null: 0.500 ± 0.100, 1.000 ± –, –
+    """
+    value, error = (_number(metrics.get(name)) for name in (key, f"{key}_stderr"))
+    if math.isnan(value):
+        return "–"
+    return f"{value:{form}} ± " + ("–" if math.isnan(error) else f"{error:{form}}")
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def print_before_after(
+    before: Mapping[str, float | None], after: Mapping[str, float | None], run_dir: str
+) -> None:
+    """Print every estimate before training and of the exported weights, with standard errors. Prints nothing
+    where nobody reads stdout any longer: the run is done, and its directory has the numbers.
+    """
     rows = []
-    for key, value in after.items():
+    for key in after:
         if f"{key}_stderr" not in after:
             continue
         _, name, measure = key.split("/")
-        first = before.get(key)
+        change = _number(after.get(key)) - _number(before.get(key))
         rows.append((
-            escape(name), measure,
-            "–" if first is None else f"{first:.1%} ± {before[key + '_stderr']:.1%}",
-            f"{value:.1%} ± {after[key + '_stderr']:.1%}",
-            "–" if first is None else f"{value - first:+.1%}",
+            escape(name), measure, with_error(before, key, ".1%"), with_error(after, key, ".1%"),
+            "–" if math.isnan(change) else f"{change:+.1%}",
         ))  # fmt: skip
-    console = RichConsole(highlight=False)
     columns = ("set", "measure", "before", "after", "change")
-    console.print(make_table("accuracy on held-out problems", columns, rows, left=("set", "measure")))
-    print_lines(console, [f"run directory: {run_dir}"])
+    with suppress(OSError):
+        console = Terminal(highlight=False)
+        console.print(make_table("accuracy on held-out problems", columns, rows, left=("set", "measure")))
+        print_lines(console, [f"run directory: {run_dir}"])

@@ -96,15 +96,15 @@ class Interruption:
         name, first = number.name, self._asked is None
         self._asked = number
         if first and self._finishes:
-            self._say(
-                f"{name}: ending after this step and its checkpoint, within {self._grace_s:g} s "
-                "(`checkpoint.grace_s`); a second signal ends it at once"
-            )
             end = Preempted(
                 f"{name}: step and checkpoint not finished within `checkpoint.grace_s` = "
                 f"{self._grace_s:g} s; {RERUN}"
             )
             self._timer = asyncio.get_running_loop().call_later(self._grace_s, self._cancel, end)
+            self._say(
+                f"{name}: ending after this step and its checkpoint, within {self._grace_s:g} s "
+                "(`checkpoint.grace_s`); a second signal ends it at once"
+            )
         elif first:
             self._cancel(Preempted(f"{name}: ended; {RERUN}"))
         else:

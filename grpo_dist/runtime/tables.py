@@ -14,6 +14,15 @@ _ANY_WIDTH = 10_000
 Wrap = Literal["words", "text", "never"]
 
 
+class Terminal(Console):
+    """A console that raises BrokenPipeError where nobody reads its output any longer. rich would end the
+    process.
+    """
+
+    def on_broken_pipe(self) -> None:
+        raise  # what `_check_buffer` of rich has caught
+
+
 def wide_console() -> Console:
     """Return a console that is wide enough for long rows where the output is no terminal."""
     console = Console(highlight=False)

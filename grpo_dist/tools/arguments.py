@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -26,6 +28,11 @@ def add_inputs(
     """
     parser.add_argument("config", nargs=nargs, metavar=metavars[0], help=config)
     parser.add_argument("overrides", nargs="*", metavar=metavars[1], help=overrides)
+
+
+def file_path(text: str) -> Path:
+    """Parse the path of an option. The shell expands `--output ~/x`, and leaves `--output=~/x` as it is."""
+    return Path(os.path.expanduser(text))
 
 
 def split_overrides(texts: list[str]) -> tuple[list[str], list[str]]:

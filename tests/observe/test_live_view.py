@@ -183,11 +183,23 @@ def test_names_in_brackets_are_not_read_as_markup(capsys):
     assert "│ [bold]x │" in out and "run directory: runs/a[red]\n" in out
 
 
+def test_a_set_of_one_problem_has_no_error_and_is_printed(capsys):
+    """`metrics.jsonl` has the error of one problem as null; in the process it is NaN."""
+    before = {"eval/one/pass@1": 0.0, "eval/one/pass@1_stderr": None}
+    after = {"eval/one/pass@1": 1.0, "eval/one/pass@1_stderr": math.nan}
+    Console("demo", 3, 0).log(1, after)
+    print_before_after(before, after, "runs/a")
+    out = capsys.readouterr().out
+    assert "one: pass@1 1.000 ± –" in out and "nan" not in out
+    cells = [cell.strip() for line in out.splitlines() if "│ one" in line for cell in line.split("│")]
+    assert cells == ["", "one", "pass@1", "0.0% ± –", "100.0% ± –", "+100.0%", ""]
+
+
 def test_a_terminal_shows_the_view_below_its_lines_and_is_restored(monkeypatch):
     out = io.StringIO()
     out.isatty = lambda: True
     terminal = RichConsole(file=out, force_interactive=True, width=100, soft_wrap=True, highlight=False)
-    monkeypatch.setattr(console_module, "RichConsole", lambda **_: terminal)
+    monkeypatch.setattr(console_module, "Terminal", lambda **_: terminal)
     own = Console("demo", 3, 0)
     own.view.phase("sample")
     own.log(1, {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 10.0, "reward/mean": 0.25})

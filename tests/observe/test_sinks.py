@@ -16,10 +16,12 @@ from grpo_dist.batch.token_values import TokenValues
 from grpo_dist.errors import UserError
 from grpo_dist.observe import EVENTS, Tracker, sinks
 from grpo_dist.observe.completions import COLUMNS, said_besides, step_of, table_of, transcript
+from grpo_dist.observe.console import print_before_after
 from grpo_dist.observe.settings import ShownConfig, check_trackers
 from grpo_dist.observe.sinks import AsyncSink, close_all
 from grpo_dist.observe.tracker import _openers
 from grpo_dist.observe.wandb_run import online_mode
+from grpo_dist.runtime.stage_log import drop_unread_output, print_line
 from tests.support import fakes, wandb_file
 from tests.support.made_episodes import episodes
 from tests.support.made_groups import group
@@ -163,6 +165,32 @@ def test_a_failing_view_is_left_out(tmp_path, monkeypatch, capsys):
             tracker.log(1, {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 1.0})
     told = [json.loads(line)["message"] for line in (tmp_path / EVENTS).read_text().splitlines()]
     assert told == ["terminal output failed and is off from now on: odd numbers"] * 3
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output_any_longer(tmp_path, monkeypatch):
+    reads, writes = os.pipe()
+    os.close(reads)
+    metrics = {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 1.0}
+    scores = {"eval/x/pass@1": 0.5, "eval/x/pass@1_stderr": 0.1}
+    with os.fdopen(writes, "w") as unread:
+        monkeypatch.setattr("sys.stdout", unread)
+        on = {"console": True, "tensorboard": False}
+        with Tracker(fakes.config(tracking=on), tmp_path) as tracker:
+            for step in (1, 2, 3):
+                tracker.log(step, metrics)
+                print_line("a line of its own")
+        print_before_after({}, scores, str(tmp_path))
+        assert drop_unread_output()  # else closing the file fails
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    (event,) = (json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines())
+    assert "terminal output failed and is off" in event["message"]
+
+
+def test_a_line_is_printed_nowhere_without_stdout(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    print_line("for nobody")
+    assert not drop_unread_output()
 
 
 def test_a_record_that_cannot_be_written_ends_the_run(tmp_path):

@@ -230,6 +230,24 @@ def test_a_second_signal_ends_at_once():
     assert ended.value.exit_code == 143 and not world.saved
 
 
+def test_a_stop_that_cannot_be_announced_still_has_its_grace_period():
+    """Ctrl-C also ends a `tee` that reads the output."""
+
+    async def train():
+        def say(text):
+            raise BrokenPipeError
+
+        async with Interruption(grace_s=0.05, say=say) as interruption:
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+            with interruption.finishing():
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.sleep(HANG_S)
+
+    with pytest.raises(Preempted, match=r"not finished within `checkpoint\.grace_s`") as ended:
+        asyncio.run(train())
+    assert ended.value.exit_code == 75
+
+
 def test_a_stop_during_the_start_ends_at_once_and_leaves_no_worker():
     ended_in_order = []
 

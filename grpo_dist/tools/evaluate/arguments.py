@@ -8,7 +8,7 @@ from typing import Any
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.imports import libraries_loaded
 from grpo_dist.runtime.stage_log import print_line, stages_logged
-from grpo_dist.tools.arguments import add_command, add_inputs, split_overrides
+from grpo_dist.tools.arguments import add_command, add_inputs, file_path, split_overrides
 
 
 def add_commands(commands: Any) -> None:
@@ -28,12 +28,12 @@ def add_commands(commands: Any) -> None:
     )
     sub.add_argument(
         "--data-dir",
-        type=Path,
+        type=file_path,
         metavar="DIR",
         help="directory of the benchmark files; default GRPO_DATA, else the hub",
     )
     sub.add_argument(
-        "--output", type=Path, metavar="DIR",
+        "--output", type=file_path, metavar="DIR",
         help="directory of results and samples; default: one per model and settings in `output_dir`",
     )  # fmt: skip
     sub.add_argument(
@@ -44,7 +44,7 @@ def add_commands(commands: Any) -> None:
         "--fresh", action="store_true", help="start over; an existing directory is kept as a backup"
     )
     sub.add_argument(
-        "--compare", nargs=2, type=Path, metavar=("A", "B"),
+        "--compare", nargs=2, type=file_path, metavar=("A", "B"),
         help="print the differences between two results (directories) with intervals; measure nothing",
     )  # fmt: skip
 

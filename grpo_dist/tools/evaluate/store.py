@@ -123,7 +123,7 @@ def default_directory(model: ModelConfig, output_dir: str, identity: Identity) -
     """Return a directory that is distinct for each model and each sampling setup."""
     path = Path(model.path.rpartition(":")[2])
     label = path.parent.name if path.name == "model" and path.parent.name else path.name
-    return Path(output_dir) / "evaluations" / f"{label}-{identity.digest[:8]}"
+    return Path(output_dir).expanduser() / "evaluations" / f"{label}-{identity.digest[:8]}"
 
 
 def settings_of(config: Config) -> dict[str, Any]:

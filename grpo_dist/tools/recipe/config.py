@@ -154,7 +154,7 @@ def _read_file(tree: DictConfig, path: Path) -> PipelineFile:
 
 def resolve(file: PipelineFile, path: Path, overrides: Sequence[str] = ()) -> ResolvedPipeline:
     """Resolve the contents of a pipeline file. Configuration files of stages are relative to ``path``."""
-    directory = Path(file.output_dir) / file.name
+    directory = Path(file.output_dir).expanduser() / file.name
     by_stage = _by_stage(overrides, file)
     stages: list[ResolvedStage] = []
     for number, written in enumerate(file.stages, 1):
@@ -194,7 +194,10 @@ def _tree(
     if written.kind == "sft":  # starts from `sft.model`
         set_key(tree, "model.path", "sft", where)
         set_key(tree, "model.revision", None, where)
-    merged = OmegaConf.merge(tree, written.settings)
+    try:
+        merged = OmegaConf.merge(tree, written.settings)
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: settings: {parser_reason(error)}") from error
     assert isinstance(merged, DictConfig)
     for key, value in written.overrides.items():
         set_key(merged, key, value, f"{where}: overrides `{key}`")

@@ -8,7 +8,7 @@ from typing import Any
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.imports import libraries_loaded
 from grpo_dist.runtime.stage_log import print_line, stages_logged
-from grpo_dist.tools.arguments import add_command, add_inputs, split_overrides
+from grpo_dist.tools.arguments import add_command, add_inputs, file_path, split_overrides
 
 
 def add_commands(commands: Any) -> None:
@@ -40,7 +40,7 @@ def add_commands(commands: Any) -> None:
         help="name of the problem's source, for rewards.by_source; default source",
     )  # fmt: skip
     sub.add_argument(
-        "--output", type=Path, metavar="FILE", help="default: COMPLETIONS.scored.jsonl in this directory"
+        "--output", type=file_path, metavar="FILE", help="default: COMPLETIONS.scored.jsonl in this directory"
     )
     sub.add_argument(
         "--show", type=int, default=5, metavar="N", help="number of disagreements to print; default 5"

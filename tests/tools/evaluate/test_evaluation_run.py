@@ -276,6 +276,16 @@ def test_a_directory_with_other_contents_is_refused(here, capsys, tmp_path):
     assert here.worlds == []
 
 
+def test_an_evaluation_is_in_the_home_directory_where_its_output_is(here, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    arguments = ["eval", "demo:tiny", "data.jsonl", *ARGUMENTS]
+    assert main([*arguments, "output_dir=~/runs"]) == main([*arguments, "--output=~/own"]) == 0
+    (made,) = (tmp_path / "home/runs/evaluations").iterdir()
+    for directory in (made, tmp_path / "home/own"):
+        assert (directory / "result.json").is_file()
+    assert not Path("~").exists()
+
+
 def test_a_configuration_is_evaluated_on_its_own_sets_or_on_others(here, tmp_path):
     load_config_of(tmp_path)
     assert main(["eval", "config.yaml", "--output", "a"]) == 0

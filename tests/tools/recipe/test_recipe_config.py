@@ -4,6 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from grpo_dist.config.files import ConfigError
+from grpo_dist.runs.directories import choose_run_dir
 from grpo_dist.tools.recipe.config import load_pipeline
 
 BASE = {
@@ -124,6 +125,13 @@ def test_the_pipelines_own_keys_may_be_interpolated(write, monkeypatch):
     assert str(load_pipeline(write(output_dir="${oc.env:WHERE}")).directory) == "elsewhere/p"
 
 
+def test_a_stage_is_looked_for_where_its_run_writes(write, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    stage = load_pipeline(write(output_dir="~/runs")).stages[1]
+    run_dir = choose_run_dir(stage.config.checkpoint, stage.config.name, stage.config.output_dir)
+    assert stage.directory == run_dir == tmp_path / "home/runs/p/02_reason"
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -178,6 +186,7 @@ def test_an_invalid_stage_is_refused_by_name(write, overrides, words):
         (2, {"overrides": {"rewards.shuffle": True}}, ["`rewards.shuffle` = true", "sample stage"]),
         (2, {"config": "../none.yaml"}, ["none.yaml: no such configuration file"]),
         (2, {"kind": "rl"}, ["`stages.2.kind` = 'rl'", "'sft', 'grpo' or 'sample'"]),
+        (2, {"settings": {"data": {"train": {"a": 1}}}}, ["stage `reject`: settings: Cannot merge"]),
         (2, {"name": "reason"}, ["two stages are called `reason`"]),
         (2, {"name": "seed"}, ["a stage cannot be called `seed`"]),
         (2, {"name": "a/b"}, ["`stages.2.name` = 'a/b'"]),

@@ -84,10 +84,14 @@ def test_scoring_is_a_stage_that_counts_its_rows(here, monkeypatch):
 
 
 @pytest.mark.family("costly")
-def test_earlier_scores_are_replaced_and_a_directory_is_not(here, capsys):
+def test_earlier_scores_are_replaced_and_a_directory_is_not(here, capsys, monkeypatch):
     for _ in range(2):
         assert main(["score", "c.jsonl"]) == 0
     assert len(lines("c.scored.jsonl")) == len(ROWS)
+    monkeypatch.setenv("HOME", str(Path("home").absolute()))
+    Path("home").mkdir()
+    assert main(["score", "c.jsonl", "--output=~/s.jsonl"]) == 0
+    assert len(lines("home/s.jsonl")) == len(ROWS)
     Path("sub").mkdir()
     assert "--output sub is a directory" in refusal(capsys, "c.jsonl", "--output", "sub")
     message = refusal(capsys, "c.jsonl", "--output", "c.jsonl/x.jsonl")
