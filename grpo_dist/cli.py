@@ -1,7 +1,6 @@
 """The command line: ``grpo-dist train|sft|sample|check|bench|plan|submit CONFIG [key=value ...]``,
 ``grpo-dist eval MODEL DATA``, ``grpo-dist score COMPLETIONS``, ``grpo-dist pipeline FILE``, ``grpo-dist
-gpu-check``, ``grpo-dist status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Heavy imports are
-inside the commands.
+gpu-check``, ``grpo-dist status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Commands import late.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_dist.errors import RERUN, RunEnded, UserError, refusals
 from grpo_dist.runtime.imports import libraries_loaded
-from grpo_dist.runtime.stage_log import drop_unread_output, print_line, stage, stages_logged
+from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
+from grpo_dist.runtime.unread_output import without_readers
 from grpo_dist.runtime.version import __version__
 from grpo_dist.tools.arguments import add_command, add_inputs
 from grpo_dist.tools.evaluate.arguments import add_commands as add_evaluation
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 USER_ERROR = 2
 
 
+@without_readers
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
@@ -39,17 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     itself for its health. 75: it ended in order when asked to; the same command resumes it. 128 + n: signal n
     ended it at once.
     """
-    try:
-        return _run(arguments)
-    except BrokenPipeError:
-        if not drop_unread_output():
-            raise
-        return 1  # a reader such as `head` has left
-    finally:
-        drop_unread_output()
-
-
-def _run(arguments: Sequence[str] | None) -> int:
     parser = command_parser()
     args, rest = parser.parse_known_args(arguments)
     if args.command is None:
@@ -80,8 +70,7 @@ def report_end(end: UserError | RunEnded | KeyboardInterrupt) -> int:
         code, text = USER_ERROR, f"error: {masked(str(end))}"
     elif isinstance(end, RunEnded):
         code, text = end.exit_code, masked(str(end))
-    with suppress(OSError):  # nobody reads stderr; the code says it
-        # A name given on the command line need not be text.
+    with suppress(OSError):  # nobody reads stderr; and a name in it need not be text
         print(text.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)
     return code
 

@@ -282,8 +282,7 @@ def _process(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageSett
     """Take the steps of a process reward model, or the turns that have a reward."""
     spans = [span for span in _turn_spans(groups) if span.turn.reward is not None]
     rewards: list[float] = [span.turn.reward for span in spans if span.turn.reward is not None]
-    rows, ends = [span.row for span in spans], [span.end - 1 for span in spans]
-    row = 0
+    rows, ends, row = [span.row for span in spans], [span.end - 1 for span in spans], 0
     for group in groups:
         first = row + np.cumsum([0, *(len(r.rows) for r in group.rollouts)])  # row of each sample
         scored = zip(group.step_rewards or (), group.step_ends or (), strict=True)

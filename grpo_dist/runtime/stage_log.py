@@ -15,7 +15,6 @@ One process has one terminal, so it has one log. Without a log, `stage` does not
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -287,23 +286,6 @@ def print_line(text: str) -> None:
     with suppress(OSError, AttributeError):  # a pipe without a reader; None, where stdout is closed
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
-
-
-def drop_unread_output() -> bool:
-    """Write what stdout and stderr hold, and return whether nobody reads one of them any longer. Its text is
-    dropped then: the interpreter would fail on it when it ends, with an exit code of its own.
-    """
-    unread = False
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None and not stream.closed:
-                stream.flush()
-        except OSError:
-            unread = True
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
-    return unread
 
 
 def names_of(items: Sequence[str]) -> str:

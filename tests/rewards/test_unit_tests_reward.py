@@ -169,8 +169,10 @@ class Fast(io.IOBase):
             self.buffer = io.BytesIO()
 sys.stdin, sys.stdout = Fast(sys.stdin), Fast(sys.stdout)
 print(sum(map(int, sys.stdin.readline().split())))""",
-    "a buffer": "import sys\nsys.stdout.buffer.write(b'%d' % sum(map(int, sys.stdin.buffer.read().split())))\nexit()",
-    "its own name": "import sys, __main__\nassert __main__.__file__ == sys.argv[-1] and __name__ == '__main__'\n"
+    "a buffer": "import sys\nread = sys.stdin.buffer.read\n"
+    "sys.stdout.buffer.write(b'%d' % sum(map(int, read().split())))\nexit()",
+    "its own name": "import sys, __main__\n"
+    "assert __main__.__file__ == sys.argv[-1] and __name__ == '__main__'\n"
     "print(sum(map(int, input().split())))",
 }
 WRONG_ENDINGS = {
@@ -196,7 +198,9 @@ def test_a_program_ends_as_it_does_outside(pool, backend):
 
 @pytest.mark.family("costly actors")
 def test_a_program_whose_thread_never_ends_is_wrong(pool):
-    endless = block("import threading, time\nprint(7)\nthreading.Thread(target=time.sleep, args=(1e6,)).start()")
+    endless = block(
+        "import threading, time\nprint(7)\nthreading.Thread(target=time.sleep, args=(1e6,)).start()"
+    )
     right = block("print(7)")
     for call_s in longer(4.0):
         tests = [{"input": "", "output": "7"}]
@@ -222,9 +226,11 @@ def test_where_no_program_can_be_started_nothing_is_known(pool, monkeypatch):
     scores, scorer = scored(pool, [block("print(1)")], [{"input": "", "output": "1"}])
     assert np.isnan(scores.rewards).all()
     (reason,) = scorer.failures["code"]
-    assert reason.startswith("the sandbox failed: no program can be started: ") and "/missing/python" in reason
+    assert (
+        reason.startswith("the sandbox failed: no program can be started: ") and "/missing/python" in reason
+    )
     settings = RewardsConfig(functions=(RewardConfig(function="unit_tests", kwargs={"sandbox": LIMITS}),))
-    with pytest.raises(ValueError, match="no code can be run here .*no program can be started"):
+    with pytest.raises(ValueError, match=r"no code can be run here .*no program can be started"):
         check_rewards(settings, max_new_tokens=10)
 
 

@@ -298,7 +298,9 @@ def test_an_export_replaces_a_model_and_nothing_else(started, tmp_path):
     file.write_text("kept")
     with started(world := Exporting(jitter=False), fakes.config()) as cluster:
         for other in (results, file):
-            with pytest.raises(UserError, match=rf"{other.name} exists and is no model .* choose a directory"):
+            with pytest.raises(
+                UserError, match=rf"{other.name} exists and is no model .* choose a directory"
+            ):
                 cluster.export(other)
         for fitting in (model, empty, tmp_path / "new" / "model"):
             cluster.export(fitting)
