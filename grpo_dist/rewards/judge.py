@@ -7,7 +7,8 @@ the gold and the final answer, because the reasoning of a completion could sway 
 from __future__ import annotations
 
 import re
-from math import nan
+from collections.abc import Mapping, Sequence
+from math import isnan, nan
 from typing import Literal
 
 from pydantic import Field, PositiveInt, PrivateAttr, model_validator
@@ -151,6 +152,29 @@ class LLMJudge(ChatReward):
                 return nan
             self._cache.put(question, equal)
         return float(equal)
+
+
+def deciding_judge(functions: Mapping[str, str]) -> str | None:
+    """Return the name of the reward whose verdict says which answers are right, in place of the math grader:
+    the first judge, where `math` is not among the rewards; None without one.
+
+    ``functions``: names of rewards, with their functions.
+    """
+    if "math" in functions.values():
+        return None
+    return next((name for name, function in functions.items() if function == "judge"), None)
+
+
+def judged_outcomes(scores: Sequence[float], graded: Sequence[str]) -> list[str]:
+    """Return outcomes as of the math grader, but by the judge's ``scores``: 1, 0, or NaN, an ``error``. [G]
+
+    ``graded``: the math grader's; "no_answer" stays where the judge does not accept.
+    """
+    kept = [outcome if outcome == "no_answer" else "wrong" for outcome in graded]
+    return [
+        "error" if isnan(score) else "correct" if score else unaccepted
+        for score, unaccepted in zip(scores, kept, strict=True)
+    ]
 
 
 def candidate(completion: str, gold: str) -> str:

@@ -28,7 +28,7 @@ from grpo_dist.rewards.episodes import failure_of, with_outcome_rewards
 from grpo_dist.rewards.functions import OwnFunction, StepScores, StepSettings, noted
 from grpo_dist.rewards.generative import Generative
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
-from grpo_dist.rewards.judge import LLMJudge
+from grpo_dist.rewards.judge import LLMJudge, deciding_judge, judged_outcomes
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.remote import Remote
 from grpo_dist.rewards.unit_tests import UnitTests
@@ -80,7 +80,7 @@ class Scores:
 
     Attributes:
         parts: of each reward by name, before weights and gates.
-        outcomes: [G] of the math grader; "" if no reward used it.
+        outcomes: [G] of the math grader, or of a judge in its place; "" if no reward used either.
         steps: of a function of kind process.
     """
 
@@ -234,6 +234,7 @@ class Scorer:
             raise ValueError(f"two rewards share a name: {names}; give each `name` once")
         self._own = {spec.name: own_function(spec, pool) for spec in specs if spec.function not in REWARDS}
         self._builtin = {spec.name: make(spec) for spec in specs if spec.function in REWARDS}
+        self._judge = deciding_judge({spec.name: spec.function for spec in specs})
         for name, reward in self._builtin.items():
             reward.start(workers=workers, note=partial(self._note, name))
 
@@ -242,9 +243,9 @@ class Scorer:
     ) -> Scores:
         """Compute every reward and their combination.
 
-        User functions are called as in `functions`, with the names they accept, for episodes with
-        ``turns``, see `turns_for_rewards`. An exception, a timeout, None, NaN and a value that is not finite
-        as float32 all mean "could not be scored", and so does an environment that failed.
+        User functions are called as in `functions`, with the names they accept. An exception, a timeout,
+        None, NaN and a value that is not finite as float32 all mean "could not be scored", and so does an
+        environment that failed.
 
         Args:
             modelled: of each reward model.
@@ -263,7 +264,9 @@ class Scorer:
         parts = {term.name: as_part(values[term.name]) for term in self._terms}
         for name, part in parts.items():
             self._note_overflow(name, values[name], part)
-        return self._ended(group, Scores(combine(parts, self._terms), parts, verdicts.outcomes, steps))
+        judged = parts[self._judge].tolist() if self._judge else None
+        outcomes = verdicts.outcomes if judged is None else judged_outcomes(judged, verdicts.outcomes)
+        return self._ended(group, Scores(combine(parts, self._terms), parts, outcomes, steps))
 
     def news(self) -> tuple[str, ...]:
         """Return messages not returned before: why samples were not scored, and other notes of rewards."""

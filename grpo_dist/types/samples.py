@@ -215,7 +215,7 @@ class Group:
     rollouts: tuple[Rollout, ...]
     rewards: np.ndarray  # float32 [G]
     reward_parts: Mapping[str, np.ndarray]  # reward name -> float32 [G], before weighting
-    # [G] of the math grader: correct | wrong | no_answer | timeout | error; "" if none ran
+    # [G] of the math grader, or of a judge: correct | wrong | no_answer | timeout | error; "" if none ran
     outcomes: tuple[str, ...]
     score_s: float = 0.0  # seconds that scoring this group took
     garbage: int = 0  # samples of it that `degenerate_text.is_degenerate` is true of

@@ -12,10 +12,11 @@ import pytest
 from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.rewards.chat_server import ChatServer, ChatSettings
 from grpo_dist.rewards.endpoint import EndpointSettings, NoReply, RateLimit
-from grpo_dist.rewards.judge import LLMJudge, candidate, yes_or_no
+from grpo_dist.rewards.judge import LLMJudge, candidate, deciding_judge, judged_outcomes, yes_or_no
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards, placed
 from grpo_dist.rewards.verdict_cache import VerdictCache
+from grpo_dist.types import Group, Prompt, Rollout, correctness
 from tests.support.fake_openai import StandIn, after, chat, failing
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S, longer, wait_until
@@ -67,7 +68,45 @@ def test_always_asks_about_every_answer_without_grading(pool):
     with StandIn(says_yes_to()) as stand_in:
         result, _ = scores(pool, stand_in, ["\\boxed{8}", "it is 8"], "8", only_when="always")
     assert result.parts["judge"].tolist() == [0.0, 0.0]
-    assert result.outcomes == ["", ""] and len(stand_in.requests) == 2
+    assert result.outcomes == ["wrong", "wrong"] and len(stand_in.requests) == 2
+
+
+@pytest.mark.parametrize("only_when", ["wrong", "always"])
+def test_the_judge_and_not_the_math_grader_decides_which_answers_are_right(pool, only_when):
+    """A length penalty does not make an accepted answer wrong; a failed request is no verdict."""
+    texts = ["\\boxed{\\text{Red}}", "\\boxed{\\text{blue}}", "\\boxed{7}"]
+    settings = {"model": "m", "only_when": only_when}
+
+    def replies(body, number):
+        return "perhaps" if "Candidate: 7\n" in body["messages"][0]["content"] else yes(body, number)
+
+    yes = says_yes_to("\\text{Red}")
+    with StandIn(replies) as stand_in:
+        specs = [
+            spec("accepted", "judge", kwargs=settings | {"base_url": stand_in.base_url}),
+            spec("short", "overlong", kwargs={"buffer_tokens": 100}),
+        ]
+        scorer = Scorer(specs, pool)
+        group = completion_group(texts, "the red ball", lengths=[80, 1, 1])
+        found = scorer.score(group)
+        scorer.close()
+    assert found.rewards[0] < 0.5
+    assert found.outcomes == ["correct", "wrong", "error"]
+    prompt = Prompt("u", np.array([1], np.int32), group.gold, "s", "?", {})
+    rollouts = tuple(
+        Rollout("u", i, ids[:1], np.zeros(1, np.float32), "stop", text, np.zeros(1, np.int32))
+        for i, (ids, text) in enumerate(zip(group.token_ids, texts, strict=True))
+    )
+    whole = Group(prompt, rollouts, found.rewards, found.parts, tuple(found.outcomes))
+    np.testing.assert_array_equal(correctness(whole), [1, 0, np.nan])
+
+
+def test_where_math_is_a_reward_it_decides_and_no_answer_stays_one():
+    assert deciding_judge({"first": "judge", "second": "judge"}) == "first"
+    assert deciding_judge({"first": "judge", "graded": "math"}) is None
+    assert deciding_judge({"exact": "exact"}) is None
+    graded = ["timeout", "no_answer", "correct", "no_answer"]
+    assert judged_outcomes([1.0, 0.0, 0.0, 1.0], graded) == ["correct", "no_answer", "wrong", "correct"]
 
 
 def test_the_request_is_greedy_and_shows_examples_before_the_pair(pool):

@@ -26,7 +26,7 @@ class Verdict:
     """The graded samples of one problem.
 
     ``correct`` has 1, 0 or None (unscored) per sample. ``numbers`` has one number per distinct answer, -1 for
-    no answer; it is None for a single sample, and without a math grader, which alone can compare answers.
+    no answer; it is None for a single sample, and where neither the math grader nor a judge ran.
     ``episodes`` is None for samples without an environment, and in records from before they were counted.
     """
 
