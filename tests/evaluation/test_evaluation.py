@@ -213,7 +213,7 @@ def test_an_evaluation_whose_prompts_are_scored_after_the_last_sample_meets_its_
 
 
 class GivesUp(fakes.World):
-    """Gives up the samples of ``gone``, by problem, as engines do: those there are suffice from `least` on."""
+    """Gives up the samples of ``gone``, by problem, as engines do: `least` of them suffice."""
 
     def __init__(self, gone):
         super().__init__(jitter=False)
