@@ -12,12 +12,13 @@ import ray
 from ray.exceptions import (
     LocalRayletDiedError,
     NodeDiedError,
+    ObjectLostError,
     OutOfMemoryError,
     RayActorError,
     WorkerCrashedError,
 )
 
-from grpo_dist.errors import cause_of
+from grpo_dist.errors import SamplesLost, cause_of
 from grpo_dist.runtime.concurrency import gather
 
 # Ray's errors for an actor that is gone. OutOfMemoryError: the memory monitor of its node killed it.
@@ -34,6 +35,14 @@ async def results(refs: Iterable[Any]) -> list[Any]:
 async def result(ref: Any) -> Any:
     """Await an object reference, as a coroutine."""
     return await ref
+
+
+async def fetched(samples: Any) -> Any:
+    """Return the samples behind an object reference. Raises SamplesLost where their node is lost."""
+    try:
+        return await samples
+    except ObjectLostError as error:
+        raise SamplesLost(reason(error)) from error
 
 
 def one_at_a_time(worker: type) -> Any:

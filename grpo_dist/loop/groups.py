@@ -13,7 +13,6 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
 from typing import TypeVar
 
 import numpy as np
@@ -199,24 +198,13 @@ class GroupScorer:
         return await sampled_again(lambda: self._drawn(prompt, batch, graded))
 
     async def _drawn(self, prompt: Prompt, batch: int, work: Callable[[Sequence[int]], Awaitable[T]]) -> T:
-        """Return what ``work`` makes of the samples with these seeds; with further seeds where too few of
-        them can be had. Raises SamplesFailed after three draws.
-        """
-        for number in count(1):
-            first = (number - 1) * self._draw.samples
-            samples = range(first, first + self._draw.samples)
-            try:
-                return await work(request_seeds(self._seed, batch, prompt.uid, samples))
-            except SamplesFailed as error:
-                least = f"batch.min_samples = {self._draw.least}"
-                if number == _DRAWS:
-                    raise SamplesFailed(
-                        f"{cause_of(error)}; the last of {_DRAWS} draws, expected at least {least}. See the "
-                        "logs of the engines"
-                    ) from error
-                why = cause_of(error)
-                logger.warning("%s, expected at least %s; the group is drawn again", why, least)
-        raise AssertionError("the loop ends by itself")
+        """Return what ``work`` makes of the samples with the seeds of a draw, see `enough_samples`."""
+
+        def seeds(number: int) -> list[int]:
+            first = number * self._draw.samples
+            return request_seeds(self._seed, batch, prompt.uid, range(first, first + self._draw.samples))
+
+        return await enough_samples(work, seeds, least=self._draw.least)
 
     def _kept(self, prompt: Prompt, batch: int) -> Group | None:
         """Return the group if it was finished before the run was interrupted."""
@@ -261,6 +249,27 @@ class GroupScorer:
     ) -> ScoredGroup:
         """Compute the log-probs of reference and teachers. ``before``: those of teachers that are known."""
         return ScoredGroup(group, *await self._models.logprobs(group.prompt, group.rollouts, before))
+
+
+async def enough_samples(
+    work: Callable[[Sequence[int]], Awaitable[T]], seeds: Callable[[int], Sequence[int]], *, least: int
+) -> T:
+    """Return what ``work`` makes of the samples with ``seeds(0)``; with those of draw 1, and then 2, where
+    engines give fewer than ``least`` of them. Raises SamplesFailed after the third draw.
+    """
+    for number in range(_DRAWS):
+        try:
+            return await work(seeds(number))
+        except SamplesFailed as error:
+            wanted = f"batch.min_samples = {least}"
+            if number == _DRAWS - 1:
+                raise SamplesFailed(
+                    f"{cause_of(error)}; the last of {_DRAWS} draws, expected at least {wanted}. See the "
+                    "logs of the engines"
+                ) from error
+            why = cause_of(error)
+            logger.warning("%s, expected at least %s; the group is drawn again", why, wanted)
+    raise AssertionError("the last draw returns or raises")
 
 
 def as_drawn(groups: Sequence[Group], sampling: Sampling) -> list[Group]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,6 +31,8 @@ if TYPE_CHECKING:  # Ray takes seconds to import
     from actors.cluster import Cluster
 
 T = TypeVar("T")
+
+_CLOSED = "the cluster was closed during this call; close it once all threads have their results"
 
 
 class TrainingCluster:
@@ -80,14 +83,11 @@ class TrainingCluster:
         return self
 
     def close(self) -> None:
-        """End all workers. Safe to call twice."""
+        """End all workers. Safe to call twice. A call that another thread has open raises UserError."""
         work, self._work = self._work, None
         loop, self._loop = self._loop, None
         if work is not None and loop is not None:
-            try:
-                loop.run(work.stop())
-            finally:
-                loop.end()
+            loop.end(work.stop())
 
     def __enter__(self) -> TrainingCluster:
         return self.open()
@@ -204,31 +204,72 @@ class TrainingCluster:
             yield
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        assert self._loop is not None
-        return self._loop.run(work)
+        loop = self._loop
+        if loop is None:  # another thread has closed the cluster since the verb was called
+            work.close()
+            raise UserError(_CLOSED)
+        return loop.run(work)
 
 
 class _LoopThread:
-    """An event loop in a thread of its own."""
+    """An event loop in a thread of its own. Other threads may call `run` at once, also while it ends."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="grpo-dist cluster", daemon=True)
+        self._calls: set[asyncio.Task[Any]] = set()  # that run; of the loop's thread
+        self._lock, self._ending = threading.Lock(), False
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of ``work``. An exception here, such as KeyboardInterrupt, cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Return the result of ``work``. An exception here, such as KeyboardInterrupt, cancels it. Raises
+        UserError where the loop ends meanwhile.
+        """
+        with self._lock:
+            if self._ending:
+                work.close()
+                raise UserError(_CLOSED)
+            future = asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
         try:
-            return future.result()  # bounded: the work has deadlines
-        except BaseException:
-            future.cancel()
-            raise
+            return _result(future)
+        except CancelledError as error:
+            raise UserError(_CLOSED) from error  # by `end`: nothing else cancels it
 
-    def end(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()  # bounded: the loop was just stopped
-        self._loop.close()
+    def end(self, last: Coroutine[Any, Any, None]) -> None:
+        """Cancel the calls that run, do ``last``, and stop the loop."""
+        with self._lock:
+            self._ending = True  # so no call begins after those that are cancelled
+        try:
+            _result(asyncio.run_coroutine_threadsafe(self._cancel_then(last), self._loop))
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()  # bounded: the loop was just stopped
+            self._loop.close()
+
+    async def _tracked(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            return await work
+        finally:
+            self._calls.discard(task)
+
+    async def _cancel_then(self, last: Coroutine[Any, Any, None]) -> None:
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await last
+
+
+def _result(future: Future[T]) -> T:
+    """Wait for the result of a coroutine. An exception here, such as KeyboardInterrupt, cancels it."""
+    try:
+        return future.result()  # bounded: the work has deadlines
+    except BaseException:
+        future.cancel()
+        raise
 
 
 def _refuse_others(verb: str, name: str, given: Sequence[Any], kind: type, expected: str) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from grpo_dist.algorithms.moments import Moments
-from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.config import Config, DistillationConfig
 from grpo_dist.data.order import OrderState
 from grpo_dist.errors import SamplesLost, UserError
@@ -20,7 +19,7 @@ from grpo_dist.evaluation.sampling import evaluate
 from grpo_dist.health.state import HealthState
 from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
 from grpo_dist.loop.frozen_models import FrozenModels
-from grpo_dist.loop.groups import GroupDraw, GroupScorer, ScoredBatch, ScoredGroup
+from grpo_dist.loop.groups import GroupDraw, GroupScorer, ScoredBatch, ScoredGroup, enough_samples
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.metrics import staleness_metrics, trained_metrics
 from grpo_dist.loop.pipeline import order_of
@@ -30,9 +29,9 @@ from grpo_dist.loop.staging import Staging
 from grpo_dist.loop.sync_probe import SyncProbe
 from grpo_dist.runs.notes import Notes
 from grpo_dist.runs.prepare import Prepared
-from grpo_dist.runtime.concurrency import deadline, gather
+from grpo_dist.runtime.concurrency import deadline, gather, sampled_again
 from grpo_dist.runtime.metering import Stopwatch
-from grpo_dist.runtime.seeds import request_seed
+from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.types import Group, Prompt, Rollout, Sampling, training_rows
 from grpo_dist.workers import Workers
 
@@ -84,11 +83,12 @@ class Verbs:
         config = self._config
         self._schedule = SamplingSchedule(config.sampling, ScheduleState())
         self._sampling: dict[int, Sampling] = {}  # of the current step
+        self._draw = GroupDraw.of(config.batch, config.algorithm, config.data)
         self._scorer = GroupScorer(
             workers,
             self._sampling,
             seed=config.seed,
-            draw=GroupDraw.of(config.batch, config.algorithm, config.data),
+            draw=self._draw,
             finished={},
             scored_by=FrozenModels(workers, config.distillation.teachers, with_kl=config.has_kl_term),
         )
@@ -106,19 +106,31 @@ class Verbs:
         if self._synced == self.step != self._probed:
             self._probed = self.step
             self._probe.begin(self.step)
-        count, sampling = samples or self._config.batch.samples_per_prompt, self._sampling_now()
-        step = self.step  # of the counters below: an update may end before the tasks begin
+        count, sampling = samples or self._draw.samples, self._sampling_now()
+        least = min(count, self._draw.least)
+        step, drawn = self.step, self._drawn  # an update may end before the tasks begin, or draw again
 
         async def one(prompt: Prompt, first: int) -> SampledGroup:
-            seeds = [request_seed(self._config.seed, step, prompt.uid, first + i) for i in range(count)]
-            own = self._scorer.sampling_of(prompt, sampling)
-            found = await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=own)
-            return SampledGroup(prompt, await _fetched(found), found)
+            own = replace(self._scorer.sampling_of(prompt, sampling), least=least)
+            firsts = [first]  # of each draw: those of another call stay apart
+
+            def seeds(number: int) -> list[int]:
+                if number == len(firsts):
+                    firsts.append(drawn[prompt.uid])
+                    drawn[prompt.uid] += count
+                samples = range(firsts[number], firsts[number] + count)
+                return request_seeds(self._config.seed, step, prompt.uid, samples)
+
+            async def fetched(seeds: Sequence[int]) -> SampledGroup:
+                found = await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=own)
+                return SampledGroup(prompt, await _fetched(found), found)
+
+            return await sampled_again(lambda: enough_samples(fetched, seeds, least=least))
 
         asked = []
         for prompt in prompts:
-            asked.append(one(prompt, self._drawn[prompt.uid]))
-            self._drawn[prompt.uid] += count
+            asked.append(one(prompt, drawn[prompt.uid]))
+            drawn[prompt.uid] += count
         return await self._within("sampled", asked)
 
     def _sampling_now(self) -> Sampling:
@@ -173,8 +185,10 @@ class Verbs:
 
     async def sync(self) -> dict[str, float]:
         metrics = await self._workers.sync.push(version=self.step)
-        refreshed = self._synced < self.step and is_due(self.step, self._config.reference.refresh_every)
-        if self._workers.reference_sync is not None and refreshed:
+        every = self._config.reference.refresh_every
+        # At the first sync from a multiple on: a caller may make several updates before it syncs.
+        refreshes = every > 0 and self.step // every > self._synced // every
+        if self._workers.reference_sync is not None and refreshes:
             await self._workers.reference_sync.refresh()
         self._synced = self.step
         return metrics
@@ -210,8 +224,12 @@ class Verbs:
 
 
 async def _fetched(rollouts: Any) -> tuple[Rollout, ...]:
-    """Return the samples behind a reference, or the samples themselves."""
-    found: tuple[Rollout, ...] = rollouts if isinstance(rollouts, tuple) else await rollouts
+    """Return the samples behind a reference, or the samples themselves. Raises SamplesLost."""
+    if isinstance(rollouts, tuple):
+        return rollouts
+    from actors.lifecycle.calls import fetched  # imports Ray, whose reference it is
+
+    found: tuple[Rollout, ...] = await fetched(rollouts)
     return found
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ray.exceptions import ObjectLostError
 
 import grpo_dist
 from grpo_dist.driver import run
-from grpo_dist.errors import Unhealthy, UserError
+from grpo_dist.errors import SamplesFailed, Unhealthy, UserError
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.runs import own_loop
 from grpo_dist.runs.prepare import Prepared
@@ -19,6 +20,7 @@ from grpo_dist.runs.verbs import Verbs
 from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.runtime.stage_log import open_stages
 from tests.support import fakes
+from tests.support.patience import HANG_S
 from tests.support.probed import Probed
 
 PROMPTS = fakes.prompts(40)
@@ -268,6 +270,110 @@ def test_samples_of_a_call_that_an_update_overtakes_have_the_seeds_of_the_step_i
     assert second == tuple(request_seeds(0, 1, uid, range(3)))
 
 
+def test_a_call_that_is_open_when_the_block_ends_raises(started):
+    """Of another thread, which would wait for ever."""
+    waits = threading.Event()
+
+    class Slow(fakes.World):
+        async def sample(self, prompt, **settings):
+            waits.set()
+            try:
+                await asyncio.sleep(HANG_S)
+            finally:
+                self.events.append("given up")
+
+    def sample():
+        try:
+            cluster.sample(cluster.prompts[:1])
+        except UserError as error:
+            raised.append(str(error))
+
+    raised, world = [], Slow(jitter=False)
+    with pytest.raises(ValueError, match="of the caller"), started(world, fakes.config()) as cluster:
+        ahead = threading.Thread(target=sample, daemon=True)
+        ahead.start()
+        assert waits.wait(HANG_S)
+        loop = cluster._loop
+        raise ValueError("of the caller")
+    ahead.join(5)
+    assert not ahead.is_alive() and "the cluster was closed during this call" in raised[0]
+    assert world.events[-1] == "given up" and world.actors.ended
+    with pytest.raises(UserError, match="the cluster was closed"):
+        loop.run(asyncio.sleep(0))
+
+
+class Flaky(fakes.World):
+    """Gives up a sample of p3, and all but one of p5 in its first draw."""
+
+    async def sample(self, prompt, *, seeds, sampling):
+        found = await super().sample(prompt, seeds=seeds, sampling=sampling)
+        first = [uid for uid, _, _ in self.sampled].count(prompt.uid) == 1
+        found = found[:-1] if prompt.uid == "p3" else found[:1] if prompt.uid == "p5" and first else found
+        if len(found) < sampling.least:
+            raise SamplesFailed(f"{len(found)} of {len(seeds)} samples of {prompt.uid}")
+        return found
+
+
+def test_groups_that_lack_samples_are_those_of_train(started):
+    config = fakes.config(steps=10, batch={"samples_per_prompt": 4, "prompts_per_step": 4, "min_samples": 2})
+    theirs, ours = Flaky(jitter=False), Flaky(jitter=False)
+    asyncio.run(run(config, theirs.workers(), PROMPTS, [], theirs, theirs))
+    with started(ours, config) as cluster:
+        default_loop(cluster)
+    assert ours.sampled == theirs.sampled and len(ours.sampled) == 41
+    assert len(ours.updates) == len(theirs.updates) == 10
+
+
+def test_a_group_that_is_drawn_again_shares_no_sample_with_another_call(started):
+    config = fakes.config(batch={"samples_per_prompt": 4, "prompts_per_step": 4, "min_samples": 2})
+    with started(world := Flaky(jitter=False), config) as cluster:
+        prompt = [p for p in cluster.prompts if p.uid == "p5"]
+        for samples in (None, 1):
+            cluster.sample(prompt, samples=samples)
+    assert [seeds for _, seeds, _ in world.sampled] == [
+        tuple(request_seeds(0, 0, "p5", own)) for own in (range(4), range(4, 8), range(8, 9))
+    ]
+
+
+def test_samples_that_are_lost_before_the_caller_has_them_are_drawn_again(started):
+    class Lost(fakes.World):
+        async def sample(self, prompt, **settings):
+            found = await super().sample(prompt, **settings)
+
+            async def reference():
+                if len(self.sampled) == 1:
+                    raise ObjectLostError("00" * 28, b"", "")
+                return found
+
+            return reference()
+
+    with started(world := Lost(jitter=False), fakes.config()) as cluster:
+        (group,) = cluster.sample(cluster.prompts[:1])
+    assert len(group.rollouts) == 2 and len(world.sampled) == 2 and len(set(world.sampled)) == 1
+
+
+@pytest.mark.parametrize(("every", "refreshed"), [(1, [3, 6, 9, 12]), (2, [4, 6, 10, 12]), (5, [5, 10])])
+def test_a_sync_after_several_updates_refreshes_the_reference_where_that_was_due(started, every, refreshed):
+    class Refreshed(fakes.World):
+        at = ()
+
+        def workers(self, reference=False):
+            return dataclasses.replace(super().workers(reference), reference_sync=self)
+
+        async def refresh(self):
+            self.at = (*self.at, self.version)
+
+    config = fakes.config(
+        steps=12, max_staleness=5, reference={"refresh_every": 3}, algorithm={"kl": {"coef": 0.1}}
+    )
+    with started(world := Refreshed(jitter=False), config, reference=True) as cluster:
+        for prompts in cluster.batches():
+            cluster.update(cluster.score(cluster.sample(prompts)))
+            if cluster.step % every == 0:
+                cluster.sync()
+    assert list(world.at) == refreshed
+
+
 def test_evaluation_and_export_are_stages(started, tmp_path):
     seen = []
 
@@ -298,9 +404,7 @@ def test_an_export_replaces_a_model_and_nothing_else(started, tmp_path):
     file.write_text("kept")
     with started(world := Exporting(jitter=False), fakes.config()) as cluster:
         for other in (results, file):
-            with pytest.raises(
-                UserError, match=rf"{other.name} exists and is no model .* choose a directory"
-            ):
+            with pytest.raises(UserError, match=rf"{other.name} exists and is no model"):
                 cluster.export(other)
         for fitting in (model, empty, tmp_path / "new" / "model"):
             cluster.export(fitting)
