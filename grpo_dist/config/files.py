@@ -30,7 +30,7 @@ from grpo_dist.config.messages import readable
 from grpo_dist.config.peers import hint
 from grpo_dist.config.presets import PRESETS
 from grpo_dist.config.secrets import masked, masked_setting, masked_text, shown_value
-from grpo_dist.config.text import check_characters, check_key, check_nesting
+from grpo_dist.config.text import check_characters, check_key, check_nesting, escaped
 from grpo_dist.errors import UserError
 
 _OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.\-\[\]]*=")
@@ -110,7 +110,12 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 def dump_config(config: Config) -> str:
     """Return the resolved configuration as YAML, with all defaults, and *** for secrets."""
-    return OmegaConf.to_yaml(OmegaConf.create(masked(config.model_dump(mode="json"))))
+    return to_yaml(masked(config.model_dump(mode="json")))
+
+
+def to_yaml(plain: Any) -> str:
+    """Return resolved settings, plain mappings and lists, as YAML that `load_config` reads unchanged."""
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(plain)))
 
 
 def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
@@ -186,8 +191,11 @@ def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
             f"override {shown!r}: expected +algorithm=NAME with NAME one of {', '.join(sorted(known))}{hint}"
         )
     preset = read_tree(known[name])
-    rest = DictConfig({k: v for k, v in merged.items() if k != "algorithm"})
-    result = OmegaConf.merge(rest, preset)
+    try:
+        rest = OmegaConf.masked_copy(merged, [k for k in merged if k != "algorithm"])  # resolves nothing yet
+        result = OmegaConf.merge(rest, preset)
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be merged with {override}: {parser_reason(error)}") from error
     assert isinstance(result, DictConfig)
     return result
 
