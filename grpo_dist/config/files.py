@@ -31,7 +31,7 @@ from grpo_dist.config.messages import readable
 from grpo_dist.config.peers import hint
 from grpo_dist.config.presets import PRESETS
 from grpo_dist.config.secrets import masked, masked_setting, masked_text, shown_value
-from grpo_dist.config.text import check_characters, check_key, check_nesting
+from grpo_dist.config.text import check_characters, check_key, check_nesting, escaped
 from grpo_dist.errors import UserError
 
 _OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.\-\[\]]*=")
@@ -117,7 +117,12 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 def dump_config(config: Config) -> str:
     """Return the resolved configuration as YAML, with all defaults, and *** for secrets."""
-    return OmegaConf.to_yaml(OmegaConf.create(masked(config.model_dump(mode="json"))))
+    return to_yaml(masked(config.model_dump(mode="json")))
+
+
+def to_yaml(plain: Any) -> str:
+    """Return resolved settings, plain mappings and lists, as YAML that `load_config` reads unchanged."""
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(plain)))
 
 
 def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
@@ -198,7 +203,10 @@ def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
     before = plain.pop("algorithm", None)
     if isinstance(before, dict) and (former := known.get(str(before.get("preset")))) is not None:
         plain = _less(plain, OmegaConf.to_container(read_tree(former), resolve=False))
-    result = OmegaConf.merge(OmegaConf.create(plain), preset)
+    try:
+        result = OmegaConf.merge(OmegaConf.create(plain), preset)
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be merged with {override}: {parser_reason(error)}") from error
     assert isinstance(result, DictConfig)
     return result
 

@@ -1,15 +1,41 @@
-"""Checks of configuration text before its keys are read: nesting that would overflow the stack of the YAML
-reader, and characters that a UTF-8 file cannot contain.
+"""Texts of a configuration: checks before its keys are read, of nesting that would overflow the stack of the
+YAML reader and of characters that a UTF-8 file cannot contain, and the escape of ``${``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import yaml
 
 _DEEPEST = 32  # levels of mappings and lists; this project's tree has 6
+
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+_ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")
+
+
+def escaped(plain: Any) -> Any:
+    r"""Return a copy of plain mappings and lists whose texts OmegaConf reads as they are: ${x} -> \${x},
+    \${x} -> \\\${x}
+    """
+    return _changed(plain, lambda text: _INTERPOLATION.sub(lambda found: found[1] * 2 + r"\${", text))
+
+
+def unescaped(plain: Any) -> Any:
+    """Return a copy of plain mappings and lists, read from YAML without OmegaConf, with the texts meant by
+    `escaped` ones.
+    """
+    return _changed(plain, lambda text: _ESCAPED.sub(lambda found: found[1][::2] + "${", text))
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _changed(inner, change) for key, inner in value.items()}
+    return [_changed(inner, change) for inner in value] if isinstance(value, list) else value
 
 
 def check_nesting(text: str) -> None:

@@ -18,6 +18,7 @@ import yaml
 from grpo_dist.config import AlgorithmConfig, Config
 from grpo_dist.config.differences import flat, has_place
 from grpo_dist.config.files import dump_config
+from grpo_dist.config.text import unescaped
 from grpo_dist.types import Prompt
 
 # Sections and keys that may change.
@@ -144,7 +145,8 @@ def changes(was: str, config: Config) -> list[Change]:
     A key that a later version added is no change where it has its default. Neither are other spellings of
     the same setting, see `_as_meant`.
     """
-    old, new = _as_meant(flat(yaml.safe_load(was))), _as_meant(flat(yaml.safe_load(dump_config(config))))
+    written = (was, dump_config(config))
+    old, new = (_as_meant(flat(unescaped(yaml.safe_load(text)))) for text in written)
     set_now = flat(config.model_dump(mode="json", exclude_defaults=True))
     keys = sorted(old.keys() | {key for key in new if key in set_now or has_place(key, old)})
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]

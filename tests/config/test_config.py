@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from grpo_dist.config.files import ConfigError, dump_config, load_config
+from grpo_dist.runs.identity import changes
+from grpo_dist.tools.submit.code import resolved as sent
 from tests.support.preset_needs import PRESET_NEEDS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -43,6 +46,33 @@ def test_resolved_configuration_loads_to_the_same_tree(base, tmp_path):
     assert load_config(again) == config
 
 
+LITERAL = (
+    r"\${#x} is the length", r"write \${ and a name", r"\${x:-1} is a default", r"\${name} is a variable",
+    r"\${oc.env:HOME}", r"a \\\${x}", r"$\{x\}$ in \\ a set", "\\\\",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LITERAL)
+def test_text_with_an_escaped_interpolation_survives_being_written_and_read(base, tmp_path, text):
+    tree = OmegaConf.load(base)
+    OmegaConf.update(tree, "data.instruction", text)
+    OmegaConf.save(tree, base)
+    config, again = load_config(base), tmp_path / "again.yaml"
+    assert config.data.instruction == text.replace(r"\\\${", r"\@").replace(r"\${", "${").replace("@", "${")
+    again.write_text(dump_config(config))
+    assert load_config(again) == config
+    again.write_text(sent(config, grows=True))
+    assert load_config(again) == config
+    assert changes(dump_config(config), config) == []
+
+
+def test_a_checkpoint_with_an_unescaped_text_has_the_same_configuration(base):
+    """Earlier versions wrote `${` as it was."""
+    config = load_config(base, [r"data.instruction='write \${x}'"])
+    was = dump_config(config).replace(r"\${", "${")
+    assert was != dump_config(config) and changes(was, config) == []
+
+
 @pytest.mark.parametrize("preset", sorted(p.stem for p in (CONFIGS / "algorithms").glob("*.yaml")))
 def test_every_preset_fits_the_demo_and_survives_being_written_and_read(tmp_path, preset):
     more = PRESET_NEEDS.get(preset, [])
@@ -59,6 +89,24 @@ def test_a_preset_replaces_the_algorithm_and_merges_the_rest(base):
     assert (config.algorithm.policy_loss, config.algorithm.dual_clip) == ("sapo", None)
     assert (config.algorithm.tau_negative, config.steps) == (1.5, 5)
     assert load_config(base, ["+algorithm=gspo"]).batch.updates_per_step == 4
+
+
+def test_interpolations_follow_the_overrides_behind_a_preset(base):
+    given = ["+algorithm=dapo", "name=two", "output_dir=runs/${name}"]
+    for order in (given, given[::-1]):
+        assert load_config(base, order).output_dir == "runs/two"
+    base.write_text(base.read_text() + "output_dir: runs/${name}\nseed: 7\n")
+    assert load_config(base, ["+algorithm=dapo", "steps=9"]).output_dir == "runs/x-9"
+    base.write_text(base.read_text().replace("x-${steps}", "clip-${algorithm.clip_high}"))
+    assert load_config(base, ["+algorithm=dapo"]).name == "clip-0.28"  # of the preset
+
+
+def test_an_interpolation_that_fails_is_refused_with_a_preset_too(base, monkeypatch):
+    monkeypatch.delenv("NO_SUCH", raising=False)
+    base.write_text(base.read_text() + "output_dir: ${oc.env:NO_SUCH}\n")
+    with pytest.raises(ConfigError, match="NO_SUCH"):
+        load_config(base, ["+algorithm=dapo"])
+    assert load_config(base, ["+algorithm=dapo", "output_dir=x"]).output_dir == "x"
 
 
 def test_a_user_preset_is_found_next_to_the_configuration(base):

@@ -26,6 +26,7 @@ from rich.table import Table
 from grpo_dist.config import Section
 from grpo_dist.config.base import DirectoryName
 from grpo_dist.config.files import ConfigError, load_config, overridden, read_tree, validated
+from grpo_dist.config.text import escaped
 from grpo_dist.errors import RunEnded, refusals
 from grpo_dist.runs.directories import check_writable, free_directory
 from grpo_dist.runtime.guardian import SET_PARENT_DEATH_SIGNAL, process_option
@@ -47,7 +48,7 @@ class BenchRun(Section):
 
     def arguments(self, parent: Path) -> tuple[str, list[str]]:
         """Return the configuration's path and the overrides as on the command line."""
-        texts = [f"{key}={json.dumps(value)}" for key, value in self.overrides.items()]
+        texts = [f"{key}={json.dumps(escaped(value))}" for key, value in self.overrides.items()]
         return str(parent / self.config), texts
 
 

@@ -14,7 +14,7 @@ import yaml
 from grpo_dist.config import presets
 from grpo_dist.config.differences import flat
 from grpo_dist.config.secrets import masked
-from grpo_dist.config.text import check_nesting
+from grpo_dist.config.text import check_nesting, unescaped
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.json_files import parse_json
 
@@ -145,7 +145,7 @@ def _settings(run: Path) -> tuple[dict[str, Any], str]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
         check_nesting(text)
-        found = yaml.safe_load(text)
+        found = unescaped(yaml.safe_load(text))
     except (OSError, ValueError, yaml.YAMLError) as error:
         return {}, f"config.yaml: cannot be read ({_first_line(error)})"
     return masked(found) if isinstance(found, dict) else {}, ""

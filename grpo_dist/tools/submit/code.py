@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from grpo_dist.config import Config
+from grpo_dist.config.files import to_yaml
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.version import __version__
 
@@ -71,7 +70,7 @@ def resolved(config: Config, *, grows: bool) -> str:
     """
     plain = config.model_dump(mode="json")
     plain["cluster"] |= {"address": None} | ({} if grows else {"grows_to": None})
-    return OmegaConf.to_yaml(OmegaConf.create(plain))
+    return to_yaml(plain)
 
 
 def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
