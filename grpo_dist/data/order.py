@@ -23,8 +23,9 @@ class OrderState:
     ``position``, ``waiting`` and ``left_out`` (turns passed over by uid, see `solved.SolvedPrompts`) belong
     to `stream.PromptStream`; ``position`` counts the calls of any other order where groups are launched one
     by one (`batch.order` finished). ``pass_rates`` belong to
-    `curriculum.Curriculum`, ``pools`` (useful, useless), ``outcomes`` (right, wrong, by uid) and
-    ``reward_range`` to `pools.PoolOrder`, ``lengths`` (expected tokens by uid) to `by_length.LengthOrder`.
+    `curriculum.Curriculum`, ``pools`` (useful, useless), ``outcomes`` (right, wrong, by uid),
+    ``reward_scales`` (see `pools.RewardScale`, by source) to `pools.PoolOrder`, ``lengths``
+    (expected tokens by uid) to `by_length.LengthOrder`. A ``reward_range`` of older checkpoints is not read.
     """
 
     position: int = 0
@@ -32,7 +33,7 @@ class OrderState:
     pass_rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     pools: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     outcomes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    reward_range: tuple[float, float] | None = None  # smallest and largest seen
+    reward_scales: Mapping[str, tuple[float, float, float, float, float]] = field(default_factory=dict)
     lengths: Mapping[str, float] = field(default_factory=dict)
     left_out: Mapping[str, int] = field(default_factory=dict)
 

@@ -1,13 +1,15 @@
 """Prompt pools: most samples go where the policy can learn now, chosen by Thompson sampling.
 
 Prompts are divided by source or by a column. What a group of n samples teaches is proportional to the
-variance of its rewards. With rewards x as shares of the range that was observed so far, m their mean:
+variance of its rewards, s^2. Rewards of sources may have scales of their own (`rewards.by_source`), so it is
+a share of what the rewards x of the group's source allow, c the middle of the range that was seen of them:
 
-    u = 4 (m (1 - m) - mean(x (1 - x))) n / (n - 1), at most 1
+    u = s^2 / mean((x - c)^2), at most 1
 
-This is the unbiased variance of x as a share of 1/4, the largest that values of 0 to 1 can have (Popoviciu
-1935). With two values of reward the second term is 0, and u = 4 p (1 - p) n / (n - 1) for the pass rate p: on
-average 1 where half of all samples would be right, 0 where all would be right or all wrong.
+With two values of reward the mean is a quarter of the squared range, the largest variance that such values
+can have (Popoviciu 1935), and u = 4 p (1 - p) n / (n - 1) for the pass rate p: on average 1 where half of all
+samples would be right, 0 where all would be right or all wrong. For rewards without bounds, such as logits of
+a reward model, u is about the share of their variance that lies within groups.
 
     pool     theta ~ Beta(1 + useful, 1 + useless)     sums of u and of 1 - u over the pool's groups
              each place of a batch goes to the pool with the largest theta that has prompts left
@@ -28,6 +30,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -73,7 +76,7 @@ class PoolOrder:
         # of each pool: useful, useless; of each prompt: right, wrong
         self._pools = np.array([state.pools.get(name, (0.0, 0.0)) for name in self._names], np.float64)
         self._prompts = np.zeros((len(prompts), 2))
-        self._range = state.reward_range
+        self._scales = {source: RewardScale(*own) for source, own in state.reward_scales.items()}
         for uid, counts in state.outcomes.items():
             self._prompts[self._index[uid]] = counts
 
@@ -82,7 +85,8 @@ class PoolOrder:
         seen = np.flatnonzero(self._prompts.any(axis=1)).tolist()
         pools = dict(zip(self._names, _pairs(self._pools), strict=True))
         outcomes = dict(zip([self._uids[i] for i in seen], _pairs(self._prompts[seen]), strict=True))
-        return OrderState(pools=pools, outcomes=outcomes, reward_range=self._range)
+        scales = {source: astuple(own) for source, own in self._scales.items()}
+        return OrderState(pools=pools, outcomes=outcomes, reward_scales=scales)
 
     def prompt(self, index: int) -> int:
         return index
@@ -92,16 +96,17 @@ class PoolOrder:
         self._pools *= self._keep
         self._prompts *= self._keep
         self._prompts[self._prompts < _FORGOTTEN] = 0.0
-        self._range = _reward_range(sampled, self._range)
+        self._scales = _scales(sampled, self._scales)
         for group in sampled:
-            scaled = _scaled(group, self._range)
-            if not len(scaled):
+            rewards = _known_rewards(group)
+            if not len(rewards):
                 continue
-            graded = correctness(group) if any(group.outcomes) else scaled
+            scale = self._scales[group.prompt.source]
+            graded = correctness(group) if any(group.outcomes) else scale.shares(rewards)
             graded = graded[~np.isnan(graded)]
             correct = float(graded.sum())
             self._prompts[self._index[group.prompt.uid]] += correct, len(graded) - correct
-            useful = usefulness(scaled)
+            useful = scale.usefulness(rewards)
             self._pools[self._pool[group.prompt.uid]] += useful, 1.0 - useful
 
     def take(self, batch: int) -> list[int]:
@@ -136,18 +141,47 @@ def _pairs(counts: np.ndarray) -> list[tuple[float, float]]:
     return [(a, b) for a, b in counts.tolist()]
 
 
-def usefulness(scaled: np.ndarray) -> float:
-    """Return u of a group, see above: the variance of its rewards as a share of the largest.
+@dataclass(frozen=True, slots=True)
+class RewardScale:
+    """The rewards of a source: smallest, largest, and sums over all of them."""
 
-    ``scaled``: float64 [n], the rewards as shares of their range, 0 to 1.
+    low: float = 0.0
+    high: float = 0.0
+    count: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
 
-    of 8 samples   0 right -> 0   1 -> 0.5   2 -> 0.857   4 -> 1   8 -> 0
-    """
-    count = len(scaled)
-    if count < 2:
-        return 0.0
-    mean, within = float(scaled.mean()), float((scaled * (1.0 - scaled)).mean())
-    return min(1.0, max(0.0, 4.0 * (mean * (1.0 - mean) - within) * count / (count - 1)))
+    def with_rewards(self, rewards: np.ndarray) -> RewardScale:
+        """Return the scale with these, float64 [n], n at least 1."""
+        low, high = float(rewards.min()), float(rewards.max())
+        return RewardScale(
+            min(low, self.low) if self.count else low,
+            max(high, self.high) if self.count else high,
+            self.count + len(rewards),
+            self.total + float(rewards.sum()),
+            self.squares + float((rewards**2).sum()),
+        )
+
+    def shares(self, rewards: np.ndarray) -> np.ndarray:
+        """Return rewards as shares of the range; right or wrong while that is empty."""
+        if self.high > self.low:
+            return (rewards - self.low) / (self.high - self.low)
+        return (rewards > 0.5).astype(np.float64)
+
+    def usefulness(self, rewards: np.ndarray) -> float:
+        """Return u of a group of this source, see above. ``rewards``: float64 [n], which the scale has.
+
+        of 8 samples, rewards 0 and 1   0 right -> 0   1 -> 0.5   2 -> 0.857   4 -> 1   8 -> 0
+        """
+        if len(rewards) < 2 or rewards.min() == rewards.max():
+            return 0.0
+        return min(1.0, float(rewards.var(ddof=1)) / self._largest_variance)
+
+    @property
+    def _largest_variance(self) -> float:
+        """The mean squared distance from the middle of the range, above 0 where rewards differ."""
+        middle, mean = (self.low + self.high) / 2, self.total / self.count
+        return self.squares / self.count - 2 * middle * mean + middle**2
 
 
 def _known_rewards(group: Group) -> np.ndarray:
@@ -155,19 +189,18 @@ def _known_rewards(group: Group) -> np.ndarray:
     return group.rewards[~np.isnan(group.rewards) & ~np.isnan(correctness(group))].astype(np.float64)
 
 
-def _reward_range(
-    groups: Sequence[Group], known: tuple[float, float] | None = None
-) -> tuple[float, float] | None:
-    """Return the smallest and the largest reward, those ``known`` included; None without any."""
-    rewards = np.concatenate([np.array(known or ()), *map(_known_rewards, groups)])
-    return (float(rewards.min()), float(rewards.max())) if len(rewards) else None
+def _scales(groups: Sequence[Group], known: Mapping[str, RewardScale]) -> dict[str, RewardScale]:
+    """Return the scale of each source, with the rewards of ``groups``."""
+    scales = dict(known)
+    for group in groups:
+        if len(rewards := _known_rewards(group)):
+            source = group.prompt.source
+            scales[source] = scales.get(source, RewardScale()).with_rewards(rewards)
+    return scales
 
 
-def _scaled(group: Group, bounds: tuple[float, float] | None) -> np.ndarray:
-    """Return the known rewards of ``group`` as shares of the range; right or wrong while that is empty."""
-    rewards = _known_rewards(group)
-    low, high = bounds or (0.0, 0.0)
-    return (rewards - low) / (high - low) if high > low else (rewards > 0.5).astype(np.float64)
+def _usefulness(group: Group, scales: Mapping[str, RewardScale]) -> float:
+    return scales.get(group.prompt.source, RewardScale()).usefulness(_known_rewards(group))
 
 
 def check_pools(data: DataConfig, prompts: Sequence[Prompt], names: Sequence[str]) -> None:
@@ -216,12 +249,12 @@ def pool_sizes(prompts: Sequence[Prompt], by: str) -> dict[str, int]:
 def pool_metrics(groups: Sequence[Group], by: str) -> Mapping[str, float]:
     """Return for each pool its share of the groups of a step, their pass rate, and how many had no signal."""
     metrics: dict[str, float] = {}
-    pools, bounds = [pool_of(group.prompt, by) for group in groups], _reward_range(groups)
+    pools, scales = [pool_of(group.prompt, by) for group in groups], _scales(groups, {})
     for name in sorted(set(pools)):
         own = [group for group, pool in zip(groups, pools, strict=True) if pool == name]
         right = np.concatenate([correctness(group) for group in own])
         known = right[~np.isnan(right)]
-        useful = [usefulness(_scaled(group, bounds)) for group in own]
+        useful = [_usefulness(group, scales) for group in own]
         metrics[f"pool/{name}/share"] = len(own) / len(groups)
         metrics[f"pool/{name}/pass_rate"] = float(known.mean()) if len(known) else float("nan")
         metrics[f"pool/{name}/usefulness"] = float(np.mean(useful))

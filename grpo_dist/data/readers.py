@@ -210,8 +210,8 @@ def _dataset(path: Path, source: DataSourceConfig) -> Iterable[Mapping[str, Any]
 def _check_no_subset(source: DataSourceConfig, kind: str) -> None:
     if source.subset is not None:
         raise ValueError(
-            f"{source.path}: `subset` = {source.subset}, but {kind} has no configurations; remove it, or "
-            "name the directory or hub id that has them"
+            f"{source.path}: `subset` = {source.subset}, but {kind} has no configurations; remove `subset`, "
+            "or name the directory or hub id that has them"
         )
 
 

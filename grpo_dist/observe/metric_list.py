@@ -51,7 +51,7 @@ METRICS = (
            "moves to pools with a pass rate near one half"),
     Metric("pool/<name>/pass_rate", "share", "mean over samples", "right answers in the pool", "rises"),
     Metric("pool/<name>/usefulness", "share", "mean over groups",
-           "variance of the rewards in a group of the pool, as a share of the largest in its range",
+           "variance of the rewards in a group, as a share of what those of its source allow",
            "`data.order: pools` draws where it is high"),
     Metric("pool/<name>/tokens", "tokens", "sum over samples", "sampled for the pool in the step", ""),
     Metric("group/extra_prompts", "prompts", "count", "extra prompts that dynamic sampling drew and dropped",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field, PositiveInt, field_validator
@@ -52,6 +52,9 @@ class Builtin(Section, ABC):
     def data_columns(self) -> tuple[str, ...]:
         """Columns of the data that its settings name."""
         return ()
+
+    def check_row(self, columns: Mapping[str, Any]) -> None:
+        """Raise ValueError for values of `data_columns` by which no completion could be scored."""
 
     def start(self, *, workers: int, note: Note) -> None:
         """Acquire resources. Called in each of the ``workers`` reward workers, before the first `score`."""

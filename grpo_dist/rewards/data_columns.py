@@ -1,39 +1,56 @@
-"""Columns of the data that built-in rewards read by name: a name that no row has is a mistake, no value."""
+"""Columns of the data that built-in rewards read by name: they are checked before anything is sampled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from grpo_dist.config import RewardsConfig
+from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.registry import REWARDS, make, reward_specs
-from grpo_dist.types import Prompt
 
 
-def column_problems(settings: RewardsConfig, prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Yield a message for every column that a reward reads and no prompt has, of those that it scores."""
-    read = {source: _columns_read(own) for source, own in settings.variants.items()}
-    if not any(read.values()):
+class Row(Protocol):
+    """A row of a data source; ``location`` is for messages: ``code.jsonl:17``."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def location(self) -> str: ...
+
+    @property
+    def columns(self) -> Mapping[str, Any]: ...
+
+
+def column_problems(settings: RewardsConfig, rows: Sequence[Row], key: str) -> Iterator[str]:
+    """Yield a message for every built-in reward that lacks a column in one of ``rows``, or cannot read it.
+
+    Args:
+        rows: of one source.
+        key: of the source in the configuration, ``data.train.0``.
+    """
+    if not rows:
         return
-    known: dict[str, set[str]] = {source: {"problem"} for source in read}
-    for prompt in prompts:
-        known[prompt.source if prompt.source in known else ""].update(prompt.columns)
-    scored = {prompt.source if prompt.source in read else "" for prompt in prompts}
-    for source in (source for source in read if source in scored):
-        for reward, column in read[source]:
-            if column not in known[source]:
-                of = f" of source {source}" if source else ""
-                yield (
-                    f"reward {reward} reads column `{column}`, but no prompt{of} has it; their columns are "
-                    f"{', '.join(sorted(known[source]))}: add it to `columns` of the source in `data.train`, "
-                    "or correct the kwargs of the reward"
-                )
+    for spec in reward_specs(settings.of(rows[0].source)):
+        if spec.function in REWARDS and (reward := make(spec)).data_columns:
+            yield from _problems(spec.name, reward, rows, key)
 
 
-def _columns_read(settings: RewardsConfig) -> list[tuple[str, str]]:
-    """Return name and column of every built-in reward that names columns."""
-    return [
-        (spec.name, column)
-        for spec in reward_specs(settings)
-        if spec.function in REWARDS
-        for column in make(spec).data_columns
-    ]
+def _problems(name: str, reward: Builtin, rows: Sequence[Row], key: str) -> Iterator[str]:
+    missing = False
+    for column in reward.data_columns:
+        lacking = next((row for row in rows if column != "problem" and column not in row.columns), None)
+        if lacking is not None:
+            missing = True
+            yield (
+                f"reward {name} reads column `{column}`, but {lacking.location} has only "
+                f"{', '.join(sorted({'problem', *lacking.columns}))}: add it to `{key}.columns`, correct the "
+                f"kwargs of the reward, or give source {lacking.source} other rewards in `rewards.by_source`"
+            )
+    for row in () if missing else rows:
+        try:
+            reward.check_row(row.columns)
+        except ValueError as error:
+            yield f"reward {name}: {row.location}: {error}"
+            return

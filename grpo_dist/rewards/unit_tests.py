@@ -104,6 +104,9 @@ class UnitTests(Builtin):
     def data_columns(self) -> tuple[str, ...]:
         return (self.column, self.setup_column) if self.setup_column else (self.column,)
 
+    def check_row(self, columns: Mapping[str, Any]) -> None:
+        read_tests(columns[self.column], self.column)
+
     def check(self, *, max_new_tokens: int) -> None:
         """Run a test of each kind, so that a machine without a sandbox is reported before the run starts."""
         code = _CodeLoop(self._limits, 1)

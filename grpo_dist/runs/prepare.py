@@ -111,6 +111,8 @@ def prepared(
     say: Callable[[str], None],
 ) -> Prepared:
     """Turn rows into prompts for the model. Raises ValueError as `prepare` does."""
+    for key, sources in (("data.train", train_rows), ("data.eval", eval_rows)):
+        check_columns(config.rewards, [rows for _, rows in sources], key)
     with stage("tokenizer", "is loaded"):
         tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
     refuse(own_code_problems(config.rollout.own_pieces, config.code_paths, tokenizer))
@@ -129,7 +131,6 @@ def prepared(
             f"data.train: {len(prompts)} prompts, but `batch.prompts_per_step` = {needed} must be drawn "
             f"without repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
-    refuse(column_problems(config.rewards, prompts))
     check_pools(config.data, prompts, [source_name(source) for source, _ in train_rows])
     check_weights(config.data, prompts, in_flight=config.batch.prompts_per_step * (1 + config.max_staleness))
     with stage("evaluation sets", quiet=True):
@@ -148,6 +149,17 @@ def prepared(
         )
         shown = load_stream(config.demonstrations, config.max_length, tokenizer)
     return Prepared(model_dir, prompts, eval_sets, loaded.dropped, warnings, teacher_dirs, shown)
+
+
+def check_columns(rewards: RewardsConfig, sources: Iterable[Sequence[DataRow]], key: str) -> None:
+    """Raise ValueError where rewards lack columns in the rows of ``sources``, or cannot read them. ``key``:
+    of the sources in the configuration.
+    """
+    refuse(
+        problem
+        for number, rows in enumerate(sources)
+        for problem in column_problems(rewards, rows, f"{key}.{number}")
+    )
 
 
 def train_prompts(

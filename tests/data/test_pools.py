@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 
 import numpy as np
 import pytest
@@ -13,13 +13,14 @@ from pydantic import TypeAdapter
 from grpo_dist.config import DataConfig, PoolsConfig
 from grpo_dist.config.files import ConfigError, load_config
 from grpo_dist.data.order import OrderState
-from grpo_dist.data.pools import PoolOrder, check_pools, pool_metrics, pool_of, pool_sizes, usefulness
+from grpo_dist.data.pools import PoolOrder, RewardScale, check_pools, pool_metrics, pool_of, pool_sizes
 from grpo_dist.data.readers import source_name
 from grpo_dist.driver import run
 from grpo_dist.types import Group
 from tests.support import fakes
 from tests.support.made_groups import group_of
 
+BINARY = RewardScale().with_rewards(np.array([0.0, 1.0]))
 RATES = {"easy": 1.0, "middle": 0.5, "hard": 0.0}
 
 
@@ -52,14 +53,14 @@ def play(pools, own, steps, rates, *, first=0, delay=0):
 
 def of(right, scored=8):
     """Return the usefulness of so many right answers."""
-    return usefulness(np.array([1.0] * right + [0.0] * (scored - right)))
+    return BINARY.usefulness(np.array([1.0] * right + [0.0] * (scored - right)))
 
 
 def test_usefulness_is_the_unbiased_variance_as_a_share_of_the_largest():
     assert [round(of(r), 3) for r in (0, 1, 2, 4, 8)] == [0, 0.5, 0.857, 1, 0]
     assert of(1, 1) == 0.0
     shares = np.random.default_rng(3).random(8)  # partial credit
-    assert usefulness(shares) == pytest.approx(4 * shares.var(ddof=1))
+    assert BINARY.usefulness(shares) == pytest.approx(4 * shares.var(ddof=1))
     means = [  # E[p (1 - p)] n / (n - 1) = q (1 - q): exact where nothing is above 1
         np.mean([of(r, 50) for r in np.random.default_rng(0).binomial(50, q, 20000)])
         for q in (0.02, 0.1, 0.2)
@@ -78,7 +79,7 @@ def test_a_weight_or_an_offset_of_the_rewards_changes_nothing(scale, offset):
         pools = order(own)
         pools.trained(range(6), groups)
         states.append(pools.state)
-    assert states[0].reward_range == (0.0, 1.0)
+    assert [scale[:2] for scale in states[0].reward_scales.values()] == [(0.0, 1.0)] * 3
     for name, counts in states[0].pools.items():
         assert sum(counts) == 2.0 and states[1].pools[name] == pytest.approx(counts) and counts[0] > 1.0
     for uid, counts in states[0].outcomes.items():
@@ -87,16 +88,63 @@ def test_a_weight_or_an_offset_of_the_rewards_changes_nothing(scale, offset):
     assert found["pool/easy/usefulness"] == pytest.approx(states[0].pools["easy"][0] / 2)
 
 
-def test_small_differences_count_by_the_range_of_all_groups_not_of_their_own():
-    own = prompts(3)
+def test_small_differences_count_by_what_all_groups_of_the_source_allow_not_by_their_own():
+    own = [replace(p, columns={"half": "ab"[i]}) for i, p in enumerate(fakes.prompts(2))]
     wide = replace(group_of([0.0, 1.0] * 4, [1] * 8), prompt=own[0])
-    close = replace(group_of([0.95, 1.0] * 4, [1] * 8), prompt=own[1])
-    pools = order(own, 3)
+    close = replace(group_of([0.75, 1.0] * 4, [1] * 8), prompt=own[1])
+    pools = order(own, 2, by="half")
     pools.trained([0], [wide])
     pools.trained([1], [close])
-    assert pools.state.pools["middle"][0] == pytest.approx(4 * np.var([0.95, 1.0] * 4, ddof=1), rel=1e-4)
-    restored = order(own, 3, state=pools.state)
-    assert restored.state == pools.state
+    allowed = (8 * 0.25 + 4 * 0.25**2 + 4 * 0.25) / 16  # mean squared distance from 0.5
+    assert pools.state.pools["b"][0] == pytest.approx(np.var([0.75, 1.0] * 4, ddof=1) / allowed)
+    assert order(own, 2, by="half", state=pools.state).state == pools.state
+
+
+def test_sources_of_other_scales_are_as_useful_where_their_groups_are_as_mixed():
+    """Answers that are right or wrong beside logits of a reward model, which spread 16 times as far."""
+    own, random = prompts(400, ("math", "logits")), np.random.default_rng(0)
+
+    def group(prompt):
+        right = random.binomial(8, 0.5)
+        made = outcome(prompt, right)
+        if prompt.source == "math":
+            return made
+        rewards = np.float32(np.where(np.arange(8) < right, 8.0, -8.0))
+        return replace(made, rewards=rewards, outcomes=("",) * 8)
+
+    pools, seen = order(own, 16), Counter()
+    for batch in range(40):
+        taken = pools.take(batch)
+        seen.update(own[i].source for i in taken)
+        pools.trained(taken, [group(own[i]) for i in taken])
+    assert min(seen.values()) > 0.3 * seen.total()
+    assert {name: scale[:2] for name, scale in pools.state.reward_scales.items()} == {
+        "math": (0.0, 1.0),
+        "logits": (-8.0, 8.0),
+    }
+    found = pool_metrics([group(p) for p in own], "source")
+    assert found["pool/logits/usefulness"] == pytest.approx(found["pool/math/usefulness"], abs=0.05)
+
+
+def test_rewards_without_bounds_count_by_what_varies_within_their_groups():
+    """Single far values of a bell curve widen its range, and would make each of its groups useless."""
+    scores = np.random.default_rng(0).normal(0.0, 4.0, (500, 8))
+    scale = RewardScale().with_rewards(scores.ravel())
+    assert np.mean([scale.usefulness(own) for own in scores]) > 0.75
+    same = scores.mean(axis=1, keepdims=True) * np.sqrt(8) + 0.1 * scores  # alike within a group
+    scale = RewardScale().with_rewards(same.ravel())
+    assert np.mean([scale.usefulness(own) for own in same]) < 0.05
+
+
+def test_the_state_of_an_older_checkpoint_with_one_range_for_all_sources_is_read():
+    state = TypeAdapter(OrderState).validate_python(
+        {"reward_range": [-9.0, 9.0], "pools": {"easy": [3.0, 1.0]}}
+    )
+    own = prompts(3)
+    pools = order(own, 3, state=state)
+    assert pools.state.pools["easy"] == (3.0, 1.0)
+    pools.trained([0], [outcome(own[0], 4)])
+    assert pools.state.reward_scales == {"easy": astuple(RewardScale(0.0, 1.0, 8, 4.0, 4.0))}
 
 
 @pytest.mark.parametrize(

@@ -1,47 +1,60 @@
-"""A column that a built-in reward names, and no prompt has, is refused before a run."""
+"""A column that a built-in reward names, and a row lacks or has in another form, is refused before a run."""
 
-import numpy as np
+import pytest
 
 from grpo_dist.config import RewardsConfig
+from grpo_dist.data.readers import DataRow
 from grpo_dist.rewards.data_columns import column_problems
-from grpo_dist.types import Prompt
+from grpo_dist.runs.prepare import check_columns
 
-
-def prompts(**of_source):
-    """Return a prompt for each source, with these columns."""
-    ids = np.array([1], np.int32)
-    return [Prompt(name, ids, "2", name, "1+1?", dict.fromkeys(own, "x")) for name, own in of_source.items()]
-
-
-def problems(rewards, **of_source):
-    return list(column_problems(RewardsConfig.model_validate(rewards), prompts(**of_source)))
-
-
+TESTS = ["assert f(1) == 2"]
 CODE = {"function": "unit_tests", "kwargs": {"setup_column": "setup"}}
 SERVED = {"function": "remote", "kwargs": {"url": "http://scorer", "columns": ["level", "problem"]}}
 
 
-def test_columns_that_some_source_has_are_right():
-    assert problems({"functions": [{"function": "math"}]}, a=()) == []
-    assert problems({"functions": [CODE]}, a=("tests", "setup"), b=()) == []
-    assert problems({"functions": [CODE, SERVED]}, a=("tests", "level"), b=("setup",)) == []
+def row(source, number, **columns):
+    return DataRow("1+1?", "2", source, f"{source}.jsonl:{number}", columns)
 
 
-def test_a_column_that_no_prompt_has_is_named_with_those_there_are():
+def problems(rewards, *rows):
+    return list(column_problems(RewardsConfig.model_validate(rewards), rows, "data.train.0"))
+
+
+def test_rows_with_the_columns_are_right():
+    own = row("a", 1, tests=TESTS, setup="", level=1)
+    assert problems({"functions": [{"function": "math"}]}, row("a", 1)) == []
+    assert problems({"functions": [CODE, SERVED]}, own, own) == []
+
+
+def test_a_column_that_a_row_lacks_is_named_with_those_it_has():
     """Its code would not run, and every solution that needs it would be wrong."""
-    (found,) = problems({"functions": [CODE]}, a=("tests", "set_up"))
+    (found,) = problems({"functions": [CODE]}, row("a", 1, tests=TESTS, set_up=""))
     assert found == (
-        "reward unit_tests reads column `setup`, but no prompt has it; their columns are problem, set_up, "
-        "tests: add it to `columns` of the source in `data.train`, or correct the kwargs of the reward"
+        "reward unit_tests reads column `setup`, but a.jsonl:1 has only problem, set_up, tests: add it to "
+        "`data.train.0.columns`, correct the kwargs of the reward, or give source a other rewards in "
+        "`rewards.by_source`"
     )
-    (found,) = problems({"functions": [SERVED]}, a=(), b=())
-    assert "reward remote reads column `level`" in found
-    assert len(problems({"functions": [CODE]}, a=())) == 2
+    (found,) = problems({"functions": [SERVED]}, row("a", 1, level=1), row("a", 2))
+    assert "reward remote reads column `level`, but a.jsonl:2" in found
+    assert len(problems({"functions": [CODE]}, row("a", 1))) == 2
 
 
-def test_the_rewards_of_a_source_read_the_columns_of_its_own_prompts():
-    by_source = {"functions": [{"function": "math"}], "by_source": {"code": {"functions": [CODE]}}}
-    assert problems(by_source, code=("tests", "setup"), other=()) == []
-    (found,) = problems(by_source, code=("tests",), other=("setup",))
-    assert "no prompt of source code has it" in found
-    assert problems(by_source, other=()) == []  # nothing is scored by it
+def test_every_source_needs_the_columns_of_its_own_rewards():
+    """Else none of its completions could be scored, for a whole run."""
+    code, other = [row("code", 1, tests=TESTS)], [row("other", 1)]
+    own = {"function": "unit_tests"}
+    with pytest.raises(ValueError, match=r"other.jsonl:1 has only problem: add it to `data.eval.1.columns`"):
+        check_columns(RewardsConfig(functions=(own,)), [code, other], "data.eval")
+    by_source = RewardsConfig.model_validate(
+        {"functions": [{"function": "math"}], "by_source": {"code": {"functions": [own]}}}
+    )
+    check_columns(by_source, [code, other], "data.eval")
+
+
+def test_tests_of_another_form_are_named_with_their_row():
+    apps = {"inputs": ["1"], "outputs": ["2"]}
+    own = {"functions": [{"function": "unit_tests"}]}
+    (found,) = problems(
+        own, row("code", 1, tests=TESTS), row("code", 2, tests=apps), row("code", 3, tests=[])
+    )
+    assert found.startswith("reward unit_tests: code.jsonl:2: column tests has no tests; expected a list")

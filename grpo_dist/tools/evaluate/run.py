@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import Config, DataSourceConfig, EvaluationConfig
-from grpo_dist.data.readers import OwnProblems, brings_columns, common_columns, read_all
+from grpo_dist.data.readers import DataRow, OwnProblems, brings_columns, common_columns, read_all
 from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import STAGE, Draw, EvalSet, EvaluationHandles, sample_chunks
 from grpo_dist.runs.directories import check_writable
 from grpo_dist.runs.prepare import (
     PromptSections,
+    check_columns,
     check_scoring,
     load_tokenizer,
     prepare_eval,
@@ -128,7 +129,10 @@ def _asked(
         s.model_copy(update={"columns": tuple(dict.fromkeys([*s.columns, *found]))})
         for s, found in zip(sets, columns, strict=True)
     ]
-    loaded = prepare_eval(sections, read_all(sources, "data.eval", own), tokenizer, [], say)
+    read = read_all(sources, "data.eval", own)
+    scored = [_as_scored(source, rows) for source, (_, rows) in zip(sets, read, strict=True)]
+    check_columns(sections.rewards, scored, "data.eval")
+    loaded = prepare_eval(sections, read, tokenizer, [], say)
     return [_split(*found, evaluation) for found in zip(loaded, sets, columns, strict=True)]
 
 
@@ -136,6 +140,13 @@ def _columns(source: DataSourceConfig, by: Sequence[str], own: OwnProblems) -> l
     """Return the breakdown columns that all rows of ``source`` have."""
     wanted = by or breakdown(source)
     return [name for name in common_columns(source, own) if name in wanted]
+
+
+def _as_scored(source: DataSourceConfig, rows: Sequence[DataRow]) -> Sequence[DataRow]:
+    """Return ``rows`` with the columns that rewards see."""
+    if brings_columns(source):
+        return rows
+    return [replace(row, columns={name: row.columns[name] for name in source.columns}) for row in rows]
 
 
 def _split(

@@ -124,8 +124,8 @@ def _known_columns(tree: DictConfig, where: str) -> list[dict[str, Any]]:
 def _with_columns(source: dict[str, Any], known: list[dict[str, Any]]) -> dict[str, Any]:
     """Return ``source`` with the first of the ``known`` column settings that fits its first row.
 
-    The answer pattern is kept only if it matches that row. An unreadable source is returned unchanged, and
-    reading it later reports why.
+    The answer pattern is kept only if it matches that row, further columns only if the row has them. An
+    unreadable source is returned unchanged, and reading it later reports why.
     """
     try:
         first = first_record(DataSourceConfig(**source))
@@ -138,5 +138,6 @@ def _with_columns(source: dict[str, Any], known: list[dict[str, Any]]) -> dict[s
         pattern, answer = own.get("answer_pattern"), str(first[columns["answer_column"]])
         if pattern is not None and not _finds(str(pattern), answer):
             own = {name: value for name, value in own.items() if name != "answer_pattern"}
-        return source | own
+        further = [name for name in own.get("columns", ()) if name in first]
+        return source | own | ({"columns": further} if "columns" in own else {})
     return source

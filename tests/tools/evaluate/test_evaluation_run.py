@@ -507,3 +507,10 @@ def test_prompts_of_a_file_have_no_columns_that_only_the_breakdown_needs(here):
     (asked,) = run._asked(sections, EvaluationConfig(), character_tokenizer(), ("level",), print)
     assert asked.prompts[0].columns == {"source": "made"}
     assert asked.by[asked.prompts[0].uid] == {"level": "0"}
+
+
+def test_a_reward_whose_column_the_set_lacks_is_refused_before_anything_is_sampled(here, capsys):
+    rewards = "rewards.functions=[{function: unit_tests, kwargs: {column: level}}]"
+    assert main(["eval", "demo:tiny", "data.jsonl", *ARGUMENTS, "--by", "level", rewards]) != 0
+    assert "reads column `level`, but data.jsonl:1 has only problem" in capsys.readouterr().err
+    assert here.worlds == []

@@ -170,10 +170,12 @@ def test_a_missing_column_is_refused_with_the_key_to_set(run, tmp_path):
         ValueError, match=r"no column `problem`.*task, answer.*here `data\.eval\.0\.problem_column`"
     ):
         read_all([source], "data.eval")
-    (run / "config.yaml").write_text(OWN)
-    source = asked(run, tmp_path, {"question": "1+1", "solution": "2"})
-    with pytest.raises(ValueError, match=r"no column `level`.*Set `columns`.*here `data\.eval\.0\.columns`"):
-        read_all([source], "data.eval")
+
+
+def test_columns_that_only_the_runs_own_data_has_are_not_asked_of_other_data(run, tmp_path):
+    (run / "config.yaml").write_text(OWN.replace("[level]", "[level, tests]"))
+    source = asked(run, tmp_path, {"question": "1+1", "solution": "2", "level": 3})
+    assert [(r.problem, r.columns) for r in read(source)] == [("1+1", {"level": 3})]
 
 
 @pytest.mark.family("costly")
