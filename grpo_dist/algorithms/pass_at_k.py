@@ -38,9 +38,10 @@ def pass_at_k(
     scored = is_scored(rewards)
     for group in torch.unique(group_ids).tolist():
         rows = ((group_ids == group) & scored).nonzero()[:, 0]
-        values = rewards[rows].double().tolist()
-        if len(values) > k and max(values) > min(values):
-            out[rows] = torch.tensor(_advantages(values, k, eps), dtype=out.dtype, device=rewards.device)
+        values = sorted(rewards[rows].double().tolist())
+        if len(values) > k and values[k - 1] < values[-1]:  # else the worst try is as good as the best
+            own = rewards[rows].double().tolist()
+            out[rows] = torch.tensor(_advantages(own, k, eps), dtype=out.dtype, device=rewards.device)
     return typed_like(out, rewards)
 
 

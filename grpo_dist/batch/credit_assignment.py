@@ -31,7 +31,7 @@ from grpo_dist.algorithms.normalise import length_weights, normalise_rewards, wh
 from grpo_dist.algorithms.process import discounted_to_go, process, sum_to_go
 from grpo_dist.algorithms.token_baseline import optimal_token_baseline
 from grpo_dist.algorithms.turn_level import turn_level
-from grpo_dist.batch.rows import context_ids
+from grpo_dist.batch.rows import context_ids, sampled_tokens
 from grpo_dist.plugins.algorithm_pieces import NO_OWN_CODE, OwnCode, kl_estimate, own_advantages
 from grpo_dist.plugins.inputs import AdvantageInputs
 from grpo_dist.types import Group, TrainBatch, Turn
@@ -129,10 +129,10 @@ def token_advantages(
         advantages = _turn_level(batch, groups, settings)
     if settings.estimator == OTB:
         assert score_norms is not None, "the policy gives them"
-        advantages = optimal_token_baseline(
-            _normalised(groups, settings), _group_ids(groups), score_norms, batch.loss_mask,
-            sequence_ids=_samples_of_rows(groups),
-        )  # fmt: skip
+        # Samples that are not trained stay in the baseline of their siblings, as in that of a group.
+        inputs = (_normalised(groups, settings), _group_ids(groups), score_norms, sampled_tokens(groups))
+        every = optimal_token_baseline(*inputs, sequence_ids=_samples_of_rows(groups))
+        advantages = torch.where(batch.loss_mask, every, 0.0)
     if settings.process_coef:
         # PRIME (Cui et al. 2025, arXiv:2502.01456), equation 6: each has a baseline of its own.
         steps = _process(batch, groups, settings)
@@ -281,15 +281,14 @@ def _wants_steps(settings: AdvantageSettings) -> str:
 def _process(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageSettings) -> Tensor:
     """Take the steps of a process reward model, or the turns that have a reward."""
     spans = [span for span in _turn_spans(groups) if span.turn.reward is not None]
-    rewards: list[float] = [span.turn.reward for span in spans if span.turn.reward is not None]
+    rewards: list[float] = [span.turn.reward or 0.0 for span in spans]
     rows, ends, row = [span.row for span in spans], [span.end - 1 for span in spans], 0
     for group in groups:
         first = row + np.cumsum([0, *(len(r.rows) for r in group.rollouts)])  # row of each sample
         scored = zip(group.step_rewards or (), group.step_ends or (), strict=True)
         for sample, (values, last) in enumerate(scored):
             # A sample without a reward is not trained, so its steps are in no statistic of its siblings.
-            is_scored = np.isfinite(group.rewards[sample])
-            rewards += values.tolist() if is_scored else [math.nan] * len(values)
+            rewards += values.tolist() if np.isfinite(group.rewards[sample]) else [math.nan] * len(values)
             ends += (last.astype(np.int64) + len(group.prompt.token_ids)).tolist()
             rows += [int(first[sample])] * len(values)
         has_none = group.step_rewards is None and not any(r.turns for r in group.rollouts)

@@ -87,6 +87,18 @@ def make_batch(
     )
 
 
+def sampled_tokens(groups: Sequence[Group]) -> torch.Tensor:
+    """Return which tokens of the rows of `make_batch` were sampled with a log-prob that is known, bool
+    [B, T], whether they are trained or not; none of an episode whose environment failed.
+    """
+    samples = [r for g in groups for r in g.rollouts]
+    rows = training_rows(samples)
+    owner, group_ids = _owners(groups, samples)
+    placed, _ = _placed(groups, rows, group_ids)
+    usable = _usable(samples, rows, mask_truncated=False, mask_outcomes=())[owner]
+    return torch.from_numpy(_loss_mask(placed, usable, int(placed.ends.max())))
+
+
 @dataclass(frozen=True, slots=True)
 class _Placed:
     """Rows, and where the completion of each starts and ends in its row of the batch, int64 [B]."""

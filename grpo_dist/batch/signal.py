@@ -6,6 +6,8 @@
     process          the rewards of steps, or of turns
     turn             the returns of a turn, over the episodes that have it
     remax            the reward of a sample, from that of the greedy answer
+    pass_at_k        the best of k samples, between the tries
+    grpo_passk       the best sample, from the second best
     any other        the total reward
     process_coef     with any estimator: the rewards of steps, or of turns
 
@@ -21,6 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from grpo_dist.algorithms.advantages import ADVANTAGES
 from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.algorithms.turn_level import turn_level
 from grpo_dist.batch.credit_assignment import PROCESS, TURN
@@ -38,6 +41,7 @@ class SignalRule:
         metric: reward whose values must differ, or `ACCURACY`; None: what the estimator looks at.
         weights: of each reward, for gdpo.
         turn_discount: of the estimator turn.
+        k: of the estimator pass_at_k.
         steps: advantages of steps are added, `algorithm.process_coef`.
     """
 
@@ -45,6 +49,7 @@ class SignalRule:
     metric: str | None = None
     weights: Mapping[str, float] = field(default_factory=dict)
     turn_discount: float = 1.0
+    k: int = 4
     steps: bool = False
 
     def __call__(self, group: Group) -> bool:
@@ -64,7 +69,14 @@ class SignalRule:
             return _turns_differ(group, self.turn_discount)
         if "baselines" in inputs:
             return _differs_from_greedy(group)
+        if inputs and set(inputs) <= {"std", "eps", "k"}:
+            return self._has_advantages(group.rewards)
         return has_signal(group.rewards)
+
+    def _has_advantages(self, rewards: np.ndarray) -> bool:
+        own = {"k": self.k} if "k" in estimator_of(self.estimator).inputs else {}
+        ids = torch.zeros(len(rewards), dtype=torch.long)
+        return bool(ADVANTAGES[self.estimator](torch.from_numpy(rewards), ids, **own).any())
 
     def _metric(self, group: Group) -> np.ndarray:
         """Return the metric of each sample [G]: the total reward where the group's source has no such

@@ -22,8 +22,9 @@ _OFF_POLICY = {
 
 def algorithm_contradictions(config: Sections) -> Iterator[str]:
     """Yield a message for each contradiction between settings of the algorithm."""
-    general = (_of_the_algorithm, _of_the_forward_pass, _of_the_updates, _of_right_and_wrong, _of_the_group)
-    for check in (*general, _of_the_correction, _of_the_covariance, _of_the_entropy):
+    general = (_of_the_algorithm, _of_the_forward_pass, _of_the_updates, _of_the_group)
+    of_rewards = (_of_single_rewards, _of_right_and_wrong)
+    for check in (*general, *of_rewards, _of_the_correction, _of_the_covariance, _of_the_entropy):
         yield from check(config)
 
 
@@ -58,13 +59,6 @@ def _of_the_algorithm(config: Sections) -> Iterator[str]:
             "`algorithm.kl.coef` = 0 disables the KL term that `add_token_level_kl` and `kl.target` "
             "configure; set it above 0"
         )
-    rewards = config.rewards
-    gated = [r.gate for r in (*rewards.all_functions, *rewards.models) if r.gate is not None]
-    if "parts" in inputs and gated:
-        yield (
-            f"`algorithm.advantage` = {a.advantage} normalises every reward separately, which contradicts a "
-            f"gate between two rewards; remove `gate` = {gated[0]}"
-        )
     if config.reference.refresh_every and not config.needs_reference:
         yield (
             "`reference.refresh_every` needs a reference, but with `algorithm.kl.coef` = 0 and no teacher "
@@ -86,6 +80,24 @@ def _of_the_algorithm(config: Sections) -> Iterator[str]:
         yield (
             f"`algorithm.kl.estimator` = {a.kl.estimator} differs from {a.kl.estimator[:-1]} only in its "
             "gradient, and a KL term in the reward has no gradient; remove the +"
+        )
+
+
+def _of_single_rewards(config: Sections) -> Iterator[str]:
+    """Yield what keeps an estimator from taking each reward on its own."""
+    a, rewards = config.algorithm, config.rewards
+    if "parts" not in estimator_of(a.advantage).inputs:
+        return
+    gated = [r.gate for r in (*rewards.all_functions, *rewards.models) if r.gate is not None]
+    if gated:
+        yield (
+            f"`algorithm.advantage` = {a.advantage} normalises every reward separately, which contradicts a "
+            f"gate between two rewards; remove `gate` = {gated[0]}"
+        )
+    if not any(rewards.weights.values()):
+        yield (
+            f"`algorithm.advantage` = {a.advantage} normalises every reward whose `weight` is not 0, but all "
+            f"of `rewards` have 0: {', '.join(rewards.names)}; give one a weight"
         )
 
 

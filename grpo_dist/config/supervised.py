@@ -21,11 +21,16 @@ class SupervisedConfig(Config):
         sft = config.sft
         assert sft is not None, "supervised training needs an `sft` section"
         plain = config.model_dump()
+        batch = plain["batch"] | {"updates_per_step": 1, "epochs_per_batch": 1, "shuffle_epochs": False}
+        # Of samples: nothing is drawn here, and one a prompt is too few for the default estimator. Two keep
+        # the number of rows divisible by that of ranks.
+        batch |= {"order": "launched", "oversample": None}
+        batch |= {"samples_per_prompt": max(2, config.batch.samples_per_prompt)}
         changes = {
             "seed": sft.seed,
             "steps": steps or sft.steps,
             "max_staleness": 0,
-            "batch": plain["batch"] | {"updates_per_step": 1, "epochs_per_batch": 1},
+            "batch": batch,
             "sampling": plain["sampling"] | {"temperature": 1.0},
             "policy": plain["policy"]
             | {"optimizer": plain["policy"]["optimizer"] | sft.model_dump(include=OPTIMIZER)},

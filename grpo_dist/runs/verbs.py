@@ -155,7 +155,7 @@ class Verbs:
         _check_division(self._config.batch.updates_per_step, len(groups))
         self._check_staleness(groups)
         if advantages is not None:
-            _check_teachers(self._config.distillation)
+            _check_own_advantages(self._config)
         own = None if advantages is None else _checked(advantages, groups)
         staged = await self._staging.take(
             step, ScoredBatch(list(scored), advantages=own), kl_coef=self._kl.coef
@@ -253,8 +253,14 @@ def _check_division(updates: int, groups: int) -> None:
         )
 
 
-def _check_teachers(distillation: DistillationConfig) -> None:
-    """Raise UserError where advantages of the caller would replace those of teachers."""
+def _check_own_advantages(config: Config) -> None:
+    """Raise UserError where advantages of the caller would replace a KL that is part of the run's own."""
+    distillation = config.distillation
+    if config.algorithm.add_token_level_kl:
+        raise UserError(
+            "update(): advantages replace the KL term that `algorithm.add_token_level_kl` = true makes part "
+            "of the run's own; set it to false: the KL is then in the loss"
+        )
     if distillation.teachers and distillation.kl_as == "advantage":
         raise UserError(
             "update(): advantages replace the KL to `distillation.teachers`, which is part of the run's own; "

@@ -35,6 +35,21 @@ def test_rewards_are_clipped_before_and_advantages_after():
     torch.testing.assert_close(got, torch.tensor(expected))
 
 
+def test_a_sample_that_is_not_trained_stays_in_the_token_baseline_of_its_siblings():
+    """One right and three cut: the right one is better than them, whether they are trained or not."""
+    groups = [group_of([1, 0, 0, 0], [3, 4, 4, 4], reasons=["stop", "length", "length", "length"])]
+    settings = AdvantageSettings(estimator="otb")
+    trained, masked = (
+        make_batch(groups, sample_advantages(groups, settings), ref_logprobs=None, max_new_tokens=4,
+                   mask_truncated=mask)
+        for mask in (False, True)
+    )  # fmt: skip
+    norms = torch.where(trained.loss_mask, 0.5, 0.0)
+    whole, part = (token_advantages(batch, groups, settings, norms).advantages for batch in (trained, masked))
+    assert whole[0].tolist() == part[0].tolist() == [0, 0, 0.75, 0.75, 0.75, 0]
+    assert whole[1:].any() and not part[1:].any()
+
+
 def test_samples_are_weighed_by_their_length_after_all_other_steps():
     """Over the whole step: lengths 1, 3, 2, 2 weigh 1.5, 0.5, 1, 1. A clip does not hold the weighed ones."""
     groups = [group_of([5, -5], [1, 3]), group_of([0.1, 0], [2, 2])]

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from grpo_dist.batch.signal import SignalRule
+from grpo_dist.loop.updates import signal_rule
 from grpo_dist.types import Turn
+from tests.support import fakes
 from tests.support.made_groups import group_of
 
 NAN = float("nan")
@@ -25,12 +27,31 @@ def with_turns(group, *rewards):
     return replace(group, rollouts=tuple(rollouts))
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_pp", "opo", "pass_at_k", "somebodys_own"])
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_pp", "opo", "somebodys_own"])
 def test_most_estimators_need_total_rewards_that_differ(estimator):
     rule = SignalRule(estimator)
     assert rule(group_of([0, 1], [3, 3]))
     assert not rule(group_of([0.7, 0.7, NAN], [3, 3, 3]))
     assert not rule(group_of([NAN, 1], [3, 3]))
+
+
+@pytest.mark.parametrize("right", range(9))
+@pytest.mark.parametrize("value", [1.0, 0.7])
+def test_best_of_k_has_a_signal_where_the_tries_or_the_best_two_differ(right, value):
+    """Of eight samples: with five right every four hold a right one; two right are equally the best."""
+    group = group_of([value] * right + [0.0] * (8 - right), [3] * 8)
+    assert SignalRule("pass_at_k", k=4)(group) == (1 <= right <= 4)
+    assert SignalRule("pass_at_k", k=1)(group) == (1 <= right <= 7)
+    assert SignalRule("grpo_passk")(group) == (right == 1)
+    assert SignalRule("grpo")(group) == (1 <= right <= 7)
+
+
+def test_dynamic_sampling_asks_with_the_k_of_the_configuration():
+    settings = fakes.config(
+        algorithm={"advantage": "pass_at_k", "pass_k": 2}, batch={"samples_per_prompt": 4}
+    )
+    rule = signal_rule(settings.algorithm, settings.rewards, None)
+    assert rule(group_of([1, 1, 0, 0], [3] * 4)) and not rule(group_of([1, 1, 1, 0], [3] * 4))
 
 
 def test_a_metric_decides_in_place_of_the_total_reward():

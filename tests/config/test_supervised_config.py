@@ -41,6 +41,22 @@ def test_steps_seed_and_optimiser_are_those_of_sft_and_ranks_those_of_policy():
     assert found.sampling.temperature == 1.0
 
 
+@pytest.mark.parametrize(
+    "reinforcement",
+    [
+        {"algorithm": {"advantage": "reinforce_pp"}, "batch": {"samples_per_prompt": 1}},
+        {"max_staleness": 2, "batch": {"order": "finished"}},
+        {"max_staleness": 2, "batch": {"order": "finished", "oversample": 1.5}},
+        {"batch": {"updates_per_step": 2, "epochs_per_batch": 2, "shuffle_epochs": True}},
+    ],
+)
+def test_what_reinforcement_sets_contradicts_nothing_in_the_supervised_stage(reinforcement):
+    batch = {"prompts_per_step": 4, "samples_per_prompt": 2} | reinforcement["batch"]
+    whole = config(policy={"num_workers": 2}, **(reinforcement | {"batch": batch}))
+    found = SupervisedConfig.of(whole)
+    assert (found.steps, found.policy.num_workers, found.max_staleness) == (30, 2, 0)
+
+
 def test_it_is_written_as_a_configuration_that_loads(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(SupervisedConfig.of(config())))

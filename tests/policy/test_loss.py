@@ -9,12 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
+from actors.workers.policy import loss_settings
 from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.algorithms.rejection import RejectionRule
 from grpo_dist.batch.rows import make_batch, split_updates
 from grpo_dist.batch.sharding import micro_batches, shard
+from grpo_dist.config import AlgorithmConfig
+from grpo_dist.config.files import read_tree
+from grpo_dist.config.presets import PRESETS
 from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
@@ -69,6 +74,19 @@ def test_later_updates_take_the_ratio_to_the_old_logprobs():
     torch.testing.assert_close(gradient, torch.tensor([[0.0, -2 * 1.1, 0, -2 * 0.5]]) / 3)
     assert metrics["policy/clip_high_share"] == pytest.approx(1 / 3)
     assert metrics["policy/ratio_mean"] == pytest.approx((1.1 + 1.5 + 0.5) / 3)
+
+
+def test_scalerl_weighs_tokens_by_their_ratio_to_the_engine_up_to_five():
+    """With the trainer's own old log-probs every ratio of its one update would be 1."""
+    tree = read_tree(PRESETS / "scalerl.yaml")
+    algorithm = AlgorithmConfig.model_validate(OmegaConf.to_container(tree.algorithm))
+    engine = torch.tensor([[0.0, -1, -2, -3]])
+    batch = batch_of_one_row(
+        rollout_logprobs=engine, old_logprobs=engine, prompt_tokens=torch.tensor([3]), num_prompts=1.0
+    )
+    ratios = torch.tensor([[1.0, 2, 4, 8]])
+    _, gradient, _ = loss_and_gradient(batch, loss_settings(algorithm), engine + ratios.log())
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, -2 * 2, -2 * 4, -2 * 5]]) / 3)
 
 
 def test_importance_weights_multiply_the_policy_loss_and_never_the_kl_term():

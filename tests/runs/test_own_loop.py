@@ -164,6 +164,23 @@ def test_advantages_of_the_caller_are_refused_where_they_replace_those_of_a_teac
                 assert world.updates[0][0].taught.any()
 
 
+def test_advantages_of_the_caller_are_refused_where_they_replace_the_kl_in_the_reward(started):
+    for in_reward in (True, False):
+        config = fakes.config(algorithm={"add_token_level_kl": in_reward, "kl": {"coef": 0.5}})
+        with started(world := fakes.World(jitter=False), config, reference=True) as cluster:
+            groups = cluster.score(cluster.sample(next(cluster.batches())))
+            own = [np.array([1.0, -1.0])] * 4
+            if in_reward:
+                with pytest.raises(
+                    UserError, match=r"`algorithm\.add_token_level_kl` = true.*set it to false"
+                ):
+                    cluster.update(groups, advantages=own)
+                cluster.update(groups)
+            else:
+                cluster.update(groups, advantages=own)
+            assert world.updates[0][0].ref_logprobs is not None
+
+
 def test_advantages_of_the_caller_do_not_pass_a_bound_of_health(started):
     """They stand in for the signal of rewards, not for a sound batch."""
 
