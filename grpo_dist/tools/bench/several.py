@@ -167,4 +167,4 @@ def set_table(runs: Sequence[BenchRun], results: Mapping[str, BenchResult]) -> T
 
 def _times(other: Mapping[str, float], own: Mapping[str, float], key: str) -> str:
     """Return how many times as fast as the ``other`` this run is, as text; nothing without another."""
-    return f"{other[key] / own[key]:.2f} x" if other and own[key] else ""
+    return f"{other[key] / own[key]:.2f} x" if key in other and own.get(key) else ""
