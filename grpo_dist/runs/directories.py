@@ -19,10 +19,21 @@ def choose_run_dir(checkpoint: CheckpointConfig, name: str, output_dir: str) -> 
 def free_directory(base: Path) -> Path:
     """Return ``base``, or the first of `base-2`, `base-3` ... that does not exist."""
     found, number = base, 2
-    while found.exists():
+    while os.path.lexists(found):
         found = base.with_name(f"{base.name}-{number}")
         number += 1
     return found
+
+
+def make_free_directory(base: Path) -> Path:
+    """Make `free_directory` of ``base`` and return it. No two processes get the same one."""
+    while True:
+        found = free_directory(base)
+        try:
+            found.mkdir(parents=True)
+        except FileExistsError:  # another process was first
+            continue
+        return found
 
 
 def check_writable(run_dir: Path) -> Path:

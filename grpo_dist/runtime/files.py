@@ -43,10 +43,17 @@ def check_room(directory: Path, error: BaseException) -> None:
         ) from error
 
 
+def check_replaceable(path: Path) -> None:
+    """Raise UserError for a device, FIFO or socket, or a link to one: a file would take its place."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path}: a device, FIFO or socket, which a file would replace; name another file")
+
+
 def publish(partial: Path, final: Path) -> None:
     """Flush the finished file or directory ``partial`` and rename it to ``final``. A file replaces one
-    there.
+    there. Raises as `check_replaceable`.
     """
+    check_replaceable(final)
     flush(partial)
     os.replace(partial, final)
     _flush(final.parent)
@@ -66,8 +73,9 @@ def exchange(one: Path, other: Path) -> bool:
 
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` atomically: a reader finds the old file or the new one, also after a
-    crash.
+    crash. Raises as `check_replaceable`.
     """
+    check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with open_new(partial) as file:

@@ -197,3 +197,13 @@ def test_a_run_refused_because_another_process_trains_it_removes_no_file(tmp_pat
     with pytest.raises(UserError, match="refused"), exclusive_directory(run, tmp_path):
         raise UserError("refused")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_takes_the_place_of_no_device_or_fifo(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UserError, match="fifo: a device, FIFO or socket"):
+        write_text(tmp_path / "fifo", "x")
+    (tmp_path / "made").write_text("x")
+    with pytest.raises(UserError, match="fifo: a device, FIFO or socket"):
+        publish(tmp_path / "made", tmp_path / "fifo")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["fifo", "made"]

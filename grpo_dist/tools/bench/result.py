@@ -95,14 +95,25 @@ class BenchResult:
                 f"{path}: {what}, but this version compares schema {SCHEMA}; measure again with one version"
             )
         try:
+            plain["figures"] = _figures(plain["figures"])
             return cls(
                 actors=[ActorMemory(**actor) for actor in plain.pop("actors")],
                 timeline=[Bar(**bar) for bar in plain.pop("timeline")],
                 decode_steps=[DecodeStep(**step) for step in plain.pop("decode_steps", [])],
                 **plain,
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path}: not the bench.json of a run ({error}); measure again") from error
+
+
+def _figures(found: Any) -> dict[str, float]:
+    """Return the figures that were measured: null stands for NaN. Raises ValueError for anything else."""
+    if not isinstance(found, dict):
+        raise ValueError("`figures` is not a mapping")
+    for key, value in found.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"`figures.{key}` = {value!r} is not a number")
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _benchmark_of(record: dict[str, Any], path: Path) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from grpo_dist.environments.base import Problem
 from grpo_dist.environments.preparation import EnvironmentProbe, StartFailed
 from grpo_dist.errors import refusals
 from grpo_dist.observe.console import step_line
-from grpo_dist.runs.directories import check_writable, choose_run_dir
+from grpo_dist.runs.directories import check_writable, make_free_directory
 from grpo_dist.runs.prepare import Prepared, prepare
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type, resolve_dtype
@@ -46,17 +47,18 @@ def bench(config: Config) -> Path:
 
     config = as_benchmark(config)
     with refusals():
-        directory = choose_run_dir(config.checkpoint, config.name, config.output_dir)
-        check_writable(directory)
+        base = Path(config.output_dir).expanduser() / config.name
+        check_writable(base.parent)
         has = fit(config)
         prepared = prepare(config, print_line, device="cuda" if has.gpus else "cpu")
         _check_other_kwargs(config.bench, config.data, config.environments)
-    steps = timed(config.bench, asyncio.run(_loop(config, prepared, directory)))
-    others: list[StepRecord] = []
-    if config.bench.other_kwargs:
-        steps, others = divide(steps)
-    result = measured(config, prepared.model_dir, steps, others)
-    directory.mkdir(parents=True)
+        directory = make_free_directory(base)  # before the measurement, which takes minutes
+    try:
+        result = _result(config, prepared, directory)
+    except BaseException:
+        with suppress(OSError):  # something is in it
+            directory.rmdir()
+        raise
     result.write(directory / "bench.json")
     from grpo_dist.tools.bench.picture import draw  # imports matplotlib
 
@@ -64,6 +66,14 @@ def bench(config: Config) -> Path:
     print_result(result)
     print_line(f"written: {directory}/bench.json, {directory}/bench.png")
     return directory
+
+
+def _result(config: Config, prepared: Prepared, directory: Path) -> BenchResult:
+    steps = timed(config.bench, asyncio.run(_loop(config, prepared, directory)))
+    others: list[StepRecord] = []
+    if config.bench.other_kwargs:
+        steps, others = divide(steps)
+    return measured(config, prepared.model_dir, steps, others)
 
 
 def as_benchmark(config: Config) -> Config:

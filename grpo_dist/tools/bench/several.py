@@ -28,7 +28,7 @@ from grpo_dist.config.base import DirectoryName
 from grpo_dist.config.files import ConfigError, load_config, overridden, read_tree, validated
 from grpo_dist.config.text import escaped
 from grpo_dist.errors import RunEnded, refusals
-from grpo_dist.runs.directories import check_writable, free_directory
+from grpo_dist.runs.directories import check_writable, make_free_directory
 from grpo_dist.runtime.guardian import SET_PARENT_DEATH_SIGNAL, process_option
 from grpo_dist.runtime.stage_log import print_line
 from grpo_dist.runtime.tables import make_table, wide_console
@@ -84,8 +84,9 @@ def bench_set(path: Path, overrides: Sequence[str] = (), start: Start | None = N
     places, others = _split(overrides)
     found = load_set(path, others, places)
     with refusals():
-        directory = free_directory(Path(found.output_dir).expanduser() / found.name)
-        check_writable(directory)
+        base = Path(found.output_dir).expanduser() / found.name
+        check_writable(base.parent)
+        directory = make_free_directory(base)  # before its first run: another set may start meanwhile
     results: dict[str, BenchResult] = {}
     failed: list[str] = []
     for number, run in enumerate(found.runs, 1):
@@ -166,4 +167,4 @@ def set_table(runs: Sequence[BenchRun], results: Mapping[str, BenchResult]) -> T
 
 def _times(other: Mapping[str, float], own: Mapping[str, float], key: str) -> str:
     """Return how many times as fast as the ``other`` this run is, as text; nothing without another."""
-    return f"{other[key] / own[key]:.2f} x" if other and own[key] else ""
+    return f"{other[key] / own[key]:.2f} x" if key in other and own.get(key) else ""

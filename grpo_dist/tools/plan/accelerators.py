@@ -87,6 +87,7 @@ _KNOWN = (
 
 ACCELERATORS = {card.name.lower(): card for card in _KNOWN}
 ACCELERATORS["a100"] = ACCELERATORS["a100-80gb"]
+_BOUNDS = ((10_000, "nodes"), (1024, "GPUs in a node"))
 _EXAMPLE = "NODESxGPUSxKIND, e.g. 8x8xH100, 1x4xA100-40GB or 1x0xCPU"
 
 
@@ -132,7 +133,11 @@ def parse_cluster(text: str, *, price: float | None = None) -> ClusterShape:
     found = re.fullmatch(r"(\d+)x(\d+)x([A-Za-z0-9][\w.-]*)", text.strip())
     if not found:
         raise UserError(f"--cluster {text}: expected {_EXAMPLE}")
-    nodes, gpus, kind = int(found[1]), int(found[2]), found[3]
+    kind = found[3]
+    for number, (most, what) in zip(found.groups(), _BOUNDS, strict=False):
+        if len(number) > len(str(most)) or int(number) > most:
+            raise UserError(f"--cluster {text[:40]}: expected at most {most} {what}, as in {_EXAMPLE}")
+    nodes, gpus = int(found[1]), int(found[2])
     if nodes < 1:
         raise UserError(f"--cluster {text}: {nodes} nodes; expected at least 1 in {_EXAMPLE}")
     if price is not None and not 0 <= price < float("inf"):

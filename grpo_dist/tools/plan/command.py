@@ -10,6 +10,7 @@ from typing import Literal
 
 from grpo_dist.config import BatchConfig, Config, RolloutConfig
 from grpo_dist.errors import UserError
+from grpo_dist.runtime.files import check_replaceable
 from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan import timeline as timeline_file
 from grpo_dist.tools.plan.accelerators import ClusterShape, parse_cluster
@@ -92,12 +93,21 @@ class PlanArguments:
     tail: bool
     accepted: float | None
 
+    def check_tail(self) -> None:
+        """Raise UserError for an option that --tail does not use."""
+        unused = {"turns": None, "tool_seconds": None, "failure_hours": 0.0, "slow_engines": None}
+        unused |= {"slow_rank": 1.0, "sweep": False, "timeline": None}
+        if given := [name for name, usual in unused.items() if getattr(self, name) != usual]:
+            flag = given[0].replace("_", "-")
+            raise UserError(f"--{flag}: --tail compares ways to sample alone, and does not use it; remove it")
+
 
 def plan(config: Config, arguments: PlanArguments) -> None:
     """Make a plan, print it, and write its timeline."""
     shape = parse_cluster(arguments.cluster, price=arguments.price)
     bench = Path(arguments.bench) if arguments.bench else None
     if arguments.tail:
+        arguments.check_tail()
         longest = config.model_copy(update={"sampling": config.sampling.at_its_longest})
         given = Assumptions(
             bench,
@@ -111,6 +121,8 @@ def plan(config: Config, arguments: PlanArguments) -> None:
             raise UserError(f"--tail: expected a split with GPUs of its own for each role, but {base}")
         print_tail(base, setting)
         return
+    if arguments.timeline:
+        check_replaceable(Path(arguments.timeline))
     assumed = Assumptions(
         bench,
         arguments.prompt_tokens,

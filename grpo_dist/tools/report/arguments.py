@@ -9,6 +9,7 @@ from grpo_dist.runtime.stage_log import print_line
 from grpo_dist.tools.arguments import add_command
 
 _ROLLOUTS, _TOKENS = 100_000, 400_000
+_STEPS = 1_000_000  # the last step that can be chosen, and the most steps
 
 
 def add_report(commands: Any) -> None:
@@ -76,7 +77,17 @@ def steps_of(text: str) -> tuple[int, ...]:
     found: list[int] = []
     for item in filter(None, text.split(",")):
         first, dash, last = item.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise UserError(f"--token-steps {text}: {item!r} is not a step; expected e.g. 1,10,50-60")
-        found += range(int(first), int(last or first) + 1)
+        numbers = (first, last) if dash else (first,)
+        shown = f"--token-steps {text[:40]}: {item[:40]!r}"
+        if not all(number.isdecimal() for number in numbers):
+            raise UserError(f"{shown} is not a step; expected e.g. 1,10,50-60")
+        # Texts first: Python refuses to convert very long ones.
+        if any(len(number) > len(str(_STEPS)) for number in numbers) or int(numbers[-1]) > _STEPS:
+            raise UserError(f"{shown}: expected steps up to {_STEPS}, e.g. 1,10,50-60")
+        steps = range(int(first), int(numbers[-1]) + 1)
+        if not steps:
+            raise UserError(f"{shown} is not a step; expected e.g. 1,10,50-60")
+        if len(found) + len(steps) > _STEPS:
+            raise UserError(f"{shown}: expected at most {_STEPS} steps in all, e.g. 1,10,50-60")
+        found += steps
     return tuple(found)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grpo_dist.errors import UserError
-from grpo_dist.runtime.files import open_new, publish
+from grpo_dist.runtime.files import check_replaceable, open_new, publish
 from grpo_dist.tools.report.answers import AnswerReader
 from grpo_dist.tools.report.page import whole_page
 from grpo_dist.tools.report.run_dir import RunDir, open_runs
@@ -23,6 +23,7 @@ def write_report(
         raise UserError(
             f"--output {target} is a directory; expected a file name, e.g. {target / 'report.html'}"
         )
+    check_replaceable(target)
     partial = target.with_name(f".{target.name}.partial")
     try:
         with AnswerReader() as answers, open_new(partial) as file:

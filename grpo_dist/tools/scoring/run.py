@@ -15,6 +15,7 @@ from grpo_dist.errors import UserError, refusals
 from grpo_dist.rewards.registry import check_rewards
 from grpo_dist.runs.directories import check_writable
 from grpo_dist.runs.prepare import load_tokenizer, resolve_model
+from grpo_dist.runtime.files import check_replaceable
 from grpo_dist.runtime.hardware import available_cpus
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.runtime.tables import print_lines, wide_console
@@ -100,6 +101,7 @@ def _check_output(target: Path) -> None:
         raise UserError(f"--output {target} cannot be written; name another file") from error
     if target.is_dir():
         raise UserError(f"--output {target} is a directory; name a file")
+    check_replaceable(target)
 
 
 def _check_sources(rewards: RewardsConfig, rows: Sequence[CompletionRow], columns: Columns) -> None:

@@ -369,12 +369,24 @@ def test_comparison_gives_ratios_of_b_to_a(tmp_path):
     assert "workload: steps is 1 in A and 3 in B" in text
 
 
+def test_a_figure_that_is_nan_in_one_result_has_no_ratio(tmp_path):
+    a = result()
+    key = next(iter(a.figures))
+    a.write(tmp_path / "a.json")
+    replace(a, figures=a.figures | {key: math.nan}).write(tmp_path / "b.json")
+    for names in ("ab", "ba"):
+        text = printed(compare, *(tmp_path / f"{name}.json" for name in names))
+        assert "–" in next(line for line in text.splitlines() if FIGURES[key].label in line)
+
+
 @pytest.mark.parametrize(
     "content, words",
     [
         ('{"schema": 99}', ["`schema` = 99", "schema 2", "measure again"]),
         ('{"figures": {}}', ["no `schema`"]),
         ("[]", ["no `schema`"]),
+        ('{"schema": 2, "figures": []}', ["`figures` is not a mapping", "measure again"]),
+        ('{"schema": 2, "figures": {"loop/step_s": "x"}}', ["`figures.loop/step_s` = 'x' is not a number"]),
         ("not json", ["not JSON"]),
         (None, ["cannot be read", "No such file"]),
     ],

@@ -6,7 +6,11 @@ import pytest
 from rich.console import Console
 
 from grpo_dist.cli import main
+from grpo_dist.config.files import load_config
 from grpo_dist.errors import RunEnded
+from grpo_dist.runs import directories
+from grpo_dist.runs.directories import make_free_directory
+from grpo_dist.tools.bench import run as bench_run
 from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.bench.several import BenchSet, bench_set, print_set
 
@@ -69,6 +73,49 @@ def test_each_run_is_a_benchmark_with_its_overrides_and_then_those_of_the_comman
     ]
     again = bench_set(set_file(tmp_path, RUNS), (), Started(plain=result(), ahead=result()))
     assert again == tmp_path / "out/made-2"
+
+
+def test_sets_that_run_at_once_have_their_own_results(tmp_path):
+    file, inner = set_file(tmp_path, RUNS[:1]), Started(plain=result())
+    made = []
+
+    def start(arguments):
+        made.append(bench_set(file, (), inner))  # another process, meanwhile
+        return Started(plain=result())(arguments)
+
+    made.append(bench_set(file, (), start))
+    assert made == [tmp_path / "out/made-2", tmp_path / "out/made"]
+    assert all((directory / "plain/bench.json").is_file() for directory in made)
+
+
+def test_a_free_directory_is_made_for_one_process_alone(tmp_path, monkeypatch):
+    base = tmp_path / "out/made"
+    assert make_free_directory(base) == base
+    chosen = [base, tmp_path / "out/made-2"]  # the first was free when it was looked for
+    monkeypatch.setattr(directories, "free_directory", lambda base: chosen.pop(0))
+    assert make_free_directory(base) == tmp_path / "out/made-2"
+    monkeypatch.undo()
+    (tmp_path / "out/made-3").symlink_to("nowhere")
+    assert make_free_directory(base) == tmp_path / "out/made-4"
+
+
+def test_a_benchmark_that_fails_leaves_no_empty_directory(tmp_path, monkeypatch):
+    made = []
+
+    def failing(config, prepared, directory):
+        made.append(directory)
+        assert directory.is_dir()  # before anything is measured
+        raise ArithmeticError
+
+    for name, stand_in in (("prepare", lambda *a, **k: None), ("_result", failing)):
+        monkeypatch.setattr(bench_run, name, stand_in)
+    set_file(tmp_path, RUNS)
+    config = load_config(
+        tmp_path / "one.yaml", [f"output_dir={tmp_path}/out", "name=x", "cluster.num_cpus=8"]
+    )
+    with pytest.raises(ArithmeticError):
+        bench_run.bench(config)
+    assert made == [tmp_path / "out/x"] and not made[0].exists()
 
 
 def test_the_results_go_where_the_command_says(tmp_path):

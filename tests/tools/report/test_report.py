@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -324,14 +325,23 @@ def test_runs_are_labelled_by_the_shortest_distinct_path(tmp_path):
         (["run", "--serve", "--output", "x.html"], "--serve writes no file"),
         (["run", "--rollouts", "-1"], "expected 0 or more"),
         (["run", "--token-steps", "5-x"], "'5-x' is not a step"),
+        (["run", "--token-steps", "9-5"], "'9-5' is not a step"),
+        (["run", "--token-steps", "9" * 5000], "expected steps up to 1000000"),
+        (["run", "--token-steps", "1-1000000000"], "expected steps up to 1000000"),
+        (["run", "--token-steps", "1-1000000,1-9"], "at most 1000000 steps in all"),
+        (["run", "--output", "fifo"], "fifo: a device, FIFO or socket, which a file would replace"),
+        (["run", "--output", "link"], "link: a device, FIFO or socket, which a file would replace"),
     ],
 )
 def test_what_cannot_be_reported_is_refused_with_exit_code_2(arguments, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text("")
+    os.mkfifo("fifo")
+    os.symlink("fifo", "link")
     assert main(["report", *arguments]) == 2
     assert said in capsys.readouterr().err
+    assert stat.S_ISFIFO(os.stat("link").st_mode)
 
 
 def test_the_command_writes_into_the_run(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,8 @@ def test_earlier_scores_are_replaced_and_a_directory_is_not(here, capsys, monkey
     assert len(lines("home/s.jsonl")) == len(ROWS)
     Path("sub").mkdir()
     assert "--output sub is a directory" in refusal(capsys, "c.jsonl", "--output", "sub")
+    os.mkfifo("fifo")
+    assert "fifo: a device, FIFO or socket" in refusal(capsys, "c.jsonl", "--output", "fifo")
     message = refusal(capsys, "c.jsonl", "--output", "c.jsonl/x.jsonl")
     assert "--output c.jsonl/x.jsonl cannot be written" in message
 
