@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from grpo_dist.algorithms.moments import Moments
-from grpo_dist.config import Config, DistillationConfig
+from grpo_dist.config import Config
 from grpo_dist.data.order import OrderState
 from grpo_dist.errors import SamplesLost, UserError
 from grpo_dist.evaluation.sampling import evaluate
