@@ -1,6 +1,7 @@
 """The command line: ``grpo-dist train|sft|sample|check|bench|plan|submit CONFIG [key=value ...]``,
 ``grpo-dist eval MODEL DATA``, ``grpo-dist score COMPLETIONS``, ``grpo-dist pipeline FILE``, ``grpo-dist
-gpu-check``, ``grpo-dist status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Commands import late.
+gpu-check``, ``grpo-dist status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Heavy imports are
+inside the commands.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_dist.errors import RERUN, RunEnded, UserError, refusals
 from grpo_dist.runtime.imports import libraries_loaded
 from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
-from grpo_dist.runtime.unread_output import without_readers
+from grpo_dist.runtime.unread_output import unread_output_dropped
 from grpo_dist.runtime.version import __version__
 from grpo_dist.tools.arguments import add_command, add_inputs
 from grpo_dist.tools.evaluate.arguments import add_commands as add_evaluation
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 USER_ERROR = 2
 
 
-@without_readers
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
@@ -40,25 +40,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     itself for its health. 75: it ended in order when asked to; the same command resumes it. 128 + n: signal n
     ended it at once.
     """
-    parser = command_parser()
-    args, rest = parser.parse_known_args(arguments)
-    if args.command is None:
-        parser.print_help()
-        return USER_ERROR
-    if unknown := [text for text in rest if text.startswith("-") or "=" not in text]:
-        from grpo_dist.config.secrets import masked_command  # imports pydantic
+    with unread_output_dropped():
+        parser = command_parser()
+        args, rest = parser.parse_known_args(arguments)
+        if args.command is None:
+            parser.print_help()
+            return USER_ERROR
+        if unknown := [text for text in rest if text.startswith("-") or "=" not in text]:
+            from grpo_dist.config.secrets import masked_command  # imports pydantic
 
-        shown = " ".join(masked_command(unknown))
-        parser.error(f"unrecognized arguments: {shown}{_peer_settings(unknown)}")
-    own = ("command", "config", "overrides")
-    options = {name: value for name, value in vars(args).items() if name not in own}
-    _accept_interrupts()
-    try:
-        # argparse leaves overrides that follow an option in `rest`.
-        args.command(args.config, [*args.overrides, *rest], **options)
-    except (UserError, RunEnded, KeyboardInterrupt) as end:
-        return report_end(end)
-    return 0
+            shown = " ".join(masked_command(unknown))
+            parser.error(f"unrecognized arguments: {shown}{_peer_settings(unknown)}")
+        options = {k: v for k, v in vars(args).items() if k not in ("command", "config", "overrides")}
+        _accept_interrupts()
+        try:  # argparse leaves overrides that follow an option in `rest`
+            args.command(args.config, [*args.overrides, *rest], **options)
+        except (UserError, RunEnded, KeyboardInterrupt) as end:
+            return report_end(end)
+        return 0
+    return 1  # a reader such as `head` has left
 
 
 def report_end(end: UserError | RunEnded | KeyboardInterrupt) -> int:

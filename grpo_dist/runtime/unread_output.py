@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec
-
-P = ParamSpec("P")
+from types import TracebackType
 
 
-def without_readers(command: Callable[P, int]) -> Callable[P, int]:
-    """Have ``command``, which returns an exit code, end with 1 where nobody reads what it prints."""
+class unread_output_dropped:
+    """A block in which the command may find that nobody reads what it prints. The block then ends early."""
 
-    @wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> int:
-        try:
-            return command(*args, **kwargs)
-        except BrokenPipeError:
-            if not drop_unread_output():
-                raise
-            return 1
-        finally:
-            drop_unread_output()
+    def __enter__(self) -> None:
+        pass
 
-    return run
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        unread = drop_unread_output()
+        return unread and isinstance(error, BrokenPipeError)
 
 
 def drop_unread_output() -> bool:

@@ -105,6 +105,7 @@ WRITERS = {
     "handles that are connected with each other": [
         "actors/colocated_handles.py:colocated",
         "actors/colocation.py:__init__",
+        "actors/colocation.py:admit",
         "actors/evaluation_engines.py:__init__",
         "actors/weight_sync.py:__init__",
     ],
