@@ -78,7 +78,7 @@ def refusal(capsys, *overrides, command="train"):
         ),
         (
             ["rewards.functions=[{function: unit_tests, kwargs: {column: checks}}]"],
-            ["reward unit_tests reads column `checks`", "add it to `columns`"],
+            ["reward unit_tests reads column `checks`", "add it to `data.train.0.columns`"],
         ),
         (["rewards.functions=[{function: math, gate: nothing}]"], ["gate = nothing", "no such reward"]),
         (
