@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from grpo_dist.policy.attention import NAME, attention_layers, packing_problem, register
+from grpo_dist.policy.attention import NAME, attention_layers, register
 from grpo_dist.policy.checkpoint_format import keep_used_conversions
 from grpo_dist.policy.logprobs import selected_logprobs, selected_score_norms
 from grpo_dist.policy.packing import Layout
+from grpo_dist.policy.packing_problem import packing_problem
 from grpo_dist.policy.sequence_parallel import SequenceGroup
 from grpo_dist.runtime.hardware import quiet_libraries
 
