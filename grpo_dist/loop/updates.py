@@ -232,9 +232,7 @@ def signal_rule(algorithm: AlgorithmConfig, rewards: RewardsConfig, metric: str 
     """Return which groups dynamic sampling keeps. ``metric``: `dynamic_sampling.metric`."""
     settings = advantage_settings(algorithm, rewards, 0.0)
     steps = settings.process_coef > 0
-    return SignalRule(
-        settings.estimator, metric, settings.weights, settings.turn_discount, settings.k, steps
-    )
+    return SignalRule(settings.estimator, metric, settings.weights, settings.turn_discount, settings.k, steps)
 
 
 def _with_signal(

@@ -1,5 +1,5 @@
-"""Whether a model reads rows that lie end to end in one stream: what its configuration says, and what its first
-attention layer is called with, found with a forward pass of two tokens that have no values.
+"""Whether a model reads rows that lie end to end in one stream: what its configuration says, and what its
+first attention layer is called with, found with a forward pass of two tokens that have no values.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class _Probe:
 
 
 def _first_attention(model: Any) -> str | None:
-    """Return what its first attention layer needs besides causal attention; None: nothing, or it is not known,
-    for a model that computes with values before it attends. Such a one says so when it attends.
+    """Return why its first attention layer reads no stream; None: it does, or that is not known, for a model
+    that computes with values before it attends. Such a one says so when it attends.
     """
     register()
     try:

@@ -99,7 +99,9 @@ def test_settings_that_mean_nothing_together_are_refused(base, overrides, words)
 def test_rewards_that_are_normalised_one_by_one_need_a_weight(base):
     """Without any there is nothing to add up."""
     only_logged = "rewards.functions=[{function: math, weight: 0}, {function: repetition, weight: 0}]"
-    assert "all of `rewards` have 0: math, repetition" in refusal(base, "algorithm.advantage=gdpo", only_logged)
+    assert "all of `rewards` have 0: math, repetition" in refusal(
+        base, "algorithm.advantage=gdpo", only_logged
+    )
     assert load_config(base, [only_logged, "algorithm.advantage=grpo"])
 
 

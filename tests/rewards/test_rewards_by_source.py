@@ -118,9 +118,7 @@ def test_step_rewards_are_asked_of_each_source_by_its_own_rewards(rewards, envir
     sources = [{"path": "a.jsonl"}]
     if environment:
         sources.append({"path": "b.jsonl", "environment": environment})
-    config = fakes.config(
-        data={"train": sources}, rewards=rewards, algorithm={"advantage": "process"}
-    )
+    config = fakes.config(data={"train": sources}, rewards=rewards, algorithm={"advantage": "process"})
     assert config.rewards.of("a").scores_steps
 
 

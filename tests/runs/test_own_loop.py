@@ -169,7 +169,9 @@ def test_advantages_of_the_caller_are_refused_where_they_replace_the_kl_in_the_r
             groups = cluster.score(cluster.sample(next(cluster.batches())))
             own = [np.array([1.0, -1.0])] * 4
             if in_reward:
-                with pytest.raises(UserError, match=r"`algorithm\.add_token_level_kl` = true.*set it to false"):
+                with pytest.raises(
+                    UserError, match=r"`algorithm\.add_token_level_kl` = true.*set it to false"
+                ):
                     cluster.update(groups, advantages=own)
                 cluster.update(groups)
             else:
