@@ -74,6 +74,7 @@ _VALUE = re.compile(  # all items of a list or mapping
 )
 _OPTION = re.compile(r"(?<!\S)(--[A-Za-z][\w-]*)(\s+)(?!-)([^\s,;}\])'\"]+)")  # and its value, the next word
 _NEXT_SETTING = re.compile(r",(?=[A-Za-z_][\w.-]*=)")  # a comma elsewhere belongs to the value before it
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?[.:`)]*", re.IGNORECASE)  # and the end of a sentence
 _SHORTEST = 4  # characters of a secret that is searched for in other text
 
 
@@ -177,8 +178,11 @@ def masked_text(text: str, *trees: Any) -> str:
 
 
 def shown_value(location: Iterable[Any], value: Any) -> str:
-    """Return how a message shows a refused value at ``location``, such as ``("kwargs", "api_key")``."""
-    if any(is_secret(str(part)) for part in location):
+    """Return how a message shows a refused value at ``location``, such as ``("kwargs", "api_key")``. A number
+    of ``tokens`` is shown.
+    """
+    secret = [str(part) for part in location if is_secret(str(part))]
+    if secret and not (all(map(_counts, secret)) and isinstance(value, int | float)):
         return HIDDEN
     return repr(masked_text(value) if isinstance(value, str) else masked(value))
 
@@ -241,6 +245,11 @@ def _holds_numbers(key: str) -> bool:
     return last != "key" or (len(words) > 1 and words[-2] in _KEY_OWNERS)
 
 
+def _counts(name: str) -> bool:
+    """Return whether a number under ``name`` is a count: ``rewards.overlong_buffer.tokens``."""
+    return _words(name) == ["tokens"]
+
+
 def _is_secret_parameter(name: str) -> bool:
     return is_secret(name) or _WORDS.findall(name.lower())[-1:] in [[word] for word in _SECRET_PARAMETER]
 
@@ -260,6 +269,8 @@ def _without_assigned(text: str) -> str:
         value = _VALUE.match(text, found.end())
         if found.start() < end or value is None or not is_secret(found[1]):
             continue
+        if _counts(found[1]) and _NUMBER.fullmatch(value[0]) and not set(found[2]) & set("[({"):
+            continue  # a list is of tokens
         if value[0].strip("'\"") not in ("", "null", "true", "false", "value", HIDDEN):
             parts += [text[end : value.start()], HIDDEN]
             end = value.end()

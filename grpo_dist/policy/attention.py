@@ -27,9 +27,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 NAME = "grpo_dist_packed"  # in transformers' registry of attention functions
-_ATTENTION = {"full_attention", "sliding_attention"}  # of transformers' types of layers
+ATTENTION = {"full_attention", "sliding_attention"}  # of transformers' types of layers
 _SPREAD = 0.8  # shortest row of a block as a share of its longest, at least
 _LONGEST_GROUP = 2048  # tokens of a group with a mask, at most: its memory grows with their square
+
+
+class NotCausal(ValueError):
+    """A model whose attention does not fit `Spans`."""
 
 
 @runtime_checkable
@@ -265,23 +269,7 @@ def register() -> None:
 def attention_layers(config: Any) -> int:
     """Return the layers that compare every token with those before it. ``config``: of a text model."""
     kinds = getattr(config, "layer_types", None)
-    return sum(kind in _ATTENTION for kind in kinds) if kinds else int(config.num_hidden_layers)
-
-
-def packing_problem(model: Any) -> str | None:
-    """Return why ``model`` (transformers) cannot read a packed stream; None: it can.
-
-    Its attention must go through transformers' registry, and nothing else in it may mix tokens.
-    """
-    config = model.config.get_text_config()
-    mixing = set(getattr(config, "layer_types", None) or ()) - _ATTENTION
-    if mixing:
-        return f"it has layers of type {', '.join(sorted(mixing))}"
-    if not getattr(model, "_supports_attention_backend", False):
-        return "its attention does not go through transformers' registry"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "it caps attention logits (attn_logit_softcapping)"
-    return None
+    return sum(kind in ATTENTION for kind in kinds) if kinds else int(config.num_hidden_layers)
 
 
 def _attention(
@@ -289,18 +277,18 @@ def _attention(
     query: Float[Tensor, "1 H N D"],
     key: Float[Tensor, "1 K N D"],
     value: Float[Tensor, "1 K N D"],
-    attention_mask: None,
+    attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     spans: Spans | None = None,
-    s_aux: None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Float[Tensor, "1 N H D"], None]:
     """Attend as transformers asks for it, which dictates the parameters."""
     if spans is None or attention_mask is not None or s_aux is not None:
-        raise ValueError(
+        raise NotCausal(
             "this model's attention does not receive where packed rows are, or needs more than causal "
             "attention; set model.packing=false"
         )

@@ -42,8 +42,8 @@ def write_model(
 def save_pretrained(model: Any, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
     """Write ``model`` to ``directory`` with ``weights`` (None: its own), and its generation config as it is.
 
-    transformers loads a generation config such as `{"temperature": 0.6}`, without `do_sample`, and refuses to
-    save it. Nothing here samples with it, so that is no reason to lose a trained model.
+    transformers loads a generation config such as `{"temperature": 0.6}`, without `do_sample`, with a
+    warning, but refuses to save it. Nothing here samples with it, so that is no reason to lose a model.
     """
     from transformers import GenerationConfig  # slow to import
     from transformers.utils import GENERATION_CONFIG_NAME  # slow to import

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from grpo_dist.policy.attention import NAME, attention_layers, packing_problem, register
+from grpo_dist.policy.attention import NAME, attention_layers, register
 from grpo_dist.policy.checkpoint_format import keep_used_conversions
 from grpo_dist.policy.logprobs import selected_logprobs, selected_score_norms
 from grpo_dist.policy.packing import Layout
+from grpo_dist.policy.packing_problem import packing_problem
 from grpo_dist.policy.sequence_parallel import SequenceGroup
 from grpo_dist.runtime.hardware import quiet_libraries
 
 logger = logging.getLogger("grpo_dist")
+# Types of models with noise that is code and not a setting.
+_SAMPLES = {"phimoe": "its router (PhiMoE's sparse mixer) draws experts at random"}
 
 
 def load_causal_lm(
@@ -63,6 +67,11 @@ def check_supported(model: Any, model_dir: str) -> None:
     `TokenLogprobs` would not compute.
     """
     text_config = model.config.get_text_config()
+    if why := _SAMPLES.get(text_config.model_type):
+        raise ValueError(
+            f"model {model_dir}: {why} while it trains, and no setting turns that off, so the trainer's "
+            "log-probs would not be the engine's; use another mixture of experts (Qwen, Mixtral, OLMoE)"
+        )
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
         if getattr(text_config, key, None) not in (None, 1, 1.0):
             raise ValueError(
@@ -73,15 +82,35 @@ def check_supported(model: Any, model_dir: str) -> None:
 
 
 def switch_off_noise(model: nn.Module) -> None:
-    """Turn off dropout and noise on a router's input, whatever the model's configuration has: the engine has
-    none, so its log-probs would differ from the trainer's.
+    """Turn off dropout, skipped layers and noise on a router's input, whatever the model's configuration has:
+    the engine has none, so its log-probs would differ from the trainer's.
+
+    Modules that read their configuration as they run get a copy of it without noise; ``model`` keeps its own,
+    which an export writes.
     """
+    quiet: dict[int, Any] = {}
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name in ("attention_dropout", "jitter_noise"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+        for name in _noise_of(module):
+            setattr(module, name, 0.0)
+        config = getattr(module, "config", None)
+        if module is model or not hasattr(config, "__dict__") or not _noise_of(config):
+            continue
+        if id(config) not in quiet:
+            quiet[id(config)] = deepcopy(config)
+            for name in _noise_of(config):
+                setattr(quiet[id(config)], name, 0.0)
+        module.config = quiet[id(config)]
+
+
+def _noise_of(holder: Any) -> list[str]:
+    """Return the attributes that are a rate of dropout or noise above 0: `resid_pdrop`, `jitter_noise`."""
+    return [
+        name
+        for name, value in vars(holder).items()
+        if isinstance(value, float) and value and any(word in name for word in ("drop", "jitter"))
+    ]
 
 
 def compile_layers(model: Any) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from grpo_dist.algorithms.moments import Moments
-from grpo_dist.config import Config
+from grpo_dist.config import AlgorithmConfig, Config, DistillationConfig
 from grpo_dist.data.order import OrderState
 from grpo_dist.errors import SamplesLost, UserError
 from grpo_dist.evaluation.sampling import evaluate
@@ -155,7 +155,7 @@ class Verbs:
         _check_division(self._config.batch.updates_per_step, len(groups))
         self._check_staleness(groups)
         if advantages is not None:
-            _check_own_advantages(self._config)
+            _check_own_advantages(self._config.algorithm, self._config.distillation)
         own = None if advantages is None else _checked(advantages, groups)
         staged = await self._staging.take(
             step, ScoredBatch(list(scored), advantages=own), kl_coef=self._kl.coef
@@ -253,10 +253,9 @@ def _check_division(updates: int, groups: int) -> None:
         )
 
 
-def _check_own_advantages(config: Config) -> None:
+def _check_own_advantages(algorithm: AlgorithmConfig, distillation: DistillationConfig) -> None:
     """Raise UserError where advantages of the caller would replace a KL that is part of the run's own."""
-    distillation = config.distillation
-    if config.algorithm.add_token_level_kl:
+    if algorithm.add_token_level_kl:
         raise UserError(
             "update(): advantages replace the KL term that `algorithm.add_token_level_kl` = true makes part "
             "of the run's own; set it to false: the KL is then in the loss"

@@ -5,16 +5,20 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
+    DogeConfig,
     FalconH1Config,
     Gemma2Config,
+    GptOssConfig,
     JambaConfig,
     Lfm2Config,
+    NemotronConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
 
 from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm, reads_packed_rows
 from grpo_dist.policy.packing import padded
+from grpo_dist.policy.packing_problem import packing_problem
 from grpo_dist.policy.sequence_parallel import check_heads
 from tests.support import made_groups
 
@@ -41,6 +45,9 @@ def hybrids():
         ),
         "lfm2": Lfm2Config(**shape, layer_types=["conv", "full_attention"], block_multiple_of=32),
         "gemma2": Gemma2Config(**shape, head_dim=16, final_logit_softcapping=None),
+        "gpt_oss": GptOssConfig(**shape, head_dim=16, num_local_experts=2, num_experts_per_tok=1),
+        "doge": DogeConfig(**shape),
+        "nemotron": NemotronConfig(**shape),
     }
 
 
@@ -53,7 +60,7 @@ def test_models_that_cannot_read_packed_rows_compute_padded_ones_as_if_alone(nam
     module.model.set_experts_implementation("eager")  # the default has no float64
     assert not reads_packed_rows(module.model) and "rows are padded instead of packed: it " in caplog.text
     with pytest.raises(
-        ValueError, match=r"sequence_parallel = 2 splits packed rows.*padded \(it (has|caps).*use 1"
+        ValueError, match=r"sequence_parallel = 2 splits packed rows.*padded \(it (has|caps|needs).*use 1"
     ):
         check_heads(module.model, 2)
     batch = made_groups.batch(groups=2, samples=3)
@@ -87,3 +94,9 @@ def test_attention_cost_counts_the_layers_that_attend():
     model = AutoModelForCausalLM.from_config(hybrids()["qwen3_5"])  # one of two
     count = sum(p.numel() for p in model.parameters())
     assert attention_cost(model) == pytest.approx(1 * 4 * 16 / count)
+
+
+def test_looking_for_what_a_model_attends_with_draws_no_random_numbers():
+    model = AutoModelForCausalLM.from_config(hybrids()["nemotron"])
+    before = torch.get_rng_state()
+    assert packing_problem(model) and torch.equal(torch.get_rng_state(), before)

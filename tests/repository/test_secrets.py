@@ -11,7 +11,7 @@ from grpo_dist.cli import main
 from grpo_dist.config import Config
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.config.files import ConfigError, dump_config, load_config
-from grpo_dist.config.secrets import masked, masked_command, masked_setting, masked_text
+from grpo_dist.config.secrets import masked, masked_command, masked_setting, masked_text, shown_value
 from grpo_dist.rewards.registry import check_rewards
 from grpo_dist.tools.recipe.config import ResolvedStage
 from grpo_dist.tools.recipe.record import begin, differences
@@ -199,6 +199,20 @@ def test_a_message_has_neither_values_of_secret_names_nor_known_secrets():
     tree = {"kwargs": {"api_key": "sesame-1", "base_url": "http://me:open-2@host/", "a": "Bearer abc12345"}}
     said = "401 for sesame-1 (me:open-2, abc12345); {'pass': 'x y', 'n': 1}, token=zz, steps: 4"
     assert masked_text(said, tree) == "401 for *** (***, ***); {'pass': ***, 'n': 1}, token=***, steps: 4"
+
+
+def test_a_number_of_tokens_is_shown_and_a_token_is_not(tmp_path):
+    (tmp_path / "a.yaml").write_text(BASE)
+    with pytest.raises(
+        ConfigError, match=r"`rewards\.overlong_buffer\.tokens` = -5: input should be greater"
+    ):
+        load_config(tmp_path / "a.yaml", ["rewards.overlong_buffer={tokens: -5, penalty: 1}"])
+    assert (
+        masked_text("`rollout.speculation.tokens` = 4 samples") == "`rollout.speculation.tokens` = 4 samples"
+    )
+    for secret in ("tokens: hf_123", "tokens: [12345678]", "my_tokens: 12345678", "token: 12345678"):
+        assert "12" not in masked_text(secret)
+    assert shown_value(("kwargs", "tokens"), "12345678") == shown_value(("token",), 12345678) == "***"
 
 
 BASE = "model: {path: m}\ndata: {train: [{path: t}]}\n"
