@@ -196,7 +196,9 @@ def test_a_program_ends_as_it_does_outside(pool, backend):
 
 @pytest.mark.family("costly actors")
 def test_a_program_whose_thread_never_ends_is_wrong(pool):
-    endless = block("import threading, time\nprint(7)\nthreading.Thread(target=time.sleep, args=(1e6,)).start()")
+    endless = block(
+        "import threading, time\nprint(7)\nthreading.Thread(target=time.sleep, args=(1e6,)).start()"
+    )
     right = block("print(7)")
     for call_s in longer(4.0):
         tests = [{"input": "", "output": "7"}]
@@ -222,7 +224,9 @@ def test_where_no_program_can_be_started_nothing_is_known(pool, monkeypatch):
     scores, scorer = scored(pool, [block("print(1)")], [{"input": "", "output": "1"}])
     assert np.isnan(scores.rewards).all()
     (reason,) = scorer.failures["code"]
-    assert reason.startswith("the sandbox failed: no program can be started: ") and "/missing/python" in reason
+    assert (
+        reason.startswith("the sandbox failed: no program can be started: ") and "/missing/python" in reason
+    )
     settings = RewardsConfig(functions=(RewardConfig(function="unit_tests", kwargs={"sandbox": LIMITS}),))
     with pytest.raises(ValueError, match="no code can be run here .*no program can be started"):
         check_rewards(settings, max_new_tokens=10)
