@@ -73,7 +73,7 @@ def test_always_asks_about_every_answer_without_grading(pool):
 
 @pytest.mark.parametrize("only_when", ["wrong", "always"])
 def test_the_judge_and_not_the_math_grader_decides_which_answers_are_right(pool, only_when):
-    """A length penalty in the total does not make an accepted answer wrong; a failed request is no verdict."""
+    """A length penalty does not make an accepted answer wrong, and a failed request is no verdict."""
     texts = ["\\boxed{\\text{Red}}", "\\boxed{\\text{blue}}", "\\boxed{7}"]
     settings = {"model": "m", "only_when": only_when}
 

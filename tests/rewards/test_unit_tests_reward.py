@@ -169,9 +169,12 @@ class Fast(io.IOBase):
             self.buffer = io.BytesIO()
 sys.stdin, sys.stdout = Fast(sys.stdin), Fast(sys.stdout)
 print(sum(map(int, sys.stdin.readline().split())))""",
-    "a buffer": "import sys\nsys.stdout.buffer.write(b'%d' % sum(map(int, sys.stdin.buffer.read().split())))\nexit()",
-    "its own name": "import sys, __main__\nassert __main__.__file__ == sys.argv[-1] and __name__ == '__main__'\n"
-    "print(sum(map(int, input().split())))",
+    "a buffer": """import sys
+sys.stdout.buffer.write(b'%d' % sum(map(int, sys.stdin.buffer.read().split())))
+exit()""",
+    "its own name": """import sys, __main__
+assert __main__.__file__ == sys.argv[-1] and __name__ == '__main__'
+print(sum(map(int, input().split())))""",
 }
 WRONG_ENDINGS = {
     "a thread that is wrong": "import threading\nthreading.Thread(target=print, args=(8,)).start()",
@@ -228,7 +231,7 @@ def test_where_no_program_can_be_started_nothing_is_known(pool, monkeypatch):
         reason.startswith("the sandbox failed: no program can be started: ") and "/missing/python" in reason
     )
     settings = RewardsConfig(functions=(RewardConfig(function="unit_tests", kwargs={"sandbox": LIMITS}),))
-    with pytest.raises(ValueError, match="no code can be run here .*no program can be started"):
+    with pytest.raises(ValueError, match=r"no code can be run here .*no program can be started"):
         check_rewards(settings, max_new_tokens=10)
 
 
