@@ -78,9 +78,9 @@ async def evaluate(
     ``tool_call_share``.
 
     A sample is right if the math grader accepts it, or the judge where `math` is not among the rewards. Where
-    neither ran, it is right if its total reward is above 0.5. Samples that could not be scored are left out of the estimate and
-    counted in ``eval/<set>/unscored``. Raises TimeoutError, with the answer of ``explain``, when no prompt is
-    sampled or done for `timeouts.sample_s`.
+    neither ran, it is right if its total reward is above 0.5. Samples that could not be scored are left out
+    of the estimate and counted in ``eval/<set>/unscored``. Raises TimeoutError, with the answer
+    of ``explain``, when no prompt is sampled or done for `timeouts.sample_s`.
     """
     settings, sample_s = config.evaluation, config.cluster.timeouts.sample_s
     draw = Draw.of(settings, config.sampling, seed=config.seed, sample_s=sample_s)

@@ -29,8 +29,8 @@ METRICS = (
            "all parts that count rise; one that rises while the others fall is being gamed"),
     Metric("reward/<name>_unscored", "samples", "count", "samples that this part could not score",
            "near 0; all samples: its function or server fails"),
-    Metric("outcome/correct", "samples", "count", "answers that the math grader or the judge calls right", "rises"),
-    Metric("outcome/wrong", "samples", "count", "answers that the math grader or the judge calls wrong", "falls"),
+    Metric("outcome/correct", "samples", "count", "answers that math grader or judge call right", "rises"),
+    Metric("outcome/wrong", "samples", "count", "answers that math grader or judge call wrong", "falls"),
     Metric("outcome/no_answer", "samples", "count", "completions without an answer that the grader can read",
            "falls within the first steps; if not: the prompt does not ask for the format, or completions are "
            "truncated"),

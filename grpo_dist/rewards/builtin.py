@@ -56,7 +56,7 @@ class Builtin(Section, ABC):
         return ()
 
     def start(self, *, workers: int, note: Note) -> None:
-        """Acquire resources. Called in each of the ``workers`` reward workers, before the first `score`."""
+        """Acquire resources. Called before the first `score`, once for each of ``workers`` in the run."""
 
     @abstractmethod
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> Sequence[float]:

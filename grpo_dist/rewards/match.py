@@ -72,8 +72,8 @@ def numeric_match(completion: str, gold: str, *, relative: float, absolute: floa
 
     The tolerance is |answer - gold| <= max(relative * |gold|, absolute). NaN if the gold holds no number.
     Thousands separators, fractions (``3/4``, ``\\frac{3}{4}``), mixed numbers (``3 1/2``), powers of ten
-    (``1e-3``, ``3 \\times 10^{8}``) and percent signs (``50\\%`` is 50) are parsed. Without a box or tags, the last
-    number of the whole completion counts.
+    (``1e-3``, ``3 \\times 10^{8}``) and percent signs (``50\\%`` is 50) are parsed. Without a box or tags,
+    the last number of the whole completion counts.
 
         "that makes 1,234 apples in all", "1234"   1.0
         "\\boxed{\\frac{1}{3}}", "0.3333", relative 1e-3   1.0
