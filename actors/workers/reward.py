@@ -21,11 +21,12 @@ from actors.lifecycle.probe import Probeable
 from actors.lifecycle.supervisor import Team
 from actors.workers.reward_model import RewardModelPool
 from grpo_dist.config import RewardsConfig
+from grpo_dist.rewards.by_source import scorers_by_source
 from grpo_dist.rewards.degenerate_text import is_degenerate
 from grpo_dist.rewards.functions import StepScores
 from grpo_dist.rewards.group import CompletionGroup, ModelScores
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import Scorer, model_terms, placed, reward_specs
+from grpo_dist.rewards.registry import model_terms, placed, reward_specs
 from grpo_dist.rewards.steps import decoded_length, token_ends
 from grpo_dist.runtime.cache import check_on_node
 from grpo_dist.runtime.concurrency import gather
@@ -68,17 +69,9 @@ class RewardWorker(Metered, Probeable):
             code_paths=settings.code_paths,
             accept_arithmetic=settings.accept_arithmetic,
         )
-        variants = settings.variants
-        self._scorers = {
-            source: Scorer(
-                reward_specs(own),
-                self._pool,
-                models=model_terms(own),
-                workers=settings.num_workers * len(variants),  # they share what a server allows
-                outcome_rewards=outcome_rewards,
-            )
-            for source, own in variants.items()
-        }
+        self._scorers = scorers_by_source(
+            settings.variants, self._pool, workers=settings.num_workers, outcome_rewards=outcome_rewards
+        )
 
     def ready(self) -> None:
         """Return once the grader processes are ready."""

@@ -30,10 +30,12 @@ class Builtin(Section, ABC):
     """A reward of the registry. One with external resources overrides `start` and `close`.
 
     ``is_blind``: its score does not depend on whether the answer is right, so `grpo-dist check` expects no
-    difference between a right and a wrong one.
+    difference between a right and a wrong one. ``knows_right_answers``: the gold, written as an answer, is a
+    right one; False where the data only has tests of an answer, so that none can be tried before a run.
     """
 
     is_blind: ClassVar[bool] = False
+    knows_right_answers: ClassVar[bool] = True
 
     @property
     def is_graded(self) -> bool:
@@ -57,7 +59,7 @@ class Builtin(Section, ABC):
         """Raise ValueError for values of `data_columns` by which no completion could be scored."""
 
     def start(self, *, workers: int, note: Note) -> None:
-        """Acquire resources. Called in each of the ``workers`` reward workers, before the first `score`."""
+        """Acquire resources. Called before the first `score`, once for each of ``workers`` in the run."""
 
     @abstractmethod
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> Sequence[float]:

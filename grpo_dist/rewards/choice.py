@@ -57,6 +57,37 @@ _TAKEN_BACK = re.compile(
 _REASON = re.compile(r"\s*(?:[.!;:,。\n]|\(|[–—]|-\s|(?:because|since|as|for|due|by)\b)")
 _LOOKS_BACK = 200  # characters of a sentence before its answer
 _LOOKS_AHEAD = 80  # characters in which an answer may be taken back
+_WRAPPED = re.compile(r"\s*\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_GAP = r"(?:\s|\\[,;:! ]|~|\\q?quad(?![A-Za-z]))"
+_MARKED = re.compile(  # (B) 5   B) 5   B. 5   Option B: 5
+    r"\s*(?:(?:[Oo]ption\s+|[Cc]hoice\s+)?\(\s*(?P<bracketed>[A-J])\s*\)|(?P<closed>[A-J])\)"
+    rf"|(?P<stopped>[A-J])[.:](?={_GAP})|(?:[Oo]ption|[Cc]hoice)\s+(?P<named>[A-J])(?![\w'’])[.:]?)"
+    rf"(?P<gap>{_GAP}*)(?P<text>.*)",
+    re.DOTALL,
+)
+_COMPUTED = re.compile(
+    r"[\^_+*/=<>,;&|!'(]|-(?!\s*[\d\\])|\\(?:cdot|times|cup|cap|leq?|geq?|neq?|pm|in)(?![A-Za-z])"
+)
+_ANOTHER_OPTION = re.compile(
+    r"\(\s*[A-J]\s*\)|(?<![\w\\])[A-J](?:\)|[.:]\s)|\A\W*[A-J]\W*\Z|\b(?:or|and|nor|not|none)\b|n['’]t\b|\?"
+)
+
+
+def marked_option(answer: str) -> tuple[str, str] | None:
+    """Split an answer that begins with the mark of an option into its letter and what the option says.
+
+        \\textbf{(D)}\\ 557   ("D", "557")       \\text{B. 5}   ("B", "5")       \\text{Option B}   ("B", "")
+        (A) + 1, (A) or (B)   None
+
+    None for an answer without a mark, and where another option or a formula of the letter follows.
+    """
+    found = _MARKED.fullmatch(_WRAPPED.sub(r"\1 ", answer, count=1) if _WRAPPED.match(answer) else answer)
+    if found is None:
+        return None
+    text = found["text"].strip()
+    if _COMPUTED.match(text) or (text.startswith("-") and not found["gap"]) or _ANOTHER_OPTION.search(text):
+        return None
+    return next(filter(None, found.group("bracketed", "closed", "stopped", "named"))), text
 
 
 def stated_choice(text: str) -> str | None:

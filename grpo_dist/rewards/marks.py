@@ -23,7 +23,8 @@ def label(answer: str) -> str | None:
 def unit(answer: str) -> str | None:
     """Return the unit of a number; None without a known unit.
 
-    ``10\\text{ cm}`` -> ``cm``, ``30^\\circ`` -> ``deg``, ``28\\%`` -> ``%``, ``52_8`` -> ``base``
+    ``10\\text{ cm}`` -> ``cm``, ``10\\text{ cm}^2`` -> ``cm^2``, ``\\$5`` -> ``dollar``,
+    ``30^\\circ`` -> ``deg``, ``28\\%`` -> ``%``, ``52_8`` -> ``base``
     """
     plain = tidy(answer)
     if percent(plain) is not None:
@@ -33,9 +34,36 @@ def unit(answer: str) -> str | None:
     measured = quantity(plain)
     if measured is None:
         return None
-    return "deg" if re.fullmatch(DEGREES, measured[1]) else _UNIT_NAMES.get(normalise(measured[1]).lower())
+    if not measured[1]:
+        return "dollar" if plain.startswith("\\$") else None
+    return "deg" if re.fullmatch(DEGREES, measured[1]) else _unit_named(normalise(measured[1]).lower())
 
 
+def _unit_named(text: str) -> str | None:
+    """Return the name of a unit: ``centimeters`` -> ``cm``, ``squarefeet`` -> ``ft^2``, ``mph`` -> ``mi/h``.
+
+    What costs dollars an hour is a number of dollars.
+    """
+    text = _COMPOUNDS.get(text, text)
+    parts = text.split("/") if "/" in text else _PER.split(text, maxsplit=1)
+    names = [_power_named(part) for part in parts]
+    known = [name for name in names if name is not None]
+    if len(known) < len(names):
+        return None
+    return known[0] if known[0] in ("dollar", "cent") else "/".join(known)
+
+
+def _power_named(text: str) -> str | None:
+    raised = _POWER.fullmatch(text)
+    if raised is None or (name := _UNIT_NAMES.get(raised["name"])) is None:
+        return None
+    power = raised["power"] or {"sq": "2", "cu": "3"}.get((raised["word"] or "")[:2], "1")
+    return name if power == "1" else f"{name}^{power}"
+
+
+_COMPOUNDS = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "fps": "ft/s"}
+_PER = re.compile(r"(?<=[a-z\d}])per(?=[a-z])")
+_POWER = re.compile(r"(?P<word>square|sq\.?|cubic|cu\.?)?(?P<name>[a-z]+?)\.?(?:\^\{?(?P<power>\d)\}?)?")
 _UNIT_NAMES = {
     alias: names.split()[0]
     for names in (

@@ -9,17 +9,35 @@ import math
 import re
 import unicodedata
 
-from grpo_dist.rewards.text import boxes, tagged_answer
+from grpo_dist.rewards.text import boxes, latex, tagged_answer
 
 _LONGEST = 20_000  # last characters of a completion that are searched
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_GAP = r"(?:\s|\\[,;: ]|~)*"
+
+
+def _exponent(name: str) -> str:
+    number = r"[-+]?\d{1,3}"
+    return rf"\s*\^\s*(?:\{{\s*(?P<{name}>{number})\s*\}}|(?P<{name}_bare>{number}))"
+
+
+def _braced(name: str) -> str:
+    """Return the pattern of an argument of a fraction, ``{3.5}`` or ``3``."""
+    return rf"\s*(?:\{{\s*(?P<{name}>-?(?:{_PLAIN}))\s*\}}|(?P<{name}_bare>\d))"
+
+
 # Not the number of an exponent, an index or a name: x_1, 10^{5}, cm^2, a2.
 _NUMBER = re.compile(
-    rf"(?<![\w^.])(?<!\^\{{)(?<!_\{{)(?P<sign>[-−+])?"
-    rf"(?:\\[dt]?frac\s*\{{\s*(?P<above>-?\d+)\s*\}}\s*\{{\s*(?P<below>\d+)\s*\}}"
-    rf"|(?P<plain>{_PLAIN})(?:[eE](?P<power>[-+]?\d{{1,3}})(?![\w]))?(?:\s*/\s*(?P<divisor>{_PLAIN}))?)"
+    rf"(?<![\w^.])(?<!\^\{{)(?<!_\{{)(?:(?P<sign>[-+])(?P<apart>{_GAP}(?:(?:\\?\$|[€£]){_GAP})?))?"
+    rf"(?:10{_exponent('alone')}"
+    rf"|(?:(?P<whole>\d+){_GAP})?\\[dtc]?frac{_braced('above')}{_braced('below')}"
+    rf"|(?P<mixed>\d+)\s+(?P<part>\d+)/(?P<of>\d+)(?![\d.])"
+    rf"|(?P<plain>{_PLAIN})(?:[eE](?P<power>[-+]?\d{{1,3}})(?![\w]))?"
+    rf"(?:\s*/\s*(?:10{_exponent('under')}|(?P<divisor>{_PLAIN})))?)"
+    rf"(?:{_GAP}(?:\\(?:times|cdot)(?![A-Za-z])|[*x]){_GAP}10{_exponent('ten')})?"
     rf"(?:\s*\\?(?P<percent>%))?"
 )
+_SUBTRACTED_FROM = re.compile(r"(?:[\w)\]}%]|\S\$)\s*\Z")
 
 
 def final_answer(completion: str) -> str:
@@ -53,8 +71,9 @@ def numeric_match(completion: str, gold: str, *, relative: float, absolute: floa
     """Return 1.0 if the last number of the final answer equals that of ``gold`` within tolerance, else 0.0.
 
     The tolerance is |answer - gold| <= max(relative * |gold|, absolute). NaN if the gold holds no number.
-    Thousands separators, fractions (``3/4``, ``\\frac{3}{4}``), powers of ten (``1e-3``) and percent signs
-    (``50\\%`` is 50) are parsed. Without a box or tags, the last number of the whole completion counts.
+    Thousands separators, fractions (``3/4``, ``\\frac{3}{4}``), mixed numbers (``3 1/2``), powers of ten
+    (``1e-3``, ``3 \\times 10^{8}``) and percent signs (``50\\%`` is 50) are parsed. Without a box or tags,
+    the last number of the whole completion counts.
 
         "that makes 1,234 apples in all", "1234"   1.0
         "\\boxed{\\frac{1}{3}}", "0.3333", relative 1e-3   1.0
@@ -63,37 +82,58 @@ def numeric_match(completion: str, gold: str, *, relative: float, absolute: floa
     if expected is None:
         return math.nan
     tail = completion[-_LONGEST:]
-    found = last_number(final_answer(tail))
-    if found is None and not boxes(tail):
-        found = last_number(tail)
+    boxed = bool(boxes(tail))
+    found = last_number(final_answer(tail), prose=not boxed and tagged_answer(tail) is None)
+    if found is None and not boxed:
+        found = last_number(tail, prose=True)
     if found is None:
         return 0.0
     return float(abs(found - expected) <= max(relative * abs(expected), absolute))
 
 
-def last_number(text: str) -> float | None:
+def last_number(text: str, *, prose: bool = False) -> float | None:
     """Return the last finite number in ``text``; None without one.
 
-    ``10\\text{ cm}^2`` -> 10, ``x_1 = -3/4`` -> -0.75
+    ``10\\text{ cm}^2`` -> 10, ``x_1 = -3/4`` -> -0.75, ``-\\$5`` -> -5, ``10 - 3`` -> 3
+
+    ``prose``: "- 3" at the beginning of a line is an item of a list, not a negative number.
     """
-    plain = text.replace("{,}", ",").replace("\\!", "")
+    plain = latex(text.replace("{,}", ",").replace("\\!", ""))
     for match in reversed(list(_NUMBER.finditer(plain))):
-        value = _value(match)
-        if value is not None:
-            return value
+        try:
+            value = _value(match)
+        except (OverflowError, ZeroDivisionError):
+            continue
+        if math.isfinite(value):
+            return -value if _is_negative(match, prose) else value
     return None
 
 
-def _value(match: re.Match[str]) -> float | None:
-    if match["above"] is not None:
-        above, below = float(match["above"]), float(match["below"])
-    else:
-        above = float(match["plain"].replace(",", "") + (f"e{match['power']}" if match["power"] else ""))
-        below = float((match["divisor"] or "1").replace(",", ""))
-    value = above / below if below else math.inf
-    if not math.isfinite(value):
-        return None
-    return -value if match["sign"] in ("-", "−") else value
+def _value(match: re.Match[str]) -> float:
+    """Return the value without its sign. Raises OverflowError and ZeroDivisionError."""
+    given = {name: text.replace(",", "") for name, text in match.groupdict().items() if text}
+    # `10^{3}` and `\frac{1}{2}`, and without braces.
+    given |= {name.removesuffix("_bare"): text for name, text in given.items() if name.endswith("_bare")}
+    ten = int(given.get("ten", 0))
+    if "alone" in given:
+        return float(f"1e{given['alone']}") * 10.0**ten
+    if "above" in given:
+        value = float(given.get("whole", 0)) + float(given["above"]) / float(given["below"])
+        return value * 10.0**ten
+    if "mixed" in given:
+        return (float(given["mixed"]) + float(given["part"]) / float(given["of"])) * 10.0**ten
+    below = float(f"1e{given['under']}") if "under" in given else float(given.get("divisor", 1))
+    return float(f"{given['plain']}e{int(given.get('power', 0)) + ten}") / below
+
+
+def _is_negative(match: re.Match[str], prose: bool) -> bool:
+    """Return whether the sign before a number is its own: it may also subtract, or begin an item."""
+    if match["sign"] != "-" or not match["apart"]:
+        return match["sign"] == "-"
+    before = match.string[: match.start()]
+    if prose and match["apart"][0].isspace() and not before.rpartition("\n")[2].strip():
+        return False
+    return _SUBTRACTED_FROM.search(before[-100:]) is None
 
 
 def _gold(gold: str) -> str:

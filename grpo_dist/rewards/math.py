@@ -23,7 +23,7 @@ from itertools import product
 from typing import Any, Literal
 
 from grpo_dist.rewards.arithmetic import is_unsolved
-from grpo_dist.rewards.choice import stated_choice
+from grpo_dist.rewards.choice import marked_option, stated_choice
 from grpo_dist.rewards.marks import label, subscripts, unit, without_percent, worded_numbers
 from grpo_dist.rewards.reading import Reading, read
 from grpo_dist.rewards.text import boxes, normalise, percent, same_list, spellings, tagged_answer, tidy
@@ -138,6 +138,17 @@ def _is_option(gold: str) -> bool:
 
 
 def _box_is_right(found: list[str], gold: str, accept_arithmetic: bool) -> bool:
+    option = marked_option(found[-1]) if len(found[-1]) <= _LONGEST_ANSWER else None
+    if option is not None:
+        # Never both: of another option, the letter is wrong although the text may be that of the gold.
+        own = option[0] if _is_option(gold) else option[1]
+        if own and _plain_box_is_right([own], gold, accept_arithmetic):
+            return True
+    return _plain_box_is_right(found, gold, accept_arithmetic)
+
+
+def _plain_box_is_right(found: list[str], gold: str, accept_arithmetic: bool) -> bool:
+    """Compare boxes of which the last begins with no mark of an option."""
     last = found[-1]
     if len(last) > max(_LONGEST_ANSWER, 4 * len(gold)):
         return False

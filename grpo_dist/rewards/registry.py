@@ -208,7 +208,7 @@ class Scorer:
 
     Args:
         models: weights and gates of reward models, whose scores are passed to `score`.
-        workers: number of scorers in the run, which share the rate limit of a judge.
+        sharing: by name, the scorers of the run that have a reward and share the rate limit of its server.
         outcome_rewards: `environments.outcome_rewards`, added to the reward of episodes that ended so.
 
     Raises:
@@ -221,7 +221,7 @@ class Scorer:
         pool: GraderPool,
         *,
         models: Sequence[Term] = (),
-        workers: int = 1,
+        sharing: Mapping[str, int] | None = None,
         outcome_rewards: Mapping[Any, float] | None = None,
     ) -> None:
         self._pool, self._lock = pool, Lock()
@@ -236,7 +236,7 @@ class Scorer:
         self._builtin = {spec.name: make(spec) for spec in specs if spec.function in REWARDS}
         self._judge = deciding_judge({spec.name: spec.function for spec in specs})
         for name, reward in self._builtin.items():
-            reward.start(workers=workers, note=partial(self._note, name))
+            reward.start(workers=(sharing or {}).get(name, 1), note=partial(self._note, name))
 
     def score(
         self, group: CompletionGroup, modelled: Mapping[str, Float32[np.ndarray, " G"]] | None = None

@@ -44,10 +44,10 @@ class ServedReward(Builtin):
 
     @abstractmethod
     def _connect(self, workers: int) -> Endpoint | ChatServer:
-        """Connect one of ``workers`` reward workers."""
+        """Connect one of ``workers`` scorers."""
 
     def sending(self, workers: int) -> EndpointSettings:
-        """Return how one of ``workers`` reward workers sends, which share the rate limit."""
+        """Return how one of ``workers`` scorers sends, which share the rate limit."""
         return EndpointSettings(
             timeout_s=self.timeout_s,
             max_retries=self.max_retries,

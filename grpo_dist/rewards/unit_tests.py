@@ -19,7 +19,7 @@ import secrets
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, PrivateAttr, model_validator
 
@@ -81,6 +81,8 @@ class UnitTests(Builtin):
     ``reward: share`` the share of tests that it passes. NaN where the sandbox failed, the row has no
     tests, or a test expects more output than is kept.
     """
+
+    knows_right_answers: ClassVar[bool] = False
 
     column: str = Field("tests", description="column of the data with the tests, a list or its JSON")
     setup_column: str | None = Field(None, description="column of code that runs before the solution")

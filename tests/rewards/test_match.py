@@ -1,6 +1,7 @@
 """Comparison with the gold as text and as a number."""
 
 import math
+import time
 
 import pytest
 
@@ -45,13 +46,36 @@ def test_exact_match(completion, gold, ignore_case, expected):
         ("1,234", 1234.0), ("1{,}234", 1234.0), ("\\$1,234,567.50$", 1234567.5), ("1, 2", 2.0),
         ("12,34", 34.0),
         ("\\frac{1}{2}", 0.5), ("-\\dfrac{1}{2}", -0.5), ("\\frac{-1}{2}", -0.5), ("x_1 = -3/4", -0.75),
-        ("10\\text{ cm}^2", 10.0), ("10^{5}", 10.0), ("1e-3", 0.001), ("2.5E3.", 2500.0), ("50\\%", 50.0),
-        ("f(2)=−7", -7.0), (".5", 0.5), ("- 42 apples", 42.0), ("5-3", 3.0),
+        ("10\\text{ cm}^2", 10.0), ("10^{5}", 1e5), ("1e-3", 0.001), ("2.5E3.", 2500.0), ("50\\%", 50.0),
+        ("f(2)=−7", -7.0), (".5", 0.5), ("- 42 apples", -42.0), ("5-3", 3.0),
+        ("3 \\times 10^{8}", 3e8), ("7\\cdot10^2", 700.0), ("1.5 × 10⁻³", 0.0015), ("2*10^3", 2000.0),
+        ("10^{-2}", 0.01), ("1/10^{2}", 0.01), ("2e3 \\times 10^{2}", 2e5), ("6 \\times 10", 10.0),
+        ("3 \\times 10^{8}\\text{ m/s}", 3e8), ("10^{n}", 10.0), ("30^\\circ", 30.0), ("x^{10^{2}}", None),
+        ("-\\$5", -5.0), ("-$5", -5.0), ("\\$-5", -5.0), ("- 3", -3.0), ("x = - 3", -3.0), ("−£ 5", -5.0),
+        ("10 - 3", 3.0), ("x - 3", 3.0), ("(1) - 3", 3.0), ("$5$ - 3", 3.0), ("$- 3$", -3.0), ("3-\\$5", 5.0),
+        ("10 + 3", 3.0), ("= + 3", 3.0), ("it is -3", -3.0),
+        ("3 1/2", 3.5), ("3\\frac{1}{2}", 3.5), ("-3\\,\\tfrac12", -3.5), ("3½", 3.5), ("x_3 \\frac12", 0.5),
+        ("3, 1/2", 0.5), ("3 11/2.5", 4.4), ("2\\frac12 \\times 10^{3}", 2500.0),
+        ("\\frac12", 0.5), ("\\frac 1{20}", 0.05), ("\\frac{3.5}{2}", 1.75), ("\\frac{1,000}{8}", 125.0),
+        ("\\frac{1}{-2}", -0.5), ("\\cfrac34", 0.75), ("3\\frac{1}{0}", None),
         ("abc", None), ("a2", None), ("3/0", None), ("9" * 400, None), ("", None),
     ],
 )  # fmt: skip
 def test_the_last_number(text, value):
-    assert last_number(text) == value
+    assert last_number(text) == (value if value is None else pytest.approx(value, rel=1e-12))
+
+
+def test_a_dash_before_a_line_of_prose_is_no_sign():
+    assert last_number("The parts:\n- 42 apples", prose=True) == 42.0
+    assert last_number("The parts:\n-42 apples", prose=True) == -42.0
+    assert last_number("In all = - 42", prose=True) == -42.0
+
+
+def test_numbers_are_found_in_time_that_grows_with_the_text():
+    begin = time.process_time()
+    for text in ("-" + " " * 20_000, "1 " * 10_000, "7" * 20_000, "1" + " " * 20_000, "- " * 10_000):
+        last_number(text, prose=True)
+    assert time.process_time() - begin < 5.0
 
 
 @pytest.mark.parametrize(
@@ -65,6 +89,13 @@ def test_the_last_number(text, value):
         ("\\boxed{1e-9}", "0", 1.0),  # the absolute tolerance
         ("\\boxed{1e-3}", "0", 0.0),
         ("no idea", "7", 0.0),
+        ("\\boxed{7 \\times 10^{2}}", "3 \\times 10^{8}", 0.0),
+        ("\\boxed{300000000}", "3 \\times 10^{8}", 1.0),
+        ("\\boxed{5}", "-\\$5", 0.0),
+        ("\\boxed{- 3}", "-3", 1.0),
+        ("<answer>- 3</answer>", "3", 0.0),
+        ("It has:\n- 3 apples", "3", 1.0),  # an item of a list
+        ("\\boxed{1/2}", "3 1/2", 0.0),
     ],
 )
 def test_numeric_match(completion, gold, expected):

@@ -313,6 +313,33 @@ def boxed(text: str) -> str:
     return f"So the answer is $\\boxed{{{text}}}$."
 
 
+SAME_UNIT = [
+    ("\\$5", "5"), ("\\$5", "5\\text{ dollars}"), ("5\\text{ dollars}", "\\$5.00"), ("5", "\\$5"),
+    ("\\$12", "12\\text{ dollars per hour}"), ("\\$12\\text{ per hour}", "12"),
+    ("\\$5\\text{ million}", "5000000"), ("100\\text{ cm}^2", "100"),
+    ("100\\text{ cm}^2", "100\\text{ square centimeters}"), ("100", "100\\text{ cm}^3"),
+    ("100\\text{ cm}^2", "100\\text{ sq. cm}"), ("5\\text{ cubic feet}", "5\\text{ ft}^{3}"),
+    ("100\\text{ km/h}", "100\\text{ kilometers per hour}"), ("60\\text{ mph}", "60\\text{ mi/hr}"),
+    ("9.8\\text{ m/s}^2", "9.8\\text{ m/s^2}"),
+]  # fmt: skip
+ANOTHER_UNIT = [
+    ("\\$5", "5\\text{ cents}"), ("5\\text{ cents}", "\\$5"), ("\\$5", "5\\text{ hours}"),
+    ("100\\text{ cm}^2", "100\\text{ cm}^3"), ("100\\text{ cm}^2", "100\\text{ cm}"),
+    ("100\\text{ square feet}", "100\\text{ feet}"), ("100\\text{ km/h}", "100\\text{ m/s}"),
+    ("100\\text{ miles per hour}", "100\\text{ km/h}"), ("9.8\\text{ m/s}^2", "9.8\\text{ m/s}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gold", "answer"), SAME_UNIT)
+def test_a_unit_may_be_left_out_or_spelled(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold).outcome == "correct"
+
+
+@pytest.mark.parametrize(("gold", "answer"), ANOTHER_UNIT)
+def test_another_unit_power_or_currency_is_wrong(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold).outcome == "wrong"
+
+
 @pytest.mark.parametrize(("gold", "answer"), [*RIGHT, *MEANT_SO])
 def test_an_equal_answer_in_other_notation_or_words_is_correct(gold: str, answer: str) -> None:
     assert grade(boxed(answer), gold) == Grade("correct", 1.0)

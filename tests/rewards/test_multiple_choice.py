@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from grpo_dist.rewards.choice import stated_choice
+from grpo_dist.rewards.choice import marked_option, stated_choice
 from grpo_dist.rewards.math import answer_found, grade
 from tests.support.patience import HANG_S
 
@@ -35,6 +35,41 @@ def test_another_letter_is_wrong(dress):
 @pytest.mark.parametrize("box", ["A, B", "AB", "A \\text{ or } B", "", "F", "8"])
 def test_several_letters_or_none_are_wrong(box):
     assert grade(f"\\boxed{{{box}}}", "B").outcome == "wrong"
+
+
+REPEATED = [
+    ("557", "\\textbf{(D)}\\ 557"), ("557", "\\text{(D) }557"), ("557", "(D) 557"),
+    ("557", "\\textbf{(D)}~557"), ("\\frac{1}{2}", "\\textbf{(C)}\\ \\frac12"),
+    ("-12", "\\mathrm{(D)}\\ -12"), ("50", "\\textbf{(E)}\\ 50\\%"), ("5", "\\text{Option B: } 5"),
+    ("5\\text{ cm}", "\\text{(B) 5 cm}"), ("D", "\\textbf{(D)}\\ 557"), ("B", "\\text{(B) } 5"),
+    ("B", "\\text{B) } 5"), ("B", "B. 5"), ("B", "\\text{B. 5}"), ("(B)", "\\text{Option B}"),
+    ("B", "\\text{Choice B}"), ("12D", "(D) 12"),
+]  # fmt: skip
+NOT_REPEATED = [
+    ("13", "\\textbf{(D)}\\ 12"), ("B", "\\textbf{(D)}\\ 12"), ("B", "\\text{A. B}"),
+    ("12", "(D) 12\\text{ or }13"), ("12", "\\text{(D) } 12\\text{ or more}"), ("B", "\\text{(B) or (C)}"),
+    ("B", "(B), (C)"), ("B", "(B) C"), ("B", "\\text{not (B)}"), ("A", "(A) + 1"), ("A", "(A)^2"),
+    ("A", "(A)-1"), ("1", "(A)-1"), ("5", "(A) \\cdot 5"), ("5\\text{ cm}", "(B) 5\\text{ in}"),
+    ("579", "\\textbf{(D)}\\ 123 + 456"), ("5", "\\textbf{(D)}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gold", "box"), REPEATED)
+def test_an_option_may_be_repeated_with_its_letter(gold, box):
+    assert grade(f"so \\boxed{{{box}}}.", gold).outcome == "correct"
+
+
+@pytest.mark.parametrize(("gold", "box"), NOT_REPEATED)
+def test_a_letter_in_front_makes_no_other_answer_right(gold, box):
+    """The letter counts for a gold that is a letter, and what the option says for any other: never both."""
+    assert grade(f"so \\boxed{{{box}}}.", gold).outcome == "wrong"
+
+
+def test_the_mark_of_an_option():
+    assert marked_option("\\textbf{(D)}\\ 5\\text{ cm}") == ("D", "5\\text{ cm}")
+    assert marked_option("\\text{Option B}") == ("B", "")
+    for other in ("5", "(A, B)", "(a) 5", "A5", "Option Best", "f(A) 5", "(K) 5", "A.5"):
+        assert marked_option(other) is None
 
 
 STATED = [

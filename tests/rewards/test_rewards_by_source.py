@@ -6,11 +6,15 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from actors.workers.reward import RewardWorker
 from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages
-from grpo_dist.config import RewardsConfig
+from grpo_dist.config import RewardsConfig, SamplingConfig
 from grpo_dist.loop.metrics import rollout_metrics
 from grpo_dist.observe.samples import read_groups, write_groups
+from grpo_dist.rewards.judge import LLMJudge
 from grpo_dist.rewards.registry import own_code, placed, reward_problems, reward_specs
+from grpo_dist.tools.scoring.rows import CompletionRow
+from grpo_dist.tools.scoring.scorer import score_rows
 from grpo_dist.types import Prompt, Rollout
 from tests.support import fakes
 from tests.support.made_groups import group_of
@@ -200,3 +204,49 @@ def test_gdpo_takes_each_reward_where_a_source_has_it():
     settings = AdvantageSettings(estimator="gdpo", weights={"math": 1.0, "exact": 1.0})
     mine, theirs = sample_advantages([one, other], settings)
     assert mine[0] == -mine[1] > 0 and theirs.tolist() == [0, 0]
+
+
+JUDGE = {"function": "judge", "kwargs": {"base_url": "http://x", "model": "m", "requests_per_minute": 60}}
+JUDGED = RewardsConfig.model_validate({
+    "functions": [{"function": "math"}],
+    "by_source": {
+        "prose": {"functions": [JUDGE]},
+        "proofs": {"functions": [JUDGE | {"weight": 0.5}, {"function": "math"}]},
+        "sums": {"functions": [{"function": "exact"}]},
+        "words": {"functions": [{"function": "exact"}]},
+    },
+    "num_workers": 3, "processes_per_worker": 1, "timeout_s": HANG_S,
+})  # fmt: skip
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """Requests per minute of each connection to a judge."""
+    found = []
+
+    def connect(self, workers):
+        found.append(self.sending(workers).requests_per_minute)
+
+    monkeypatch.setattr(LLMJudge, "_connect", connect)
+    monkeypatch.setattr(LLMJudge, "close", lambda self: None)
+    return found
+
+
+@pytest.mark.machine
+def test_the_rate_limit_of_a_run_is_shared_by_the_scorers_that_have_the_reward(rates):
+    """Two of five variants have it, in each of three workers."""
+    worker = RewardWorker(JUDGED, max_new_tokens=10)
+    worker.close()
+    assert rates == [10.0, 10.0] and sum(rates) * JUDGED.num_workers == 60
+
+
+@pytest.mark.machine
+@pytest.mark.parametrize(("sources", "rate"), [(["prose"], 30.0), (["prose", "sums", "proofs"], 15.0)])
+def test_the_rate_limit_holds_over_all_processes_that_score_rows(rates, sources, rate):
+    texts = ("\\boxed{7}",)  # right, so that no judge is asked
+    rows = [
+        CompletionRow(f"row {i}", {}, "3 + 4", "7", texts, False, ("stop",), None, source=source)
+        for i, source in enumerate(sources)
+    ]
+    score_rows(rows, JUDGED, SamplingConfig(), None, processes=2)
+    assert rates == [rate] * len(rates) and sum(rates) == 60

@@ -104,6 +104,12 @@ def is_blind(rewards: RewardsConfig) -> bool:
     return all(own is not None and own.is_blind for own in builtin)
 
 
+def without_right_answers(rewards: RewardsConfig) -> list[str]:
+    """Return the functions to which no right answer is known before a run."""
+    functions = dict.fromkeys(reward.function for reward in rewards.functions)
+    return [name for name in functions if name in REWARDS and not REWARDS[name].knows_right_answers]
+
+
 def _as_rollout(prompt: Prompt, sample: int, text: str) -> Rollout:
     """Make a rollout of ``text`` with one token per word."""
     ids = np.arange(3, 3 + len(text.split()), dtype=np.int32)

@@ -7,7 +7,12 @@ import numpy as np
 from grpo_dist.config import RewardsConfig, SamplingConfig
 from grpo_dist.runs.prepare import scoring_problems
 from grpo_dist.tools.check.inputs import CheckFailed, CheckSkipped, Inputs, fail
-from grpo_dist.tools.check.reward_trial import ENVIRONMENT, is_blind, try_rewards
+from grpo_dist.tools.check.reward_trial import (
+    ENVIRONMENT,
+    is_blind,
+    try_rewards,
+    without_right_answers,
+)
 from grpo_dist.types import Prompt
 
 
@@ -50,6 +55,10 @@ def _check_source(rewards: RewardsConfig, sampling: SamplingConfig, prompt: Prom
     text = f"{trial}\n    reward models are not asked" if rewards.models else str(trial)
     if trial.unscored:
         raise CheckFailed(f"{text}\n    `{trial.unscored}` gave no score; {'; '.join(trial.reasons)}")
+    unknown = without_right_answers(rewards)
+    if unknown and not trial.separates and not trial.inverts:
+        names = ", ".join(f"`{name}`" for name in unknown)
+        raise CheckSkipped(f"no right answer to {names} is known before a run, so it is not tried")
     if not trial.separates and not is_blind(rewards):
         raise CheckFailed(
             f"{text}\n    the right one must get more in all: look at the answer {prompt.answer!r} of the "

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.config import RewardsConfig, SamplingConfig
+from grpo_dist.rewards.by_source import scorers_by_source
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import Scorer, Scores, placed, reward_specs
+from grpo_dist.rewards.registry import Scorer, Scores, placed
 from grpo_dist.rewards.thought import shown_by
 from grpo_dist.runtime.stage_log import note
 from grpo_dist.tools.scoring.rows import CompletionRow
@@ -84,6 +85,8 @@ def score_rows(
     """Score ``rows`` in order. ``tokenizer``: the policy's; None when no reward needs tokens."""
     settings = placed(rewards)
     used = {row.source if row.source in rewards.by_source else "" for row in rows}
+    # No reward models here.
+    variants = {source: settings.of(source).model_copy(update={"models": ()}) for source in used}
     with ExitStack() as stack:
         lanes: queue.Queue[dict[str, Scorer]] = queue.Queue()
         made: list[Scorer] = []
@@ -97,10 +100,9 @@ def score_rows(
                     accept_arithmetic=settings.accept_arithmetic,
                 )
             )
-            lane = {}
-            for source in used:
-                lane[source] = Scorer(reward_specs(settings.of(source)), pool, workers=processes)
-                stack.callback(lane[source].close)
+            lane = scorers_by_source(variants, pool, workers=processes)
+            for scorer in lane.values():
+                stack.callback(scorer.close)
             pool.grade([("\\boxed{1}", "1")])  # starts the process, outside of the measured time
             made += lane.values()
             lanes.put(lane)

@@ -14,6 +14,7 @@ import pytest
 from actors.fit import Fit
 from grpo_dist.cli import main
 from grpo_dist.config.files import dump_config, load_config
+from grpo_dist.rewards.unit_tests import UnitTests
 from grpo_dist.runs.checkpoint import CheckpointState
 from grpo_dist.runs.identity import data_digest, fingerprint
 from grpo_dist.runs.prepare import prepare, resolve_model
@@ -194,6 +195,21 @@ def test_a_wrong_answer_that_scores_as_much_as_the_right_one_is_a_problem(here, 
     assert f"| right, {right} in all: 'The answer is \\\\boxed{{1}}.'" in said
     assert f"| wrong, {wrong_one} in all: 'The answer is \\\\boxed{{-987654321}}.'" in said
     assert "the right one must get more in all" in said
+
+
+@pytest.mark.family("costly")
+@pytest.mark.machine
+def test_a_reward_whose_right_answers_are_not_known_is_not_reported_as_wrong(here, monkeypatch):
+    """Weights that prefer a wrong answer are still found."""
+    monkeypatch.setattr(UnitTests, "check", lambda self, *, max_new_tokens: None)  # has a test of its own
+    write("train.jsonl", [row | {"tests": ["assert f(2) == 4"]} for row in GOOD])
+    data = "data.train=[{path: train.jsonl, columns: [tests]}]"
+    code = "{function: unit_tests, kwargs: {sandbox: {call_s: 100, episode_s: 100}}}"
+    found = results(data, f"rewards.functions=[{code}, {{function: format, weight: 0.1}}]")
+    assert found["reward"].skipped and not wrong(found)
+    assert found["reward"].detail.startswith("no right answer to `unit_tests` is known before a run")
+    found = results(data, f"rewards.functions=[{code}, {{function: math, weight: -1.0}}]")
+    assert "the right one must get more in all" in wrong(found)["reward"]
 
 
 @pytest.mark.family("costly")
