@@ -66,7 +66,8 @@ class Mixture:
 
 
 def check_weights(data: DataConfig, prompts: Sequence[Prompt], *, in_flight: int) -> None:
-    """Check that every source can give its share. ``in_flight``: prompts of all steps on their way.
+    """Check that every source can give its share. ``in_flight``: prompts of all steps on their way, those
+    that may replace groups without a signal included.
 
     Raises ValueError where the prompts of a source are fewer, so that it would be drawn twice at once.
     """
@@ -75,6 +76,7 @@ def check_weights(data: DataConfig, prompts: Sequence[Prompt], *, in_flight: int
         if share * in_flight > counts[name]:
             raise ValueError(
                 f"data.train: source {name} has {counts[name]} prompts, but with its `weight` it gives "
-                f"{share:.0%} of the {in_flight} that are on their way at once; lower its weight, "
-                "`batch.prompts_per_step` or `max_staleness`, or give it more prompts"
+                f"{share:.0%} of the {in_flight} that may be on their way at once; lower its weight, "
+                "`batch.prompts_per_step`, `max_staleness` or, with dynamic sampling, "
+                "`dynamic_sampling.max_extra_prompts`, or give it more prompts"
             )

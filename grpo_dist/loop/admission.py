@@ -30,13 +30,46 @@ class Admission:
         asked = (dynamic.max_extra_prompts or 3 * own) if dynamic.enabled else 0
         extra = max(0, min(asked, prompts // (max_staleness + 1) - own))
         oversample = batch.oversample or 1 + max_staleness / 2
-        # A prompt that is trained stays out until the next launch, where groups may be replaced before it.
-        free = prompts - extra - (own if extra else 0)
+        # Between a step's end and the next launch groups may be replaced, and what the step took stays out:
+        # its own groups, in whose place none are launched before, and those that it replaced.
+        free = prompts - 2 * extra
         return cls(max(own, min(rounded_up(own * oversample), free)), extra)
 
-    def per_draw(self, own: int, prompts: int) -> int:
-        """Return how many prompts hold one that is not on its way, with ``own`` of a step just trained."""
-        return min(prompts, self.most + self.extra + own + 1)
+    def per_draw(self, prompts: int) -> int:
+        """Return how many prompts hold one that may be launched: it is not on its way, and no step has just
+        taken it.
+        """
+        return min(prompts, self.most + 2 * self.extra)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Prompts that are drawn at once.
+
+    Attributes:
+        per_batch: by a batch, those that it may not need included.
+        in_flight: by all that are on their way together.
+    """
+
+    per_batch: int
+    in_flight: int
+
+    @classmethod
+    def of(
+        cls, batch: BatchConfig, dynamic: DynamicSamplingConfig, *, max_staleness: int, prompts: int
+    ) -> Drawn:
+        """Read the numbers from the configuration, for a run of so many ``prompts``.
+
+        Together, all batches on their way hold one epoch at most. If each could hold a whole one, several
+        epochs would be sampled at once, and some prompts twice before others once.
+        """
+        if batch.order == "finished":
+            admission = Admission.of(batch, dynamic, max_staleness=max_staleness, prompts=prompts)
+            return cls(admission.per_draw(prompts), admission.per_draw(prompts))
+        own = batch.prompts_per_step
+        extra = (dynamic.max_extra_prompts or 3 * own) if dynamic.enabled else 0
+        most = max(own, min(own + extra, prompts // (max_staleness + 1)))
+        return cls(most, most * (max_staleness + 1))
 
 
 def rounded_up(product: float) -> int:

@@ -50,7 +50,8 @@ class FirstCome(Pipeline):
         self._launches = Launches(self._per_step, self._max_staleness)
         self._running: dict[asyncio.Task[None], None] = {}  # in launch order
         self._aside: dict[str, tuple[Launch, Group]] = {}  # no signal, and replaced; of the step to come
-        self._just_trained: set[str] = set()  # since the last launch: another group would have their seeds
+        # Trained or replaced by a step since the last launch: another group would have their seeds.
+        self._just_taken: set[str] = set()
         self._drawn: deque[int] = deque()  # order indices to launch next
         self._held: list[int] = []  # those that came up while their prompts were on their way
         self._wanted = 0  # groups that are to be on their way
@@ -65,7 +66,7 @@ class FirstCome(Pipeline):
 
     async def launch(self, *, through: int) -> None:
         """Launch groups until as many are on their way as may be. ``through``: last step to launch for."""
-        self._label, self._just_trained = self._step, set()
+        self._label, self._just_taken = self._step, set()
         self._return_drawn()
         self._sampling.setdefault(self._label, self._schedule.of(self._label))
         for step, index in self._resumed:
@@ -95,7 +96,7 @@ class FirstCome(Pipeline):
         launches = [own for own, _ in taken]
         batch = ScoredBatch([scored for _, scored in taken], [group for _, group in self._aside.values()])
         gone = [*launches, *(own for own, _ in self._aside.values())]
-        self._just_trained |= chosen
+        self._just_taken |= chosen | self._aside.keys()
         self._aside = {}
         self._return_drawn()
         self._forget(gone)
@@ -244,10 +245,10 @@ class FirstCome(Pipeline):
             index = self._drawn.popleft()
             prompt = self._prompt(index)
             uid = prompt.uid
-            if not (uid in self._launches or uid in self._just_trained or uid in self._aside):
+            if not (uid in self._launches or uid in self._just_taken or uid in self._aside):
                 return Launch(prompt, index, self._label)
             self._held.append(index)
-        taken = len(self._launches) + len(self._just_trained) + len(self._aside)
+        taken = len(self._launches) + len(self._just_taken) + len(self._aside)
         raise RuntimeError(f"the prompt order gave none but the {taken} prompts that are on their way")
 
     def _return_drawn(self) -> None:

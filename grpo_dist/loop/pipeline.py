@@ -19,7 +19,7 @@ from grpo_dist.data.own_order import OwnOrder
 from grpo_dist.data.pools import PoolOrder
 from grpo_dist.data.solved import SolvedPrompts
 from grpo_dist.data.stream import PromptStream
-from grpo_dist.loop.admission import Admission
+from grpo_dist.loop.admission import Drawn
 from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.groups import GroupDraw, GroupScorer, ScoredBatch, as_drawn
 from grpo_dist.loop.progress import PipelineState, SampledBatch
@@ -203,23 +203,16 @@ class Pipeline:
 
 
 def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> PromptOrder:
-    """Build the order of a run's prompts from its ``state``.
-
-    Together, all batches on their way hold one epoch at most. If each could hold a whole one, several epochs
-    would be sampled at once, and some prompts twice before others once.
-    """
+    """Build the order of a run's prompts from its ``state``."""
     own, dynamic, data = config.batch.prompts_per_step, config.dynamic_sampling, config.data
-    extra = (dynamic.max_extra_prompts or 3 * own) if dynamic.enabled else 0
-    most = max(own, min(own + extra, len(prompts) // (config.max_staleness + 1)))
-    in_flight, drawn, by_group = most * (config.max_staleness + 1), most, config.batch.order == "finished"
-    if by_group:
-        staleness, count = config.max_staleness, len(prompts)
-        admission = Admission.of(config.batch, dynamic, max_staleness=staleness, prompts=count)
-        in_flight = drawn = admission.per_draw(own, count)
+    by_group = config.batch.order == "finished"
+    bounds = Drawn.of(config.batch, dynamic, max_staleness=config.max_staleness, prompts=len(prompts))
+    drawn, in_flight = bounds.per_batch, bounds.in_flight
+    taken = 1 if by_group else drawn  # of an order that gives each prompt once
     samples = config.batch.samples_per_prompt
     solved = SolvedPrompts(prompts, state.left_out, share=data.drop_solved, keep=in_flight, samples=samples)
     if data.order == "length":
-        taken, window = 1 if by_group else most, data.length_window or 8
+        window = data.length_window or 8
         return LengthOrder(
             prompts, taken, per_step=own, window=window, seed=config.seed, state=state, solved=solved
         )
@@ -232,7 +225,6 @@ def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> Pr
     if data.order == "pools" and data.pools is not None:
         return PoolOrder(prompts, drawn, data.pools, seed=config.seed, state=state)
     if by_group or dynamic.enabled or data.weights or data.drop_solved is not None:
-        taken = 1 if by_group else most
         return PromptStream(
             prompts, taken, seed=config.seed, state=state, weights=data.weights, solved=solved
         )

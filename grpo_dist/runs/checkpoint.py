@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from grpo_dist.config import Config
@@ -128,11 +129,18 @@ class Checkpoints:
         self, step: int, partial: Path, final: Path, workers: Workers, progress: Progress
     ) -> None:
         await workers.policy.saved()
-        async with deadline(self._config.cluster.timeouts.save_s, f"checkpoint: {final} is published"):
-            await in_thread(lambda: self._publish(step, partial, final, progress))
+        abandoned = Event()
+        try:
+            async with deadline(self._config.cluster.timeouts.save_s, f"checkpoint: {final} is published"):
+                await in_thread(lambda: self._publish(step, partial, final, progress, abandoned))
+        except TimeoutError:
+            abandoned.set()
+            raise
 
-    def _publish(self, step: int, partial: Path, final: Path, progress: Progress) -> None:
-        """Write the driver's part and rename the directory. A thread does it: the loop keeps receiving."""
+    def _publish(self, step: int, partial: Path, final: Path, progress: Progress, abandoned: Event) -> None:
+        """Write the driver's part and rename the directory, unless it is ``abandoned`` by then. A thread does
+        it: the loop keeps receiving.
+        """
         pipeline = progress.pipeline
         for number, batch in pipeline.ahead.items():
             write_groups(partial / "ahead" / f"batch_{number:06d}.parquet", batch.groups, with_routes=True)
@@ -161,7 +169,10 @@ class Checkpoints:
         (partial / "config.yaml").write_text(dump_config(self._config))
         write_manifest(partial)
         flush(partial)  # before the checkpoint it replaces is removed
-        if final.exists() and _damage(final) is None:
+        unharmed = final.exists() and _damage(final) is None
+        if abandoned.is_set():  # the run has gone back to the checkpoint before, and makes the steps again
+            return
+        if unharmed:
             # A checkpoint of the same step, perhaps with fewer finished groups. The exchange leaves no moment
             # without one. Where the file system cannot exchange names, the earlier one stays.
             exchange(partial, final)

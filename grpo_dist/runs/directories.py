@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_dist.config import CheckpointConfig
+from grpo_dist.errors import RunEnded
 
 
 def choose_run_dir(checkpoint: CheckpointConfig, name: str, output_dir: str) -> Path:
@@ -14,6 +17,22 @@ def choose_run_dir(checkpoint: CheckpointConfig, name: str, output_dir: str) -> 
     """
     base = Path(output_dir).expanduser() / name
     return base if checkpoint.resume == "auto" else free_directory(base)
+
+
+@contextmanager
+def resumed_by_name(checkpoint: CheckpointConfig, run_dir: Path) -> Iterator[None]:
+    """Add to the message of a run that ends in the block how it is resumed with `checkpoint.resume: never`:
+    the same command begins another run.
+    """
+    try:
+        yield
+    except RunEnded as end:
+        message = str(end)
+        if checkpoint.resume == "never" and "the same command" in message:
+            remedy = f"add checkpoint.resume=auto name={run_dir.name} to it"
+            never = "`checkpoint.resume` = never: alone it begins another run in another directory"
+            end.args = (f"{message}; {remedy} ({never})", *end.args[1:])
+        raise
 
 
 def free_directory(base: Path) -> Path:

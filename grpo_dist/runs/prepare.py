@@ -28,6 +28,7 @@ from grpo_dist.data.readers import DataRow, read_all, source_name
 from grpo_dist.data.tasks import own_problems, source_tasks
 from grpo_dist.demo.model import made_model, random_model
 from grpo_dist.evaluation.sampling import EvalSet
+from grpo_dist.loop.admission import Drawn
 from grpo_dist.rewards.data_columns import column_problems
 from grpo_dist.rewards.gold import count_unreadable
 from grpo_dist.rewards.models import check_model
@@ -132,7 +133,10 @@ def prepared(
             f"without repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
     check_pools(config.data, prompts, [source_name(source) for source, _ in train_rows])
-    check_weights(config.data, prompts, in_flight=config.batch.prompts_per_step * (1 + config.max_staleness))
+    drawn = Drawn.of(
+        config.batch, config.dynamic_sampling, max_staleness=config.max_staleness, prompts=len(prompts)
+    )
+    check_weights(config.data, prompts, in_flight=drawn.in_flight)
     with stage("evaluation sets", quiet=True):
         eval_sets = prepare_eval(sections, eval_rows, tokenizer, prompts, warn)
     further = config.distillation.teachers or config.demonstrations is not None

@@ -23,7 +23,7 @@ from grpo_dist.observe import Tracker
 from grpo_dist.observe.console import print_before_after
 from grpo_dist.observe.settings import check_trackers
 from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, newest_whole, remove_partial
-from grpo_dist.runs.directories import check_writable, choose_run_dir
+from grpo_dist.runs.directories import check_writable, choose_run_dir, resumed_by_name
 from grpo_dist.runs.environment import write_environment
 from grpo_dist.runs.ledger_check import audit
 from grpo_dist.runs.own_code import digest_of_run
@@ -60,7 +60,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
             check_trackers(config.tracking)
             run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
             existing = check_writable(run_dir)
-        with exclusive_directory(run_dir, existing):
+        with resumed_by_name(config.checkpoint, run_dir), exclusive_directory(run_dir, existing):
             prepared, point = _prepare(run_dir, config, identity)
             with _open_tracker(run_dir, config, prepared, point) as tracker:
                 for warning in prepared.warnings:

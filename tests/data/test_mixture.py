@@ -9,6 +9,7 @@ from grpo_dist.config import DataConfig
 from grpo_dist.data.mixture import Mixture, check_weights
 from grpo_dist.data.order import OrderState
 from grpo_dist.data.stream import PromptStream
+from grpo_dist.loop.admission import Drawn
 from grpo_dist.loop.pipeline import order_of
 from tests.support import fakes
 
@@ -72,3 +73,24 @@ def test_a_source_that_is_too_small_for_its_weight_is_refused():
     check_weights(data, PROMPTS, in_flight=20)
     with pytest.raises(ValueError, match=r"source code has 10 prompts.*50% of the 24.*lower its weight"):
         check_weights(data, PROMPTS, in_flight=24)
+
+
+@pytest.mark.parametrize(("order", "in_flight"), [("launched", 32), ("finished", 30)])
+def test_a_weight_counts_the_prompts_that_dynamic_sampling_may_draw(order, in_flight):
+    """Four a step and one step ahead are 8 on their way, of which 4 prompts give a half; with those that
+    replace groups without a signal they are not.
+    """
+    train = [{"path": f"{name}.jsonl", "weight": 1.0} for name in ("code", "chat")]
+    prompts = [replace(p, source="code" if i < 4 else "chat") for i, p in enumerate(fakes.prompts(64))]
+    batch = {"prompts_per_step": 4, "samples_per_prompt": 2, "order": order}
+    for dynamic in (False, True):
+        config = fakes.config(
+            data={"train": train}, batch=batch, max_staleness=1, dynamic_sampling={"enabled": dynamic}
+        )
+        drawn = Drawn.of(config.batch, config.dynamic_sampling, max_staleness=1, prompts=64)
+        if dynamic:
+            assert drawn.in_flight == in_flight
+            with pytest.raises(ValueError, match=rf"code has 4 prompts.*{in_flight}.*max_extra_prompts"):
+                check_weights(config.data, prompts, in_flight=drawn.in_flight)
+        else:
+            check_weights(config.data, prompts, in_flight=drawn.in_flight)

@@ -178,7 +178,8 @@ def test_bounds_by_hand():
     assert bounds(100, 1, prompts_per_step=50, oversample=1.1) == (55, 0)  # a float product is above
     assert bounds(5, 1) == (5, 0)  # no prompt twice
     assert bounds(100, 1, {"enabled": True}) == (6, 12)
-    assert bounds(20, 1, {"enabled": True}) == (6, 6)  # 6 + 6 + the 4 just trained are within 20
+    # 6, of them 4 just trained, the 6 that these replaced, and 6 of the next step are within 20.
+    assert bounds(20, 1, {"enabled": True}) == (6, 6)
 
 
 # --- runs
@@ -287,6 +288,57 @@ def test_the_bound_on_extra_prompts_is_kept_and_a_small_data_set_is_used_up_agai
     extra = [world.logged[s]["group/extra_prompts"] for s in range(1, 13)]
     assert max(extra) == 1 and [len(own) for own in trained(world)] == [4 + int(e) for e in extra]
     assert all(len(set(own)) == len(own) for own in trained(world))  # none twice in a step
+
+
+@pytest.mark.parametrize("order", ["epochs", "weights", "pools", "pass_rate"])
+def test_no_prompt_is_sampled_twice_with_the_same_seeds(order):
+    """A prompt that is replaced comes up again soon: in small data, and in orders that draw some more often.
+    Groups end, and are replaced, while the policy trains.
+    """
+
+    class Slow(fakes.World):
+        async def update(self, *args, **kwargs):
+            await asyncio.sleep(0.01)
+            return await super().update(*args, **kwargs)
+
+        async def score(self, prompt, rollouts):
+            group = await super().score(prompt, rollouts)
+            silent = sum(int(r.completion_ids[0]) for r in rollouts) % 4 > 0
+            rewards = np.array([float(i % 2 and not silent) for i in range(len(rollouts))], np.float32)
+            return replace(group, rewards=rewards)
+
+    prompts = [replace(p, source="A" if i < 10 else "B") for i, p in enumerate(fakes.prompts(60))]
+    weight = {"weight": 1.0} if order == "weights" else {}
+    data = {"train": [{"path": "demo:add3", "name": name} | weight for name in "AB"]}
+    data |= {"pools": {"by": "source"}} if order == "pools" else {}
+    data |= {"order": order} if order in ("pools", "pass_rate") else {}
+    config = finished(steps=25, data=data, dynamic_sampling={"enabled": True}, weight_sync={"mode": "keep"})
+    world = Slow()
+    train(world, config, prompts)
+    drawn = Counter((uid, seeds) for uid, seeds, _ in world.sampled)
+    assert max(drawn.values()) == 1 and len({uid for uid, _ in drawn}) < len(drawn)
+
+
+@pytest.mark.parametrize(("prompts", "extra"), [(8, 1), (11, 3), (12, 2), (20, 12), (27, 5)])
+@pytest.mark.parametrize("order", ["epochs", "pass_rate"])
+def test_data_that_barely_suffice_for_what_is_on_its_way_always_have_one_more(prompts, extra, order):
+    class Slow(fakes.World):
+        async def update(self, *args, **kwargs):
+            await asyncio.sleep(0.005)
+            return await super().update(*args, **kwargs)
+
+        async def score(self, prompt, rollouts):
+            group = await super().score(prompt, rollouts)
+            return replace(group, rewards=np.zeros_like(group.rewards))  # every group is replaced
+
+    dynamic = {"enabled": True, "max_extra_prompts": extra}
+    data = {"train": [{"path": "demo:add3"}], "order": order}
+    batch, world = {"oversample": 2.0}, Slow()
+    train(world, finished(steps=15, data=data, batch=batch, dynamic_sampling=dynamic, max_staleness=1),
+          fakes.prompts(prompts))  # fmt: skip
+    assert len(world.ledger_entries) == 15
+    drawn = Counter((uid, seeds) for uid, seeds, _ in world.sampled)
+    assert max(drawn.values()) == 1
 
 
 def test_replacements_do_not_look_again_at_what_is_on_its_way(monkeypatch):

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,11 @@ from grpo_dist.runs.checkpoint import (
     newest_whole,
     remove_partial,
 )
-from grpo_dist.runs.manifest import find_damage
+from grpo_dist.runs.manifest import find_damage, write_manifest
 from grpo_dist.runs.resume import changes_since, check_data, load_progress, load_state, other_layout
 from tests.support import fakes
 from tests.support.made_checkpoints import HEALTH, MOMENTS, ORDER, PROMPTS, Disk, group, save, whole
+from tests.support.patience import HANG_S
 
 
 def test_a_saved_checkpoint_is_found(tmp_path):
@@ -88,6 +90,40 @@ def test_a_background_checkpoint_is_written_during_later_steps_and_the_next_one_
         await checkpoints.settle()  # nothing remains to wait for
 
     asyncio.run(steps())
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_checkpoint_that_is_late_does_not_appear_once_the_run_has_gone_back(tmp_path, monkeypatch, there):
+    """Neither a new one nor, in place of one of the same step, another with other groups."""
+    config = fakes.config(cluster={"timeouts": {"save_s": 0.2}})
+    may_end, ended = threading.Event(), threading.Event()
+    publish = Checkpoints._publish
+
+    def slow_manifest(partial):
+        write_manifest(partial)
+        may_end.wait(HANG_S)
+
+    def published(self, *how):
+        publish(self, *how)
+        ended.set()
+
+    async def late():
+        first, second = (Checkpoints(tmp_path, own, PROMPTS) for own in (fakes.config(), config))
+        await whole(first, 20 if there else 10, Disk(), Progress(10, kl_coef=0.25))
+        ended.clear()
+        monkeypatch.setattr("grpo_dist.runs.checkpoint.write_manifest", slow_manifest)
+        with pytest.raises(TimeoutError, match="step_000020 is published"):
+            await whole(second, 20, Disk(), Progress(20, kl_coef=0.5))
+        may_end.set()
+        await asyncio.to_thread(ended.wait, HANG_S)
+
+    monkeypatch.setattr(Checkpoints, "_publish", published)
+    asyncio.run(late())
+    assert ended.is_set() and [p.name for p in list_checkpoints(tmp_path)] == [
+        "step_000020" if there else "step_000010"
+    ]
+    newest = newest_whole(tmp_path, print)
+    assert json.loads((newest / "state.json").read_text())["kl_coef"] == 0.25
 
 
 def test_a_foreground_checkpoint_exists_before_the_loop_continues(tmp_path):

@@ -14,9 +14,12 @@ import torch
 from grpo_dist.cli import report_end
 from grpo_dist.data.order import step_prompts
 from grpo_dist.driver import run
-from grpo_dist.errors import Preempted, StateLost
+from grpo_dist.errors import RERUN, Preempted, RunEnded, StateLost, Unhealthy
 from grpo_dist.evaluation.sampling import EvalSet
+from grpo_dist.runs import session as session_of
 from grpo_dist.runs.preemption import Interrupted, Interruption, ended_by_sigterm
+from grpo_dist.runs.prepare import Prepared
+from grpo_dist.runs.resume import ResumePoint
 from tests.support import fakes
 from tests.support.patience import HANG_S
 
@@ -284,6 +287,35 @@ def test_the_signal_handler_of_ray_is_recognised():
 def test_the_exit_code_shows_whether_to_rerun(end, code, capsys):
     assert report_end(end) == code
     assert capsys.readouterr().err == "x\n"
+
+
+@pytest.mark.parametrize(
+    ("resume", "end", "added"),
+    [
+        ("auto", Preempted(f"ended; {RERUN}"), ""),
+        ("never", Preempted(f"ended; {RERUN}"), "; add checkpoint.resume=auto name=run-2 to it ("),
+        ("never", Interrupted(f"ended; {RERUN}", 143), "; add checkpoint.resume=auto name=run-2 to it ("),
+        ("never", Unhealthy("bad; rerunning the same command resumes"), "; add checkpoint.resume=auto name="),
+        ("never", RunEnded("the ledger is wrong"), ""),
+    ],
+)
+def test_a_run_that_never_resumes_says_which_name_resumes_it(tmp_path, monkeypatch, resume, end, added):
+    """The same command would begin run-3."""
+    (tmp_path / "run").mkdir()
+    config = fakes.config(output_dir=str(tmp_path), name="run", checkpoint={"resume": resume})
+    message, code = str(end), end.exit_code
+
+    async def ended(run, point):
+        raise end
+
+    prepared = Prepared(Path(), fakes.prompts(4), []), ResumePoint()
+    monkeypatch.setattr(session_of, "_prepare", lambda *_: prepared)
+    monkeypatch.setattr(session_of, "_session", ended)
+    with pytest.raises(type(end)) as told:
+        session_of.train(config)
+    assert str(told.value).startswith(message + added) and (added or str(told.value) == message)
+    assert told.value.exit_code == code
+    assert (tmp_path / ("run" if resume == "auto" else "run-2") / "config.yaml").is_file()
 
 
 WHILE_RAY_IS_THERE = """
