@@ -192,7 +192,8 @@ def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
         )
     preset = read_tree(known[name])
     try:
-        rest = OmegaConf.masked_copy(merged, [k for k in merged if k != "algorithm"])  # resolves nothing yet
+        kept: list[Any] = [key for key in merged if key != "algorithm"]
+        rest = OmegaConf.masked_copy(merged, kept)  # resolves nothing yet
         result = OmegaConf.merge(rest, preset)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be merged with {override}: {parser_reason(error)}") from error
