@@ -275,7 +275,7 @@ def test_with_a_live_view_lines_are_printed_only_when_stages_end(said, monkeypat
     out = io.StringIO()
     out.isatty = lambda: True
     terminal = RichConsole(file=out, force_interactive=True, width=100, soft_wrap=True, highlight=False)
-    monkeypatch.setattr(console_module, "RichConsole", lambda **_: terminal)
+    monkeypatch.setattr(console_module, "Terminal", lambda **_: terminal)
     own = console_module.Console("demo", 3, 0)
     with stage("engines"):
         said.now += 30.0
