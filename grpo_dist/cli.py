@@ -20,7 +20,7 @@ from grpo_dist.runtime.imports import libraries_loaded
 from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
 from grpo_dist.runtime.unread_output import unread_output_dropped
 from grpo_dist.runtime.version import __version__
-from grpo_dist.tools.arguments import add_command, add_inputs
+from grpo_dist.tools.arguments import add_command, add_inputs, parse
 from grpo_dist.tools.evaluate.arguments import add_commands as add_evaluation
 from grpo_dist.tools.gpu_check.command import add_gpu_check
 from grpo_dist.tools.report.arguments import add_report
@@ -42,19 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     with unread_output_dropped():
         parser = command_parser()
-        args, rest = parser.parse_known_args(arguments)
+        args = parse(parser, arguments)
         if args.command is None:
             parser.print_help()
             return USER_ERROR
-        if unknown := [text for text in rest if text.startswith("-") or "=" not in text]:
-            from grpo_dist.config.secrets import masked_command  # imports pydantic
-
-            shown = " ".join(masked_command(unknown))
-            parser.error(f"unrecognized arguments: {shown}{_peer_settings(unknown)}")
-        options = {k: v for k, v in vars(args).items() if k not in ("command", "config", "overrides")}
+        own = ("command", "config", "overrides")
+        options = {name: value for name, value in vars(args).items() if name not in own}
         _accept_interrupts()
-        try:  # argparse leaves overrides that follow an option in `rest`
-            args.command(args.config, [*args.overrides, *rest], **options)
+        try:
+            args.command(args.config, args.overrides, **options)
         except (UserError, RunEnded, KeyboardInterrupt) as end:
             return report_end(end)
         return 0
@@ -203,15 +199,6 @@ def _check(path: str, overrides: list[str], *, cluster: str | None, show_config:
     if wrong := problems(found):
         raise wrong
     print_line(summary(found))
-
-
-def _peer_settings(flags: Sequence[str]) -> str:
-    """Name the settings that correspond to flags of TRL or OpenRLHF."""
-    from grpo_dist.config.peers import hint
-
-    names = [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
-    hints = [f"{name}: {found}" for name in names if (found := hint(name))]
-    return f"; settings are given as key=value: {'; '.join(hints)}" if hints else ""
 
 
 def command_parser() -> argparse.ArgumentParser:

@@ -324,6 +324,14 @@ def _model_class(annotation: Any) -> type[BaseModel] | None:
     return next((found for arg in get_args(annotation) if (found := _model_class(arg))), None)
 
 
+def keys_called(name: str) -> list[str]:
+    """Return the dotted key ``name``, where lists may have indices, or else the keys that end with it."""
+    known = set(_all_keys(Config))
+    if ".".join(part for part in name.split(".") if not part.isdigit()) in known:
+        return [name]
+    return sorted(key for key in known if key.endswith(f".{name}"))
+
+
 def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     keys = []
     for name, field in section.model_fields.items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,60 @@ def add_inputs(
     *,
     nargs: str | None = None,
     metavars: tuple[str | None, str] = (None, "key=value"),
+    words: bool = False,
 ) -> None:
     """Add the positional arguments of a command, with their help: ``config``, and the ``overrides`` of its
-    keys. ``nargs``: "?" for a ``config`` that may be missing. ``metavars``: of both.
+    keys. ``nargs``: "?" for a ``config`` that may be missing. ``metavars``: of both. ``words``: ``overrides``
+    need not be settings.
     """
+    parser.set_defaults(takes="words" if words else "settings")
     parser.add_argument("config", nargs=nargs, metavar=metavars[0], help=config)
     parser.add_argument("overrides", nargs="*", metavar=metavars[1], help=overrides)
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command line. argparse leaves words that follow an option: they join the command's own here.
+
+    Ends the process with the parser's message for an unknown option, and for a word that the command does not
+    take.
+    """
+    args, rest = parser.parse_known_args(arguments)
+    takes = vars(args).pop("takes", "")
+    words = [text for text in rest if not text.startswith("-")]
+    settings = [text for text in words if "=" in text]
+    known = words if takes in ("words", "runs") else settings
+    if unknown := [text for text in rest if text not in known]:
+        from grpo_dist.config.secrets import masked_command  # imports pydantic
+
+        advice = _as_settings(rest) if takes in ("words", "settings") else ""
+        parser.error(f"unrecognized arguments: {' '.join(masked_command(unknown))}{advice}")
+    if takes == "runs":
+        args.config = [*args.config, *(text for text in words if text not in settings)]
+        args.overrides = settings
+    elif known:
+        if args.config is None:  # every word of a command whose `config` may be missing followed an option
+            args.config, *known = known
+        args.overrides = [*args.overrides, *known]
+    return args
+
+
+def _as_settings(rest: Sequence[str]) -> str:
+    """Return how the unknown options in ``rest`` are written as settings; "" if there is none."""
+    from grpo_dist.config.files import keys_called  # these import pydantic
+    from grpo_dist.config.peers import hint
+    from grpo_dist.config.secrets import masked_setting
+
+    hints, flags = list[str](), [i for i, text in enumerate(rest) if text.startswith("--") and text != "--"]
+    for i in flags:
+        flag, sign, value = rest[i].partition("=")
+        if not sign and i + 1 < len(rest) and not rest[i + 1].startswith("-") and "=" not in rest[i + 1]:
+            value = rest[i + 1]
+        if len(keys := keys_called(flag.lstrip("-").replace("-", "_"))) == 1:
+            hints.append(masked_setting(f"{keys[0]}={value or '...'}"))
+        elif found := hint(flag):
+            hints.append(f"{flag}: {found}")
+    shown = f": {'; '.join(hints)}" if hints else ", e.g. steps=50"
+    return f"; settings are given as key=value{shown}" if flags else ""
 
 
 def file_path(text: str) -> Path:

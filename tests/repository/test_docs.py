@@ -126,6 +126,8 @@ def check_own(words: list[str], document: Path) -> None:
         return
     args, rest = command_parser().parse_known_args(words[1:])
     assert args.command and not [word for word in rest if "=" not in word]
+    if words[1] == "submit" and args.to in ("slurm", "kuberay"):
+        assert args.gpus_per_node is not None, "the command refuses this line"
     of_a_model = words[1] == "eval" and not words[2].endswith(".yaml")
     if OTHER_FILES & set(words) or of_a_model:
         return

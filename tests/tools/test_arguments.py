@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_dist.cli import command_parser, main
+from grpo_dist.tools.arguments import parse
 from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,3 +26,56 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(arguments,
         )  # fmt: skip
     assert ended.returncode == code
     assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "config", "overrides"),
+    [
+        ("eval demo:tiny --fresh gsm8k", "demo:tiny", ["gsm8k"]),
+        (
+            "eval --data-dir d demo:tiny gsm8k seed=1 --fresh math500",
+            "demo:tiny",
+            ["gsm8k", "seed=1", "math500"],
+        ),
+        ("eval --compare a b", None, []),
+        ("score c.jsonl --output o.jsonl my.yaml", "c.jsonl", ["my.yaml"]),
+        ("report a --output x.html b", ["a", "b"], []),
+        ("train a.yaml steps=3", "a.yaml", ["steps=3"]),
+        ("plan a.yaml --cluster 1x8xH100 steps=3", "a.yaml", ["steps=3"]),
+        ("bench --compare a.json b.json", None, []),
+    ],
+)
+def test_words_behind_an_option_are_those_of_the_command(line, config, overrides):
+    args = parse(command_parser(), line.split())
+    assert (args.config, args.overrides) == (config, overrides)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("train a.yaml --steps 50", ["--steps 50", "settings are given as key=value: steps=50"]),
+        ("train a.yaml --policy.num_workers=4", ["key=value: policy.num_workers=4"]),
+        ("train a.yaml --data.train.0.max_rows 4", ["key=value: data.train.0.max_rows=4"]),
+        ("train a.yaml --max-staleness 1 seed=2", ["key=value: max_staleness=1"]),
+        ("train a.yaml --seed", ["key=value: seed=..."]),
+        ("eval demo:tiny --prompts_per_step=4", ["key=value: batch.prompts_per_step=4"]),
+        ("train a.yaml --num_generations 8", ["did you mean `batch.samples_per_prompt`?", "TRL's"]),
+        ("train a.yaml --nonsense", ["key=value, e.g. steps=50"]),
+        ("train a.yaml --tracking.wandb.api_key=abcdef", ["api_key=***"]),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_setting(line, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and all(word in said for word in words) and "abcdef" not in said
+
+
+@pytest.mark.parametrize(
+    "line", ["plan a.yaml --cluster 1x8xH100 b.yaml", "report a --nonsense", "status a --x"]
+)
+def test_a_word_that_a_command_does_not_take_is_refused(line, capsys):
+    with pytest.raises(SystemExit):
+        main(line.split())
+    said = capsys.readouterr().err
+    assert "unrecognized arguments" in said and "steps=50" not in said

@@ -25,6 +25,7 @@ def add_commands(commands: Any) -> None:
         "evaluation.k=[1,8] sampling.max_new_tokens=4096",
         nargs="?",
         metavars=("MODEL", "DATA | key=value"),
+        words=True,
     )
     sub.add_argument(
         "--data-dir",

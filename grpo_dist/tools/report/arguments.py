@@ -17,7 +17,7 @@ def add_report(commands: Any) -> None:
         "write one or several runs as one HTML file that needs only a browser: curves, a timeline of the "
         "actors, settings, events, and every rollout token by token"
     )
-    sub = add_command(commands, "report", text, _report, overrides=[])
+    sub = add_command(commands, "report", text, _report, overrides=[], takes="runs")
     text = "run directory, e.g. runs/demo, or that of an evaluation"
     sub.add_argument("config", nargs="+", metavar="RUN", help=text)
     sub.add_argument(

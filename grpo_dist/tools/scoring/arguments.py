@@ -22,6 +22,7 @@ def add_commands(commands: Any) -> None:
         "JSONL with `problem`, `answer`, `completion` (or a list: `completions`) and any other columns",
         "YAML file that gives `rewards` with weights and gates; overrides such as rewards.timeout_s=2",
         metavars=("COMPLETIONS", "CONFIG | key=value"),
+        words=True,
     )
     sub.add_argument(
         "--reward", action="append", default=[], metavar="NAME",
