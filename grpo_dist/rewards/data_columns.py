@@ -10,7 +10,7 @@ from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.registry import REWARDS, make, reward_specs
 
 
-class DataRow(Protocol):
+class HasColumns(Protocol):
     """A row of a data source; ``location`` is for messages: ``code.jsonl:17``."""
 
     @property
@@ -23,7 +23,7 @@ class DataRow(Protocol):
     def columns(self) -> Mapping[str, Any]: ...
 
 
-def column_problems(settings: RewardsConfig, rows: Sequence[DataRow], key: str) -> Iterator[str]:
+def column_problems(settings: RewardsConfig, rows: Sequence[HasColumns], key: str) -> Iterator[str]:
     """Yield a message for every built-in reward that lacks a column in one of ``rows``, or cannot read it.
 
     Args:
@@ -37,7 +37,7 @@ def column_problems(settings: RewardsConfig, rows: Sequence[DataRow], key: str) 
             yield from _problems(spec.name, reward, rows, key)
 
 
-def _problems(name: str, reward: Builtin, rows: Sequence[DataRow], key: str) -> Iterator[str]:
+def _problems(name: str, reward: Builtin, rows: Sequence[HasColumns], key: str) -> Iterator[str]:
     missing = False
     for column in reward.data_columns:
         lacking = next((row for row in rows if column != "problem" and column not in row.columns), None)

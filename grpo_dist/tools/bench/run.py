@@ -6,8 +6,8 @@ start | warm-up steps | timed steps | end of the workers | limits: generation, t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,10 @@ def bench(config: Config) -> Path:
         prepared = prepare(config, print_line, device="cuda" if has.gpus else "cpu")
         _check_other_kwargs(config.bench, config.data, config.environments)
         directory = make_free_directory(base)  # before the measurement, which takes minutes
-    try:
-        result = _result(config, prepared, directory)
-    except BaseException:
-        with suppress(OSError):  # something is in it
-            directory.rmdir()
-        raise
+    with _removed_without_result(directory):
+        steps = timed(config.bench, asyncio.run(_loop(config, prepared, directory)))
+        steps, others = divide(steps) if config.bench.other_kwargs else (steps, [])
+        result = measured(config, prepared.model_dir, steps, others)
     result.write(directory / "bench.json")
     from grpo_dist.tools.bench.picture import draw  # imports matplotlib
 
@@ -68,12 +66,15 @@ def bench(config: Config) -> Path:
     return directory
 
 
-def _result(config: Config, prepared: Prepared, directory: Path) -> BenchResult:
-    steps = timed(config.bench, asyncio.run(_loop(config, prepared, directory)))
-    others: list[StepRecord] = []
-    if config.bench.other_kwargs:
-        steps, others = divide(steps)
-    return measured(config, prepared.model_dir, steps, others)
+@contextmanager
+def _removed_without_result(directory: Path) -> Iterator[None]:
+    """Delete ``directory`` where the measurement fails and left nothing in it."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # something is in it
+            directory.rmdir()
+        raise
 
 
 def as_benchmark(config: Config) -> Config:

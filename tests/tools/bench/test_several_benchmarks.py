@@ -102,12 +102,12 @@ def test_a_free_directory_is_made_for_one_process_alone(tmp_path, monkeypatch):
 def test_a_benchmark_that_fails_leaves_no_empty_directory(tmp_path, monkeypatch):
     made = []
 
-    def failing(config, prepared, directory):
+    async def failing(config, prepared, directory):
         made.append(directory)
         assert directory.is_dir()  # before anything is measured
         raise ArithmeticError
 
-    for name, stand_in in (("prepare", lambda *a, **k: None), ("_result", failing)):
+    for name, stand_in in (("prepare", lambda *a, **k: None), ("_loop", failing)):
         monkeypatch.setattr(bench_run, name, stand_in)
     set_file(tmp_path, RUNS)
     config = load_config(
