@@ -54,7 +54,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
         args.config = [*args.config, *(text for text in words if text not in settings)]
         args.overrides = settings
     elif known:
-        if args.config is None:  # every word of a command whose `config` may be missing followed an option
+        if takes == "words" and args.config is None:  # every word followed an option
             args.config, *known = known
         args.overrides = [*args.overrides, *known]
     return args
