@@ -24,6 +24,7 @@ from grpo_dist.policy.export import save_pretrained
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.runtime.cache import cached, fingerprint
+from grpo_dist.runtime.freed_memory import return_freed_memory
 from grpo_dist.runtime.hardware import available_cpus, device_type, resolve_dtype
 
 _VERSION = 4  # of the result; raise it when a change here alters the result
@@ -59,7 +60,8 @@ def run_sft(settings: SFTConfig, say: Callable[[str], None]) -> Path:
 def write_sft(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
     """Train the model in ``model_dir`` and write the result into the directory ``out``.
 
-    The number of threads is restored and the accelerator's cache is emptied afterwards. Raises as `run_sft`.
+    Afterwards the number of threads is restored, and the memory is free for the workers that start next.
+    Raises as `run_sft`.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(settings.threads or available_cpus())
@@ -67,8 +69,9 @@ def write_sft(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[st
         _train(settings, model_dir, out, say)
     finally:
         torch.set_num_threads(before)
+        return_freed_memory()
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # for an engine that is started next
+            torch.cuda.empty_cache()
 
 
 def _train(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
