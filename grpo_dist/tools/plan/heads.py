@@ -40,9 +40,9 @@ _MARK = "#| "
 _CARD = "H100"
 # Recipes for machines without GPUs, whose models are too small for what a plan knows of GPUs.
 _ON_CPUS = (
-    "demo", "smollm2_sums", "smollm2_word_problems", "r1_zero_smollm2", "tools_demo", "pools_demo",
-    "gsm8k_cpu_smoke", "word_problems", "cpu_13m", "cpu_13m_lognormal", "cpu_13m_tail", "cpu_13m_tools",
-    "cpu_smollm2",
+    "demo", "smollm2_sums", "smollm2_word_problems", "reasoning_gym_smollm2", "r1_zero_smollm2",
+    "tools_demo", "pools_demo", "gsm8k_cpu_smoke", "word_problems", "cpu_13m",
+    "cpu_13m_lognormal", "cpu_13m_tail", "cpu_13m_tools", "cpu_smollm2",
 )  # fmt: skip
 # A stand-in of the same shape for a model that a script writes.
 _STAND_INS = {"word_problems": ["sft.model=demo:tiny"]}
