@@ -162,7 +162,7 @@ def check_columns(rewards: RewardsConfig, sources: Iterable[Sequence[DataRow]], 
     refuse(
         problem
         for number, rows in enumerate(sources)
-        for problem in column_problems(rewards, rows, f"{key}.{number}")
+        for problem in column_problems(rewards, rows, f"add it to `{key}.{number}.columns`")
     )
 
 
