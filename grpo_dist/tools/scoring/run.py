@@ -10,7 +10,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from grpo_dist.config import Config, ModelConfig, RewardsConfig, SFTConfig
-from grpo_dist.config.files import load_config, overridden, validated
+from grpo_dist.config.files import load_config, validated, with_overrides
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.rewards.data_columns import column_problems, own_column_problems
 from grpo_dist.rewards.pool import GraderPool
@@ -91,9 +91,7 @@ def configuration(
             "rewards": {"functions": functions, "processes_per_worker": available_cpus()},
         }
     )
-    for override in overrides:
-        tree = overridden(tree, override, path)
-    return validated(tree, "score", Config)
+    return validated(with_overrides(tree, overrides, path), "score", Config)
 
 
 def _check_output(target: Path) -> None:

@@ -17,6 +17,7 @@ from grpo_dist.runtime.stage_log import open_stages
 from grpo_dist.tools.scoring import scorer
 from grpo_dist.tools.scoring.agreement import agreements, disagreements, is_grader
 from grpo_dist.tools.scoring.report import bars
+from grpo_dist.tools.scoring.run import configuration
 from tests.support.made_episodes import episodes
 
 NAN = float("nan")
@@ -258,6 +259,12 @@ def test_weights_gates_and_columns_are_those_of_a_configuration(here):
     )
     assert main(["score", "c.jsonl", "lr=1e-6/config.yaml", "rewards.functions[1].weight=0.2"]) == 0
     assert [row["score"]["reward"] for row in lines("c.scored.jsonl")] == [1.1, 1.1, 0, 0, 0]
+
+
+def test_a_preset_behind_a_value_does_not_undo_it():
+    given = ["rewards.overlong_buffer.share=0.5", "+algorithm=dapo"]
+    buffer = configuration(Path("c.jsonl"), [], None, given).rewards.overlong_buffer
+    assert (buffer.share, buffer.penalty) == (0.5, 1.0)
 
 
 @pytest.mark.family("costly")
