@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_dist.config import CheckpointConfig
-from grpo_dist.errors import RunEnded
+from grpo_dist.errors import RunEnded, expanded
 
 
 def choose_run_dir(checkpoint: CheckpointConfig, name: str, output_dir: str) -> Path:
     """Return `output_dir/name`. With `checkpoint.resume: never`, where it exists, return the first free of
     `name-2`, `name-3` ...
     """
-    base = Path(output_dir).expanduser() / name
+    base = expanded(output_dir) / name
     return base if checkpoint.resume == "auto" else free_directory(base)
 
 

@@ -48,6 +48,7 @@ from grpo_dist.config.files import (
 )
 from grpo_dist.config.input_paths import input_paths
 from grpo_dist.config.secrets import masked_setting
+from grpo_dist.errors import expanded
 
 Kind = Literal["sft", "grpo", "sample"]
 REFERENCE = re.compile(r"\$\{\s*stage\s*:\s*([^}]*?)\s*\}")
@@ -154,7 +155,7 @@ def _read_file(tree: DictConfig, path: Path) -> PipelineFile:
 
 def resolve(file: PipelineFile, path: Path, overrides: Sequence[str] = ()) -> ResolvedPipeline:
     """Resolve the contents of a pipeline file. Configuration files of stages are relative to ``path``."""
-    directory = Path(file.output_dir).expanduser() / file.name
+    directory = expanded(file.output_dir) / file.name
     by_stage = _by_stage(overrides, file)
     stages: list[ResolvedStage] = []
     for number, written in enumerate(file.stages, 1):
