@@ -137,11 +137,10 @@ def placed(settings: RewardsConfig) -> RewardsConfig:
 
 
 def _placed(reward: RewardConfig) -> RewardConfig:
-    path = reward.kwargs.get("cache_path")
-    if reward.function != "judge" or not isinstance(path, str):
+    if reward.function != "judge" or not isinstance(path := reward.kwargs.get("cache_path"), str):
         return reward
-    place = {"cache_path": str(expanded(path).absolute())}
-    return reward.model_copy(update={"kwargs": reward.kwargs | place})
+    kwargs = reward.kwargs | {"cache_path": str(expanded(path).absolute())}
+    return reward.model_copy(update={"kwargs": kwargs})
 
 
 def check_rewards(settings: RewardsConfig, *, max_new_tokens: int) -> None:
