@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 RERUN = "rerun the same command to resume from the last checkpoint"  # the remedy of messages
 
@@ -68,6 +69,20 @@ class SamplesFailed(RuntimeError):
 
 class TransferLost(RuntimeError):
     """A process of a transfer group, or the connection to it, is lost. The driver finds out which."""
+
+
+def expanded(path: str | Path) -> Path:
+    """Return ``path`` with the home directory of a user for a `~` at its begin. Raises UserError where there
+    is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        user = str(path).partition("/")[0]
+        raise UserError(
+            f"{path}: {user} names no user with a home directory; write the whole path, or ./{path} for a "
+            "file of that name"
+        ) from error
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 from actors.lifecycle.actor_spec import ActorSpec
@@ -12,6 +11,7 @@ from actors.lifecycle.calls import kill, one_at_a_time, results
 from actors.lifecycle.probe import Probeable
 from actors.lifecycle.supervisor import Team
 from grpo_dist.config import ModelConfig, RewardModelConfig
+from grpo_dist.errors import expanded
 from grpo_dist.rewards.group import ModelScores
 from grpo_dist.runtime.cache import check_on_node
 from grpo_dist.runtime.imports import freeze_loaded
@@ -36,7 +36,7 @@ class RewardModelWorker(Metered, Probeable):
 
         check_gpus()
         check_on_node(self._policy_dir)
-        if (own := Path(self._settings.path).expanduser()).is_absolute():  # else each node asks the hub
+        if (own := expanded(self._settings.path)).is_absolute():  # else each node asks the hub
             check_on_node(own)
         from transformers import AutoTokenizer
 

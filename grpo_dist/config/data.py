@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import Section, Temperature, choices
+from grpo_dist.errors import expanded
 from grpo_dist.plugins.kinds import ORDER, SOURCE
 from grpo_dist.plugins.names import OwnOrder, OwnPiece, registered
 
@@ -106,7 +107,7 @@ class DataSourceConfig(Section):
         """Whether the path names a function: ``module:name``, or one that a package registers. An existing
         file or directory always means itself.
         """
-        if self.path is None or Path(self.path).expanduser().exists():
+        if self.path is None or expanded(self.path).exists():
             return False
         if self.path.partition(":")[0] in ("demo", "reasoning_gym"):
             return False

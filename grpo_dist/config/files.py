@@ -69,15 +69,10 @@ def with_overrides(tree: DictConfig, overrides: Sequence[str], path: Path) -> Di
     A preset behind a value does not undo it. ``path``: the file of the tree.
     """
     for override in sorted(overrides, key=lambda text: not text.startswith("+")):  # a stable sort
-        tree = overridden(tree, override, path)
-    return tree
-
-
-def overridden(tree: DictConfig, override: str, path: Path) -> DictConfig:
-    """Apply ``key=value`` or a preset to ``tree``, which may be modified. ``path``: the file of the tree."""
-    if override.startswith("+"):
-        return _with_preset(tree, override, path)
-    set_from_text(tree, override)
+        if override.startswith("+"):
+            tree = _with_preset(tree, override, path)
+        else:
+            set_from_text(tree, override)
     return tree
 
 

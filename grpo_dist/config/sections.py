@@ -5,7 +5,6 @@ which reads this class; `root.Config` runs them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, PositiveInt, model_validator
@@ -28,6 +27,7 @@ from grpo_dist.config.rewards import RewardsConfig
 from grpo_dist.config.sampling import SamplingConfig
 from grpo_dist.config.stages import RejectionConfig, SFTConfig
 from grpo_dist.config.workers import PolicyConfig, ReferenceConfig, RolloutConfig, WeightSyncConfig
+from grpo_dist.errors import expanded
 from grpo_dist.plugins.names import OwnPiece
 
 _WITH_CODE = ("rewards", "environments")  # sections that have code paths of their own
@@ -111,7 +111,7 @@ class Sections(Section):
 
     def with_absolute_code(self) -> Self:
         """Return it for other processes: relative `code_paths` are of this process's working directory."""
-        own = {"code_paths": tuple(str(Path(path).expanduser().absolute()) for path in self.code_paths)}
+        own = {"code_paths": tuple(str(expanded(path).absolute()) for path in self.code_paths)}
         sections = {name: getattr(self, name).model_copy(update=own) for name in _WITH_CODE}
         return self.model_copy(update=own | sections)
 

@@ -43,6 +43,7 @@ from grpo_dist.data.segments import (
     pair_of,
     read_completion,
 )
+from grpo_dist.errors import expanded
 from grpo_dist.runtime.cache import fingerprint
 from grpo_dist.types import Group, Prompt, Rollout
 
@@ -151,7 +152,7 @@ def contents(settings: SFTConfig) -> list[Any]:
 
 
 def data_file(source: DemonstrationsConfig, settings: Sources) -> Path:
-    path = Path(source.path).expanduser()
+    path = expanded(source.path)
     if not path.is_file():
         raise ValueError(
             f"{settings.section}.data = {source.path}: no such file; expected a .jsonl file, demo:add3 or "

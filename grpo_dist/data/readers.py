@@ -15,6 +15,7 @@ from grpo_dist.config import DataSourceConfig
 from grpo_dist.config.text import check_characters
 from grpo_dist.data.made_problems import problems
 from grpo_dist.environments.registry import load_environment
+from grpo_dist.errors import expanded
 from grpo_dist.runtime.patterns import PatternSearch, PatternTimeout
 
 # Yields location and record of every row of a source without a `path`, or with that of a user's function.
@@ -134,7 +135,7 @@ def _records(
         name = source.path.removeprefix("demo:")
         yield from ((f"{name}/{source.split}:{i}", r) for i, r in enumerate(problems(name, source.split), 1))
         return
-    path = Path(source.path).expanduser()
+    path = expanded(source.path)
     if path.suffix == ".jsonl" and path.is_file():
         _check_no_subset(source, "a single file")
         yield from json_lines(path)

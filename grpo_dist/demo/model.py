@@ -10,6 +10,7 @@ from typing import Any
 from grpo_dist.demo.smollm2 import NAME as SMOLLM2
 from grpo_dist.demo.smollm2 import smollm2
 from grpo_dist.demo.tokenizer import character_tokenizer, word_tokenizer
+from grpo_dist.errors import expanded
 from grpo_dist.policy.gguf_model import gguf_model, is_gguf, loss_of
 from grpo_dist.runtime.cache import cached
 
@@ -55,7 +56,7 @@ def made_model(path: str, key: str, say: Callable[[str], None], *, seed: int) ->
     if path.startswith("demo:"):
         made = cached_model(path.removeprefix("demo:"), seed=seed)
     elif is_gguf(path):
-        made = gguf_model(Path(path).expanduser(), f"{key} = {path}")
+        made = gguf_model(expanded(path), f"{key} = {path}")
     else:
         return None
     if loss := loss_of(made):

@@ -19,6 +19,7 @@ from threading import RLock
 from types import ModuleType
 from typing import Any
 
+from grpo_dist.errors import expanded
 from grpo_dist.plugins.kinds import Kind
 from grpo_dist.plugins.names import target_of
 
@@ -33,7 +34,7 @@ def load(kind: Kind, name: str, code_paths: Sequence[str] = ()) -> Any:
 
     Raises ValueError for a name that is unknown, or a module that cannot be imported. Runs user code.
     """
-    directories = tuple(str(Path(path).expanduser().absolute()) for path in code_paths)
+    directories = tuple(str(expanded(path).absolute()) for path in code_paths)
     with _alone():
         return _loaded(kind, name, directories)
 

@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from grpo_dist.errors import expanded
 from grpo_dist.plugins.names import OwnPiece, package_of, target_of
 
 
@@ -16,7 +17,7 @@ def code_files(code_paths: Iterable[str], modules: Iterable[str]) -> Iterator[Pa
     tops = sorted({module.split(".")[0] for module in modules})
     for directory in code_paths:
         for top in tops:
-            yield from _module_files(Path(directory).expanduser(), top)
+            yield from _module_files(expanded(directory), top)
 
 
 def code_digest(pieces: Iterable[OwnPiece], code_paths: Sequence[str]) -> dict[str, str]:
@@ -33,7 +34,7 @@ def code_digest(pieces: Iterable[OwnPiece], code_paths: Sequence[str]) -> dict[s
             found[f"entry point {piece.name} of {piece.kind.group}"] = package
         else:
             modules.add(target_of(piece.kind, piece.name).split(":")[0].split(".")[0])
-    files = _with_imports(modules, [Path(path).expanduser() for path in code_paths])
+    files = _with_imports(modules, [expanded(path) for path in code_paths])
     for module in sorted(modules):
         if not any(label.split("/")[0] in (module, f"{module}.py") for label in files):
             files |= _elsewhere(module)

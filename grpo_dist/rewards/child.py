@@ -80,17 +80,24 @@ def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
                 function, accepted = load(*arguments)
             finally:
                 limit_address_space(memory_mb)
-            named = [
-                name
-                for name in inspect.signature(function).parameters
+            known = {
+                name: parameter
+                for name, parameter in inspect.signature(function).parameters.items()
                 if accepted is None or name in accepted
-            ]
-            return ["ok", {"names": named, "is_async": inspect.iscoroutinefunction(function)}]
+            }
+            required = [name for name, parameter in known.items() if _is_required(parameter)]
+            is_async = inspect.iscoroutinefunction(function)
+            return ["ok", {"names": [*known], "required": required, "is_async": is_async}]
         return ["ok", _KINDS[kind](*arguments)]
     except MemoryError:
         return ["memory", f"out of memory: more than {memory_mb} MB above the process's size at start"]
     except BaseException as error:  # includes SystemExit: graded code must not end the process
         return ["failed", f"{type(error).__name__}: {error}"[:500]]
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    variadic = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and parameter.kind not in variadic
 
 
 def _grade(completion: str, answer: str, accept_arithmetic: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Columns of the data that built-in rewards read by name: they are checked before anything is sampled."""
+"""Columns of the data that rewards read by name: they are checked before anything is sampled or scored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.builtin import Builtin
-from grpo_dist.rewards.registry import REWARDS, make, reward_specs
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import REWARDS, make, own_function, reward_specs
 
 
 class HasColumns(Protocol):
@@ -23,31 +24,47 @@ class HasColumns(Protocol):
     def columns(self) -> Mapping[str, Any]: ...
 
 
-def column_problems(settings: RewardsConfig, rows: Sequence[HasColumns], key: str) -> Iterator[str]:
+def column_problems(settings: RewardsConfig, rows: Sequence[HasColumns], remedy: str) -> Iterator[str]:
     """Yield a message for every built-in reward that lacks a column in one of ``rows``, or cannot read it.
 
     Args:
         rows: of one source.
-        key: of the source in the configuration, ``data.train.0``.
+        remedy: how a row gets a column: ``add it to `data.train.0.columns` ``.
     """
     if not rows:
         return
     for spec in reward_specs(settings.of(rows[0].source)):
         if spec.function in REWARDS and (reward := make(spec)).data_columns:
-            yield from _problems(spec.name, reward, rows, key)
+            yield from _problems(spec.name, reward, rows, remedy)
 
 
-def _problems(name: str, reward: Builtin, rows: Sequence[HasColumns], key: str) -> Iterator[str]:
-    missing = False
-    for column in reward.data_columns:
+def own_column_problems(
+    settings: RewardsConfig, rows: Sequence[HasColumns], remedy: str, pool: GraderPool
+) -> Iterator[str]:
+    """Yield a message for every column that a user's function needs and one of ``rows`` lacks.
+
+    Loads the functions in ``pool``. Arguments as of `column_problems`.
+    """
+    for spec in reward_specs(settings.of(rows[0].source)) if rows else ():
+        if spec.function not in REWARDS:
+            yield from _missing(spec.name, own_function(spec, pool).data_columns, rows, remedy)
+
+
+def _missing(name: str, columns: Sequence[str], rows: Sequence[HasColumns], remedy: str) -> Iterator[str]:
+    for column in columns:
         lacking = next((row for row in rows if column != "problem" and column not in row.columns), None)
         if lacking is not None:
-            missing = True
+            other = f"give source {lacking.source} other rewards in `rewards.by_source`"
             yield (
                 f"reward {name} reads column `{column}`, but {lacking.location} has only "
-                f"{', '.join(sorted({'problem', *lacking.columns}))}: add it to `{key}.columns`, correct the "
-                f"kwargs of the reward, or give source {lacking.source} other rewards in `rewards.by_source`"
+                f"{', '.join(sorted({'problem', *lacking.columns}))}: {remedy}, correct the kwargs of the "
+                f"reward, or {other if lacking.source else 'choose another reward'}"
             )
+
+
+def _problems(name: str, reward: Builtin, rows: Sequence[HasColumns], remedy: str) -> Iterator[str]:
+    missing = list(_missing(name, reward.data_columns, rows, remedy))
+    yield from missing
     for row in () if missing else rows:
         try:
             reward.check_row(row.columns)

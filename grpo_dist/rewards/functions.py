@@ -21,6 +21,12 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.results import Failure
 from grpo_dist.rewards.steps import REDUCE, split_steps
 
+# Arguments that every call can have; all others are columns of the data, or `kwargs`.
+_OF_CALLS = {
+    "problem", "answer", "source", "completion", "completions", "finish_reason", "group", "token_ids",
+    "turns", "steps",
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
@@ -57,6 +63,11 @@ class OwnFunction:
                 f"completion's steps; it has {', '.join(sorted(names)) or 'none'}"
             )
         self._takes_group = steps is None and "completions" in names and "completion" not in names
+
+    @property
+    def data_columns(self) -> tuple[str, ...]:
+        """Columns of the data without which no call succeeds: parameters that nothing else fills."""
+        return tuple(sorted(self._signature.required - _OF_CALLS - set(self._kwargs)))
 
     def score(self, group: CompletionGroup) -> tuple[list[float | Failure], StepScores | None]:
         """Return a number, or why there is none, for each completion, and the rewards of its steps if any."""

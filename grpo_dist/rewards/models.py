@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from jaxtyping import Float, Float32, Int32
 
 from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.config import RewardModelConfig
+from grpo_dist.errors import expanded
 from grpo_dist.rewards.group import ModelScores
 from grpo_dist.rewards.model_heads import (
     StepHead,
@@ -183,7 +183,7 @@ def check_model(settings: RewardModelConfig) -> None:
     Raises ValueError for a model that cannot be used.
     """
     where = f"rewards.models {settings.name}: path = {settings.path}"
-    local = Path(settings.path).expanduser()
+    local = expanded(settings.path)
     if not local.is_dir() and (local.is_absolute() or settings.path.count("/") != 1):
         raise ValueError(f"{where}: no such directory; expected a model directory or a hub id owner/name")
     from transformers import AutoConfig  # heavy: only for runs with reward models
@@ -257,7 +257,7 @@ def _load_tokenizer(settings: RewardModelConfig) -> Any:
 
 
 def _source(settings: RewardModelConfig) -> str:
-    local = Path(settings.path).expanduser()
+    local = expanded(settings.path)
     return str(local) if local.is_dir() else settings.path
 
 

@@ -140,7 +140,7 @@ class GraderPool:
                 "`module:function` that can be imported (add its directory to code_paths)"
             )
 
-        return Signature(frozenset(result["names"]), result["is_async"])
+        return Signature(frozenset(result["names"]), frozenset(result["required"]), result["is_async"])
 
     def close(self) -> None:
         """End every process once running calls are done. Safe to call twice."""

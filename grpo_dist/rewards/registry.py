@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config import GatedConfig, RewardConfig, RewardsConfig
 from grpo_dist.config.secrets import masked_text, shown_value
+from grpo_dist.errors import expanded
 from grpo_dist.plugins.kinds import REWARD
 from grpo_dist.plugins.names import OwnPiece, registered, target_of
 from grpo_dist.plugins.sources import code_files
@@ -136,11 +137,10 @@ def placed(settings: RewardsConfig) -> RewardsConfig:
 
 
 def _placed(reward: RewardConfig) -> RewardConfig:
-    path = reward.kwargs.get("cache_path")
-    if reward.function != "judge" or not isinstance(path, str):
+    if reward.function != "judge" or not isinstance(path := reward.kwargs.get("cache_path"), str):
         return reward
-    place = {"cache_path": str(Path(path).expanduser().absolute())}
-    return reward.model_copy(update={"kwargs": reward.kwargs | place})
+    kwargs = reward.kwargs | {"cache_path": str(expanded(path).absolute())}
+    return reward.model_copy(update={"kwargs": kwargs})
 
 
 def check_rewards(settings: RewardsConfig, *, max_new_tokens: int) -> None:

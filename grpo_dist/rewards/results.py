@@ -21,9 +21,12 @@ class Died(Failure):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a user function accepts. ``names``: its parameters, ``**anything`` among them by its name."""
+    """What a user function accepts. ``names``: its parameters, ``**anything`` among them by its name.
+    ``required``: those without a default.
+    """
 
     names: frozenset[str]
+    required: frozenset[str] = frozenset()
     is_async: bool = False
 
 

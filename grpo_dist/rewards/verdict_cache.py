@@ -10,6 +10,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from grpo_dist.errors import expanded
+
 _BUSY_S = 60.0  # limit for waiting for another process that holds the file
 
 
@@ -25,7 +27,7 @@ class VerdictCache:
 
     def __init__(self, path: str | None, *, note: Callable[[str], None] | None = None) -> None:
         self._path, self._note, self._lock = path, note, Lock()
-        location = ":memory:" if path is None else str(Path(path).expanduser())
+        location = ":memory:" if path is None else str(expanded(path))
         try:
             if path is not None:
                 Path(location).parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import contents, load_pairs
 from grpo_dist.data.segments import Pair
 from grpo_dist.demo.model import is_made, made_model
+from grpo_dist.errors import expanded
 from grpo_dist.policy.export import save_pretrained
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.model import load_causal_lm
@@ -169,7 +170,7 @@ def base_model(settings: SFTConfig, say: Callable[[str], None]) -> Path:
     """
     if made := made_model(settings.model, "sft.model", say, seed=settings.seed):
         return made
-    path = Path(settings.model).expanduser()
+    path = expanded(settings.model)
     if not (path / "config.json").is_file():
         raise ValueError(
             f"sft.model = {settings.model}: no model directory; expected one with config.json, a GGUF "

@@ -8,31 +8,36 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_dist.config import CheckpointConfig
-from grpo_dist.errors import RunEnded
+from grpo_dist.errors import RunEnded, expanded
 
 
 def choose_run_dir(checkpoint: CheckpointConfig, name: str, output_dir: str) -> Path:
     """Return `output_dir/name`. With `checkpoint.resume: never`, where it exists, return the first free of
     `name-2`, `name-3` ...
     """
-    base = Path(output_dir).expanduser() / name
+    base = expanded(output_dir) / name
     return base if checkpoint.resume == "auto" else free_directory(base)
 
 
 @contextmanager
 def resumed_by_name(checkpoint: CheckpointConfig, run_dir: Path) -> Iterator[None]:
-    """Add to the message of a run that ends in the block how it is resumed with `checkpoint.resume: never`:
-    the same command begins another run.
-    """
+    """Add to the message of a run that ends in the block how it is resumed: see `with_resume_settings`."""
     try:
         yield
     except RunEnded as end:
-        message = str(end)
-        if checkpoint.resume == "never" and "the same command" in message:
-            remedy = f"add checkpoint.resume=auto name={run_dir.name} to it"
-            never = "`checkpoint.resume` = never: alone it begins another run in another directory"
-            end.args = (f"{message}; {remedy} ({never})", *end.args[1:])
+        end.args = (with_resume_settings(str(end), checkpoint, run_dir), *end.args[1:])
         raise
+
+
+def with_resume_settings(message: str, checkpoint: CheckpointConfig, run_dir: Path) -> str:
+    """Add to a ``message`` that advises the same command what resumes ``run_dir`` with
+    `checkpoint.resume: never`: the command alone begins another run.
+    """
+    if checkpoint.resume == "auto" or "the same command" not in message:
+        return message
+    remedy = f"add checkpoint.resume=auto name={run_dir.name} to it"
+    never = "`checkpoint.resume` = never: alone it begins another run in another directory"
+    return f"{message}; {remedy} ({never})"
 
 
 def free_directory(base: Path) -> Path:

@@ -27,6 +27,7 @@ from grpo_dist.data.prompts import BuiltPrompts, Dropped, PromptFormat, build_pr
 from grpo_dist.data.readers import DataRow, read_all, source_name
 from grpo_dist.data.tasks import own_problems, source_tasks
 from grpo_dist.demo.model import made_model, random_model
+from grpo_dist.errors import expanded
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.loop.admission import Drawn
 from grpo_dist.rewards.data_columns import column_problems
@@ -162,7 +163,7 @@ def check_columns(rewards: RewardsConfig, sources: Iterable[Sequence[DataRow]], 
     refuse(
         problem
         for number, rows in enumerate(sources)
-        for problem in column_problems(rewards, rows, f"{key}.{number}")
+        for problem in column_problems(rewards, rows, f"add it to `{key}.{number}.columns`")
     )
 
 
@@ -231,8 +232,8 @@ def resolve_model(
     if made := made_model(path, "model.path", say, seed=seed):
         return made
     if path.startswith("random:"):
-        return random_model(Path(path.removeprefix("random:")).expanduser(), seed=seed)
-    local = Path(path).expanduser()
+        return random_model(expanded(path.removeprefix("random:")), seed=seed)
+    local = expanded(path)
     if local.is_dir():
         if not (local / "config.json").is_file():
             raise ValueError(

@@ -15,6 +15,7 @@ from grpo_dist.data.demonstrations import (
     split,
 )
 from grpo_dist.demo.model import is_made
+from grpo_dist.errors import expanded
 from grpo_dist.runs.cold_start import base_model
 from grpo_dist.runs.prepare import Prepared, download, load_tokenizer, refuse
 from grpo_dist.runs.start_checks import model_problems, setting_problems
@@ -73,7 +74,7 @@ def starting_model(sft: SFTConfig, say: Callable[[str], None]) -> Path:
     """Return the directory of `sft.model`. A hub model is downloaded. ``say`` gets what quantisation has cost
     it. Raises ValueError where it is missing.
     """
-    local = Path(sft.model).expanduser()
+    local = expanded(sft.model)
     is_here = is_made(sft.model) or sft.model.startswith((".", "~", "/")) or local.exists()
     is_hub_id = sft.model.count("/") == 1 and not is_here
     return download(sft.model, None, "sft.model") if is_hub_id else base_model(sft, say)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from grpo_dist.config import ClusterConfig
-from grpo_dist.errors import RERUN, Rollback, StateLost
+from grpo_dist.errors import Rollback, StateLost
 from grpo_dist.runs.resume import ResumePoint
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.recorder import Recorder
@@ -54,13 +54,14 @@ class Recovery:
         *,
         first: ResumePoint,
         start: Callable[[], Awaitable[Workers]],
+        remedy: str,
     ) -> None:
         """``first`` and ``start``: resume point and workers of the first attempt. ``newest`` finds the resume
-        point of later ones.
+        point of later ones. ``remedy``: how another job resumes the run, for the last warning.
         """
         self._settings, self._cluster, self._recorder = settings, cluster, recorder
         self._newest, self._model_dir = newest, model_dir
-        self._first, self._start = first, start
+        self._first, self._start, self._remedy = first, start, remedy
         # The loop's clock: a simulated run has its own.
         self._budget = Budget(settings.restarts, clock=lambda: asyncio.get_running_loop().time())
         self._avoid: set[int] = set()
@@ -114,7 +115,7 @@ class Recovery:
             return
         delay_s = self._budget.take()
         if delay_s is None:
-            self._warn(failure, f"{self._budget.spent}: ending; {RERUN}")
+            self._warn(failure, f"{self._budget.spent}: ending; {self._remedy}")
             raise failure
         self._warn(failure, f"; going back to the last checkpoint in {delay_s:g} s, {self._budget}")
         await asyncio.sleep(delay_s)

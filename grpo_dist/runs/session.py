@@ -14,7 +14,7 @@ from grpo_dist import driver
 from grpo_dist.config import Config
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.presets import described
-from grpo_dist.errors import UserError, refusals
+from grpo_dist.errors import RERUN, UserError, refusals
 from grpo_dist.evaluation.sampling import evaluate
 from grpo_dist.loop import supervised
 from grpo_dist.loop.chores import evaluates_export
@@ -23,7 +23,7 @@ from grpo_dist.observe import Tracker
 from grpo_dist.observe.console import print_before_after
 from grpo_dist.observe.settings import check_trackers
 from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, newest_whole, remove_partial
-from grpo_dist.runs.directories import check_writable, choose_run_dir, resumed_by_name
+from grpo_dist.runs.directories import check_writable, choose_run_dir, resumed_by_name, with_resume_settings
 from grpo_dist.runs.environment import write_environment
 from grpo_dist.runs.ledger_check import audit
 from grpo_dist.runs.own_code import digest_of_run
@@ -136,9 +136,15 @@ async def _session(run: Run, first: ResumePoint) -> dict[str, float]:
     actors = (SupervisedCluster if config.is_supervised else Cluster)(config, prepared.teacher_dirs, wanted)
     async with interruption, actors as cluster, run.settled():
         interruption.listen()  # Ray has installed a handler of its own
-        start = partial(_start, run, cluster, first)
         recovery = Recovery(
-            config.cluster, cluster, run.tracker, run.newest, prepared.model_dir, first=first, start=start
+            config.cluster,
+            cluster,
+            run.tracker,
+            run.newest,
+            prepared.model_dir,
+            first=first,
+            start=partial(_start, run, cluster, first),
+            remedy=with_resume_settings(RERUN, config.checkpoint, run.directory),
         )
         async for attempt in recovery.attempts():
             async with attempt as (point, workers):

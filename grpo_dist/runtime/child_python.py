@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_dist.errors import expanded
+
 _ROOT = Path(__file__).resolve().parents[2]
 # The child imports the grpo_dist of this process, whatever its code paths contain. The directory it comes
 # from, which may be the working directory, is removed from the path again; -P excludes the working directory
@@ -29,7 +31,7 @@ def code_directories(key: str, given: Sequence[str], what: str) -> list[str]:
     """Return the directories that the configuration names under ``key``. Raises ValueError for one that does
     not exist. ``what``: is in them.
     """
-    directories = [Path(path).expanduser().resolve() for path in given]
+    directories = [expanded(path).resolve() for path in given]
     for path, directory in zip(given, directories, strict=True):
         if not directory.is_dir():
             raise ValueError(

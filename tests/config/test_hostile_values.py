@@ -295,3 +295,23 @@ def test_reading_a_pipe_does_not_block(tmp_path, kind, words):
     os.mkfifo(path) if kind == "pipe" else path.mkdir()
     with pytest.raises(UserError, match=rf"bench\.json: cannot be read \({words}\)"):
         BenchResult.read(path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "{}", "data.train.0.path=~no-such-user/x.jsonl"],
+        ["train", "{}", "output_dir=~no-such-user/runs"],
+        ["train", "{}", "model.path=~no-such-user/model"],
+        ["score", "~no-such-user/c.jsonl"],
+        ["eval", "~no-such-user/model", "gsm8k"],
+        ["report", "~no-such-user/run"],
+    ],
+)
+def test_the_home_of_an_unknown_user_is_refused_in_one_line(tmp_path, monkeypatch, capsys, arguments):
+    monkeypatch.chdir(tmp_path)
+    config = "model: {path: 'demo:tiny'}\ndata: {train: [{path: 'demo:add3'}]}\n"
+    (tmp_path / "c.yaml").write_text(config)
+    assert main([text.format("c.yaml") for text in arguments]) == 2
+    said = capsys.readouterr().err
+    assert "~no-such-user names no user with a home directory" in said and said.count("\n") == 1

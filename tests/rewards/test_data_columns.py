@@ -17,7 +17,9 @@ def row(source, number, **columns):
 
 
 def problems(rewards, *rows):
-    return list(column_problems(RewardsConfig.model_validate(rewards), rows, "data.train.0"))
+    return list(
+        column_problems(RewardsConfig.model_validate(rewards), rows, "add it to `data.train.0.columns`")
+    )
 
 
 def test_rows_with_the_columns_are_right():

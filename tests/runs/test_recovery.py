@@ -17,9 +17,10 @@ from ray.exceptions import ActorDiedError
 from actors.cluster import Cluster
 from grpo_dist.config import RestartsConfig
 from grpo_dist.driver import run
-from grpo_dist.errors import RunEnded, StateLost, Unhealthy
+from grpo_dist.errors import RERUN, RunEnded, StateLost, Unhealthy
 from grpo_dist.observe import LEDGER
 from grpo_dist.runs.checkpoint import CHECKPOINTS, CheckpointState, newest_whole
+from grpo_dist.runs.directories import with_resume_settings
 from grpo_dist.runs.identity import data_digest, fingerprint
 from grpo_dist.runs.ledger_check import audit
 from grpo_dist.runs.recovery import Recovery
@@ -91,7 +92,14 @@ class Job(fakes.World):
 
     async def attempts(self):
         recovery = Recovery(
-            self.config.cluster, self, self, self.newest, Path("model"), first=ResumePoint(), start=self.start
+            self.config.cluster,
+            self,
+            self,
+            self.newest,
+            Path("model"),
+            first=ResumePoint(),
+            start=self.start,
+            remedy=with_resume_settings(RERUN, self.config.checkpoint, Path("runs/run-2")),
         )
         async for attempt in recovery.attempts():
             async with attempt as (point, workers):
@@ -181,6 +189,17 @@ def test_repeated_failures_end_the_run_with_their_reason():
         "policy-1 is lost in step 3 after 3 restart(s) within 3600 s, all of "
         "`cluster.restarts.max_per_worker`: ending; rerun the same command to resume from the last checkpoint"
     )
+
+
+def test_a_run_that_never_resumes_ends_with_the_settings_that_resume_it():
+    """The same command begins a new run in another directory, and no checkpoint is used."""
+    job = Job()
+    never = job.config.checkpoint.model_copy(update={"resume": "never"})
+    job.config = job.config.model_copy(update={"checkpoint": never})
+    job.die_at = {3: 10}
+    with pytest.raises(StateLost):
+        job.train()
+    assert "; add checkpoint.resume=auto name=run-2 to it (" in job.warnings[-1]
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

@@ -21,7 +21,7 @@ from grpo_dist.config import BatchConfig, BenchConfig, Config, DataConfig, Envir
 from grpo_dist.config.secrets import masked
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.preparation import EnvironmentProbe, StartFailed
-from grpo_dist.errors import refusals
+from grpo_dist.errors import expanded, refusals
 from grpo_dist.observe.console import step_line
 from grpo_dist.runs.directories import check_writable, make_free_directory
 from grpo_dist.runs.prepare import Prepared, prepare
@@ -47,7 +47,7 @@ def bench(config: Config) -> Path:
 
     config = as_benchmark(config)
     with refusals():
-        base = Path(config.output_dir).expanduser() / config.name
+        base = expanded(config.output_dir) / config.name
         check_writable(base.parent)
         has = fit(config)
         prepared = prepare(config, print_line, device="cuda" if has.gpus else "cpu")

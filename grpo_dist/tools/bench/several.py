@@ -25,9 +25,9 @@ from rich.table import Table
 
 from grpo_dist.config import Section
 from grpo_dist.config.base import DirectoryName
-from grpo_dist.config.files import ConfigError, load_config, overridden, read_tree, validated
+from grpo_dist.config.files import ConfigError, load_config, read_tree, validated, with_overrides
 from grpo_dist.config.text import escaped
-from grpo_dist.errors import RunEnded, refusals
+from grpo_dist.errors import RunEnded, expanded, refusals
 from grpo_dist.runs.directories import check_writable, make_free_directory
 from grpo_dist.runtime.guardian import SET_PARENT_DEATH_SIGNAL, process_option
 from grpo_dist.runtime.stage_log import print_line
@@ -84,7 +84,7 @@ def bench_set(path: Path, overrides: Sequence[str] = (), start: Start | None = N
     places, others = _split(overrides)
     found = load_set(path, others, places)
     with refusals():
-        base = Path(found.output_dir).expanduser() / found.name
+        base = expanded(found.output_dir) / found.name
         check_writable(base.parent)
         directory = make_free_directory(base)  # before its first run: another set may start meanwhile
     results: dict[str, BenchResult] = {}
@@ -110,10 +110,7 @@ def load_set(path: Path, overrides: Sequence[str] = (), places: Sequence[str] = 
     """Read a file of several benchmarks and every configuration it names. ``overrides``: of all of these;
     ``places``: of the file itself. Raises ConfigError.
     """
-    tree = read_tree(path)
-    for place in places:
-        tree = overridden(tree, place, path)
-    found = validated(tree, path, BenchSet)
+    found = validated(with_overrides(read_tree(path), places, path), path, BenchSet)
     for run in found.runs:
         config, own = run.arguments(path.parent)
         try:

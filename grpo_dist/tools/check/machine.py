@@ -39,11 +39,14 @@ def check_disk(inputs: Inputs) -> str:
 
 
 def check_resume(inputs: Inputs) -> str:
-    """Check that the newest checkpoint belongs to this run. Its checksums are verified when it is loaded."""
+    """Check that the newest checkpoint belongs to this run, and that a complete run is not begun again. The
+    checksums of the checkpoint are verified when it is loaded.
+    """
     config = inputs.config
     run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
     found = list_checkpoints(run_dir / CHECKPOINTS)
     if not found:
+        check_unfinished(config.steps, run_dir, 0)
         return f"a new run, in {run_dir}"
     state = load_state(found[-1], config)
     if inputs.prepared is not None:

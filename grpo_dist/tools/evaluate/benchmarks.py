@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import DataSourceConfig
+from grpo_dist.errors import expanded
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def data_source(name: str, data_dir: Path | None) -> dict[str, Any]:
         return {"path": name, "split": "test"}
     if data_dir is None:
         return {"name": name, **known.hub}
-    path = data_dir.expanduser() / known.file
+    path = expanded(data_dir) / known.file
     if not path.is_file():
         raise ValueError(
             f"{name}: no file {path}; expected {known.file} with `problem` and `answer` in the directory of "

@@ -77,7 +77,7 @@ class Measured:
     samples: int
     unscored: int
     truncated: float  # share of samples
-    length_tokens: float  # mean of a completion
+    length_tokens: float  # mean of a completion, without samples that were given up; NaN if all were
     estimates: dict[str, Estimate]
     episodes: EpisodeFigures | None = None  # of the samples of environments, if there are any
 
@@ -186,6 +186,7 @@ def _parts(judged: list[JudgedProblem], name: str) -> Iterator[Measured]:
 def _of(judged: list[JudgedProblem], name: str, by: str | None = None, value: str | None = None) -> Measured:
     verdicts = [j.verdict for j in judged]
     samples = sum(len(v.correct) for v in verdicts)
+    lengths = [n for v in verdicts for n in v.drawn_lengths]
     names = dict.fromkeys(n for j in judged for n in j.values)
     return Measured(
         set=name,
@@ -195,7 +196,7 @@ def _of(judged: list[JudgedProblem], name: str, by: str | None = None, value: st
         samples=samples,
         unscored=sum(c is None for v in verdicts for c in v.correct),
         truncated=sum(v.truncated for v in verdicts) / samples,
-        length_tokens=float(np.mean([n for v in verdicts for n in v.lengths])),
+        length_tokens=float(np.mean(lengths)) if lengths else math.nan,
         estimates={
             n: estimate([j.values[n] for j in judged if n in j.values], samples=samples) for n in names
         },

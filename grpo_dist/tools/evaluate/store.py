@@ -24,6 +24,7 @@ from grpo_dist.config import Config, DataConfig, EnvironmentsConfig, ModelConfig
 from grpo_dist.config.differences import changes, listed
 from grpo_dist.config.secrets import masked
 from grpo_dist.data.readers import json_lines
+from grpo_dist.errors import expanded
 from grpo_dist.evaluation.sampling import Draw
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.runs.environment import installed
@@ -123,7 +124,7 @@ def default_directory(model: ModelConfig, output_dir: str, identity: Identity) -
     """Return a directory that is distinct for each model and each sampling setup."""
     path = Path(model.path.rpartition(":")[2])
     label = path.parent.name if path.name == "model" and path.parent.name else path.name
-    return Path(output_dir).expanduser() / "evaluations" / f"{label}-{identity.digest[:8]}"
+    return expanded(output_dir) / "evaluations" / f"{label}-{identity.digest[:8]}"
 
 
 def settings_of(config: Config) -> dict[str, Any]:
@@ -167,7 +168,7 @@ def _episodes(data: DataConfig, environments: EnvironmentsConfig) -> dict[str, A
 
 def _models(rewards: RewardsConfig) -> dict[str, str]:
     """Return the fingerprints of local reward models, by path."""
-    models = [Path(model.path).expanduser() for model in rewards.models]
+    models = [expanded(model.path) for model in rewards.models]
     return {str(path): fingerprint(path) for path in models if path.exists()}
 
 

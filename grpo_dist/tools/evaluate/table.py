@@ -48,7 +48,7 @@ def row(measured: Measured, names: Sequence[str]) -> list[str]:
         _name(measured),
         str(measured.problems),
         *(interval(measured.estimates.get(name)) for name in names),
-        f"{measured.length_tokens:,.0f}",
+        "–" if math.isnan(measured.length_tokens) else f"{measured.length_tokens:,.0f}",
         f"{measured.truncated:.0%}",
         str(measured.unscored or "–"),
     ]

@@ -19,9 +19,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_dist.config import Config, DataSourceConfig
-from grpo_dist.config.files import overridden, read_tree, set_key, validated
+from grpo_dist.config.files import read_tree, set_key, validated, with_overrides
 from grpo_dist.data.readers import PATTERN_S, first_record
-from grpo_dist.errors import UserError, refusals
+from grpo_dist.errors import UserError, expanded, refusals
 from grpo_dist.runtime.patterns import PatternSearch, PatternTimeout
 from grpo_dist.tools.evaluate.benchmarks import BENCHMARKS, data_source
 
@@ -39,7 +39,7 @@ def configuration(
     target: str, data: Sequence[str], overrides: Sequence[str], *, data_dir: Path | None = None
 ) -> Config:
     """Build the configuration that evaluates ``target`` on ``data``. Raises UserError for invalid ones."""
-    path = Path(target).expanduser()
+    path = expanded(target)
     if path.suffix in (".yaml", ".yml"):
         tree = read_tree(path)
     elif _is_run(path):
@@ -53,9 +53,7 @@ def configuration(
             )
     if data:
         _set_data(tree, data, data_dir or _directory_of_environment(), target)
-    for override in overrides:
-        tree = overridden(tree, override, path)
-    return validated(tree, target, Config)
+    return validated(with_overrides(tree, overrides, path), target, Config)
 
 
 def _directory_of_environment() -> Path | None:

@@ -35,7 +35,7 @@ class Verdict:
     correct: tuple[float | None, ...]
     numbers: tuple[int, ...] | None
     answers: tuple[str, ...]
-    lengths: tuple[int, ...]  # tokens of each completion
+    lengths: tuple[int, ...]  # tokens of each completion; 0 for a sample that was given up
     truncated: int  # truncated samples
     episodes: CountedEpisodes | None = None
 
@@ -43,6 +43,11 @@ class Verdict:
     def flags(self) -> np.ndarray:
         """float64 [samples], NaN for unscored ones."""
         return np.array([np.nan if c is None else c for c in self.correct])
+
+    @property
+    def drawn_lengths(self) -> list[int]:
+        """Tokens of each completion that was not given up; one that the graders know is there, even empty."""
+        return [n for n, c in zip(self.lengths, self.correct, strict=True) if n or c is not None]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -6,10 +6,9 @@ import difflib
 import math
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_dist.errors import IncompleteCheck, RunEnded, UserError, refusals
+from grpo_dist.errors import IncompleteCheck, RunEnded, UserError, expanded, refusals
 from grpo_dist.runtime.stage_log import print_line
 from grpo_dist.tools.arguments import add_command
 from grpo_dist.tools.gpu_check.lines import DEVICE, JOBS, CheckJob
@@ -60,7 +59,7 @@ def run(
     from grpo_dist.tools.gpu_check.run import CheckOptions, run_check
     from grpo_dist.tools.gpu_check.table import print_record
 
-    directory = Path(output).expanduser().absolute()
+    directory = expanded(output).absolute()
     options = CheckOptions(directory, jobs, tuple(only or ()), rehearse, minutes)
     with refusals():
         record = run_check(options, print_line)

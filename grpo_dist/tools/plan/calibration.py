@@ -17,6 +17,7 @@ import numpy as np
 from actors.workers.engine_settings import EngineSpec
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.config import BatchConfig, Config, PolicyConfig
+from grpo_dist.config.files import checked
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan.accelerators import ClusterShape, card_called
@@ -27,10 +28,17 @@ from grpo_dist.tools.plan.rates import Peaks, Rates, Reached, UpdateWork
 from grpo_dist.tools.plan.roles import Roles, roles_of
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 
+_TRAINED = "train/tokens"
 _THREADS = 0.8  # a trainer with two threads was measured to be 1.71 times as fast as one with one
 # Of a thread, float32, and bytes a second for a process. The reached share of them is calibrated. They decide
 # how a decode step grows with its sequences only where single steps were not measured.
 _CPU_FLOPS, _CPU_MEMORY = 90e9, 10e9
+# What a calibration reads of a benchmark; other figures have a value where they are missing.
+_FIGURES = (
+    "generation/step_s", "training/step_s", "sync/bytes_per_s", "scoring/step_s", "overhead/step_s",
+    "overhead/driver_cpu_s",
+)  # fmt: skip
+_WORKLOAD = ("prompt_tokens_mean", "prompts_per_step", "samples_per_prompt")
 _COPIES = ("device/to_host_bytes_per_s", "device/from_host_bytes_per_s")  # of a record of `gpu-check`
 
 
@@ -69,9 +77,12 @@ class Calibration:
 
 
 def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
-    """Calibrate with ``result``. Raises UserError for other hardware, or too few measurements."""
+    """Calibrate with ``result``. Raises UserError for other hardware, too few measurements, or settings that
+    this version does not have.
+    """
     _check_hardware(result, cluster)
-    config = Config.model_validate(result.config)
+    _check_complete(result)
+    config = checked(result.config, f"--bench: settings of {result.name}", Config)
     model, gpu = model_of(config.model, config.sft, config.seed), cluster.card is not None
     cpus = None if gpu else int(result.machine["cores"])
     roles = roles_of(config, model, _own_cluster(result, cluster), cpus=cpus)
@@ -153,6 +164,23 @@ def _check_hardware(result: BenchResult, cluster: ClusterShape) -> None:
         )
 
 
+def _check_complete(result: BenchResult) -> None:
+    """Raise UserError for what the file does not have, or has no number of."""
+    needed = [
+        *((f"figures.{name}", result.figures.get(name)) for name in _FIGURES),
+        *((f"workload.{name}", result.workload.get(name)) for name in _WORKLOAD),
+        *((f"steps.{i}.{_TRAINED}", step.get(_TRAINED)) for i, step in enumerate(result.steps)),
+    ]
+    if "gpu" not in result.machine:
+        needed.append(("machine.cores", result.machine.get("cores")))
+    missing = [f"`{key}`" for key, value in needed if not isinstance(value, int | float)]
+    if missing or not result.steps:
+        raise UserError(
+            f"--bench: {result.name} has no number for {', '.join(missing) or '`steps`'}; expected a result "
+            "in which every stage was measured: run `grpo-dist bench` again with this version"
+        )
+
+
 def _own_cluster(result: BenchResult, cluster: ClusterShape) -> ClusterShape:
     """Return the cluster of the benchmark: one node."""
     return replace(cluster, nodes=1, gpus_per_node=int(result.machine.get("gpus", 0)))
@@ -206,9 +234,7 @@ def _curve(rates: Rates, result: BenchResult) -> tuple[tuple[float, float], ...]
 
 def _training(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], result: BenchResult) -> Reached:
     """Calibrate the share of the peak that training reaches."""
-    trained = sum(s["train/tokens"] for s in result.steps) / sum(
-        p * len(n) + sum(n) for s in steps for p, n in s
-    )
+    trained = sum(s[_TRAINED] for s in result.steps) / sum(p * len(n) + sum(n) for s in steps for p, n in s)
     at_peak = replace(rates, reached=replace(rates.reached, training=1.0))
     work = [_updates(rates.config.batch, step, _shared(result)) for step in steps]
     compute = sum(at_peak.compute_s(own) for own in work) / len(steps)

@@ -6,11 +6,11 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.config import CheckpointConfig, DataConfig, DataSourceConfig, EvaluationConfig
 from grpo_dist.data.readers import read, source_name
+from grpo_dist.errors import expanded
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.loop.chores import evaluates_export
 from grpo_dist.tools.plan import fake_records
@@ -131,9 +131,7 @@ def prompts_of(source: DataSourceConfig, most: int | None) -> tuple[bool, int | 
     """Return whether the number of rows is known, and how many are evaluated; None: unbounded."""
     bounds = [bound for bound in (source.max_rows, most) if bound is not None]
     bound = min(bounds, default=None)
-    if source.path is not None and (
-        source.path.startswith("demo:") or Path(source.path).expanduser().exists()
-    ):
+    if source.path is not None and (source.path.startswith("demo:") or expanded(source.path).exists()):
         try:
             return True, len(read(source.model_copy(update={"max_rows": bound})))
         except (OSError, ValueError):  # the run itself reports it

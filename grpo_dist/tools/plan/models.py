@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import ModelConfig, RewardModelConfig, SFTConfig
-from grpo_dist.errors import UserError
+from grpo_dist.errors import UserError, expanded
 from grpo_dist.policy.gguf_model import gguf_config, is_gguf
 from grpo_dist.runtime.json_files import read_json
 from grpo_dist.tools.bench.flops import Shape
@@ -191,7 +191,7 @@ def model_of(model: ModelConfig, sft: SFTConfig | None, seed: int) -> ModelShape
         assert sft is not None  # the configuration was checked
         path = sft.model
     if path.startswith("random:"):
-        return _read(Path(path.removeprefix("random:")).expanduser(), _policy(path))
+        return _read(expanded(path.removeprefix("random:")), _policy(path))
     if path == "demo:smollm2":
         path = "HuggingFaceTB/SmolLM2-135M-Instruct"  # nothing is fetched
     if path.startswith("demo:"):
@@ -204,7 +204,7 @@ def model_of(model: ModelConfig, sft: SFTConfig | None, seed: int) -> ModelShape
             raise UserError(str(error)) from error
     if is_gguf(path):
         try:
-            return from_config_json(gguf_config(Path(path).expanduser(), _policy(path)), path)
+            return from_config_json(gguf_config(expanded(path), _policy(path)), path)
         except ValueError as error:
             raise UserError(str(error)) from error
     if found := _known_locally(path, model.revision, _policy(path)):
@@ -231,7 +231,7 @@ def _policy(path: str) -> str:
 
 def _known_locally(path: str, revision: str | None, where: str) -> ModelShape | None:
     """Look in a directory, the local cache, and the table of published models."""
-    local = Path(path).expanduser()
+    local = expanded(path)
     if local.is_dir():
         return _read(local / "config.json", where)
     if cached := _in_hub_cache(path, revision):

@@ -20,7 +20,7 @@ from rich.console import Console
 from grpo_dist.config import DataSourceConfig, SupervisedConfig
 from grpo_dist.data.demonstrations import EXAMPLES, source_pairs
 from grpo_dist.data.readers import read, source_name
-from grpo_dist.errors import UserError, refusals
+from grpo_dist.errors import UserError, expanded, refusals
 from grpo_dist.runs.cold_start import base_model
 from grpo_dist.runs.prepare import load_tokenizer
 from grpo_dist.runtime.hardware import GIB
@@ -310,7 +310,7 @@ def _counted(known: Sequence[tuple[str, int | None]], what: str) -> tuple[int, t
 
 def _rows(path: str, most: int | None) -> int | None:
     """Return the rows of a file or of a `demo:` set; None: it cannot be read."""
-    local = Path(path).expanduser()
+    local = expanded(path)
     if path.startswith("demo:"):
         return len(read(DataSourceConfig(path=path, max_rows=most)))
     if not local.is_file():

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from grpo_dist import driver
 from grpo_dist.config import Config
 from grpo_dist.data.order import OrderState
+from grpo_dist.errors import RERUN
 from grpo_dist.loop.progress import PipelineState, Progress
 from grpo_dist.runs.recovery import Recovery
 from grpo_dist.runs.resume import ResumePoint
@@ -102,6 +103,7 @@ async def _run(scenario: Scenario, config: Config) -> tuple[SimulatedCluster, St
         recorder.directory,
         first=begin,
         start=cluster.begin,
+        remedy=RERUN,
     )
     try:
         async for attempt in recovery.attempts():

@@ -39,15 +39,16 @@ from grpo_dist.config.base import DirectoryName, Seed
 from grpo_dist.config.files import (
     ConfigError,
     checked,
-    overridden,
     parser_reason,
     read_tree,
     set_from_text,
     set_key,
     validated,
+    with_overrides,
 )
 from grpo_dist.config.input_paths import input_paths
 from grpo_dist.config.secrets import masked_setting
+from grpo_dist.errors import expanded
 
 Kind = Literal["sft", "grpo", "sample"]
 REFERENCE = re.compile(r"\$\{\s*stage\s*:\s*([^}]*?)\s*\}")
@@ -154,7 +155,7 @@ def _read_file(tree: DictConfig, path: Path) -> PipelineFile:
 
 def resolve(file: PipelineFile, path: Path, overrides: Sequence[str] = ()) -> ResolvedPipeline:
     """Resolve the contents of a pipeline file. Configuration files of stages are relative to ``path``."""
-    directory = Path(file.output_dir).expanduser() / file.name
+    directory = expanded(file.output_dir) / file.name
     by_stage = _by_stage(overrides, file)
     stages: list[ResolvedStage] = []
     for number, written in enumerate(file.stages, 1):
@@ -201,8 +202,7 @@ def _tree(
     assert isinstance(merged, DictConfig)
     for key, value in written.overrides.items():
         set_key(merged, key, value, f"{where}: overrides `{key}`")
-    for text in overrides:
-        merged = overridden(merged, text, path)
+    merged = with_overrides(merged, overrides, path)
     for key, reason in _PLACES.items():
         if (value := OmegaConf.select(merged, key)) is not None:
             raise ConfigError(f"{where}: `{key}` = {value!r}: {reason}; remove the key")

@@ -20,6 +20,7 @@ from grpo_dist.config.differences import changes, flat, has_place
 from grpo_dist.config.input_paths import input_paths
 from grpo_dist.config.secrets import HIDDEN, masked
 from grpo_dist.config.supervised import OPTIMIZER, SupervisedConfig
+from grpo_dist.errors import expanded
 from grpo_dist.runs.identity import FREE_SFT, Change, without_layout
 from grpo_dist.runs.own_code import digest_of_run, digest_of_samples
 from grpo_dist.runtime.cache import fingerprint
@@ -118,7 +119,7 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
         if value.startswith("stage:"):
             name = value.removeprefix("stage:").partition("/")[0]
             found[f"stage:{name}"] = earlier[name].id if name in earlier else None
-        elif (local := Path(value).expanduser()).exists():
+        elif (local := expanded(value)).exists():
             found[value] = fingerprint(local)
     if stage.kind != "sft":
         own = stage.config

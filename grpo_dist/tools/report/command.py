@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from grpo_dist.errors import UserError
+from grpo_dist.errors import UserError, expanded
 from grpo_dist.runtime.files import check_replaceable, open_new, publish
 from grpo_dist.tools.report.answers import AnswerReader
 from grpo_dist.tools.report.page import whole_page
@@ -18,7 +18,7 @@ def write_report(
 ) -> Path:
     """Write the page. Raises UserError for a path that is not a run directory, or an unwritable file."""
     runs = open_runs(paths)
-    target = Path(output).expanduser() if output else _default(runs)
+    target = expanded(output) if output else _default(runs)
     if target.is_dir():
         raise UserError(
             f"--output {target} is a directory; expected a file name, e.g. {target / 'report.html'}"

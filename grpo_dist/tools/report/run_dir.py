@@ -15,7 +15,7 @@ from grpo_dist.config import presets
 from grpo_dist.config.differences import flat
 from grpo_dist.config.secrets import masked
 from grpo_dist.config.text import check_nesting, unescaped
-from grpo_dist.errors import UserError
+from grpo_dist.errors import UserError, expanded
 from grpo_dist.runtime.json_files import parse_json
 
 TRAINING, ASIDE = "training", "aside"
@@ -59,7 +59,7 @@ class SampleFile:
 
 def open_runs(paths: Sequence[str]) -> list[RunDir]:
     """Open the runs. Raises UserError for a path that is not a run directory, or is given twice."""
-    found = [Path(path).expanduser() for path in paths]
+    found = [expanded(path) for path in paths]
     for path in found:
         if not path.is_dir():
             raise UserError(

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from grpo_dist.demo.tokenizer import character_tokenizer
+from grpo_dist.errors import expanded
 from grpo_dist.tools.report import episodes
 from grpo_dist.tools.report.rollouts import texts_of
 
@@ -93,7 +94,7 @@ def _places(run: Path, config: dict[str, Any]) -> list[Path]:
     first = str(model.get("path") or "")
     sft = str(_section(config, "sft").get("model") or "") if first == "sft" else ""
     places = [run / "model", *sorted((run / "checkpoints").glob("*/policy"), reverse=True)]
-    places += [Path(name).expanduser() for name in (first, sft) if name and ":" not in name]
+    places += [expanded(name) for name in (first, sft) if name and ":" not in name]
     found = [place / "tokenizer.json" for place in places]
     if first.count("/") == 1:
         from huggingface_hub import try_to_load_from_cache  # slow to import

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from grpo_dist.errors import UserError
+from grpo_dist.errors import UserError, expanded
 from grpo_dist.runtime.imports import libraries_loaded
 from grpo_dist.runtime.stage_log import print_line, stages_logged
 from grpo_dist.tools.arguments import add_command, add_inputs, file_path, split_overrides
@@ -66,7 +65,7 @@ def _score(path: str, rest: list[str], **options: Any) -> None:
             options["source_column"],
         )
         score(
-            Path(path).expanduser(),
+            expanded(path),
             options["reward"],
             files[0] if files else None,
             overrides,

@@ -1,11 +1,11 @@
 """Read completions to score from a JSONL file, or from a table of samples that training or `eval` wrote.
-Every error names the file and the row.
+Every error names the file and the row: of a table, the first row of the problem.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from grpo_dist.data.readers import json_lines
 from grpo_dist.errors import UserError
 from grpo_dist.rewards.episodes import Turns
 
+TABLE = ".parquet"  # suffix of a table of samples
+
 # Of a table of samples (grpo_dist/observe/samples.py); its tokens and earlier rewards are not read.
-_OF_SAMPLES = (
-    "uid", "source", "problem", "answer", "sample", "completion", "outcome", "finish_reason", "turns"
-)  # fmt: skip
+_OF_PROMPTS = ("uid", "source", "problem", "answer")
+_OF_SAMPLES = ("sample", "completion", "outcome", "finish_reason", "turns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,13 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class CompletionRow:
-    """One line: G completions of one problem.
+    """One line of a file, or the rows of one prompt in a table: G completions of one problem.
 
     Attributes:
         labels: [G] of 1.0 and 0.0; None without a label column.
         source: of the problem; "" without one.
-        turns: [G] of the turns of an episode, whose last action is the completion; () without turns.
+        turns: [G] of the turns of an episode, whose last action is the completion, or () for one that was
+            given up before its first turn; () without turns.
     """
 
     location: str
@@ -62,8 +64,11 @@ class CompletionRow:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """Columns that a reward can ask for. Problem and answer are texts under these names, as in a run."""
-        return {**self.record, "problem": self.problem, "answer": self.answer}
+        """Columns that a reward can ask for. Problem and answer are texts under these names, as in a run; the
+        finish reasons are those of the samples, and no column.
+        """
+        own = {name: value for name, value in self.record.items() if name != "finish_reason"}
+        return own | {"problem": self.problem, "answer": self.answer}
 
 
 def read_rows(path: Path, columns: Columns) -> list[CompletionRow]:
@@ -82,24 +87,39 @@ def read_rows(path: Path, columns: Columns) -> list[CompletionRow]:
 
 
 def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if path.suffix != ".parquet":
+    if path.suffix != TABLE:
         yield from json_lines(path)
         return
     try:
         known = pq.read_schema(path).names
-        rows = pq.read_table(path, columns=[name for name in _OF_SAMPLES if name in known]).to_pylist()
+        read = [name for name in (*_OF_PROMPTS, *_OF_SAMPLES) if name in known]
+        rows = pq.read_table(path, columns=read).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: cannot be read as a table of samples ({error})") from error
-    for number, record in enumerate(rows, 1):
-        if turns := record.pop("turns", None):
-            record["turns"] = [{"action": turn["text"], **turn} for turn in turns]
-        yield f"{path}:{number}", record
+    yield from _groups(path, rows)
+
+
+def _groups(path: Path, rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Join the rows of each prompt, by `uid`, into a record whose columns of samples are lists: rewards may
+    compare the samples of a prompt. A row without `uid` stays alone.
+    """
+    of_prompts: dict[Any, list[tuple[int, dict[str, Any]]]] = {}
+    for number, row in enumerate(rows, 1):
+        of_prompts.setdefault(row.get("uid") or number, []).append((number, row))
+    for own in of_prompts.values():
+        number, first = own[0]
+        samples = sorted((row for _, row in own), key=lambda row: row.get("sample") or 0)
+        record = {name: first[name] for name in _OF_PROMPTS if name in first}
+        record |= {name: [row[name] for row in samples] for name in _OF_SAMPLES if name in first}
+        episodes = record.pop("turns", ())
+        turns = [[{"action": turn["text"], **turn} for turn in episode or ()] for episode in episodes]
+        yield f"{path}:{number}", record | ({"turns": turns} if any(turns) else {})
 
 
 def _row(record: dict[str, Any], location: str, columns: Columns) -> CompletionRow:
     turns = _turns(record, location)
     if turns and not {"completion", "completions", columns.completion} & set(record):
-        last = [own[-1]["action"] for own in turns]
+        last = [own[-1]["action"] if own else "" for own in turns]
         record = record | {"completion": last if isinstance(record["turns"][0], list) else last[0]}
     name, completions = _completions(record, location, columns.completion)
     if turns and len(turns) != len(completions):
@@ -146,10 +166,10 @@ def _turns(record: Mapping[str, Any], location: str) -> tuple[Turns, ...]:
     given = record.get("turns")
     if given is None:
         return ()
-    episodes = given if isinstance(given, list) and given and isinstance(given[0], list) else [given]
+    of_each = isinstance(given, list) and bool(given) and isinstance(given[0], list)
     found = []
-    for turns in episodes:
-        if not isinstance(turns, list) or not turns:
+    for turns in given if of_each else [given]:
+        if not isinstance(turns, list) or not (turns or of_each):
             raise UserError(f"{location}: `turns` is no list of turns; expected objects with `action`")
         for turn in turns:
             if not isinstance(turn, dict) or not isinstance(turn.get("action"), str):

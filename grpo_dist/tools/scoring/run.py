@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,11 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from grpo_dist.config import Config, ModelConfig, RewardsConfig, SFTConfig
-from grpo_dist.config.files import load_config, overridden, validated
+from grpo_dist.config.files import load_config, validated, with_overrides
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.rewards.registry import check_rewards
+from grpo_dist.rewards.data_columns import column_problems, own_column_problems
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import check_rewards, own_rewards
 from grpo_dist.runs.directories import check_writable
 from grpo_dist.runs.prepare import load_tokenizer, resolve_model
 from grpo_dist.runtime.files import check_replaceable
@@ -21,7 +23,7 @@ from grpo_dist.runtime.stage_log import stage
 from grpo_dist.runtime.tables import print_lines, wide_console
 from grpo_dist.tools.scoring import report
 from grpo_dist.tools.scoring.agreement import agreements, disagreements, is_grader
-from grpo_dist.tools.scoring.rows import Columns, CompletionRow, read_rows
+from grpo_dist.tools.scoring.rows import TABLE, Columns, CompletionRow, read_rows
 from grpo_dist.tools.scoring.scorer import OF_TOKENS, Outcome, score_rows
 
 _NO_MODEL = "no/model"  # model path of a configuration made for --reward
@@ -54,6 +56,7 @@ def score(
     with refusals(), stage("rewards and tokenizer", quiet=True):
         _check_output(target)
         check_rewards(config.rewards, max_new_tokens=config.sampling.shortest)
+        _check_columns(config.rewards, rows, path)
         tokenizer = _tokenizer(config.rewards, config.model, config.sft, config.seed, say)
     if config.rewards.models:
         names = ", ".join(model.name for model in config.rewards.models)
@@ -88,9 +91,7 @@ def configuration(
             "rewards": {"functions": functions, "processes_per_worker": available_cpus()},
         }
     )
-    for override in overrides:
-        tree = overridden(tree, override, path)
-    return validated(tree, "score", Config)
+    return validated(with_overrides(tree, overrides, path), "score", Config)
 
 
 def _check_output(target: Path) -> None:
@@ -117,6 +118,30 @@ def _check_sources(rewards: RewardsConfig, rows: Sequence[CompletionRow], column
         key = f"rewards.by_source.{source}" if source in rewards.by_source else "rewards"
         of = f" of source {source!r}" if rewards.by_source else ""
         _check_without_models(rewards.of(source), key, of)
+
+
+def _check_columns(rewards: RewardsConfig, rows: Sequence[CompletionRow], path: Path) -> None:
+    """Raise ValueError where a reward lacks a column in a row, or cannot read it."""
+    remedy = (
+        "a table of samples has no further columns of the data, so score a JSON Lines file that has it"
+        if path.suffix == TABLE
+        else "add it to the file"
+    )
+    by_source: dict[str, list[CompletionRow]] = {}
+    for row in rows:
+        by_source.setdefault(row.source, []).append(row)
+
+    def problems() -> Iterator[str]:
+        for own in by_source.values():
+            yield from column_problems(rewards, own, remedy)
+        if not own_rewards(rewards):
+            return
+        with GraderPool(1, code_paths=rewards.code_paths) as pool:
+            for own in by_source.values():
+                yield from own_column_problems(rewards, own, remedy, pool)
+
+    if (problem := next(problems(), None)) is not None:
+        raise ValueError(problem)
 
 
 def _check_without_models(rewards: RewardsConfig, key: str, of: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_dist.config import CheckpointConfig, RewardsConfig
 from grpo_dist.config.secrets import HIDDEN, masked, masked_setting, masked_text
-from grpo_dist.errors import UserError
+from grpo_dist.errors import UserError, expanded
 from grpo_dist.tools.submit.job import Job, Variable
 
 # Includes the other line ends of editors and YAML.
@@ -134,7 +134,7 @@ def check_not_left_behind(inputs: Iterable[tuple[str, str, bool]], python: str |
         named.append(("environments.python", python))
     for key, value in named:
         path = value.removeprefix("random:")
-        if not Path(path).is_absolute() and Path(path).expanduser().exists():
+        if not Path(path).is_absolute() and expanded(path).exists():
             raise UserError(
                 f"`{key}` = {value} is on this machine and does not travel with the job; put it on storage "
                 "that all nodes see and give its absolute path"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from grpo_dist.config import Config
 from grpo_dist.config.files import to_yaml
-from grpo_dist.errors import UserError
+from grpo_dist.errors import UserError, expanded
 from grpo_dist.runtime.version import __version__
 
 CONFIG = "config.yaml"
@@ -104,7 +104,7 @@ def _own_code(code_paths: Sequence[str]) -> Iterator[str]:
     """Yield directories of a user's own code, relative to this directory; each once."""
     found: set[str] = set()
     for given in code_paths:
-        path = Path(given).expanduser()
+        path = expanded(given)
         if path.is_absolute():
             continue  # a path on the cluster
         relative = os.path.relpath(path)

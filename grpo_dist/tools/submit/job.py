@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from grpo_dist.config import Config
-from grpo_dist.errors import UserError
+from grpo_dist.errors import UserError, expanded
 from grpo_dist.runtime.cache import cache_dir
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.json_files import read_json
@@ -86,7 +86,7 @@ class JobState:
 
 
 def run_directory(name: str, output_dir: str) -> Path:
-    return Path(os.path.abspath(Path(output_dir).expanduser() / name))
+    return Path(os.path.abspath(expanded(output_dir) / name))
 
 
 def read_record(run_dir: Path) -> SubmissionRecord | None:

@@ -123,6 +123,8 @@ def test_a_run_that_would_resume_is_checked_too(here):
     Path("runs/run/DONE").write_text("3\n")
     assert "the run is complete (3 steps)" in wrong(results("steps=3"))["resume"]
     assert results("checkpoint.resume=never")["resume"].detail == "a new run, in runs/run-2"
+    shutil.rmtree(checkpoint)
+    assert "has no checkpoint to continue from: it would begin again" in wrong(results())["resume"]
 
 
 def test_a_single_problem_is_reported_without_a_count():

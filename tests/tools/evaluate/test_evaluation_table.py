@@ -1,17 +1,21 @@
 """Printed tables of evaluations have every number complete for any terminal width."""
 
 import io
+import math
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from grpo_dist.evaluation.estimates import Estimate
 from grpo_dist.tools.evaluate import table
 from grpo_dist.tools.evaluate.compare import ModelComparison, Paired, PairedDifference
-from grpo_dist.tools.evaluate.result import EvaluationResult, Measured
+from grpo_dist.tools.evaluate.result import EvaluationResult, JudgedProblem, Measured
 from grpo_dist.tools.evaluate.store import Identity
+from grpo_dist.tools.evaluate.verdicts import Verdict
 from grpo_dist.tools.scoring.agreement import Agreement
 from grpo_dist.tools.scoring.report import print_agreements
+from grpo_dist.types import Prompt
 
 MEASURES = ("pass@1", "pass@4", "pass@8", "avg@16", "maj@4", "maj@8", "cons@16")
 
@@ -38,6 +42,22 @@ def test_no_number_of_a_result_is_truncated(terminal):
         assert text.count(f"{share}.0 [41.0, 62.0]") == 2
     for cell in ("math500", "  subject Counting & Probability", "1,234", "4,321", "2%", "7%"):
         assert cell in text
+
+
+def test_samples_that_were_given_up_are_not_short_completions(terminal):
+    """The engines returned nothing for them; an empty completion that was graded counts."""
+
+    def judged(name, correct, lengths):
+        prompt = Prompt("u", np.empty(0, np.int32), "2", name, "1+1")
+        verdict = Verdict("k", "u", correct, None, (), lengths, 0)
+        return JudgedProblem.of(name, prompt, {}, verdict, (1,))
+
+    problems = [judged("some", (1.0, None, 0.0, None), (6, 0, 0, 12)), judged("none", (None, None), (0, 0))]
+    result = EvaluationResult.of(Identity("m", "f", {}, "d"), problems)
+    lengths = {m.set: m.length_tokens for m in result.measured}
+    assert lengths["some"] == lengths["all problems"] == 6 and math.isnan(lengths["none"])
+    table.print_result(result, "runs/a")
+    assert "nan" not in terminal.getvalue()
 
 
 def test_no_number_of_a_score_table_is_truncated(terminal):

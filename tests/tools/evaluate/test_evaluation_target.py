@@ -42,6 +42,11 @@ def test_a_run_is_evaluated_with_its_own_settings_and_the_model_it_exported(run)
     assert [s.path for s in config.data.eval] == ["demo:add3"]
 
 
+def test_a_preset_behind_a_value_does_not_undo_it(run):
+    config = configuration(str(run), [], ["rewards.overlong_buffer.share=0.5", "+algorithm=dapo"])
+    assert config.algorithm.preset == "dapo" and config.rewards.overlong_buffer.share == 0.5
+
+
 def test_other_data_for_a_run_is_checked_whole(run):
     config = configuration(str(run), ["demo:add4", "x.jsonl"], ["data.eval.1.problem_column=question"])
     assert [(s.path, s.split, s.problem_column) for s in config.data.eval] == [

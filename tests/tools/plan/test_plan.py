@@ -578,6 +578,35 @@ def test_a_benchmark_of_other_hardware_is_refused(changes, cluster, words):
         calibrate(result(cpu_config(), **changes), parse_cluster(cluster))
 
 
+@pytest.mark.parametrize(
+    "lacks, words",
+    [
+        (("figures", "sync/bytes_per_s"), "made has no number for `figures.sync/bytes_per_s`; expected"),
+        (("figures", "generation/step_s"), "`figures.generation/step_s`"),
+        (("workload", "prompts_per_step"), "`workload.prompts_per_step`"),
+        (("machine", "cores"), "`machine.cores`"),
+        (("steps", 1, "train/tokens"), "`steps.1.train/tokens`"),
+        (("config", "model"), "settings of made: `model` is missing"),
+    ],
+)
+def test_a_benchmark_without_a_figure_is_refused_by_its_name(tmp_path, capsys, lacks, words):
+    """A stage that was not measured has null, and an older version had other figures."""
+    file, (*parents, name) = tmp_path / "bench.json", lacks
+    for change in ("null", "missing"):
+        result(cpu_config()).write(file)
+        plain = json.loads(file.read_text())
+        section = plain
+        for key in parents:
+            section = section[key]
+        section[name] = None
+        if change == "missing" or lacks[0] == "config":
+            del section[name]
+        file.write_text(json.dumps(plain))
+        assert main(["plan", GPU, "--cluster", "1x0xCPU", "--bench", str(file)]) == 2
+        said = capsys.readouterr().err
+        assert words in said and said.startswith("error: --bench: ") and said.count("\n") == 1
+
+
 def test_a_benchmark_of_the_same_card_is_taken():
     c = config(model={"path": "Qwen/Qwen2.5-1.5B"}, policy={"zero_stage": 2})
     machine = {"gpu": "NVIDIA A100-SXM4-80GB", "gpus": 2}

@@ -103,6 +103,13 @@ def test_one_seed_is_for_all_stages_and_the_command_line_overrides_settings(writ
     assert load_pipeline(path, ["seed=6"])["reject"].config.seed == 6
 
 
+def test_a_preset_behind_a_value_of_a_stage_does_not_undo_it(write):
+    pipeline = load_pipeline(write(), ["reason.algorithm.clip_high=0.4", "reason.+algorithm=dapo"])
+    own = pipeline["reason"].config
+    assert own.algorithm.preset == "dapo" and own.algorithm.clip_high == 0.4 and own.steps == 2
+    assert pipeline["cold_start"].config.algorithm.preset is None
+
+
 def test_supervised_training_also_uses_the_seed_of_the_pipeline(write):
     own = {"model": "demo:tiny", "data": "demo:add3", "seed": 3}
     stages = [

@@ -3,9 +3,12 @@
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.cli import main
@@ -14,6 +17,7 @@ from grpo_dist.runtime.stage_log import open_stages
 from grpo_dist.tools.scoring import scorer
 from grpo_dist.tools.scoring.agreement import agreements, disagreements, is_grader
 from grpo_dist.tools.scoring.report import bars
+from grpo_dist.tools.scoring.run import configuration
 from tests.support.made_episodes import episodes
 
 NAN = float("nan")
@@ -179,13 +183,68 @@ def test_samples_of_a_run_or_an_evaluation_are_scored_as_they_were_written(here,
     write_groups(Path("step_000001.parquet"), [group])
     names = ["--reward", "math", "--reward", "environment", "--reward", "mine:calls"]
     assert main(["score", "step_000001.parquet", *names, "rewards.code_paths=[.]"]) == 0
-    scores = [row["score"]["parts"] for row in lines("step_000001.scored.jsonl")]
-    assert [own["math"] for own in scores] == group.rewards.tolist()
-    assert [own["mine:calls"] for own in scores] == [1, 0, 0, 1]
-    assert [own["environment"] for own in scores] == [None, None, 1.0, None]
-    assert lines("step_000001.scored.jsonl")[2]["turns"][0]["observation"] == "lower"
+    (row,) = lines("step_000001.scored.jsonl")
+    parts = row["score"]["parts"]
+    assert parts["math"] == group.rewards.tolist()
+    assert parts["mine:calls"] == [1, 0, 0, 1] and parts["environment"] == [None, None, 1.0, None]
+    assert row["turns"][2][0]["observation"] == "lower"
     Path("broken.parquet").write_text("no table")
     assert "broken.parquet: cannot be read as a table of samples" in refusal(capsys, "broken.parquet")
+
+
+def table_of(name, *rows):
+    columns = ("uid", "source", "problem", "answer", "sample", "completion", "finish_reason")
+    pq.write_table(pa.Table.from_pylist([dict(zip(columns, row, strict=True)) for row in rows]), name)
+
+
+@pytest.mark.family("costly")
+def test_samples_of_one_prompt_are_scored_together_wherever_their_rows_are(here):
+    """A reward that compares the samples of a group sees all of them, in the order of the samples."""
+    Path("mine.py").write_text(
+        "def among(completions):\n    return [sorted(completions).index(c) for c in completions]\n"
+        "def cut(completion, finish_reason, group):\n"
+        "    return (finish_reason == 'length') + 10 * len(group)\n"
+    )
+    table_of(
+        "t.parquet",
+        ("p", "sums", "1+1", "2", 1, "b", "length"),
+        ("q", "sums", "1+2", "3", 0, "x", "stop"),
+        ("p", "sums", "1+1", "2", 0, "c", "stop"),
+        ("p", "sums", "1+1", "2", 2, "a", "stop"),
+    )
+    names = ["--reward", "mine:among", "--reward", "mine:cut", "rewards.code_paths=[.]"]
+    assert main(["score", "t.parquet", *names]) == 0
+    first, second = lines("t.scored.jsonl")
+    assert first["completion"] == ["c", "b", "a"] and first["uid"] == "p" and first["problem"] == "1+1"
+    assert first["score"]["parts"] == {"mine:among": [2, 1, 0], "mine:cut": [30, 31, 30]}
+    assert second["score"]["parts"] == {"mine:among": [0], "mine:cut": [10]}
+
+
+@pytest.mark.family("costly")
+def test_an_episode_that_was_given_up_before_its_first_turn_is_unscored(here):
+    group = episodes()
+    lost = replace(group.rollouts[0], turns=(), finish_reason="error", text="")
+    write_groups(Path("t.parquet"), [replace(group, rollouts=(lost, *group.rollouts[1:]))])
+    assert main(["score", "t.parquet", "--reward", "math"]) == 0
+    (row,) = lines("t.scored.jsonl")
+    assert row["score"]["reward"] == [None, *group.rewards.tolist()[1:]]
+
+
+@pytest.mark.family("costly")
+def test_a_table_that_lacks_the_columns_of_a_reward_is_refused(here, capsys):
+    """The data's own columns are not among the samples; all of them would count as wrong or unscored."""
+    table_of("t.parquet", ("p", "code", "write f", "-", 0, "def f(): pass", "stop"))
+    error = refusal(capsys, "t.parquet", "--reward", "unit_tests")
+    assert "reward unit_tests reads column `tests`, but t.parquet:1 has only answer, completion" in error
+    assert "score a JSON Lines file that has it" in error and "give source code other rewards" in error
+    Path("mine.py").write_text("def easy(completion, level, most=3):\n    return level < most\n")
+    own = ("--reward", "mine:easy", "rewards.code_paths=[.]")
+    assert "reward mine:easy reads column `level`, but t.parquet:1" in refusal(capsys, "t.parquet", *own)
+    assert "but c.jsonl:1 has only answer, completion, problem, right: add it to the file" in refusal(
+        capsys, "c.jsonl", *own
+    )
+    write("c.jsonl", [row | {"level": 2} for row in ROWS])
+    assert main(["score", "c.jsonl", *own]) == 0
 
 
 @pytest.mark.family("costly")
@@ -200,6 +259,12 @@ def test_weights_gates_and_columns_are_those_of_a_configuration(here):
     )
     assert main(["score", "c.jsonl", "lr=1e-6/config.yaml", "rewards.functions[1].weight=0.2"]) == 0
     assert [row["score"]["reward"] for row in lines("c.scored.jsonl")] == [1.1, 1.1, 0, 0, 0]
+
+
+def test_a_preset_behind_a_value_does_not_undo_it():
+    given = ["rewards.overlong_buffer.share=0.5", "+algorithm=dapo"]
+    buffer = configuration(Path("c.jsonl"), [], None, given).rewards.overlong_buffer
+    assert (buffer.share, buffer.penalty) == (0.5, 1.0)
 
 
 @pytest.mark.family("costly")
