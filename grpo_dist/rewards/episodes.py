@@ -47,10 +47,8 @@ def reward_of_environment(turns: Turns, finish_reason: str, rewarded_ends: Colle
     return sum_of_turns(turns)
 
 
-def failure_of(finish_reason: str, turns: Turns) -> str | None:
-    """Return why the environment of an episode failed; None: it did not."""
-    if finish_reason != "error":
-        return None
+def failure_of(turns: Turns) -> str:
+    """Return why the environment of an episode that ended with "error" failed."""
     return (turns[-1]["observation"] if turns else "") or "it failed"
 
 

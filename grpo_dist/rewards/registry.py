@@ -25,7 +25,7 @@ from grpo_dist.plugins.sources import code_files
 from grpo_dist.rewards import builtin
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.combine import Term, as_part, combine
-from grpo_dist.rewards.episodes import failure_of, with_outcome_rewards
+from grpo_dist.rewards.episodes import Turns, failure_of, with_outcome_rewards
 from grpo_dist.rewards.functions import OwnFunction, StepScores, StepSettings, noted
 from grpo_dist.rewards.generative import Generative
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
@@ -279,19 +279,19 @@ class Scorer:
             reward.close()
 
     def _ended(self, group: CompletionGroup, scores: Scores) -> Scores:
-        """Add what the ends of episodes are worth; those whose environment failed are not scored."""
-        if not any(group.turns):
+        """Add what the ends of episodes are worth; samples that failed or were given up are not scored."""
+        if not any(group.turns) and "error" not in group.finish_reasons:
             return scores
         reasons, outcomes = group.finish_reasons, list(scores.outcomes)
-        rewards = with_outcome_rewards(scores.rewards, reasons, group.turns, self._outcome_rewards)
-        failed = np.zeros(len(rewards), bool)
-        for i, (reason, turns) in enumerate(zip(reasons, group.turns, strict=True)):
-            if (failure := failure_of(reason, turns)) is not None:
-                self._note("environment", failure)
-                failed[i], outcomes[i] = True, outcomes[i] and "error"
-        unknown = np.float32(np.nan)
-        parts = {name: np.where(failed, unknown, part) for name, part in scores.parts.items()}
-        return Scores(np.where(failed, unknown, rewards), parts, outcomes, scores.steps)
+        turns: Sequence[Turns] = group.turns or [()] * len(reasons)
+        rewards = with_outcome_rewards(scores.rewards, reasons, turns, self._outcome_rewards)
+        failed = np.equal(reasons, "error")
+        for i in np.flatnonzero(failed):
+            outcomes[i] = outcomes[i] and "error"
+            if group.turns:
+                self._note("environment", failure_of(turns[i]))
+        parts = {name: np.where(failed, np.float32(np.nan), part) for name, part in scores.parts.items()}
+        return Scores(np.where(failed, np.float32(np.nan), rewards), parts, outcomes, scores.steps)
 
     def _note_overflow(self, name: str, values: Any, part: np.ndarray) -> None:
         """Note scores dropped because they are infinite. NaN and None are intended, so they need no note."""

@@ -231,6 +231,16 @@ def test_an_episode_that_was_given_up_before_its_first_turn_is_unscored(here):
 
 
 @pytest.mark.family("costly")
+def test_a_sample_that_the_engines_gave_up_is_unscored(here):
+    """It stands in the tables of an evaluation, without a text, which would count as wrong."""
+    lost = ("p", "sums", "1+1", "2", 1, "", "error")
+    table_of("t.parquet", ("p", "sums", "1+1", "2", 0, "\\boxed{2}", "stop"), lost)
+    assert main(["score", "t.parquet", "--reward", "math"]) == 0
+    (row,) = lines("t.scored.jsonl")
+    assert row["score"]["reward"] == [1, None] and row["score"]["outcome"] == ["correct", "error"]
+
+
+@pytest.mark.family("costly")
 def test_a_table_that_lacks_the_columns_of_a_reward_is_refused(here, capsys):
     """The data's own columns are not among the samples; all of them would count as wrong or unscored."""
     table_of("t.parquet", ("p", "code", "write f", "-", 0, "def f(): pass", "stop"))
