@@ -111,14 +111,13 @@ class Source:
             "left_out": left_out,
             "notices": notices,
         }
-        spans = self._timeline.parts
         return {
             "label": self.run.label,
             "path": str(self.run.path),
             "about": self._about,
             "metrics": [part.version for part in self._metrics.parts],
-            "clock": [part.version for part in spans],
-            "spans": [part.version if part.payload else None for part in spans],
+            "clock": [part.version for part in self._timeline.parts],
+            "spans": [None if part.dropped else part.version for part in self._timeline.parts],
             "events": [part.version for part in self._events.parts],
             "samples": [part.entry() for part in self.parts.values()],
             "has_tokens": self._texts is not None,
@@ -141,9 +140,7 @@ class Source:
         if kind not in own or not key.isdecimal() or int(key) >= len(own[kind].parts):
             raise KeyError(name)
         payload = own[kind].parts[int(key)].payload
-        found = (
-            payload[("clock", "spans").index(kind)] if payload and own[kind] is self._timeline else payload
-        )
+        found = payload[("clock", "spans").index(kind)] if own[kind] is self._timeline else payload
         if found is None:
             raise KeyError(name)
         return found

@@ -400,6 +400,28 @@ def test_the_newest_parts_of_a_long_file_are_kept(tmp_path):
     assert [part.payload for part in file.parts] == [None, None, None, 2, 2] and file.left_out == 3
 
 
+def test_a_run_with_more_spans_than_are_shown_keeps_the_clock_of_every_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_dist.tools.report.source._SPANS", 100)
+    run = make_run(tmp_path / "run", steps=1)
+    lines = [
+        {"step": step, "spans": [["rollout-0", "sample", 10.0 * step, 10.0 * step + 4]]}
+        for step in range(1, 231)
+    ]
+    write_lines(run / "timeline.jsonl", lines)
+    manifest, found, _, _ = page_of([run], tmp_path)
+    (own,) = manifest["runs"]
+    assert [version is not None for version in own["spans"]] == [False, False, False, True, True]
+    assert [name for name in found if "/spans/" in name] == ["0/spans/3", "0/spans/4"]
+    assert [step for i in range(5) for step in found[f"0/clock/{i}"]["step"]] == list(range(1, 231))
+    assert "timeline.jsonl: only the newest 100 spans are shown" in own["about"]["notices"]
+    with AnswerReader() as answers:
+        source = Source(open_runs([str(run)])[0], ReportLimits(), answers)
+        source.manifest()
+        assert json.loads(gzip.decompress(source.piece("clock/0")))["end"][0] == 14.0
+        with pytest.raises(KeyError):
+            source.piece("spans/0")
+
+
 STATS = """
 loss_total loss_policy ratio ratio_max clip_low clip_high dual_clip approx_kl mismatch mismatch_max
 mismatch_kl mismatch_w mismatch_w2 tokens loss_entropy entropy kl loss_kl correction_weight
