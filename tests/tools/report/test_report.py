@@ -26,7 +26,7 @@ from grpo_dist.tools.report.arguments import steps_of
 from grpo_dist.tools.report.command import write_report
 from grpo_dist.tools.report.layout import SECTIONS
 from grpo_dist.tools.report.line_files import Encoded, LineFile
-from grpo_dist.tools.report.run_dir import open_runs
+from grpo_dist.tools.report.run_dir import open_runs, sample_files
 from grpo_dist.tools.report.server import ReportServer
 from grpo_dist.tools.report.source import ReportLimits, Source
 from grpo_dist.tools.report.tokens import SCALES, TokenTexts
@@ -256,6 +256,15 @@ def test_without_a_tokenizer_the_page_gives_the_reason_there_are_no_colours(tmp_
     assert "nobody/has-this" in manifest["runs"][0]["about"]["tokenizer"]
 
 
+@pytest.mark.parametrize("path", ["./qwen", "../qwen", "~/qwen", "qwen/", "models/a b"])
+def test_a_local_path_of_the_model_is_not_looked_up_as_a_name_of_the_hub(tmp_path, path):
+    run = make_run(tmp_path / "run", steps=1, config={"model": {"path": path}})
+    manifest, _, _, _ = page_of([run], tmp_path)
+    assert path in manifest["runs"][0]["about"]["tokenizer"]
+    character_tokenizer().save_pretrained(run / "model")
+    assert page_of([run], tmp_path)[0]["runs"][0]["has_tokens"]
+
+
 @pytest.mark.parametrize("text", ["a  b", "Ωm漢字🎉!", "line\n\n\\boxed{ 1}"])
 def test_token_texts_concatenate_to_the_text(text):
     from grpo_dist.demo.tokenizer import character_tokenizer
@@ -441,6 +450,33 @@ def test_every_metric_of_the_loop_has_its_place_in_a_chart():
     names |= finish_stats(dict.fromkeys(stats, torch.tensor(1.0)))
     lost = [name for name in names if not any(p.fullmatch(name) for p in patterns)]
     assert lost == []
+
+
+def test_the_run_of_an_sft_stage_is_no_evaluation(tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    (run / "evaluation.json").write_text(json.dumps({"before": {}, "after": {"eval/add3/pass@1": 0.5}}))
+    manifest, _, _, _ = page_of([run], tmp_path)
+    (own,) = manifest["runs"]
+    assert own["about"]["config"]["policy.optimizer.lr"] == "0.0001"
+    assert [(e["kind"], e["step"]) for e in own["samples"]] == [("add3", 0), ("training", 1)]
+
+
+@pytest.mark.parametrize("label", ["training", "aside"])
+def test_an_evaluation_set_is_never_taken_for_a_table_of_the_run(tmp_path, label):
+    run = make_run(tmp_path / "run", steps=1, evals=())
+    write_samples(run / f"samples/eval_{label}_step_000001.parquet", 1, 1, 1, np.random.default_rng(0))
+    (run / "aside").mkdir()
+    write_samples(run / "aside/step_000001.parquet", 1, 1, 1, np.random.default_rng(0))
+    kinds = {file.key: file.kind for file in sample_files(run)}
+    assert kinds == {
+        "samples/step_000001": "training",
+        "aside/step_000001": "aside",
+        f"samples/eval_{label}_step_000001": f"eval {label}",
+    }
+    evaluation = tmp_path / "evaluation"
+    write_samples(evaluation / f"samples/{label}/part_0.parquet", 1, 1, 1, np.random.default_rng(0))
+    (evaluation / "evaluation.json").write_text("{}")
+    assert [file.kind for file in sample_files(evaluation)] == [f"eval {label}"]
 
 
 @pytest.fixture
