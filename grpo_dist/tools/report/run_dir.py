@@ -100,7 +100,9 @@ def is_evaluation(run: Path) -> bool:
 def sample_files(run: Path) -> list[SampleFile]:
     """Return the tables ordered by step, the training batch of a step first."""
     if is_evaluation(run):
-        found = [SampleFile(path, _kind(path.parent.name), 0) for path in run.glob("samples/*/part_*.parquet")]
+        found = [
+            SampleFile(path, _kind(path.parent.name), 0) for path in run.glob("samples/*/part_*.parquet")
+        ]
         return sorted(found, key=lambda file: file.key)
     found = [*_tables(run / "samples"), *_tables(run / ASIDE)]
     return sorted(found, key=lambda file: (file.step, file.kind != TRAINING, file.kind))

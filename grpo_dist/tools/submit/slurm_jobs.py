@@ -18,11 +18,10 @@ from grpo_dist.tools.submit.checks import check_one_line, check_options
 from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord
 from grpo_dist.tools.submit.programs import Refused, ask
 from grpo_dist.tools.submit.sizes import NodeSizes
-from grpo_dist.tools.submit.slurm_options import check_left_open, check_time
+from grpo_dist.tools.submit.slurm_options import before_end_s, check_left_open, check_time
 from grpo_dist.tools.submit.templates import template
 
 _BEGIN, _END = "# >>> settings\n", "# <<< settings\n"
-_SHUTDOWN_S = 120  # before the time limit, beyond `checkpoint.grace_s`
 _READ = re.compile(r"=[\"']?[$`][^;&|\n]*")  # a variable set from another variable or a command
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED", "STOPPED")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT")
@@ -48,7 +47,7 @@ class SlurmTarget(NodeSizes):
                 raise UserError(f"--sbatch={option}: expected an option, e.g. --sbatch=--partition=gpu")
             check_one_line("--sbatch", option)
             check_left_open(option)
-        check_time(self.time, _before_end_s(job))
+        check_time(self.time, job.config.checkpoint.grace_s)
         for what, path in (("the current directory", Path.cwd()), ("the run directory", job.run_dir)):
             check_one_line(what, str(path))
             if "\\" in str(path):
@@ -80,7 +79,7 @@ class SlurmTarget(NodeSizes):
             *([f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []),
             f"--cpus-per-task={self.cpus}",
             f"--time={self.time}",
-            f"--signal=B:USR1@{_before_end_s(job)}",
+            f"--signal=B:USR1@{before_end_s(job.config.checkpoint.grace_s)}",
             "--requeue",
             "--open-mode=append",
             "--dependency=singleton",
@@ -105,11 +104,6 @@ class SlurmTarget(NodeSizes):
             + f"nodes_log={shlex.quote(_pattern(job, 'slurm-%j-nodes.log'))}\n"
             + "nodes_deadline_s=600 # for all nodes to join\nmost_requeues=100\n"
         )  # fmt: skip
-
-
-def _before_end_s(job: Job) -> int:
-    """Return how many seconds before the time limit the run is asked to end."""
-    return int(job.config.checkpoint.grace_s) + _SHUTDOWN_S
 
 
 def state(record: SubmissionRecord) -> JobState:

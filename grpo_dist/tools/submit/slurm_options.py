@@ -1,4 +1,4 @@
-"""What a user may give to sbatch: a time limit that leaves time to train, and options that submit leaves open."""
+"""What a user may give to sbatch: a limit that leaves time to train, and options that submit leaves open."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shlex
 from grpo_dist.errors import UserError
 
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.ASCII | re.IGNORECASE)
+_SHUTDOWN_S = 120  # before the time limit, beyond `checkpoint.grace_s`
 _STARTS_S = 420  # for Ray, the engines and a step, before the run is asked to end
 _LOG = "the log is in the run directory: set `output_dir`"
 _TASKS = "a job has one task per node"
@@ -33,19 +34,21 @@ _DECIDED = (
 _OTHER = ("gpus",)  # an option of its own, although it begins one of the above
 
 
-def check_time(limit: str, before_end_s: int) -> None:
-    """Raise UserError for a text that is no time limit, and for a limit that leaves no time to train.
+def before_end_s(grace_s: float) -> int:
+    """Return how many seconds before the time limit the run is asked to end. ``grace_s``: of `checkpoint`."""
+    return int(grace_s) + _SHUTDOWN_S
 
-    Args:
-        before_end_s: how long before the limit the run is asked to end, in seconds.
-    """
+
+def check_time(limit: str, grace_s: float) -> None:
+    """Raise UserError for a text that is no time limit, and for a limit that leaves no time to train."""
     if not _TIME.fullmatch(limit):
         raise UserError(f"--time {limit!r}: expected a limit such as 90 (minutes), 24:00:00 or 7-00:00:00")
-    least_s = before_end_s + _STARTS_S
+    least_s = before_end_s(grace_s) + _STARTS_S
     if _seconds(limit) < least_s:
         raise UserError(
-            f"--time {limit}: the run is asked to end {before_end_s} s before the limit (`checkpoint.grace_s` "
-            f"+ 120), and would be requeued without a step; give at least {math.ceil(least_s / 60)} minutes"
+            f"--time {limit}: the run is asked to end {before_end_s(grace_s)} s before the limit "
+            f"(`checkpoint.grace_s` + {_SHUTDOWN_S}), and would be requeued without a step; give at least "
+            f"{math.ceil(least_s / 60)} minutes"
         )
 
 

@@ -285,7 +285,7 @@ def test_a_job_that_cannot_work_is_not_submitted(slurm, tmp_path, capsys, argume
     "limit", ["0", "UNLIMITED", "infinite", "10", "10:00", "0:10:00", "1-0", "0-1", "0-0:10", "7-00:00:00"]
 )
 def test_a_time_limit_that_leaves_time_to_train_is_accepted(limit):
-    check_time(limit, before_end_s=180)
+    check_time(limit, grace_s=60)
 
 
 @pytest.mark.parametrize(
