@@ -204,6 +204,20 @@ def test_token_values_stay_within_their_limit_with_recorded_steps_first(run, tmp
     assert not [name for name in found if "/tokens/" in name]
 
 
+def test_a_group_above_the_limit_of_token_values_leaves_it_to_other_steps(tmp_path):
+    lengths = {1: 100, 2: 1200, 3: 50}
+    run = make_run(tmp_path / "run", steps=3, groups=1, samples=2, evals=(),
+                   texts=lambda step, g, i: "7" * lengths[step])  # fmt: skip
+    manifest, found, _, _ = page_of([run], tmp_path, tokens=2000)
+    tokens = {name: sum(map(len, own["tokens"])) for name, own in found.items() if "/tokens/" in name}
+    assert tokens == {"0/tokens/samples/step_000003/0": 100, "0/tokens/samples/step_000001/0": 200}
+    (own,) = manifest["runs"]
+    assert [e["step"] for e in own["samples"] if e.get("tokens")] == [1, 3]
+    assert "samples/step_000002/0: one group has more than 2,000 tokens" in "\n".join(own["about"]["notices"])
+    _, found, _, _ = page_of([run], tmp_path, tokens=250)  # 150 are left, and step 1 would need 200
+    assert [name for name in found if "/tokens/" in name] == ["0/tokens/samples/step_000003/0"]
+
+
 def test_a_wrong_tokenizer_is_detected(tmp_path):
     from grpo_dist.demo.tokenizer import word_tokenizer
 
