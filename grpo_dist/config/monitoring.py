@@ -95,7 +95,8 @@ class HealthConfig(Section):
     )
     kl_above: PositiveFloat | None = Field(10.0, description="`ref/kl`, nats per token")
     grad_norm_spike: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="gradient norm, as a multiple of its median over the last 20 steps, e.g. 20"
+        None,
+        description="gradient norm, as a multiple of its median over the last 20 steps that trained, e.g. 20",
     )
 
 

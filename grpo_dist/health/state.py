@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -17,7 +17,7 @@ class HealthState:
 
     Attributes:
         best_reward: greatest mean reward of a step.
-        grad_norms: the latest, oldest first.
+        grad_norms: the latest of steps that trained, all above 0, oldest first.
         skipped: steps in a row, up to the last, with a skipped update.
         avoid: steps that the run was rolled back from; they are not trained on.
         tracked: metrics that may drift, by name.
@@ -38,5 +38,8 @@ def to_json(state: HealthState) -> dict[str, Any]:
 
 
 def from_json(values: Mapping[str, Any]) -> HealthState:
-    """Undo `to_json`. Of an older version's metrics (`followed`) nothing is kept: tracking restarts."""
-    return TypeAdapter(HealthState).validate_python({k: v for k, v in values.items() if k != "followed"})
+    """Undo `to_json`. Of an older version's metrics (`followed`) nothing is kept: tracking restarts. Neither
+    are the gradient norms 0 that it remembered of steps without training.
+    """
+    found = TypeAdapter(HealthState).validate_python({k: v for k, v in values.items() if k != "followed"})
+    return replace(found, grad_norms=tuple(norm for norm in found.grad_norms if norm > 0))

@@ -126,7 +126,8 @@ class HealthWatch:
         counts |= {"health/alarms": float(len(alarms)), DRIFTING: float(count_drifting(tracked))}
         norm, reward = metrics.get(GRAD_NORM, math.nan), metrics.get("reward/mean", math.nan)
         rewards = [r for r in (reward, state.best_reward) if r is not None and not math.isnan(r)]
-        norms = [] if math.isnan(norm) or counts[SKIPPED] else [norm]
+        # A step without a trained token has norm 0, which says nothing of the next gradient.
+        norms = [norm] if norm > 0 and not counts[SKIPPED] else []
         self.state = replace(
             state,
             best_reward=max(rewards, default=None),

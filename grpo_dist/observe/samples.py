@@ -6,6 +6,7 @@ bit for bit.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from grpo_dist.runtime.files import clear, publish
 from grpo_dist.runtime.records import fields_of
 from grpo_dist.types import FurtherRow, Group, HeldRoutes, Prompt, Rollout, ToolCall, Turn
 
+_NAME = re.compile(r"(?:eval_.+_)?step_(?P<step>\d+)\.parquet")  # of the samples of a run
 _PART = "reward/"
 _REPEATED = [
     "uid", "source", "problem", "answer", "outcome", "finish_reason", "temperature", "max_new_tokens",
@@ -69,6 +71,13 @@ def write_groups(
         use_dictionary=_REPEATED,
     )
     publish(partial, path)
+
+
+def remove_after(step: int, directory: Path) -> None:
+    """Delete the samples of later steps from a run's ``directory`` of samples, which may be missing."""
+    for path in directory.glob("*.parquet"):
+        if (of := _NAME.fullmatch(path.name)) and int(of["step"]) > step:
+            path.unlink(missing_ok=True)
 
 
 def read_groups(path: Path, prompts: Mapping[str, Prompt]) -> list[Group]:

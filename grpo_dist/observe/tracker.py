@@ -33,7 +33,7 @@ from grpo_dist.observe.console import Console
 from grpo_dist.observe.metrics_file import METRICS, MetricsFile
 from grpo_dist.observe.mlflow_run import MlflowRun
 from grpo_dist.observe.profiling import TIMELINE, write_timeline
-from grpo_dist.observe.samples import write_groups
+from grpo_dist.observe.samples import remove_after, write_groups
 from grpo_dist.observe.settings import ShownConfig
 from grpo_dist.observe.sinks import AsyncSink, Sink, close_all
 from grpo_dist.observe.tensorboard import TensorBoard
@@ -73,7 +73,7 @@ class Tracker:
     """Records a run in all sinks. A context manager, so that they are always flushed."""
 
     def __init__(self, config: Config, run_dir: Path, *, start: int = 0, wandb_id: str | None = None) -> None:
-        """Open all sinks. Records of steps after ``start`` are removed.
+        """Open all sinks. Records of steps after ``start`` are removed, except quarantined batches.
 
         ``wandb_id``: id of the resumed run at wandb and MLflow.
         """
@@ -95,6 +95,7 @@ class Tracker:
         self._ledger = StepLines(run_dir / LEDGER, keep_through=start)
         self._timeline = StepLines(run_dir / TIMELINE, keep_through=start)
         self._metrics = MetricsFile(run_dir / METRICS, keep_through=start)
+        remove_after(start, run_dir / "samples")
         self._console = Console(config.name, config.steps, start) if config.tracking.console else None
         openers = _openers(config, run_dir, start, self.wandb_id)
         self._sinks = [AsyncSink(name, opener, self.warn) for name, opener in openers.items()]
@@ -226,7 +227,7 @@ def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str
     """Return the function that opens each enabled tracker, to be called in its thread."""
     settings, shown, found = config.tracking, ShownConfig.of(config), dict[str, _Opener]()
     if settings.tensorboard:
-        purge, directory = start + 1 if start else None, run_dir / "tensorboard"
+        purge, directory = start + 1 if start else 0, run_dir / "tensorboard"
         found["TensorBoard"] = lambda _: TensorBoard(directory, shown, purge_step=purge)
     if settings.wandb.enabled:
         late = config.evaluation.num_workers > 0

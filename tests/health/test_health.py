@@ -12,7 +12,8 @@ from grpo_dist.cli import report_end
 from grpo_dist.config import HealthConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import Unhealthy
-from grpo_dist.health.state import HealthState
+from grpo_dist.health.bounds import passed
+from grpo_dist.health.state import HealthState, from_json
 from grpo_dist.health.watch import HealthWatch
 from grpo_dist.observe import Tracker
 from grpo_dist.types import Group
@@ -179,9 +180,18 @@ def test_a_gradient_is_compared_with_the_median_of_earlier_ones():
     assert alarms_of({"policy/grad_norm": 12.5}, before, grad_norm_spike=4) == [
         "policy/grad_norm = 12.5 is above 4 x 3, its median (`health.grad_norm_spike`)"
     ]
-    health = watch(HealthState(None, tuple(map(float, range(20)))))
-    health.examine(1, {"policy/grad_norm": 20.0})
-    assert health.state.grad_norms == tuple(map(float, range(1, 21)))
+    health = watch(HealthState(None, tuple(map(float, range(1, 21)))))
+    health.examine(1, {"policy/grad_norm": 21.0})
+    assert health.state.grad_norms == tuple(map(float, range(2, 22)))
+
+
+def test_steps_that_trained_on_nothing_do_not_make_a_gradient_a_spike():
+    health = watch(grad_norm_spike=4, action="skip")
+    for step in range(1, 13):
+        health.examine(step, {"policy/grad_norm": 0.0})
+    assert not passed(health.update_bounds(), {"policy/grad_norm": 0.5})
+    older = {"grad_norms": [0.0] * 12 + [0.5, 2.0]}  # a checkpoint of an older version
+    assert from_json(older).grad_norms == (0.5, 2.0)
 
 
 def test_too_many_skipped_updates_in_a_row_exceed_a_bound():

@@ -269,6 +269,20 @@ def test_tensorboard_has_every_scalar_the_configuration_and_hyperparameters(tmp_
     assert "_hparams_/experiment" in seen.summary_metadata
 
 
+def test_tensorboard_shows_only_the_last_of_several_runs_from_the_start(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    config = fakes.config(tracking={"console": False})
+    for steps, reward in ((4, 0.5), (2, 0.75)):
+        with Tracker(config, tmp_path) as tracker:
+            for step in range(steps + 1):
+                tracker.log(step, {"reward/mean": reward})
+    seen = EventAccumulator(str(tmp_path / "tensorboard"))
+    seen.Reload()
+    assert [(e.step, e.value) for e in seen.Scalars("reward/mean")] == [(0, 0.75), (1, 0.75), (2, 0.75)]
+
+
 @pytest.mark.family("costly")
 def test_wandb_has_metrics_tables_and_the_configuration(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")

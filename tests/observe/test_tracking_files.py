@@ -2,10 +2,13 @@
 
 import json
 
+import numpy as np
+
 from grpo_dist.config import Config
 from grpo_dist.observe import EVENTS, TIMELINE, Tracker
 from grpo_dist.runtime.json_files import kept_lines
 from grpo_dist.runtime.metering import Span, Usage
+from tests.support.made_groups import group
 
 
 def quiet():
@@ -42,6 +45,23 @@ def test_repeated_steps_are_in_the_timeline_once(tmp_path):
     assert [line["step"] for line in lines(tmp_path / TIMELINE)] == [1, 2]
     with Tracker(quiet(), tmp_path, start=1):
         assert [line["step"] for line in lines(tmp_path / TIMELINE)] == [1]
+
+
+def test_samples_of_repeated_steps_are_removed_and_other_files_stay(tmp_path):
+    made = [group(0, np.random.default_rng(0), rewards=[0, 1, 0, 1])]
+    names = [f"{kind}step_{step:06d}" for step in (10, 20, 35) for kind in ("", "eval_held_")]
+    with Tracker(quiet(), tmp_path) as tracker:
+        for name in names:
+            tracker.samples(name, made)
+        tracker.quarantine(35, made)
+    (tmp_path / "samples/mine.parquet").write_text("of the user")
+    with Tracker(quiet(), tmp_path, start=20) as tracker:
+        kept = {path.stem for path in (tmp_path / "samples").iterdir()}
+        assert kept == {*names[:4], "mine"}
+        assert (tmp_path / "aside/step_000035.parquet").is_file()
+        tracker.samples("step_000021", made)
+        tracker.back_to(10)
+        assert {path.stem for path in (tmp_path / "samples").iterdir()} == {*names[:2], "mine"}
 
 
 def test_warnings_are_recorded_with_the_preceding_step(tmp_path, capsys):

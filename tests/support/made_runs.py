@@ -78,7 +78,7 @@ def timeline_of(step):
 
 
 def write_samples(path, step, groups, samples, rng, *, recorded=False, texts=None):
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = character_tokenizer()
     rows = []
     for g in range(groups):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 from pathlib import Path
 
-from grpo_dist.runs.checkpoint import CHECKPOINTS, list_checkpoints
+from grpo_dist.runs.checkpoint import CHECKPOINTS, STATE, list_checkpoints
 from grpo_dist.runs.directories import check_writable, choose_run_dir
 from grpo_dist.runs.resume import changes_since, check_data, load_state, other_layout
 from grpo_dist.runs.run import check_unfinished
@@ -48,12 +49,29 @@ def check_resume(inputs: Inputs) -> str:
     if not found:
         check_unfinished(config.steps, run_dir, 0)
         return f"a new run, in {run_dir}"
-    state = load_state(found[-1], config)
+    newest, notes = _newest_readable(found)
+    state = load_state(newest, config)
     if inputs.prepared is not None:
-        check_data(found[-1], state, inputs.prepared.trained)
+        check_data(newest, state, inputs.prepared.trained)
     check_unfinished(config.steps, run_dir, state.step)
-    layout = other_layout(changes_since(found[-1], config))
-    return f"resumes from step {state.step} of {config.steps}, {found[-1]}{layout}"
+    layout = other_layout(changes_since(newest, config))
+    resumes = f"resumes from step {state.step} of {config.steps}, {newest}{layout}"
+    return "\n    ".join([resumes, *notes])
+
+
+def _newest_readable(found: list[Path]) -> tuple[Path, list[str]]:
+    """Return the newest of the checkpoints with a readable state, else the newest; and a note of each newer
+    one, which the run leaves out as damaged.
+    """
+    notes: list[str] = []
+    for checkpoint in reversed(found):
+        try:
+            json.loads((checkpoint / STATE).read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            notes.append(f"{checkpoint} is damaged, and not used: {STATE} cannot be read ({error})")
+        else:
+            return checkpoint, notes
+    return found[-1], []
 
 
 def check_shared_memory(inputs: Inputs) -> str:

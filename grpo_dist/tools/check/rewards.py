@@ -18,7 +18,7 @@ from grpo_dist.types import Prompt
 
 def check_reward(inputs: Inputs) -> str:
     """Score a right and a wrong answer to the first prompt with the graders of the run, and to the first of
-    each source with rewards of its own.
+    each source of training and evaluation, where sources have rewards of their own.
     """
     rewards, sampling = inputs.config.rewards, inputs.config.sampling
     fail(scoring_problems(rewards, sampling, inputs.config.algorithm.advantage))
@@ -29,16 +29,18 @@ def check_reward(inputs: Inputs) -> str:
     if inputs.prepared is None:
         raise CheckSkipped("the data cannot be read, so there is no problem of each source to answer")
     first: dict[str, Prompt] = {}
-    for prompt in inputs.prepared.prompts:
-        first.setdefault(prompt.source, prompt)
-    found, skipped = [], []
+    for prompts in (inputs.prepared.prompts, *(own.prompts for own in inputs.prepared.eval_sets)):
+        for prompt in prompts:
+            first.setdefault(prompt.source, prompt)
+    found, failed, skipped = [], [], []
     for source, prompt in first.items():
         try:
             found.append(f"source {source}: {_check_source(rewards.of(source), sampling, prompt)}")
         except CheckFailed as error:
-            raise CheckFailed(f"source {source}: {error}") from error
+            failed.append(f"source {source}: {error}")
         except CheckSkipped as reason:
             skipped.append(f"source {source}: {reason}")
+    fail(failed)
     if not found:
         raise CheckSkipped("; ".join(skipped))
     return "\n    ".join([*found, *(f"not checked: {text}" for text in skipped)])

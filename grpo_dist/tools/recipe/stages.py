@@ -104,8 +104,9 @@ def _protocol(settings: dict[str, Any]) -> dict[str, Any]:
         "seed": settings["seed"],
         "data": data,
         "evaluation": evaluation,
-        "sampling": settings["sampling"]["max_new_tokens"],
+        "sampling": {key: settings["sampling"].get(key) for key in ("max_new_tokens", "stop")},
         "rewards": settings["rewards"],
+        "environments": settings.get("environments"),  # an older record may lack it: then evaluate again
     }
 
 

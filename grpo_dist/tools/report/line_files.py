@@ -18,11 +18,16 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
+    """The encoding of some lines.
+
+    Attributes:
+        weight: counts towards `most` of `LineFile`.
+        light: replaces ``payload`` where a file exceeds its `most`; costs little memory.
+    """
+
     payload: Any
-    weight: int = 0  # counts towards `most` of `LineFile`
-
-
-_DROPPED = Encoded(None)  # to bound memory
+    weight: int = 0
+    light: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +36,11 @@ class Part:
 
     version: str
     encoded: Encoded
+    dropped: bool = False
 
     @property
     def payload(self) -> Any:
-        """Their encoding; None if it was dropped."""
+        """Their encoding; the light one if the other was ``dropped``."""
         return self.encoded.payload
 
 
@@ -44,7 +50,7 @@ class LineFile:
     Args:
         encode: returns the payload of some lines.
         per_part: lines of a part.
-        most: total weight of the payloads to keep, newest first.
+        most: total weight of the payloads to keep, newest first; the newest part stays in any case.
     """
 
     def __init__(
@@ -59,7 +65,7 @@ class LineFile:
         self._seen: tuple[int, int, int] | None = None
         self.parts: list[Part] = []
         self.torn = 0  # lines that are not JSON objects
-        self.left_out = 0  # parts whose payload was dropped
+        self.left_out = 0  # parts with only the light payload
 
     def look(self) -> None:
         """Update ``parts``. A missing file has none."""
@@ -82,13 +88,14 @@ class LineFile:
                 lines = [line for line in map(_parsed, raw) if line is not None]
                 torn += len(raw) - len(lines)
                 known = old[len(parts)] if len(parts) < len(old) else None
-                if known is None or known.version != version or known.payload is None:
+                if known is None or known.version != version or known.dropped:
                     known = Part(version, self._encode(lines))
                 parts.append(known)
                 kept += known.encoded.weight
                 while self._most is not None and kept > self._most and first < len(parts) - 1:
-                    kept -= parts[first].encoded.weight
-                    parts[first] = Part(parts[first].version, _DROPPED)
+                    oldest = parts[first].encoded
+                    kept -= oldest.weight
+                    parts[first] = Part(parts[first].version, Encoded(oldest.light), dropped=True)
                     first += 1
         self.parts, self.torn, self.left_out = parts, torn, first
 

@@ -86,16 +86,25 @@ def _token_values(
 ) -> Generator[str, None, tuple[_Table, list[str]]]:
     """Yield token values; return ``entries`` that say which parts have them, and why others have none."""
     keys, valued, notices, left = {entry["key"] for entry in entries}, set(), [], most
+    too_large: list[str] = []
     for part in source.with_values(most):
         if part.key not in keys or left <= 0:
             continue
         try:
-            piece, left = source.values(part, left)
+            piece, left = source.values(part, left, most)
         except (OSError, ValueError) as error:
             notices.append(f"no token values: {error}")
             continue
+        if piece is None:
+            too_large += [part.key] if left else []
+            continue
         valued.add(part.key)
         yield _embedded(f"{number}/tokens/{part.key}", piece)
+    if too_large:
+        notices.append(
+            f"no token values of {len(too_large)} table(s), e.g. {too_large[0]}: one group has more than "
+            f"{most:,} tokens; raise --token-values"
+        )
     return [entry | ({"tokens": True} if entry["key"] in valued else {}) for entry in entries], notices
 
 

@@ -19,6 +19,7 @@ from grpo_dist.errors import UserError, expanded
 from grpo_dist.runtime.json_files import parse_json
 
 TRAINING, ASIDE = "training", "aside"
+_CONFIG = "config.yaml"  # of `grpo-dist train`
 _EVALUATION = "evaluation.json"  # in the directory of `grpo-dist eval`
 _SAMPLES = re.compile(r"(?:eval_(?P<name>.+)_)?step_(?P<step>\d+)\.parquet")
 
@@ -66,7 +67,7 @@ def open_runs(paths: Sequence[str]) -> list[RunDir]:
                 f"{path}: no such directory; expected a run directory of grpo-dist train, e.g. runs/demo, or "
                 "the directory of a grpo-dist eval"
             )
-        if not any((path / name).is_file() for name in ("metrics.jsonl", "config.yaml", _EVALUATION)):
+        if not any((path / name).is_file() for name in ("metrics.jsonl", _CONFIG, _EVALUATION)):
             raise UserError(
                 f"{path}: not a run directory: it has neither metrics.jsonl, config.yaml nor {_EVALUATION}; "
                 "expected a run directory of grpo-dist train, e.g. runs/demo, or the directory of a "
@@ -89,14 +90,19 @@ def _labels(paths: list[Path]) -> list[str]:
 
 
 def is_evaluation(run: Path) -> bool:
-    """Return whether the directory is one of `grpo-dist eval`, which has samples and no steps."""
-    return (run / _EVALUATION).is_file()
+    """Return whether the directory is one of `grpo-dist eval`, which has samples and no steps.
+
+    The run of an sft stage of a pipeline has an evaluation.json too, beside its config.yaml.
+    """
+    return (run / _EVALUATION).is_file() and not (run / _CONFIG).is_file()
 
 
 def sample_files(run: Path) -> list[SampleFile]:
     """Return the tables ordered by step, the training batch of a step first."""
     if is_evaluation(run):
-        found = [SampleFile(path, path.parent.name, 0) for path in run.glob("samples/*/part_*.parquet")]
+        found = [
+            SampleFile(path, _kind(path.parent.name), 0) for path in run.glob("samples/*/part_*.parquet")
+        ]
         return sorted(found, key=lambda file: file.key)
     found = [*_tables(run / "samples"), *_tables(run / ASIDE)]
     return sorted(found, key=lambda file: (file.step, file.kind != TRAINING, file.kind))
@@ -105,8 +111,15 @@ def sample_files(run: Path) -> list[SampleFile]:
 def _tables(directory: Path) -> Iterator[SampleFile]:
     for path in directory.glob("*.parquet"):
         if match := _SAMPLES.fullmatch(path.name):
-            kind = ASIDE if directory.name == ASIDE else match["name"] or TRAINING
+            kind = ASIDE if directory.name == ASIDE else _kind(match["name"])
             yield SampleFile(path, kind, int(match["step"]))
+
+
+def _kind(evaluation_set: str | None) -> str:
+    """Return the kind of a table. The run's own kinds are not names for an evaluation set."""
+    if evaluation_set is None:
+        return TRAINING
+    return f"eval {evaluation_set}" if evaluation_set in (TRAINING, ASIDE) else evaluation_set
 
 
 def about(run: Path) -> dict[str, Any]:
@@ -139,7 +152,7 @@ def _settings(run: Path) -> tuple[dict[str, Any], str]:
         own = found.get("settings")
         model = {"model": {"path": str(found.get("model", ""))}}
         return ({**own, **model} if isinstance(own, dict) else model), why
-    path = run / "config.yaml"
+    path = run / _CONFIG
     if not path.is_file():
         return {}, "config.yaml is missing: no settings to show"
     try:

@@ -24,7 +24,8 @@ def timeline(lines: list[Line]) -> Encoded:
 
         {"workers": [...], "stages": [...], "steps": [[step, origin, [worker, stage, begin, length, ...]]]}
 
-    with four numbers per span: two indices, begin in milliseconds from the step's origin, and length.
+    with four numbers per span: two indices, begin in milliseconds from the step's origin, and length. The
+    light payload keeps the clock and has None for the spans.
     """
     workers: dict[str, int] = {}
     stages: dict[str, int] = {}
@@ -51,7 +52,8 @@ def timeline(lines: list[Line]) -> Encoded:
         clock["end"].append(round(max(end for _, _, _, end in spans), 3))
         count += len(spans)
     drawn = {"workers": list(workers), "stages": list(stages), "steps": steps}
-    return Encoded((packed(clock), packed(drawn)), weight=count)
+    times = packed(clock)
+    return Encoded((times, packed(drawn)), weight=count, light=(times, None))
 
 
 def events(lines: list[Line]) -> Encoded:

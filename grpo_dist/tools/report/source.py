@@ -111,14 +111,13 @@ class Source:
             "left_out": left_out,
             "notices": notices,
         }
-        spans = self._timeline.parts
         return {
             "label": self.run.label,
             "path": str(self.run.path),
             "about": self._about,
             "metrics": [part.version for part in self._metrics.parts],
-            "clock": [part.version for part in spans],
-            "spans": [part.version if part.payload else None for part in spans],
+            "clock": [part.version for part in self._timeline.parts],
+            "spans": [None if part.dropped else part.version for part in self._timeline.parts],
             "events": [part.version for part in self._events.parts],
             "samples": [part.entry() for part in self.parts.values()],
             "has_tokens": self._texts is not None,
@@ -141,9 +140,7 @@ class Source:
         if kind not in own or not key.isdecimal() or int(key) >= len(own[kind].parts):
             raise KeyError(name)
         payload = own[kind].parts[int(key)].payload
-        found = (
-            payload[("clock", "spans").index(kind)] if payload and own[kind] is self._timeline else payload
-        )
+        found = payload[("clock", "spans").index(kind)] if own[kind] is self._timeline else payload
         if found is None:
             raise KeyError(name)
         return found
@@ -166,20 +163,24 @@ class Source:
         )
         return chosen if self._texts is not None and most > 0 else []
 
-    def values(self, part: SamplePart, most: int) -> tuple[bytes, int]:
-        """Return the token values of the first whole groups with at most ``most`` tokens, and the remainder.
+    def values(self, part: SamplePart, left: int, most: int) -> tuple[bytes | None, int]:
+        """Return the token values of the first whole groups with at most ``left`` tokens, and the remainder.
 
-        The remainder is 0 when not all groups fit. Raises ValueError when the tokenizer is another one.
+        The values are None where not even one group fits. The remainder is 0 when the next group would have
+        fitted into ``most`` tokens, the limit of the page: ``left`` is used up. Raises ValueError when the
+        tokenizer is another one.
         """
         assert self._texts is not None
         table = self._token_table(part)
         lengths = episodes.lengths_of(table)
         starts = [*rollouts.group_starts(table), len(table)]
         sums = [sum(length or 0 for length in lengths[:start]) for start in starts]
-        fitting = max(i for i, total in enumerate(sums) if total <= most)
-        table = table.slice(0, starts[fitting])
-        left = most - sums[fitting] if fitting == len(starts) - 1 else 0
-        return packed(tokens.values(table, self._texts)), left
+        fitting = max(i for i, total in enumerate(sums) if total <= left)
+        is_used_up = any(total - sums[fitting] <= most for total in sums[fitting + 1 : fitting + 2])
+        left = 0 if is_used_up else left - sums[fitting]
+        if fitting == 0:
+            return None, left
+        return packed(tokens.values(table.slice(0, starts[fitting]), self._texts)), left
 
     def _token_table(self, part: SamplePart) -> pa.Table:
         assert self._texts is not None

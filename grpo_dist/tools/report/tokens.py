@@ -6,6 +6,7 @@ Log-probs are rounded to 0.001 nats, log-ratios and KL to 0.0001, advantages to 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,11 @@ def _places(run: Path, config: dict[str, Any]) -> list[Path]:
     found = [place / "tokenizer.json" for place in places]
     if first.count("/") == 1:
         from huggingface_hub import try_to_load_from_cache  # slow to import
+        from huggingface_hub.errors import HFValidationError
 
-        cached = try_to_load_from_cache(first, "tokenizer.json", revision=model.get("revision"))
-        found += [Path(cached)] if isinstance(cached, str) else []
+        with suppress(HFValidationError):  # a path that is no hub id, such as ./model
+            cached = try_to_load_from_cache(first, "tokenizer.json", revision=model.get("revision"))
+            found += [Path(cached)] if isinstance(cached, str) else []
     return found
 
 

@@ -34,6 +34,7 @@ _EXPECTED = {
     "--image": "the name of an image, e.g. registry/grpo-dist:gpu",
     "--secret": "the name of a Secret, or NAME:KEY",
 }
+_NO_TEXT = re.compile(r"[yYnN]$|[-+]?\.?\d", re.ASCII)  # to some parser of YAML: y, 1e3, 0o17
 # What the image, Ray, the manifest and the kernel have in a pod.
 _OF_THE_PODS = (
     "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/run", "/var/run", "/dev", "/proc", "/sys",
@@ -201,7 +202,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    """Write a text. kubectl reads more plain words as numbers and booleans than this library does."""
+    style = "|" if "\n" in text else '"' if _NO_TEXT.match(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _text)

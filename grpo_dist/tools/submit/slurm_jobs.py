@@ -18,11 +18,10 @@ from grpo_dist.tools.submit.checks import check_one_line, check_options
 from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord
 from grpo_dist.tools.submit.programs import Refused, ask
 from grpo_dist.tools.submit.sizes import NodeSizes
+from grpo_dist.tools.submit.slurm_options import before_end_s, check_left_open, check_time
 from grpo_dist.tools.submit.templates import template
 
 _BEGIN, _END = "# >>> settings\n", "# <<< settings\n"
-_SHUTDOWN_S = 120  # before the time limit, beyond `checkpoint.grace_s`
-_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.ASCII | re.IGNORECASE)
 _READ = re.compile(r"=[\"']?[$`][^;&|\n]*")  # a variable set from another variable or a command
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED", "STOPPED")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT")
@@ -47,10 +46,8 @@ class SlurmTarget(NodeSizes):
             if not option.startswith("-"):
                 raise UserError(f"--sbatch={option}: expected an option, e.g. --sbatch=--partition=gpu")
             check_one_line("--sbatch", option)
-        if not _TIME.fullmatch(self.time):
-            raise UserError(
-                f"--time {self.time!r}: expected a limit such as 90 (minutes), 24:00:00 or 7-00:00:00"
-            )
+            check_left_open(option)
+        check_time(self.time, job.config.checkpoint.grace_s)
         for what, path in (("the current directory", Path.cwd()), ("the run directory", job.run_dir)):
             check_one_line(what, str(path))
             if "\\" in str(path):
@@ -75,7 +72,6 @@ class SlurmTarget(NodeSizes):
 
     def _settings(self, job: Job) -> str:
         nodes, described = self.nodes_for(job.config, "slurm")
-        before_end = int(job.config.checkpoint.grace_s) + _SHUTDOWN_S
         options = [
             f"--job-name={job.name}",
             f"--nodes={nodes}",
@@ -83,7 +79,7 @@ class SlurmTarget(NodeSizes):
             *([f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []),
             f"--cpus-per-task={self.cpus}",
             f"--time={self.time}",
-            f"--signal=B:USR1@{before_end}",
+            f"--signal=B:USR1@{before_end_s(job.config.checkpoint.grace_s)}",
             "--requeue",
             "--open-mode=append",
             "--dependency=singleton",
@@ -95,7 +91,7 @@ class SlurmTarget(NodeSizes):
         prepare = [f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"]
         prepare += [f"export {v.name}={shlex.quote(v.value)}" for v in job.environment if not v.hidden]
         # Slurm passes the variables of the submitting shell to the job.
-        prepare += [f': "${{{v.name}:?was not set there}}"' for v in job.environment if v.hidden]
+        prepare += [f': "${{{v.name}?was not set there}}"' for v in job.environment if v.hidden]
         prepare += self.setup
         train = ["grpo-dist", "train", str(job.path), *job.overrides, "cluster.address=null"]
         train += ["cluster.grows_to=null"] if job.config.cluster.grows_to else []

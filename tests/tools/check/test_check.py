@@ -115,6 +115,13 @@ def test_a_run_that_would_resume_is_checked_too(here):
     assert results()["resume"].detail == resumes
     told = results(*other)["resume"]
     assert not told.problem and f"{resumes}, with another layout (`policy.zero_stage` = 1 was" in told.detail
+    newer = Path("runs/run/checkpoints/step_000004")
+    newer.mkdir()
+    (newer / "state.json").write_text('{"step": 4, "fing')
+    told = results()["resume"]
+    assert not told.problem and told.detail.startswith(resumes)
+    assert f"{newer} is damaged, and not used: state.json cannot be read" in told.detail
+    shutil.rmtree(newer)
     assert "`seed` = 7 was 0" in wrong(results("seed=7"))["resume"]
     assert "`steps` = 2: runs/run has done 3 already" in wrong(results("steps=2"))["resume"]
     write("train.jsonl", GOOD[1:])
@@ -247,6 +254,22 @@ def test_a_reward_may_expect_answers_of_another_form(here, form):
 def test_a_thought_opened_by_the_prompt_is_closed_before_the_trial_answer(here):
     found = results("rewards.prompt_opens_thought=true", "rewards.thought_tags=['<T>', '</T>']")
     assert "</T>\\nThe answer is" in found["reward"].detail and not wrong(found)
+
+
+@pytest.mark.family("costly")
+def test_every_source_with_wrong_rewards_is_reported_with_those_only_evaluated(here):
+    (here / "mine.py").write_text("def mine(completion, answer):\n    return 0.5\n")
+    write("other.jsonl", GOOD)
+    write("held.jsonl", [{"problem": f"{i} - 1", "answer": str(i - 1)} for i in range(20, 25)])
+    wrong_one = "{functions: [{function: 'mine:mine'}]}"
+    of_two = results(
+        "data.train=[{path: train.jsonl}, {path: other.jsonl}]",
+        "data.eval=[{path: held.jsonl}]",
+        f"rewards.by_source={{train: {wrong_one}, held: {wrong_one}}}",
+        f"rewards.code_paths=[{here}]",
+    )
+    said = wrong(of_two)["reward"]
+    assert "source train: " in said and "source held: " in said and "source other" not in said
 
 
 def test_a_run_scored_only_by_reward_models_is_not_reported_as_ok(here, monkeypatch):

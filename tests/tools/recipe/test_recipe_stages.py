@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.tools.recipe.config import ResolvedStage
-from grpo_dist.tools.recipe.stages import run_grpo_stage, run_sft_stage
+from grpo_dist.tools.recipe.record import StageRecord
+from grpo_dist.tools.recipe.stages import known_measures, run_grpo_stage, run_sft_stage
 from tests.support import fakes
 
 
@@ -51,6 +52,27 @@ def test_a_training_stage_is_identified_by_the_stages_it_names_and_not_by_direct
     moved = stage("grpo", tmp_path, model={"path": "runs/p/01_cold/model"})
     run_grpo_stage(replace(moved, symbolic=fakes.config(model={"path": "stage:cold"})), {}, quiet)
     assert identities == ["stage:cold"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_known"),
+    [
+        ({}, True),
+        ({"environments": {"num_workers": 3}}, True),
+        ({"environments": {"max_turns": 3}}, False),
+        ({"environments": {"max_tool_tokens": 64}}, False),
+        ({"sampling": {"max_new_tokens": 8, "stop": ["\n"]}}, False),
+        ({"sampling": {"max_new_tokens": 9}}, False),
+    ],
+)
+def test_an_evaluation_by_an_earlier_stage_is_used_only_where_its_samples_would_be_the_same(
+    tmp_path, changed, is_known
+):
+    same = {"model": {"path": "stage:cold"}, "sampling": {"max_new_tokens": 8}}
+    made = stage("sft", tmp_path, **same).symbolic.model_dump(mode="json")
+    earlier = StageRecord("cold", "sft", made, {}, "complete", after={"eval/add3/pass@1": 0.5})
+    known = known_measures(stage("grpo", tmp_path, **(same | changed)), {"cold": earlier})
+    assert known == (earlier.after if is_known else {})
 
 
 def test_supervised_training_is_identified_by_the_stages_it_names(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from grpo_dist.tools.report.arguments import steps_of
 from grpo_dist.tools.report.command import write_report
 from grpo_dist.tools.report.layout import SECTIONS
 from grpo_dist.tools.report.line_files import Encoded, LineFile
-from grpo_dist.tools.report.run_dir import open_runs
+from grpo_dist.tools.report.run_dir import open_runs, sample_files
 from grpo_dist.tools.report.server import ReportServer
 from grpo_dist.tools.report.source import ReportLimits, Source
 from grpo_dist.tools.report.tokens import SCALES, TokenTexts
@@ -204,6 +204,20 @@ def test_token_values_stay_within_their_limit_with_recorded_steps_first(run, tmp
     assert not [name for name in found if "/tokens/" in name]
 
 
+def test_a_group_above_the_limit_of_token_values_leaves_it_to_other_steps(tmp_path):
+    lengths = {1: 100, 2: 1200, 3: 50}
+    run = make_run(tmp_path / "run", steps=3, groups=1, samples=2, evals=(),
+                   texts=lambda step, g, i: "7" * lengths[step])  # fmt: skip
+    manifest, found, _, _ = page_of([run], tmp_path, tokens=2000)
+    tokens = {name: sum(map(len, own["tokens"])) for name, own in found.items() if "/tokens/" in name}
+    assert tokens == {"0/tokens/samples/step_000003/0": 100, "0/tokens/samples/step_000001/0": 200}
+    (own,) = manifest["runs"]
+    assert [e["step"] for e in own["samples"] if e.get("tokens")] == [1, 3]
+    assert "samples/step_000002/0: one group has more than 2,000 tokens" in "\n".join(own["about"]["notices"])
+    _, found, _, _ = page_of([run], tmp_path, tokens=250)  # 150 are left, and step 1 would need 200
+    assert [name for name in found if "/tokens/" in name] == ["0/tokens/samples/step_000003/0"]
+
+
 def test_a_wrong_tokenizer_is_detected(tmp_path):
     from grpo_dist.demo.tokenizer import word_tokenizer
 
@@ -254,6 +268,15 @@ def test_without_a_tokenizer_the_page_gives_the_reason_there_are_no_colours(tmp_
     manifest, _, _, _ = page_of([run], tmp_path)
     assert not manifest["runs"][0]["has_tokens"]
     assert "nobody/has-this" in manifest["runs"][0]["about"]["tokenizer"]
+
+
+@pytest.mark.parametrize("path", ["./qwen", "../qwen", "~/qwen", "qwen/", "models/a b"])
+def test_a_local_path_of_the_model_is_not_looked_up_as_a_name_of_the_hub(tmp_path, path):
+    run = make_run(tmp_path / "run", steps=1, config={"model": {"path": path}})
+    manifest, _, _, _ = page_of([run], tmp_path)
+    assert path in manifest["runs"][0]["about"]["tokenizer"]
+    character_tokenizer().save_pretrained(run / "model")
+    assert page_of([run], tmp_path)[0]["runs"][0]["has_tokens"]
 
 
 @pytest.mark.parametrize("text", ["a  b", "Ωm漢字🎉!", "line\n\n\\boxed{ 1}"])
@@ -400,6 +423,28 @@ def test_the_newest_parts_of_a_long_file_are_kept(tmp_path):
     assert [part.payload for part in file.parts] == [None, None, None, 2, 2] and file.left_out == 3
 
 
+def test_a_run_with_more_spans_than_are_shown_keeps_the_clock_of_every_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_dist.tools.report.source._SPANS", 100)
+    run = make_run(tmp_path / "run", steps=1)
+    lines = [
+        {"step": step, "spans": [["rollout-0", "sample", 10.0 * step, 10.0 * step + 4]]}
+        for step in range(1, 231)
+    ]
+    write_lines(run / "timeline.jsonl", lines)
+    manifest, found, _, _ = page_of([run], tmp_path)
+    (own,) = manifest["runs"]
+    assert [version is not None for version in own["spans"]] == [False, False, False, True, True]
+    assert [name for name in found if "/spans/" in name] == ["0/spans/3", "0/spans/4"]
+    assert [step for i in range(5) for step in found[f"0/clock/{i}"]["step"]] == list(range(1, 231))
+    assert "timeline.jsonl: only the newest 100 spans are shown" in own["about"]["notices"]
+    with AnswerReader() as answers:
+        source = Source(open_runs([str(run)])[0], ReportLimits(), answers)
+        source.manifest()
+        assert json.loads(gzip.decompress(source.piece("clock/0")))["end"][0] == 14.0
+        with pytest.raises(KeyError):
+            source.piece("spans/0")
+
+
 STATS = """
 loss_total loss_policy ratio ratio_max clip_low clip_high dual_clip approx_kl mismatch mismatch_max
 mismatch_kl mismatch_w mismatch_w2 tokens loss_entropy entropy kl loss_kl correction_weight
@@ -419,6 +464,33 @@ def test_every_metric_of_the_loop_has_its_place_in_a_chart():
     names |= finish_stats(dict.fromkeys(stats, torch.tensor(1.0)))
     lost = [name for name in names if not any(p.fullmatch(name) for p in patterns)]
     assert lost == []
+
+
+def test_the_run_of_an_sft_stage_is_no_evaluation(tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    (run / "evaluation.json").write_text(json.dumps({"before": {}, "after": {"eval/add3/pass@1": 0.5}}))
+    manifest, _, _, _ = page_of([run], tmp_path)
+    (own,) = manifest["runs"]
+    assert own["about"]["config"]["policy.optimizer.lr"] == "0.0001"
+    assert [(e["kind"], e["step"]) for e in own["samples"]] == [("add3", 0), ("training", 1)]
+
+
+@pytest.mark.parametrize("label", ["training", "aside"])
+def test_an_evaluation_set_is_never_taken_for_a_table_of_the_run(tmp_path, label):
+    run = make_run(tmp_path / "run", steps=1, evals=())
+    write_samples(run / f"samples/eval_{label}_step_000001.parquet", 1, 1, 1, np.random.default_rng(0))
+    (run / "aside").mkdir()
+    write_samples(run / "aside/step_000001.parquet", 1, 1, 1, np.random.default_rng(0))
+    kinds = {file.key: file.kind for file in sample_files(run)}
+    assert kinds == {
+        "samples/step_000001": "training",
+        "aside/step_000001": "aside",
+        f"samples/eval_{label}_step_000001": f"eval {label}",
+    }
+    evaluation = tmp_path / "evaluation"
+    write_samples(evaluation / f"samples/{label}/part_0.parquet", 1, 1, 1, np.random.default_rng(0))
+    (evaluation / "evaluation.json").write_text("{}")
+    assert [file.kind for file in sample_files(evaluation)] == [f"eval {label}"]
 
 
 @pytest.fixture

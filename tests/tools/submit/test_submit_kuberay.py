@@ -262,6 +262,17 @@ def test_no_value_becomes_another_part_of_the_manifest(kube, tmp_path, capsys):
     assert (config["kind"], rayjob["kind"]) == ("ConfigMap", "RayJob")
 
 
+@pytest.mark.parametrize(
+    "value", ["y", "Y", "n", "N", "1e3", "1e-6", "1E5", "08", "0o17", "-.5e1", "+1", "7"]
+)
+def test_a_text_that_some_parsers_take_for_a_number_or_boolean_is_quoted(kube, tmp_path, capsys, value):
+    status, said = submit(capsys, tmp_path, "--dry-run", "--env", f"A={value}", "--secret", "hub:y")
+    assert status == 0, said
+    assert said.count(f'value: "{value}"\n') == 2  # in the head's pod and the workers'
+    assert said.count('name: "y"\n') == 2 and said.count('key: "y"\n') == 2
+    assert "replicas: 1\n" in said and "backoffLimit: 3\n" in said
+
+
 def test_the_template_itself_is_a_valid_manifest():
     config, rayjob = yaml.safe_load_all((ROOT / "launch/rayjob.yaml").read_text())
     jsonschema.validate(rayjob, RAYJOB)

@@ -15,6 +15,7 @@ import pytest
 
 from grpo_dist.tools.submit.job import SubmissionRecord
 from grpo_dist.tools.submit.slurm_jobs import print_logs
+from grpo_dist.tools.submit.slurm_options import check_left_open, check_time
 from tests.support.fake_slurm import PROGRAMS, PYTHON, RAY, Running
 from tests.support.patience import HANG_S
 from tests.support.submitted import BIN, command, config_in, until
@@ -251,6 +252,21 @@ def test_following_a_job_polls_the_controller_sparingly(slurm, tmp_path, monkeyp
         (("output_dir=/tmp/a\\b",), "has a backslash"),
         (("--time", "1:00\ntouch pwned"), "--time '1:00\\ntouch pwned': expected a limit"),
         (("--time", "$(touch pwned)"), "--time '$(touch pwned)': expected a limit"),
+        (("--time", "2"), "the run is asked to end 180 s before the limit (`checkpoint.grace_s` + 120)"),
+        (("--time", "9:59"), "--time 9:59: the run is asked to end 180 s before the limit"),
+        (("--time", "0-0:9"), "give at least 10 minutes"),
+        (("--time", "20", "checkpoint.grace_s=900"), "give at least 24 minutes"),
+        (("--sbatch=--job-name=mine",), "submit sets --job-name itself; set `name`"),
+        (("--sbatch=-Jmine",), "submit sets --job-name itself"),
+        (("--sbatch=--partition=gpu -d afterok:1",), "submit sets --dependency itself"),
+        (("--sbatch=--dep=afterok:1",), "submit sets --dependency itself"),
+        (("--sbatch=-o x.log",), "submit sets --output itself; the log is in the run directory"),
+        (("--sbatch=--error=x.log",), "submit sets --error itself"),
+        (("--sbatch=--array=0-3",), "submit sets --array itself; submit each run with its own `name`"),
+        (("--sbatch=--signal=TERM@30",), "submit sets --signal itself; set `checkpoint.grace_s`"),
+        (("--sbatch=-D /tmp",), "submit sets --chdir itself"),
+        (("--sbatch=-M other",), "submit sets --clusters itself; submit on a machine of that cluster"),
+        (("--sbatch=-t 5",), "submit sets --time itself; give --time"),
         (("--sbatch=--comment=a\rtouch pwned",), "--sbatch = '--comment=a\\rtouch pwned' has a line break"),
         (("--sbatch=--export=ALL,HF_TOKEN=k-1",), "--sbatch=--export=ALL,HF_TOKEN=*** looks like a secret"),
         (("--setup", "export HF_TOKEN=k-1"), "--setup=export HF_TOKEN=*** looks like a secret"),
@@ -263,6 +279,33 @@ def test_a_job_that_cannot_work_is_not_submitted(slurm, tmp_path, capsys, argume
     status, said = submit(capsys, tmp_path, *arguments)
     assert status == 2 and words in said and said.count("error:") == 1 and "k-1" not in said
     assert not calls(slurm) and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "limit", ["0", "UNLIMITED", "infinite", "10", "10:00", "0:10:00", "1-0", "0-1", "0-0:10", "7-00:00:00"]
+)
+def test_a_time_limit_that_leaves_time_to_train_is_accepted(limit):
+    check_time(limit, grace_s=60)
+
+
+@pytest.mark.parametrize(
+    "option", ["--partition=gpu", "-p gpu", "--gpus=8", "-G8", "--time-min=60", "-C h100", "--comment=a'b -x"]
+)
+def test_options_that_submit_leaves_open_are_accepted(option):
+    check_left_open(option)
+
+
+@pytest.mark.parametrize(("given", "status"), [("", 0), (None, 1)])
+def test_a_hidden_variable_may_be_empty_but_must_be_set(slurm, tmp_path, capsys, monkeypatch, given, status):
+    monkeypatch.setenv("SUBMITTED_OPTION", "")
+    code, said = submit(capsys, tmp_path, "--env", "SUBMITTED_OPTION", "--dry-run")
+    assert code == 0, said
+    prepare = said[said.index("prepare() {") : said.index("train=(")] + "prepare\n"
+    environment = {"PATH": os.environ["PATH"]} | ({} if given is None else {"SUBMITTED_OPTION": given})
+    done = subprocess.run(
+        ["bash", "-c", prepare], env=environment, capture_output=True, text=True, timeout=HANG_S
+    )
+    assert bool(done.returncode) == bool(status) and ("was not set there" in done.stderr) == bool(status)
 
 
 def test_a_secret_in_the_file_is_not_submitted(slurm, tmp_path, capsys):
