@@ -1,13 +1,16 @@
 """How callers handle the errors that Ray raises for lost actors; no Ray is started."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
+import ray
 from ray.exceptions import (
     ActorDiedError,
     NodeDiedError,
     ObjectLostError,
     OutOfMemoryError,
+    OwnerDiedError,
     RayTaskError,
     WorkerCrashedError,
 )
@@ -17,10 +20,15 @@ from actors.lifecycle import supervisor
 from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.probe import Health
 from actors.lifecycle.supervisor import Team
+from actors.workers.stored_routes import StoredRoutes
 from grpo_dist.config import RestartsConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import SamplesLost, StateLost, TransferLost, WorkerLost
+from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch
+from grpo_dist.runs.checkpoint import Checkpoints
 from tests.support import fakes
+from tests.support.made_checkpoints import Disk
+from tests.support.made_groups import group_of
 
 OBJECT_LOST = ObjectLostError("00" * 28, b"", "")
 
@@ -117,6 +125,26 @@ def test_an_unrecoverable_failure_goes_back_to_the_checkpoint(error, told):
 
     with pytest.raises(told):
         asyncio.run(met())
+
+
+def test_a_save_that_is_the_first_reader_of_lost_routes_goes_back_to_the_checkpoint(tmp_path, monkeypatch):
+    """`policy.router_replay`: the engine that owned them has died before the ranks fetched them."""
+
+    def owner_is_dead(reference, *, timeout):
+        raise OwnerDiedError("00" * 28, b"", "")
+
+    monkeypatch.setattr(ray, "get", owner_is_dead)
+    group = group_of([1.0, 0.0], [2, 3])
+    group = replace(group, rollouts=tuple(replace(r, routes=StoredRoutes(None, {})) for r in group.rollouts))
+    progress = Progress(1, PipelineState(ahead={1: SampledBatch([group])}))
+    config = fakes.config(checkpoint={"background": False})
+
+    async def saved():
+        async with Cluster(config).failures_as_state_lost():
+            await Checkpoints(tmp_path, config, fakes.prompts(2)).save(1, Disk(), progress)
+
+    with pytest.raises(StateLost, match="the routes of a sample are lost"):
+        asyncio.run(saved())
 
 
 class LosesSamples(fakes.World):
