@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -20,8 +21,9 @@ from actors.lifecycle import supervisor
 from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.probe import Health
 from actors.lifecycle.supervisor import Team
+from actors.workers.reward import RewardPool
 from actors.workers.stored_routes import StoredRoutes
-from grpo_dist.config import RestartsConfig
+from grpo_dist.config import RestartsConfig, RewardsConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import SamplesLost, StateLost, TransferLost, WorkerLost
 from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch
@@ -91,6 +93,68 @@ async def asked(*errors):
 )
 def test_an_actor_is_replaced_whichever_error_ray_raises_for_its_loss(error):
     assert asyncio.run(asked(error)) == (42, 1)
+
+
+class OnANode:
+    """Two workers of a node that is lost. Ray reports each when ``reports`` has its event."""
+
+    def __init__(self, name, reports):
+        self._lost = reports.get(name)  # None: a replacement, elsewhere
+        self.ready, self.health, self.score = (
+            Method(one) for one in (self._ready, self._health, self._score)
+        )
+
+    async def _ready(self):
+        """Up."""
+
+    async def _health(self):
+        return await self._answer(Health())
+
+    async def _score(self, uid):
+        return await self._answer(uid)
+
+    async def _answer(self, answer):
+        if self._lost is not None:
+            await self._lost.wait()  # the node does not answer, and Ray does not know yet
+            raise ActorDiedError()
+        return answer
+
+
+def test_groups_of_a_lost_node_are_scored_though_it_had_two_of_their_workers():
+    async def scored():
+        reports = {"reward-0": asyncio.Event(), "reward-1": asyncio.Event()}
+        spec = ActorSpec(restarts=RestartsConfig(backoff_s=0.05), start_s=5)
+        team = Team("reward", [lambda name: OnANode(name, reports)] * 2, spec)
+        await team.ready()
+        try:
+            calls = [asyncio.create_task(team.call("score", i, attempts=2)) for i in range(8)]
+            for report in reports.values():
+                await asyncio.sleep(0.01)
+                report.set()
+            return await asyncio.gather(*calls), team.restarted()
+        finally:
+            await team.shutdown()
+
+    assert asyncio.run(scored()) == (list(range(8)), 2)
+
+
+class LostSamples:
+    """A reference to samples whose node is lost."""
+
+    def __await__(self):
+        raise OBJECT_LOST
+        yield
+
+
+def test_a_group_whose_workers_and_samples_are_lost_is_sampled_again(monkeypatch):
+    async def call(*_, attempts):
+        raise ActorDiedError()
+
+    monkeypatch.setattr(ray, "ObjectRef", LostSamples)
+    pool = object.__new__(RewardPool)
+    pool.models, pool.team, pool._settings = [], SimpleNamespace(call=call), RewardsConfig()
+    with pytest.raises(SamplesLost):
+        asyncio.run(pool.score(group_of([1.0], [2]).prompt, LostSamples()))
 
 
 @pytest.mark.parametrize("error", [OBJECT_LOST, in_an_actor(OBJECT_LOST)])
