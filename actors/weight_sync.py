@@ -148,7 +148,8 @@ class WeightSync:
         """
         engines = self._engines(workers)
         both = self._group.policy.team.named() | engines
-        stopping = results(worker.begin_update.remote() for worker in workers)
+        of = version, self._group.policy.updates
+        stopping = results(worker.begin_update.remote(of) for worker in workers)
         who, stage = engines, f"weight sync: engines stop for version {version}"
         if self._deltas is not None:
             stopping, who = self._deltas.take_during(stopping, self._group, version), both

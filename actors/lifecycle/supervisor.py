@@ -147,13 +147,17 @@ class Team:
         """Call the actor with the fewest calls in flight; if it is lost meanwhile, call another.
 
         Raises the error of `LOST` when ``attempts`` actors were lost during the call, and SamplesLost when
-        one of ``arguments`` was lost.
+        one of ``arguments`` was lost. With ``attempts`` a repeated call probes its actor first: Ray reports
+        the actors of a lost node one after the other, and one that is already gone is not lost by the call.
         """
         made = 0
         while True:
             index = await self.load_balancer.admit(1, 1)
-            worker, made = self.workers[index], made + 1
+            worker = self.workers[index]
             try:
+                if made and attempts is not None and not await self._probe(index, worker):
+                    continue
+                made += 1
                 return await getattr(worker, method).remote(*arguments)
             except LOST as error:
                 self.lost(index, worker, error)

@@ -16,7 +16,7 @@ import numpy as np
 import ray
 
 from actors.lifecycle.actor_spec import ActorSpec
-from actors.lifecycle.calls import LOST, end, one_at_a_time, reason
+from actors.lifecycle.calls import LOST, end, fetched, one_at_a_time, reason
 from actors.lifecycle.probe import Probeable
 from actors.lifecycle.supervisor import Team
 from actors.workers.reward_model import RewardModelPool
@@ -143,7 +143,8 @@ class RewardPool:
     async def score(self, prompt: Prompt, rollouts: Any) -> Group:
         """Score a group. ``rollouts``: the samples, or an object reference to them.
 
-        A group during whose call two workers are lost counts as not scored.
+        A group during whose call two workers are lost counts as not scored. Raises SamplesLost when its
+        samples are lost, too.
         """
         asked = [model for model in self.models if self._scores(model.name, prompt.source)]
         scores = await gather(model.score(prompt, rollouts) for model in asked)
@@ -152,7 +153,7 @@ class RewardPool:
             group, news = await self.team.call("score", prompt, rollouts, modelled, attempts=_ATTEMPTS)
         except LOST as error:
             news = (f"reward: {_ATTEMPTS} workers were lost over prompt {prompt.uid} ({reason(error)})",)
-            samples = await rollouts if isinstance(rollouts, ray.ObjectRef) else rollouts
+            samples = await fetched(rollouts) if isinstance(rollouts, ray.ObjectRef) else rollouts
             group = with_steps(not_scored(prompt, samples, self._settings), modelled)
         for detail in news:
             if detail not in self._logged:

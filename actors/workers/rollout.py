@@ -264,7 +264,8 @@ class RolloutWorker(WeightReceiver, Probeable):
         """Abort pending requests: the run resumes from before they were made."""
         if self._episodes is not None:
             self._episodes.abandon()  # first: those that wait for a tool would make further requests
-        await self._end_old_update()
+        async with self._one_at_a_time:
+            await self._end_old_update()
         await self._engine.abandon()
 
     async def sleep(self, keep_weights: bool) -> None:

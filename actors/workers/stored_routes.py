@@ -10,6 +10,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
+from grpo_dist.errors import SamplesLost
 from grpo_dist.types import FurtherRow, HeldRoutes, Rollout
 
 _FETCH_S = 120.0  # for the routes of one sample, megabytes, perhaps from another node
@@ -27,12 +28,12 @@ class StoredRoutes:
     digests: Mapping[int, bytes]
 
     def fetch(self) -> np.ndarray:
-        """Fetch them. Raises RuntimeError when they are lost."""
+        """Fetch them. Raises SamplesLost when they are lost."""
         try:
             routes: np.ndarray = ray.get(self.reference, timeout=_FETCH_S)  # bounded: by its timeout
         except RayError as error:
             why = " ".join(str(error).split())[:200]
-            raise RuntimeError(f"policy.router_replay: the routes of a sample are lost: {why}") from error
+            raise SamplesLost(f"policy.router_replay: the routes of a sample are lost: {why}") from error
         return routes
 
     def digest(self, tokens: int) -> bytes:

@@ -22,7 +22,11 @@ _GIVEN_POLL_S = 0.02
 
 
 class WeightReceiver(Metered):
-    """The part of a `RolloutWorker` that receives weights. Its methods run on the actor's event loop."""
+    """The part of a `RolloutWorker` that receives weights. Its methods run on the actor's event loop.
+
+    A call goes on where the driver no longer waits for it, and the driver may begin the update again
+    meanwhile: calls that change the state of an update run one after the other.
+    """
 
     _spec: EngineSpec
     _engine: Any
@@ -31,6 +35,8 @@ class WeightReceiver(Metered):
         super().__init__()
         self._updating = False  # between `begin_update` and `finish_update`
         self._received = False  # all weights of that update have arrived
+        self._of: tuple[int, int] | None = None  # what they are; None: not known
+        self._one_at_a_time = asyncio.Lock()
 
     async def address(self) -> tuple[str, int]:
         """Return an address at which this engine can listen: that of its node, and a free port."""
@@ -43,27 +49,36 @@ class WeightReceiver(Metered):
         """Have every process of the engine join a transfer group with its seat, and leave the group
         before. ``file``: read the next weights from this snapshot instead.
         """
-        await self._end_old_update()
+        async with self._one_at_a_time:
+            await self._end_old_update()
         info = {"backend": backend, "seats": list(seats), "timeout_s": timeout_s, "file": file}
         await self._engine.init_transfer(info)
 
     @metered("sync")
-    async def begin_update(self) -> bool:
+    async def begin_update(self, of: tuple[int, int] | None = None) -> bool:
         """Stop generating, and return whether this engine still lacks the weights.
+
+        Args:
+            of: which weights: their version, and the policy's updates before them. An update of others that
+                was given up ends here. None: not known, the engine lacks them.
 
         In mode ``drain`` running requests finish first; in mode ``keep`` they continue under the new weights.
         Either way the key-value cache is dropped: a kept request recomputes it, so that no new token is
         conditioned on keys and values of old weights. An update that is repeated, because another engine was
         lost, may find all weights here.
         """
-        await self._engine.pause(drain=self._spec.sync.mode == "drain")
-        if self._spec.rollout.speculation.tokens:
-            for name, tokens in (await self._engine.in_workers(drafter.take_counts))[0]._asdict().items():
-                self.meter.count(name, tokens)
-        if not self._updating:
-            await self._engine.start_weight_update()
-            self._updating = True
-        return not self._received
+        async with self._one_at_a_time:
+            await self._engine.pause(drain=self._spec.sync.mode == "drain")
+            if self._spec.rollout.speculation.tokens:
+                for name, tokens in (await self._engine.in_workers(drafter.take_counts))[0]._asdict().items():
+                    self.meter.count(name, tokens)
+            if of is None or of != self._of:
+                await self._end_old_update()
+            self._of = of
+            if not self._updating:
+                await self._engine.start_weight_update()
+                self._updating = True
+            return not self._received
 
     async def held_weights(self) -> str | None:
         """Return the token of the weights that all processes of the engine hold a copy of, if any."""
@@ -88,21 +103,23 @@ class WeightReceiver(Metered):
             False: changes arrived, after which the copy is not the sender's; whole weights must follow.
         """
         parameters = [list(asdict(spec).values()) for spec in specs]
-        self._updating = False  # a transfer that fails is started again
         info = {"parameters": parameters, "bucket_bytes": bucket_bytes, "adapter_scale": adapter_scale}
-        await self._engine.update_weights(info | {"held": held})
-        self._updating = True
-        self._received = held is None or await self.held_weights() == held.token
-        return self._received
+        async with self._one_at_a_time:
+            self._updating = False  # a transfer that fails is started again
+            await self._engine.update_weights(info | {"held": held})
+            self._updating = True
+            self._received = held is None or await self.held_weights() == held.token
+            return self._received
 
     @metered("sync")
     async def finish_update(self, version: int) -> int:
         """Serve again under ``version``; return the version that the engine reports."""
-        await self._engine.finish_weight_update()
-        self._updating = self._received = False
-        reported: int = await self._engine.set_weight_version(version)
-        await self._engine.resume()
-        return reported
+        async with self._one_at_a_time:
+            await self._engine.finish_weight_update()
+            self._updating = self._received = False
+            reported: int = await self._engine.set_weight_version(version)
+            await self._engine.resume()
+            return reported
 
     @metered("give_weights")
     async def give_weights(self, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:
@@ -118,8 +135,8 @@ class WeightReceiver(Metered):
         await self._engine.in_workers(forget_loaded)
 
     async def _end_old_update(self) -> None:
-        """End an update whose weights never got a version, because the policy was lost; the next update sends
-        all weights.
+        """End an update whose weights never got a version, because the policy was lost or the sync was given
+        up; the next update sends all weights. The caller holds the lock.
         """
         if self._received:
             await self._engine.finish_weight_update()

@@ -129,6 +129,13 @@ def _of_the_engines(config: Sections) -> Iterator[str]:
             f"`rollout.quantization` = {quantization} multiplies in bfloat16 around it, but `model.dtype` = "
             "float32; set model.dtype to auto or bfloat16, or remove `rollout.quantization`"
         )
+    if config.policy.router_replay and config.rollout.may_grow:
+        yield (
+            "`policy.router_replay` = true trains with routes that are lost with their engine, but "
+            f"`rollout.num_workers` = {config.rollout.num_workers} with `rollout.max_workers` = "
+            f"{config.rollout.max_workers} lets engines leave before their samples are trained on; set a "
+            "fixed number of engines, or remove `policy.router_replay`"
+        )
 
 
 def _of_the_samples(config: Sections) -> Iterator[str]:

@@ -57,7 +57,7 @@ def write_groups(
     """Write ``groups`` atomically: a reader never sees half a file, even after a crash.
 
     ``values`` of trained samples are added for people to read; `read_groups` ignores them. ``with_routes``:
-    fetch and write the routes of all samples, too; RuntimeError when some are lost.
+    fetch and write the routes of all samples, too; SamplesLost when some are lost.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")

@@ -97,7 +97,7 @@ class TrainingCluster:
 
     @property
     def step(self) -> int:
-        """How many times `update` was called."""
+        """How many updates have ended."""
         return self._opened.step
 
     @property
@@ -142,6 +142,8 @@ class TrainingCluster:
         """Train on ``groups``, with the loss of `algorithm`, and return the metrics of the step.
 
         As in `train`, a step that fails the checks of `health` is not trained on: see `health/low_signal`.
+        An update that Ctrl-C interrupts still ends, and counts: `sync` waits for it, and so does `update`,
+        which returns its metrics where ``groups`` are the same.
 
         Args:
             advantages: [G] of each group, used as they are; None: those of `algorithm.advantage`.

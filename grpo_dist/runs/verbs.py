@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import operator
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -50,6 +52,18 @@ class SampledGroup:
     reference: Any = field(default=None, repr=False, compare=False)  # to the same samples, for other workers
 
 
+@dataclass(frozen=True, slots=True)
+class RunningUpdate:
+    """An update that nobody has the metrics of yet."""
+
+    groups: tuple[ScoredGroup, ...]
+    task: asyncio.Task[dict[str, float]]
+
+    def trains(self, groups: Sequence[ScoredGroup]) -> bool:
+        """Return whether it trains on exactly these ``groups``."""
+        return len(groups) == len(self.groups) and all(map(operator.is_, groups, self.groups))
+
+
 class Verbs:
     """The verbs as coroutines of one event loop."""
 
@@ -65,6 +79,7 @@ class Verbs:
         self._drawn = Counter[str]()  # samples of each prompt since the last update
         self._synced = 0  # version that the engines hold
         self._probed = -1  # version whose probe was started
+        self._running: RunningUpdate | None = None
 
     async def start(self) -> None:
         config, explain = self._config, self._actors.where_stuck
@@ -77,6 +92,9 @@ class Verbs:
         await self._stack.enter_async_context(self._probe)
 
     async def stop(self) -> None:
+        if self._running is not None:
+            self._running.task.cancel()
+            await asyncio.gather(self._running.task, return_exceptions=True)
         await self._stack.aclose()
 
     def _parts(self, workers: Workers) -> None:
@@ -151,6 +169,31 @@ class Verbs:
     async def update(
         self, scored: Sequence[ScoredGroup], advantages: Sequence[np.ndarray] | None
     ) -> dict[str, float]:
+        """Train, to the end also where this call is cancelled: the ranks do not stop halfway. The same groups
+        once more then get the metrics of that update.
+        """
+        if self._running is None or not self._running.trains(scored):
+            await self._settled()
+            task = asyncio.create_task(self._update(scored, advantages), name=f"update {self.step + 1}")
+            self._running = RunningUpdate(tuple(scored), task)
+        return await self._result_of(self._running)
+
+    async def _settled(self) -> None:
+        """Wait for an update that runs. Raises its error where its caller was interrupted."""
+        if (running := self._running) is not None:
+            await asyncio.wait([running.task])  # bounded: by the deadlines of the policy
+            if self._running is running:  # its caller has not been told
+                await self._result_of(running)
+
+    async def _result_of(self, running: RunningUpdate) -> dict[str, float]:
+        await asyncio.wait([running.task])  # bounded: by the deadlines of the policy
+        if self._running is running:
+            self._running = None
+        return running.task.result()  # bounded: it is done
+
+    async def _update(
+        self, scored: Sequence[ScoredGroup], advantages: Sequence[np.ndarray] | None
+    ) -> dict[str, float]:
         step, timer, groups = self.step, Stopwatch(), [s.group for s in scored]
         _check_division(self._config.batch.updates_per_step, len(groups))
         self._check_staleness(groups)
@@ -184,6 +227,7 @@ class Verbs:
         return metrics | counts
 
     async def sync(self) -> dict[str, float]:
+        await self._settled()
         metrics = await self._workers.sync.push(version=self.step)
         every = self._config.reference.refresh_every
         # At the first sync from a multiple on: a caller may make several updates before it syncs.
@@ -201,6 +245,7 @@ class Verbs:
     async def export(self, directory: Path) -> None:
         """Write the model. Raises UserError where ``directory`` holds something other than a model."""
         _check_replaceable(directory)
+        await self._settled()
         directory.parent.mkdir(parents=True, exist_ok=True)
         await self._workers.policy.export(directory, tokenizer_dir=self.prepared.model_dir)
 

@@ -22,7 +22,7 @@ class Routes(Protocol):
     """Where routes are."""
 
     def fetch(self) -> np.ndarray:
-        """Return them, [T, L, k]. Raises RuntimeError when they are lost."""
+        """Return them, [T, L, k]. Raises SamplesLost when they are lost."""
         ...
 
     def digest(self, tokens: int) -> bytes:

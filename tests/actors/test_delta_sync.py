@@ -64,10 +64,10 @@ class WatchedWorker(RolloutWorker):
     async def die_at_next_stop(self):
         self._dies = True
 
-    async def begin_update(self):
+    async def begin_update(self, *arguments):
         if self.__dict__.get("_dies"):
             os.kill(os.getpid(), signal.SIGKILL)
-        return await super().begin_update()
+        return await super().begin_update(*arguments)
 
     async def gave(self):
         return self.__dict__.get("_gave", 0)

@@ -273,6 +273,10 @@ def test_cyclic_defaults_are_refused(tmp_path):
             ["the routes of every token", "drafts 4 at once", "set `rollout.speculation.tokens` to 0"],
         ),
         (
+            ["policy.router_replay=true", "rollout.num_workers={min: 1, max: 3}"],
+            ["`rollout.num_workers` = 1 with `rollout.max_workers` = 3", "set a fixed number of engines"],
+        ),
+        (
             ["policy.lora={sync: adapter}", "weight_sync.deltas=true"],
             ["`weight_sync.deltas` = true sends changes of whole weights", "`policy.lora.sync` to merged"],
         ),

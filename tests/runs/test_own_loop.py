@@ -319,6 +319,62 @@ def test_a_call_that_is_open_when_the_block_ends_raises(started):
         loop.run(asyncio.sleep(0))
 
 
+def interrupted_update(cluster, groups, begun, monkeypatch):
+    """Call `update`, and press Ctrl-C once the ranks have ``begun``."""
+
+    def interrupt(future):
+        assert begun.wait(HANG_S)
+        future.cancel()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(own_loop, "_result", interrupt)
+        cluster.update(groups)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_an_interrupted_update_is_made_once_and_synced_whole(started, monkeypatch, again):
+    """Ctrl-C in a notebook, and then the same cell once more, or the next one."""
+    begun, go_on, asked = threading.Event(), threading.Event(), []
+
+    class Slow(fakes.World):
+        async def update(self, *arguments, **settings):
+            asked.append(self.version)
+            begun.set()
+            while not go_on.is_set():
+                await asyncio.sleep(0.01)
+            return await super().update(*arguments, **settings)
+
+    with started(world := Slow(jitter=False), fakes.config(max_staleness=1)) as cluster:
+        groups = cluster.score(cluster.sample(next(cluster.batches())))
+        interrupted_update(cluster, groups, begun, monkeypatch)
+        assert cluster.step == 0
+        threading.Timer(0.1, go_on.set).start()
+        if again:
+            assert cluster.update(groups)["rollout/staleness_max"] == 0.0
+        cluster.sync()
+        assert world.version == cluster.step == len(world.updates) == 1
+        assert cluster.update(groups)["rollout/staleness_max"] == 1.0  # another update
+    assert len(world.updates) == 2 and asked == [0, 1]
+
+
+def test_an_update_that_runs_when_the_block_ends_ends_with_it(started, monkeypatch):
+    begun, ended = threading.Event(), []
+
+    class Stuck(fakes.World):
+        async def update(self, *_, **__):
+            begun.set()
+            try:
+                await asyncio.sleep(HANG_S)
+            finally:
+                ended.append(True)
+
+    with started(world := Stuck(jitter=False), fakes.config()) as cluster:
+        groups = cluster.score(cluster.sample(next(cluster.batches())))
+        interrupted_update(cluster, groups, begun, monkeypatch)
+    assert ended and world.actors.ended
+
+
 class Flaky(fakes.World):
     """Gives up a sample of p3, and all but one of p5 in its first draw."""
 

@@ -1,13 +1,17 @@
 """How callers handle the errors that Ray raises for lost actors; no Ray is started."""
 
 import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import ray
 from ray.exceptions import (
     ActorDiedError,
     NodeDiedError,
     ObjectLostError,
     OutOfMemoryError,
+    OwnerDiedError,
     RayTaskError,
     WorkerCrashedError,
 )
@@ -17,10 +21,16 @@ from actors.lifecycle import supervisor
 from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.probe import Health
 from actors.lifecycle.supervisor import Team
-from grpo_dist.config import RestartsConfig
+from actors.workers.reward import RewardPool
+from actors.workers.stored_routes import StoredRoutes
+from grpo_dist.config import RestartsConfig, RewardsConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import SamplesLost, StateLost, TransferLost, WorkerLost
+from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch
+from grpo_dist.runs.checkpoint import Checkpoints
 from tests.support import fakes
+from tests.support.made_checkpoints import Disk
+from tests.support.made_groups import group_of
 
 OBJECT_LOST = ObjectLostError("00" * 28, b"", "")
 
@@ -85,6 +95,68 @@ def test_an_actor_is_replaced_whichever_error_ray_raises_for_its_loss(error):
     assert asyncio.run(asked(error)) == (42, 1)
 
 
+class OnANode:
+    """Two workers of a node that is lost. Ray reports each when ``reports`` has its event."""
+
+    def __init__(self, name, reports):
+        self._lost = reports.get(name)  # None: a replacement, elsewhere
+        self.ready, self.health, self.score = (
+            Method(one) for one in (self._ready, self._health, self._score)
+        )
+
+    async def _ready(self):
+        """Up."""
+
+    async def _health(self):
+        return await self._answer(Health())
+
+    async def _score(self, uid):
+        return await self._answer(uid)
+
+    async def _answer(self, answer):
+        if self._lost is not None:
+            await self._lost.wait()  # the node does not answer, and Ray does not know yet
+            raise ActorDiedError()
+        return answer
+
+
+def test_groups_of_a_lost_node_are_scored_though_it_had_two_of_their_workers():
+    async def scored():
+        reports = {"reward-0": asyncio.Event(), "reward-1": asyncio.Event()}
+        spec = ActorSpec(restarts=RestartsConfig(backoff_s=0.05), start_s=5)
+        team = Team("reward", [lambda name: OnANode(name, reports)] * 2, spec)
+        await team.ready()
+        try:
+            calls = [asyncio.create_task(team.call("score", i, attempts=2)) for i in range(8)]
+            for report in reports.values():
+                await asyncio.sleep(0.01)
+                report.set()
+            return await asyncio.gather(*calls), team.restarted()
+        finally:
+            await team.shutdown()
+
+    assert asyncio.run(scored()) == (list(range(8)), 2)
+
+
+class LostSamples:
+    """A reference to samples whose node is lost."""
+
+    def __await__(self):
+        raise OBJECT_LOST
+        yield
+
+
+def test_a_group_whose_workers_and_samples_are_lost_is_sampled_again(monkeypatch):
+    async def call(*_, attempts):
+        raise ActorDiedError()
+
+    monkeypatch.setattr(ray, "ObjectRef", LostSamples)
+    pool = object.__new__(RewardPool)
+    pool.models, pool.team, pool._settings = [], SimpleNamespace(call=call), RewardsConfig()
+    with pytest.raises(SamplesLost):
+        asyncio.run(pool.score(group_of([1.0], [2]).prompt, LostSamples()))
+
+
 @pytest.mark.parametrize("error", [OBJECT_LOST, in_an_actor(OBJECT_LOST)])
 def test_lost_samples_do_not_count_as_a_failure_of_the_actor_that_reads_them(error):
     with pytest.raises(SamplesLost, match="reward-0"):
@@ -117,6 +189,26 @@ def test_an_unrecoverable_failure_goes_back_to_the_checkpoint(error, told):
 
     with pytest.raises(told):
         asyncio.run(met())
+
+
+def test_a_save_that_is_the_first_reader_of_lost_routes_goes_back_to_the_checkpoint(tmp_path, monkeypatch):
+    """`policy.router_replay`: the engine that owned them has died before the ranks fetched them."""
+
+    def owner_is_dead(reference, *, timeout):
+        raise OwnerDiedError("00" * 28, b"", "")
+
+    monkeypatch.setattr(ray, "get", owner_is_dead)
+    group = group_of([1.0, 0.0], [2, 3])
+    group = replace(group, rollouts=tuple(replace(r, routes=StoredRoutes(None, {})) for r in group.rollouts))
+    progress = Progress(1, PipelineState(ahead={1: SampledBatch([group])}))
+    config = fakes.config(checkpoint={"background": False})
+
+    async def saved():
+        async with Cluster(config).failures_as_state_lost():
+            await Checkpoints(tmp_path, config, fakes.prompts(2)).save(1, Disk(), progress)
+
+    with pytest.raises(StateLost, match="the routes of a sample are lost"):
+        asyncio.run(saved())
 
 
 class LosesSamples(fakes.World):

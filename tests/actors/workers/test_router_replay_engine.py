@@ -22,7 +22,7 @@ from grpo_dist.config import (
     RolloutConfig,
     WeightSyncConfig,
 )
-from grpo_dist.errors import UserError
+from grpo_dist.errors import SamplesLost, UserError
 from grpo_dist.types import Group, HeldRoutes, PreparedBatch, Prompt
 from tests.support.drawn import FILE
 from tests.support.expert_models import tied_model
@@ -137,7 +137,7 @@ def test_which_engines_record_routes():
 
 
 def test_routes_that_are_lost_are_an_error_that_sends_the_run_to_its_checkpoint(ray_cluster, monkeypatch):
-    """A RuntimeError of a rank: see `PolicyGroup._cause`."""
+    """SamplesLost, on a rank and on the driver: see `Cluster.failures_as_state_lost`."""
     routes = HeldRoutes(np.arange(6, dtype=np.uint8).reshape(3, 2, 1))
     rollout = replace(group_of([1.0], [2]).rollouts[0], routes=routes)
     held = stored(rollout).routes
@@ -150,5 +150,5 @@ def test_routes_that_are_lost_are_an_error_that_sends_the_run_to_its_checkpoint(
 
     monkeypatch.setattr(ray, "get", no_answer)
     assert held.digest(2) and held.digest(0) == b""  # planning fetches nothing
-    with pytest.raises(RuntimeError, match="the routes of a sample are lost: not within 120 s"):
+    with pytest.raises(SamplesLost, match="the routes of a sample are lost: not within 120 s"):
         held.fetch()

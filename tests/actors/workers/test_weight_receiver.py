@@ -1,0 +1,162 @@
+"""An engine's part in a weight sync whose calls overlap: the driver gave one up, or began it again."""
+
+import asyncio
+from types import SimpleNamespace
+
+from actors.weight_sync import WeightSync
+from actors.workers.engine_settings import EngineSpec
+from actors.workers.rollout import RolloutWorker
+from grpo_dist.config import ModelConfig, RolloutConfig, WeightSyncConfig
+from tests.support.patience import HANG_S
+
+STEP_S = 0.1  # of the engine's call that others overlap
+
+
+class Engine:
+    """Runs one call after the other, as the engine's thread does. ``slow``: the calls that take `STEP_S`.
+    Refuses a second open update, as vLLM does.
+    """
+
+    def __init__(self, policy, slow=()):
+        self._policy, self._slow, self._thread = policy, slow, asyncio.Lock()
+        self.paused = self.open = False
+        self.weights = self.version = None
+
+    async def _call(self, name, effect):
+        async with self._thread:
+            await asyncio.sleep(STEP_S if name in self._slow else 0)
+            return effect()
+
+    async def pause(self, *, drain):
+        await self._call("pause", lambda: vars(self).update(paused=True))
+
+    async def resume(self):
+        await self._call("resume", lambda: vars(self).update(paused=False))
+
+    async def start_weight_update(self):
+        def start():
+            if self.open:
+                raise RuntimeError("start_weight_update called while a weight update is already active")
+            self.open = True
+
+        await self._call("start", start)
+
+    async def update_weights(self, info):
+        sent = self._policy.weights  # by ranks that are asked for nothing else meanwhile
+        await self._call("update", lambda: vars(self).update(weights=sent))
+
+    async def finish_weight_update(self):
+        await self._call("finish", lambda: vars(self).update(open=False))
+
+    async def set_weight_version(self, version):
+        await self._call("label", lambda: vars(self).update(version=version))
+        return version
+
+    async def init_transfer(self, info):
+        await self._call("join", lambda: None)
+
+
+class Actor:
+    """A handle of ``worker`` as Ray's: a call continues though its caller is cancelled."""
+
+    def __init__(self, worker):
+        self._worker = worker
+
+    def __getattr__(self, name):
+        method = getattr(self._worker, name)
+
+        def remote(*arguments, **options):
+            return asyncio.shield(asyncio.ensure_future(method(*arguments, **options)))
+
+        return SimpleNamespace(remote=remote)
+
+
+class Group:
+    """A transfer group without processes."""
+
+    name, on_ranks, parameters, bucket_bytes = "rollout", (), (), 1
+
+    def __init__(self, policy, workers):
+        self.policy, self.workers = policy, tuple(workers)
+
+    async def reopen(self, workers, **_):
+        return Group(self.policy, workers)
+
+    async def close(self):
+        """Nothing is open."""
+
+    async def send(self, receiving):
+        await asyncio.gather(*receiving)
+        return {"sync/bytes": 1.0}
+
+
+def policy_with(weights):
+    team = SimpleNamespace(named=dict)
+    return SimpleNamespace(team=team, updates=0, adapter_scale=None, weights=weights)
+
+
+def worker_with(engine):
+    spec = EngineSpec(RolloutConfig(), WeightSyncConfig(mode="keep"), ModelConfig(path="m"), "m", 256, seed=0)
+    worker = RolloutWorker(spec)
+    worker._engine = engine
+    return worker
+
+
+def sync_of(policy, worker):
+    actor = Actor(worker)
+    team = SimpleNamespace(named=lambda: {"rollout-0": actor}, alive=lambda: [actor], check=lambda: None)
+    return WeightSync(Group(policy, [actor]), SimpleNamespace(team=team), HANG_S)
+
+
+def test_an_update_that_is_begun_again_while_the_engine_still_stops_is_opened_once():
+    """Another engine dies meanwhile: the driver repeats the sync at once."""
+
+    async def overlapping():
+        worker = worker_with(Engine(policy_with("a"), slow=("pause",)))
+        assert await asyncio.gather(worker.begin_update((1, 1)), worker.begin_update((1, 1))) == [True, True]
+        assert worker._engine.open and worker._engine.paused
+
+    asyncio.run(overlapping())
+
+
+def test_an_update_that_begins_while_the_one_before_ends_leaves_the_engine_paused():
+    async def overlapping():
+        worker = worker_with(Engine(policy_with("a"), slow=("finish",)))
+        await worker.begin_update((1, 1))
+        await worker.receive_weights([], 1, None)
+        assert await asyncio.gather(worker.finish_update(1), worker.begin_update((1, 1))) == [1, True]
+        assert worker._engine.open and worker._engine.paused
+
+    asyncio.run(overlapping())
+
+
+def test_a_repeated_update_finds_the_weights_that_have_arrived_and_other_weights_do_not():
+    async def lacks():
+        worker = worker_with(Engine(policy_with("a")))
+        await worker.begin_update((1, 1))
+        await worker.receive_weights([], 1, None)
+        return [await worker.begin_update(of) for of in ((1, 1), (1, 2), (1, 2))]
+
+    assert asyncio.run(lacks()) == [False, True, True]
+
+
+def test_an_engine_does_not_take_the_weights_of_a_sync_that_was_given_up_for_those_of_the_next():
+    """Ctrl-C in `sync()` of a loop of one's own, then `update()` and `sync()`."""
+
+    async def interrupted(*, wait_s):
+        policy = policy_with("before any update")
+        engine = Engine(policy, slow=("update",))
+        sync = sync_of(policy, worker_with(engine))
+        await sync.push(0)
+        policy.weights, policy.updates = "of update 1", 1
+        given_up = asyncio.create_task(sync.push(1))
+        await asyncio.sleep(STEP_S / 2)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        await asyncio.sleep(wait_s)
+        policy.weights, policy.updates = "of update 2", 2
+        await sync.push(2)
+        assert (engine.version, engine.weights, engine.paused) == (2, "of update 2", False)
+
+    for wait_s in (0, 2 * STEP_S):  # the engine still receives, or has received
+        asyncio.run(interrupted(wait_s=wait_s))
