@@ -280,7 +280,8 @@ class SyncProbe:
 def _groups(sampled: Sequence[tuple[Prompt, tuple[Rollout, ...]]]) -> list[Group]:
     """Make one group per prompt, with each different completion once.
 
-    Engines that agree bit by bit sample the same, so the policy's batch does not depend on their number. The
+    Engines that agree bit by bit sample the same, so the policy's batch does not depend on their number.
+    With `policy.router_replay` each has a row of its own, for the experts that this engine took. The
     engines' log-probs are replaced by 0: a batch drops samples with a NaN, and NaN is a difference to find.
     """
     prompts: dict[str, Prompt] = {}
@@ -300,8 +301,9 @@ def _flat(groups: Sequence[Group]) -> list[tuple[Group, Rollout]]:
     return [(group, rollout) for group in groups for rollout in group.rollouts]
 
 
-def _key(prompt: Prompt, rollout: Rollout) -> tuple[str, bytes]:
-    return prompt.uid, rollout.completion_ids.tobytes()
+def _key(prompt: Prompt, rollout: Rollout) -> tuple[str, bytes, int | None]:
+    routes = None if rollout.routes is None else id(rollout.routes)
+    return prompt.uid, rollout.completion_ids.tobytes(), routes
 
 
 def _metrics(found: Mapping[str, LogprobDifference | None]) -> dict[str, float]:

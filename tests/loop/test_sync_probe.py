@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 
 from grpo_dist.cli import report_end
@@ -16,8 +17,9 @@ from grpo_dist.observe import Tracker
 from grpo_dist.observe.tracker import EVENTS
 from grpo_dist.runs.identity import fingerprint
 from grpo_dist.tools.report.layout import SECTIONS
+from grpo_dist.types import HeldRoutes
 from tests.support import fakes
-from tests.support.probed import Probed, Probes
+from tests.support.probed import LOGPROB, Probed, Probes
 
 
 def config(every=20, above=None, **changes) -> Config:
@@ -184,6 +186,29 @@ def test_a_probe_with_no_token_is_repeated_at_the_next_step():
     world.push = repaired
     train(world, config(0, steps=4))
     assert list(world.probed) == [0, 1] and len(world.warnings) == len(world.notes) == 1
+
+
+def test_each_engine_is_compared_on_the_experts_that_it_took():
+    """Both sample the same tokens by different routes, and the log-probs of a token depend on its routes."""
+    world = Probed(("rollout-0", "evaluation-0"))
+    world.error |= {"evaluation-0": 0.5}
+    workers = world.workers()
+    sample = workers.probe.sample
+
+    async def routed(engine, *request):
+        expert = 1 if world.name_of(engine) == "evaluation-0" else 0
+        routes = HeldRoutes(np.full((2, 1, 1), expert, np.uint8))
+        groups = await sample(engine, *request)
+        return [tuple(dataclasses.replace(own, routes=routes) for own in group) for group in groups]
+
+    async def replayed(batch):
+        taken = [int(routes.fetch()[0, 0, 0]) for routes in batch.routes]
+        values = [np.full(2, LOGPROB + 0.5 * expert, np.float32) for expert in taken]
+        return "float32", dict(zip(batch.row_ids.tolist(), values, strict=True))
+
+    workers.probe.sample, workers.probe.logprobs = routed, replayed
+    asyncio.run(run(config(steps=1), workers, fakes.prompts(40), [], world, world))
+    assert len(world.updates) == 1 and len(world.notes) == 2
 
 
 # --- failing probes
