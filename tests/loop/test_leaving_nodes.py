@@ -8,6 +8,7 @@ import pytest
 from grpo_dist.driver import run
 from grpo_dist.errors import Preempted
 from tests.support import fakes
+from tests.support.patience import HANG_S
 
 
 class Leaving(fakes.World):
@@ -141,7 +142,7 @@ def train_in_turns(world, later, **options):
     async def session():
         config = fakes.config(steps=3, checkpoint={"every": 0})
         running = run(config, world.workers(), fakes.prompts(40), [], world, world, **options)
-        await asyncio.wait_for(asyncio.gather(running, once_asked()), 20)
+        await asyncio.wait_for(asyncio.gather(running, once_asked()), HANG_S)
 
     asyncio.run(session())
 
