@@ -66,8 +66,8 @@ from grpo_dist.workers import Workers
 
 logger = logging.getLogger("grpo_dist")
 
-# Roles whose actors run one call at a time, so that calls wait for each other.
-QUEUEING = {"reference", "teacher", "reward_model", "policy"}
+# Roles of `calls.one_at_a_time`, in which a call waits for those before it; for `reward` several run at once.
+QUEUEING = {"reference", "teacher", "reward", "reward_model", "policy"}
 _POLL_S = 1.0  # while waiting for a node that joins
 
 

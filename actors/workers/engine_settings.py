@@ -64,7 +64,8 @@ class EngineSpec:
     ranks, and sleeps while they train. ``sampling``: each way in which the run samples, with which the engine
     is warmed up. ``environments``, and ``data`` with the chat template's settings: None where no prompt has
     an environment. ``niceness``: added to that of its process where it computes on CPUs. ``router_replay``:
-    it returns the experts of every token. ``code_paths``: of a rollout function of the user's own.
+    it returns the experts of every token. ``trains``: its samples are trained on, so they keep these; else
+    only those of the sync probe do. ``code_paths``: of a rollout function of the user's own.
     """
 
     rollout: RolloutConfig
@@ -81,6 +82,7 @@ class EngineSpec:
     data: DataConfig | None = None
     niceness: int = 0
     router_replay: bool = False
+    trains: bool = True
     code_paths: tuple[str, ...] = ()
 
     def for_evaluation(self, settings: EvaluationConfig) -> EngineSpec:
@@ -91,7 +93,7 @@ class EngineSpec:
             in_flight=0,  # as many as the cache has room for: an evaluation sends all prompts at once
             sampling=(Sampling(settings.temperature, settings.top_p, settings.top_k),),
             niceness=_NICENESS if settings.threads == 0 else 0,
-            router_replay=False,
+            trains=False,
         )
 
     @classmethod

@@ -175,21 +175,28 @@ class RolloutWorker(WeightReceiver, Probeable):
             if prompt.task is not None:
                 assert self._episodes is not None, "the configuration has no environment"
                 episode = await self._episodes.sample(prompt, sample, seed, sampling, length)
-                return stored(drawn(episode, sampling))
+                return self._as_sampled(episode, sampling)
             if self._own is not None and length is None:  # exact lengths are a benchmark's
                 own = await self._own.sample(prompt, sample, seed, sampling, self._generate, self._tokenizer)
                 self.meter.count("tokens", own.num_sampled)
-                return stored(drawn(own, sampling))
+                return self._as_sampled(own, sampling)
             most, exact = length or sampling.max_new_tokens, length is not None
             stop = () if exact else sampling.stop
             ids = prompt.token_ids.tolist()
             output = await self._generate(ids, seed, sampling, most, exact=exact, stop=stop)
             self.meter.count("tokens", len(output.token_ids))
-            return stored(drawn(self._rollout(prompt.uid, sample, output), sampling))
+            return self._as_sampled(self._rollout(prompt.uid, sample, output), sampling)
         finally:
             self._finished = self._finished.plus(outstanding(prompt, 1, sampling))
             async with self._progress:
                 self._progress.notify_all()
+
+    def _as_sampled(self, rollout: Rollout, sampling: Sampling) -> Rollout:
+        """Return ``rollout`` as the driver gets it: with its settings, and with its routes, which would fill
+        the object store, only where it may be trained on.
+        """
+        made = drawn(rollout, sampling)
+        return stored(made) if self._spec.trains else made.without_routes()
 
     async def _generate(
         self,

@@ -178,25 +178,41 @@ class Chores(StepChores):
         """Wait for the batch that follows ``step``, and return it. Where a node of the policy is about to go
         meanwhile, the state after ``step`` is saved, since the samples may take longer than its notice.
 
-        Raises Preempted in a run that is asked to end.
+            samples  | batch on its way ......................... |
+            policy     notice: save; on shared GPUs it waits for them | update
+
+        Raises Preempted in a run that is asked to end, also while it saves.
         """
+        saving: asyncio.Task[None] | None = None
 
         def is_interrupted() -> bool:
-            return self._stop_requested() or (step > self._saved_step and self._node_leaves())
+            due = saving.done() if saving else step > self._saved_step and self._node_leaves()
+            return due or self._stop_requested()
 
-        while (batch := await self._parts.pipeline.next(unless=is_interrupted)) is None:
-            if self._stop_requested():
-                await self._preempt(step)
-            await self._save(step)
-            self._recorder.phase("sample")
-        return batch
+        try:
+            while (batch := await self._parts.pipeline.next(unless=is_interrupted)) is None:
+                if self._stop_requested():
+                    await self._preempt(step, saving)
+                elif saving is None:
+                    saving = asyncio.create_task(self._save(step), name=f"save of step {step}")
+                else:
+                    saving.result()  # bounded: it is done
+                    saving = None
+                    self._recorder.phase("sample")
+            if saving is not None:  # the update would change what it saves
+                await saving
+            return batch
+        finally:
+            if saving is not None:
+                saving.cancel()
+                await asyncio.gather(saving, return_exceptions=True)
 
-    async def _preempt(self, step: int) -> NoReturn:
-        """Save the state after ``step`` and raise Preempted. Samples in flight are given up first: on shared
-        GPUs the policy would wait for them.
+    async def _preempt(self, step: int, saving: asyncio.Task[None] | None) -> NoReturn:
+        """Save the state after ``step``, which ``saving`` may do already, and raise Preempted. Samples in
+        flight are given up first: on shared GPUs the policy would wait for them.
         """
         await self._parts.pipeline.cancel()
-        await self._save(step)
+        await (self._save(step) if saving is None else saving)
         await self._end(step)
 
     async def _save(self, step: int) -> None:

@@ -11,6 +11,9 @@ next update, while the policy still holds the version that the engine sampled wi
 same version under any staleness and sync mode, and no step trains on samples of an engine that fails the
 probe.
 
+An engine of evaluation holds a version once it has loaded its snapshot, which no update waits for. It is
+compared if its samples are there before the update; else it stays due for its next version.
+
 A probe is short. Where all samples of a step have the policy's own version, the update computes their
 log-probs anyway: their mean difference is held to the same bound, at no cost.
 """
@@ -19,20 +22,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import Config
 from grpo_dist.errors import RERUN, Unhealthy
+from grpo_dist.loop.probe_rows import ProbeSamples, distinct_groups, row_key, rows_by_key
 from grpo_dist.runtime.concurrency import deadline, gather
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.runtime.seeds import derived_seed
-from grpo_dist.types import Group, Prompt, Rollout, Sampling
+from grpo_dist.types import Prompt, Sampling
 from grpo_dist.workers import Workers
 
 # Bound on the mean difference, nats a token, by the dtype of the policy, or the quantisation of the engines.
@@ -54,18 +58,11 @@ from grpo_dist.workers import Workers
 # another: 3.5 to 7.4. Smaller defects do not show: run a few steps without quantisation for them.
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.15, "fp8": 1.0}
 
+T = TypeVar("T")
 _PROMPTS, _SAMPLES, _TOKENS = 2, 2, 32  # of one probe of one engine
 _PATIENCE = 3  # probes in a row of one engine with no token to compare
 _POLL_S = 0.2  # between two looks for a serving engine
 _EVALUATION = "evaluation-"  # names of engines on which evaluation runs while training continues
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeSamples:
-    """What ``engine`` sampled for each prompt of the probe; ``groups`` is empty if it was lost meanwhile."""
-
-    engine: Any
-    groups: list[tuple[Prompt, tuple[Rollout, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +97,24 @@ class SyncProbe:
         self._missed = Counter[str]()
         self._bound: tuple[float, str] | None = None  # and in words; known from the first comparison on
         self._task: asyncio.Task[dict[str, ProbeSamples]] | None = None
+        self._of_evaluation: dict[str, asyncio.Task[dict[str, ProbeSamples]]] = {}  # by engine
 
     def begin(self, step: int) -> None:
         """Start sampling on the engines that are due. Engines and policy hold version ``step``."""
-        if due := self._due(step):
-            self._task = asyncio.create_task(self._sample(step, due), name=f"sync probe {step}")
+        due = self._due(step)
+        if own := _of_training(due):
+            self._task = asyncio.create_task(self._sample(step, own), name=f"sync probe {step}")
+        for name in (name for name in due if name not in own):
+            sampling = self._sample(step, {name: due[name]})
+            self._of_evaluation[name] = asyncio.create_task(sampling, name=f"sync probe {step} of {name}")
 
     async def finish(self, step: int, timer: Stopwatch) -> dict[str, float]:
         """Compare before the update of ``step``; return metrics if `weight_sync.probe_every` schedules one.
 
         Raises Unhealthy if an engine and the policy are not the same model.
         """
-        if self._probes is None or (self._task is None and self._is_done(step)):
+        begun = self._task is not None or self._of_evaluation
+        if self._probes is None or (not begun and self._is_done(step)):
             return {}
         with timer("probe"):
             stage = f"sync probe: samples of version {step}"
@@ -119,7 +122,7 @@ class SyncProbe:
                 sampled = await self._all_samples(step)
             dtype, found = await self._compare(step, sampled)
         # Whether engines of evaluation are compared depends on the time that they take to load.
-        metrics = _metrics({name: own for name, own in found.items() if not name.startswith(_EVALUATION)})
+        metrics = _metrics(_of_training(found))
         self._judge(step, dtype, sampled, found, metrics)
         # Other probes depend on when the run was resumed or lost an engine. They are events alone, so that a
         # resumed run logs the same metrics as one that was never interrupted.
@@ -149,9 +152,7 @@ class SyncProbe:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await _cancel([*([self._task] if self._task else []), *self._of_evaluation.values()])
 
     def _is_scheduled(self, step: int) -> bool:
         every = self._settings.probe_every
@@ -163,8 +164,11 @@ class SyncProbe:
         return max(self._start, step // every * every) if every else self._start
 
     def _is_done(self, step: int) -> bool:
-        """Whether no serving engine is due; if none serves, whether one has passed since all were due."""
-        return not self._due(step) and any(v >= self._since(step) for _, v in self._passed.values())
+        """Whether no serving engine of training is due; if none serves, whether one has passed since all were
+        due.
+        """
+        passed = _of_training(self._passed).values()
+        return not _of_training(self._due(step)) and any(v >= self._since(step) for _, v in passed)
 
     def _due(self, step: int) -> dict[str, Any]:
         """Return serving engines, by name, not compared since they joined or since all were due."""
@@ -178,19 +182,34 @@ class SyncProbe:
         return {name: engine for name, engine in serving.items() if is_due(name, engine)}
 
     async def _all_samples(self, step: int) -> dict[str, ProbeSamples]:
-        """Collect the samples of every engine that is due, waiting until at least one serves.
+        """Collect the samples of every engine that is due, waiting until at least one of training serves.
 
-        Engines lost since `begin` are left out; those that joined since sample now. The caller holds the
-        deadline.
+        Engines lost since `begin` are left out; those of training that joined since sample now. The caller
+        holds the deadline.
         """
         assert self._probes is not None
         task, self._task = self._task, None
         found = await task if task is not None else {}
-        while not (serving := self._probes.engines(step)):
+        while not _of_training(serving := self._probes.engines(step)) and not self._is_done(step):
             await asyncio.sleep(_POLL_S)
-        late = {n: e for n, e in self._due(step).items() if n not in found or found[n].engine is not e}
-        found = found | await self._sample(step, late)
+        due = _of_training(self._due(step))
+        late = {n: e for n, e in due.items() if n not in found or found[n].engine is not e}
+        found = found | await self._sample(step, late) | await self._finished_of_evaluation(step)
         return {name: own for name, own in found.items() if serving.get(name) is own.engine}
+
+    async def _finished_of_evaluation(self, step: int) -> dict[str, ProbeSamples]:
+        """Return what engines of evaluation have sampled by now, and give up the rest: once the weights move,
+        the policy has no log-probs of this version.
+        """
+        tasks, self._of_evaluation = self._of_evaluation, {}
+        late = [name for name, task in tasks.items() if not task.done()]
+        for name in late:
+            self._recorder.note(
+                f"sync probe of {name} at version {step}: left out, since updates do not wait for this engine"
+            )
+        await _cancel([tasks.pop(name) for name in late])
+        found = [task.result() for task in tasks.values()]  # bounded: they are done
+        return {name: own for samples in found for name, own in samples.items()}
 
     async def _sample(self, step: int, engines: Mapping[str, Any]) -> dict[str, ProbeSamples]:
         """Sample the same prompts with the same seeds on each engine."""
@@ -213,7 +232,7 @@ class SyncProbe:
     ) -> tuple[str, dict[str, LogprobDifference | None]]:
         """Return the policy's dtype, and each engine's difference; None: no token is of version ``step``."""
         assert self._probes is not None
-        groups = _groups([own for s in sampled.values() for own in s.groups])
+        groups = distinct_groups([own for s in sampled.values() for own in s.groups])
         if not groups:
             return "", dict.fromkeys(sampled)
         batch = make_batch(
@@ -222,12 +241,12 @@ class SyncProbe:
             ref_logprobs=None,
             max_new_tokens=_TOKENS,
         )
-        rows = {_key(g.prompt, rollout): row for row, (g, rollout) in enumerate(_flat(groups))}
+        rows = rows_by_key(groups)
         dtype, policy = await self._probes.logprobs(batch)
         found: dict[str, LogprobDifference | None] = {}
         for name, own in sampled.items():
             apart = [
-                (policy[rows[_key(prompt, r)]].astype(np.float64) - r.logprobs)[r.policy_versions == step]
+                (policy[rows[row_key(prompt, r)]].astype(np.float64) - r.logprobs)[r.policy_versions == step]
                 for prompt, rollouts in own.groups
                 for r in rollouts
             ]
@@ -277,31 +296,15 @@ class SyncProbe:
         self._recorder.warn(f"{what}; the next step probes it again")
 
 
-def _groups(sampled: Sequence[tuple[Prompt, tuple[Rollout, ...]]]) -> list[Group]:
-    """Make one group per prompt, with each different completion once.
-
-    Engines that agree bit by bit sample the same, so the policy's batch does not depend on their number. The
-    engines' log-probs are replaced by 0: a batch drops samples with a NaN, and NaN is a difference to find.
-    """
-    prompts: dict[str, Prompt] = {}
-    completions: dict[str, dict[Any, Rollout]] = {}
-    for prompt, rollouts in sampled:
-        prompts[prompt.uid] = prompt
-        for rollout in rollouts:
-            tokens = replace(rollout, logprobs=np.zeros_like(rollout.logprobs))
-            completions.setdefault(prompt.uid, {}).setdefault(_key(prompt, rollout), tokens)
-    return [
-        Group(prompts[uid], tuple(own.values()), np.zeros(len(own), np.float32), {}, ("",) * len(own))
-        for uid, own in completions.items()
-    ]
+def _of_training(by_engine: Mapping[str, T]) -> dict[str, T]:
+    """Return the values of engines by name without those of evaluation."""
+    return {name: own for name, own in by_engine.items() if not name.startswith(_EVALUATION)}
 
 
-def _flat(groups: Sequence[Group]) -> list[tuple[Group, Rollout]]:
-    return [(group, rollout) for group in groups for rollout in group.rollouts]
-
-
-def _key(prompt: Prompt, rollout: Rollout) -> tuple[str, bytes]:
-    return prompt.uid, rollout.completion_ids.tobytes()
+async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _metrics(found: Mapping[str, LogprobDifference | None]) -> dict[str, float]:

@@ -7,7 +7,7 @@ another's data. Shape letters: P prompt tokens, C completion tokens, G samples p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -174,6 +174,13 @@ class Rollout:
     def rows(self) -> tuple[Rollout | FurtherRow, ...]:
         """Return the training rows of the sample in order, the first one being itself."""
         return (self, *self.further_rows)
+
+    def without_routes(self) -> Rollout:
+        """Return the sample without the routes of its rows."""
+        if self.routes is None:
+            return self
+        further = tuple(replace(row, routes=None) for row in self.further_rows)
+        return replace(self, routes=None, further_rows=further)
 
     @property
     def num_tokens(self) -> int:

@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 
 from grpo_dist.driver import run
+from grpo_dist.errors import Preempted
 from tests.support import fakes
+from tests.support.patience import HANG_S
 
 
 class Leaving(fakes.World):
@@ -97,3 +99,70 @@ def test_what_is_in_a_checkpoint_already_is_not_saved_again():
 
     asyncio.run(session())
     assert world.saves == [1, 2]
+
+
+class TakingTurns(Waiting):
+    """Policy and engines share GPUs: a save waits until no sample of the third step is on its way. These
+    wait until ``released``, or are given up.
+    """
+
+    def __init__(self, fails=False):
+        super().__init__(drains=True)
+        self.sampling, self.released, self.fails = 0, asyncio.Event(), fails
+        self.asked, self.updates_at_saves = False, []
+
+    async def sample(self, prompt, **how):
+        self.begun += 1
+        self.sampling += 1
+        try:
+            if self.begun > 8:
+                await self.released.wait()
+            return await fakes.World.sample(self, prompt, **how)
+        finally:
+            self.sampling -= 1
+
+    async def save(self, step, workers, progress):
+        self.asked = True
+        while self.sampling and not self.fails:
+            await asyncio.sleep(0.01)
+        if self.fails:
+            raise OSError("no space left")
+        self.updates_at_saves.append(len(self.updates))
+        await super().save(step, workers, progress)
+
+
+def train_in_turns(world, later, **options):
+    """Train, and call ``later`` once the save of a notice waits for its turn."""
+
+    async def once_asked():
+        while not world.asked:
+            await asyncio.sleep(0.01)
+        later()
+
+    async def session():
+        config = fakes.config(steps=3, checkpoint={"every": 0})
+        running = run(config, world.workers(), fakes.prompts(40), [], world, world, **options)
+        await asyncio.wait_for(asyncio.gather(running, once_asked()), HANG_S)
+
+    asyncio.run(session())
+
+
+def test_a_run_that_is_asked_to_end_while_a_save_waits_for_samples_gives_them_up():
+    """The signal that ends a spot notice was seen only once the whole batch was sampled and trained on."""
+    world, stopped = TakingTurns(), []
+    with pytest.raises(Preempted, match="after step 2, saved"):
+        train_in_turns(world, lambda: stopped.append(True), stop_requested=lambda: bool(stopped))
+    assert world.saves == [2] and len(world.updates) == 2 and world.saved[2].step == 2
+
+
+def test_a_save_that_waits_for_samples_ends_before_the_update():
+    world = TakingTurns()
+    train_in_turns(world, world.released.set)
+    assert world.saves == world.updates_at_saves == [2, 3] and len(world.updates) == 3
+
+
+def test_a_save_that_fails_while_samples_are_missing_ends_the_run_at_once():
+    world = TakingTurns(fails=True)
+    with pytest.raises(OSError, match="no space left"):
+        train_in_turns(world, lambda: None)
+    assert len(world.updates) == 2

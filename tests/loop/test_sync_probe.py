@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 
 from grpo_dist.cli import report_end
@@ -16,8 +17,10 @@ from grpo_dist.observe import Tracker
 from grpo_dist.observe.tracker import EVENTS
 from grpo_dist.runs.identity import fingerprint
 from grpo_dist.tools.report.layout import SECTIONS
+from grpo_dist.types import HeldRoutes
 from tests.support import fakes
-from tests.support.probed import Probed, Probes
+from tests.support.patience import HANG_S
+from tests.support.probed import LOGPROB, Probed, Probes
 
 
 def config(every=20, above=None, **changes) -> Config:
@@ -142,6 +145,68 @@ def test_an_engine_that_never_serves_ends_the_probe_at_the_deadline_of_sampling(
         train(world, config(0, steps=1, cluster={"timeouts": {"sample_s": 0.2}}))
 
 
+# --- engines of evaluation
+
+
+class Evaluating(Probes):
+    """`evaluation-0` holds versions 0 and 2, and answers from version ``since`` on."""
+
+    def __init__(self, world, since):
+        super().__init__(world)
+        self.since, self.waits = since, 0
+
+    def engines(self, version):
+        own = dict(self._world.serving)
+        return own if version in (0, 2) else {n: e for n, e in own.items() if n != "evaluation-0"}
+
+    async def sample(self, engine, *request):
+        if self._world.name_of(engine) == "evaluation-0" and self._world.version < self.since:
+            self.waits += 1
+            await asyncio.Event().wait()
+        return await super().sample(engine, *request)
+
+
+def train_with_evaluation(world, since, **changes):
+    probes = Evaluating(world, since)
+    workers = dataclasses.replace(world.workers(), probe=probes)
+
+    async def session():
+        await asyncio.wait_for(run(config(**changes), workers, fakes.prompts(40), [], world, world), HANG_S)
+        assert [task for task in asyncio.all_tasks() if "probe" in task.get_name()] == []
+
+    asyncio.run(session())
+    return probes.waits
+
+
+def test_no_update_waits_for_an_engine_of_evaluation_which_is_compared_at_a_later_version():
+    world = Probed(("rollout-0", "evaluation-0"))
+    assert train_with_evaluation(world, 2, every=0, steps=4) == 1
+    assert world.probed == {0: ["rollout-0"], 2: ["evaluation-0"]} and len(world.updates) == 4
+    late, compared = [note for note in world.notes if "evaluation-0" in note]
+    assert (
+        late.startswith("sync probe of evaluation-0 at version 0: left out")
+        and "at version 2: 0 nats" in compared
+    )
+    assert [step for step in sorted(world.logged) if "probe/logprob_diff_mean" in world.logged[step]] == [1]
+
+
+def test_a_wrong_engine_of_evaluation_that_loads_in_time_ends_the_run():
+    world = Probed(("rollout-0", "evaluation-0"))
+    world.error["evaluation-0"] = 0.5
+    with pytest.raises(Unhealthy, match=r"step 3: .*: evaluation-0 and the policy differ by 0\.5 nats"):
+        train_with_evaluation(world, 2, every=0, steps=4)
+    assert len(world.updates) == 2
+
+
+def test_an_engine_of_evaluation_does_not_stand_in_for_those_of_training():
+    """It is compared; the first update still waits for an engine that it trains on."""
+    world = Probed(("rollout-0", "evaluation-0"))
+    world.serving.pop("rollout-0")
+    with pytest.raises(TimeoutError, match="sync probe: samples of version 0"):
+        train_with_evaluation(world, 0, every=0, steps=1, cluster={"timeouts": {"sample_s": 0.5}})
+    assert not world.updates
+
+
 # --- what
 
 
@@ -184,6 +249,29 @@ def test_a_probe_with_no_token_is_repeated_at_the_next_step():
     world.push = repaired
     train(world, config(0, steps=4))
     assert list(world.probed) == [0, 1] and len(world.warnings) == len(world.notes) == 1
+
+
+def test_each_engine_is_compared_on_the_experts_that_it_took():
+    """Both sample the same tokens by different routes, and the log-probs of a token depend on its routes."""
+    world = Probed(("rollout-0", "rollout-1"))
+    world.error |= {"rollout-1": 0.5}
+    workers = world.workers()
+    sample = workers.probe.sample
+
+    async def routed(engine, *request):
+        expert = 1 if world.name_of(engine) == "rollout-1" else 0
+        routes = HeldRoutes(np.full((2, 1, 1), expert, np.uint8))
+        groups = await sample(engine, *request)
+        return [tuple(dataclasses.replace(own, routes=routes) for own in group) for group in groups]
+
+    async def replayed(batch):
+        taken = [int(routes.fetch()[0, 0, 0]) for routes in batch.routes]
+        values = [np.full(2, LOGPROB + 0.5 * expert, np.float32) for expert in taken]
+        return "float32", dict(zip(batch.row_ids.tolist(), values, strict=True))
+
+    workers.probe.sample, workers.probe.logprobs = routed, replayed
+    asyncio.run(run(config(steps=1), workers, fakes.prompts(40), [], world, world))
+    assert len(world.updates) == 1 and len(world.notes) == 2
 
 
 # --- failing probes

@@ -5,7 +5,7 @@
 With `rollout.speculation` each process of an engine remembers texts in host memory.
 
 With `policy.router_replay` host memory holds the routes of all tokens in the cache, and of the samples that
-are not trained on yet.
+are not trained on yet; engines of evaluation keep those of the cache alone.
 
 With `rollout.quantization` = fp8 the linear layers and the experts have a byte a weight; embedding, LM head,
 norms and the cache keep the model's type. The scales, one float32 for each output of a layer, are left out.
@@ -33,7 +33,7 @@ from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.workload import Workload
 
 _BATCHED_TOKENS = 8192  # prefilled at once by an engine: vLLM's default for a server on a GPU
-_DRAFTS = "texts for drafts"
+_DRAFTS, _ROUTES = "texts for drafts", "routes"
 _SAMPLER_BLOCKS = 3  # float32 [sequences, vocabulary]: logits, log-probs, and one temporary
 
 
@@ -70,8 +70,8 @@ def with_snapshot(
     snapshot = {"snapshot": copied // engines}
     if not sizes.gpu:
         return replace(engine, parts=engine.parts | snapshot)
-    texts = {name: size for name, size in engine.host.items() if name == _DRAFTS}
-    return replace(engine, host=texts | snapshot)
+    own = {name: size for name, size in engine.host.items() if name in (_DRAFTS, _ROUTES)}
+    return replace(engine, host=own | snapshot)
 
 
 def is_quantised(rollout: RolloutConfig) -> bool:
@@ -79,10 +79,18 @@ def is_quantised(rollout: RolloutConfig) -> bool:
 
 
 def rollout_engine(
-    config: Config, model: ModelShape, sizes: Sizes, workload: Workload, *, memory: int, asleep: int = 0
+    config: Config,
+    model: ModelShape,
+    sizes: Sizes,
+    workload: Workload,
+    *,
+    memory: int,
+    asleep: int = 0,
+    trains: bool = True,
 ) -> EngineFootprint:
     """Return the memory of an engine on each of its GPUs. ``memory``: bytes of a GPU; 0: none, the cache is
-    configured. ``asleep``: bytes that others keep on the same GPU while it samples.
+    configured. ``asleep``: bytes that others keep on the same GPU while it samples. ``trains``: its samples
+    are trained on.
     """
     rollout, tensor_parallel, b = config.rollout, config.rollout.tensor_parallel_size, sizes.itemsize
     s = model.shape
@@ -107,11 +115,11 @@ def rollout_engine(
     room = max(0, cache) // token_bytes
     routes = 0
     if config.policy.router_replay:
-        steps = 1 + config.max_staleness
+        steps = 1 + config.max_staleness if trains else 0
         routes = _routes(config.batch, model, workload, steps=steps, engines=rollout.num_workers)
         routes += room * model.route_bytes
     mean = workload.prompt_tokens / config.batch.samples_per_prompt + workload.mean
-    host = {"routes": routes} if routes else {}
+    host = {_ROUTES: routes} if routes else {}
     host |= held_copies(config.weight_sync, model, sizes, tensor_parallel)  # each process has one
     if rollout.speculation.tokens:
         host[_DRAFTS] = tensor_parallel * history_bytes(rollout.speculation.history_tokens)

@@ -165,13 +165,8 @@ def footprints(
     if "evaluation" in roles.workers:
         count = config.evaluation.num_workers
         decoded = {"num_workers": count, "max_num_seqs": config.rollout.max_num_seqs or _EVALUATED_AT_ONCE}
-        own = config.model_copy(
-            update={
-                "rollout": config.rollout.model_copy(update=decoded),
-                "policy": config.policy.model_copy(update={"router_replay": False}),
-            }
-        )
-        engine = rollout_engine(own, model, sizes, workload, memory=memory)
+        own = config.model_copy(update={"rollout": config.rollout.model_copy(update=decoded)})
+        engine = rollout_engine(own, model, sizes, workload, memory=memory, trains=False)
         found["evaluation"] = with_snapshot(engine, config.policy, model, sizes, engines=count)
     for judge in reward_models:
         found[role_of(judge.settings)] = reward_model_worker(config.max_length, judge, sizes)

@@ -7,8 +7,12 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
+from actors.cluster import QUEUEING
+from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.calls import one_at_a_time
 from actors.lifecycle.usage import ActorUsage
+from actors.workers.reward import RewardPool
+from grpo_dist.config import RewardsConfig
 from grpo_dist.runtime.metering import Metered, Usage, metered
 from tests.support.patience import HANG_S
 
@@ -52,6 +56,30 @@ def test_an_actor_with_queued_work_reports_usage_at_once(ray_cluster):
     ray.get(actor.go.options(concurrency_group="parallel").remote())
     assert ray.get(queued)[-1] == [0, 1, 2, 3]  # one at a time, in order
     assert asyncio.run(usage.read())["time/reference_work_busy_s"] > 0
+    ray.kill(actor)
+
+
+class SlowScorer(Slow):
+    """A reward worker whose groups wait for a slow judge."""
+
+    def __init__(self, settings, **of_the_run):
+        super().__init__()
+
+    def score(self, *group):
+        return self.work(0)
+
+
+def test_a_reward_worker_with_more_groups_than_threads_reports_usage_at_once(ray_cluster):
+    """The driver waited after each step until the groups of later batches were scored."""
+    settings, actors = RewardsConfig(num_workers=1, processes_per_worker=1), ActorSpec({"num_cpus": 0})
+    pool = RewardPool(settings, actors, max_new_tokens=8, worker=SlowScorer)
+    (actor,) = pool.workers
+    queued = [actor.score.remote() for _ in range(6)]  # two run at once
+    usage = ActorUsage({"reward": [Whole(actor)]}, queueing=QUEUEING, timeout_s=HANG_S)
+    assert "memory/reward_gib" in asyncio.run(usage.read())
+    assert not ray.wait(queued, num_returns=1, timeout=0)[0]
+    ray.get(actor.go.options(concurrency_group="parallel").remote())
+    assert len(ray.get(queued)) == 6
     ray.kill(actor)
 
 

@@ -2,6 +2,7 @@
 almost tied and rounding decides between them.
 """
 
+import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,20 +11,24 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError
 
+from actors.workers import rollout as rollout_module
 from actors.workers.engine_settings import RECORDING_WORKER, EngineSpec, engine_arguments
 from actors.workers.policy import loss_settings
+from actors.workers.rollout import RolloutWorker
 from actors.workers.stored_routes import stored
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import (
     AlgorithmConfig,
+    EvaluationConfig,
     ModelConfig,
     OptimizerConfig,
     PolicyConfig,
     RolloutConfig,
     WeightSyncConfig,
 )
+from grpo_dist.environments.episode import Generation
 from grpo_dist.errors import SamplesLost, UserError
-from grpo_dist.types import Group, HeldRoutes, PreparedBatch, Prompt
+from grpo_dist.types import FurtherRow, Group, HeldRoutes, PreparedBatch, Prompt, Sampling
 from tests.support.drawn import FILE
 from tests.support.expert_models import tied_model
 from tests.support.made_groups import group_of
@@ -134,6 +139,37 @@ def test_which_engines_record_routes():
         arguments("deepseek_v3")
     with pytest.raises(UserError, match=r"`rollout\.tensor_parallel_size` = 2"):
         arguments(tensor_parallel_size=2)
+
+
+def test_an_engine_of_evaluation_records_routes_and_keeps_those_of_the_probe_alone(monkeypatch):
+    """The policy replays the probe's; the samples of an evaluation would fill the object store."""
+    values, versions = np.zeros(2, np.float32), np.zeros(2, np.int32)
+    routes = HeldRoutes(np.zeros((41, 2, 1), np.uint8))
+
+    async def generate(ids, seed, *rest, **more):
+        return Generation([seed, 2], values, versions, "stop", 0, routes)
+
+    def routes_of(spec):
+        worker = RolloutWorker(spec)
+        worker._tokenizer, worker._generate = SimpleNamespace(decode=lambda ids, **_: "text"), generate
+        request = PROMPTS[0], [7], Sampling()
+        (probed,), (_, (sampled,)) = asyncio.run(worker.probe(*request)), asyncio.run(worker.sample(*request))
+        return probed.routes, sampled.routes
+
+    monkeypatch.setattr(rollout_module, "stored", lambda own: own)
+    own = RolloutConfig(), WeightSyncConfig(), ModelConfig(path="m")
+    spec = EngineSpec(*own, "m", 64, 0, router_replay=True)
+    assert spec.for_evaluation(EvaluationConfig(num_workers=1)).router_replay
+    assert routes_of(spec) == (routes, routes)
+    assert routes_of(spec.for_evaluation(EvaluationConfig(num_workers=1))) == (routes, None)
+
+
+def test_a_sample_without_routes_has_them_in_no_row():
+    rollout, routes = group_of([1.0], [2]).rollouts[0], HeldRoutes(np.zeros((3, 2, 1), np.uint8))
+    ids = np.zeros(2, np.int32)
+    row = FurtherRow(ids, ids, ids.astype(np.float32), ids, routes=routes)
+    bare = replace(rollout, routes=routes, further_rows=(row,)).without_routes()
+    assert [own.routes for own in bare.rows] == [None, None]
 
 
 def test_routes_that_are_lost_are_an_error_that_sends_the_run_to_its_checkpoint(ray_cluster, monkeypatch):

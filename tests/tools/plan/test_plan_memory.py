@@ -357,6 +357,9 @@ def test_routes_take_a_byte_for_each_layer_and_expert_of_a_token():
     cached = engine.cache // engine.token_bytes
     assert engine.host == {"routes": (cached + 2 * 8 * 4 * (100 + 300) // 2) * 48 * 8}
     assert (engine.parts, plain.host) == (plain.parts, {})
+    own = rollout_engine(on, model, sizes, LENGTHS, memory=card.memory, trains=False)
+    evaluating = with_snapshot(own, on.policy, model, sizes, engines=1)
+    assert evaluating.host["routes"] == cached * 48 * 8  # for the sync probe; samples do not keep theirs
     rank = policy_rank(on, model, sizes, LENGTHS).parts
     assert rank["routes"] == 8192 * 48 * 8 * 2
     assert policy_rank(off, model, sizes, LENGTHS).parts == {k: v for k, v in rank.items() if k != "routes"}
