@@ -1,7 +1,7 @@
 """Tasksets of the package verifiers: prompts, and rewards of the last answer.
 
-A taskset whose tasks have tools of their own or need a container is refused: verifiers runs those in its own
-harness, against a model server, which has no place in an episode here.
+A taskset whose tasks have tools of their own, need a container, or prepare and finish a rollout is refused:
+verifiers runs those in its own harness, against a model server, which has no place in an episode here.
 """
 
 from __future__ import annotations
@@ -95,10 +95,16 @@ def _check_scored_here(task: Any, name: str) -> None:
         reasons.append("needs a container")
     if type(task).toolsets(task.config):
         reasons.append("has tool servers")
-    for hook in task.hooks("reward"):
-        runtime = inspect.signature(hook).parameters.get("runtime")
+    for hook in ("setup", "finalize"):
+        if getattr(type(task), hook) is not getattr(vf.Task, hook):
+            reasons.append(f"has a `{hook}` of its own")
+    # `Task.score` leaves out those that it cannot call.
+    scorers = {hook.__name__: hook for hook in task.hooks("reward")}
+    scorers |= {judge.reward_name: judge.score for judge in task.plugged_judges()}
+    for scorer_name, scorer in scorers.items():
+        runtime = inspect.signature(scorer).parameters.get("runtime")
         if runtime is not None and runtime.default is inspect.Parameter.empty:
-            reasons.append(f"has the reward `{hook.__name__}`, which reads its runtime")
+            reasons.append(f"has the reward `{scorer_name}`, which reads its runtime")
     if reasons:
         raise ValueError(
             f"a task of verifiers:{name} {', '.join(reasons)}; only tasksets of prompts and rewards can be "

@@ -84,6 +84,45 @@ def test_a_taskset_of_verifiers_gives_prompts_and_weighted_rewards(tmp_path: Pat
         assert (observed.reward, observed.done, observed.failed) == (reward, True, "")
 
 
+_JUDGE = """
+import verifiers.v1 as vf
+
+__all__ = ["RunsTheReply"]
+
+
+class RunsTheReply(vf.Judge[float]):
+    async def score(self, task: vf.TaskData, trace: vf.Trace, runtime) -> float:
+        return 1.0
+"""
+
+
+_HOOKS = """class Sum(vf.Task[Data]):
+    async def setup(self, trace, runtime):
+        self.key = self.data.answer
+
+    async def finalize(self, trace, runtime):
+        self.said = trace.last_reply
+"""
+
+
+@pytest.mark.family("new processes")
+def test_tasks_that_only_the_harness_of_verifiers_scores_are_refused(tmp_path: Path) -> None:
+    """Their rewards would read what nothing has set, or be left out, and right answers get 0."""
+    code = taskset("reply == answer", metric="right", short=4)
+    (tmp_path / "my_sums.py").write_text(code.replace("class Sum(vf.Task[Data]):\n", f"{_HOOKS}\n"))
+    (tmp_path / "my_judge.py").write_text(_JUDGE)
+    environments = EnvironmentsConfig(
+        python=interpreter_with("verifiers"), code_paths=(str(tmp_path),), timeout_s=HANG_S
+    )
+    judges = {"task": {"judges": [{"id": "my_judge"}]}}
+    with pytest.raises(ValueError) as error:
+        _prompts(environments, environment="verifiers:my_sums", environment_kwargs=judges)
+    assert (
+        "a task of verifiers:my_sums has a `setup` of its own, has a `finalize` of its own, has the reward "
+        "`my_judge`, which reads its runtime; only tasksets of prompts and rewards can be trained on here"
+    ) in str(error.value)
+
+
 _STEP = """
 if said == str(self.number):
     return Told(text="right", done=True, reward=1.0)
