@@ -34,7 +34,7 @@ from grpo_dist.runtime.concurrency import in_thread
 from grpo_dist.runtime.stage_log import stage, stages_logged
 from grpo_dist.tools.evaluate.benchmarks import breakdown
 from grpo_dist.tools.evaluate.compare import compare
-from grpo_dist.tools.evaluate.result import RESULT, EvaluationResult, JudgedProblem, read_earlier
+from grpo_dist.tools.evaluate.result import ALL, MEAN, RESULT, EvaluationResult, JudgedProblem, read_earlier
 from grpo_dist.tools.evaluate.store import Identity, Store, default_directory, settings_of
 from grpo_dist.tools.evaluate.table import print_comparison, print_result
 from grpo_dist.tools.evaluate.target import configuration
@@ -103,6 +103,11 @@ def evaluate_model(
                 result = EvaluationResult.of(identity, list(_judged(asked, store, config.evaluation.k)))
                 result.with_earlier(earlier).write(place)
     print_result(result, str(place))
+    if unscored := result.unscored_sets:
+        say(
+            f"no sample of {', '.join(unscored)} could be scored: it has no estimate, and the estimates of "
+            f"`{ALL}` and `{MEAN}` leave it out"
+        )
     names = {own.name for own in asked}
     if others := [name for name in dict.fromkeys(judged.set for judged in earlier) if name not in names]:
         say(f"{RESULT} also has the earlier results on {', '.join(others)}")
