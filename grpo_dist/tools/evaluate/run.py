@@ -62,7 +62,7 @@ def evaluate_model(
     by: Sequence[str] = (),
     fresh: bool = False,
 ) -> EvaluationResult:
-    """Sample `model.path` on the problems of `data.eval` that have no verdict yet, and print the estimates.
+    """Sample `model.path` on the problems of `data.eval` that have no final verdict yet, and print the estimates.
 
     Args:
         directory: of the results; None derives it from model and settings.
@@ -165,10 +165,10 @@ def _split(
 
 
 def _missing(asked: list[Asked], store: Store, say: Callable[[str], None]) -> list[tuple[str, list[Prompt]]]:
-    """Return the name of each set with its prompts that have no verdict, and say how many have one."""
+    """Return the name of each set with its prompts that have no final verdict, and say how many have one."""
     parts = []
     for own in asked:
-        known = store.verdicts(own.name)
+        known = {key for key, verdict in store.verdicts(own.name).items() if verdict.is_final}
         prompts = [p for p in own.prompts if key_of(p) not in known]
         parts += [(own.name, prompts)] if prompts else []
     todo, total = sum(len(prompts) for _, prompts in parts), sum(len(own.prompts) for own in asked)

@@ -196,6 +196,25 @@ def test_samples_written_without_their_verdicts_are_sampled_again(here):
     assert last.exists() and len(list(Path("out/samples/data").iterdir())) == 5
 
 
+def test_a_problem_of_which_nothing_was_scored_is_sampled_again_and_no_other(here, monkeypatch):
+    _, result, problems = evaluate(directory="whole")
+    with monkeypatch.context() as outage:
+        unscored(outage, ("2 + 1", "7 + 1"))
+        assert '"unscored": 64' in evaluate()[1]
+    _, again, rows = evaluate()
+    uids = {row["uid"] for row in map(json.loads, rows.splitlines()) if row["problem"] in ("2 + 1", "7 + 1")}
+    assert {uid for uid, *_ in here.worlds[2].sampled} == uids and sampled(here.worlds[2]) == 2
+    assert (again, rows) == (result, problems)
+    assert evaluate()[1] == again and len(here.worlds) == 3
+
+
+def test_a_problem_that_the_grader_has_no_time_for_is_done(here, monkeypatch):
+    unscored(monkeypatch, ("2 + 1",), outcome="timeout")
+    _, result, problems = evaluate()
+    assert json.loads(problems.splitlines()[2])["timeouts"] == 32
+    assert evaluate()[1:] == (result, problems) and len(here.worlds) == 1
+
+
 def test_more_data_is_sampled_and_changed_problems_are_noticed(here):
     evaluate("evaluation.max_prompts=4")
     _, result, _ = evaluate()
