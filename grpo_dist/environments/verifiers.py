@@ -32,12 +32,13 @@ class VerifiersEnvironment(Environment):
 
     @classmethod
     def preload(cls, **kwargs: Any) -> None:
-        """Load the taskset, whose imports alone take a second of CPU time."""
-        _taskset(cls.target, kwargs)
+        """Load the tasks. The imports of a taskset alone take a second of CPU time."""
+        _tasks(cls.target, kwargs)
 
     def start(self, problem: Problem) -> list[Message]:
         index = int(problem.columns["idx"])
-        self._task = next(islice(_taskset(self.target, self._settings), index, None))
+        tasks = _tasks(self.target, self._settings)
+        self._task = tasks[index] if isinstance(tasks, list) else next(islice(tasks, index, None))
         _check_scored_here(self._task, self.target)
         self._asked = _messages(self._task.data)
         return self._asked
@@ -72,20 +73,21 @@ class VerifiersEnvironment(Environment):
                 f"a taskset of verifiers has no split `{split}`; select held-out tasks by "
                 "`environment_kwargs`"
             )
-        for index, task in enumerate(islice(_taskset(cls.target, kwargs), count)):
+        for index, task in enumerate(islice(_tasks(cls.target, kwargs), count)):
             answer = str(getattr(task.data, "answer", "") or "")
             yield {"problem": task.data.prompt_text, "answer": answer, "idx": index}
 
 
-def _taskset(name: str, settings: Mapping[str, Any]) -> Iterator[Any]:
-    return iter(_loaded(name, json.dumps(settings, sort_keys=True)))  # a cache takes no lists as keys
+def _tasks(name: str, settings: Mapping[str, Any]) -> Iterable[Any]:
+    """Return the tasks in order: a list, made once in a process, or a view of a taskset without an end."""
+    return _loaded(name, json.dumps(settings, sort_keys=True))  # a cache takes no lists as keys
 
 
 @lru_cache
 def _loaded(name: str, settings: str) -> Iterable[Any]:
     config = taskset_config_type(name).model_validate({**json.loads(settings), "id": name})
     taskset = load_taskset(config)
-    return taskset.take(_MOST) if not taskset.bounded else taskset
+    return list(taskset) if taskset.bounded else taskset.take(_MOST)
 
 
 def _check_scored_here(task: Any, name: str) -> None:
