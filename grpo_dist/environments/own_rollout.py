@@ -125,7 +125,7 @@ class OwnRollout:
         )
 
     def _check_parts(self, parts: Any, vocabulary: int) -> None:
-        """Raise ValueError unless ``parts`` is a list of generations and of token ids below ``vocabulary``."""
+        """Raise ValueError unless ``parts`` is a list of generations and token ids below ``vocabulary``."""
         expected = f"a list of what `generate` returned and of lists of token ids from 0 to {vocabulary - 1}"
         if not isinstance(parts, list | tuple):
             raise ValueError(f"rollout function {self.name} returned {parts!r:.100}; expected {expected}")

@@ -40,7 +40,7 @@ def test_a_given_part_that_is_no_list_of_tokens_is_refused_by_name(part):
 
 @pytest.mark.parametrize("returned", [lambda first: None, lambda first: first, lambda first: "text"])
 def test_a_result_that_is_no_list_of_parts_is_refused_by_name(returned):
-    with pytest.raises(ValueError, match="function mine:twice returned .*; expected a list of what"):
+    with pytest.raises(ValueError, match=r"function mine:twice returned .*; expected a list of what"):
         sampled(returned)
 
 

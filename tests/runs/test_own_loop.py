@@ -420,7 +420,11 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(started, tmp_path):
         return tmp_path / name
 
     known = '{"model_type": "qwen2"}'
-    model, empty, link = made("model", config_json=known, tokenizer_json="{}"), made("empty"), tmp_path / "link"
+    model, empty, link = (
+        made("model", config_json=known, tokenizer_json="{}"),
+        made("empty"),
+        tmp_path / "link",
+    )
     link.symlink_to(model)
     (model / "model.safetensors").write_text("")
     (model / "adapter").mkdir()

@@ -176,7 +176,9 @@ def _measured(judged: list[JudgedProblem]) -> Iterator[Measured]:
     if len(sets) > 1:
         whole = _of(judged, ALL)
         known = [{n: e for n, e in total.estimates.items() if e.problems} for total in totals]
-        scored = [own for own in known if own]  # one set that could not be scored takes nothing from the others
+        scored = [
+            own for own in known if own
+        ]  # one set that could not be scored takes nothing from the others
         shared = [name for name in whole.estimates if all(name in own for own in scored)]
         whole = replace(whole, estimates={name: whole.estimates[name] for name in shared})
         means = {name: mean_of([own[name] for own in scored]) for name in shared}

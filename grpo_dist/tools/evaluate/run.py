@@ -62,7 +62,7 @@ def evaluate_model(
     by: Sequence[str] = (),
     fresh: bool = False,
 ) -> EvaluationResult:
-    """Sample `model.path` on the problems of `data.eval` that have no final verdict yet, and print the estimates.
+    """Sample `model.path` on the problems of `data.eval` that have no final verdict, and print the estimates.
 
     Args:
         directory: of the results; None derives it from model and settings.

@@ -291,7 +291,9 @@ def test_a_set_that_could_not_be_scored_has_no_numbers_and_takes_none_from_the_o
 ):
     write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
     unscored(monkeypatch, ("x", "y"))
-    found = evaluate_target("demo:tiny", ["data.jsonl", "other.jsonl"], ARGUMENTS, print, directory=Path("out"))
+    found = evaluate_target(
+        "demo:tiny", ["data.jsonl", "other.jsonl"], ARGUMENTS, print, directory=Path("out")
+    )
     measured = {m.set: m for m in found.measured if m.by is None}
     assert found.unscored_sets == ["other"] and measured["other"].unscored == 64
     one, both, mean = (measured[name].estimates for name in ("data", "all problems", "mean of sets"))
