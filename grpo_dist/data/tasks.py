@@ -25,7 +25,8 @@ class SourceTasks:
     """The task of each row of a source, and what is asked.
 
     Attributes:
-        questions: text, to which the instruction and the system prompt are added, or messages.
+        questions: text, to which the instruction and the system prompt are added, or messages. What an
+            environment asks in its own words holds no control tokens.
     """
 
     task: Task
@@ -85,7 +86,18 @@ def source_tasks(
     _check_format(renderer, tokenizer, described, name)
     if renderer.has_template:
         _check_template(renderer, replace(task, messages=({"role": "user", "content": "1+1?"},)), described)
+    if described.asks:
+        questions = [_harmless(renderer, question) for question in questions]
     return SourceTasks(task, questions, renderer)
+
+
+def _harmless(renderer: Renderer, asked: Any) -> Any:
+    """Return text, or messages, without the control tokens in any text of it."""
+    if isinstance(asked, str):
+        return renderer.harmless(asked)
+    if isinstance(asked, Mapping):
+        return {name: _harmless(renderer, value) for name, value in asked.items()}
+    return [_harmless(renderer, part) for part in asked] if isinstance(asked, list) else asked
 
 
 def _check_format(renderer: Renderer, tokenizer: Any, described: Description, name: str) -> None:

@@ -130,12 +130,13 @@ def read_code(text: str, names: Sequence[str], *, ended: bool) -> Action:
         elif fence:
             closed = False
         position += len(line)
-    if language is not None and _OTHER_NAMES.get(language, language) in names and ended:
-        return Action(text, malformed=f"the {language} block is not closed; end it with a line of ```")
-    if not closed or ended:
+    if ended:
+        if language is not None and _OTHER_NAMES.get(language, language) in names:
+            return Action(text, malformed=f"the {language} block is not closed; end it with a line of ```")
         return Action(text)
-    if name in names:
+    if closed and name in names:
         return Action(text, (Call(name, body, raw=True),))
+    # The stop string also matches a fence that closes a block in another language, or opens one without.
     return Action(text, unfinished=bool(re.search(r"\n```\s*\Z", text)))
 
 

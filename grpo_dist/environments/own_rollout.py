@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,8 @@ class OwnRollout:
     ) -> Rollout:
         """Draw one sample. `sampling.stop` ends a generation for which the function names no stop texts.
 
-        Raises ValueError where the parts are not what was generated, in order, with given tokens between.
+        Raises ValueError where the parts are not what was generated, in order, with given tokens between, or
+        given tokens are none of the tokenizer's.
         """
         start, numbers, max_new_tokens = prompt.token_ids.tolist(), 0, sampling.max_new_tokens
         asked: list[tuple[list[int], Generation]] = []
@@ -74,6 +76,7 @@ class OwnRollout:
 
         inputs = RolloutInputs(start, generated, prompt, tokenizer, max_new_tokens)
         parts = await call(self.function, inputs, self.kwargs)
+        self._check_parts(parts, len(tokenizer))
         return self._assembled(prompt, sample, parts, asked, tokenizer, max_new_tokens)
 
     def _assembled(
@@ -121,6 +124,20 @@ class OwnRollout:
             sampled=None if mask.all() else mask,
         )
 
+    def _check_parts(self, parts: Any, vocabulary: int) -> None:
+        """Raise ValueError unless ``parts`` is a list of generations and token ids below ``vocabulary``."""
+        expected = f"a list of what `generate` returned and of lists of token ids from 0 to {vocabulary - 1}"
+        if not isinstance(parts, list | tuple):
+            raise ValueError(f"rollout function {self.name} returned {parts!r:.100}; expected {expected}")
+        for number, part in enumerate(parts):
+            if isinstance(part, Generation):
+                continue
+            if not _are_tokens(part, vocabulary):
+                raise ValueError(
+                    f"rollout function {self.name}: part {number} is {part!r:.100}; expected {expected}: "
+                    "tokenize a text first"
+                )
+
     def _check_context(
         self, context: list[int], part: Generation, asked: Sequence[tuple[list[int], Generation]]
     ) -> None:
@@ -130,3 +147,12 @@ class OwnRollout:
                 f"rollout function {self.name}: a part was not generated behind the prompt and the parts "
                 "before it; pass exactly these tokens to `generate`, and return all of them in order"
             )
+
+
+def _are_tokens(part: Any, vocabulary: int) -> bool:
+    if isinstance(part, str | bytes):
+        return False  # whose characters and bytes are numbers, or are read as such
+    try:
+        return all(not isinstance(token, bool) and 0 <= index(token) < vocabulary for token in part)
+    except TypeError:
+        return False

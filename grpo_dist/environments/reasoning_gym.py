@@ -154,9 +154,19 @@ def is_held_out(question: str) -> bool:
 def score_answer(completion: str, kept: Mapping[str, Any]) -> float:
     """Return the data set's own score of an answer, 0 to 1. ``kept``: the problem's `COLUMN`. Nothing is made
     again, so that the score belongs to the problem that was asked.
+
+    An answer that the data set's scorer cannot read has score 0. Raises MemoryError, and the scorer's error
+    where it fails with the package's own answer, too.
     """
     scorer = _data_set(kept["task"], json.dumps(kept["settings"], sort_keys=True))
-    return float(scorer.score_answer(_answer(completion), ast.literal_eval(kept["entry"])))
+    entry = ast.literal_eval(kept["entry"])
+    try:
+        return float(scorer.score_answer(_answer(completion), entry))
+    except MemoryError:  # says nothing of the answer
+        raise
+    except Exception:  # of any kind: several scorers parse answers without checks
+        scorer.score_answer(entry["answer"], entry)
+        return 0.0
 
 
 @lru_cache(maxsize=16)

@@ -1,7 +1,7 @@
 """Tasksets of the package verifiers: prompts, and rewards of the last answer.
 
-A taskset whose tasks have tools of their own or need a container is refused: verifiers runs those in its own
-harness, against a model server, which has no place in an episode here.
+A taskset whose tasks have tools of their own, need a container, or prepare and finish a rollout is refused:
+verifiers runs those in its own harness, against a model server, which has no place in an episode here.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class VerifiersEnvironment(Environment):
 
     @classmethod
     def preload(cls, **kwargs: Any) -> None:
-        """Load the taskset, whose imports alone take a second of CPU time."""
-        _taskset(cls.target, kwargs)
+        """Load the tasks. The imports of a taskset alone take a second of CPU time."""
+        _tasks(cls.target, kwargs)
 
     def start(self, problem: Problem) -> list[Message]:
         index = int(problem.columns["idx"])
-        self._task = next(islice(_taskset(self.target, self._settings), index, None))
+        tasks = _tasks(self.target, self._settings)
+        self._task = tasks[index] if isinstance(tasks, list) else next(islice(tasks, index, None))
         _check_scored_here(self._task, self.target)
         self._asked = _messages(self._task.data)
         return self._asked
@@ -72,20 +73,21 @@ class VerifiersEnvironment(Environment):
                 f"a taskset of verifiers has no split `{split}`; select held-out tasks by "
                 "`environment_kwargs`"
             )
-        for index, task in enumerate(islice(_taskset(cls.target, kwargs), count)):
+        for index, task in enumerate(islice(_tasks(cls.target, kwargs), count)):
             answer = str(getattr(task.data, "answer", "") or "")
             yield {"problem": task.data.prompt_text, "answer": answer, "idx": index}
 
 
-def _taskset(name: str, settings: Mapping[str, Any]) -> Iterator[Any]:
-    return iter(_loaded(name, json.dumps(settings, sort_keys=True)))  # a cache takes no lists as keys
+def _tasks(name: str, settings: Mapping[str, Any]) -> Iterable[Any]:
+    """Return the tasks in order: a list, made once in a process, or a view of a taskset without an end."""
+    return _loaded(name, json.dumps(settings, sort_keys=True))  # a cache takes no lists as keys
 
 
 @lru_cache
 def _loaded(name: str, settings: str) -> Iterable[Any]:
     config = taskset_config_type(name).model_validate({**json.loads(settings), "id": name})
     taskset = load_taskset(config)
-    return taskset.take(_MOST) if not taskset.bounded else taskset
+    return list(taskset) if taskset.bounded else taskset.take(_MOST)
 
 
 def _check_scored_here(task: Any, name: str) -> None:
@@ -95,10 +97,16 @@ def _check_scored_here(task: Any, name: str) -> None:
         reasons.append("needs a container")
     if type(task).toolsets(task.config):
         reasons.append("has tool servers")
-    for hook in task.hooks("reward"):
-        runtime = inspect.signature(hook).parameters.get("runtime")
+    for hook in ("setup", "finalize"):
+        if getattr(type(task), hook) is not getattr(vf.Task, hook):
+            reasons.append(f"has a `{hook}` of its own")
+    # `Task.score` leaves out those that it cannot call.
+    scorers = {hook.__name__: hook for hook in task.hooks("reward")}
+    scorers |= {judge.reward_name: judge.score for judge in task.plugged_judges()}
+    for scorer_name, scorer in scorers.items():
+        runtime = inspect.signature(scorer).parameters.get("runtime")
         if runtime is not None and runtime.default is inspect.Parameter.empty:
-            reasons.append(f"has the reward `{hook.__name__}`, which reads its runtime")
+            reasons.append(f"has the reward `{scorer_name}`, which reads its runtime")
     if reasons:
         raise ValueError(
             f"a task of verifiers:{name} {', '.join(reasons)}; only tasksets of prompts and rewards can be "

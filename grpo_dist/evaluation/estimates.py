@@ -104,7 +104,11 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
     Med. 27:1693). The errors alone would not do: the error of 0 of 30 is 0, and its interval is not.
 
         0 of 30 (0 to 0.1135) and 90 of 100 (0.8256 to 0.9448): 0.45, 0.413 to 0.511
+
+    Every number is NaN if there are no estimates.
     """
+    if not estimates:
+        return estimate([], samples=0)
     value, sets = float(np.mean([e.value for e in estimates])), len(estimates)
     stderr, below, above = (
         math.sqrt(sum(d**2 for d in own)) / sets

@@ -10,6 +10,16 @@ from torch import Tensor
 
 from grpo_dist.policy.lora import write_adapter
 from grpo_dist.runtime.files import clear, publish
+from grpo_dist.runtime.json_files import read_json
+
+_ADAPTER = "adapter"
+_FOLDERS = (_ADAPTER, "additional_chat_templates")
+_FILES = (
+    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "*.model", "*.tiktoken", "chat_template.*", "configuration_*.py", "modeling_*.py",
+    "tokenization_*.py",
+)  # fmt: skip
 
 
 def write_model(
@@ -33,10 +43,33 @@ def write_model(
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=trust_remote_code)
     tokenizer.save_pretrained(partial)
     if low_rank:
-        write_adapter(model, low_rank, partial / "adapter", base_model=tokenizer_dir)
+        write_adapter(model, low_rank, partial / _ADAPTER, base_model=tokenizer_dir)
     if directory.exists():
         shutil.rmtree(directory)
     publish(partial, directory)
+
+
+def why_no_export(directory: Path) -> str:
+    """Return what shows that ``directory``, which a new export would delete, is no earlier one; "": nothing.
+
+    A directory that is empty or does not exist holds nothing to lose.
+    """
+    if directory.is_symlink():
+        return "it is a link"
+    if not directory.exists():
+        return ""
+    if not directory.is_dir():
+        return "it is a file"
+    entries = sorted(directory.iterdir())
+    for entry in entries:
+        fits = entry.name in _FOLDERS if entry.is_dir() else any(map(entry.match, _FILES))
+        if entry.is_symlink() or not fits:
+            return f"an export does not write its {entry.name}"
+    try:
+        config = read_json(directory / "config.json") if entries else {"model_type": ""}
+    except (OSError, ValueError):
+        config = None
+    return "" if isinstance(config, dict) and "model_type" in config else "its config.json is no model's"
 
 
 def save_pretrained(model: Any, directory: Path, weights: dict[str, Tensor] | None = None) -> None:

@@ -29,6 +29,7 @@ from grpo_dist.loop.progress import ScheduleState
 from grpo_dist.loop.sampling_schedule import SamplingSchedule, drawn_with
 from grpo_dist.loop.staging import Staging
 from grpo_dist.loop.sync_probe import SyncProbe
+from grpo_dist.policy.export import why_no_export
 from grpo_dist.runs.notes import Notes
 from grpo_dist.runs.prepare import Prepared
 from grpo_dist.runtime.concurrency import deadline, gather, sampled_again
@@ -243,7 +244,7 @@ class Verbs:
         return await evaluate(self._config, self._workers, sets, self._notes, step=self.step, explain=explain)
 
     async def export(self, directory: Path) -> None:
-        """Write the model. Raises UserError where ``directory`` holds something other than a model."""
+        """Write the model. Raises UserError where ``directory`` holds anything but an earlier export."""
         _check_replaceable(directory)
         await self._settled()
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -279,13 +280,11 @@ async def _fetched(rollouts: Any) -> tuple[Rollout, ...]:
 
 
 def _check_replaceable(directory: Path) -> None:
-    """Raise UserError where a model in place of ``directory`` would delete what is no model."""
-    if not directory.exists() or (directory / "config.json").is_file():
-        return
-    if not directory.is_dir() or any(directory.iterdir()):
+    """Raise UserError where a model in place of ``directory`` would delete what is no earlier export."""
+    if reason := why_no_export(directory):
         raise UserError(
-            f"export(): {directory} exists and is no model (no config.json), and an export replaces what is "
-            "there; choose a directory that is new, empty, or holds an earlier export"
+            f"export(): {directory} is no earlier export ({reason}), and an export replaces what is there; "
+            "choose a directory that is new, empty, or holds an earlier export"
         )
 
 

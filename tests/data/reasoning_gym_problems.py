@@ -4,6 +4,7 @@ The package must be importable where a source reads it, so `test_reasoning_gym.p
 that has it.
 """
 
+import ast
 import json
 import os
 import subprocess
@@ -119,6 +120,39 @@ def test_the_tasks_own_scorer_is_a_reward_in_a_process_of_its_own():
     )
     assert found[0] == [1.0, 1.0, 1.0, 0.0] and found[1] == [1.0, 0.0]
     assert found[2][:2] == [1.0, 1.0] and found[2][2] < 0.5
+
+
+UNREADABLE = [
+    ("prime_factorization", "I give up"), ("game_of_life", "{}"), ("boxnet", "-5"), ("coin_flip", "1e400"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "answer"), UNREADABLE)
+def test_an_answer_that_the_packages_scorer_cannot_read_is_wrong_and_not_unscored(task, answer):
+    """An evaluation would leave out exactly these wrong answers."""
+    kept = next(adapter._made_rows(task, "train", 1, {}))[adapter.COLUMN]
+    with pytest.raises((ValueError, KeyError, TypeError, OverflowError)):
+        adapter._data_set(task, "{}").score_answer(answer, ast.literal_eval(kept["entry"]))
+    assert score(f"<answer>{answer}</answer>", kept) == 0.0
+
+
+def test_a_scorer_that_fails_with_the_packages_own_answer_raises():
+    kept = next(adapter._made_rows("prime_factorization", "train", 1, {}))[adapter.COLUMN]
+    entry = ast.literal_eval(kept["entry"]) | {"answer": "lost"}
+    with pytest.raises(ValueError):
+        score("2", {**kept, "entry": repr(entry)})
+
+
+def test_an_answer_that_takes_too_much_memory_is_none_of_a_score(monkeypatch):
+    class Scorer:
+        def score_answer(self, answer, entry):
+            if answer != entry["answer"]:
+                raise MemoryError
+            return 1.0
+
+    monkeypatch.setattr(adapter, "_data_set", lambda name, settings: Scorer())
+    with pytest.raises(MemoryError):
+        score("9" * 9, {"task": "own", "settings": {}, "entry": "{'answer': '1'}"})
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,13 @@ def test_other_text_has_no_call(text: str) -> None:
     assert action.calls == () and not action.malformed and not action.unfinished
 
 
+@pytest.mark.parametrize("text", ["So\n```\n", "```text\n1\n```\n", "So\n```\n12*34\n```\n"])
+def test_a_fence_at_which_sampling_stops_without_a_call_ends_no_action(text: str) -> None:
+    action = read_code(text, _NAMES, ended=False)
+    assert action.unfinished and action.calls == ()
+    assert not read_code(text, _NAMES, ended=True).unfinished
+
+
 def test_a_message_that_ended_runs_no_code() -> None:
     action = read_code("```python\n1\n```\n", _NAMES, ended=True)
     assert action.calls == () and not action.malformed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from grpo_dist.data.thoughts import thought_of
 from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.environments.builtin import calculator
 from grpo_dist.environments.dialogue import Dialogue
-from grpo_dist.environments.records import Call, Observed
+from grpo_dist.environments.episode import Budgets, Generation, play
+from grpo_dist.environments.records import Action, Call, Observed
 from grpo_dist.environments.rendering import Renderer
 from grpo_dist.environments.tools import TypedTool
 from grpo_dist.types import Prompt, Rollout, Task, ToolCall
@@ -267,6 +269,31 @@ def test_a_block_in_another_language_is_no_call_and_sampling_continues() -> None
     _act(dialogue, renderer, "2", END)
     rollout = dialogue.rollout(0, "stop")
     assert len(rollout.turns) == 2 and rollout.turns[0].end == len(ids) + len(more)
+
+
+def test_an_episode_goes_on_behind_a_block_without_a_language() -> None:
+    """Sampling stops at both of its fences, the opening one, too."""
+    tokenizer = character_tokenizer()
+    renderer = _renderer(tokenizer, "code")
+    prompt = _prompt(renderer)
+    assert prompt.task is not None
+    (stop,) = renderer.stop(prompt.task)
+    text = f"I list the terms:\n```\n12*34 = 408\n```\nSo it is \\boxed{{408}}{END}"
+    parts = [part + stop for part in text.split(stop)[:-1]] + text.split(stop)[-1:]
+    acted: list[str] = []
+
+    class Scripted:
+        async def generate(self, token_ids: list[int], seed: int, max_tokens: int) -> Generation:
+            return generated(renderer.ids(parts.pop(0)))
+
+        async def act(self, action: Action, turn: int) -> Observed:
+            acted.append(action.text)
+            return Observed(done=True)
+
+    dialogue, scripted = Dialogue(renderer, prompt), Scripted()
+    reason = asyncio.run(play(dialogue, scripted, scripted, Budgets(500, 8), seed=0))
+    assert (reason, acted, parts) == ("stop", [text.removesuffix(END)], [])
+    assert tokenizer.decode(dialogue.rollout(0, reason).completion_ids.tolist()) == text
 
 
 def test_an_observation_of_the_environment_follows_calls_in_code_blocks() -> None:

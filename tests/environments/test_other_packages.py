@@ -5,6 +5,8 @@ observations and rewards of their own, from one line of configuration.
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from grpo_dist.environments.base import Problem
 from grpo_dist.environments.records import Action, Observed
 from grpo_dist.environments.runner import EpisodeRunner
 from grpo_dist.types import Prompt
+from tests.support.documents import ROOT
 from tests.support.other_packages import game_server, interpreter_with, server_of, taskset
 from tests.support.patience import HANG_S
 
@@ -82,6 +85,73 @@ def test_a_taskset_of_verifiers_gives_prompts_and_weighted_rewards(tmp_path: Pat
     for text, reward in [("4", 1.5), ("5", 0.5), ("it is 4", 0.0)]:
         (observed,) = _play(environments, prompts[1], [text])
         assert (observed.reward, observed.done, observed.failed) == (reward, True, "")
+
+
+_LOADS = """
+import my_sums
+from grpo_dist.environments.base import Problem
+from grpo_dist.environments.registry import load_environment
+
+made = []
+load = my_sums.Sums.load
+my_sums.Sums.load = lambda self: made.append(1) or load(self)
+for infinite in (False, True):
+    my_sums.Sums.INFINITE = infinite
+    environment = load_environment("verifiers:my_sums")
+    settings = {"last": 9 if infinite else 4}
+    environment.preload(**settings)
+    asked = [environment(**settings).start(Problem("", "", {"idx": i}))[-1]["content"] for i in (2, 0)]
+    assert asked == ["3+3=", "1+1="], asked
+    print(len(made))
+"""
+
+
+@pytest.mark.family("new processes")
+def test_the_tasks_of_a_taskset_that_ends_are_loaded_once_in_a_process(tmp_path: Path) -> None:
+    (tmp_path / "my_sums.py").write_text(taskset("reply == answer", metric="right", short=4))
+    environ = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    command = [interpreter_with("verifiers"), "-c", _LOADS]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=HANG_S)
+    assert done.stdout.split() == ["1", "3"], done.stdout + done.stderr
+
+
+_JUDGE = """
+import verifiers.v1 as vf
+
+__all__ = ["RunsTheReply"]
+
+
+class RunsTheReply(vf.Judge[float]):
+    async def score(self, task: vf.TaskData, trace: vf.Trace, runtime) -> float:
+        return 1.0
+"""
+
+
+_HOOKS = """class Sum(vf.Task[Data]):
+    async def setup(self, trace, runtime):
+        self.key = self.data.answer
+
+    async def finalize(self, trace, runtime):
+        self.said = trace.last_reply
+"""
+
+
+@pytest.mark.family("new processes")
+def test_tasks_that_only_the_harness_of_verifiers_scores_are_refused(tmp_path: Path) -> None:
+    """Their rewards would read what nothing has set, or be left out, and right answers get 0."""
+    code = taskset("reply == answer", metric="right", short=4)
+    (tmp_path / "my_sums.py").write_text(code.replace("class Sum(vf.Task[Data]):\n", f"{_HOOKS}\n"))
+    (tmp_path / "my_judge.py").write_text(_JUDGE)
+    environments = EnvironmentsConfig(
+        python=interpreter_with("verifiers"), code_paths=(str(tmp_path),), timeout_s=HANG_S
+    )
+    judges = {"task": {"judges": [{"id": "my_judge"}]}}
+    with pytest.raises(ValueError) as error:
+        _prompts(environments, environment="verifiers:my_sums", environment_kwargs=judges)
+    assert (
+        "a task of verifiers:my_sums has a `setup` of its own, has a `finalize` of its own, has the reward "
+        "`my_judge`, which reads its runtime; only tasksets of prompts and rewards can be trained on here"
+    ) in str(error.value)
 
 
 _STEP = """

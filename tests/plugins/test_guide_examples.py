@@ -48,6 +48,9 @@ TURNS, SHOWN = [yaml.safe_load(block.text) for block in blocks(GUIDE) if block.l
 class Letters:
     """A tokenizer with a token per letter."""
 
+    def __len__(self):
+        return 128
+
     def encode(self, text, add_special_tokens):
         assert not add_special_tokens
         return [ord(letter) for letter in text]

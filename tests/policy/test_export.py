@@ -8,7 +8,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from grpo_dist.policy.export import write_model
+from grpo_dist.config import LoRAConfig, PolicyConfig
+from grpo_dist.policy.export import why_no_export, write_model
+from grpo_dist.policy.full_weights import FullWeights
+from grpo_dist.policy.lora import add_adapters
 
 
 @pytest.mark.parametrize(
@@ -37,3 +40,19 @@ def test_a_generation_config_that_transformers_refuses_to_save_is_exported_as_it
     assert own.items() <= json.loads((out / "generation_config.json").read_text()).items()
     assert GenerationConfig.from_pretrained(out).to_dict() == held.to_dict()
     assert load_file(out / "model.safetensors").keys() == load_file(start / "model.safetensors").keys()
+
+
+def test_an_export_is_recognised_as_one_also_with_an_adapter(tiny_model, tmp_path):
+    out = tmp_path / "out"
+    assert why_no_export(out) == ""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    settings = LoRAConfig(rank=2, target_modules=("q_proj",))
+    add_adapters(model, settings, seed=0)
+    weights = FullWeights(model, PolicyConfig(lora=settings, zero_stage=0))
+    whole, low_rank = (
+        {n: t.clone() for bucket in weights.buckets(1 << 20, **how) for n, t in bucket}
+        for how in ({"as_held": True}, {"adapters_only": True})
+    )
+    for _ in range(2):
+        write_model(model, whole, low_rank, out, str(tiny_model), trust_remote_code=False)
+        assert (out / "adapter" / "adapter_model.safetensors").is_file() and why_no_export(out) == ""

@@ -464,25 +464,46 @@ def test_evaluation_and_export_are_stages(started, tmp_path):
     assert {text.split()[0] for text in seen} == {"evaluation", "export"}
 
 
-def test_an_export_replaces_a_model_and_nothing_else(started, tmp_path):
+def test_an_export_replaces_an_earlier_one_and_nothing_else(started, tmp_path):
     class Exporting(fakes.World):
         async def export(self, directory, *, tokenizer_dir):
             self.events.append(f"export {directory.name}")
 
-    results, model, empty, file = (tmp_path / name for name in ("results", "model", "empty", "file"))
-    for directory, name in ((results, "notes.txt"), (model, "config.json")):
-        directory.mkdir()
-        (directory / name).write_text("kept")
-    empty.mkdir()
-    file.write_text("kept")
+    def made(name, **files):
+        (tmp_path / name).mkdir()
+        for file, text in files.items():
+            (tmp_path / name / file.replace("_json", ".json")).write_text(text)
+        return tmp_path / name
+
+    known = '{"model_type": "qwen2"}'
+    model, empty, link = (
+        made("model", config_json=known, tokenizer_json="{}"),
+        made("empty"),
+        tmp_path / "link",
+    )
+    link.symlink_to(model)
+    (model / "model.safetensors").write_text("")
+    (model / "adapter").mkdir()
+    (file := tmp_path / "file").write_text("kept")
+    refused = {
+        made("results", notes="kept"): "an export does not write its notes",
+        made("project", config_json='{"name": "app"}'): "its config.json is no model's",
+        made("thesis", config_json=known, tex="kept"): "an export does not write its tex",
+        made("list", config_json="[1]"): "its config.json is no model's",
+        file: "it is a file",
+        link: "it is a link",
+    }
+    linked, folder = made("linked", config_json=known), made("folder", config_json=known)
+    (linked / "model.safetensors").symlink_to(file)
+    (folder / "vocab.json").mkdir()
+    refused |= {linked: "its model.safetensors", folder: "its vocab.json"}
     with started(world := Exporting(jitter=False), fakes.config()) as cluster:
-        for other in (results, file):
-            with pytest.raises(UserError, match=rf"{other.name} exists and is no model"):
+        for other, reason in refused.items():
+            with pytest.raises(UserError, match=rf"{other.name} is no earlier export \(.*{reason}"):
                 cluster.export(other)
         for fitting in (model, empty, tmp_path / "new" / "model"):
             cluster.export(fitting)
     assert [e for e in world.events if "export" in e] == ["export model", "export empty", "export model"]
-    assert (results / "notes.txt").read_text() == file.read_text() == "kept"
 
 
 def test_workers_end_when_the_loop_fails_or_its_start_does(started):

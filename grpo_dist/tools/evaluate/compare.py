@@ -155,15 +155,15 @@ def sign_flips(gains: np.ndarray) -> tuple[float, str]:
 
 
 def _of_set(
-    name: str, ours: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]]
+    name: str, ours: Sequence[Mapping[str, float | None]], theirs: Sequence[Mapping[str, float | None]]
 ) -> Iterator[Paired]:
     """Compare every measure that both have, over the problems on which both have a value."""
     known = {measure for values in theirs for measure in values}
     for measure in dict.fromkeys(m for values in ours for m in values if m in known):
         pairs = [
-            (a[measure], b[measure])
+            (x, y)  # null where too few samples are scored
             for a, b in zip(ours, theirs, strict=True)
-            if measure in a and measure in b
+            if (x := a.get(measure)) is not None and (y := b.get(measure)) is not None
         ]
         if pairs:
             first, second = ([pair[i] for pair in pairs] for i in (0, 1))

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_dist.evaluation.estimates import Estimate, estimate
+from grpo_dist.evaluation.sampling import is_missing
 from grpo_dist.types import Rollout
 
 
 @dataclass(frozen=True, slots=True)
 class CountedEpisodes:
-    """Of one problem, a number or a text per sample.
+    """Of one problem, a number or a text per sample. One that the engines gave up is no episode.
 
     Attributes:
         turns: actions of the policy.
@@ -33,12 +34,13 @@ class CountedEpisodes:
         """Count; None for samples without an environment."""
         if not any(rollout.turns for rollout in rollouts):
             return None
-        calls = [[call for turn in rollout.turns for call in turn.calls] for rollout in rollouts]
+        drawn = [rollout for rollout in rollouts if not is_missing(rollout)]
+        calls = [[call for turn in rollout.turns for call in turn.calls] for rollout in drawn]
         return cls(
-            turns=tuple(len(rollout.turns) for rollout in rollouts),
+            turns=tuple(len(rollout.turns) for rollout in drawn),
             calls=tuple(map(len, calls)),
             errors=tuple(sum(call.outcome != "ok" for call in own) for own in calls),
-            ends=tuple(rollout.finish_reason for rollout in rollouts),
+            ends=tuple(rollout.finish_reason for rollout in drawn),
         )
 
 

@@ -42,13 +42,16 @@ class JudgedProblem:
     prompt: Prompt
     by: Mapping[str, str]
     verdict: Verdict
-    values: Mapping[str, float]  # of each measure
+    values: Mapping[str, float]  # of each measure, NaN where it needs more scored samples
 
     @classmethod
     def of(
         cls, name: str, prompt: Prompt, by: Mapping[str, str], verdict: Verdict, ks: Sequence[int]
     ) -> JudgedProblem:
-        return cls(name, prompt, by, verdict, of_problem(verdict.flags, ks, verdict.numbers))
+        drawn = len(verdict.correct)
+        asked = [*(f"pass@{k}" for k in ks), *([f"avg@{drawn}"] if drawn > 1 else [])]
+        known = of_problem(verdict.flags, ks, verdict.numbers)
+        return cls(name, prompt, by, verdict, dict.fromkeys(asked, math.nan) | known)
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> JudgedProblem:
@@ -98,8 +101,16 @@ class EvaluationResult:
         others = [judged for judged in earlier if judged.set not in names]
         return EvaluationResult.of(self.identity, [*others, *self.judged]) if others else self
 
+    @property
+    def unscored_sets(self) -> list[str]:
+        """Sets without a scored sample. Means over problems or sets do not have them."""
+        scored = {j.set for j in self.judged if not np.isnan(j.verdict.flags).all()}
+        return [name for name in dict.fromkeys(j.set for j in self.judged) if name not in scored]
+
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of an evaluation in training: ``eval/SET/pass@1``, ``_stderr`` ..."""
+        """Return the metrics of an evaluation in training: ``eval/SET/pass@1``, ``_stderr`` ... Those of a
+        set without a scored sample are NaN.
+        """
         found: dict[str, float] = {}
         for m in self.measured:
             if m.by is not None or m.set in (ALL, MEAN):
@@ -164,9 +175,13 @@ def _measured(judged: list[JudgedProblem]) -> Iterator[Measured]:
         yield from _parts(own, name)
     if len(sets) > 1:
         whole = _of(judged, ALL)
-        shared = [m for m in whole.estimates if all(m in total.estimates for total in totals)]
+        known = [{n: e for n, e in total.estimates.items() if e.problems} for total in totals]
+        scored = [
+            own for own in known if own
+        ]  # one set that could not be scored takes nothing from the others
+        shared = [name for name in whole.estimates if all(name in own for own in scored)]
         whole = replace(whole, estimates={name: whole.estimates[name] for name in shared})
-        means = {name: mean_of([total.estimates[name] for total in totals]) for name in shared}
+        means = {name: mean_of([own[name] for own in scored]) for name in shared}
         yield whole
         yield Measured(
             MEAN, None, None, whole.problems, whole.samples, whole.unscored,
@@ -197,11 +212,14 @@ def _of(judged: list[JudgedProblem], name: str, by: str | None = None, value: st
         unscored=sum(c is None for v in verdicts for c in v.correct),
         truncated=sum(v.truncated for v in verdicts) / samples,
         length_tokens=float(np.mean(lengths)) if lengths else math.nan,
-        estimates={
-            n: estimate([j.values[n] for j in judged if n in j.values], samples=samples) for n in names
-        },
+        estimates={n: estimate(_known(judged, n), samples=samples) for n in names},
         episodes=EpisodeFigures.of([v.episodes for v in verdicts if v.episodes is not None]),
     )
+
+
+def _known(judged: list[JudgedProblem], measure: str) -> list[float]:
+    values = (j.values.get(measure, math.nan) for j in judged)
+    return [value for value in values if not math.isnan(value)]
 
 
 def _in_order(value: str) -> tuple[float, str]:

@@ -34,7 +34,7 @@ from grpo_dist.runtime.concurrency import in_thread
 from grpo_dist.runtime.stage_log import stage, stages_logged
 from grpo_dist.tools.evaluate.benchmarks import breakdown
 from grpo_dist.tools.evaluate.compare import compare
-from grpo_dist.tools.evaluate.result import RESULT, EvaluationResult, JudgedProblem, read_earlier
+from grpo_dist.tools.evaluate.result import ALL, MEAN, RESULT, EvaluationResult, JudgedProblem, read_earlier
 from grpo_dist.tools.evaluate.store import Identity, Store, default_directory, settings_of
 from grpo_dist.tools.evaluate.table import print_comparison, print_result
 from grpo_dist.tools.evaluate.target import configuration
@@ -62,7 +62,7 @@ def evaluate_model(
     by: Sequence[str] = (),
     fresh: bool = False,
 ) -> EvaluationResult:
-    """Sample `model.path` on the problems of `data.eval` that have no verdict yet, and print the estimates.
+    """Sample `model.path` on the problems of `data.eval` that have no final verdict, and print the estimates.
 
     Args:
         directory: of the results; None derives it from model and settings.
@@ -103,6 +103,11 @@ def evaluate_model(
                 result = EvaluationResult.of(identity, list(_judged(asked, store, config.evaluation.k)))
                 result.with_earlier(earlier).write(place)
     print_result(result, str(place))
+    if unscored := result.unscored_sets:
+        say(
+            f"no sample of {', '.join(unscored)} could be scored: it has no estimate, and the estimates of "
+            f"`{ALL}` and `{MEAN}` leave it out"
+        )
     names = {own.name for own in asked}
     if others := [name for name in dict.fromkeys(judged.set for judged in earlier) if name not in names]:
         say(f"{RESULT} also has the earlier results on {', '.join(others)}")
@@ -160,10 +165,10 @@ def _split(
 
 
 def _missing(asked: list[Asked], store: Store, say: Callable[[str], None]) -> list[tuple[str, list[Prompt]]]:
-    """Return the name of each set with its prompts that have no verdict, and say how many have one."""
+    """Return the name of each set with its prompts that have no final verdict, and say how many have one."""
     parts = []
     for own in asked:
-        known = store.verdicts(own.name)
+        known = {key for key, verdict in store.verdicts(own.name).items() if verdict.is_final}
         prompts = [p for p in own.prompts if key_of(p) not in known]
         parts += [(own.name, prompts)] if prompts else []
     todo, total = sum(len(prompts) for _, prompts in parts), sum(len(own.prompts) for own in asked)

@@ -6,8 +6,9 @@
       verdicts/SET/part_00000.jsonl       verdicts on these problems; written last, it completes the part
       problems.jsonl, result.json         of all sets evaluated here, written at the end
 
-Parts are written atomically. A problem is done when a part has a verdict on it, worded as it is now: problems
-that are added later are sampled then, and verdicts on removed problems are ignored.
+Parts are written atomically. A problem is done when a part has a final verdict on it, worded as it is now:
+problems that are added later are sampled then, and verdicts on removed problems are ignored. Of several
+verdicts on a problem the last part's counts.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Store:
             write_text(self.directory / _IDENTITY, json.dumps(self.identity.to_json(), indent=1) + "\n")
 
     def verdicts(self, name: str) -> dict[str, Verdict]:
-        """Return the verdicts on the problems of a set by key."""
+        """Return the last verdict on each problem of a set by key."""
         parts = sorted((self.directory / "verdicts" / name).glob("part_*.jsonl"))
         rows = (dict(row) for part in parts for _, row in json_lines(part))
         return {row["key"]: Verdict.from_json(row) for row in rows}

@@ -27,7 +27,8 @@ class Verdict:
 
     ``correct`` has 1, 0 or None (unscored) per sample. ``numbers`` has one number per distinct answer, -1 for
     no answer; it is None for a single sample, and where neither the math grader nor a judge ran.
-    ``episodes`` is None for samples without an environment, and in records from before they were counted.
+    ``episodes`` is None for samples without an environment, and in records from before they were counted;
+    ``timeouts`` is 0 in those.
     """
 
     key: str
@@ -38,6 +39,14 @@ class Verdict:
     lengths: tuple[int, ...]  # tokens of each completion; 0 for a sample that was given up
     truncated: int  # truncated samples
     episodes: CountedEpisodes | None = None
+    timeouts: int = 0  # samples that the math grader did not judge in time
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the same samples would have this verdict again. Where none was scored, an engine or a judge
+        may have been down; a grader that ran out of time would do so again.
+        """
+        return any(c is not None for c in self.correct) or self.timeouts == len(self.correct)
 
     @property
     def flags(self) -> np.ndarray:
@@ -107,6 +116,7 @@ class VerdictMaker:
             lengths=tuple(r.num_tokens for r in group.rollouts),
             truncated=sum(r.finish_reason == "length" for r in group.rollouts),
             episodes=CountedEpisodes.of(group.rollouts),
+            timeouts=sum(outcome == "timeout" for outcome in group.outcomes),
         )
 
     def _answers(self, group: Group) -> list[str]:

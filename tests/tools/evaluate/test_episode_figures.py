@@ -1,16 +1,20 @@
 """Episodes of an evaluation: their turns, calls and ends in verdicts, result.json, tables and the report."""
 
+import asyncio
 import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from grpo_dist.config import RewardsConfig
+from grpo_dist.evaluation.sampling import Draw, EvalSet, evaluate, with_missing
 from grpo_dist.observe.samples import write_groups
+from grpo_dist.runs.notes import Notes
 from grpo_dist.tools.evaluate import table
 from grpo_dist.tools.evaluate.episodes import CountedEpisodes, EpisodeFigures
 from grpo_dist.tools.evaluate.result import PROBLEMS, EvaluationResult, JudgedProblem, read_earlier
@@ -18,7 +22,8 @@ from grpo_dist.tools.evaluate.store import Identity
 from grpo_dist.tools.evaluate.verdicts import Verdict, VerdictMaker
 from grpo_dist.tools.report.command import write_report
 from grpo_dist.tools.report.source import ReportLimits
-from grpo_dist.types import Group, Prompt, Rollout
+from grpo_dist.types import Group, Prompt, Rollout, Sampling
+from tests.support import fakes
 from tests.support.made_episodes import episodes, ids_of
 from tests.support.report_page import pieces
 
@@ -52,6 +57,36 @@ def test_turns_calls_and_ends_of_each_sample_are_part_of_its_problems_verdict():
         turns=(2, 1, 2, 2), calls=(1, 0, 0, 1), errors=(0, 0, 0, 1), ends=("stop", "stop", "stop", "turns")
     )
     assert other.verdict.episodes is None
+
+
+def test_samples_that_the_engines_gave_up_are_no_episodes_as_in_an_evaluation_of_training():
+    whole, given = episodes(), episodes("q")
+    kept = (1, 3)
+    drawn = replace(
+        given, rollouts=tuple(given.rollouts[i] for i in kept), rewards=given.rewards[[*kept]],
+        reward_parts={"math": given.rewards[[*kept]]}, outcomes=("wrong", "wrong"),
+    )  # fmt: skip
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=512)
+    lost = with_missing(drawn, Draw(sampling, samples=4, seed=0, sample_s=10.0))
+    assert len(lost.rollouts) == 4 and lost.rollouts[0].finish_reason == "error"
+    result = EvaluationResult.of(IDENTITY, judged(whole, lost))
+    (figures,) = (m.episodes for m in result.measured if m.by is None)
+    assert (figures.episodes, figures.turns, figures.tool_calls) == (6, 10 / 6, 3 / 6)
+    assert figures.ends == {"stop": 4 / 6, "turns": 2 / 6}
+
+    class Scripted:
+        async def sample(self, prompt, **request):
+            return prompt.uid
+
+        async def score(self, prompt, rollouts):
+            return {"p": whole, "q": drawn}[rollouts]
+
+    workers = SimpleNamespace(rollouts=Scripted(), rewards=Scripted())
+    config = fakes.config(evaluation={"samples_per_prompt": 4, "k": [1]})
+    sets = [EvalSet("products", [whole.prompt, drawn.prompt])]
+    training = asyncio.run(evaluate(config, workers, sets, Notes(), step=0))
+    share = "eval/products/tool_call_share"
+    assert result.metrics()[share] == training[share] == figures.tool_call_share.value == 0.5
 
 
 def test_figures_are_means_over_episodes_with_an_interval_over_problems():

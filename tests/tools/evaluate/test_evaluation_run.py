@@ -19,6 +19,7 @@ from grpo_dist.runtime.concurrency import progressing
 from grpo_dist.runtime.files import alone
 from grpo_dist.runtime.stage_log import open_stages, stages_logged
 from grpo_dist.tools.evaluate import run, store
+from grpo_dist.tools.evaluate.run import evaluate_target
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.tools.recipe import stages
 from grpo_dist.types import Group
@@ -195,6 +196,25 @@ def test_samples_written_without_their_verdicts_are_sampled_again(here):
     assert last.exists() and len(list(Path("out/samples/data").iterdir())) == 5
 
 
+def test_a_problem_of_which_nothing_was_scored_is_sampled_again_and_no_other(here, monkeypatch):
+    _, result, problems = evaluate(directory="whole")
+    with monkeypatch.context() as outage:
+        unscored(outage, ("2 + 1", "7 + 1"))
+        assert '"unscored": 64' in evaluate()[1]
+    _, again, rows = evaluate()
+    uids = {row["uid"] for row in map(json.loads, rows.splitlines()) if row["problem"] in ("2 + 1", "7 + 1")}
+    assert {uid for uid, *_ in here.worlds[2].sampled} == uids and sampled(here.worlds[2]) == 2
+    assert (again, rows) == (result, problems)
+    assert evaluate()[1] == again and len(here.worlds) == 3
+
+
+def test_a_problem_that_the_grader_has_no_time_for_is_done(here, monkeypatch):
+    unscored(monkeypatch, ("2 + 1",), outcome="timeout")
+    _, result, problems = evaluate()
+    assert json.loads(problems.splitlines()[2])["timeouts"] == 32
+    assert evaluate()[1:] == (result, problems) and len(here.worlds) == 1
+
+
 def test_more_data_is_sampled_and_changed_problems_are_noticed(here):
     evaluate("evaluation.max_prompts=4")
     _, result, _ = evaluate()
@@ -249,6 +269,47 @@ def test_several_sets_have_their_own_rows_and_a_mean(here):
         for name in ("data", "other", "all problems", "mean of sets")
     )
     assert both == pytest.approx((10 * one + 2 * two) / 12) and mean == pytest.approx((one + two) / 2)
+
+
+def unscored(monkeypatch, problems, outcome="error"):
+    """Let no sample of ``problems`` be scored."""
+
+    async def score(self, prompt, rollouts, scored=Engine.score):
+        group = await scored(self, prompt, rollouts)
+        if prompt.text not in problems:
+            return group
+        unknown = np.full(len(rollouts), np.nan, np.float32)
+        return replace(
+            group, rewards=unknown, reward_parts={"math": unknown}, outcomes=(outcome,) * len(rollouts)
+        )
+
+    monkeypatch.setattr(Engine, "score", score)
+
+
+def test_a_set_that_could_not_be_scored_has_no_numbers_and_takes_none_from_the_others(
+    here, monkeypatch, capsys
+):
+    write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
+    unscored(monkeypatch, ("x", "y"))
+    found = evaluate_target(
+        "demo:tiny", ["data.jsonl", "other.jsonl"], ARGUMENTS, print, directory=Path("out")
+    )
+    measured = {m.set: m for m in found.measured if m.by is None}
+    assert found.unscored_sets == ["other"] and measured["other"].unscored == 64
+    one, both, mean = (measured[name].estimates for name in ("data", "all problems", "mean of sets"))
+    assert set(both) == set(mean) == {"pass@1", "pass@4", "avg@32", "maj@4", "cons@32"}
+    assert both["avg@32"].value == mean["avg@32"].value == one["avg@32"].value
+    assert both["avg@32"].problems == mean["avg@32"].problems == 10
+    metrics = found.metrics()
+    for name in ("pass@1", "pass@4", "avg@32"):  # as an evaluation in training
+        assert np.isnan(metrics[f"eval/other/{name}"]) and np.isnan(metrics[f"eval/other/{name}_stderr"])
+        assert metrics[f"eval/data/{name}"] > 0
+    rows = [json.loads(line) for line in Path("out/problems.jsonl").read_text().splitlines()]
+    assert rows[-1]["values"] == {"pass@1": None, "pass@4": None, "avg@32": None}
+    assert "no sample of other could be scored" in capsys.readouterr().out
+    assert main(["eval", "--compare", "out", "out"]) == 0
+    out = capsys.readouterr().out
+    assert "all problems" in out and "data" in out and "nan" not in out.lower()
 
 
 def test_results_are_reported_by_a_requested_column(here, capsys):
