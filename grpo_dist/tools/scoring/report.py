@@ -26,21 +26,31 @@ _TAIL = 160  # characters to show of a completion, from its end
 
 def write_scores(path: Path, outcome: Outcome) -> None:
     """Write every row with its `score`: values for a single completion, lists for a list of completions."""
-    write_text(path, "".join(_line(dict(s.row.record) | {"score": _score(s)}) for s in outcome.scored))
+    lines: list[tuple[int, str]] = []
+    for number, scored in enumerate(outcome.scored):
+        row, scores = scored.row, _scores(scored)
+        samples = [(number, row.record, slice(None))] if row.is_list else [(number, row.record, 0)]
+        if row.samples:  # each has a row of its own in the table
+            samples = [(own, record, i) for i, (own, record) in enumerate(row.samples)]
+        lines += [(own, _line({**record, "score": _picked(scores, which)})) for own, record, which in samples]
+    write_text(path, "".join(line for _, line in sorted(lines)))
 
 
-def _score(scored: Scored) -> dict[str, Any]:
-    def own(values: Sequence[Any] | np.ndarray) -> Any:
-        plain = [_plain(value) for value in np.asarray(values)]
-        return plain if scored.row.is_list else plain[0]
-
+def _scores(scored: Scored) -> dict[str, Any]:
+    """Return the values of all completions of a row."""
     scores = scored.scores
     return {
-        "reward": own(scores.rewards),
-        "parts": {name: own(part) for name, part in scores.parts.items()},
-        "outcome": own(scores.outcomes),
+        "reward": list(map(_plain, scores.rewards)),
+        "parts": {name: list(map(_plain, part)) for name, part in scores.parts.items()},
+        "outcome": list(map(_plain, scores.outcomes)),
         "seconds": round(scored.seconds, 6),
     }
+
+
+def _picked(scores: dict[str, Any], which: int | slice) -> dict[str, Any]:
+    """Return ``scores`` with the values of some completions, or of one."""
+    parts = {name: part[which] for name, part in scores["parts"].items()}
+    return scores | {"reward": scores["reward"][which], "parts": parts, "outcome": scores["outcome"][which]}
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class CompletionRow:
         source: of the problem; "" without one.
         turns: [G] of the turns of an episode, whose last action is the completion, or () for one that was
             given up before its first turn; () without turns.
+        samples: of a table, [G] of a completion's number in the file, from 1, and its row.
     """
 
     location: str
@@ -61,6 +62,7 @@ class CompletionRow:
     labels: tuple[float, ...] | None
     turns: tuple[Turns, ...] = ()
     source: str = ""
+    samples: tuple[tuple[int, Mapping[str, Any]], ...] = ()
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def read_rows(path: Path, columns: Columns) -> list[CompletionRow]:
     if not path.is_file():
         raise UserError(f"{path}: no such file; expected JSON Lines with `completion` (or `completions`)")
     try:
-        rows = [_row(dict(record), location, columns) for location, record in _records(path)]
+        rows = list(_rows(path, columns))
     except UserError:
         raise
     except (ValueError, OSError) as error:
@@ -86,9 +88,10 @@ def read_rows(path: Path, columns: Columns) -> list[CompletionRow]:
     return rows
 
 
-def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _rows(path: Path, columns: Columns) -> Iterator[CompletionRow]:
     if path.suffix != TABLE:
-        yield from json_lines(path)
+        for location, record in json_lines(path):
+            yield _row(dict(record), location, columns)
         return
     try:
         known = pq.read_schema(path).names
@@ -96,24 +99,30 @@ def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         rows = pq.read_table(path, columns=read).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: cannot be read as a table of samples ({error})") from error
-    yield from _groups(path, rows)
+    for samples in _by_prompt(rows):
+        record, location = _joined([row for _, row in samples]), f"{path}:{samples[0][0]}"
+        yield replace(_row(record, location, columns), samples=samples)
 
 
-def _groups(path: Path, rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Join the rows of each prompt, by `uid`, into a record whose columns of samples are lists: rewards may
-    compare the samples of a prompt. A row without `uid` stays alone.
+def _by_prompt(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[int, Mapping[str, Any]], ...]]:
+    """Yield the numbered rows of each prompt, by `uid`, in the order of `sample`: rewards may compare the
+    samples of a prompt. A row without `uid` stays alone.
     """
-    of_prompts: dict[Any, list[tuple[int, dict[str, Any]]]] = {}
+    of_prompts: dict[Any, list[tuple[int, Mapping[str, Any]]]] = {}
     for number, row in enumerate(rows, 1):
         of_prompts.setdefault(row.get("uid") or number, []).append((number, row))
     for own in of_prompts.values():
-        number, first = own[0]
-        samples = sorted((row for _, row in own), key=lambda row: row.get("sample") or 0)
-        record = {name: first[name] for name in _OF_PROMPTS if name in first}
-        record |= {name: [row[name] for row in samples] for name in _OF_SAMPLES if name in first}
-        episodes = record.pop("turns", ())
-        turns = [[{"action": turn["text"], **turn} for turn in episode or ()] for episode in episodes]
-        yield f"{path}:{number}", record | ({"turns": turns} if any(turns) else {})
+        yield tuple(sorted(own, key=lambda numbered: numbered[1].get("sample") or 0))
+
+
+def _joined(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one record of the rows of a prompt, whose columns of samples are lists."""
+    first = samples[0]
+    record = {name: first[name] for name in _OF_PROMPTS if name in first}
+    record |= {name: [row[name] for row in samples] for name in _OF_SAMPLES if name in first}
+    episodes = record.pop("turns", ())
+    turns = [[{"action": turn["text"], **turn} for turn in episode or ()] for episode in episodes]
+    return record | ({"turns": turns} if any(turns) else {})
 
 
 def _row(record: dict[str, Any], location: str, columns: Columns) -> CompletionRow:
