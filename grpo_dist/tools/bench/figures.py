@@ -16,6 +16,7 @@ from grpo_dist.tools.bench.flops import Shape
 from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import StepRecord
 
+_SYNC_PARTS = tuple(f"time/sync_{part}_s" for part in ("stop", "travel", "take"))
 _MEANS = {  # figures that are means of a metric over the steps that have it
     "sync/changed_share": "sync/changed_share",
     "training/needed_share": "throughput/packing_efficiency",
@@ -48,7 +49,7 @@ def figures(
     tokens = sum(r.tokens for s in steps for r in s.requests)
     sampling = _total(steps, "time/rollout_sample_busy_s")
     update, scoring = _total(steps, "time/policy_update_busy_s"), _total(steps, "time/reward_score_busy_s")
-    sync = _total(steps, "time/sync_s")
+    sync = sum(map(_sync_s, steps))
     work = sum(NeededWork.of(step).flops(shape) for step in steps)
     trained = _total(steps, "train/tokens")
     found = {
@@ -82,6 +83,19 @@ def figures(
             found, limits, tokens_per_step=(completion, trained), steps=len(steps), overlapped=overlapped
         )
     return found
+
+
+def _sync_s(step: StepRecord) -> float:
+    """Return the seconds in which engines stop, get the weights and take them. ``time/sync_s`` also has the
+    driver's wait for changes of turns on shared GPUs.
+    """
+    parts = [step.metrics[part] for part in _SYNC_PARTS if part in step.metrics]
+    return sum(parts) if parts else step.metrics.get("time/sync_s", 0.0)
+
+
+def _turns_s(step: StepRecord) -> float:
+    """Return the seconds of changes of turns on shared GPUs, one after the other; 0 on GPUs of their own."""
+    return sum(value for key, value in step.metrics.items() if key.startswith("time/turn_"))
 
 
 def _means(steps: Sequence[StepRecord], names: Mapping[str, str]) -> dict[str, float]:
@@ -133,6 +147,7 @@ def shares(steps: Sequence[StepRecord]) -> dict[str, float]:
         generation   an engine has a request
         training     an update runs, and no engine has a request
         sync, scoring, reference   likewise
+        turns        shared GPUs change from one role to another, and nothing of the above runs
         overhead     nothing of these runs in any actor: driver, Ray, log
     """
     begin, end = steps[0].begin, steps[-1].end
@@ -158,8 +173,12 @@ def shares(steps: Sequence[StepRecord]) -> dict[str, float]:
         total = covered_s(before, begin, end)
         found[f"share/{names[stage]}"] = (total - covered) / seconds
         covered = total
-    found["share/overhead"] = 1.0 - covered / seconds
-    found["overhead/step_s"] = (seconds - covered) / len(steps)
+    # A change has no span; with the stages that run meanwhile it cannot be more than what they leave.
+    turns = min(sum(map(_turns_s, steps)), seconds - covered)
+    if turns > 0:
+        found["share/turns"] = turns / seconds
+    found["share/overhead"] = 1.0 - (covered + turns) / seconds
+    found["overhead/step_s"] = (seconds - covered - turns) / len(steps)
     found["idle/rollout"] = 1.0 - _total(steps, "time/rollout_sample_busy_s") / seconds
     busy = _total(steps, "time/policy_update_busy_s") + _total(steps, "time/policy_sync_busy_s")
     found["idle/trainer"] = 1.0 - busy / seconds

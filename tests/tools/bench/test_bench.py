@@ -206,6 +206,28 @@ def test_shares_count_every_moment_once_and_add_up():
     assert found["idle/trainer"] == pytest.approx(0.65)
 
 
+def test_changes_of_turns_are_neither_part_of_the_weight_sync_nor_of_the_overhead():
+    """Of 10 s each: 1 s are nothing's, 0.7 s of them changes of turns; stop, travel and take are 0.13 s."""
+    parts = {
+        "time/sync_s": 1.3,
+        "time/sync_stop_s": 0.02,
+        "time/sync_travel_s": 0.1,
+        "time/sync_take_s": 0.01,
+    }
+    turns = {"time/turn_policy_offload_s": 0.5, "time/turn_engines_wake_s": 0.2}
+    steps = [step(10 * i, SPANS, **parts, **turns) for i in range(2)]
+    found = figures(steps, shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
+    assert found["sync/step_s"] == pytest.approx(0.13)
+    assert found["sync/bytes_per_s"] == pytest.approx(100 / 0.13)
+    assert found["share/turns"] == pytest.approx(0.07) and found["share/overhead"] == pytest.approx(0.03)
+    assert found["overhead/step_s"] == pytest.approx(0.3)
+    assert sum(v for k, v in found.items() if k.startswith("share/")) == pytest.approx(1)
+    assert set(found) <= set(FIGURES)
+    long = [step(0, SPANS, **turns | {"time/turn_policy_reload_s": 9.0})]  # most of it behind other stages
+    behind = shares(long)
+    assert behind["share/overhead"] == pytest.approx(0) and behind["share/turns"] == pytest.approx(0.1)
+
+
 def test_figures_by_hand():
     limits = StageLimits(16.0, 24.0, 400.0, {})
     steps = [step(0, SPANS), step(10, SPANS)]
