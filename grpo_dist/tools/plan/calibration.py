@@ -8,6 +8,7 @@ sequences (`BenchResult.decode_steps`); what the loop's engine takes beyond thes
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,11 +87,11 @@ def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
     processes = config.rewards.num_workers * config.rewards.processes_per_worker
     reached = replace(
         reached,
-        sync=found["sync/bytes_per_s"] / peaks.network,
+        sync=_sync(rates, found["sync/step_s"]),
         sync_s=0.0,
         score_s=found["scoring/step_s"] * processes / samples,
         sample_s=min(Reached().sample_s, found["overhead/driver_cpu_s"] / samples),
-        overhead_s=found["overhead/step_s"],
+        overhead_s=found["overhead/step_s"] + (0.0 if gpu else _turns_s(found)),
         host=_host(found, peaks),
         source=f"benchmark {result.name} on {result.machine['gpu' if gpu else 'cpu']}",
     )
@@ -104,6 +105,24 @@ def _shared(result: BenchResult) -> int:
     """
     most = round(result.workload["prompt_tokens_mean"]) - 1
     return min(round(result.workload.get("shared_prompt_tokens", 0)), most)
+
+
+def _sync(rates: Rates, measured_s: float) -> float:
+    """Return the share of the network with which `Rates.sync_s` gives the ``measured_s`` of the bench's own
+    configuration: with ZeRO-3 it gathers the weights first, with deltas it copies them.
+    """
+    at_peak_s, copies_s = (
+        replace(rates, reached=replace(rates.reached, sync=share, sync_s=0.0)).sync_s()
+        for share in (1.0, math.inf)
+    )
+    return (at_peak_s - copies_s) / max(measured_s - copies_s, 0.1 * measured_s)
+
+
+def _turns_s(figures: Mapping[str, float]) -> float:
+    """Return the seconds of a step in changes of turns. A plan of GPUs has a model of them; on processors
+    they move nothing, and the little that they take is the same for every step.
+    """
+    return figures.get("share/turns", 0.0) * figures.get("loop/step_s", 0.0)
 
 
 def _host(figures: Mapping[str, float], peaks: Peaks) -> float:
