@@ -98,7 +98,7 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
         )
     refused_deltas = config.rollout.may_grow and config.weight_sync.deltas is True
     if refused_deltas and "rollout" in demands and demands["rollout"].shared:
-        apart = _gpus(_demands(config, has, training=True, colocated=False))
+        apart = _gpus(demands_apart(config, has))
         raise UserError(
             f"`weight_sync.deltas` = true: engines that join (`rollout.max_workers` = "
             f"{config.rollout.max_workers}) hold the weights before, and colocated ones drop them at every "
@@ -119,6 +119,11 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
     return demands
 
 
+def demands_apart(config: Config, has: Resources) -> dict[str, Demand]:
+    """Return what every role of a training run takes on devices of its own, whether or not they suffice."""
+    return _demands(config, has, training=True, colocated=False)
+
+
 def is_colocated(config: Config, has: Resources) -> bool:
     """Return whether the roles of a training run share the same devices, one at a time.
 
@@ -133,7 +138,7 @@ def is_colocated(config: Config, has: Resources) -> bool:
         return wanted == "colocated"
     if not has.gpus:
         return config.max_staleness == 0
-    apart = _demands(config, has, training=True, colocated=False)
+    apart = demands_apart(config, has)
     return _gpus(apart) > has.gpus and problem is None
 
 

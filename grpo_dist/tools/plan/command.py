@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from grpo_dist.config import BatchConfig, Config, RolloutConfig
+from grpo_dist.config import Config, RolloutConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.files import check_replaceable
 from grpo_dist.tools.bench.result import BenchResult
@@ -24,7 +24,7 @@ from grpo_dist.tools.plan.report import print_plan
 from grpo_dist.tools.plan.result import Plan
 from grpo_dist.tools.plan.reward_models import reward_models_of
 from grpo_dist.tools.plan.stragglers import Stragglers
-from grpo_dist.tools.plan.sweep import Tried, cells, own_cell, search
+from grpo_dist.tools.plan.sweep import Cell, Tried, cells, own_cell, search
 from grpo_dist.tools.plan.tail import SYNCHRONOUS, print_tail
 from grpo_dist.tools.plan.whole_run import whole_run
 from grpo_dist.tools.plan.workload import workload_of
@@ -51,7 +51,7 @@ def make_plan(
     sampling = config.sampling
     config = config.model_copy(update={"sampling": config.sampling.at_its_longest})  # the dearest steps
     setting = made_setting(config, parse_cluster(cluster, price=price), assumed)
-    option, refused = None, ""
+    option, refused, own = None, "", own_cell(config.batch, config.max_staleness)
     try:
         option = option_of(config, setting)
         refused = "; ".join(option.problems)
@@ -64,14 +64,14 @@ def make_plan(
         for cell in cells(config.batch, config.max_staleness, config.weight_sync, wide=splits == "sweep"):
             result = search(config, setting, cell)
             found += [result.best] if result.best else []
-            tried = result.tried if cell == own_cell(config.batch, config.max_staleness) else tried
+            tried = result.tried if cell == own else tried
     if simulated is None and not found:
         raise UserError(f"{config.name} on {setting.cluster}: {refused}")
-    found = _own_first(config.batch, config.max_staleness, found)
+    found = _own_first(own, found)
     shown = simulated or found[0]
     lengths = RunLengths(sampling, first_epoch_steps(config.data, config.batch.prompts_per_step) or 0)
     whole = whole_run(shown, phases_of(shown, lengths))
-    return Plan(setting, option, simulated, refused, found, whole, tried, sampling)
+    return Plan(setting, option, simulated, refused, found, whole, tried, sampling, own)
 
 
 @dataclass(frozen=True)
@@ -213,12 +213,12 @@ def _stragglers(
     return slow
 
 
-def _own_first(batch: BatchConfig, max_staleness: int, found: list[Planned]) -> list[Planned]:
-    def is_other(p: Planned) -> bool:
-        c = p.option.config
-        return (c.batch.prompts_per_step, c.max_staleness) != (
-            batch.prompts_per_step,
-            max_staleness,
-        )
+def _own_first(own: Cell, found: list[Planned]) -> list[Planned]:
+    """Move the option of ``own`` to the front, or else the fastest."""
 
-    return sorted(found, key=is_other)
+    def rank(p: Planned) -> tuple[bool, float]:
+        config = p.option.config
+        return own_cell(config.batch, config.max_staleness) == own, p.simulated.tokens_per_s
+
+    first = max(found, key=rank, default=None)
+    return [first, *(p for p in found if p is not first)] if first else []

@@ -59,7 +59,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     print_lines(console, warnings(shown, plan.setting))
     if plan.found:
         console.print(splits_table(plan))
-        print_lines(console, splits_lines(plan))
+    print_lines(console, splits_lines(plan))
     print_lines(console, [LEGEND, *as_text(shown.simulated)])
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from actors.placement.demands import Resources, demands_apart
 from grpo_dist.config import BatchConfig, Config, PolicyConfig, WeightSyncConfig
 from grpo_dist.tools.plan import teachers
 from grpo_dist.tools.plan.accelerators import ClusterShape
@@ -133,10 +134,7 @@ def _kind(changes: Changes) -> tuple[str, int]:
 
 def changes_of(config: Config, setting: Setting, cell: Cell) -> Iterator[Changes]:
     own = {"batch.prompts_per_step": cell.prompts_per_step, "max_staleness": cell.staleness}
-    taken = config.reference.num_workers if config.needs_reference else 0
-    taken += sum(model.num_workers for model in config.rewards.models)
-    taken += sum(teacher.num_workers for teacher in config.distillation.of_own_models)
-    for changes in _splits(setting.cluster, taken):
+    for changes in _splits(config, setting.cluster):
         for stage in stages(config.policy):
             yield own | changes | {"policy.zero_stage": stage}
 
@@ -146,36 +144,47 @@ def stages(policy: PolicyConfig) -> list[int]:
     return list(dict.fromkeys((policy.zero_stage, 2, 3)))
 
 
-def _splits(cluster: ClusterShape, taken: int) -> Iterator[Changes]:
-    """Yield the splits of its GPUs between engines and ranks. ``taken``: GPUs of all other workers."""
+def _splits(config: Config, cluster: ClusterShape) -> Iterator[Changes]:
+    """Yield the splits between engines and ranks of the GPUs that all other workers leave."""
     if cluster.card is None:
         return
-    free = cluster.gpus - taken
     for size in (t for t in _TENSOR_PARALLEL if t <= cluster.gpus_per_node):
+        apart, beside = _taken(config, cluster, size)
+        free = cluster.gpus - apart
         for ranks in _ranks(free, cluster.gpus_per_node):
             if engines := (free - ranks) // size:
-                yield {
-                    "rollout.tensor_parallel_size": size,
-                    "rollout.num_workers": engines,
-                    "rollout.max_workers": engines,
-                    "policy.num_workers": ranks,
-                    "cluster.placement": "separate",
-                }
-        for ranks in _shared(cluster.gpus):
+                yield _split(size, engines, ranks, "separate")
+        for ranks in _shared(cluster.gpus - beside):
             if engines := ranks // size:
-                yield {
-                    "rollout.tensor_parallel_size": size,
-                    "rollout.num_workers": engines,
-                    "rollout.max_workers": engines,
-                    "policy.num_workers": ranks,
-                    "cluster.placement": "colocated",
-                }
+                yield _split(size, engines, ranks, "colocated")
+
+
+def _split(tensor_parallel: int, engines: int, ranks: int, placement: str) -> Changes:
+    return {
+        "rollout.tensor_parallel_size": tensor_parallel,
+        "rollout.num_workers": engines,
+        "rollout.max_workers": engines,
+        "policy.num_workers": ranks,
+        "cluster.placement": placement,
+    }
+
+
+def _taken(config: Config, cluster: ClusterShape, tensor_parallel: int) -> tuple[int, int]:
+    """Return the GPUs of all workers but engines and ranks where each role has its own; and of those that
+    have their own also where the others share theirs.
+    """
+    rollout = config.rollout.model_copy(update={"tensor_parallel_size": tensor_parallel})
+    demands = demands_apart(config.model_copy(update={"rollout": rollout}), Resources(1, cluster.gpus))
+    own = {role: demand.total_gpus for role, demand in demands.items() if role not in ("rollout", "policy")}
+    return sum(own.values()), own.get("evaluation", 0)
 
 
 def _shared(most: int) -> list[int]:
-    """Return numbers of ranks that share their GPUs with all other roles: all, and the largest power of two
-    up to that, which divides more batches.
+    """Return numbers of ranks that share their GPUs with all other roles: ``most``, and the largest power of
+    two up to that, which divides more batches; [] without a GPU.
     """
+    if most < 1:
+        return []
     return sorted({most, 1 << most.bit_length() - 1})
 
 

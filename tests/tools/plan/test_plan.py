@@ -461,7 +461,8 @@ def result(c, **changes):
     """Build a benchmark on two cores: 2 steps of 4 prompts, 2 samples each of 10 and 30 tokens."""
     figures = {
         "generation/step_s": 3.0, "training/step_s": 5.0, "training/peak_flops": 2e11, "scoring/step_s": 0.4,
-        "sync/bytes_per_s": 5e8, "sync/step_s": 4 * model_of(c).parameters / 5e8, "overhead/step_s": 0.05, "overhead/driver_cpu_s": 0.08,
+        "sync/bytes_per_s": 5e8, "sync/step_s": 4 * model_of(c).parameters / 5e8,
+        "overhead/step_s": 0.05, "overhead/driver_cpu_s": 0.08,
     }  # fmt: skip
     base = BenchResult(
         name="made", config=c.model_dump(mode="json"), machine={"cpu": "made", "cores": 2},
