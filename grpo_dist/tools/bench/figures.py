@@ -25,11 +25,13 @@ _MEANS = {  # figures that are means of a metric over the steps that have it
 
 @dataclass(frozen=True, slots=True)
 class StageLimits:
-    """What the machine reaches without this project; ``settings``: how it was measured."""
+    """What the machine reaches without this project, None where that was not measured; ``settings``: how it
+    was measured.
+    """
 
-    generation_tokens_per_s: float
-    training_tokens_per_s: float
-    sync_bytes_per_s: float
+    generation_tokens_per_s: float | None
+    training_tokens_per_s: float | None
+    sync_bytes_per_s: float | None
     settings: dict[str, str]
 
 
@@ -208,21 +210,22 @@ def _of_limits(
     overlapped: bool,
 ) -> dict[str, float]:
     completion, trained = tokens_per_step
-    at_best = {
-        "generation": completion / steps / limits.generation_tokens_per_s,
-        "training": trained / steps / limits.training_tokens_per_s,
-        "sync": found["sync/bytes"] / limits.sync_bytes_per_s,
-    }
-    bound = max(at_best.values()) if overlapped else sum(at_best.values())
-    return {
-        "limit/generation_tokens_per_s": limits.generation_tokens_per_s,
-        "limit/training_tokens_per_s": limits.training_tokens_per_s,
-        "limit/sync_bytes_per_s": limits.sync_bytes_per_s,
-        **{f"limit/{stage}_step_s": seconds for stage, seconds in at_best.items()},
+    of_stage = (
+        ("generation", "tokens_per_s", completion / steps, limits.generation_tokens_per_s),
+        ("training", "tokens_per_s", trained / steps, limits.training_tokens_per_s),
+        ("sync", "bytes_per_s", found["sync/bytes"], limits.sync_bytes_per_s),
+    )
+    made, at_best = dict[str, float](), list[float]()
+    for stage, unit, work, rate in of_stage:
+        if rate is not None:
+            at_best.append(work / rate)
+            made |= {f"limit/{stage}_{unit}": rate, f"limit/{stage}_step_s": work / rate}
+            made[f"of_limit/{stage}"] = found[f"{stage}/{unit}"] / rate
+    if len(at_best) < len(of_stage):
+        return made
+    bound = max(at_best) if overlapped else sum(at_best)
+    return made | {
         "limit/step_s": bound,
-        "of_limit/generation": found["generation/tokens_per_s"] / limits.generation_tokens_per_s,
-        "of_limit/training": found["training/tokens_per_s"] / limits.training_tokens_per_s,
-        "of_limit/sync": found["sync/bytes_per_s"] / limits.sync_bytes_per_s,
         "of_limit/loop": bound / found["loop/step_s"],
         "loop/step_over_limit": found["loop/step_s"] / bound,
     }

@@ -125,8 +125,10 @@ def fastest(seconds: list[list[list[float]]]) -> float:
 
 def run_jobs(module: str, jobs: Sequence[dict[str, Any]], *, threads: int, gpus: int) -> list[Any]:
     """Run ``module.measure(barrier, **job)`` of every job in its own process, all concurrently. Returns the
-    results in order. Raises RuntimeError with the last output of a process that fails.
+    results in order. Raises RuntimeError with the last output of a process that fails, and before any starts
+    where there are too few GPUs.
     """
+    devices = [devices_of(i, gpus) for i in range(len(jobs))]
     with tempfile.TemporaryDirectory(prefix="grpo-dist-bench-") as name, ExitStack() as stack:
         directory = Path(name)
         processes = []
@@ -136,7 +138,7 @@ def run_jobs(module: str, jobs: Sequence[dict[str, Any]], *, threads: int, gpus:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "grpo_dist.tools.bench.child", name, str(i)],
-                    env=os.environ | thread_environment(threads) | devices_of(i, gpus),
+                    env=os.environ | thread_environment(threads) | devices[i],
                     stdout=log,
                     stderr=log,
                     start_new_session=True,  # an engine's own processes end with it
@@ -153,11 +155,19 @@ def run_jobs(module: str, jobs: Sequence[dict[str, Any]], *, threads: int, gpus:
 
 
 def devices_of(process: int, each: int) -> dict[str, str]:
-    """Return an environment in which ``process`` sees ``each`` of this process's GPUs; {} without GPUs."""
+    """Return an environment in which ``process`` sees ``each`` of this process's GPUs; {} without GPUs.
+
+    Raises RuntimeError where there are too few: with none of its own it would compute on processors.
+    """
     if device_type() == "cpu":
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[process * each : (process + 1) * each])}
+    own = visible.split(",")[process * each : (process + 1) * each]
+    if len(own) < each:
+        raise RuntimeError(
+            f"{process + 1} processes with {each} GPU(s) each are needed, but only GPUs {visible} are visible"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], module: str, directory: Path) -> None:

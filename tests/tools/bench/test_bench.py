@@ -482,6 +482,9 @@ def test_processes_of_a_limit_divide_the_visible_gpus(monkeypatch):
     assert devices_of(1, 2) == {"CUDA_VISIBLE_DEVICES": "2,3"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,GPU-a")
     assert [devices_of(i, 1)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == ["4", "7", "GPU-a"]
+    for process, each in ((3, 1), (1, 2)):
+        with pytest.raises(RuntimeError, match="only GPUs 4,7,GPU-a are visible"):
+            devices_of(process, each)
 
 
 def test_a_repeat_takes_as_long_as_its_slowest_process_and_the_fastest_repeat_counts():
