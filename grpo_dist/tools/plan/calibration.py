@@ -24,7 +24,8 @@ from grpo_dist.tools.plan.accelerators import ClusterShape, card_called
 from grpo_dist.tools.plan.engines import Engine
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.models import model_of
-from grpo_dist.tools.plan.rates import Peaks, Rates, Reached, UpdateWork
+from grpo_dist.tools.plan.peaks import Peaks
+from grpo_dist.tools.plan.rates import Rates, Reached, UpdateWork
 from grpo_dist.tools.plan.roles import Roles, roles_of
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 

@@ -27,7 +27,8 @@ from grpo_dist.tools.plan.engine_memory import EngineFootprint, rollout_engine, 
 from grpo_dist.tools.plan.failures import FailureRates
 from grpo_dist.tools.plan.memory import USABLE, Footprint, Sizes, policy_rank, reference_worker
 from grpo_dist.tools.plan.models import ModelShape, model_of
-from grpo_dist.tools.plan.rates import Peaks, Rates, Reached
+from grpo_dist.tools.plan.peaks import Peaks
+from grpo_dist.tools.plan.rates import Rates, Reached
 from grpo_dist.tools.plan.reward_models import KnownRewardModel, reward_model_worker, role_of
 from grpo_dist.tools.plan.roles import Roles, roles_of
 from grpo_dist.tools.plan.scenario import Scenario

@@ -33,8 +33,9 @@ from grpo_dist.tools.plan.failures import NO_FAILURES
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.models import ModelShape, model_of
 from grpo_dist.tools.plan.options import Setting, option_of, planned
+from grpo_dist.tools.plan.peaks import Peaks
 from grpo_dist.tools.plan.phases import RunLengths, phases_of
-from grpo_dist.tools.plan.rates import Peaks, Reached
+from grpo_dist.tools.plan.rates import Reached
 from grpo_dist.tools.plan.roles import roles_of
 from grpo_dist.tools.plan.supervised import supervised_problem, supervised_rank, supervised_times
 from grpo_dist.tools.plan.whole_run import whole_run

@@ -85,11 +85,6 @@ def _about_reward_models(rewards: RewardsConfig, setting: Setting) -> list[str]:
                 f"warning: reward model {model.name}: {why}; its {model.num_workers} worker(s) are "
                 "placed, but neither their memory nor their time is planned"
             )
-        elif model.dtype == "float32" and setting.cluster.card:
-            lines.append(
-                f"warning: reward model {model.name}: float32 takes longer than planned: the plan "
-                "assumes the peak of half precision"
-            )
     return lines
 
 

@@ -23,8 +23,9 @@ from grpo_dist.tools.plan.command import _stragglers, made_setting, make_plan
 from grpo_dist.tools.plan.delta_shares import delta_line
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.options import Option, Setting, option_of, option_or_reason, planned
+from grpo_dist.tools.plan.peaks import Peaks
 from grpo_dist.tools.plan.phases import RunLengths
-from grpo_dist.tools.plan.rates import Peaks, Rates, Reached, UpdateWork
+from grpo_dist.tools.plan.rates import Rates, Reached, UpdateWork
 from grpo_dist.tools.plan.report import print_plan, rank_failures_of
 from grpo_dist.tools.plan.report_splits import cost_per_million
 from grpo_dist.tools.plan.scenario import Scenario

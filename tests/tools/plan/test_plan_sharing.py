@@ -11,7 +11,8 @@ from grpo_dist.tools.plan.engine_memory import rollout_engine
 from grpo_dist.tools.plan.memory import GIB, Sizes, policy_rank, states
 from grpo_dist.tools.plan.models import published
 from grpo_dist.tools.plan.options import Setting, memory_problems, node_host_bytes, option_of
-from grpo_dist.tools.plan.rates import Peaks, Rates, Reached
+from grpo_dist.tools.plan.peaks import Peaks
+from grpo_dist.tools.plan.rates import Rates, Reached
 from grpo_dist.tools.plan.reward_models import KnownRewardModel
 from grpo_dist.tools.plan.scenario import Scenario
 from grpo_dist.tools.plan.sharing import REFRESH, SYNC, asleep, host_bytes
