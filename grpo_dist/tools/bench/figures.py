@@ -42,9 +42,11 @@ def figures(
     peak_flops: float | None,
     limits: StageLimits | None,
     overlapped: bool,
+    frozen: bool = False,
 ) -> dict[str, float]:
     """Return the figures of the timed ``steps`` by name. ``peak_flops``: of all policy ranks together.
-    ``overlapped``: sampling runs ahead, so the largest limit bounds a step instead of their sum.
+    ``overlapped``: sampling runs ahead, so the largest limit bounds a step instead of their sum. ``frozen``:
+    adapters alone are trained.
     """
     seconds = sum(step.seconds for step in steps)
     completion = sum(r.length for s in steps for r in s.requests)
@@ -52,7 +54,7 @@ def figures(
     sampling = _total(steps, "time/rollout_sample_busy_s")
     update, scoring = _total(steps, "time/policy_update_busy_s"), _total(steps, "time/reward_score_busy_s")
     sync = sum(map(_sync_s, steps))
-    work = sum(NeededWork.of(step).flops(shape) for step in steps)
+    work = sum(NeededWork.of(step).flops(shape, frozen=frozen) for step in steps)
     trained = _total(steps, "train/tokens")
     found = {
         "loop/step_s": seconds / len(steps),

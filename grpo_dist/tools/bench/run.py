@@ -169,6 +169,7 @@ def measured(
         peak_flops=peak,
         limits=limits.stages,
         overlapped=config.max_staleness > 0,
+        frozen=config.policy.lora is not None,
     )
     if others:
         found |= pair_figures(steps, others)

@@ -78,12 +78,12 @@ def _card(
 
 
 # Memory as `nvidia-smi` reports it; dense half-precision operations from `bench.flops`; from NVIDIA's data
-# sheets operations in float32 (not in TF32, which torch leaves off), memory bandwidth, NVLink (half of what is
-# advertised for both ways) or PCIe, PCIe's generation, and operations in fp8 (twice as many from Ada on, none
-# before). The network is what such nodes are commonly built with, per card: 400 Gb/s for Hopper and newer, 200
-# Gb/s for A100, 100 Gb/s for L40S, 25 Gb/s below. Host memory is that of nodes which clouds rent: 2 TiB for
-# eight H100, 1.1 TiB for eight A100. Prices are round numbers of what clouds list on demand in 2025; `--price`
-# is the user's own.
+# sheets operations in float32 (not in TF32, which torch leaves off), memory bandwidth, NVLink (half of what
+# is advertised for both ways) or PCIe, PCIe's generation, and operations in fp8 (twice as many from Ada on,
+# none before). The network is what such nodes are commonly built with, per card: 400 Gb/s for Hopper and
+# newer, 200 Gb/s for A100, 100 Gb/s for L40S, 25 Gb/s below. Host memory is that of nodes which clouds
+# rent: 2 TiB for eight H100, 1.1 TiB for eight A100. Prices are round numbers of what clouds list on demand
+# in 2025; `--price` is the user's own.
 _KNOWN = (
     _card("B200", 183_359, (7_700, 900, 50), 5.5, float32=75, pcie=5, host_gib=256),
     _card("H200", 143_771, (4_800, 450, 50), 3.6, float32=67, pcie=5, host_gib=256),

@@ -189,8 +189,11 @@ class Rates:
 
     @property
     def _passes(self) -> float:
-        """Return an update's cost in forward passes: a backward pass is two, recomputation one more."""
-        return 4.0 if self.config.model.gradient_checkpointing else 3.0
+        """Return an update's cost in forward passes: a backward pass is two, one of them for the gradients of
+        weights, which frozen ones under LoRA lack; recomputation is one more.
+        """
+        backward = 2.0 if self.config.policy.lora is None else 1.0
+        return 1.0 + backward + float(self.config.model.gradient_checkpointing)
 
     def _passes_before(self, updates: int) -> list[float]:
         """Return the extra forward passes of each update for values under the weights before it."""

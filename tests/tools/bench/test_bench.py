@@ -87,6 +87,17 @@ def test_training_flops_by_hand():
     assert training_flops(SHAPE, [(3, 2), (3, 2)]) == 2 * training_flops(SHAPE, [(3, 2)])
 
 
+def test_frozen_weights_have_no_gradients_and_attention_has():
+    weights, attention = 288 * 3 + 40 * 2, 6 * 2 * 2 * 2 * 2
+    work = NeededWork.over([(0, 3)], trained=2)
+    assert work.flops(SHAPE, frozen=True) == 4 * weights + 6 * attention
+    trained, frozen = (
+        figures([step(0, SPANS)], shape=SHAPE, peak_flops=1.0, limits=None, overlapped=False, frozen=frozen)
+        for frozen in (False, True)
+    )
+    assert 4 / 6 < frozen["training/mfu"] / trained["training/mfu"] < 1
+
+
 def test_peaks_of_cards_are_found_by_the_name_torch_gives():
     assert card_peak("NVIDIA A100-SXM4-80GB") == 312e12
     assert card_peak("NVIDIA A10") == 125e12

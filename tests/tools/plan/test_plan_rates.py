@@ -21,3 +21,10 @@ def test_float32_is_computed_at_the_peak_of_float32():
 def test_a_reward_model_in_float32_is_computed_at_its_peak_whatever_the_policys_type():
     half, exact = (rates().reward_model_s(one(dtype=dtype), 100, (300,)) for dtype in ("bfloat16", "float32"))
     assert exact == pytest.approx(RATIO * half)
+
+
+@pytest.mark.parametrize("checkpointing, share", [(True, 3 / 4), (False, 2 / 3)])
+def test_frozen_weights_under_lora_have_no_gradients_to_compute(checkpointing, share):
+    model = {"path": "Qwen/Qwen2.5-7B", "gradient_checkpointing": checkpointing}
+    full, adapters = (rates(model=model, **changes) for changes in ({}, {"policy": {"lora": {"rank": 8}}}))
+    assert adapters.compute_s(WORK) == pytest.approx(share * full.compute_s(WORK))
