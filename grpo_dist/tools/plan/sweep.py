@@ -224,11 +224,12 @@ def bound(option: Option) -> float:
         workload.prompt_tokens,
         batch.prompts_per_step * batch.samples_per_prompt,
     )
-    in_flight = samples * (1 + config.max_staleness) / config.rollout.num_workers
+    sampled = samples * _sampled_for_each(scenario.signal_share, batch.prompts_per_step)
+    in_flight = sampled * (1 + config.max_staleness) / config.rollout.num_workers
     held = prompt / batch.samples_per_prompt + mean / 2  # tokens in the cache of a sequence, half way
     counts = np.unique(np.geomspace(1, max(1.0, min(scenario.capacity, in_flight)), 16))
     rate = max(n / rates.decode_step_s(n, n * held) for n in counts.tolist())
-    sampling = samples * mean / config.rollout.num_workers / rate
+    sampling = sampled * mean / config.rollout.num_workers / rate
     each = (round(mean),) * batch.samples_per_prompt
     size = batch.prompts_per_step // batch.updates_per_step
     shown = shown_rows(config.demonstrations, updates=batch.updates_per_step, longest=config.max_length)
@@ -244,7 +245,15 @@ def bound(option: Option) -> float:
     if waits_for_longest(config.weight_sync, config.max_staleness):
         stages.append(sampling + rates.sync_s())
     seconds = max(stages) if config.max_staleness else max(sampling + training, *stages)
-    return samples * (prompt + mean) / seconds
+    return sampled * (prompt + mean) / seconds
+
+
+def _sampled_for_each(signal_share: float, prompts_per_step: int) -> float:
+    """Return the most groups that dynamic sampling is likely to take for each that is trained: the mean and
+    two standard deviations over the simulated steps.
+    """
+    mean, trained = 1 / signal_share, _STEPS * prompts_per_step
+    return mean * (1 + 2 * ((1 - signal_share) / trained) ** 0.5)
 
 
 def _between_s(scenario: Scenario, prompt: int, lengths: tuple[int, ...]) -> dict[str, float]:

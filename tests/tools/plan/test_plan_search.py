@@ -8,7 +8,7 @@ from grpo_dist.config.files import changed
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.command import made_setting, make_plan
-from grpo_dist.tools.plan.options import Option, option_of, option_or_reason
+from grpo_dist.tools.plan.options import Option, option_of, option_or_reason, planned
 from grpo_dist.tools.plan.report_splits import splits_lines
 from grpo_dist.tools.plan.sweep import bound, changes_of, own_cell
 from tests.tools.plan.test_plan import printed, wide
@@ -49,6 +49,21 @@ def test_splits_leave_a_reward_model_its_whole_gpus(model, gpus):
         x["policy.num_workers"] + x["rollout.num_workers"] * x["rollout.tensor_parallel_size"] for x in splits
     ]
     assert max(used) == 8 - gpus
+
+
+@pytest.mark.family("costly")
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_bound_of_a_split_holds_where_dynamic_sampling_discards_groups(staleness):
+    c = wide(
+        dynamic_sampling={"enabled": True},
+        bench={"lengths": {"kind": "fixed"}},
+        batch={"prompts_per_step": 64, "samples_per_prompt": 8},
+        max_staleness=staleness,
+    )
+    fitting = [option for _, option in tried(c, "1x4xL40S") if isinstance(option, Option)]
+    assert len(fitting) >= 3
+    for option in fitting:
+        assert planned(option, steps=2).simulated.tokens_per_s <= 1.05 * bound(option)
 
 
 def test_a_plan_in_which_no_split_can_run_gives_the_reasons():
