@@ -19,7 +19,7 @@ from rich.console import Console
 
 from grpo_dist.config import DataSourceConfig, SupervisedConfig
 from grpo_dist.data.demonstrations import EXAMPLES, source_pairs
-from grpo_dist.data.readers import read, source_name
+from grpo_dist.data.readers import count_rows, source_name
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.runs.cold_start import base_model
 from grpo_dist.runs.prepare import load_tokenizer
@@ -89,7 +89,7 @@ def plan_pipeline(
                 stage.config, cluster, Assumptions(bench=bench, prompt_tokens=prompt_tokens), model=model
             )
             found.append(_STAGES[stage.kind](stage, settings, pipeline))
-        except UserError as error:
+        except (ValueError, OSError) as error:  # of its settings, or of its data
             problems.append(f"stage `{stage.name}`: {error}")
     if problems:
         raise UserError(f"{pipeline.name} on {cluster}: " + "\n  ".join(problems))
@@ -215,12 +215,9 @@ def _grpo(stage: ResolvedStage, settings: Settings, pipeline: ResolvedPipeline) 
 def _sample(stage: ResolvedStage, settings: Settings, pipeline: ResolvedPipeline) -> PlannedStage:
     """Plan engines that draw samples of all prompts once: an evaluation, with the lengths of this stage."""
     setting, rejection = settings[stage.name], stage.config.rejection
-    no_kl = {"kl": stage.config.algorithm.kl.model_copy(update={"coef": 0.0})}
     sampled = stage.config.evaluation.model_copy(update={"samples_per_prompt": rejection.samples_per_prompt})
-    config = stage.config.model_copy(
-        update={"algorithm": stage.config.algorithm.model_copy(update=no_kl), "evaluation": sampled}
-    )
-    option = option_of(config, setting)
+    config = stage.config.model_copy(update={"evaluation": sampled})
+    option = option_of(config, setting, training=False)
     engine, scenario = option.engine, option.scenario
     if engine.longest < 1:
         raise UserError("; ".join(p for p in option.problems if p.startswith("rollout: ")))
@@ -244,13 +241,12 @@ def _sample(stage: ResolvedStage, settings: Settings, pipeline: ResolvedPipeline
 
 def _prompts(stage: ResolvedStage, pipeline: ResolvedPipeline) -> tuple[int, tuple[str, ...]]:
     """Return the prompts of a sample stage, and what is assumed of their number."""
-    if most := stage.config.rejection.max_prompts:
+    most = stage.config.rejection.max_prompts
+    known = [(s.path or source_name(s), _rows(s)) for s in stage.config.data.train]
+    if most and any(rows is None for _, rows in known):
         return most, ()
-    known = [
-        (s.path or source_name(s), s.max_rows if s.path is None else _rows(s.path, s.max_rows))
-        for s in stage.config.data.train
-    ]
-    return _counted(known, "rows of data.train")
+    rows, assumed = _counted(known, "rows of data.train")
+    return min(rows, most or rows), assumed
 
 
 def _demonstrations(stage: ResolvedStage, pipeline: ResolvedPipeline) -> tuple[int, tuple[str, ...]]:
@@ -270,7 +266,7 @@ def _demonstrations(stage: ResolvedStage, pipeline: ResolvedPipeline) -> tuple[i
         elif source.path.startswith("demo:"):
             rows = most or EXAMPLES
         else:
-            rows = _rows(source.path, None)
+            rows = _rows(DataSourceConfig(path=source.path))
         known.append((source.path, min(rows, most) if rows and most else rows or most))
     count, more = _counted(known, "demonstrations")
     return count, assumed + more
@@ -283,7 +279,7 @@ def _rows_at_hand(stage: ResolvedStage) -> list[tuple[int, int]]:
     sources = [
         source.model_copy(update={"examples": min(source.examples or _READ, _READ)})
         for source in symbolic.data
-        if not source.path.startswith("stage:") and _rows(source.path, None)
+        if not source.path.startswith("stage:") and _rows(DataSourceConfig(path=source.path))
     ]
     if not sources or symbolic.model.startswith("stage:"):
         return []
@@ -309,16 +305,16 @@ def _counted(known: Sequence[tuple[str, int | None]], what: str) -> tuple[int, t
     return sum(_ROWS if rows is None else rows for _, rows in known), notes
 
 
-def _rows(path: str, most: int | None) -> int | None:
-    """Return the rows of a file or of a `demo:` set; None: it cannot be read."""
-    local = Path(path).expanduser()
-    if path.startswith("demo:"):
-        return len(read(DataSourceConfig(path=path, max_rows=most)))
-    if not local.is_file():
-        return most
-    with local.open() as file:
-        count = sum(1 for line in file if line.strip())
-    return min(count, most) if most else count
+def _rows(source: DataSourceConfig) -> int | None:
+    """Return the rows of a local file or of a `demo:` set; else the source's bound, or None.
+
+    Raises ValueError for what cannot be read.
+    """
+    if source.path is None:
+        return source.max_rows
+    if source.path.startswith("demo:") or Path(source.path).expanduser().exists():
+        return count_rows(source)
+    return source.max_rows
 
 
 _STAGES = {"sft": _sft, "grpo": _grpo, "sample": _sample}
