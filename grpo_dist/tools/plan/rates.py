@@ -124,7 +124,8 @@ class Rates:
         )
         fp8 = is_quantised(self.config.rollout)
         tokens = positions * sequences
-        read = (m.read_bytes(tokens, b, fp8=fp8) + b * m.kv_values() * context) / t
+        # Each process has at least one head of keys and values.
+        read = m.read_bytes(tokens, b, fp8=fp8) / t + b * m.kv_values() * context / min(t, s.kv_heads)
         others = 2 * m.embedding * tokens + 4 * s.layers * s.heads * s.head_dim * positions * context
         operations = self._linear_flops(tokens) + others
         reading = read / (self.peaks.memory * self.reached.decode)
