@@ -41,7 +41,7 @@ class Assumptions:
         )
         for option, value, least in given:
             if value is not None and not least <= value < math.inf:  # NaN is in no range
-                raise UserError(f"{option} {value:g}: expected a number above 0")
+                raise UserError(f"{option} {value:g}: expected {least} or more")
         if self.accepted is not None and not drafted:
             raise UserError("--accepted: nothing is drafted; set `rollout.speculation.tokens`, or remove it")
         if self.accepted is not None and not 0 <= self.accepted <= drafted:

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from grpo_dist.config import Config, RolloutConfig
+from pydantic import ValidationError
+
+from grpo_dist.config import Config, DataConfig, RolloutConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.files import check_replaceable
 from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan import timeline as timeline_file
 from grpo_dist.tools.plan.accelerators import ClusterShape, parse_cluster
 from grpo_dist.tools.plan.assumptions import Assumptions
-from grpo_dist.tools.plan.calibration import calibrate
+from grpo_dist.tools.plan.calibration import Calibration, calibrate
 from grpo_dist.tools.plan.evaluation import first_epoch_steps
 from grpo_dist.tools.plan.models import ModelShape, model_of
 from grpo_dist.tools.plan.options import Planned, Setting, option_of, option_or_reason, planned
@@ -51,6 +53,7 @@ def make_plan(
     sampling = config.sampling
     config = config.model_copy(update={"sampling": config.sampling.at_its_longest})  # the dearest steps
     setting = made_setting(config, parse_cluster(cluster, price=price), assumed)
+    check_prompts(setting, config.data, assumed)
     option, refused, own = None, "", own_cell(config.batch, config.max_staleness)
     try:
         option = option_of(config, setting)
@@ -116,6 +119,7 @@ def plan(config: Config, arguments: PlanArguments) -> None:
             accepted=arguments.accepted,
         )
         setting = made_setting(longest, shape, given)
+        check_prompts(setting, longest.data, given)
         base = option_or_reason(longest, SYNCHRONOUS, setting)
         if isinstance(base, str):
             raise UserError(f"--tail: expected a split with GPUs of its own for each role, but {base}")
@@ -158,7 +162,7 @@ def made_setting(
             f"--cluster {cluster}: what processors can do is in no data sheet; measure with `grpo-dist bench "
             "configs/bench/cpu_13m_lognormal.yaml` and pass its bench.json as --bench"
         )
-    calibration = calibrate(BenchResult.read(assumed.bench), cluster) if assumed.bench else None
+    calibration = _calibrated(assumed.bench, cluster) if assumed.bench else None
     lengths: Sequence[int] = calibration.lengths if calibration else ()
     prompt_tokens, shared_tokens = assumed.prompt_tokens, assumed.shared_tokens
     if prompt_tokens is None and calibration:
@@ -189,6 +193,36 @@ def made_setting(
         known,
         unplanned,
         assumed.accepted,
+    )
+
+
+def _calibrated(bench: Path, cluster: ClusterShape) -> Calibration:
+    result = BenchResult.read(bench)
+    try:
+        return calibrate(result, cluster)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"--bench {bench}: this version does not take the configuration that it was measured with "
+            f"(`{key}`: {first['msg']}); measure again with this version"
+        ) from error
+
+
+def check_prompts(setting: Setting, data: DataConfig, assumed: Assumptions) -> None:
+    """Raise UserError for prompts that a run with ``data`` would drop."""
+    tokens, most = setting.workload.prompt_tokens, data.max_prompt_tokens
+    if tokens <= most:
+        return
+    given = assumed.prompt_tokens is not None
+    what = (
+        f"--prompt-tokens {tokens}:"
+        if given
+        else f"--bench {assumed.bench}: its prompts have {tokens} tokens,"
+    )
+    raise UserError(
+        f"{what} longer prompts than `data.max_prompt_tokens` = {most} are dropped; raise that, or pass at "
+        f"most {most} as --prompt-tokens"
     )
 
 

@@ -27,7 +27,7 @@ from grpo_dist.runtime.hardware import GIB
 from grpo_dist.runtime.tables import make_table, print_lines
 from grpo_dist.tools.plan.accelerators import ClusterShape, parse_cluster
 from grpo_dist.tools.plan.assumptions import Assumptions
-from grpo_dist.tools.plan.command import made_setting
+from grpo_dist.tools.plan.command import check_prompts, made_setting
 from grpo_dist.tools.plan.evaluation import evaluation_s, first_epoch_steps
 from grpo_dist.tools.plan.failures import NO_FAILURES
 from grpo_dist.tools.plan.memory import Sizes
@@ -80,14 +80,15 @@ def plan_pipeline(
     """Plan every stage of ``pipeline``. Raises UserError with the stages that do not fit, and why."""
     models: dict[str, ModelShape] = {}
     settings: dict[str, Setting] = {}
+    assumed = Assumptions(bench=bench, prompt_tokens=prompt_tokens)
     found, problems = [], []
     for stage in pipeline.stages:
         try:
             model = _model(stage, models)
             models[stage.name] = model
-            settings[stage.name] = made_setting(
-                stage.config, cluster, Assumptions(bench=bench, prompt_tokens=prompt_tokens), model=model
-            )
+            settings[stage.name] = made_setting(stage.config, cluster, assumed, model=model)
+            if stage.kind != "sft":  # whose rows are demonstrations
+                check_prompts(settings[stage.name], stage.config.data, assumed)
             found.append(_STAGES[stage.kind](stage, settings, pipeline))
         except (ValueError, OSError) as error:  # of its settings, or of its data
             problems.append(f"stage `{stage.name}`: {error}")

@@ -1,10 +1,15 @@
 """What a calibrated plan takes from a benchmark, on made results."""
 
+from dataclasses import replace
+
 import pytest
 
 from grpo_dist.config import Config
+from grpo_dist.errors import UserError
 from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.calibration import calibrate
+from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.rates import Rates
 from tests.support.planned_models import model_of
@@ -35,3 +40,25 @@ def test_the_weight_sync_of_the_benchmarks_own_configuration_takes_what_it_took(
     own = Config.model_validate(measured.config)
     planned = Rates(own, model_of(own), Sizes.of(own, gpu=False), made.peaks, made.reached).sync_s()
     assert planned == pytest.approx(measured.figures["sync/step_s"])
+
+
+def refused(tmp_path, measured, **changes):
+    """Return why a plan with the result ``measured`` is refused."""
+    measured.write(tmp_path / "bench.json")
+    with pytest.raises(UserError) as error:
+        make_plan(cpu_config(**changes), "1x0xCPU", Assumptions(bench=tmp_path / "bench.json"))
+    return str(error.value)
+
+
+def test_a_benchmark_of_another_versions_configuration_is_refused_in_one_line(tmp_path):
+    made = result(cpu_config())
+    said = refused(tmp_path, replace(made, config=made.config | {"gone": 1}))
+    assert "bench.json: " in said and "`gone`" in said and "measure again with this version" in said
+    assert "\n" not in said
+
+
+def test_prompts_of_a_benchmark_that_the_run_would_drop_are_refused(tmp_path):
+    said = refused(
+        tmp_path, result(cpu_config()), data={"train": [{"path": "demo:add3"}], "max_prompt_tokens": 8}
+    )
+    assert "bench.json: its prompts have 16 tokens" in said and "`data.max_prompt_tokens` = 8" in said
