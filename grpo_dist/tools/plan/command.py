@@ -169,13 +169,17 @@ def made_setting(
         prompt_tokens = calibration.prompt_tokens
         if shared_tokens is None:
             shared_tokens = calibration.shared_tokens
+    turns, tool_s = assumed.turns, assumed.tool_seconds
+    if calibration:
+        turns = calibration.turns if turns is None else turns
+        tool_s = calibration.tool_s if tool_s is None else tool_s
     workload = workload_of(
         config,
         prompt_tokens=prompt_tokens,
         shared_tokens=shared_tokens or 0,
         measured=lengths,
-        turns=assumed.turns,
-        tool_s=assumed.tool_seconds,
+        turns=turns,
+        tool_s=tool_s,
     )
     if workload.shared_tokens >= workload.prompt_tokens:
         raise UserError(

@@ -9,8 +9,9 @@ from grpo_dist.errors import UserError
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.calibration import calibrate
-from grpo_dist.tools.plan.command import make_plan
+from grpo_dist.tools.plan.command import made_setting, make_plan
 from grpo_dist.tools.plan.memory import Sizes
+from grpo_dist.tools.plan.options import option_of, planned
 from grpo_dist.tools.plan.rates import Rates
 from tests.support.planned_models import model_of
 from tests.tools.plan.test_plan import cpu_config, result
@@ -62,3 +63,21 @@ def test_prompts_of_a_benchmark_that_the_run_would_drop_are_refused(tmp_path):
         tmp_path, result(cpu_config()), data={"train": [{"path": "demo:add3"}], "max_prompt_tokens": 8}
     )
     assert "bench.json: its prompts have 16 tokens" in said and "`data.max_prompt_tokens` = 8" in said
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_plan_of_a_benchmark_with_tools_waits_for_them_as_often(tmp_path, steps):
+    """Three turns of a sample, and 0.6 s after each on average: 0.9 s between two."""
+    tools = {"data": {"train": [{"path": "demo:add3", "environment": "python"}]}}
+    c = cpu_config(**tools)
+    base = result(c)
+    episodes = {"generation/step_s": 5.0, "episodes/turns": 3.0, "episodes/tool_wait_s": 0.6}
+    measured = replace(base, figures=base.figures | episodes)
+    if not steps:
+        measured = replace(measured, decode_steps=[])
+    measured.write(tmp_path / "bench.json")
+    setting = made_setting(c, parse_cluster("1x0xCPU"), Assumptions(bench=tmp_path / "bench.json"))
+    assert setting.workload.turns == 3 and setting.workload.tool_s == pytest.approx(0.9)
+    run = planned(option_of(c, setting)).simulated
+    others = sum(run.stage_s[stage] for stage in ("update", "sync")) + 0.1 + 0.05  # scores, overhead
+    assert run.step_s - others == pytest.approx(5.0, rel=0.05)
