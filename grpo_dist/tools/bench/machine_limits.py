@@ -33,16 +33,21 @@ class MachineLimits:
 
 
 def limit_threads(config: Config, cluster_gpus: int) -> dict[str, int]:
-    """Return the threads of a process by role: all limits are measured on this machine. ``cluster_gpus``: of
-    the loop's workers. Raises UserError where this machine has not what they take.
+    """Return the threads of a process by role. ``cluster_gpus``: of the loop's workers.
+
+    Limits are measured on this machine alone: where it has not what they take, print that, and return {}.
     """
     from actors.connection import local_resources  # imports Ray
     from actors.placement.demands import placement
 
     has = local_resources(config.cluster)
-    if cluster_gpus and not has.gpus:
-        raise UserError(f"this machine has no GPUs, and the cluster has {cluster_gpus}")
-    return {role: demand.threads for role, demand in placement(config, has, training=True).items()}
+    try:
+        if cluster_gpus and not has.gpus:
+            raise UserError(f"this machine has no GPUs, and the cluster has {cluster_gpus}")
+        return {role: demand.threads for role, demand in placement(config, has, training=True).items()}
+    except UserError as error:
+        print_line(f"warning: limits are measured on this machine alone, and are left out: {error}")
+        return {}
 
 
 def measured_limits(
@@ -52,16 +57,20 @@ def measured_limits(
     role. A limit that fails is printed and left out.
     """
     from actors.transfer.transport import free_port  # imports Ray
+    from actors.workers.engine_settings import EngineSpec
 
+    spec, rollout = EngineSpec.of(config, model_dir), config.rollout
+    temperature, own = config.sampling.first_temperature, threads["rollout"]
     generation = _attempted(
-        "generation", lambda: generation_limit(config, model_dir, steps, threads=threads["rollout"])
+        "generation",
+        lambda: generation_limit(spec, rollout, temperature, steps, threads=own),
     )
     training = _attempted(
         "training",
         lambda: training_limit(config.model, config.policy, model_dir, steps, threads=threads["policy"]),
     )
     sent = int(steps[-1].metrics["sync/bytes"])
-    sync = _attempted("weight sync", lambda: sync_limit(config.rollout, sent, port=free_port("127.0.0.1")))
+    sync = _attempted("weight sync", lambda: sync_limit(rollout, sent, port=free_port("127.0.0.1")))
     settings = {"repeats": f"the fastest of {REPEATS}, of the sync of {SYNC_REPEATS}"}
     if generation:
         settings["generation"] = "vllm.LLM.generate, all requests of a step at once"

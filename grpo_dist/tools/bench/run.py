@@ -21,7 +21,7 @@ from grpo_dist.config import BatchConfig, BenchConfig, Config, DataConfig, Envir
 from grpo_dist.config.secrets import masked
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.preparation import EnvironmentProbe, StartFailed
-from grpo_dist.errors import UserError, refusals
+from grpo_dist.errors import refusals
 from grpo_dist.observe.console import step_line
 from grpo_dist.runs.directories import check_writable, make_free_directory
 from grpo_dist.runs.prepare import Prepared, prepare
@@ -52,7 +52,7 @@ def bench(config: Config) -> Path:
         has = fit(config)
         prepared = prepare(config, print_line, device="cuda" if has.gpus else "cpu")
         _check_other_kwargs(config.bench, config.data, config.environments)
-        threads = _limit_threads(config, has.gpus)
+        threads = limit_threads(config, has.gpus) if config.bench.limits else {}
         directory = make_free_directory(base)  # before the measurement, which takes minutes
     with _removed_without_result(directory):
         steps = timed(config.bench, asyncio.run(_loop(config, prepared, directory)))
@@ -136,17 +136,6 @@ async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[Ste
             config, forced, prepared.prompts, [], recorder, NoCheckpoints(), demonstrations=beside
         )
     return recorder.steps
-
-
-def _limit_threads(config: Config, cluster_gpus: int) -> dict[str, int]:
-    """Return the threads of the processes of the limits; {} where none is measured, and print why."""
-    if not config.bench.limits:
-        return {}
-    try:
-        return limit_threads(config, cluster_gpus)
-    except UserError as error:
-        print_line(f"warning: limits are measured on this machine alone, and are left out: {error}")
-        return {}
 
 
 def measured(

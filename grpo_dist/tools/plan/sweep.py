@@ -9,12 +9,12 @@ all were simulated.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from actors.placement.demands import Resources, demands_apart
+from actors.placement.demands import Demand, Resources, demands_of
 from grpo_dist.config import BatchConfig, Config, PolicyConfig, WeightSyncConfig
 from grpo_dist.tools.plan import teachers
 from grpo_dist.tools.plan.accelerators import ClusterShape
@@ -134,7 +134,14 @@ def _kind(changes: Changes) -> tuple[str, int]:
 
 def changes_of(config: Config, setting: Setting, cell: Cell) -> Iterator[Changes]:
     own = {"batch.prompts_per_step": cell.prompts_per_step, "max_staleness": cell.staleness}
-    for changes in _splits(config, setting.cluster):
+    cluster, rollout = setting.cluster, config.rollout
+
+    def taken(tensor_parallel: int) -> tuple[int, int]:
+        size = {"tensor_parallel_size": tensor_parallel}
+        sized = config.model_copy(update={"rollout": rollout.model_copy(update=size)})
+        return _taken(demands_of(sized, Resources(1, cluster.gpus), training=True, colocated=False))
+
+    for changes in _splits(cluster, taken):
         for stage in stages(config.policy):
             yield own | changes | {"policy.zero_stage": stage}
 
@@ -144,12 +151,14 @@ def stages(policy: PolicyConfig) -> list[int]:
     return list(dict.fromkeys((policy.zero_stage, 2, 3)))
 
 
-def _splits(config: Config, cluster: ClusterShape) -> Iterator[Changes]:
-    """Yield the splits between engines and ranks of the GPUs that all other workers leave."""
+def _splits(cluster: ClusterShape, taken: Callable[[int], tuple[int, int]]) -> Iterator[Changes]:
+    """Yield the splits between engines and ranks of the GPUs that all other workers leave. ``taken``: see
+    `_taken`, for engines of so many GPUs.
+    """
     if cluster.card is None:
         return
     for size in (t for t in _TENSOR_PARALLEL if t <= cluster.gpus_per_node):
-        apart, beside = _taken(config, cluster, size)
+        apart, beside = taken(size)
         free = cluster.gpus - apart
         for ranks in _ranks(free, cluster.gpus_per_node):
             if engines := (free - ranks) // size:
@@ -169,12 +178,10 @@ def _split(tensor_parallel: int, engines: int, ranks: int, placement: str) -> Ch
     }
 
 
-def _taken(config: Config, cluster: ClusterShape, tensor_parallel: int) -> tuple[int, int]:
+def _taken(demands: Mapping[str, Demand]) -> tuple[int, int]:
     """Return the GPUs of all workers but engines and ranks where each role has its own; and of those that
     have their own also where the others share theirs.
     """
-    rollout = config.rollout.model_copy(update={"tensor_parallel_size": tensor_parallel})
-    demands = demands_apart(config.model_copy(update={"rollout": rollout}), Resources(1, cluster.gpus))
     own = {role: demand.total_gpus for role, demand in demands.items() if role not in ("rollout", "policy")}
     return sum(own.values()), own.get("evaluation", 0)
 
