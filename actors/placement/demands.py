@@ -89,7 +89,7 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
     enough.
     """
     colocated = training and not config.is_supervised and is_colocated(config, has)
-    demands = _demands(config, has, training=training, colocated=colocated)
+    demands = demands_of(config, has, training=training, colocated=colocated)
     if "evaluation" in demands and "reward_models" in demands and demands["reward_models"].shared:
         raise UserError(
             f"`evaluation.num_workers` = {config.evaluation.num_workers}: evaluation scores while the policy "
@@ -98,7 +98,7 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
         )
     refused_deltas = config.rollout.may_grow and config.weight_sync.deltas is True
     if refused_deltas and "rollout" in demands and demands["rollout"].shared:
-        apart = _gpus(_demands(config, has, training=True, colocated=False))
+        apart = _gpus(demands_of(config, has, training=True, colocated=False))
         raise UserError(
             f"`weight_sync.deltas` = true: engines that join (`rollout.max_workers` = "
             f"{config.rollout.max_workers}) hold the weights before, and colocated ones drop them at every "
@@ -133,7 +133,7 @@ def is_colocated(config: Config, has: Resources) -> bool:
         return wanted == "colocated"
     if not has.gpus:
         return config.max_staleness == 0
-    apart = _demands(config, has, training=True, colocated=False)
+    apart = demands_of(config, has, training=True, colocated=False)
     return _gpus(apart) > has.gpus and problem is None
 
 
@@ -172,7 +172,8 @@ def _not_colocated(
     return None
 
 
-def _demands(config: Config, has: Resources, *, training: bool, colocated: bool) -> dict[str, Demand]:
+def demands_of(config: Config, has: Resources, *, training: bool, colocated: bool) -> dict[str, Demand]:
+    """Return what every role takes, whether or not ``has`` is enough for all."""
     on_gpu = 1 if has.gpus else 0
     # Colocated roles have all CPUs while they run; otherwise sampling and training get half of them each.
     # Where CPUs are reserved, one is left to the driver, which may be a job of the cluster itself.

@@ -136,3 +136,15 @@ def _nested_problems(engine: Mapping[str, Any]) -> Iterator[str]:
         for key in (key for key in refused if key in own):
             setting = f"`rollout.engine.{name}.{key}` = {shown_setting(key, own[key])}"
             yield f"{setting}: {refused[key]}; remove it"
+
+
+def head_problem(tensor_parallel: int, kv_heads: int) -> str:
+    """Return why an engine of ``tensor_parallel`` processes cannot split ``kv_heads`` of keys and values; ""
+    where it can: each process has as many whole heads as the others, or a copy of one.
+    """
+    if kv_heads % tensor_parallel == 0 or tensor_parallel % kv_heads == 0:
+        return ""
+    return (
+        f"`rollout.tensor_parallel_size` = {tensor_parallel} neither divides the {kv_heads} key-value heads "
+        "of the model nor is a multiple of them, which vLLM needs; use a divisor or a multiple"
+    )

@@ -88,6 +88,13 @@ def read_all(
     return found
 
 
+def count_rows(source: DataSourceConfig) -> int:
+    """Return the rows of ``source``, at most ``max_rows``, whatever their columns. Raises ValueError for what
+    cannot be read, like `read`.
+    """
+    return sum(1 for _ in islice(_records(source), source.max_rows))
+
+
 def first_record(source: DataSourceConfig) -> Mapping[str, Any]:
     """Return the raw first row; {} without rows. Raises ValueError like `read`."""
     return next((record for _, record in _records(source)), {})

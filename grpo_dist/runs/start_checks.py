@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from grpo_dist.config import Config, ModelConfig, RolloutConfig, WeightSyncConfig
-from grpo_dist.config.engine_arguments import engine_problems
+from grpo_dist.config.engine_arguments import engine_problems, head_problem
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.deepspeed_config import check_values, deepspeed_config
 from grpo_dist.policy.expert_names import check_expert_names
@@ -157,12 +157,15 @@ def check_length(model: ModelConfig, model_dir: Path, longest: int, *, supervise
 
 
 def _tensor_parallel(rollout: RolloutConfig, model: Any) -> Iterator[str]:
-    size, heads = rollout.tensor_parallel_size, model.config.get_text_config().num_attention_heads
+    size, decoder = rollout.tensor_parallel_size, model.config.get_text_config()
+    heads = decoder.num_attention_heads
     if heads % size:
         yield (
             f"`rollout.tensor_parallel_size` = {size} does not divide the {heads} attention heads of the "
             "model, which vLLM needs; use a divisor of them"
         )
+    elif problem := head_problem(size, getattr(decoder, "num_key_value_heads", None) or heads):
+        yield problem
 
 
 def _refusal(check: Callable[[], Any]) -> Iterator[str]:

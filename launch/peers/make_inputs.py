@@ -17,7 +17,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, DataConfig
 from grpo_dist.config.files import load_config
 from grpo_dist.data.order import step_prompts
 from grpo_dist.errors import UserError, refusals
@@ -43,14 +43,29 @@ def main() -> None:
                 "bench.lengths.kind = natural: two trainers' models would not end at the same lengths; "
                 "use fixed or lognormal"
             )
+        _check_order(config.data)
         prepared = prepare(config, print)
     shutil.copytree(prepared.model_dir, args.directory / "model", dirs_exist_ok=True)
     work = {
-        "cap": config.sampling.max_new_tokens,
+        "cap": config.sampling.longest,
         "samples": config.batch.samples_per_prompt,
         "steps": [_step(config, prepared.prompts, step) for step in range(args.steps)],
     }
     (args.directory / "work.json").write_text(json.dumps(work))
+
+
+def _check_order(data: DataConfig) -> None:
+    """Raise ValueError for an order of prompts that depends on what was sampled, or on the sources."""
+    if data.order != "epochs":
+        raise ValueError(
+            f"data.order = {data.order}: the peer takes the prompts of each step as written, before anything "
+            "is sampled; use epochs"
+        )
+    if weighted := next((source for source in data.train if source.weight is not None), None):
+        raise ValueError(
+            f"data.train: weight = {weighted.weight:g}: the peer gets prompts in the order of epochs; remove "
+            "the weights"
+        )
 
 
 def _step(config: Config, prompts: list[Prompt], step: int) -> dict[str, list[list[int]]]:
@@ -67,8 +82,8 @@ def _step(config: Config, prompts: list[Prompt], step: int) -> dict[str, list[li
 
 def _lengths(config: Config, uid: str, step: int) -> list[int]:
     seeds = [request_seed(config.seed, step, uid, i) for i in range(config.batch.samples_per_prompt)]
-    cap = config.sampling.max_new_tokens
-    return [n for seed in seeds if (n := length_of(seed, config.bench.lengths, cap=cap)) is not None]
+    drawn = (length_of(s, config.bench.lengths, cap=config.sampling.longest, uid=uid) for s in seeds)
+    return [n for n in drawn if n is not None]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from grpo_dist.tools.bench.flops import Shape
 from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import StepRecord
 
+_SYNC_PARTS = tuple(f"time/sync_{part}_s" for part in ("stop", "travel", "take"))
 _MEANS = {  # figures that are means of a metric over the steps that have it
     "sync/changed_share": "sync/changed_share",
     "training/needed_share": "throughput/packing_efficiency",
@@ -24,11 +25,13 @@ _MEANS = {  # figures that are means of a metric over the steps that have it
 
 @dataclass(frozen=True, slots=True)
 class StageLimits:
-    """What the machine reaches without this project; ``settings``: how it was measured."""
+    """What the machine reaches without this project, None where that was not measured; ``settings``: how it
+    was measured.
+    """
 
-    generation_tokens_per_s: float
-    training_tokens_per_s: float
-    sync_bytes_per_s: float
+    generation_tokens_per_s: float | None
+    training_tokens_per_s: float | None
+    sync_bytes_per_s: float | None
     settings: dict[str, str]
 
 
@@ -39,17 +42,19 @@ def figures(
     peak_flops: float | None,
     limits: StageLimits | None,
     overlapped: bool,
+    frozen: bool = False,
 ) -> dict[str, float]:
     """Return the figures of the timed ``steps`` by name. ``peak_flops``: of all policy ranks together.
-    ``overlapped``: sampling runs ahead, so the largest limit bounds a step instead of their sum.
+    ``overlapped``: sampling runs ahead, so the largest limit bounds a step instead of their sum. ``frozen``:
+    adapters alone are trained.
     """
     seconds = sum(step.seconds for step in steps)
     completion = sum(r.length for s in steps for r in s.requests)
     tokens = sum(r.tokens for s in steps for r in s.requests)
     sampling = _total(steps, "time/rollout_sample_busy_s")
     update, scoring = _total(steps, "time/policy_update_busy_s"), _total(steps, "time/reward_score_busy_s")
-    sync = _total(steps, "time/sync_s")
-    work = sum(NeededWork.of(step).flops(shape) for step in steps)
+    sync = sum(map(_sync_s, steps))
+    work = sum(NeededWork.of(step).flops(shape, frozen=frozen) for step in steps)
     trained = _total(steps, "train/tokens")
     found = {
         "loop/step_s": seconds / len(steps),
@@ -82,6 +87,19 @@ def figures(
             found, limits, tokens_per_step=(completion, trained), steps=len(steps), overlapped=overlapped
         )
     return found
+
+
+def _sync_s(step: StepRecord) -> float:
+    """Return the seconds in which engines stop, get the weights and take them. ``time/sync_s`` also has the
+    driver's wait for changes of turns on shared GPUs.
+    """
+    parts = [step.metrics[part] for part in _SYNC_PARTS if part in step.metrics]
+    return sum(parts) if parts else step.metrics.get("time/sync_s", 0.0)
+
+
+def _turns_s(step: StepRecord) -> float:
+    """Return the seconds of changes of turns on shared GPUs, one after the other; 0 on GPUs of their own."""
+    return sum(value for key, value in step.metrics.items() if key.startswith("time/turn_"))
 
 
 def _means(steps: Sequence[StepRecord], names: Mapping[str, str]) -> dict[str, float]:
@@ -133,6 +151,7 @@ def shares(steps: Sequence[StepRecord]) -> dict[str, float]:
         generation   an engine has a request
         training     an update runs, and no engine has a request
         sync, scoring, reference   likewise
+        turns        shared GPUs change from one role to another, and nothing of the above runs
         overhead     nothing of these runs in any actor: driver, Ray, log
     """
     begin, end = steps[0].begin, steps[-1].end
@@ -158,8 +177,12 @@ def shares(steps: Sequence[StepRecord]) -> dict[str, float]:
         total = covered_s(before, begin, end)
         found[f"share/{names[stage]}"] = (total - covered) / seconds
         covered = total
-    found["share/overhead"] = 1.0 - covered / seconds
-    found["overhead/step_s"] = (seconds - covered) / len(steps)
+    # A change has no span; with the stages that run meanwhile it cannot be more than what they leave.
+    turns = min(sum(map(_turns_s, steps)), seconds - covered)
+    if turns > 0:
+        found["share/turns"] = turns / seconds
+    found["share/overhead"] = 1.0 - (covered + turns) / seconds
+    found["overhead/step_s"] = (seconds - covered - turns) / len(steps)
     found["idle/rollout"] = 1.0 - _total(steps, "time/rollout_sample_busy_s") / seconds
     busy = _total(steps, "time/policy_update_busy_s") + _total(steps, "time/policy_sync_busy_s")
     found["idle/trainer"] = 1.0 - busy / seconds
@@ -189,21 +212,22 @@ def _of_limits(
     overlapped: bool,
 ) -> dict[str, float]:
     completion, trained = tokens_per_step
-    at_best = {
-        "generation": completion / steps / limits.generation_tokens_per_s,
-        "training": trained / steps / limits.training_tokens_per_s,
-        "sync": found["sync/bytes"] / limits.sync_bytes_per_s,
-    }
-    bound = max(at_best.values()) if overlapped else sum(at_best.values())
-    return {
-        "limit/generation_tokens_per_s": limits.generation_tokens_per_s,
-        "limit/training_tokens_per_s": limits.training_tokens_per_s,
-        "limit/sync_bytes_per_s": limits.sync_bytes_per_s,
-        **{f"limit/{stage}_step_s": seconds for stage, seconds in at_best.items()},
+    of_stage = (
+        ("generation", "tokens_per_s", completion / steps, limits.generation_tokens_per_s),
+        ("training", "tokens_per_s", trained / steps, limits.training_tokens_per_s),
+        ("sync", "bytes_per_s", found["sync/bytes"], limits.sync_bytes_per_s),
+    )
+    made, at_best = dict[str, float](), list[float]()
+    for stage, unit, work, rate in of_stage:
+        if rate is not None:
+            at_best.append(work / rate)
+            made |= {f"limit/{stage}_{unit}": rate, f"limit/{stage}_step_s": work / rate}
+            made[f"of_limit/{stage}"] = found[f"{stage}/{unit}"] / rate
+    if len(at_best) < len(of_stage):
+        return made
+    bound = max(at_best) if overlapped else sum(at_best)
+    return made | {
         "limit/step_s": bound,
-        "of_limit/generation": found["generation/tokens_per_s"] / limits.generation_tokens_per_s,
-        "of_limit/training": found["training/tokens_per_s"] / limits.training_tokens_per_s,
-        "of_limit/sync": found["sync/bytes_per_s"] / limits.sync_bytes_per_s,
         "of_limit/loop": bound / found["loop/step_s"],
         "loop/step_over_limit": found["loop/step_s"] / bound,
     }

@@ -80,16 +80,17 @@ class Shape:
         return 3 * self.hidden * self.expert_width * (self.experts - self.experts_per_token)
 
 
-def decoder_flops(shape: Shape, tokens: float, pairs: float, trained: float) -> float:
+def decoder_flops(shape: Shape, tokens: float, pairs: float, trained: float, *, frozen: bool) -> float:
     """Return the operations of a forward and a backward pass over ``tokens``, ``trained`` of them with
     logits. ``pairs``: of a token and one that it attends to.
 
-    A weight costs 2 operations a token forward and 4 backward. Each head multiplies each pair twice (scores,
+    A weight costs 2 operations a token forward and 4 backward; ``frozen`` next to adapters, which are left
+    out, 2 backward: it has no gradient of its own. Each head multiplies each pair twice (scores,
     values); causal attention of T tokens has T (T + 1) / 2 pairs.
     """
     weights = shape.layers * shape.layer_weights * tokens + shape.hidden * shape.vocabulary * trained
     attention = 2 * shape.layers * shape.heads * shape.head_dim * pairs
-    return 6.0 * (weights + attention)
+    return (4.0 if frozen else 6.0) * weights + 6.0 * attention
 
 
 def card_peak(name: str) -> float | None:

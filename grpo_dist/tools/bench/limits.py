@@ -21,15 +21,18 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_dist.config import Config, ModelConfig, PolicyConfig, RolloutConfig
+from grpo_dist.config import ModelConfig, PolicyConfig, RolloutConfig
 from grpo_dist.runtime.hardware import device_type, resolve_dtype, thread_environment
 from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import StepRecord
 from grpo_dist.tools.bench.result import DecodeStep
+
+if TYPE_CHECKING:
+    from actors.workers.engine_settings import EngineSpec
 
 REPEATS = 3  # measurements, of which the fastest counts
 SYNC_REPEATS = 12  # each is short
@@ -38,26 +41,28 @@ _DEADLINE_S = 1800.0
 
 
 def generation_limit(
-    config: Config, model_dir: Path, steps: Sequence[StepRecord], *, threads: int
+    spec: EngineSpec,
+    rollout: RolloutConfig,
+    temperature: float,
+    steps: Sequence[StepRecord],
+    *,
+    threads: int,
 ) -> tuple[float, list[DecodeStep]]:
     """Measure as many engines as the loop has, each with its share of a step. Returns completion tokens per
     second, and single steps of the slowest engine.
     """
-    # Only a measured limit needs these.
-    from actors.workers.engine_settings import EngineSpec
-
-    workers = config.rollout.num_workers
+    workers = rollout.num_workers
     batches = [step.requests for step in steps[-_STEPS:]]
     jobs = [
         {
-            "spec": EngineSpec.of(config, model_dir),
-            "temperature": config.sampling.first_temperature,
+            "spec": spec,
+            "temperature": temperature,
             "batches": [batch[i::workers] for batch in batches],
             "repeats": REPEATS,
         }
         for i in range(workers)
     ]
-    gpus = config.rollout.tensor_parallel_size
+    gpus = rollout.tensor_parallel_size
     found = run_jobs("grpo_dist.tools.bench.limit_generation", jobs, threads=threads, gpus=gpus)
     made = sum(r.length for batch in batches for r in batch)
     slowest = [max(same, key=itemgetter(2)) for same in zip(*(f["steps"] for f in found), strict=True)]
@@ -97,7 +102,7 @@ def sync_limit(rollout: RolloutConfig, num_bytes: int, *, port: int) -> float:
     """Measure bytes per second from one process to as many others as the engines have; within a GPU where
     there are too few GPUs.
     """
-    from actors.transfer.handshake import new_secret  # as in `generation_limit`
+    from actors.transfer.handshake import new_secret  # imports Ray
 
     processes, backend = 1 + rollout.num_workers * rollout.tensor_parallel_size, "gloo"
     if device_type() == "cuda":
@@ -125,8 +130,10 @@ def fastest(seconds: list[list[list[float]]]) -> float:
 
 def run_jobs(module: str, jobs: Sequence[dict[str, Any]], *, threads: int, gpus: int) -> list[Any]:
     """Run ``module.measure(barrier, **job)`` of every job in its own process, all concurrently. Returns the
-    results in order. Raises RuntimeError with the last output of a process that fails.
+    results in order. Raises RuntimeError with the last output of a process that fails, and before any starts
+    where there are too few GPUs.
     """
+    devices = [devices_of(i, gpus) for i in range(len(jobs))]
     with tempfile.TemporaryDirectory(prefix="grpo-dist-bench-") as name, ExitStack() as stack:
         directory = Path(name)
         processes = []
@@ -136,7 +143,7 @@ def run_jobs(module: str, jobs: Sequence[dict[str, Any]], *, threads: int, gpus:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "grpo_dist.tools.bench.child", name, str(i)],
-                    env=os.environ | thread_environment(threads) | devices_of(i, gpus),
+                    env=os.environ | thread_environment(threads) | devices[i],
                     stdout=log,
                     stderr=log,
                     start_new_session=True,  # an engine's own processes end with it
@@ -153,11 +160,19 @@ def run_jobs(module: str, jobs: Sequence[dict[str, Any]], *, threads: int, gpus:
 
 
 def devices_of(process: int, each: int) -> dict[str, str]:
-    """Return an environment in which ``process`` sees ``each`` of this process's GPUs; {} without GPUs."""
+    """Return an environment in which ``process`` sees ``each`` of this process's GPUs; {} without GPUs.
+
+    Raises RuntimeError where there are too few: with none of its own it would compute on processors.
+    """
     if device_type() == "cpu":
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[process * each : (process + 1) * each])}
+    own = visible.split(",")[process * each : (process + 1) * each]
+    if len(own) < each:
+        raise RuntimeError(
+            f"{process + 1} processes with {each} GPU(s) each are needed, but only GPUs {visible} are visible"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], module: str, directory: Path) -> None:

@@ -55,9 +55,9 @@ class NeededWork:
         """
         return max(1, min(longest, round(2 * self.pairs / self.tokens - 1)))
 
-    def flops(self, shape: Shape) -> float:
-        """Return the operations of a forward and a backward pass."""
-        return decoder_flops(shape, self.tokens, self.pairs, self.trained)
+    def flops(self, shape: Shape, *, frozen: bool = False) -> float:
+        """Return the operations of a forward and a backward pass. ``frozen``: adapters alone are trained."""
+        return decoder_flops(shape, self.tokens, self.pairs, self.trained, frozen=frozen)
 
 
 def _pairs(tokens: int) -> int:

@@ -29,13 +29,13 @@ from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type, resolve_dtype
 from grpo_dist.runtime.stage_log import print_line, stage
 from grpo_dist.tools.bench.alternate import AlternatingEnvironments, divide, pair_figures, ratios_of
-from grpo_dist.tools.bench.figures import StageLimits, figures
+from grpo_dist.tools.bench.figures import figures
 from grpo_dist.tools.bench.flops import Shape, card_peak
 from grpo_dist.tools.bench.lengths import ForcedLengths
-from grpo_dist.tools.bench.limits import REPEATS, SYNC_REPEATS, generation_limit, sync_limit, training_limit
 from grpo_dist.tools.bench.machine import machine_facts
+from grpo_dist.tools.bench.machine_limits import MachineLimits, limit_threads, measured_limits
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, StepRecord
-from grpo_dist.tools.bench.result import ActorMemory, Bar, BenchResult, DecodeStep
+from grpo_dist.tools.bench.result import ActorMemory, Bar, BenchResult
 from grpo_dist.tools.bench.table import print_result
 from grpo_dist.workers import RolloutHandle
 
@@ -52,11 +52,13 @@ def bench(config: Config) -> Path:
         has = fit(config)
         prepared = prepare(config, print_line, device="cuda" if has.gpus else "cpu")
         _check_other_kwargs(config.bench, config.data, config.environments)
+        threads = limit_threads(config, has.gpus) if config.bench.limits else {}
         directory = make_free_directory(base)  # before the measurement, which takes minutes
     with _removed_without_result(directory):
         steps = timed(config.bench, asyncio.run(_loop(config, prepared, directory)))
         steps, others = divide(steps) if config.bench.other_kwargs else (steps, [])
-        result = measured(config, prepared.model_dir, steps, others)
+        limits = measured_limits(config, prepared.model_dir, steps, threads) if threads else MachineLimits()
+        result = measured(config, prepared.model_dir, steps, others, limits)
     result.write(directory / "bench.json")
     from grpo_dist.tools.bench.picture import draw  # imports matplotlib
 
@@ -137,23 +139,26 @@ async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[Ste
 
 
 def measured(
-    config: Config, model_dir: Path, steps: Sequence[StepRecord], others: Sequence[StepRecord] = ()
+    config: Config,
+    model_dir: Path,
+    steps: Sequence[StepRecord],
+    others: Sequence[StepRecord],
+    limits: MachineLimits,
 ) -> BenchResult:
-    """Return the result of the timed ``steps``, with measured limits where `bench.limits` is set. ``others``:
-    the partner of each with `bench.other_kwargs`.
+    """Return the result of the timed ``steps``. ``others``: the partner of each with `bench.other_kwargs`, or
+    none.
     """
-    limits, peak, decode_steps = (
-        _limits(config, model_dir, steps) if config.bench.limits else (None, None, [])
-    )
-    settings = dict(limits.settings) if limits else {}
+    peak = limits.matmul_flops
+    settings = dict(limits.stages.settings) if limits.stages else {}
     if card := _card():
         peak, settings["peak"] = card * config.policy.num_workers, "data sheet"
     found = figures(
         steps,
         shape=Shape.of(model_dir),
         peak_flops=peak,
-        limits=limits,
+        limits=limits.stages,
         overlapped=config.max_staleness > 0,
+        frozen=config.policy.lora is not None,
     )
     if others:
         found |= pair_figures(steps, others)
@@ -170,40 +175,9 @@ def measured(
         timeline=_timeline(middle),
         timeline_s=middle.seconds,
         lengths=[request.length for step in steps for request in step.requests],
-        decode_steps=decode_steps,
+        decode_steps=limits.decode_steps,
         pairs=ratios_of(steps, others) if others else [],
     )
-
-
-def _limits(
-    config: Config, model_dir: Path, steps: Sequence[StepRecord]
-) -> tuple[StageLimits, float, list[DecodeStep]]:
-    """Return the limits, operations per second of a matrix product on the policy's threads, and single steps
-    of an engine.
-    """
-    from actors.connection import local_resources  # imports Ray
-    from actors.placement.demands import placement
-    from actors.transfer.transport import free_port
-
-    demands = placement(config, local_resources(config.cluster), training=True)
-    print_line("limits: generation")
-    generation, decode_steps = generation_limit(config, model_dir, steps, threads=demands["rollout"].threads)
-    print_line("limits: training")
-    training, matmul, micro = training_limit(
-        config.model, config.policy, model_dir, steps, threads=demands["policy"].threads
-    )
-    print_line("limits: weight sync")
-    sent = int(steps[-1].metrics["sync/bytes"])
-    sync = sync_limit(config.rollout, sent, port=free_port("127.0.0.1"))
-    settings = {
-        "repeats": f"the fastest of {REPEATS}, of the sync of {SYNC_REPEATS}",
-        "generation": "vllm.LLM.generate, all requests of a step at once",
-        "training": f"transformers and torch AdamW without padding, {micro}",
-        "sync": "one broadcast of all bytes",
-        "peak": "a matrix product measured on the same threads",
-        "step": "largest limit" if config.max_staleness else "sum of the limits",
-    }
-    return StageLimits(generation, training, sync, settings), matmul, decode_steps
 
 
 def _card() -> float | None:

@@ -59,6 +59,7 @@ FIGURES: dict[str, Figure] = {
     "share/sync": Figure("time: weight sync, not behind others", "%", 0),
     "share/scoring": Figure("time: scoring, not behind others", "%", 0),
     "share/reference": Figure("time: reference, not behind others", "%", 0),
+    "share/turns": Figure("time: turns on shared GPUs, not behind others", "%", -1),
     "share/overhead": Figure("time: driver and Ray", "%", -1),
     "overhead/step_s": Figure("driver and Ray in a step", "s", -1),
     "overhead/driver_cpu_s": Figure("CPU time of the driver in a step", "s", -1),

@@ -20,7 +20,7 @@ class Accelerator:
     """``memory``: bytes that the driver reports. ``hbm``, ``link``, ``network``, ``pcie``: bytes a second of
     its memory, to another card of its node, to another node and to host memory, each way. ``host``: bytes of
     host memory for each card of a node (assumed). ``fp8``: operations in fp8 for each in half precision.
-    ``price``: dollars an hour.
+    ``float32``: operations a second in float32. ``price``: dollars an hour.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Accelerator:
     pcie: float
     host: int
     fp8: float
+    float32: float
 
     @property
     def kind(self) -> str:
@@ -49,40 +50,56 @@ def _card(
     gb_per_s: tuple[float, float, float],
     price: float,
     *,
+    float32: float,
     pcie: int,
     host_gib: int,
     fp8: float = 2.0,
     sheet: str = "",
 ) -> Accelerator:
-    """``gb_per_s``: of memory, link and network. ``pcie``: its generation."""
+    """``gb_per_s``: of memory, link and network. ``float32``: 1e12 operations a second. ``pcie``: its
+    generation.
+    """
     flops = card_peak(sheet or name)
     assert flops is not None, name
     hbm, link, network = (1e9 * gb for gb in gb_per_s)
     return Accelerator(
-        name, mib * 2**20, flops, hbm, link, network, price, 1e9 * _PCIE[pcie], host_gib * 2**30, fp8
+        name,
+        mib * 2**20,
+        flops,
+        hbm,
+        link,
+        network,
+        price,
+        1e9 * _PCIE[pcie],
+        host_gib * 2**30,
+        fp8,
+        1e12 * float32,
     )
 
 
-# Memory as `nvidia-smi` reports it; dense half-precision operations from `bench.flops`; memory bandwidth,
-# NVLink (half of what is advertised for both ways) or PCIe, PCIe's generation, and operations in fp8 (twice
-# as many from Ada on, none before) from NVIDIA's data sheets. The network is what such nodes are commonly
-# built with, per card: 400 Gb/s for Hopper and newer, 200 Gb/s for A100, 100 Gb/s for L40S, 25 Gb/s below.
-# Host memory is that of nodes which clouds rent: 2 TiB for eight H100, 1.1 TiB for eight A100. Prices are
-# round numbers of what clouds list on demand in 2025; `--price` is the user's own.
+# Memory as `nvidia-smi` reports it; dense half-precision operations from `bench.flops`; from NVIDIA's data
+# sheets operations in float32 (not in TF32, which torch leaves off), memory bandwidth, NVLink (half of what
+# is advertised for both ways) or PCIe, PCIe's generation, and operations in fp8 (twice as many from Ada on,
+# none before). The network is what such nodes are commonly built with, per card: 400 Gb/s for Hopper and
+# newer, 200 Gb/s for A100, 100 Gb/s for L40S, 25 Gb/s below. Host memory is that of nodes which clouds
+# rent: 2 TiB for eight H100, 1.1 TiB for eight A100. Prices are round numbers of what clouds list on demand
+# in 2025; `--price` is the user's own.
 _KNOWN = (
-    _card("B200", 183_359, (7_700, 900, 50), 5.5, pcie=5, host_gib=256),
-    _card("H200", 143_771, (4_800, 450, 50), 3.6, pcie=5, host_gib=256),
-    _card("H100", 81_559, (3_350, 450, 50), 3.0, pcie=5, host_gib=256),
-    _card("H100-PCIe", 81_559, (2_000, 64, 25), 2.4, pcie=5, host_gib=192, sheet="H100 PCIe"),
-    _card("H800", 81_559, (3_350, 200, 50), 2.0, pcie=5, host_gib=256),
-    _card("H20", 97_871, (4_000, 450, 50), 1.8, pcie=5, host_gib=256),
-    _card("A100-80GB", 81_920, (2_039, 300, 25), 1.8, pcie=4, host_gib=144, fp8=1.0),
-    _card("A100-40GB", 40_960, (1_555, 300, 25), 1.3, pcie=4, host_gib=144, fp8=1.0),
-    _card("L40S", 46_068, (864, 32, 12.5), 1.0, pcie=4, host_gib=192),
-    _card("A10G", 23_028, (600, 32, 3.1), 1.0, pcie=4, host_gib=96, fp8=1.0),
-    _card("L4", 23_034, (300, 32, 3.1), 0.7, pcie=4, host_gib=96),
-    _card("RTX4090", 24_564, (1_008, 32, 3.1), 0.4, pcie=4, host_gib=64, sheet="RTX 4090"),
-    _card("RTX3090", 24_576, (936, 32, 3.1), 0.25, pcie=4, host_gib=64, fp8=1.0, sheet="RTX 3090"),
+    _card("B200", 183_359, (7_700, 900, 50), 5.5, float32=75, pcie=5, host_gib=256),
+    _card("H200", 143_771, (4_800, 450, 50), 3.6, float32=67, pcie=5, host_gib=256),
+    _card("H100", 81_559, (3_350, 450, 50), 3.0, float32=67, pcie=5, host_gib=256),
+    _card("H100-PCIe", 81_559, (2_000, 64, 25), 2.4, float32=51, pcie=5, host_gib=192, sheet="H100 PCIe"),
+    _card("H800", 81_559, (3_350, 200, 50), 2.0, float32=67, pcie=5, host_gib=256),
+    _card("H20", 97_871, (4_000, 450, 50), 1.8, float32=44, pcie=5, host_gib=256),
+    _card("A100-80GB", 81_920, (2_039, 300, 25), 1.8, float32=19.5, pcie=4, host_gib=144, fp8=1.0),
+    _card("A100-40GB", 40_960, (1_555, 300, 25), 1.3, float32=19.5, pcie=4, host_gib=144, fp8=1.0),
+    _card("L40S", 46_068, (864, 32, 12.5), 1.0, float32=91.6, pcie=4, host_gib=192),
+    _card("A10G", 23_028, (600, 32, 3.1), 1.0, float32=31.2, pcie=4, host_gib=96, fp8=1.0),
+    _card("L4", 23_034, (300, 32, 3.1), 0.7, float32=30.3, pcie=4, host_gib=96),
+    _card("RTX4090", 24_564, (1_008, 32, 3.1), 0.4, float32=82.6, pcie=4, host_gib=64, sheet="RTX 4090"),
+    _card(
+        "RTX3090", 24_576, (936, 32, 3.1), 0.25, float32=35.6, pcie=4, host_gib=64, fp8=1.0, sheet="RTX 3090"
+    ),
 )
 
 ACCELERATORS = {card.name.lower(): card for card in _KNOWN}

@@ -15,8 +15,8 @@ class Assumptions:
     """``bench``: a bench.json to calibrate with; None: data sheets. ``prompt_tokens``: of every prompt; None:
     those of ``bench``, or a share of `data.max_prompt_tokens`. ``shared_tokens``: that all prompts begin
     with; None: those of ``bench`` if its prompts are planned, else none. ``turns``, ``tool_seconds``: of an
-    episode; None: see `workload_of`. ``failure_hours``: mean time between failures of a GPU, 0: none.
-    ``accepted``: right tokens of a draft; None: those of ``bench``, else none.
+    episode; None: those of ``bench``, or see `workload_of`. ``failure_hours``: mean time between failures of
+    a GPU, 0: none. ``accepted``: right tokens of a draft; None: those of ``bench``, else none.
     """
 
     bench: Path | None = None
@@ -41,7 +41,7 @@ class Assumptions:
         )
         for option, value, least in given:
             if value is not None and not least <= value < math.inf:  # NaN is in no range
-                raise UserError(f"{option} {value:g}: expected a number above 0")
+                raise UserError(f"{option} {value:g}: expected {least} or more")
         if self.accepted is not None and not drafted:
             raise UserError("--accepted: nothing is drafted; set `rollout.speculation.tokens`, or remove it")
         if self.accepted is not None and not 0 <= self.accepted <= drafted:

@@ -8,6 +8,7 @@ sequences (`BenchResult.decode_steps`); what the loop's engine takes beyond thes
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +22,11 @@ from grpo_dist.config.files import checked
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan.accelerators import ClusterShape, card_called
-from grpo_dist.tools.plan.engines import Engine
+from grpo_dist.tools.plan.engines import Engine, generate_episode
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.models import model_of
-from grpo_dist.tools.plan.rates import Peaks, Rates, Reached, UpdateWork
+from grpo_dist.tools.plan.peaks import Peaks
+from grpo_dist.tools.plan.rates import Rates, Reached, UpdateWork
 from grpo_dist.tools.plan.roles import Roles, roles_of
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 
@@ -45,7 +47,8 @@ _COPIES = ("device/to_host_bytes_per_s", "device/from_host_bytes_per_s")  # of a
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """``prompt_tokens``: mean; ``shared_tokens``: that all prompts begin with; ``lengths``: of completions;
-    ``cpus``: of the machine, None where there are GPUs.
+    ``cpus``: of the machine, None where there are GPUs; ``turns``, ``tool_s``: of its episodes, as of a
+    `Workload`, None without environments.
     """
 
     peaks: Peaks
@@ -55,6 +58,8 @@ class Calibration:
     lengths: tuple[int, ...]
     roles: Roles
     cpus: int | None
+    turns: int | None = None
+    tool_s: float | None = None
 
     def peaks_of(self, roles: Roles) -> Peaks:
         """Scale the peaks to other numbers of CPU threads; those of GPUs stay the same."""
@@ -97,16 +102,29 @@ def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
     processes = config.rewards.num_workers * config.rewards.processes_per_worker
     reached = replace(
         reached,
-        sync=found["sync/bytes_per_s"] / peaks.network,
+        sync=_sync(rates, found["sync/step_s"]),
         sync_s=0.0,
         score_s=found["scoring/step_s"] * processes / samples,
         sample_s=min(Reached().sample_s, found["overhead/driver_cpu_s"] / samples),
-        overhead_s=found["overhead/step_s"],
+        overhead_s=found["overhead/step_s"] + (0.0 if gpu else _turns_s(found)),
         host=_host(found, peaks),
         source=f"benchmark {result.name} on {result.machine['gpu' if gpu else 'cpu']}",
     )
     prompt = round(result.workload["prompt_tokens_mean"])
-    return Calibration(peaks, reached, prompt, _shared(result), tuple(result.lengths), roles, cpus)
+    turns, tool_s = _episodes(found) or (None, None)
+    return Calibration(
+        peaks, reached, prompt, _shared(result), tuple(result.lengths), roles, cpus, turns, tool_s
+    )
+
+
+def _episodes(figures: Mapping[str, float]) -> tuple[int, float] | None:
+    """Return the turns of an episode, and seconds between two of them which add up to its waits; None where
+    samples have one turn.
+    """
+    turns = round(figures.get("episodes/turns", 1.0))
+    if turns < 2:
+        return None
+    return turns, figures["episodes/turns"] * figures.get("episodes/tool_wait_s", 0.0) / (turns - 1)
 
 
 def _shared(result: BenchResult) -> int:
@@ -115,6 +133,24 @@ def _shared(result: BenchResult) -> int:
     """
     most = round(result.workload["prompt_tokens_mean"]) - 1
     return min(round(result.workload.get("shared_prompt_tokens", 0)), most)
+
+
+def _sync(rates: Rates, measured_s: float) -> float:
+    """Return the share of the network with which `Rates.sync_s` gives the ``measured_s`` of the bench's own
+    configuration: with ZeRO-3 it gathers the weights first, with deltas it copies them.
+    """
+    at_peak_s, copies_s = (
+        replace(rates, reached=replace(rates.reached, sync=share, sync_s=0.0)).sync_s()
+        for share in (1.0, math.inf)
+    )
+    return (at_peak_s - copies_s) / max(measured_s - copies_s, 0.1 * measured_s)
+
+
+def _turns_s(figures: Mapping[str, float]) -> float:
+    """Return the seconds of a step in changes of turns. A plan of GPUs has a model of them; on processors
+    they move nothing, and the little that they take is the same for every step.
+    """
+    return figures.get("share/turns", 0.0) * figures.get("loop/step_s", 0.0)
 
 
 def _host(figures: Mapping[str, float], peaks: Peaks) -> float:
@@ -130,21 +166,35 @@ def generation_s(
     engines: int,
     capacity: int,
     shared_tokens: int = 0,
+    turns: int = 1,
+    tool_s: float = 0.0,
 ) -> tuple[float, float]:
     """Return the mean busy seconds of the engines for groups of (prompt, completions) requested at once, and
-    their decode steps. ``shared_tokens``: of all prompts, in the cache.
+    their decode steps. ``shared_tokens``: of all prompts, in the cache. ``turns``, ``tool_s``: of each
+    sample, see `Workload`; an engine counts as busy while its samples wait.
     """
+
+    async def sample(engine: Engine, prompt: int, lengths: Sequence[int]) -> None:
+        if turns == 1:
+            own = prompt - shared_tokens
+            await engine.generate(own, lengths, on_sample=lambda: None, cached=shared_tokens)
+            return
+        share = prompt / len(lengths)
+        episodes = (
+            generate_episode(engine, share, n, turns=turns, tool_s=tool_s, on_sample=lambda: None)
+            for n in lengths
+        )
+        await asyncio.gather(*episodes)
+
+    async def serve(engine: Engine, own: Sequence[tuple[int, Sequence[int]]]) -> float:
+        begin = asyncio.get_running_loop().time()
+        await asyncio.gather(*(sample(engine, *group) for group in own))
+        return asyncio.get_running_loop().time() - begin
 
     async def session() -> tuple[float, float]:
         own = [Engine(rates, capacity) for _ in range(engines)]
-        await asyncio.gather(
-            *(
-                own[i % engines].generate(p - shared_tokens, n, on_sample=lambda: None, cached=shared_tokens)
-                for i, (p, n) in enumerate(groups)
-            )
-        )
-        busy = sum(span.end - span.begin for engine in own for span in engine.spans)
-        return busy / engines, sum(engine.steps for engine in own) / engines
+        busy = await asyncio.gather(*(serve(engine, groups[i::engines]) for i, engine in enumerate(own)))
+        return sum(busy) / engines, sum(engine.steps for engine in own) / engines
 
     return run_virtually(session)
 
@@ -207,9 +257,16 @@ def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], re
     reached = replace(rates.reached, decode_curve=curve, step_s=0.0)
     capacity = EngineSpec.of(rates.config, Path()).max_num_seqs
     engines = rates.config.rollout.num_workers
+    turns, tool_s = _episodes(result.figures) or (1, 0.0)
     alone = [
         generation_s(
-            replace(rates, reached=reached), s, engines=engines, capacity=capacity, shared_tokens=shared
+            replace(rates, reached=reached),
+            s,
+            engines=engines,
+            capacity=capacity,
+            shared_tokens=shared,
+            turns=turns,
+            tool_s=tool_s,
         )
         for s in steps
     ]
@@ -220,7 +277,8 @@ def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], re
     prefill = (
         sum(rates.prefill_s(prompt - shared) for step in steps for prompt, _ in step) / len(steps) / engines
     )
-    factor = max(measured - prefill, 0.1 * measured) / (predicted - prefill)
+    others = prefill + (turns - 1) * tool_s
+    factor = max(measured - others, 0.1 * measured) / (predicted - others)
     return replace(reached, decode_curve=tuple((n, f * factor) for n, f in curve or ((1.0, 1.0),)))
 
 

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from grpo_dist.config import BatchConfig, Config, RolloutConfig
+from pydantic import ValidationError
+
+from grpo_dist.config import Config, DataConfig, RolloutConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.files import check_replaceable
 from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan import timeline as timeline_file
 from grpo_dist.tools.plan.accelerators import ClusterShape, parse_cluster
 from grpo_dist.tools.plan.assumptions import Assumptions
-from grpo_dist.tools.plan.calibration import calibrate
+from grpo_dist.tools.plan.calibration import Calibration, calibrate
 from grpo_dist.tools.plan.evaluation import first_epoch_steps
 from grpo_dist.tools.plan.models import ModelShape, model_of
 from grpo_dist.tools.plan.options import Planned, Setting, option_of, option_or_reason, planned
@@ -24,7 +26,7 @@ from grpo_dist.tools.plan.report import print_plan
 from grpo_dist.tools.plan.result import Plan
 from grpo_dist.tools.plan.reward_models import reward_models_of
 from grpo_dist.tools.plan.stragglers import Stragglers
-from grpo_dist.tools.plan.sweep import Tried, cells, own_cell, search
+from grpo_dist.tools.plan.sweep import Cell, Tried, cells, own_cell, search
 from grpo_dist.tools.plan.tail import SYNCHRONOUS, print_tail
 from grpo_dist.tools.plan.whole_run import whole_run
 from grpo_dist.tools.plan.workload import workload_of
@@ -51,7 +53,8 @@ def make_plan(
     sampling = config.sampling
     config = config.model_copy(update={"sampling": config.sampling.at_its_longest})  # the dearest steps
     setting = made_setting(config, parse_cluster(cluster, price=price), assumed)
-    option, refused = None, ""
+    check_prompts(setting, config.data, assumed)
+    option, refused, own = None, "", own_cell(config.batch, config.max_staleness)
     try:
         option = option_of(config, setting)
         refused = "; ".join(option.problems)
@@ -64,14 +67,14 @@ def make_plan(
         for cell in cells(config.batch, config.max_staleness, config.weight_sync, wide=splits == "sweep"):
             result = search(config, setting, cell)
             found += [result.best] if result.best else []
-            tried = result.tried if cell == own_cell(config.batch, config.max_staleness) else tried
+            tried = result.tried if cell == own else tried
     if simulated is None and not found:
         raise UserError(f"{config.name} on {setting.cluster}: {refused}")
-    found = _own_first(config.batch, config.max_staleness, found)
+    found = _own_first(own, found)
     shown = simulated or found[0]
     lengths = RunLengths(sampling, first_epoch_steps(config.data, config.batch.prompts_per_step) or 0)
     whole = whole_run(shown, phases_of(shown, lengths))
-    return Plan(setting, option, simulated, refused, found, whole, tried, sampling)
+    return Plan(setting, option, simulated, refused, found, whole, tried, sampling, own)
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ def plan(config: Config, arguments: PlanArguments) -> None:
             accepted=arguments.accepted,
         )
         setting = made_setting(longest, shape, given)
+        check_prompts(setting, longest.data, given)
         base = option_or_reason(longest, SYNCHRONOUS, setting)
         if isinstance(base, str):
             raise UserError(f"--tail: expected a split with GPUs of its own for each role, but {base}")
@@ -158,20 +162,24 @@ def made_setting(
             f"--cluster {cluster}: what processors can do is in no data sheet; measure with `grpo-dist bench "
             "configs/bench/cpu_13m_lognormal.yaml` and pass its bench.json as --bench"
         )
-    calibration = calibrate(BenchResult.read(assumed.bench), cluster) if assumed.bench else None
+    calibration = _calibrated(assumed.bench, cluster) if assumed.bench else None
     lengths: Sequence[int] = calibration.lengths if calibration else ()
     prompt_tokens, shared_tokens = assumed.prompt_tokens, assumed.shared_tokens
     if prompt_tokens is None and calibration:
         prompt_tokens = calibration.prompt_tokens
         if shared_tokens is None:
             shared_tokens = calibration.shared_tokens
+    turns, tool_s = assumed.turns, assumed.tool_seconds
+    if calibration:
+        turns = calibration.turns if turns is None else turns
+        tool_s = calibration.tool_s if tool_s is None else tool_s
     workload = workload_of(
         config,
         prompt_tokens=prompt_tokens,
         shared_tokens=shared_tokens or 0,
         measured=lengths,
-        turns=assumed.turns,
-        tool_s=assumed.tool_seconds,
+        turns=turns,
+        tool_s=tool_s,
     )
     if workload.shared_tokens >= workload.prompt_tokens:
         raise UserError(
@@ -189,6 +197,36 @@ def made_setting(
         known,
         unplanned,
         assumed.accepted,
+    )
+
+
+def _calibrated(bench: Path, cluster: ClusterShape) -> Calibration:
+    result = BenchResult.read(bench)
+    try:
+        return calibrate(result, cluster)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"--bench {bench}: this version does not take the configuration that it was measured with "
+            f"(`{key}`: {first['msg']}); measure again with this version"
+        ) from error
+
+
+def check_prompts(setting: Setting, data: DataConfig, assumed: Assumptions) -> None:
+    """Raise UserError for prompts that a run with ``data`` would drop."""
+    tokens, most = setting.workload.prompt_tokens, data.max_prompt_tokens
+    if tokens <= most:
+        return
+    given = assumed.prompt_tokens is not None
+    what = (
+        f"--prompt-tokens {tokens}:"
+        if given
+        else f"--bench {assumed.bench}: its prompts have {tokens} tokens,"
+    )
+    raise UserError(
+        f"{what} longer prompts than `data.max_prompt_tokens` = {most} are dropped; raise that, or pass at "
+        f"most {most} as --prompt-tokens"
     )
 
 
@@ -213,12 +251,12 @@ def _stragglers(
     return slow
 
 
-def _own_first(batch: BatchConfig, max_staleness: int, found: list[Planned]) -> list[Planned]:
-    def is_other(p: Planned) -> bool:
-        c = p.option.config
-        return (c.batch.prompts_per_step, c.max_staleness) != (
-            batch.prompts_per_step,
-            max_staleness,
-        )
+def _own_first(own: Cell, found: list[Planned]) -> list[Planned]:
+    """Move the option of ``own`` to the front, or else the fastest."""
 
-    return sorted(found, key=is_other)
+    def rank(p: Planned) -> tuple[bool, float]:
+        config = p.option.config
+        return own_cell(config.batch, config.max_staleness) == own, p.simulated.tokens_per_s
+
+    first = max(found, key=rank, default=None)
+    return [first, *(p for p in found if p is not first)] if first else []

@@ -185,3 +185,29 @@ class _Group:
         self._on_sample()
         if not self._left and not self.finished.done():
             self.finished.set_result(None)
+
+
+async def generate_episode(
+    engine: Engine,
+    prompt_tokens: float,
+    length: int,
+    *,
+    turns: int,
+    tool_s: float,
+    on_sample: Callable[[], None],
+) -> None:
+    """Sample an episode of ``length`` in ``turns`` of equal length, which gives way to others for the
+    ``tool_s`` seconds between two of them. Its history is found in the cache. ``prompt_tokens``: its share of
+    the group's prompt.
+    """
+    for turn in range(turns):
+        if turn:
+            await asyncio.sleep(tool_s)
+        cached = prompt_tokens + turn * length / turns if turn else 0.0
+        last = on_sample if turn + 1 == turns else _nothing
+        new = 0.0 if turn else prompt_tokens
+        await engine.generate(new, [length / turns], on_sample=last, cached=cached)
+
+
+def _nothing() -> None:
+    """Ignore the end of a turn that another one follows."""

@@ -197,7 +197,7 @@ def _memory_words(option: Option, cluster: ClusterShape) -> str:
 def digest_of(option: Option) -> str:
     """Return eight digits of the hash of what a plan knows of ``option`` before it is simulated."""
     known = {
-        "memory": {role: [need.parts, need.host] for role, need in option.memory.items()},
+        "memory": {role: [need.parts, need.host, need.host_first] for role, need in option.memory.items()},
         "bound": f"{bound(option):.6g}",
         "capacity": option.scenario.capacity,
         "steps": option.config.steps,

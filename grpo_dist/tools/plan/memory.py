@@ -101,14 +101,18 @@ def lora_parameters(policy: PolicyConfig, model: ModelShape) -> int:
 
 def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workload) -> Footprint:
     """Return the peak memory of a policy rank, in the backward pass of a full micro-batch. A checkpoint that
-    is written in the background is a copy in host memory.
+    is written in the background is a copy in host memory, below ZeRO 3 of whole weights in rank 0 alone.
     """
     policy, b = config.policy, sizes.itemsize
     trained = lora_parameters(config.policy, model)
     held = model.parameters + (trained if policy.lora else 0)
     parts, host = _states(config.policy, trained=trained, held=held, itemsize=b)
+    first = held_copies(config.weight_sync, model, sizes)  # rank 0 sends, so it alone knows what was sent
     if sizes.gpu and config.checkpoint.background:
-        host["checkpoint"] = max(rank_bytes(config.policy, model, sizes))
+        copies = rank_bytes(config.policy, model, sizes)
+        host["checkpoint"] = min(copies)
+        if more := max(copies) - min(copies):
+            first["checkpoint"] = more
     tokens = _stream(config.policy, config.max_length, sizes.micro_batch)
     parts["activations"] = activation_bytes(
         model,
@@ -123,8 +127,7 @@ def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workl
     parts["logits"] = _logits(sizes, head)
     parts["buckets"] = _buckets(config.policy, held, sizes)
     parts["runtime"] = round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["policy"])
-    copy = held_copies(config.weight_sync, model, sizes)  # rank 0 sends, so it alone knows what was sent
-    return Footprint(parts, host, copy) if sizes.gpu else Footprint(parts | copy, host)
+    return Footprint(parts, host, first) if sizes.gpu else Footprint(parts | first, host)
 
 
 def _logits(sizes: Sizes, head: int) -> int:

@@ -27,7 +27,8 @@ from grpo_dist.tools.plan.engine_memory import EngineFootprint, rollout_engine, 
 from grpo_dist.tools.plan.failures import FailureRates
 from grpo_dist.tools.plan.memory import USABLE, Footprint, Sizes, policy_rank, reference_worker
 from grpo_dist.tools.plan.models import ModelShape, model_of
-from grpo_dist.tools.plan.rates import Peaks, Rates, Reached
+from grpo_dist.tools.plan.peaks import Peaks
+from grpo_dist.tools.plan.rates import Rates, Reached
 from grpo_dist.tools.plan.reward_models import KnownRewardModel, reward_model_worker, role_of
 from grpo_dist.tools.plan.roles import Roles, roles_of
 from grpo_dist.tools.plan.scenario import Scenario
@@ -86,10 +87,13 @@ class Planned:
     simulated: Simulated
 
 
-def option_of(config: Config, setting: Setting) -> Option:
-    """Plan ``config`` without simulating it. Raises UserError where the cluster has too few devices."""
+def option_of(config: Config, setting: Setting, *, training: bool = True) -> Option:
+    """Plan ``config`` without simulating it. Without ``training`` there are only engines, graders and reward
+    models. Raises UserError where the cluster has too few devices.
+    """
     cluster, model, calibration = setting.cluster, setting.model, setting.calibration
-    roles = roles_of(config, model, cluster, cpus=calibration.cpus if calibration else None)
+    cpus = calibration.cpus if calibration else None
+    roles = roles_of(config, model, cluster, cpus=cpus, training=training)
     sizes = Sizes.of(config, gpu=cluster.card is not None, memory=_card_memory(cluster))
     judges = tuple(judge.alone() if roles.sharing else judge for judge in setting.reward_models)
     memory = footprints(
@@ -110,7 +114,7 @@ def option_of(config: Config, setting: Setting) -> Option:
         setting.workload,
         capacity=max(1, engine.mean),
         sharing=roles.sharing if cluster.gpus else frozenset(),  # on processors turns move nothing
-        reference_is_base=config.needs_reference and roles.reference_is_base,
+        reference_is_base=training and config.needs_reference and roles.reference_is_base,
         signal_share=_SIGNAL_SHARE if config.dynamic_sampling.enabled else 1.0,
         # Engines that share GPUs with policy ranks fail with them: `rank_failures` counts those.
         failures=FailureRates(
@@ -156,10 +160,10 @@ def footprints(
     # Without GPUs turns only order the work: all roles are in the machine's memory.
     sharing = roles.sharing if sizes.gpu else frozenset()
     others = asleep("rollout", sharing)
-    found: dict[str, Footprint] = {
-        "policy": policy_rank(config, model, sizes, workload),
-        "rollout": rollout_engine(config, model, sizes, workload, memory=memory, asleep=others),
-    }
+    found: dict[str, Footprint] = {}
+    if "policy" in roles.workers:
+        found["policy"] = policy_rank(config, model, sizes, workload)
+    found["rollout"] = rollout_engine(config, model, sizes, workload, memory=memory, asleep=others)
     if "reference" in roles.workers:
         found["reference"] = reference_worker(config.max_length, model, sizes, workload)
     if "evaluation" in roles.workers:
@@ -170,7 +174,7 @@ def footprints(
         found["evaluation"] = with_snapshot(engine, config.policy, model, sizes, engines=count)
     for judge in reward_models:
         found[role_of(judge.settings)] = reward_model_worker(config.max_length, judge, sizes)
-    for teacher in config.distillation.of_own_models:
+    for teacher in config.distillation.of_own_models if "policy" in roles.workers else ():
         own_shape = model_of(teacher.model_section(config.model), config.sft, config.seed)
         worker = teachers.teacher_worker(teacher, config.max_length, own_shape, sizes, workload)
         found[teachers.role_of(teacher)] = worker

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from grpo_dist.config import DataSourceConfig, SupervisedConfig
 from grpo_dist.data.demonstrations import EXAMPLES, source_pairs
-from grpo_dist.data.readers import read, source_name
+from grpo_dist.data.readers import count_rows, source_name
 from grpo_dist.errors import UserError, expanded, refusals
 from grpo_dist.runs.cold_start import base_model
 from grpo_dist.runs.prepare import load_tokenizer
@@ -27,14 +27,15 @@ from grpo_dist.runtime.hardware import GIB
 from grpo_dist.runtime.tables import make_table, print_lines
 from grpo_dist.tools.plan.accelerators import ClusterShape, parse_cluster
 from grpo_dist.tools.plan.assumptions import Assumptions
-from grpo_dist.tools.plan.command import made_setting
+from grpo_dist.tools.plan.command import check_prompts, made_setting
 from grpo_dist.tools.plan.evaluation import evaluation_s, first_epoch_steps
 from grpo_dist.tools.plan.failures import NO_FAILURES
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.models import ModelShape, model_of
 from grpo_dist.tools.plan.options import Setting, option_of, planned
+from grpo_dist.tools.plan.peaks import Peaks
 from grpo_dist.tools.plan.phases import RunLengths, phases_of
-from grpo_dist.tools.plan.rates import Peaks, Reached
+from grpo_dist.tools.plan.rates import Reached
 from grpo_dist.tools.plan.roles import roles_of
 from grpo_dist.tools.plan.supervised import supervised_problem, supervised_rank, supervised_times
 from grpo_dist.tools.plan.whole_run import whole_run
@@ -79,16 +80,17 @@ def plan_pipeline(
     """Plan every stage of ``pipeline``. Raises UserError with the stages that do not fit, and why."""
     models: dict[str, ModelShape] = {}
     settings: dict[str, Setting] = {}
+    assumed = Assumptions(bench=bench, prompt_tokens=prompt_tokens)
     found, problems = [], []
     for stage in pipeline.stages:
         try:
             model = _model(stage, models)
             models[stage.name] = model
-            settings[stage.name] = made_setting(
-                stage.config, cluster, Assumptions(bench=bench, prompt_tokens=prompt_tokens), model=model
-            )
+            settings[stage.name] = made_setting(stage.config, cluster, assumed, model=model)
+            if stage.kind != "sft":  # whose rows are demonstrations
+                check_prompts(settings[stage.name], stage.config.data, assumed)
             found.append(_STAGES[stage.kind](stage, settings, pipeline))
-        except UserError as error:
+        except (ValueError, OSError) as error:  # of its settings, or of its data
             problems.append(f"stage `{stage.name}`: {error}")
     if problems:
         raise UserError(f"{pipeline.name} on {cluster}: " + "\n  ".join(problems))
@@ -214,12 +216,9 @@ def _grpo(stage: ResolvedStage, settings: Settings, pipeline: ResolvedPipeline) 
 def _sample(stage: ResolvedStage, settings: Settings, pipeline: ResolvedPipeline) -> PlannedStage:
     """Plan engines that draw samples of all prompts once: an evaluation, with the lengths of this stage."""
     setting, rejection = settings[stage.name], stage.config.rejection
-    no_kl = {"kl": stage.config.algorithm.kl.model_copy(update={"coef": 0.0})}
     sampled = stage.config.evaluation.model_copy(update={"samples_per_prompt": rejection.samples_per_prompt})
-    config = stage.config.model_copy(
-        update={"algorithm": stage.config.algorithm.model_copy(update=no_kl), "evaluation": sampled}
-    )
-    option = option_of(config, setting)
+    config = stage.config.model_copy(update={"evaluation": sampled})
+    option = option_of(config, setting, training=False)
     engine, scenario = option.engine, option.scenario
     if engine.longest < 1:
         raise UserError("; ".join(p for p in option.problems if p.startswith("rollout: ")))
@@ -243,13 +242,12 @@ def _sample(stage: ResolvedStage, settings: Settings, pipeline: ResolvedPipeline
 
 def _prompts(stage: ResolvedStage, pipeline: ResolvedPipeline) -> tuple[int, tuple[str, ...]]:
     """Return the prompts of a sample stage, and what is assumed of their number."""
-    if most := stage.config.rejection.max_prompts:
+    most = stage.config.rejection.max_prompts
+    known = [(s.path or source_name(s), _rows(s)) for s in stage.config.data.train]
+    if most and any(rows is None for _, rows in known):
         return most, ()
-    known = [
-        (s.path or source_name(s), s.max_rows if s.path is None else _rows(s.path, s.max_rows))
-        for s in stage.config.data.train
-    ]
-    return _counted(known, "rows of data.train")
+    rows, assumed = _counted(known, "rows of data.train")
+    return min(rows, most or rows), assumed
 
 
 def _demonstrations(stage: ResolvedStage, pipeline: ResolvedPipeline) -> tuple[int, tuple[str, ...]]:
@@ -269,7 +267,7 @@ def _demonstrations(stage: ResolvedStage, pipeline: ResolvedPipeline) -> tuple[i
         elif source.path.startswith("demo:"):
             rows = most or EXAMPLES
         else:
-            rows = _rows(source.path, None)
+            rows = _rows(DataSourceConfig(path=source.path))
         known.append((source.path, min(rows, most) if rows and most else rows or most))
     count, more = _counted(known, "demonstrations")
     return count, assumed + more
@@ -282,7 +280,7 @@ def _rows_at_hand(stage: ResolvedStage) -> list[tuple[int, int]]:
     sources = [
         source.model_copy(update={"examples": min(source.examples or _READ, _READ)})
         for source in symbolic.data
-        if not source.path.startswith("stage:") and _rows(source.path, None)
+        if not source.path.startswith("stage:") and _rows(DataSourceConfig(path=source.path))
     ]
     if not sources or symbolic.model.startswith("stage:"):
         return []
@@ -308,16 +306,16 @@ def _counted(known: Sequence[tuple[str, int | None]], what: str) -> tuple[int, t
     return sum(_ROWS if rows is None else rows for _, rows in known), notes
 
 
-def _rows(path: str, most: int | None) -> int | None:
-    """Return the rows of a file or of a `demo:` set; None: it cannot be read."""
-    local = expanded(path)
-    if path.startswith("demo:"):
-        return len(read(DataSourceConfig(path=path, max_rows=most)))
-    if not local.is_file():
-        return most
-    with local.open() as file:
-        count = sum(1 for line in file if line.strip())
-    return min(count, most) if most else count
+def _rows(source: DataSourceConfig) -> int | None:
+    """Return the rows of a local file or of a `demo:` set; else the source's bound, or None.
+
+    Raises ValueError for what cannot be read.
+    """
+    if source.path is None:
+        return source.max_rows
+    if source.path.startswith("demo:") or expanded(source.path).exists():
+        return count_rows(source)
+    return source.max_rows
 
 
 _STAGES = {"sft": _sft, "grpo": _grpo, "sample": _sample}

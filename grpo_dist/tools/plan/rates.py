@@ -20,11 +20,11 @@ import numpy as np
 from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config import Config
 from grpo_dist.policy.offload import optimizer_device
-from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.delta_shares import delta_share
 from grpo_dist.tools.plan.engine_memory import is_quantised
 from grpo_dist.tools.plan.memory import Sizes, lora_parameters, states
 from grpo_dist.tools.plan.models import ModelShape
+from grpo_dist.tools.plan.peaks import Peaks
 from grpo_dist.tools.plan.reward_models import KnownRewardModel
 
 _HOP_S = 12e-6  # an all-reduce of few bytes within a node
@@ -68,40 +68,6 @@ class Reached:
 
 
 @dataclass(frozen=True, slots=True)
-class Peaks:
-    """The peaks of a policy rank's device and of an engine's: a GPU, or the CPU threads of an actor.
-    ``node``: devices that share a node. ``host``: bytes a second between a GPU and host memory. ``fp8``:
-    operations in fp8 for each in half precision. ``thread_flops``: of one CPU thread; None where there are
-    GPUs.
-    """
-
-    flops: float
-    engine_flops: float
-    memory: float
-    link: float
-    network: float
-    node: int
-    host: float = 0.0
-    fp8: float = 1.0
-    thread_flops: float | None = None
-
-    @classmethod
-    def of(cls, cluster: ClusterShape) -> Peaks:
-        card = cluster.card
-        assert card is not None  # a machine without GPUs needs a benchmark
-        return cls(
-            card.flops,
-            card.flops,
-            card.hbm,
-            card.link,
-            card.network,
-            cluster.gpus_per_node,
-            host=card.pcie,
-            fp8=card.fp8,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class UpdateWork:
     """Rows of one optimiser update: tokens of each prompt and its completions. ``shared``: tokens that all
     prompts of ``groups`` begin with. ``shown``: demonstrations, which share nothing.
@@ -132,6 +98,11 @@ class Rates:
     peaks: Peaks
     reached: Reached
 
+    @property
+    def _precision(self) -> float:
+        """Return the operations in the model's type for each in half precision."""
+        return self.peaks.float32 if self.sizes.itemsize == 4 else 1.0
+
     def decode_step_s(self, sequences: float, context: float) -> float:
         """Return the mean seconds in which each of ``sequences`` gains a token. They hold ``context`` tokens
         together.
@@ -153,11 +124,12 @@ class Rates:
         )
         fp8 = is_quantised(self.config.rollout)
         tokens = positions * sequences
-        read = (m.read_bytes(tokens, b, fp8=fp8) + b * m.kv_values() * context) / t
+        # Each process has at least one head of keys and values.
+        read = m.read_bytes(tokens, b, fp8=fp8) / t + b * m.kv_values() * context / min(t, s.kv_heads)
         others = 2 * m.embedding * tokens + 4 * s.layers * s.heads * s.head_dim * positions * context
         operations = self._linear_flops(tokens) + others
         reading = read / (self.peaks.memory * self.reached.decode)
-        computing = operations / t / (self.peaks.engine_flops * self.reached.prefill)
+        computing = operations / t / (self.peaks.engine_flops * self._precision * self.reached.prefill)
         # A GPU reads while it computes; measurements show that a CPU does one after the other.
         seconds = max(reading, computing) if self.sizes.gpu else reading + computing
         if t > 1:
@@ -168,13 +140,17 @@ class Rates:
     def prefill_s(self, tokens: float) -> float:
         """Return the seconds in which an engine computes ``tokens`` of prompts."""
         t = self.config.rollout.tensor_parallel_size
-        return self._linear_flops(tokens) / t / (self.peaks.engine_flops * self.reached.prefill)
+        return (
+            self._linear_flops(tokens)
+            / t
+            / (self.peaks.engine_flops * self._precision * self.reached.prefill)
+        )
 
     def _linear_flops(self, tokens: float) -> float:
-        """Return the operations of an engine's linear layers; in fp8 in those of half precision that take as
-        long.
+        """Return the operations of an engine's linear layers; in fp8 in those of the model's type that take
+        as long.
         """
-        faster = self.peaks.fp8 if is_quantised(self.config.rollout) else 1.0
+        faster = self.peaks.fp8 / self._precision if is_quantised(self.config.rollout) else 1.0
         return 2 * self.model.shape.layers * self.model.shape.layer_weights * tokens / faster
 
     def forward_flops(self, work: UpdateWork) -> float:
@@ -214,8 +190,11 @@ class Rates:
 
     @property
     def _passes(self) -> float:
-        """Return an update's cost in forward passes: a backward pass is two, recomputation one more."""
-        return 4.0 if self.config.model.gradient_checkpointing else 3.0
+        """Return an update's cost in forward passes: a backward pass is two, one of them for the gradients of
+        weights, which frozen ones under LoRA lack; recomputation is one more.
+        """
+        backward = 2.0 if self.config.policy.lora is None else 1.0
+        return 1.0 + backward + float(self.config.model.gradient_checkpointing)
 
     def _passes_before(self, updates: int) -> list[float]:
         """Return the extra forward passes of each update for values under the weights before it."""
@@ -228,7 +207,7 @@ class Rates:
 
     def reference_s(self, work: UpdateWork) -> float:
         """Return the seconds of a group's log-probs on one reference worker."""
-        return self.forward_flops(work) / (self.peaks.flops * self.reached.training)
+        return self.forward_flops(work) / (self.peaks.flops * self._precision * self.reached.training)
 
     def reward_model_s(self, model: KnownRewardModel, prompt: int, lengths: Sequence[int]) -> float:
         """Return the seconds in which a worker of ``model``, with its GPUs or one thread, scores a group.
@@ -236,7 +215,8 @@ class Rates:
         Of a shared GPU it has its share, as if all on it computed at once. The all-reduces of a split model
         are not counted.
         """
-        flops = self.peaks.thread_flops or self.peaks.flops * model.settings.gpus
+        precision = self.peaks.float32 if model.settings.dtype == "float32" else 1.0
+        flops = self.peaks.thread_flops or self.peaks.flops * precision * model.settings.gpus
         return model.flops(prompt, lengths) / (flops * self.reached.training)
 
     def sync_s(self) -> float:
@@ -298,7 +278,7 @@ class Rates:
         prompt, longest = max(((p, max(n)) for p, n in work.rows), key=sum)
         row = self.forward_flops(UpdateWork(((prompt, (longest,)),)))
         busiest = max(self.forward_flops(work) / replicas, row)
-        return passes * busiest / shared / (self.peaks.flops * self.reached.training)
+        return passes * busiest / shared / (self.peaks.flops * self._precision * self.reached.training)
 
     def _micro_batches(self, work: UpdateWork) -> int:
         tokens = work.own_tokens / self.config.policy.replicas

@@ -59,7 +59,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     print_lines(console, warnings(shown, plan.setting))
     if plan.found:
         console.print(splits_table(plan))
-        print_lines(console, splits_lines(plan))
+    print_lines(console, splits_lines(plan))
     print_lines(console, [LEGEND, *as_text(shown.simulated)])
 
 
@@ -84,11 +84,6 @@ def _about_reward_models(rewards: RewardsConfig, setting: Setting) -> list[str]:
             lines.append(
                 f"warning: reward model {model.name}: {why}; its {model.num_workers} worker(s) are "
                 "placed, but neither their memory nor their time is planned"
-            )
-        elif model.dtype == "float32" and setting.cluster.card:
-            lines.append(
-                f"warning: reward model {model.name}: float32 takes longer than planned: the plan "
-                "assumes the peak of half precision"
             )
     return lines
 

@@ -48,7 +48,7 @@ def splits_table(plan: Plan) -> Table:
 
 def splits_lines(plan: Plan) -> list[str]:
     """Describe the best split, and what was tried."""
-    return [_why(plan), *_tried(plan)]
+    return [*([_why(plan)] if plan.found else []), *_tried(plan)]
 
 
 def _why(plan: Plan) -> str:
@@ -64,11 +64,18 @@ def _why(plan: Plan) -> str:
     if plan.simulated:
         times = chosen.simulated.tokens_per_s / plan.simulated.simulated.tokens_per_s
         gain = f", {times:.2f} times the tokens a second of the configuration as it is"
-    return f"best at this batch and staleness: {keys}{gain}; {reason(chosen)}"
+    if plan.is_own:
+        return f"best at this batch and staleness: {keys}{gain}; {reason(chosen)}"
+    cell = f"batch.prompts_per_step={c.batch.prompts_per_step} max_staleness={c.max_staleness}"
+    return f"best at another batch and staleness: {cell} {keys}{gain}; {reason(chosen)}"
 
 
 def _tried(plan: Plan) -> list[str]:
-    """Describe the splits of each placement and ZeRO stage: how many, the fastest, and what bounds it."""
+    """Describe the splits of each placement and ZeRO stage: how many, the fastest, and what bounds it; []
+    where none was tried.
+    """
+    if not plan.tried:
+        return []
     shares = "engines, policy, reference and reward models on the same GPUs"
     lines = [f"tried at this batch and staleness, with TP 1, 2, 4 and 8 (colocated: {shares}):"]
     for tried in plan.tried:
@@ -85,7 +92,7 @@ def _tried(plan: Plan) -> list[str]:
             + (f"; {others} more cannot run, e.g. {tried.why.partition('; ')[0]}" if others else "")
         )
     fixed = ["other ZeRO stages", "`policy.offload`", "`policy.sequence_parallel`", "`weight_sync.mode`"]
-    fixed += ["`reference.num_workers`"] if plan.found[0].option.config.needs_reference else []
+    fixed += ["`reference.num_workers`"] if plan.needs_reference else []
     return [*lines, f"not tried: other batches and staleness (--sweep does); {', '.join(fixed)} (set them)"]
 
 

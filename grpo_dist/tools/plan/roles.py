@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from actors.placement.demands import Resources, describe, is_colocated, placement
 from actors.placement.fitting import Node, bundles, too_large
 from grpo_dist.config import Config, PolicyConfig, RolloutConfig
+from grpo_dist.config.engine_arguments import head_problem
 from grpo_dist.errors import UserError
 from grpo_dist.tools.plan import teachers
 from grpo_dist.tools.plan.accelerators import ClusterShape
@@ -38,44 +39,54 @@ class Roles:
         return "reference" not in self.workers
 
 
-def made_roles(config: Config, has: Resources) -> Roles:
+def made_roles(config: Config, has: Resources, *, training: bool = True) -> Roles:
     """Return the roles of ``config`` on devices of which ``has`` are there. Raises UserError for too few."""
-    demands = placement(config, has, training=True)
-    rollout, policy = demands.get("rollout"), demands["policy"]  # supervised training has no engine
+    demands = placement(config, has, training=training)
+    # Supervised training has no engine, and sampling alone no policy.
+    rollout, policy = demands.get("rollout"), demands.get("policy")
     shared = {role for role, demand in demands.items() if demand.shared}
     several = {"reward_models", "teachers"}  # each of them is a role of its own here
     workers = {role: demand.workers for role, demand in demands.items() if role not in several}
     for model in config.rewards.models:
-        turns = "reward_models" in shared
-        workers[role_of(model)] = policy.workers if turns else model.num_workers
-    for teacher in config.distillation.of_own_models:
-        own = policy.workers if "teachers" in shared else teacher.num_workers
-        workers[teachers.role_of(teacher)] = own
+        turns = policy if "reward_models" in shared else None
+        workers[role_of(model)] = turns.workers if turns else model.num_workers
+    for teacher in config.distillation.of_own_models if policy else ():
+        turns = policy if "teachers" in shared else None
+        workers[teachers.role_of(teacher)] = turns.workers if turns else teacher.num_workers
     sharing = shared - several | {"policy"} if shared else set()
     if "reward_models" in shared:
         sharing |= {role_of(model) for model in config.rewards.models}
     if "teachers" in shared:
         sharing |= {teachers.role_of(teacher) for teacher in config.distillation.of_own_models}
     return Roles(
-        rollout is not None and is_colocated(config, has),
+        rollout is not None and policy is not None and is_colocated(config, has),
         sum(d.total_gpus for d in demands.values() if not d.shared),
         rollout.threads if rollout else 1,
-        policy.threads,
+        policy.threads if policy else 1,
         describe(demands, has),
         frozenset(sharing),
         workers,
     )
 
 
-def roles_of(config: Config, model: ModelShape, cluster: ClusterShape, *, cpus: int | None = None) -> Roles:
-    """Place the roles of ``config``. ``cpus``: of a machine without GPUs. Raises UserError for a misfit."""
+def roles_of(
+    config: Config,
+    model: ModelShape,
+    cluster: ClusterShape,
+    *,
+    cpus: int | None = None,
+    training: bool = True,
+) -> Roles:
+    """Place the roles of ``config``. ``cpus``: of a machine without GPUs. Without ``training``: those that
+    sample. Raises UserError for a misfit.
+    """
     has = Resources(cpus or max(1, cluster.gpus * _CPUS_PER_GPU), cluster.gpus)
-    roles = made_roles(config, has)
+    roles = made_roles(config, has, training=training)
     if cluster.gpus:
         _check_shapes(config.policy, config.rollout, model, cluster)
         gpus, cores = cluster.gpus_per_node, _CPUS_PER_GPU * cluster.gpus_per_node
         nodes = [Node(f"node {i + 1}", cores, gpus, cores, gpus) for i in range(cluster.nodes)]
-        if problem := too_large(bundles(placement(config, has, training=True)), nodes):
+        if problem := too_large(bundles(placement(config, has, training=training)), nodes):
             raise UserError(f"{cluster}: {problem.partition(':')[0]}")
     return roles
 
@@ -98,3 +109,5 @@ def _check_shapes(
                 f"`{key}` = {value} does not divide the {model.shape.heads} attention heads of {model.name}; "
                 "use a divisor of them"
             )
+    if problem := head_problem(tensor_parallel, model.shape.kv_heads):
+        raise UserError(problem)

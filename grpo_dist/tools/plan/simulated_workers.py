@@ -12,7 +12,7 @@ from grpo_dist.health.bounds import Bound
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.load_balancer import QUEUE_DEPTH, LoadBalancer
 from grpo_dist.tools.plan import fake_records
-from grpo_dist.tools.plan.engines import Engine, EngineLost
+from grpo_dist.tools.plan.engines import Engine, EngineLost, generate_episode
 from grpo_dist.tools.plan.failures import SimulatedFailures
 from grpo_dist.tools.plan.rates import Rates, UpdateWork
 from grpo_dist.tools.plan.reward_models import KnownRewardModel, role_of
@@ -74,29 +74,18 @@ class TimedRollouts:
                     shared = self._workload.shared_tokens
                     own = prompt_tokens - shared
                     return await engine.generate(own, lengths, on_sample=on_sample, cached=shared)
+                share, turns, tool_s = (
+                    prompt_tokens / len(lengths),
+                    self._workload.turns,
+                    self._workload.tool_s,
+                )
                 await gather(
-                    self._episode(engine, prompt_tokens / len(lengths), length, on_sample)
-                    for length in lengths
+                    generate_episode(engine, share, n, turns=turns, tool_s=tool_s, on_sample=on_sample)
+                    for n in lengths
                 )
                 return
             except EngineLost:
                 continue
-
-    async def _episode(
-        self, engine: Engine, prompt_tokens: float, length: int, on_sample: Callable[[], None]
-    ) -> None:
-        """Sample one episode of ``length``, which gives way to others while its environment answers. Its
-        history is found in the cache. ``prompt_tokens``: its share of the group's prompt.
-        """
-        turns = self._workload.turns
-        for turn in range(turns):
-            if turn:
-                await asyncio.sleep(self._workload.tool_s)
-            cached = prompt_tokens + turn * length / turns if turn else 0.0
-            last = on_sample if turn + 1 == turns else _nothing
-            await engine.generate(
-                prompt_tokens if not turn else 0.0, [length / turns], on_sample=last, cached=cached
-            )
 
     async def _admitted(self, sequences: int, tokens: int) -> int:
         self._waiting += 1
@@ -113,10 +102,6 @@ class TimedRollouts:
 
     async def abandon(self) -> None:
         """Do nothing: simulated runs lose policy ranks, but roll back no step."""
-
-
-def _nothing() -> None:
-    """A turn of an episode is over, which releases nothing."""
 
 
 class TimedRewards:

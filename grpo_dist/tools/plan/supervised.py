@@ -16,7 +16,8 @@ from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.memory import USABLE, Footprint, Sizes, policy_rank
 from grpo_dist.tools.plan.models import ModelShape
-from grpo_dist.tools.plan.rates import Peaks, Rates, Reached, UpdateWork
+from grpo_dist.tools.plan.peaks import Peaks
+from grpo_dist.tools.plan.rates import Rates, Reached, UpdateWork
 from grpo_dist.tools.plan.workload import Workload
 
 # Of `sft.max_length`, where no rows are known: mean tokens of a prompt and of a completion.

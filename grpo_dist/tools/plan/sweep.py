@@ -9,11 +9,12 @@ all were simulated.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from actors.placement.demands import Demand, Resources, demands_of
 from grpo_dist.config import BatchConfig, Config, PolicyConfig, WeightSyncConfig
 from grpo_dist.tools.plan import teachers
 from grpo_dist.tools.plan.accelerators import ClusterShape
@@ -133,10 +134,14 @@ def _kind(changes: Changes) -> tuple[str, int]:
 
 def changes_of(config: Config, setting: Setting, cell: Cell) -> Iterator[Changes]:
     own = {"batch.prompts_per_step": cell.prompts_per_step, "max_staleness": cell.staleness}
-    taken = config.reference.num_workers if config.needs_reference else 0
-    taken += sum(model.num_workers for model in config.rewards.models)
-    taken += sum(teacher.num_workers for teacher in config.distillation.of_own_models)
-    for changes in _splits(setting.cluster, taken):
+    cluster, rollout = setting.cluster, config.rollout
+
+    def taken(tensor_parallel: int) -> tuple[int, int]:
+        size = {"tensor_parallel_size": tensor_parallel}
+        sized = config.model_copy(update={"rollout": rollout.model_copy(update=size)})
+        return _taken(demands_of(sized, Resources(1, cluster.gpus), training=True, colocated=False))
+
+    for changes in _splits(cluster, taken):
         for stage in stages(config.policy):
             yield own | changes | {"policy.zero_stage": stage}
 
@@ -146,36 +151,47 @@ def stages(policy: PolicyConfig) -> list[int]:
     return list(dict.fromkeys((policy.zero_stage, 2, 3)))
 
 
-def _splits(cluster: ClusterShape, taken: int) -> Iterator[Changes]:
-    """Yield the splits of its GPUs between engines and ranks. ``taken``: GPUs of all other workers."""
+def _splits(cluster: ClusterShape, taken: Callable[[int], tuple[int, int]]) -> Iterator[Changes]:
+    """Yield the splits between engines and ranks of the GPUs that all other workers leave. ``taken``: see
+    `_taken`, for engines of so many GPUs.
+    """
     if cluster.card is None:
         return
-    free = cluster.gpus - taken
     for size in (t for t in _TENSOR_PARALLEL if t <= cluster.gpus_per_node):
+        apart, beside = taken(size)
+        free = cluster.gpus - apart
         for ranks in _ranks(free, cluster.gpus_per_node):
             if engines := (free - ranks) // size:
-                yield {
-                    "rollout.tensor_parallel_size": size,
-                    "rollout.num_workers": engines,
-                    "rollout.max_workers": engines,
-                    "policy.num_workers": ranks,
-                    "cluster.placement": "separate",
-                }
-        for ranks in _shared(cluster.gpus):
+                yield _split(size, engines, ranks, "separate")
+        for ranks in _shared(cluster.gpus - beside):
             if engines := ranks // size:
-                yield {
-                    "rollout.tensor_parallel_size": size,
-                    "rollout.num_workers": engines,
-                    "rollout.max_workers": engines,
-                    "policy.num_workers": ranks,
-                    "cluster.placement": "colocated",
-                }
+                yield _split(size, engines, ranks, "colocated")
+
+
+def _split(tensor_parallel: int, engines: int, ranks: int, placement: str) -> Changes:
+    return {
+        "rollout.tensor_parallel_size": tensor_parallel,
+        "rollout.num_workers": engines,
+        "rollout.max_workers": engines,
+        "policy.num_workers": ranks,
+        "cluster.placement": placement,
+    }
+
+
+def _taken(demands: Mapping[str, Demand]) -> tuple[int, int]:
+    """Return the GPUs of all workers but engines and ranks where each role has its own; and of those that
+    have their own also where the others share theirs.
+    """
+    own = {role: demand.total_gpus for role, demand in demands.items() if role not in ("rollout", "policy")}
+    return sum(own.values()), own.get("evaluation", 0)
 
 
 def _shared(most: int) -> list[int]:
-    """Return numbers of ranks that share their GPUs with all other roles: all, and the largest power of two
-    up to that, which divides more batches.
+    """Return numbers of ranks that share their GPUs with all other roles: ``most``, and the largest power of
+    two up to that, which divides more batches; [] without a GPU.
     """
+    if most < 1:
+        return []
     return sorted({most, 1 << most.bit_length() - 1})
 
 
@@ -215,11 +231,12 @@ def bound(option: Option) -> float:
         workload.prompt_tokens,
         batch.prompts_per_step * batch.samples_per_prompt,
     )
-    in_flight = samples * (1 + config.max_staleness) / config.rollout.num_workers
+    sampled = samples * _sampled_for_each(scenario.signal_share, batch.prompts_per_step)
+    in_flight = sampled * (1 + config.max_staleness) / config.rollout.num_workers
     held = prompt / batch.samples_per_prompt + mean / 2  # tokens in the cache of a sequence, half way
     counts = np.unique(np.geomspace(1, max(1.0, min(scenario.capacity, in_flight)), 16))
     rate = max(n / rates.decode_step_s(n, n * held) for n in counts.tolist())
-    sampling = samples * mean / config.rollout.num_workers / rate
+    sampling = sampled * mean / config.rollout.num_workers / rate
     each = (round(mean),) * batch.samples_per_prompt
     size = batch.prompts_per_step // batch.updates_per_step
     shown = shown_rows(config.demonstrations, updates=batch.updates_per_step, longest=config.max_length)
@@ -235,7 +252,15 @@ def bound(option: Option) -> float:
     if waits_for_longest(config.weight_sync, config.max_staleness):
         stages.append(sampling + rates.sync_s())
     seconds = max(stages) if config.max_staleness else max(sampling + training, *stages)
-    return samples * (prompt + mean) / seconds
+    return sampled * (prompt + mean) / seconds
+
+
+def _sampled_for_each(signal_share: float, prompts_per_step: int) -> float:
+    """Return the most groups that dynamic sampling is likely to take for each that is trained: the mean and
+    two standard deviations over the simulated steps.
+    """
+    mean, trained = 1 / signal_share, _STEPS * prompts_per_step
+    return mean * (1 + 2 * ((1 - signal_share) / trained) ** 0.5)
 
 
 def _between_s(scenario: Scenario, prompt: int, lengths: tuple[int, ...]) -> dict[str, float]:

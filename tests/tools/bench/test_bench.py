@@ -87,6 +87,17 @@ def test_training_flops_by_hand():
     assert training_flops(SHAPE, [(3, 2), (3, 2)]) == 2 * training_flops(SHAPE, [(3, 2)])
 
 
+def test_frozen_weights_have_no_gradients_and_attention_has():
+    weights, attention = 288 * 3 + 40 * 2, 6 * 2 * 2 * 2 * 2
+    work = NeededWork.over([(0, 3)], trained=2)
+    assert work.flops(SHAPE, frozen=True) == 4 * weights + 6 * attention
+    trained, frozen = (
+        figures([step(0, SPANS)], shape=SHAPE, peak_flops=1.0, limits=None, overlapped=False, frozen=frozen)
+        for frozen in (False, True)
+    )
+    assert 4 / 6 < frozen["training/mfu"] / trained["training/mfu"] < 1
+
+
 def test_peaks_of_cards_are_found_by_the_name_torch_gives():
     assert card_peak("NVIDIA A100-SXM4-80GB") == 312e12
     assert card_peak("NVIDIA A10") == 125e12
@@ -204,6 +215,28 @@ def test_shares_count_every_moment_once_and_add_up():
     assert sum(v for k, v in found.items() if k.startswith("share/")) == pytest.approx(1)
     assert found["idle/rollout"] == pytest.approx(0.5)
     assert found["idle/trainer"] == pytest.approx(0.65)
+
+
+def test_changes_of_turns_are_neither_part_of_the_weight_sync_nor_of_the_overhead():
+    """Of 10 s each: 1 s are nothing's, 0.7 s of them changes of turns; stop, travel and take are 0.13 s."""
+    parts = {
+        "time/sync_s": 1.3,
+        "time/sync_stop_s": 0.02,
+        "time/sync_travel_s": 0.1,
+        "time/sync_take_s": 0.01,
+    }
+    turns = {"time/turn_policy_offload_s": 0.5, "time/turn_engines_wake_s": 0.2}
+    steps = [step(10 * i, SPANS, **parts, **turns) for i in range(2)]
+    found = figures(steps, shape=SHAPE, peak_flops=None, limits=None, overlapped=False)
+    assert found["sync/step_s"] == pytest.approx(0.13)
+    assert found["sync/bytes_per_s"] == pytest.approx(100 / 0.13)
+    assert found["share/turns"] == pytest.approx(0.07) and found["share/overhead"] == pytest.approx(0.03)
+    assert found["overhead/step_s"] == pytest.approx(0.3)
+    assert sum(v for k, v in found.items() if k.startswith("share/")) == pytest.approx(1)
+    assert set(found) <= set(FIGURES)
+    long = [step(0, SPANS, **turns | {"time/turn_policy_reload_s": 9.0})]  # most of it behind other stages
+    behind = shares(long)
+    assert behind["share/overhead"] == pytest.approx(0) and behind["share/turns"] == pytest.approx(0.1)
 
 
 def test_figures_by_hand():
@@ -460,6 +493,9 @@ def test_processes_of_a_limit_divide_the_visible_gpus(monkeypatch):
     assert devices_of(1, 2) == {"CUDA_VISIBLE_DEVICES": "2,3"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,GPU-a")
     assert [devices_of(i, 1)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == ["4", "7", "GPU-a"]
+    for process, each in ((3, 1), (1, 2)):
+        with pytest.raises(RuntimeError, match="only GPUs 4,7,GPU-a are visible"):
+            devices_of(process, each)
 
 
 def test_a_repeat_takes_as_long_as_its_slowest_process_and_the_fastest_repeat_counts():

@@ -23,8 +23,9 @@ from grpo_dist.tools.plan.command import _stragglers, made_setting, make_plan
 from grpo_dist.tools.plan.delta_shares import delta_line
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.options import Option, Setting, option_of, option_or_reason, planned
+from grpo_dist.tools.plan.peaks import Peaks
 from grpo_dist.tools.plan.phases import RunLengths
-from grpo_dist.tools.plan.rates import Peaks, Rates, Reached, UpdateWork
+from grpo_dist.tools.plan.rates import Rates, Reached, UpdateWork
 from grpo_dist.tools.plan.report import print_plan, rank_failures_of
 from grpo_dist.tools.plan.report_splits import cost_per_million
 from grpo_dist.tools.plan.scenario import Scenario
@@ -461,7 +462,8 @@ def result(c, **changes):
     """Build a benchmark on two cores: 2 steps of 4 prompts, 2 samples each of 10 and 30 tokens."""
     figures = {
         "generation/step_s": 3.0, "training/step_s": 5.0, "training/peak_flops": 2e11, "scoring/step_s": 0.4,
-        "sync/bytes_per_s": 5e8, "sync/step_s": 0.1, "overhead/step_s": 0.05, "overhead/driver_cpu_s": 0.08,
+        "sync/bytes_per_s": 5e8, "sync/step_s": 4 * model_of(c).parameters / 5e8,
+        "overhead/step_s": 0.05, "overhead/driver_cpu_s": 0.08,
     }  # fmt: skip
     base = BenchResult(
         name="made", config=c.model_dump(mode="json"), machine={"cpu": "made", "cores": 2},
@@ -910,13 +912,17 @@ def test_the_number_of_slow_engines_is_bounded_by_the_cluster():
         (["--cluster", "1x0xCPU"], ["in no data sheet", "grpo-dist bench"]),
         (["--cluster", "1x8xH100", "--price", "-1"], ["--price -1"]),
         (["--cluster", "1x8xH100", "--prompt-tokens", "0"], ["--prompt-tokens 0"]),
-        (["--cluster", "1x8xH100", "--shared-tokens", "-1"], ["--shared-tokens -1"]),
+        (
+            ["--cluster", "1x8xH100", "--prompt-tokens", "50000"],
+            ["--prompt-tokens 50000", "`data.max_prompt_tokens` = 512"],
+        ),
+        (["--cluster", "1x8xH100", "--shared-tokens", "-1"], ["--shared-tokens -1", "expected 0 or more"]),
         (
             ["--cluster", "1x8xH100", "--prompt-tokens", "90", "--shared-tokens", "90"],
             ["--shared-tokens 90: a prompt has 90 tokens", "expected fewer"],
         ),
         (["--cluster", "1x8xH100", "--turns", "2"], ["--turns", "no source of problems has an environment"]),
-        (["--cluster", "1x8xH100", "--tool-seconds", "-1"], ["--tool-seconds -1"]),
+        (["--cluster", "1x8xH100", "--tool-seconds", "-1"], ["--tool-seconds -1", "expected 0 or more"]),
         (["--cluster", "1x8xH100", "--failure-hours", "-2"], ["--failure-hours -2"]),
         (["--cluster", "1x8xH100", "--failure-hours", "nan"], ["--failure-hours nan"]),
         (["--cluster", "1x8xH100", "--failure-hours", "inf"], ["--failure-hours inf"]),

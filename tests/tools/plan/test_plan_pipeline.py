@@ -124,3 +124,46 @@ def test_the_command_names_a_row_that_cannot_be_read_in_one_message(file, tmp_pa
     assert main(["plan", str(file), "--cluster", "1x8xH100", *overrides]) == 2
     said = capsys.readouterr().err
     assert "shown.jsonl:1: `completion` is missing" in said and "Traceback" not in said
+
+
+def sampled(path, data, **changes):
+    """Write a pipeline of one sample stage of the rows in the file ``data``."""
+    rejection = {"samples_per_prompt": 4, "chunk_prompts": 50}
+    settings = RUN | {"rejection": rejection, "data": {"train": [{"path": str(data)}]}} | changes
+    stages = [{"name": "drawn", "kind": "sample", "settings": settings}]
+    path.write_text(json.dumps({"name": "made", "stages": stages}))
+    return path
+
+
+ROWS = [{"problem": f"{i} + 1 =", "answer": str(i + 1)} for i in range(200)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_rows_are_counted_in_every_kind_of_file_and_bound_the_prompts(tmp_path, kind):
+    import pandas  # of this test alone
+
+    data = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        data.write_text("\n".join(map(json.dumps, ROWS)))
+    elif kind == "json":
+        data.write_text(json.dumps(ROWS))
+    else:
+        pandas.DataFrame(ROWS).to_parquet(data)
+    path = sampled(tmp_path / "pipeline.yaml", data)
+    for most, prompts in (("null", 200), ("100000", 200), ("30", 30)):
+        (drawn,) = planned(path, f"drawn.rejection.max_prompts={most}").stages
+        assert drawn.words == f"{prompts} prompts with 4 samples each"
+
+
+def test_a_file_that_cannot_be_read_is_named_with_its_stage(tmp_path):
+    data = tmp_path / "rows.parquet"
+    data.write_bytes(b"\xff\xfe no table")
+    with pytest.raises(UserError, match=r"(?s)stage `drawn`: .*rows\.parquet"):
+        planned(sampled(tmp_path / "pipeline.yaml", data))
+
+
+def test_a_sample_stage_has_all_gpus_for_its_engines(tmp_path):
+    """Eight engines beside four policy ranks would need twelve."""
+    path = sampled(tmp_path / "pipeline.yaml", "demo:add3", rollout={"num_workers": 8})
+    (drawn,) = planned(path).stages
+    assert [*drawn.memory] == ["rollout"]

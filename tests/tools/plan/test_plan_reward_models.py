@@ -15,7 +15,8 @@ from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import GIB, Sizes
 from grpo_dist.tools.plan.models import classifier_of, from_config_json, published
 from grpo_dist.tools.plan.options import Setting, option_of, planned
-from grpo_dist.tools.plan.rates import Peaks, Rates, Reached
+from grpo_dist.tools.plan.peaks import Peaks
+from grpo_dist.tools.plan.rates import Rates, Reached
 from grpo_dist.tools.plan.report import print_plan, warnings
 from grpo_dist.tools.plan.reward_models import reward_model_worker, reward_models_of
 from grpo_dist.tools.plan.sweep import bound
@@ -234,7 +235,7 @@ def test_what_is_not_planned_is_named_and_nothing_is_refused():
     assert "warning: reward model judge: path = some/model: neither a directory here" in text
     assert "its 1 worker(s) are placed, but neither their memory nor their time is planned" in text
     assert "reward model exact x 1" in text and "reward model judge x" not in text
-    assert "warning: reward model exact: float32 takes longer than planned" in text
+    assert "warning: reward model exact" not in text
 
 
 def test_scoring_longer_than_its_deadline_causes_a_warning():

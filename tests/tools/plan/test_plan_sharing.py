@@ -8,10 +8,11 @@ import pytest
 
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.engine_memory import rollout_engine
-from grpo_dist.tools.plan.memory import GIB, Sizes, policy_rank, states
+from grpo_dist.tools.plan.memory import GIB, Footprint, Sizes, policy_rank, rank_bytes, states
 from grpo_dist.tools.plan.models import published
 from grpo_dist.tools.plan.options import Setting, memory_problems, node_host_bytes, option_of
-from grpo_dist.tools.plan.rates import Peaks, Rates, Reached
+from grpo_dist.tools.plan.peaks import Peaks
+from grpo_dist.tools.plan.rates import Rates, Reached
 from grpo_dist.tools.plan.reward_models import KnownRewardModel
 from grpo_dist.tools.plan.scenario import Scenario
 from grpo_dist.tools.plan.sharing import REFRESH, SYNC, asleep, host_bytes
@@ -80,6 +81,18 @@ def test_between_turns_states_and_copies_are_in_the_host_memory_of_the_node():
     assert node_host_bytes(two.memory, two.roles, parse_cluster("2x8xH100")) == pytest.approx(
         8 * (30 * N // 16 + 2 * N)
     )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_checkpoint_in_host_memory_has_whole_weights_once(stage):
+    c = seven(policy={"num_workers": 8, "zero_stage": stage})
+    model, sizes = model_of(c), Sizes.of(c, gpu=True)
+    rank = policy_rank(c, model, sizes, LENGTHS)
+    parts = {
+        kind: {"checkpoint": own.get("checkpoint", 0)} for kind, own in vars(rank).items() if kind != "parts"
+    }
+    node = host_bytes({"policy": Footprint({}, **parts)}, {"policy": 8}, per_node=8)
+    assert node == sum(rank_bytes(c.policy, model, sizes))
 
 
 def test_a_node_with_too_little_host_memory_is_refused_with_the_remedy():

@@ -8,7 +8,8 @@ from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.models import published
-from grpo_dist.tools.plan.rates import Peaks, Reached
+from grpo_dist.tools.plan.peaks import Peaks
+from grpo_dist.tools.plan.rates import Reached
 from grpo_dist.tools.plan.supervised import supervised_problem, supervised_rank, supervised_times
 from grpo_dist.tools.recipe.config import load_pipeline
 from tests.support import fakes

@@ -1,0 +1,83 @@
+"""What a calibrated plan takes from a benchmark, on made results."""
+
+from dataclasses import replace
+
+import pytest
+
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError
+from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.assumptions import Assumptions
+from grpo_dist.tools.plan.calibration import calibrate
+from grpo_dist.tools.plan.command import made_setting, make_plan
+from grpo_dist.tools.plan.memory import Sizes
+from grpo_dist.tools.plan.options import option_of, planned
+from grpo_dist.tools.plan.rates import Rates
+from tests.support.planned_models import model_of
+from tests.tools.plan.test_plan import cpu_config, result
+
+
+def test_turns_on_processors_are_part_of_the_overhead_of_a_step():
+    measured = result(cpu_config())
+    turns = {"share/turns": 0.02, "loop/step_s": 10.0}
+    more = calibrate(result(cpu_config(), figures=measured.figures | turns), parse_cluster("1x0xCPU"))
+    assert more.reached.overhead_s == pytest.approx(0.05 + 0.2)
+    assert calibrate(measured, parse_cluster("1x0xCPU")).reached.overhead_s == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"policy": {"zero_stage": 0}},
+        {"policy": {"zero_stage": 2}},
+        {"policy": {"zero_stage": 3}},
+        {"weight_sync": {"deltas": True}},
+    ],
+)
+def test_the_weight_sync_of_the_benchmarks_own_configuration_takes_what_it_took(changes):
+    c = cpu_config(**changes)
+    measured = result(c)
+    made = calibrate(measured, parse_cluster("1x0xCPU"))
+    own = Config.model_validate(measured.config)
+    planned = Rates(own, model_of(own), Sizes.of(own, gpu=False), made.peaks, made.reached).sync_s()
+    assert planned == pytest.approx(measured.figures["sync/step_s"])
+
+
+def refused(tmp_path, measured, **changes):
+    """Return why a plan with the result ``measured`` is refused."""
+    measured.write(tmp_path / "bench.json")
+    with pytest.raises(UserError) as error:
+        make_plan(cpu_config(**changes), "1x0xCPU", Assumptions(bench=tmp_path / "bench.json"))
+    return str(error.value)
+
+
+def test_a_benchmark_of_another_versions_configuration_is_refused_in_one_line(tmp_path):
+    made = result(cpu_config())
+    said = refused(tmp_path, replace(made, config=made.config | {"gone": 1}))
+    assert "bench.json: " in said and "`gone`" in said and "measure again with this version" in said
+    assert "\n" not in said
+
+
+def test_prompts_of_a_benchmark_that_the_run_would_drop_are_refused(tmp_path):
+    said = refused(
+        tmp_path, result(cpu_config()), data={"train": [{"path": "demo:add3"}], "max_prompt_tokens": 8}
+    )
+    assert "bench.json: its prompts have 16 tokens" in said and "`data.max_prompt_tokens` = 8" in said
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_plan_of_a_benchmark_with_tools_waits_for_them_as_often(tmp_path, steps):
+    """Three turns of a sample, and 0.6 s after each on average: 0.9 s between two."""
+    tools = {"data": {"train": [{"path": "demo:add3", "environment": "python"}]}}
+    c = cpu_config(**tools)
+    base = result(c)
+    episodes = {"generation/step_s": 5.0, "episodes/turns": 3.0, "episodes/tool_wait_s": 0.6}
+    measured = replace(base, figures=base.figures | episodes)
+    if not steps:
+        measured = replace(measured, decode_steps=[])
+    measured.write(tmp_path / "bench.json")
+    setting = made_setting(c, parse_cluster("1x0xCPU"), Assumptions(bench=tmp_path / "bench.json"))
+    assert setting.workload.turns == 3 and setting.workload.tool_s == pytest.approx(0.9)
+    run = planned(option_of(c, setting)).simulated
+    others = sum(run.stage_s[stage] for stage in ("update", "sync")) + 0.1 + 0.05  # scores, overhead
+    assert run.step_s - others == pytest.approx(5.0, rel=0.05)

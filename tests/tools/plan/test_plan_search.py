@@ -1,0 +1,91 @@
+"""Which splits of the GPUs `grpo-dist plan` tries, and what it says of them."""
+
+from dataclasses import replace
+
+import pytest
+
+from grpo_dist.config.files import changed
+from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.assumptions import Assumptions
+from grpo_dist.tools.plan.command import made_setting, make_plan
+from grpo_dist.tools.plan.options import Option, option_of, option_or_reason, planned
+from grpo_dist.tools.plan.report_splits import splits_lines
+from grpo_dist.tools.plan.sweep import bound, changes_of, own_cell
+from tests.tools.plan.test_plan import printed, wide
+
+ASSUMED = Assumptions(prompt_tokens=100)
+
+
+def tried(c, cluster):
+    """Yield the changes of each split in the configuration's own cell, with its option or a reason."""
+    setting = made_setting(c, parse_cluster(cluster), ASSUMED)
+    for changes in changes_of(c, setting, own_cell(c.batch, c.max_staleness)):
+        yield changes, option_or_reason(c, changes, setting)
+
+
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_splits_leave_the_gpus_of_evaluation_to_it(placement):
+    data = {"train": [{"path": "demo:add3"}], "eval": [{"path": "demo:add3", "max_rows": 8}]}
+    c = wide(evaluation={"num_workers": 1, "every": 1}, data=data)
+    found = [(x, made) for x, made in tried(c, "1x8xH100") if x["cluster.placement"] == placement]
+    fitting = [made for _, made in found if isinstance(made, Option)]
+    assert fitting and max(option.roles.gpus for option in fitting) == 8
+    assert not [made for _, made in found if isinstance(made, str) and "GPUs are needed" in made]
+
+
+@pytest.mark.parametrize(
+    "model, gpus",
+    [
+        ({"tensor_parallel_size": 4}, 4),
+        ({"num_workers": 2, "gpu_share": 0.5}, 1),
+        ({"num_workers": 2}, 2),
+    ],
+)
+def test_splits_leave_a_reward_model_its_whole_gpus(model, gpus):
+    judge = {"name": "judge", "path": "Qwen/Qwen2.5-0.5B"} | model
+    c = wide(rewards={"models": [judge]}, max_staleness=1)
+    splits = [x for x, _ in tried(c, "1x8xH100") if x["cluster.placement"] == "separate"]
+    used = [
+        x["policy.num_workers"] + x["rollout.num_workers"] * x["rollout.tensor_parallel_size"] for x in splits
+    ]
+    assert max(used) == 8 - gpus
+
+
+@pytest.mark.family("costly")
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_bound_of_a_split_holds_where_dynamic_sampling_discards_groups(staleness):
+    c = wide(
+        dynamic_sampling={"enabled": True},
+        bench={"lengths": {"kind": "fixed"}},
+        batch={"prompts_per_step": 64, "samples_per_prompt": 8},
+        max_staleness=staleness,
+    )
+    fitting = [option for _, option in tried(c, "1x4xL40S") if isinstance(option, Option)]
+    assert len(fitting) >= 3
+    for option in fitting:
+        assert planned(option, steps=2).simulated.tokens_per_s <= 1.05 * bound(option)
+
+
+def test_a_plan_in_which_no_split_can_run_gives_the_reasons():
+    made = make_plan(wide(), "1x2xH100", ASSUMED)
+    tried = [replace(t, best=None, fitting=0, why="a reason") for t in made.tried]
+    said = printed(replace(made, found=[], tried=tried))
+    assert "tried at this batch and staleness" in said and "splits of GPUs can run: a reason" in said
+    assert "best" not in said
+
+
+@pytest.mark.family("costly")
+def test_the_best_split_of_a_sweep_can_be_set_where_the_configured_batch_and_staleness_has_none():
+    """Engines, policy and reference cannot have GPUs of their own on two, and one step ahead they must."""
+    c = wide(max_staleness=1, algorithm={"kl": {"coef": 0.01}}, bench={"lengths": {"kind": "fixed"}})
+    made = make_plan(c, "1x2xH100", ASSUMED, splits="sweep")
+    assert made.simulated is None and not made.is_own
+    (line,) = (line for line in splits_lines(made) if line.startswith("best at "))
+    head, _, rest = line.partition(": ")
+    assert head == "best at another batch and staleness"
+    changes = dict(pair.split("=") for pair in rest.partition(";")[0].split())
+    assert changes["max_staleness"] == "0" and "batch.prompts_per_step" in changes
+    option = option_of(
+        changed(c, {k: int(v) if v.isdigit() else v for k, v in changes.items()}), made.setting
+    )
+    assert not option.problems and bound(option) == bound(made.found[0].option)
