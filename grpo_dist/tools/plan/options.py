@@ -180,7 +180,9 @@ def footprints(
         found[teachers.role_of(teacher)] = worker
     if not sharing:
         return found
-    return shared(config.policy, config.reference, config.weight_sync, model, sizes, found, sharing)
+    settings = config.policy, config.reference, config.weight_sync
+    may_join = config.rollout.most_workers > config.rollout.num_workers
+    return shared(*settings, model, sizes, found, sharing, may_join=may_join)
 
 
 def memory_problems(

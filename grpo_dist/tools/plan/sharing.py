@@ -4,7 +4,8 @@
     a reward model's     its whole copy and a forward pass          + what each sleeper keeps
     the reference's      its whole copy and a forward pass          + what each sleeper keeps
     the policy's         as on GPUs of its own                      + what each sleeper keeps
-    weight sync          the policy's weights, the engine's weights, two buffers
+    weight sync          the policy's weights, the engine's weights, two buffers; two more where engines on
+                         GPUs of their own may join, which get the weights in a transfer of their own
     refresh              the policy's weights, the reference's, two buffers, and those of the weight sync
 
 Between their turns, the policy's states and a copy of the reference and of each reward model for each GPU are
@@ -45,9 +46,11 @@ def shared(
     sizes: Sizes,
     found: Mapping[str, Footprint],
     sharing: Collection[str],
+    *,
+    may_join: bool,
 ) -> dict[str, Footprint]:
     """Return ``found`` with what sleepers keep on the GPU, what each role keeps in host memory between its
-    turns, and the moments in which two roles have weights there.
+    turns, and the moments in which two roles have weights there. ``may_join``: engines on other GPUs.
     """
     buffers = _buffers(policy, sync, model, sizes)
     made = {role: _in_turns(role, own, sharing, buffers) for role, own in found.items()}
@@ -57,7 +60,7 @@ def shared(
     parts = {
         "policy's weights": weights,
         "engine's weights": found["rollout"].parts["weights"],
-        "buckets": buffers,
+        "buckets": (2 if may_join else 1) * buffers,
         "gathered": whole,
     }
     made[SYNC] = Footprint(parts | contexts)

@@ -136,6 +136,12 @@ def test_buffers_of_the_weight_sync_hold_a_bucket_or_the_largest_parameter(chang
     assert option(seven(**changes)).memory[SYNC].parts["buckets"] == 2 * each
 
 
+def test_engines_that_join_get_the_weights_through_buffers_of_their_own():
+    """Those of the shared GPUs stay, where the reserved engines have mapped them."""
+    rollout = {"num_workers": {"min": 8, "max": 12}, "tensor_parallel_size": 1}
+    assert option(seven(rollout=rollout)).memory[SYNC].parts["buckets"] == 2 * BUFFERS
+
+
 def test_engines_may_take_fewer_gpus_than_the_ranks():
     made = option(seven(rollout={"num_workers": 3, "tensor_parallel_size": 2}))
     assert not made.problems and made.roles.gpus == 8 and made.roles.workers["rollout"] == 3
