@@ -182,11 +182,12 @@ def _measured(judged: list[JudgedProblem]) -> Iterator[Measured]:
         shared = [name for name in whole.estimates if all(name in own for own in scored)]
         whole = replace(whole, estimates={name: whole.estimates[name] for name in shared})
         means = {name: mean_of([own[name] for own in scored]) for name in shared}
+        lengths = [t.length_tokens for t in totals if not math.isnan(t.length_tokens)]
         yield whole
         yield Measured(
             MEAN, None, None, whole.problems, whole.samples, whole.unscored,
-            float(np.mean([t.truncated for t in totals])), float(np.mean([t.length_tokens for t in totals])),
-            means,
+            float(np.mean([t.truncated for t in totals])),
+            float(np.mean(lengths)) if lengths else math.nan, means,
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from actors.workers.engine_settings import EngineSpec
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.config import BatchConfig, Config, PolicyConfig
-from grpo_dist.config.files import checked
+from grpo_dist.config.files import ConfigError, checked
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan.accelerators import ClusterShape, card_called
@@ -37,7 +37,7 @@ _THREADS = 0.8  # a trainer with two threads was measured to be 1.71 times as fa
 _CPU_FLOPS, _CPU_MEMORY = 90e9, 10e9
 # What a calibration reads of a benchmark; other figures have a value where they are missing.
 _FIGURES = (
-    "generation/step_s", "training/step_s", "sync/bytes_per_s", "scoring/step_s", "overhead/step_s",
+    "generation/step_s", "training/step_s", "sync/step_s", "scoring/step_s", "overhead/step_s",
     "overhead/driver_cpu_s",
 )  # fmt: skip
 _WORKLOAD = ("prompt_tokens_mean", "prompts_per_step", "samples_per_prompt")
@@ -87,7 +87,13 @@ def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
     """
     _check_hardware(result, cluster)
     _check_complete(result)
-    config = checked(result.config, f"--bench: settings of {result.name}", Config)
+    try:
+        config = checked(result.config, f"its settings of {result.name}", Config)
+    except ConfigError as error:
+        raise UserError(
+            f"--bench: this version does not take the configuration that it was measured with ({error}); "
+            "measure again with this version"
+        ) from error
     model, gpu = model_of(config.model, config.sft, config.seed), cluster.card is not None
     cpus = None if gpu else int(result.machine["cores"])
     roles = roles_of(config, model, _own_cluster(result, cluster), cpus=cpus)

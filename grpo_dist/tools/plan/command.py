@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
-
 from grpo_dist.config import Config, DataConfig, RolloutConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.files import check_replaceable
@@ -17,7 +15,7 @@ from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan import timeline as timeline_file
 from grpo_dist.tools.plan.accelerators import ClusterShape, parse_cluster
 from grpo_dist.tools.plan.assumptions import Assumptions
-from grpo_dist.tools.plan.calibration import Calibration, calibrate
+from grpo_dist.tools.plan.calibration import calibrate
 from grpo_dist.tools.plan.evaluation import first_epoch_steps
 from grpo_dist.tools.plan.models import ModelShape, model_of
 from grpo_dist.tools.plan.options import Planned, Setting, option_of, option_or_reason, planned
@@ -162,7 +160,7 @@ def made_setting(
             f"--cluster {cluster}: what processors can do is in no data sheet; measure with `grpo-dist bench "
             "configs/bench/cpu_13m_lognormal.yaml` and pass its bench.json as --bench"
         )
-    calibration = _calibrated(assumed.bench, cluster) if assumed.bench else None
+    calibration = calibrate(BenchResult.read(assumed.bench), cluster) if assumed.bench else None
     lengths: Sequence[int] = calibration.lengths if calibration else ()
     prompt_tokens, shared_tokens = assumed.prompt_tokens, assumed.shared_tokens
     if prompt_tokens is None and calibration:
@@ -198,19 +196,6 @@ def made_setting(
         unplanned,
         assumed.accepted,
     )
-
-
-def _calibrated(bench: Path, cluster: ClusterShape) -> Calibration:
-    result = BenchResult.read(bench)
-    try:
-        return calibrate(result, cluster)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"--bench {bench}: this version does not take the configuration that it was measured with "
-            f"(`{key}`: {first['msg']}); measure again with this version"
-        ) from error
 
 
 def check_prompts(setting: Setting, data: DataConfig, assumed: Assumptions) -> None:

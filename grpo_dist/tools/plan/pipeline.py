@@ -314,7 +314,9 @@ def _rows(source: DataSourceConfig) -> int | None:
     if source.path is None:
         return source.max_rows
     if source.path.startswith("demo:") or expanded(source.path).exists():
-        return count_rows(source)
+        if not (count := count_rows(source)):
+            raise ValueError(f"{source.path}: no rows; expected at least one")
+        return count
     return source.max_rows
 
 

@@ -91,19 +91,18 @@ def _token_values(
         if part.key not in keys or left <= 0:
             continue
         try:
-            piece, left = source.values(part, left, most)
+            piece, left, ends_early = source.values(part, left, most)
         except (OSError, ValueError) as error:
             notices.append(f"no token values: {error}")
             continue
-        if piece is None:
-            too_large += [part.key] if left else []
-            continue
-        valued.add(part.key)
-        yield _embedded(f"{number}/tokens/{part.key}", piece)
+        too_large += [part.key] if ends_early else []
+        if piece is not None:
+            valued.add(part.key)
+            yield _embedded(f"{number}/tokens/{part.key}", piece)
     if too_large:
         notices.append(
-            f"no token values of {len(too_large)} table(s), e.g. {too_large[0]}: one group has more than "
-            f"{most:,} tokens; raise --token-values"
+            f"no token values from a group with more than {most:,} tokens on, in {len(too_large)} table(s), "
+            f"e.g. {too_large[0]}; raise --token-values"
         )
     return [entry | ({"tokens": True} if entry["key"] in valued else {}) for entry in entries], notices
 

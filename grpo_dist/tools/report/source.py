@@ -163,8 +163,9 @@ class Source:
         )
         return chosen if self._texts is not None and most > 0 else []
 
-    def values(self, part: SamplePart, left: int, most: int) -> tuple[bytes | None, int]:
-        """Return the token values of the first whole groups with at most ``left`` tokens, and the remainder.
+    def values(self, part: SamplePart, left: int, most: int) -> tuple[bytes | None, int, bool]:
+        """Return the token values of the first whole groups with at most ``left`` tokens, the remainder, and
+        whether a group above ``most`` tokens ended them.
 
         The values are None where not even one group fits. The remainder is 0 when the next group would have
         fitted into ``most`` tokens, the limit of the page: ``left`` is used up. Raises ValueError when the
@@ -178,9 +179,10 @@ class Source:
         fitting = max(i for i, total in enumerate(sums) if total <= left)
         is_used_up = any(total - sums[fitting] <= most for total in sums[fitting + 1 : fitting + 2])
         left = 0 if is_used_up else left - sums[fitting]
+        ends_early = fitting < len(sums) - 1 and not is_used_up
         if fitting == 0:
-            return None, left
-        return packed(tokens.values(table.slice(0, starts[fitting]), self._texts)), left
+            return None, left, ends_early
+        return packed(tokens.values(table.slice(0, starts[fitting]), self._texts)), left, ends_early
 
     def _token_table(self, part: SamplePart) -> pa.Table:
         assert self._texts is not None

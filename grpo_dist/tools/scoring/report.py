@@ -31,7 +31,7 @@ def write_scores(path: Path, outcome: Outcome) -> None:
         row, scores = scored.row, _scores(scored)
         samples = [(number, row.record, slice(None))] if row.is_list else [(number, row.record, 0)]
         if row.samples:  # each has a row of its own in the table
-            samples = [(own, record, i) for i, (own, record) in enumerate(row.samples)]
+            samples = [(own, sample.record, i) for i, (own, sample) in enumerate(row.samples)]
         lines += [(own, _line({**record, "score": _picked(scores, which)})) for own, record, which in samples]
     write_text(path, "".join(line for _, line in sorted(lines)))
 
@@ -70,7 +70,7 @@ def write_disagreements(
         scored, i = flat[index]
         rows.append(
             {
-                "location": scored.row.location,
+                "location": scored.row.locations[i],
                 "problem": scored.row.problem,
                 "answer": scored.row.answer,
                 "completion": scored.row.completions[i],
@@ -109,7 +109,7 @@ def print_scores(console: Console, outcome: Outcome, parts: dict[str, np.ndarray
 
 def _unscored(outcome: Outcome, name: str, missing: np.ndarray) -> str:
     """Describe the unscored completions of a reward: count, first locations, and error messages."""
-    where = [s.row.location for s in outcome.scored for _ in s.row.completions]
+    where = [location for s in outcome.scored for location in s.row.locations]
     first = ", ".join(where[i] for i in missing[:_PLACES])
     errors = [f"{count} times: {text}" for text, count in outcome.failures.get(name, Counter()).most_common()]
     return f"unscored: {name}: {len(missing)}, e.g. {first}" + "".join(f"\n    {line}" for line in errors)

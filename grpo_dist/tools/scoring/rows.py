@@ -49,7 +49,7 @@ class CompletionRow:
         source: of the problem; "" without one.
         turns: [G] of the turns of an episode, whose last action is the completion, or () for one that was
             given up before its first turn; () without turns.
-        samples: of a table, [G] of a completion's number in the file, from 1, and its row.
+        samples: of a table, [G] of a completion's number in the file, from 1, and its own row.
     """
 
     location: str
@@ -62,7 +62,12 @@ class CompletionRow:
     labels: tuple[float, ...] | None
     turns: tuple[Turns, ...] = ()
     source: str = ""
-    samples: tuple[tuple[int, Mapping[str, Any]], ...] = ()
+    samples: tuple[tuple[int, CompletionRow], ...] = ()
+
+    @property
+    def locations(self) -> list[str]:
+        """[G]: where each completion stands."""
+        return [row.location for _, row in self.samples] or [self.location] * len(self.completions)
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -99,30 +104,32 @@ def _rows(path: Path, columns: Columns) -> Iterator[CompletionRow]:
         rows = pq.read_table(path, columns=read).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path}: cannot be read as a table of samples ({error})") from error
-    for samples in _by_prompt(rows):
-        record, location = _joined([row for _, row in samples]), f"{path}:{samples[0][0]}"
-        yield replace(_row(record, location, columns), samples=samples)
-
-
-def _by_prompt(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[int, Mapping[str, Any]], ...]]:
-    """Yield the numbered rows of each prompt, by `uid`, in the order of `sample`: rewards may compare the
-    samples of a prompt. A row without `uid` stays alone.
-    """
-    of_prompts: dict[Any, list[tuple[int, Mapping[str, Any]]]] = {}
+    of_prompts: dict[Any, list[tuple[int, CompletionRow]]] = {}
     for number, row in enumerate(rows, 1):
-        of_prompts.setdefault(row.get("uid") or number, []).append((number, row))
-    for own in of_prompts.values():
-        yield tuple(sorted(own, key=lambda numbered: numbered[1].get("sample") or 0))
+        turns = [{"action": turn["text"], **turn} for turn in row.pop("turns", None) or ()]
+        own = _row(row | ({"turns": turns} if turns else {}), f"{path}:{number}", columns)
+        of_prompts.setdefault(row.get("uid") or number, []).append((number, own))
+    for samples in of_prompts.values():
+        yield _joined(sorted(samples, key=lambda numbered: numbered[1].record.get("sample") or 0))
 
 
-def _joined(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one record of the rows of a prompt, whose columns of samples are lists."""
-    first = samples[0]
-    record = {name: first[name] for name in _OF_PROMPTS if name in first}
-    record |= {name: [row[name] for row in samples] for name in _OF_SAMPLES if name in first}
-    episodes = record.pop("turns", ())
-    turns = [[{"action": turn["text"], **turn} for turn in episode or ()] for episode in episodes]
-    return record | ({"turns": turns} if any(turns) else {})
+def _joined(samples: Sequence[tuple[int, CompletionRow]]) -> CompletionRow:
+    """Join the rows of a prompt: rewards may compare its samples. Columns of samples are lists."""
+    rows = [row for _, row in samples]
+    record = dict(rows[0].record)
+    for name in record:
+        if name in _OF_SAMPLES:
+            record[name] = [row.record.get(name) for row in rows]
+    labels = [label for row in rows for label in row.labels or ()]
+    return replace(
+        rows[0],
+        record=record,
+        completions=tuple(row.completions[0] for row in rows),
+        finish_reasons=tuple(row.finish_reasons[0] for row in rows),
+        labels=tuple(labels) if len(labels) == len(rows) else None,
+        turns=tuple(row.turns[0] if row.turns else () for row in rows) if any(r.turns for r in rows) else (),
+        samples=tuple(samples),
+    )
 
 
 def _row(record: dict[str, Any], location: str, columns: Columns) -> CompletionRow:

@@ -29,7 +29,8 @@ _DECIDED = (
     ("ntasks", "n", _TASKS),
     ("ntasks-per-node", "", _TASKS),
     ("cpus-per-task", "c", "give --cpus-per-node"),
-    ("gpus-per-node", "", "give --gpus-per-node"),
+    ("gpus-per-node", "", "give --gpus-per-node, and a type of GPU with --sbatch=--constraint=..."),
+    ("no-requeue", "", "a job is requeued after a lost node and before its time limit"),
 )
 _OTHER = ("gpus",)  # an option of its own, although it begins one of the above
 

@@ -583,7 +583,7 @@ def test_a_benchmark_of_other_hardware_is_refused(changes, cluster, words):
 @pytest.mark.parametrize(
     "lacks, words",
     [
-        (("figures", "sync/bytes_per_s"), "made has no number for `figures.sync/bytes_per_s`; expected"),
+        (("figures", "sync/step_s"), "made has no number for `figures.sync/step_s`; expected"),
         (("figures", "generation/step_s"), "`figures.generation/step_s`"),
         (("workload", "prompts_per_step"), "`workload.prompts_per_step`"),
         (("machine", "cores"), "`machine.cores`"),

@@ -122,8 +122,9 @@ def test_offloaded_states_are_in_host_memory():
     planned = gpu(policy={"num_workers": 4, "zero_stage": 2, "offload": {"optimizer": "cpu"}})
     rank = policy_rank(planned, model_of(planned), Sizes.of(planned, gpu=True), LENGTHS)
     states = 4 * 7_615_616_512  # (12 + 4) / 4 ranks
-    written = (2 + 12 / 4) * 7_615_616_512  # by the first rank, from a copy in host memory
-    assert sum(rank.host.values()) == pytest.approx(states + written)
+    own, whole = 12 / 4 * 7_615_616_512, 2 * 7_615_616_512  # written from copies in host memory
+    assert sum(rank.host.values()) == pytest.approx(states + own)
+    assert rank.host_first == pytest.approx({"checkpoint": whole})  # by the first rank
 
 
 def test_rank_0_and_each_process_of_an_engine_hold_a_copy_of_the_weights_for_deltas():

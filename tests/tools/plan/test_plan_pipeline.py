@@ -162,6 +162,13 @@ def test_a_file_that_cannot_be_read_is_named_with_its_stage(tmp_path):
         planned(sampled(tmp_path / "pipeline.yaml", data))
 
 
+def test_a_file_without_rows_is_named_with_its_stage(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("")
+    with pytest.raises(UserError, match=r"(?s)stage `drawn`: .*rows\.jsonl: no rows"):
+        planned(sampled(tmp_path / "pipeline.yaml", data), "drawn.rejection.max_prompts=30")
+
+
 def test_a_sample_stage_has_all_gpus_for_its_engines(tmp_path):
     """Eight engines beside four policy ranks would need twelve."""
     path = sampled(tmp_path / "pipeline.yaml", "demo:add3", rollout={"num_workers": 8})

@@ -213,9 +213,21 @@ def test_a_group_above_the_limit_of_token_values_leaves_it_to_other_steps(tmp_pa
     assert tokens == {"0/tokens/samples/step_000003/0": 100, "0/tokens/samples/step_000001/0": 200}
     (own,) = manifest["runs"]
     assert [e["step"] for e in own["samples"] if e.get("tokens")] == [1, 3]
-    assert "samples/step_000002/0: one group has more than 2,000 tokens" in "\n".join(own["about"]["notices"])
+    assert (
+        "no token values from a group with more than 2,000 tokens on, in 1 table(s), e.g. "
+        "samples/step_000002/0" in "\n".join(own["about"]["notices"])
+    )
     _, found, _, _ = page_of([run], tmp_path, tokens=250)  # 150 are left, and step 1 would need 200
     assert [name for name in found if "/tokens/" in name] == ["0/tokens/samples/step_000003/0"]
+
+
+def test_a_table_with_values_up_to_a_group_above_the_limit_has_a_notice(tmp_path):
+    run = make_run(tmp_path / "run", steps=1, groups=3, samples=2, evals=(),
+                   texts=lambda step, g, i: "7" * (1200 if g == 1 else 50))  # fmt: skip
+    manifest, found, _, _ = page_of([run], tmp_path, tokens=2000)
+    (values,) = (own["tokens"] for name, own in found.items() if "/tokens/" in name)
+    assert sum(map(len, values)) == 100
+    assert "more than 2,000 tokens on, in 1 table(s)" in "\n".join(manifest["runs"][0]["about"]["notices"])
 
 
 def test_a_wrong_tokenizer_is_detected(tmp_path):

@@ -183,11 +183,14 @@ def test_samples_of_a_run_or_an_evaluation_are_scored_as_they_were_written(here,
     write_groups(Path("step_000001.parquet"), [group])
     names = ["--reward", "math", "--reward", "environment", "--reward", "mine:calls"]
     assert main(["score", "step_000001.parquet", *names, "rewards.code_paths=[.]"]) == 0
-    (row,) = lines("step_000001.scored.jsonl")
-    parts = row["score"]["parts"]
+    rows = lines("step_000001.scored.jsonl")
+    parts = {name: [row["score"]["parts"][name] for row in rows] for name in rows[0]["score"]["parts"]}
     assert parts["math"] == group.rewards.tolist()
     assert parts["mine:calls"] == [1, 0, 0, 1] and parts["environment"] == [None, None, 1.0, None]
-    assert row["turns"][2][0]["observation"] == "lower"
+    assert rows[2]["turns"][0]["observation"] == "lower"
+    assert main(["score", "step_000001.scored.jsonl", *names, "rewards.code_paths=[.]"]) == 0
+    again = lines("step_000001.scored.scored.jsonl")
+    assert [row["score"]["parts"] for row in again] == [row["score"]["parts"] for row in rows]
     Path("broken.parquet").write_text("no table")
     assert "broken.parquet: cannot be read as a table of samples" in refusal(capsys, "broken.parquet")
 
@@ -228,6 +231,13 @@ def test_an_episode_that_was_given_up_before_its_first_turn_is_unscored(here):
     assert main(["score", "t.parquet", "--reward", "math"]) == 0
     rewards = [row["score"]["reward"] for row in lines("t.scored.jsonl")]
     assert rewards == [None, *group.rewards.tolist()[1:]]
+
+
+def test_messages_about_a_table_name_the_row(here, capsys):
+    """The rows of a prompt need not be adjacent."""
+    rows = [("p", "sums", "1+1", "2", 0, "b", "stop"), ("q", "sums", "1+2", "3", 0, "x", "stop")]
+    table_of("t.parquet", *rows, ("p", "sums", "1+1", "2", 1, None, "stop"))
+    assert "t.parquet:3: `completion` holds a null" in refusal(capsys, "t.parquet")
 
 
 @pytest.mark.family("costly")

@@ -258,6 +258,7 @@ def test_following_a_job_polls_the_controller_sparingly(slurm, tmp_path, monkeyp
         (("--time", "20", "checkpoint.grace_s=900"), "give at least 24 minutes"),
         (("--sbatch=--job-name=mine",), "submit sets --job-name itself; set `name`"),
         (("--sbatch=-Jmine",), "submit sets --job-name itself"),
+        (("--sbatch=--no-requeue",), "submit sets --no-requeue itself; a job is requeued after a lost node"),
         (("--sbatch=--partition=gpu -d afterok:1",), "submit sets --dependency itself"),
         (("--sbatch=--dep=afterok:1",), "submit sets --dependency itself"),
         (("--sbatch=-o x.log",), "submit sets --output itself; the log is in the run directory"),
