@@ -330,8 +330,9 @@ ANOTHER_UNIT = [
     ("100\\text{ cm}^2", "100\\text{ cm}^3"), ("100\\text{ cm}^2", "100\\text{ cm}"),
     ("100\\text{ square feet}", "100\\text{ feet}"), ("100\\text{ km/h}", "100\\text{ m/s}"),
     ("100\\text{ miles per hour}", "100\\text{ km/h}"), ("9.8\\text{ m/s}^2", "9.8\\text{ m/s}"),
-    ("10\\text{ mL}", "10\\text{ cm}^2"), ("10\\text{ mL}", "10\\text{ L}"), ("3\\text{ g/L}", "3\\text{ g/mL}"),
-    ("7\\text{ m/s/s}", "7\\text{ m/s}"), ("5\\text{ days}", "5\\text{ weeks}"),
+    ("10\\text{ mL}", "10\\text{ cm}^2"), ("10\\text{ mL}", "10\\text{ L}"),
+    ("3\\text{ g/L}", "3\\text{ g/mL}"), ("7\\text{ m/s/s}", "7\\text{ m/s}"),
+    ("5\\text{ days}", "5\\text{ weeks}"),
 ]  # fmt: skip
 
 
