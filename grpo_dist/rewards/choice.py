@@ -66,10 +66,15 @@ _MARKED = re.compile(  # (B) 5   B) 5   B. 5   Option B: 5
     re.DOTALL,
 )
 _COMPUTED = re.compile(
-    r"[\^_+*/=<>,;&|!'(]|-(?!\s*[\d\\])|\\(?:cdot|times|cup|cap|leq?|geq?|neq?|pm|in)(?![A-Za-z])"
+    r"[\^_+*/=<>,;&!']|-(?!\s*[\d\\])|\\(?:cdot|times|cup|cap|leq?|geq?|neq?|pm|in)(?![A-Za-z])"
 )
+_BETWEEN = r"(?:\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)(?![A-Za-z])|\W)*"
 _ANOTHER_OPTION = re.compile(
-    r"\(\s*[A-J]\s*\)|(?<![\w\\])[A-J](?:\)|[.:]\s)|\A\W*[A-J]\W*\Z|\b(?:or|and|nor|not|none)\b|n['’]t\b|\?"
+    r"\(\s*[A-J]\s*\)|(?<![\w\\])[A-J](?:\)|[.:]\s)|\A\W*[A-J]\W*\Z|\?"
+    # "and" and "not" behind the letter or before another; elsewhere they are words of the option.
+    rf"|\A{_BETWEEN}(?:or|and|nor|(?:(?:is|are|was|were|does|do|did)\s+)?not|[a-z]+n['’]t)\b"
+    rf"|\b(?:or|and|nor|not)\b{_BETWEEN}(?:(?:maybe|perhaps|possibly|also|even|option|choice)\b{_BETWEEN})*"
+    r"[A-J](?![\w'’])"
 )
 
 
@@ -77,7 +82,8 @@ def marked_option(answer: str) -> tuple[str, str] | None:
     """Split an answer that begins with the mark of an option into its letter and what the option says.
 
         \\textbf{(D)}\\ 557   ("D", "557")       \\text{B. 5}   ("B", "5")       \\text{Option B}   ("B", "")
-        (A) + 1, (A) or (B)   None
+        \\text{(B) It does not change}   ("B", "It does not change")       (C)\\ (3,5)   ("C", "(3,5)")
+        (A) + 1, (A)(3,5), (A) or (B), (A) not   None
 
     None for an answer without a mark, and where another option or a formula of the letter follows.
     """
@@ -85,7 +91,8 @@ def marked_option(answer: str) -> tuple[str, str] | None:
     if found is None:
         return None
     text = found["text"].strip()
-    if _COMPUTED.match(text) or (text.startswith("-") and not found["gap"]) or _ANOTHER_OPTION.search(text):
+    adjoins = not found["gap"] and text.startswith(("-", "(", "|"))  # a difference or a product
+    if adjoins or _COMPUTED.match(text) or _ANOTHER_OPTION.search(text):
         return None
     return next(filter(None, found.group("bracketed", "closed", "stopped", "named"))), text
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
+from fractions import Fraction
 
 from grpo_dist.rewards.text import DEGREES, LABEL, latex, normalise, percent, quantity, tidy
 
@@ -21,10 +23,11 @@ def label(answer: str) -> str | None:
 
 
 def unit(answer: str) -> str | None:
-    """Return the unit of a number; None without a known unit.
+    """Return the unit of a number in base units, the same for equal units; None without a known unit.
 
-    ``10\\text{ cm}`` -> ``cm``, ``10\\text{ cm}^2`` -> ``cm^2``, ``\\$5`` -> ``dollar``,
-    ``30^\\circ`` -> ``deg``, ``28\\%`` -> ``%``, ``52_8`` -> ``base``
+    ``10\\text{ cm}`` -> ``1/100 m``, ``10\\text{ mL}``, ``10\\text{ cm}^3`` -> ``1/1000000 m^3``,
+    ``7\\text{ m/s/s}`` -> ``m s^-2``, ``\\$5`` -> ``dollar``, ``30^\\circ`` -> ``deg``, ``28\\%`` -> ``%``,
+    ``52_8`` -> ``base``
     """
     plain = tidy(answer)
     if percent(plain) is not None:
@@ -40,38 +43,54 @@ def unit(answer: str) -> str | None:
 
 
 def _unit_named(text: str) -> str | None:
-    """Return the name of a unit: ``centimeters`` -> ``cm``, ``squarefeet`` -> ``ft^2``, ``mph`` -> ``mi/h``.
+    """Return a unit in base units: ``squarefeet`` -> ``145161/1562500 m^2``, ``g/cc``, ``kg/l`` -> the same.
 
     What costs dollars an hour is a number of dollars.
     """
-    text = _COMPOUNDS.get(text, text)
-    parts = text.split("/") if "/" in text else _PER.split(text, maxsplit=1)
-    names = [_power_named(part) for part in parts]
-    known = [name for name in names if name is not None]
-    if len(known) < len(names):
+    parts = _PER.split(_COMPOUNDS.get(text, text))
+    factors = [_factor(part) for part in parts]
+    known = [factor for factor in factors if factor is not None]
+    if len(known) < len(factors) or len(parts) > _LONGEST_UNIT:
         return None
-    return known[0] if known[0] in ("dollar", "cent") else "/".join(known)
+    if known[0][1] == "dollar":
+        known = known[:1]
+    size, powers = Fraction(1), Counter[str]()
+    for place, (factor, base, power) in enumerate(known):
+        size = size / factor if place else size * factor
+        powers[base] += -power if place else power
+    named = (base if power == 1 else f"{base}^{power}" for base, power in sorted(powers.items()) if power)
+    return " ".join([*([str(size)] if size != 1 else []), *named]) or None
 
 
-def _power_named(text: str) -> str | None:
+def _factor(text: str) -> tuple[Fraction, str, int] | None:
+    """Return size, base unit and power of a unit without a quotient: ``cm^2`` -> (1/10000, ``m``, 2)."""
     raised = _POWER.fullmatch(text)
-    if raised is None or (name := _UNIT_NAMES.get(raised["name"])) is None:
+    if raised is None or raised["name"] not in _UNITS:
         return None
-    power = raised["power"] or {"sq": "2", "cu": "3"}.get((raised["word"] or "")[:2], "1")
-    return name if power == "1" else f"{name}^{power}"
+    size, base, power = _UNITS[raised["name"]]
+    exponent = int(raised["power"] or {"sq": 2, "cu": 3}.get((raised["word"] or "")[:2], 1))
+    return size**exponent, base, power * exponent
 
 
+_LONGEST_UNIT = 4  # parts of a quotient
 _COMPOUNDS = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "fps": "ft/s"}
-_PER = re.compile(r"(?<=[a-z\d}])per(?=[a-z])")
+_PER = re.compile(r"/|(?<=[a-z\d}])per(?=[a-z])")
 _POWER = re.compile(r"(?P<word>square|sq\.?|cubic|cu\.?)?(?P<name>[a-z]+?)\.?(?:\^\{?(?P<power>\d)\}?)?")
-_UNIT_NAMES = {
-    alias: names.split()[0]
-    for names in (
-        "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
-        "in inch inches", "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram", "kg kilogram kilo",
-        "oz ounce", "lb lbs pound", "ml milliliter millilitre", "l liter litre", "gal gallon", "s sec second",
-        "min minute", "h hr hrs hour", "day", "week", "month", "year", "deg degree", "rad radian",
-        "dollar", "cent",
+_UNITS = {
+    alias: (Fraction(size), base, power)
+    for names, size, base, power in (
+        ("mm millimeter millimetre", "0.001", "m", 1), ("cm centimeter centimetre", "0.01", "m", 1),
+        ("dm decimeter decimetre", "0.1", "m", 1), ("m meter metre", "1", "m", 1),
+        ("km kilometer kilometre", "1000", "m", 1), ("in inch inches", "0.0254", "m", 1),
+        ("ft foot feet", "0.3048", "m", 1), ("yd yard", "0.9144", "m", 1), ("mi mile", "1609.344", "m", 1),
+        ("ml milliliter millilitre cc", "0.000001", "m", 3), ("l liter litre", "0.001", "m", 3),
+        ("gal gallon", "1", "gal", 1),  # of several sizes
+        ("mg milligram", "0.001", "g", 1), ("g gram", "1", "g", 1), ("kg kilogram kilo", "1000", "g", 1),
+        ("oz ounce", "28.349523125", "g", 1), ("lb lbs pound", "453.59237", "g", 1),
+        ("s sec second", "1", "s", 1), ("min minute", "60", "s", 1), ("h hr hrs hour", "3600", "s", 1),
+        ("day", "86400", "s", 1), ("week", "604800", "s", 1), ("month", "1", "month", 1),
+        ("year", "12", "month", 1), ("deg degree", "1", "deg", 1), ("rad radian", "1", "rad", 1),
+        ("dollar", "1", "dollar", 1), ("cent", "0.01", "dollar", 1),
     )
     for name in names.split()
     for alias in (name, name + "s" * (len(name) > 2))

@@ -13,7 +13,9 @@ from grpo_dist.rewards.text import boxes, latex, tagged_answer
 
 _LONGEST = 20_000  # last characters of a completion that are searched
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-_GAP = r"(?:\s|\\[,;: ]|~)*"
+_SPACE = r"(?:\s|\\[,;: ]|~)"
+_GAP = rf"{_SPACE}*"
+_GAP_IN_LINE = r"(?:[ \t]|\\[,;: ]|~)*"  # a number and a fraction on the next line are two answers
 
 
 def _exponent(name: str) -> str:
@@ -30,14 +32,15 @@ def _braced(name: str) -> str:
 _NUMBER = re.compile(
     rf"(?<![\w^.])(?<!\^\{{)(?<!_\{{)(?:(?P<sign>[-+])(?P<apart>{_GAP}(?:(?:\\?\$|[€£]){_GAP})?))?"
     rf"(?:10{_exponent('alone')}"
-    rf"|(?:(?P<whole>\d+){_GAP})?\\[dtc]?frac{_braced('above')}{_braced('below')}"
-    rf"|(?P<mixed>\d+)\s+(?P<part>\d+)/(?P<of>\d+)(?![\d.])"
+    rf"|(?:(?P<whole>\d+){_GAP_IN_LINE})?\\[dtc]?frac{_braced('above')}{_braced('below')}"
+    rf"|(?P<whole_slash>\d+)[ \t]+(?P<above_slash>\d+)/(?P<below_slash>\d+)(?![\d.])"
     rf"|(?P<plain>{_PLAIN})(?:[eE](?P<power>[-+]?\d{{1,3}})(?![\w]))?"
     rf"(?:\s*/\s*(?:10{_exponent('under')}|(?P<divisor>{_PLAIN})))?)"
     rf"(?:{_GAP}(?:\\(?:times|cdot)(?![A-Za-z])|[*x]){_GAP}10{_exponent('ten')})?"
     rf"(?:\s*\\?(?P<percent>%))?"
 )
-_SUBTRACTED_FROM = re.compile(r"(?:[\w)\]}%]|\S\$)\s*\Z")
+_SUBTRACTED_FROM = re.compile(rf"(?:[\w)\]}}%]|\S\$){_GAP}\Z")
+_SPACE_AT_END, _SPACE_AT_START = re.compile(rf"{_SPACE}\Z"), re.compile(_SPACE)
 
 
 def final_answer(completion: str) -> str:
@@ -94,36 +97,47 @@ def numeric_match(completion: str, gold: str, *, relative: float, absolute: floa
 def last_number(text: str, *, prose: bool = False) -> float | None:
     """Return the last finite number in ``text``; None without one.
 
-    ``10\\text{ cm}^2`` -> 10, ``x_1 = -3/4`` -> -0.75, ``-\\$5`` -> -5, ``10 - 3`` -> 3
+    ``10\\text{ cm}^2`` -> 10, ``x_1 = -3/4`` -> -0.75, ``a loss of -\\$5`` -> -5, ``10 - \\$3`` -> 3,
+    ``3 1/2`` -> 3.5, ``5 7/2`` -> 3.5: a mixed number has a proper fraction, on the same line
 
     ``prose``: "- 3" at the beginning of a line is an item of a list, not a negative number.
     """
     plain = latex(text.replace("{,}", ",").replace("\\!", ""))
     for match in reversed(list(_NUMBER.finditer(plain))):
         try:
-            value = _value(match)
+            parts = _parts(match)
+            value = _value(parts)
         except (OverflowError, ZeroDivisionError):
             continue
         if math.isfinite(value):
-            return -value if _is_negative(match, prose) else value
+            return -value if "sign" in parts and _is_negative(match, prose) else value
     return None
 
 
-def _value(match: re.Match[str]) -> float:
+def _parts(match: re.Match[str]) -> dict[str, str]:
+    """Return the parts of a number by name, the same for all its notations: ``3 1/2``, ``3\\frac{1}{2}``.
+
+    Without the number before an improper fraction, which is another number and has the sign.
+    """
+    parts = {
+        name.partition("_")[0]: text.replace(",", "") for name, text in match.groupdict().items() if text
+    }
+    if "whole" in parts and not 0 < float(parts["above"]) < float(parts["below"]):
+        del parts["whole"]
+        parts.pop("sign", None)
+    return parts
+
+
+def _value(parts: dict[str, str]) -> float:
     """Return the value without its sign. Raises OverflowError and ZeroDivisionError."""
-    given = {name: text.replace(",", "") for name, text in match.groupdict().items() if text}
-    # `10^{3}` and `\frac{1}{2}`, and without braces.
-    given |= {name.removesuffix("_bare"): text for name, text in given.items() if name.endswith("_bare")}
-    ten = int(given.get("ten", 0))
-    if "alone" in given:
-        return float(f"1e{given['alone']}") * 10.0**ten
-    if "above" in given:
-        value = float(given.get("whole", 0)) + float(given["above"]) / float(given["below"])
+    ten = int(parts.get("ten", 0))
+    if "alone" in parts:
+        return float(f"1e{parts['alone']}") * 10.0**ten
+    if "above" in parts:
+        value = float(parts.get("whole", 0)) + float(parts["above"]) / float(parts["below"])
         return value * 10.0**ten
-    if "mixed" in given:
-        return (float(given["mixed"]) + float(given["part"]) / float(given["of"])) * 10.0**ten
-    below = float(f"1e{given['under']}") if "under" in given else float(given.get("divisor", 1))
-    return float(f"{given['plain']}e{int(given.get('power', 0)) + ten}") / below
+    below = float(f"1e{parts['under']}") if "under" in parts else float(parts.get("divisor", 1))
+    return float(f"{parts['plain']}e{int(parts.get('power', 0)) + ten}") / below
 
 
 def _is_negative(match: re.Match[str], prose: bool) -> bool:
@@ -133,6 +147,8 @@ def _is_negative(match: re.Match[str], prose: bool) -> bool:
     before = match.string[: match.start()]
     if prose and match["apart"][0].isspace() and not before.rpartition("\n")[2].strip():
         return False
+    if _SPACE_AT_END.search(before[-2:]) and not _SPACE_AT_START.match(match["apart"]):
+        return True  # "a profit of -$5"; "10 - $3" and "10-$3" subtract
     return _SUBTRACTED_FROM.search(before[-100:]) is None
 
 

@@ -320,13 +320,19 @@ SAME_UNIT = [
     ("100\\text{ cm}^2", "100\\text{ square centimeters}"), ("100", "100\\text{ cm}^3"),
     ("100\\text{ cm}^2", "100\\text{ sq. cm}"), ("5\\text{ cubic feet}", "5\\text{ ft}^{3}"),
     ("100\\text{ km/h}", "100\\text{ kilometers per hour}"), ("60\\text{ mph}", "60\\text{ mi/hr}"),
-    ("9.8\\text{ m/s}^2", "9.8\\text{ m/s^2}"),
+    ("9.8\\text{ m/s}^2", "9.8\\text{ m/s^2}"), ("10\\text{ mL}", "10\\text{ cm}^3"),
+    ("10\\text{ cc}", "10\\text{ milliliters}"), ("7\\text{ m/s}^2", "7\\text{ m/s/s}"),
+    ("7\\text{ m/s}^2", "7\\text{ meters per second per second}"), ("2\\text{ L}", "2\\text{ dm}^3"),
+    ("3\\text{ g/cm}^3", "3\\text{ kg/L}"), ("3\\text{ g/cc}", "3\\text{ g/mL}"),
 ]  # fmt: skip
 ANOTHER_UNIT = [
     ("\\$5", "5\\text{ cents}"), ("5\\text{ cents}", "\\$5"), ("\\$5", "5\\text{ hours}"),
     ("100\\text{ cm}^2", "100\\text{ cm}^3"), ("100\\text{ cm}^2", "100\\text{ cm}"),
     ("100\\text{ square feet}", "100\\text{ feet}"), ("100\\text{ km/h}", "100\\text{ m/s}"),
     ("100\\text{ miles per hour}", "100\\text{ km/h}"), ("9.8\\text{ m/s}^2", "9.8\\text{ m/s}"),
+    ("10\\text{ mL}", "10\\text{ cm}^2"), ("10\\text{ mL}", "10\\text{ L}"),
+    ("3\\text{ g/L}", "3\\text{ g/mL}"), ("7\\text{ m/s/s}", "7\\text{ m/s}"),
+    ("5\\text{ days}", "5\\text{ weeks}"),
 ]  # fmt: skip
 
 

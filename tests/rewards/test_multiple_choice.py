@@ -44,6 +44,11 @@ REPEATED = [
     ("5\\text{ cm}", "\\text{(B) 5 cm}"), ("D", "\\textbf{(D)}\\ 557"), ("B", "\\text{(B) } 5"),
     ("B", "\\text{B) } 5"), ("B", "B. 5"), ("B", "\\text{B. 5}"), ("(B)", "\\text{Option B}"),
     ("B", "\\text{Choice B}"), ("12D", "(D) 12"),
+    ("C", "\\textbf{(C)}\\ (3,5)"), ("(3,5)", "\\textbf{(C)}\\ (3,5)"), ("B", "(B)\\ |x|"),
+    ("|x|", "(B)\\ |x|"),
+    ("B", "\\text{(B) The ball and the bat}"), ("B", "B. It does not change"), ("B", "B. It doesn't change"),
+    ("D", "(D)\\ 3 \\text{ and } 4"), ("3, 4", "(D)\\ 3 \\text{ and } 4"), ("D", "D. None of these"),
+    ("D", "\\text{(D) Not enough information}"),
 ]  # fmt: skip
 NOT_REPEATED = [
     ("13", "\\textbf{(D)}\\ 12"), ("B", "\\textbf{(D)}\\ 12"), ("B", "\\text{A. B}"),
@@ -51,6 +56,11 @@ NOT_REPEATED = [
     ("B", "(B), (C)"), ("B", "(B) C"), ("B", "\\text{not (B)}"), ("A", "(A) + 1"), ("A", "(A)^2"),
     ("A", "(A)-1"), ("1", "(A)-1"), ("5", "(A) \\cdot 5"), ("5\\text{ cm}", "(B) 5\\text{ in}"),
     ("579", "\\textbf{(D)}\\ 123 + 456"), ("5", "\\textbf{(D)}"),
+    ("A", "(A) \\text{ or } (B)"), ("A", "(A)(B)"), ("A", "(A)(3,5)"), ("A", "(A)|x|"),
+    ("A", "(A) \\text{ or } B"), ("A", "(A) 5 \\text{ or } B"), ("A", "\\text{(A) 5, or maybe option B}"),
+    ("A", "\\text{(A) 5, not B}"),
+    ("A", "\\text{(A) is not right}"), ("A", "\\text{(A) isn't right}"), ("A", "(A) \\text{ and more}"),
+    ("3", "(D)\\ 3 \\text{ and } 4"), ("4", "(D)\\ 3 \\text{ and } 4"), ("A", "(A) | B"),
 ]  # fmt: skip
 
 
