@@ -430,7 +430,8 @@ def a_benchmark(config, **figures):
     """What a benchmark of ``config`` on one H100 writes."""
     own = {
         "share/generation": 0.6, "share/overhead": 0.4, "generation/step_s": 2.0, "training/step_s": 1.0,
-        "scoring/step_s": 0.1, "sync/bytes_per_s": 5e9, "sync/step_s": 0.2, "overhead/driver_cpu_s": 0.05, "overhead/step_s": 0.1,
+        "scoring/step_s": 0.1, "sync/bytes_per_s": 5e9, "sync/step_s": 0.2,
+        "overhead/driver_cpu_s": 0.05, "overhead/step_s": 0.1,
         "of_limit/generation": 0.9, "of_limit/training": 0.8,
     }  # fmt: skip
     lengths = [200] * (2 * config.batch.prompts_per_step * config.batch.samples_per_prompt)
