@@ -174,7 +174,7 @@ class TrainingCluster:
 
     def export(self, directory: str | Path) -> Path:
         """Write the policy in Hugging Face format, with its tokenizer, and return the directory. It replaces
-        an earlier model there. Raises UserError where the directory holds anything else.
+        an earlier export there. Raises UserError where the directory holds anything else.
         """
         path = Path(directory)
         with self._logged("export", f"the policy is written to {path}"):
