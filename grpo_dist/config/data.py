@@ -299,7 +299,7 @@ class DynamicSamplingConfig(Section):
     max_extra_prompts: PositiveInt | None = Field(
         None,
         description="most extra prompts per step; null: three times batch.prompts_per_step. Fewer with small "
-        "data, as all batches in flight take at most one epoch",
+        "data: all batches in flight take at most one epoch, and of weighted sources no prompt twice",
     )
     oversample: Annotated[float, Field(ge=1)] = Field(
         1.0,

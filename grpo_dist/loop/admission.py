@@ -22,9 +22,8 @@ class Admission:
     def of(
         cls, batch: BatchConfig, dynamic: DynamicSamplingConfig, *, max_staleness: int, prompts: int
     ) -> Admission:
-        """Read the bounds from the configuration, for a run of so many ``prompts``.
-
-        All that is on its way holds one epoch at most, so that no prompt is in it twice.
+        """Read the bounds from the configuration. ``prompts``: how many can be drawn and none of them twice,
+        see `mixture.most_at_once`; all that is on its way holds so many at most.
         """
         own = batch.prompts_per_step
         asked = (dynamic.max_extra_prompts or 3 * own) if dynamic.enabled else 0
@@ -39,7 +38,7 @@ class Admission:
         """Return how many prompts hold one that may be launched: it is not on its way, and no step has just
         taken it.
         """
-        return min(prompts, self.most + 2 * self.extra)
+        return max(self.most, min(prompts, self.most + 2 * self.extra))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +57,12 @@ class Drawn:
     def of(
         cls, batch: BatchConfig, dynamic: DynamicSamplingConfig, *, max_staleness: int, prompts: int
     ) -> Drawn:
-        """Read the numbers from the configuration, for a run of so many ``prompts``.
+        """Read the numbers from the configuration. ``prompts``: how many can be drawn and none of them twice,
+        see `mixture.most_at_once`.
 
-        Together, all batches on their way hold one epoch at most. If each could hold a whole one, several
-        epochs would be sampled at once, and some prompts twice before others once.
+        Together, all batches on their way hold so many at most, or the steps' own prompts where these are
+        more. If each could hold a whole epoch, several would be sampled at once, and some prompts twice
+        before others once.
         """
         if batch.order == "finished":
             admission = Admission.of(batch, dynamic, max_staleness=max_staleness, prompts=prompts)

@@ -194,7 +194,8 @@ class Chores(StepChores):
                 if self._stop_requested():
                     await self._preempt(step, saving)
                 elif saving is None:
-                    saving = asyncio.create_task(self._save(step), name=f"save of step {step}")
+                    state = self._progress(step)  # before the loop can receive the batch
+                    saving = asyncio.create_task(self._save(state), name=f"save of step {step}")
                 else:
                     saving.result()  # bounded: it is done
                     saving = None
@@ -212,13 +213,13 @@ class Chores(StepChores):
         flight are given up first: on shared GPUs the policy would wait for them.
         """
         await self._parts.pipeline.cancel()
-        await (self._save(step) if saving is None else saving)
+        await (self._save(self._progress(step)) if saving is None else saving)
         await self._end(step)
 
-    async def _save(self, step: int) -> None:
+    async def _save(self, progress: Progress) -> None:
         if self._concurrent is not None:
-            await self._concurrent.keep(step)
-        await super()._save(step)
+            await self._concurrent.keep(progress.step)
+        await super()._save(progress)
 
     def _progress(self, step: int) -> Progress:
         due = self._concurrent.due if self._concurrent is not None else ()

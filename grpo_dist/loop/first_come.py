@@ -43,7 +43,10 @@ class FirstCome(Pipeline):
     def _restore(self, state: PipelineState, *, first: int) -> None:
         super()._restore(state, first=first)
         bounds = Admission.of(
-            self._batch_config, self._dynamic, max_staleness=self._max_staleness, prompts=len(self._prompts)
+            self._batch_config,
+            self._dynamic,
+            max_staleness=self._max_staleness,
+            prompts=self._most_at_once,
         )
         self._most, self._extra = bounds.most, bounds.extra
         self._step = self._label = first  # the next to train, and that of the last launch

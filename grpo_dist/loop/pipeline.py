@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from grpo_dist.config import Config
 from grpo_dist.data.by_length import LengthOrder
 from grpo_dist.data.curriculum import Curriculum
+from grpo_dist.data.mixture import most_at_once
 from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
 from grpo_dist.data.own_order import OwnOrder
 from grpo_dist.data.pools import PoolOrder
@@ -59,6 +60,7 @@ class Pipeline:
         )
         self._order_indices = {batch: list(own) for batch, own in state.order_indices.items()}
         self._order = order_of(config, prompts, state.order)
+        self._most_at_once = most_at_once(config.data.weights, prompts)
         self._drops_solved = config.data.drop_solved is not None
         self._restore(state, first=first)
 
@@ -206,7 +208,8 @@ def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> Pr
     """Build the order of a run's prompts from its ``state``."""
     own, dynamic, data = config.batch.prompts_per_step, config.dynamic_sampling, config.data
     by_group = config.batch.order == "finished"
-    bounds = Drawn.of(config.batch, dynamic, max_staleness=config.max_staleness, prompts=len(prompts))
+    most = most_at_once(data.weights, prompts)
+    bounds = Drawn.of(config.batch, dynamic, max_staleness=config.max_staleness, prompts=most)
     drawn, in_flight = bounds.per_batch, bounds.in_flight
     taken = 1 if by_group else drawn  # of an order that gives each prompt once
     samples = config.batch.samples_per_prompt

@@ -130,7 +130,7 @@ class StepChores:
         """
         due = is_due(step, self._times.save_every) or step == self._times.last
         if due or self._stop_requested() or self._node_leaves():
-            await self._save(step)
+            await self._save(self._progress(step))
         if self._stop_requested():  # asked again: it may have come while saving
             await self._end(step)
 
@@ -138,8 +138,11 @@ class StepChores:
         """Return whether a node is about to go since the last save."""
         return not self._left.issuperset(self._workers.leaving_nodes())
 
-    async def _save(self, step: int) -> None:
-        leaving = self._workers.leaving_nodes()
+    async def _save(self, progress: Progress) -> None:
+        """Save ``progress``, the state that fits the policy's weights. The caller takes it, before anything
+        is awaited: a batch that the loop receives meanwhile would be missing in it.
+        """
+        step, leaving = progress.step, self._workers.leaving_nodes()
         for node in sorted(leaving - self._left):
             self._recorder.warn(
                 f"node {node} of the policy is drained: the state after step {step} is saved at once, and "
@@ -148,7 +151,7 @@ class StepChores:
         self._left |= leaving
         self._recorder.phase("save")
         self._recorder.flush()
-        await self._checkpoints.save(step, self._workers, self._progress(step))
+        await self._checkpoints.save(step, self._workers, progress)
         self._saved_step = step
 
     def _progress(self, step: int) -> Progress:

@@ -1,7 +1,12 @@
-"""Write a trained model in Hugging Face format."""
+"""Write a trained model in Hugging Face format.
+
+An export lists its files in `.export.json`, which loaders of models do not read. So a later export to the
+same directory knows what it may delete, whatever files the tokenizer and the own code of the model have.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,12 +18,14 @@ from grpo_dist.runtime.files import clear, publish
 from grpo_dist.runtime.json_files import read_json
 
 _ADAPTER = "adapter"
+_LIST = ".export.json"
+# In exports without a list. A model's own code may have other names, but so may a user's scripts.
 _FOLDERS = (_ADAPTER, "additional_chat_templates")
 _FILES = (
     "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "*.model", "*.tiktoken", "chat_template.*", "configuration_*.py", "modeling_*.py",
-    "tokenization_*.py",
+    "tokenization_*.py", "tekken.json", "tokenizer.model.*", "*.spm", _LIST,
 )  # fmt: skip
 
 
@@ -30,8 +37,8 @@ def write_model(
     tokenizer_dir: str,
     trust_remote_code: bool,
 ) -> None:
-    """Write ``weights`` of ``model`` (safetensors) with its tokenizer, and any ``low_rank`` adapters to
-    `adapter`. The directory appears only when it is complete.
+    """Write ``weights`` of ``model`` (safetensors) with its tokenizer, any ``low_rank`` adapters to
+    `adapter`, and the list of all files. The directory appears only when it is complete.
     """
     from transformers import AutoTokenizer
 
@@ -44,6 +51,8 @@ def write_model(
     tokenizer.save_pretrained(partial)
     if low_rank:
         write_adapter(model, low_rank, partial / _ADAPTER, base_model=tokenizer_dir)
+    files = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if not path.is_dir())
+    (partial / _LIST).write_text(json.dumps({"files": files}, indent=1))
     if directory.exists():
         shutil.rmtree(directory)
     publish(partial, directory)
@@ -60,6 +69,28 @@ def why_no_export(directory: Path) -> str:
         return ""
     if not directory.is_dir():
         return "it is a file"
+    listed = _listed_files(directory)
+    return _why_not_by_name(directory) if listed is None else _why_not_listed(directory, listed)
+
+
+def _listed_files(directory: Path) -> set[Path] | None:
+    """Return the files that the list of an export names; None where it has none that can be read."""
+    try:
+        found = read_json(directory / _LIST)
+        return {directory / name for name in (_LIST, *found["files"])}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _why_not_listed(directory: Path, listed: set[Path]) -> str:
+    for path in sorted(directory.rglob("*")):
+        if path.is_symlink() or not (path.is_dir() or path in listed):
+            return f"the export there did not write its {path.relative_to(directory)}"
+    return ""
+
+
+def _why_not_by_name(directory: Path) -> str:
+    """Judge an export of an earlier version, or a copy that lacks the list."""
     entries = sorted(directory.iterdir())
     for entry in entries:
         fits = entry.name in _FOLDERS if entry.is_dir() else any(map(entry.match, _FILES))

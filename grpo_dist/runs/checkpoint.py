@@ -133,7 +133,7 @@ class Checkpoints:
         try:
             async with deadline(self._config.cluster.timeouts.save_s, f"checkpoint: {final} is published"):
                 await in_thread(lambda: self._publish(step, partial, final, progress, abandoned))
-        except TimeoutError:
+        except BaseException:  # also where the save is cancelled: the thread goes on
             abandoned.set()
             raise
 

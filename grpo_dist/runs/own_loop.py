@@ -143,14 +143,15 @@ class TrainingCluster:
 
         As in `train`, a step that fails the checks of `health` is not trained on: see `health/low_signal`.
         An update that Ctrl-C interrupts still ends, and counts: `sync` waits for it, and so does `update`,
-        which returns its metrics where ``groups`` are the same.
+        which returns its metrics where ``groups`` and ``advantages`` are the same.
 
         Args:
             advantages: [G] of each group, used as they are; None: those of `algorithm.advantage`.
 
         Raises:
             UserError: the samples are older than `max_staleness` updates; the groups are not scored, or do
-                not divide into `batch.updates_per_step`; the advantages do not fit.
+                not divide into `batch.updates_per_step`; the advantages do not fit, or differ from those of
+                an interrupted update of the same groups.
             Unhealthy: engine and policy are not the same model, the weights are not finite, or `health` says
                 so.
             StateLost: a policy rank is lost.
@@ -173,7 +174,7 @@ class TrainingCluster:
 
     def export(self, directory: str | Path) -> Path:
         """Write the policy in Hugging Face format, with its tokenizer, and return the directory. It replaces
-        an earlier model there. Raises UserError where the directory holds anything else.
+        an earlier export there. Raises UserError where the directory holds anything else.
         """
         path = Path(directory)
         with self._logged("export", f"the policy is written to {path}"):

@@ -21,7 +21,7 @@ from grpo_dist.config import (
     SFTConfig,
 )
 from grpo_dist.data.demonstrations import Demonstration
-from grpo_dist.data.mixture import check_weights
+from grpo_dist.data.mixture import check_weights, most_at_once
 from grpo_dist.data.pools import check_pools
 from grpo_dist.data.prompts import BuiltPrompts, Dropped, PromptFormat, build_prompts, check_overlap
 from grpo_dist.data.readers import DataRow, read_all, source_name
@@ -134,9 +134,8 @@ def prepared(
             f"without repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
     check_pools(config.data, prompts, [source_name(source) for source, _ in train_rows])
-    drawn = Drawn.of(
-        config.batch, config.dynamic_sampling, max_staleness=config.max_staleness, prompts=len(prompts)
-    )
+    most = most_at_once(config.data.weights, prompts)
+    drawn = Drawn.of(config.batch, config.dynamic_sampling, max_staleness=config.max_staleness, prompts=most)
     check_weights(config.data, prompts, in_flight=drawn.in_flight)
     with stage("evaluation sets", quiet=True):
         eval_sets = prepare_eval(sections, eval_rows, tokenizer, prompts, warn)

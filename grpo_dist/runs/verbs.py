@@ -58,11 +58,19 @@ class RunningUpdate:
     """An update that nobody has the metrics of yet."""
 
     groups: tuple[ScoredGroup, ...]
+    advantages: list[np.ndarray] | None  # of the caller; float32 [G] of each group
     task: asyncio.Task[dict[str, float]]
 
     def trains(self, groups: Sequence[ScoredGroup]) -> bool:
         """Return whether it trains on exactly these ``groups``."""
         return len(groups) == len(self.groups) and all(map(operator.is_, groups, self.groups))
+
+    def uses(self, advantages: list[np.ndarray] | None) -> bool:
+        """Return whether it trains with equal ``advantages``."""
+        if advantages is None or self.advantages is None:
+            return advantages is self.advantages
+        pairs = zip(advantages, self.advantages, strict=False)
+        return len(advantages) == len(self.advantages) and all(np.array_equal(a, b) for a, b in pairs)
 
 
 class Verbs:
@@ -171,12 +179,22 @@ class Verbs:
         self, scored: Sequence[ScoredGroup], advantages: Sequence[np.ndarray] | None
     ) -> dict[str, float]:
         """Train, to the end also where this call is cancelled: the ranks do not stop halfway. The same groups
-        once more then get the metrics of that update.
+        and advantages once more then get the metrics of that update.
+
+        Raises UserError where only the advantages are others.
         """
+        # Copies: the caller may write into its own.
+        own = None if advantages is None else [np.array(a, np.float32) for a in advantages]
         if self._running is None or not self._running.trains(scored):
             await self._settled()
-            task = asyncio.create_task(self._update(scored, advantages), name=f"update {self.step + 1}")
-            self._running = RunningUpdate(tuple(scored), task)
+            task = asyncio.create_task(self._update(scored, own), name=f"update {self.step + 1}")
+            self._running = RunningUpdate(tuple(scored), own, task)
+        elif not self._running.uses(own):
+            await self._settled()
+            raise UserError(
+                "update(): an update of these groups with other advantages was interrupted, has ended since "
+                "and counts; sample again"
+            )
         return await self._result_of(self._running)
 
     async def _settled(self) -> None:
@@ -193,17 +211,16 @@ class Verbs:
         return running.task.result()  # bounded: it is done
 
     async def _update(
-        self, scored: Sequence[ScoredGroup], advantages: Sequence[np.ndarray] | None
+        self, scored: Sequence[ScoredGroup], advantages: list[np.ndarray] | None
     ) -> dict[str, float]:
         step, timer, groups = self.step, Stopwatch(), [s.group for s in scored]
         _check_division(self._config.batch.updates_per_step, len(groups))
         self._check_staleness(groups)
         if advantages is not None:
             _check_own_advantages(self._config.algorithm, self._config.distillation)
-        own = None if advantages is None else _checked(advantages, groups)
-        staged = await self._staging.take(
-            step, ScoredBatch(list(scored), advantages=own), kl_coef=self._kl.coef
-        )
+            _check_fit(advantages, groups)
+        batch = ScoredBatch(list(scored), advantages=advantages)
+        staged = await self._staging.take(step, batch, kl_coef=self._kl.coef)
         metrics = dict(staged.metrics)
         if self._synced == step:
             metrics |= await self._probe.finish(step, timer)
@@ -311,15 +328,14 @@ def _check_own_advantages(algorithm: AlgorithmConfig, distillation: Distillation
         )
 
 
-def _checked(advantages: Sequence[np.ndarray], groups: Sequence[Group]) -> list[np.ndarray]:
-    """Return ``advantages`` as float32 [G] for each group. Raises UserError where they do not fit."""
-    found = [np.asarray(own, np.float32) for own in advantages]
+def _check_fit(advantages: list[np.ndarray], groups: Sequence[Group]) -> None:
+    """Raise UserError where ``advantages`` are not finite numbers [G] for each group."""
     wanted = [(len(group.rollouts),) for group in groups]
-    if [own.shape for own in found] != wanted:
+    found = [own.shape for own in advantages]
+    if found != wanted:
         raise UserError(
-            f"update(): advantages have the shapes {[own.shape for own in found]}; expected one array for "
+            f"update(): advantages have the shapes {found}; expected one array for "
             f"each group, with a number for each sample: {wanted}"
         )
-    if not all(np.isfinite(own).all() for own in found):
+    if not all(np.isfinite(own).all() for own in advantages):
         raise UserError("update(): advantages have a NaN or infinity; use 0 for what is not to be trained on")
-    return found

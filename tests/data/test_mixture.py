@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from grpo_dist.config import DataConfig
-from grpo_dist.data.mixture import Mixture, check_weights
+from grpo_dist.data.mixture import Mixture, check_weights, most_at_once
 from grpo_dist.data.order import OrderState
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.loop.admission import Drawn
@@ -75,22 +75,58 @@ def test_a_source_that_is_too_small_for_its_weight_is_refused():
         check_weights(data, PROMPTS, in_flight=24)
 
 
-@pytest.mark.parametrize(("order", "in_flight"), [("launched", 32), ("finished", 30)])
-def test_a_weight_counts_the_prompts_that_dynamic_sampling_may_draw(order, in_flight):
-    """Four a step and one step ahead are 8 on their way, of which 4 prompts give a half; with those that
-    replace groups without a signal they are not.
-    """
-    train = [{"path": f"{name}.jsonl", "weight": 1.0} for name in ("code", "chat")]
-    prompts = [replace(p, source="code" if i < 4 else "chat") for i, p in enumerate(fakes.prompts(64))]
-    batch = {"prompts_per_step": 4, "samples_per_prompt": 2, "order": order}
-    for dynamic in (False, True):
-        config = fakes.config(
-            data={"train": train}, batch=batch, max_staleness=1, dynamic_sampling={"enabled": dynamic}
-        )
-        drawn = Drawn.of(config.batch, config.dynamic_sampling, max_staleness=1, prompts=64)
-        if dynamic:
-            assert drawn.in_flight == in_flight
-            with pytest.raises(ValueError, match=rf"code has 4 prompts.*{in_flight}.*max_extra_prompts"):
-                check_weights(config.data, prompts, in_flight=drawn.in_flight)
-        else:
-            check_weights(config.data, prompts, in_flight=drawn.in_flight)
+@pytest.mark.parametrize("extra", [None, 400])
+@pytest.mark.parametrize(
+    ("order", "weights", "counts", "own", "staleness", "most"),
+    [
+        ("launched", (1, 1), (4000, 600), 256, 1, 1200),
+        ("launched", (1, 1), (400, 600), 128, 1, 800),
+        ("launched", (1, 1), (40, 60), 32, 0, 80),
+        ("launched", (7, 93), (7, 93), 32, 0, 100),
+        ("launched", (1, 1), (4, 60), 4, 1, 8),
+        ("finished", (1, 1), (4000, 600), 256, 1, 1200),
+        ("finished", (7, 93), (7, 93), 32, 1, 100),
+        ("finished", (1, 1), (4, 60), 4, 1, 8),
+    ],
+)
+def test_dynamic_sampling_replaces_as_many_groups_as_the_sources_allow(
+    order, weights, counts, own, staleness, most, extra
+):
+    """The steps' own prompts fit, so the mixture trains; those that replace groups fill what is left."""
+    sources = ["code"] * counts[0] + ["chat"] * counts[1]
+    prompts = [replace(p, source=s) for p, s in zip(fakes.prompts(sum(counts)), sources, strict=True)]
+    train = [{"path": f"{s}.jsonl", "weight": w} for s, w in zip(("code", "chat"), weights, strict=True)]
+    config = fakes.config(
+        data={"train": train},
+        batch={"prompts_per_step": own, "samples_per_prompt": 2, "order": order},
+        max_staleness=staleness,
+        dynamic_sampling={"enabled": True, "max_extra_prompts": extra},
+    )
+    assert most_at_once(config.data.weights, prompts) == most
+    drawn = Drawn.of(config.batch, config.dynamic_sampling, max_staleness=staleness, prompts=most)
+    assert own <= drawn.per_batch <= drawn.in_flight <= most
+    if order == "launched" and extra is None:
+        assert drawn.per_batch == min(4 * own, most // (1 + staleness))
+    check_weights(config.data, prompts, in_flight=drawn.in_flight)
+    taken = order_of(config, prompts, OrderState()).take(0)
+    assert len(taken) == (drawn.per_batch if order == "launched" else 1)
+
+
+@pytest.mark.parametrize(("order", "in_flight"), [("launched", 16), ("finished", 8)])
+def test_a_source_that_is_too_small_for_the_steps_own_prompts_is_refused(order, in_flight):
+    config = fakes.config(
+        data={"train": [{"path": f"{name}.jsonl", "weight": 1.0} for name in ("code", "chat")]},
+        batch={"prompts_per_step": 8, "samples_per_prompt": 2, "order": order},
+        max_staleness=1,
+        dynamic_sampling={"enabled": True},
+    )
+    prompts = [replace(p, source="code" if i < 3 else "chat") for i, p in enumerate(fakes.prompts(64))]
+    most = most_at_once(config.data.weights, prompts)
+    drawn = Drawn.of(config.batch, config.dynamic_sampling, max_staleness=1, prompts=most)
+    assert most == 6 and drawn.in_flight == in_flight
+    with pytest.raises(ValueError, match=rf"code has 3 prompts.*50% of the {in_flight}"):
+        check_weights(config.data, prompts, in_flight=in_flight)
+
+
+def test_all_prompts_can_be_drawn_at_once_without_weights():
+    assert most_at_once({}, PROMPTS) == 100

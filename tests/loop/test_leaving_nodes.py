@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from grpo_dist.config import DynamicSamplingConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import Preempted
 from tests.support import fakes
+from tests.support.evaluation_engines import EVERY_2, HELD, OwnWorld
 from tests.support.patience import HANG_S
 
 
@@ -166,3 +168,54 @@ def test_a_save_that_fails_while_samples_are_missing_ends_the_run_at_once():
     with pytest.raises(OSError, match="no space left"):
         train_in_turns(world, lambda: None)
     assert len(world.updates) == 2
+
+
+class Snapshot(OwnWorld):
+    """The snapshot of step 2 goes to disk until all samples of the fourth step are there, for which a node is
+    drained meanwhile.
+    """
+
+    def __init__(self, directory):
+        super().__init__(directory)
+        self.leaving, self.saving = set(), asyncio.Event()
+        self.engines.gate.clear()
+        self._write, self.engines.written = self.engines.written, self.written
+
+    def workers(self, reference=False):
+        return replace(super().workers(reference), leaving_nodes=lambda: frozenset(self.leaving))
+
+    def phase(self, name):
+        super().phase(name)
+        if name == "sample" and len(self.updates) == 3:
+            self.leaving = {"a"}
+
+    async def written(self):
+        if self.leaving:
+            self.saving.set()
+            while len(self.sampled) < 16:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)  # the loop has its batch
+        await self._write()
+
+    async def sample(self, prompt, **how):
+        if not prompt.uid.startswith("held") and len(self.updates) == 3:
+            await self.saving.wait()
+        return await super().sample(prompt, **how)
+
+    async def save(self, step, workers, progress):
+        await super().save(step, workers, progress)
+        self.engines.gate.set()
+
+
+def test_a_batch_that_is_finished_while_a_save_waits_for_a_snapshot_is_in_the_checkpoint(tmp_path):
+    """It was in neither the state nor the policy, and the resumed run went on with the batch after it."""
+    world, resumed = Snapshot(tmp_path), fakes.World(jitter=False)
+    config = fakes.config(steps=5, checkpoint={"every": 0}, evaluation=EVERY_2 | {"before": False})
+    config = config.model_copy(update={"dynamic_sampling": DynamicSamplingConfig(enabled=True)})
+    prompts = fakes.prompts(40)
+    whole = run(config, world.workers(), prompts, HELD, world, world)
+    asyncio.run(asyncio.wait_for(whole, HANG_S))
+    progress = world.saved[3]
+    assert sorted(world.saved) == [3, 5] and 3 in progress.pipeline.order_indices
+    asyncio.run(run(config, resumed.workers(), prompts, HELD, resumed, resumed, progress))
+    assert resumed.ledger_entries == {step: world.ledger_entries[step] for step in (4, 5)}

@@ -1,4 +1,4 @@
-"""The export of models whose generation config transformers loads, but refuses to save."""
+"""The export of models whose generation config transformers refuses to save; what an export replaces."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_dist.config import LoRAConfig, PolicyConfig
 from grpo_dist.policy.export import why_no_export, write_model
@@ -56,3 +56,61 @@ def test_an_export_is_recognised_as_one_also_with_an_adapter(tiny_model, tmp_pat
     for _ in range(2):
         write_model(model, whole, low_rank, out, str(tiny_model), trust_remote_code=False)
         assert (out / "adapter" / "adapter_model.safetensors").is_file() and why_no_export(out) == ""
+
+
+class OwnTokenizer:
+    """Saves files of names that belong to it alone."""
+
+    def save_pretrained(self, directory):
+        (directory / "pieces").mkdir()
+        for name in ("ranks.bin", "pieces/common.txt"):
+            (directory / name).write_text("1")
+
+
+@pytest.fixture
+def exported(tiny_model, tmp_path, monkeypatch):
+    """A function that exports a model with a tokenizer of its own kind, and the directory."""
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: OwnTokenizer())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+
+    def export():
+        write_model(model, model.state_dict(), {}, tmp_path / "out", str(tiny_model), trust_remote_code=True)
+
+    export()
+    return export, tmp_path / "out"
+
+
+def test_an_export_may_be_repeated_whatever_files_its_tokenizer_saves(exported):
+    export, out = exported
+    for _ in range(2):
+        assert (out / "pieces/common.txt").is_file() and why_no_export(out) == ""
+        export()
+    AutoModelForCausalLM.from_pretrained(out)
+
+
+@pytest.mark.parametrize("added", ["notes.txt", "pieces/mine.txt", "other.safetensors"])
+def test_an_export_with_a_file_that_was_added_is_not_replaced(exported, added):
+    _, out = exported
+    (out / added).write_text("kept")
+    assert why_no_export(out) == f"the export there did not write its {added}"
+
+
+def test_an_export_with_a_link_in_place_of_a_file_is_not_replaced(exported, tmp_path):
+    _, out = exported
+    (out / "ranks.bin").rename(tmp_path / "moved.bin")
+    (out / "ranks.bin").symlink_to(tmp_path / "moved.bin")
+    assert why_no_export(out) == "the export there did not write its ranks.bin"
+
+
+@pytest.mark.parametrize("listed", [None, "{", "[]", "3", '{"files": 3}', '{"files": [3]}'])
+def test_an_export_without_a_list_is_recognised_by_the_names_of_its_files(exported, listed):
+    _, out = exported
+    (out / ".export.json").unlink()
+    if listed is not None:
+        (out / ".export.json").write_text(listed)
+    shutil.rmtree(out / "pieces")
+    assert why_no_export(out) == "an export does not write its ranks.bin"
+    (out / "ranks.bin").rename(out / "tekken.json")
+    assert why_no_export(out) == ""
+    (out / "train.py").write_text("")
+    assert why_no_export(out) == "an export does not write its train.py"

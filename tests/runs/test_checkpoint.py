@@ -126,6 +126,36 @@ def test_a_checkpoint_that_is_late_does_not_appear_once_the_run_has_gone_back(tm
     assert json.loads((newest / "state.json").read_text())["kl_coef"] == 0.25
 
 
+def test_a_save_that_is_cancelled_does_not_appear_once_the_run_has_gone_back(tmp_path, monkeypatch):
+    """A save for a drained node is cancelled where the batch on its way fails."""
+    config = fakes.config(checkpoint={"background": False})
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+    publish = Checkpoints._publish
+
+    def slow_manifest(partial):
+        begun.set()
+        may_end.wait(HANG_S)
+        write_manifest(partial)
+
+    def published(self, *how):
+        publish(self, *how)
+        ended.set()
+
+    async def cancelled():
+        saving = asyncio.create_task(Checkpoints(tmp_path, config, PROMPTS).save(3, Disk(), Progress(3)))
+        assert await asyncio.to_thread(begun.wait, HANG_S)
+        saving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+        may_end.set()
+        assert await asyncio.to_thread(ended.wait, HANG_S)
+
+    monkeypatch.setattr("grpo_dist.runs.checkpoint.write_manifest", slow_manifest)
+    monkeypatch.setattr(Checkpoints, "_publish", published)
+    asyncio.run(cancelled())
+    assert list_checkpoints(tmp_path) == []
+
+
 def test_a_foreground_checkpoint_exists_before_the_loop_continues(tmp_path):
     config = fakes.config(checkpoint={"background": False})
     asyncio.run(Checkpoints(tmp_path, config, PROMPTS).save(1, Disk(), Progress()))

@@ -319,7 +319,7 @@ def test_a_call_that_is_open_when_the_block_ends_raises(started):
         loop.run(asyncio.sleep(0))
 
 
-def interrupted_update(cluster, groups, begun, monkeypatch):
+def interrupted_update(cluster, groups, begun, monkeypatch, advantages=None):
     """Call `update`, and press Ctrl-C once the ranks have ``begun``."""
 
     def interrupt(future):
@@ -329,7 +329,7 @@ def interrupted_update(cluster, groups, begun, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(own_loop, "_result", interrupt)
-        cluster.update(groups)
+        cluster.update(groups, advantages=advantages)
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -356,6 +356,38 @@ def test_an_interrupted_update_is_made_once_and_synced_whole(started, monkeypatc
         assert world.version == cluster.step == len(world.updates) == 1
         assert cluster.update(groups)["rollout/staleness_max"] == 1.0  # another update
     assert len(world.updates) == 2 and asked == [0, 1]
+
+
+@pytest.mark.parametrize(("first", "then"), [(0.5, 0.25), (0.5, None), (None, 0.5), (0.5, 0.5)])
+def test_an_interrupted_update_stands_for_no_other_advantages(started, monkeypatch, first, then):
+    """The cell's advantages are edited before it runs once more, here also in place."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(fakes.World):
+        async def update(self, *arguments, **settings):
+            begun.set()
+            while not go_on.is_set():
+                await asyncio.sleep(0.01)
+            return await super().update(*arguments, **settings)
+
+    with started(world := Slow(jitter=False), fakes.config(max_staleness=1)) as cluster:
+        groups = cluster.score(cluster.sample(next(cluster.batches())))
+        own = [np.full(len(scored.group.rollouts), first or 0.0, np.float32) for scored in groups]
+        interrupted_update(cluster, groups, begun, monkeypatch, None if first is None else own)
+        for values in own:
+            values[:] = then or 0.0
+        threading.Timer(0.1, go_on.set).start()
+        if first == then:
+            cluster.update(groups, advantages=own)
+        else:
+            with pytest.raises(UserError, match=r"with other advantages was interrupted.*sample again"):
+                cluster.update(groups, advantages=None if then is None else own)
+        assert cluster.step == len(world.updates) == 1
+        used = {float(x) for batch in world.updates[0] for x in batch.advantages[batch.loss_mask]}
+        assert (used == {first}) == (first is not None)
+        cluster.sync()
+        cluster.update(groups, advantages=own)  # another update
+    assert len(world.updates) == 2
 
 
 def test_an_update_that_runs_when_the_block_ends_ends_with_it(started, monkeypatch):

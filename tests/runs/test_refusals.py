@@ -124,13 +124,12 @@ def test_empty_data_are_refused(here, capsys):
     assert "train.jsonl: no rows" in refusal(capsys)
 
 
-def test_a_source_too_small_for_what_dynamic_sampling_draws_is_refused(here, capsys):
-    """4 a step are 2 of each source; with their replacements 8 of them may be on their way."""
-    write("few.jsonl", [{"problem": f"{i} + 7", "answer": str(i + 7)} for i in range(4)])
+def test_a_source_too_small_for_the_prompts_of_its_steps_is_refused(here, capsys):
+    """4 a step are 2 of each source."""
+    write("few.jsonl", [{"problem": "1 + 7", "answer": "8"}])
     sources = "data.train=[{path: train.jsonl, weight: 1}, {path: few.jsonl, weight: 1}]"
     error = refusal(capsys, sources, "dynamic_sampling.enabled=true")
-    assert "source few has 4 prompts" in error and "50% of the 16" in error
-    assert "`dynamic_sampling.max_extra_prompts`" in error
+    assert "source few has 1 prompts" in error and "50% of the 4 " in error
 
 
 def test_a_model_directory_without_a_model_is_refused(here, capsys):
