@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from actors.transfer.vllm_norms import register_norms
 from grpo_dist.runtime.stacks import listen
 
 WEIGHT_TRANSFER = "grpo_dist"  # what vLLM calls the receiving side of this project's weight sync
@@ -28,37 +29,10 @@ def register() -> None:
 
     if WEIGHT_TRANSFER not in Factory._registry:
         Factory.register_engine(WEIGHT_TRANSFER, "actors.transfer.vllm_receiver", "PackedWeightTransfer")
-    _let_cpus_use_kernels()
+    register_norms()
     _give_exact_logprobs()
     _end_with_parent()
     listen()
-
-
-def _let_cpus_use_kernels() -> None:
-    """Have CPU engines that do not compile prefer vLLM's kernels for norms, as engines on GPUs do. vLLM's CPU
-    build has these kernels and marks them as those of GPUs.
-
-    Each norm takes eight passes of torch otherwise: 15 % of the time of an engine with SmolLM2 on two cores.
-    Compiled, a norm is fused with what surrounds it.
-    """
-    from vllm import ir
-    from vllm.config import CompilationMode
-    from vllm.config.kernel import IrOpPriorityConfig
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    current_platform.import_ir_kernels()
-    norms = (ir.ops.rms_norm, ir.ops.fused_add_rms_norm)
-    for operation in norms:
-        operation.impls["vllm_c"].supported = hasattr(torch.ops._C, operation.name)
-
-    def preferred(vllm_config: Any) -> IrOpPriorityConfig:
-        compiles = vllm_config.compilation_config.mode != CompilationMode.NONE
-        own = {} if compiles else {operation.name: ["vllm_c", "native"] for operation in norms}
-        return IrOpPriorityConfig.with_default(["native"], **own)
-
-    type(current_platform).get_default_ir_op_priority = staticmethod(preferred)
 
 
 def _give_exact_logprobs() -> None:

@@ -6,13 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import Qwen2Config
-from vllm import platforms
-from vllm.config import CompilationMode
 from vllm.config.quantization import resolve_quantization_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticChannelSym
 
-from actors.transfer.vllm_plugin import WEIGHT_TRANSFER, _let_cpus_use_kernels
+from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
 from actors.workers import drafter, rollout
 from actors.workers.engine_settings import EngineSpec, _processor, kv_bytes_per_token
 from actors.workers.rollout import RolloutWorker
@@ -64,24 +62,6 @@ def test_without_a_gpu_prompts_are_prefilled_whole_in_small_blocks():
     got = arguments(max_length=20_000)
     assert (got["block_size"], got["enable_chunked_prefill"]) == (32, False)
     assert got["max_num_batched_tokens"] == 20_000
-
-
-@pytest.mark.parametrize(
-    ("mode", "norms"),
-    [(CompilationMode.NONE, ["vllm_c", "native"]), (CompilationMode.DYNAMO_TRACE_ONCE, ["native"])],
-)
-def test_norms_are_vllms_kernels_where_nothing_compiles_them(mode, norms):
-    _let_cpus_use_kernels()
-    own = SimpleNamespace(compilation_config=SimpleNamespace(mode=mode))
-    preferred = platforms.current_platform.get_default_ir_op_priority(own)
-    assert preferred.rms_norm == preferred.fused_add_rms_norm == norms
-    assert preferred.gelu_and_mul_sparse == ["native"]
-
-
-def test_norms_of_gpus_are_left_as_they_are(monkeypatch):
-    gpu = SimpleNamespace(is_cpu=lambda: False)  # the attributes of its class cannot be set
-    monkeypatch.setattr(platforms, "current_platform", gpu)
-    _let_cpus_use_kernels()
 
 
 @pytest.mark.parametrize(("colocated", "share"), [(False, 0.85), (True, 0.6)])

@@ -9,6 +9,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
+from actors.transfer.vllm_norms import PROVIDER
 from tests.support.drawn import FILE
 from tests.support.real_episodes import EpisodeWorld, equal, prompt, trainer_logprobs
 from tests.support.two_engines import world_of
@@ -63,7 +64,7 @@ def test_an_episode_is_one_row_that_marks_for_each_token_whether_it_was_sampled(
 
 def test_an_engine_that_does_not_compile_computes_norms_in_vllms_kernels(world):
     engine = world.rollouts.workers[0]
-    assert ray.get(engine.norms.remote()) == [(["vllm_c", "native"], ["vllm_c", "native"])]
+    assert ray.get(engine.norms.remote()) == [([PROVIDER, "native"], [PROVIDER, "native"])]
 
 
 def test_episodes_follow_from_their_seeds_alone(world):
