@@ -19,8 +19,13 @@ SHAPES = {
 
 def write_shape(directory, kind, **changes):
     """Return the config.json of a tiny model of type ``kind``."""
-    file = directory / f"{kind}.json"
-    file.write_text(json.dumps({"model_type": kind} | SHAPES[kind] | changes))
+    return write_config(directory, {"model_type": kind} | SHAPES[kind] | changes)
+
+
+def write_config(directory, config):
+    """Return ``config`` as a file that is called after its model type."""
+    file = directory / f"{config['model_type']}.json"
+    file.write_text(json.dumps(config))
     return file
 
 

@@ -1,0 +1,24 @@
+"""Engine and trainer compute the same model, before and after updates, for each architecture of the README."""
+
+import pytest
+
+from tests.support.architectures import SHAPES, architecture
+from tests.support.drawn import FILE, drawn
+from tests.support.engine_and_trainer import EAGER, LIMIT, differences, trained
+
+pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE)]
+
+
+@pytest.mark.parametrize("name", drawn("architectures", [(name,) for name in SHAPES], 1))
+def test_engine_and_trainer_compute_the_same_architecture(ray_cluster, tmp_path, name):
+    own, moved = differences(architecture(tmp_path, name), trained(), EAGER)
+    assert max(own) < LIMIT
+    assert min(moved) > 0.05
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("name", ["olmo3, sliding window", "qwen3"])
+def test_so_does_an_engine_that_compiles(ray_cluster, tmp_path, name):
+    own, moved = differences(architecture(tmp_path, name), trained(), {})
+    assert max(own) < LIMIT
+    assert min(moved) > 0.05

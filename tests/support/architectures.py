@@ -1,0 +1,45 @@
+"""Tiny random models of the architectures that engine and trainer both compute."""
+
+from grpo_dist.demo.model import random_model
+from tests.support.expert_models import write_config
+
+_COMMON = {
+    "vocab_size": 272, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 512,
+    "initializer_range": 0.1, "tie_word_embeddings": False,
+}  # fmt: skip
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {"rope_type": "yarn", "factor": 4.0}
+_ROPE = {"original_max_position_embeddings": 64, "rope_theta": 10000.0}
+_ALL_HEADS = {"num_key_value_heads": 4}
+
+# Model type and what differs, by the name of the case.
+SHAPES = {
+    "ernie4_5": ("ernie4_5", {}),
+    "exaone4": ("exaone4", {"sliding_window": 16, "sliding_window_pattern": 2}),
+    "gemma": ("gemma", {"head_dim": 32}),
+    "glm4": ("glm4", {"pad_token_id": 0}),
+    "gpt_neox": ("gpt_neox", _ALL_HEADS),
+    "granite": ("granite", {"logits_scaling": 1.0}),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 32}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, scaled positions": ("llama", {"rope_parameters": _LLAMA3 | _ROPE}),
+    "mistral, sliding window": ("mistral", {"sliding_window": 16, "head_dim": 32}),
+    "nemotron": ("nemotron", {}),
+    "olmo": ("olmo", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3, sliding window": ("olmo3", {"sliding_window": 16}),
+    "phi": ("phi", {}),
+    "phi3": ("phi3", {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}),
+    "qwen2, yarn": ("qwen2", {"rope_parameters": _YARN | _ROPE}),
+    "qwen3": ("qwen3", {"head_dim": 64}),
+    "seed_oss": ("seed_oss", {"head_dim": 32}),
+    "smollm3": ("smollm3", {"pad_token_id": 0}),
+    "starcoder2": ("starcoder2", {}),
+}
+
+
+def architecture(directory, name):
+    """Return the directory of the model ``name``, created once."""
+    kind, changes = SHAPES[name]
+    return random_model(write_config(directory, {"model_type": kind} | _COMMON | changes), seed=0)
