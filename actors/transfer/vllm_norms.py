@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_MULTIPLE = 8  # the kernels refuse rows of another size
 PROVIDER = "grpo_dist"  # what vLLM calls these implementations
 
 
@@ -49,7 +50,8 @@ def _preferred(vllm_config):
 def _norm_is_supported(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
-    return variance_size is None and weight is not None and weight.dtype == x.dtype
+    plain = variance_size is None and weight is not None and weight.dtype == x.dtype
+    return plain and x.shape[-1] % _MULTIPLE == 0
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,8 @@ def set_environment() -> None:
     # OMP_NUM_THREADS already limits the threads of this engine.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if device_type() != "cuda":
+        # vLLM prefers this variable to the argument: `rollout.kv_cache_gib`, or a share of the memory.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         # With several threads, the attention would divide long contexts between them where a step has few
         # requests: the last digit of a log-prob would depend on what else is sampled. (Read by vLLM for each
         # batch; a single request with a long context is slower without it.)
@@ -249,7 +252,7 @@ def _speculation(settings: RolloutConfig) -> dict[str, Any]:
             "model": drafter.NAME,
             "num_speculative_tokens": settings.speculation.tokens,
         },
-        "additional_config": settings.engine.get("additional_config", {}) | own,
+        "additional_config": _mapping(settings.engine, "additional_config") | own,
     }
 
 
@@ -288,8 +291,14 @@ def _own_all_reduce(settings: RolloutConfig, device: DeviceType) -> dict[str, An
     own = settings.engine.get("compilation_config") or {}
     if settings.tensor_parallel_size == 1 or device == "cpu" or not isinstance(own, dict):
         return {}
-    passes = {"fuse_allreduce_rms": False} | (own.get("pass_config") or {})
+    passes = {"fuse_allreduce_rms": False} | _mapping(own, "pass_config")
     return {"compilation_config": own | {"pass_config": passes}}
+
+
+def _mapping(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return what the user set at ``key``; {} for what is no mapping, which vLLM's own check refuses."""
+    value = settings.get(key)
+    return value if isinstance(value, dict) else {}
 
 
 def _cache_bytes(spec: EngineSpec, bytes_per_token: int, free_memory: int) -> int:

@@ -19,14 +19,20 @@ def packing_problem(model: Any) -> str | None:
     mix tokens.
     """
     config = model.config.get_text_config()
-    mixing = set(getattr(config, "layer_types", None) or ()) - ATTENTION
-    if mixing:
-        return f"it has layers of type {', '.join(sorted(mixing))}"
+    if mixing := mixing_layers(config):
+        return f"it has layers of type {', '.join(mixing)}"
     if not getattr(model, "_supports_attention_backend", False):
         return "its attention does not go through transformers' registry"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "it caps attention logits (attn_logit_softcapping)"
     return _first_attention(model)
+
+
+def mixing_layers(config: Any) -> list[str]:
+    """Return the types of layers, sorted, in which tokens reach others by another way than attention.
+    ``config``: transformers' of a decoder.
+    """
+    return sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
 
 
 class _Reached(Exception):

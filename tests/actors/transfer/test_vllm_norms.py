@@ -60,6 +60,8 @@ def test_contiguous_rows_use_the_kernels():
             assert operation.dispatch(*arguments, None, 1e-6).provider == "native"
             assert operation.dispatch(*arguments, weight.double(), 1e-6).provider == "native"
             assert operation.dispatch(*arguments, weight, 1e-6, 8).provider == "native"
+            odd = (torch.ones(2, 20),) * len(arguments)
+            assert operation.dispatch(*odd, torch.ones(20), 1e-6).provider == "native"
 
 
 @pytest.mark.parametrize(

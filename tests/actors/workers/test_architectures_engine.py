@@ -1,4 +1,4 @@
-"""Engine and trainer compute the same model, before and after updates, for each architecture of the README."""
+"""Engine and trainer compute the same model, before and after updates, for every architecture there is."""
 
 import pytest
 

@@ -208,6 +208,15 @@ def test_vllm_knows_every_variable_that_is_set_before_its_configuration_is_made(
     assert own and own <= set(envs.environment_variables)
 
 
+@pytest.mark.parametrize(("device", "stays"), [("cuda", True), ("cpu", False)])
+def test_the_size_of_the_cache_is_the_arguments(monkeypatch, device, stays):
+    """vLLM's CPU build prefers the variable that its documents tell to set."""
+    monkeypatch.setattr(os, "environ", {"VLLM_CPU_KVCACHE_SPACE": "40"})
+    monkeypatch.setattr(engine_settings, "device_type", lambda: device)
+    set_environment()
+    assert ("VLLM_CPU_KVCACHE_SPACE" in os.environ) == stays
+
+
 def fuses_all_reduce(**rollout):
     """Return what vLLM decides where flashinfer is installed: to fuse, where nothing is set."""
     passes = EngineArgs(**arguments("cuda", **rollout)).compilation_config.pass_config
@@ -230,6 +239,8 @@ def test_the_users_own_passes_stay():
     assert asked(own) == own | {"pass_config": {"fuse_allreduce_rms": False, "eliminate_noops": False}}
     fused = {"pass_config": {"fuse_allreduce_rms": True}}
     assert asked(fused) == fused and asked(3) == 3
+    for wrong in (None, "x"):
+        assert asked({"pass_config": wrong}) == {"pass_config": {"fuse_allreduce_rms": False}}
 
 
 COMPILE_THREADS = """

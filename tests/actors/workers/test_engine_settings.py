@@ -136,5 +136,8 @@ def test_speculation_is_a_drafter_that_vllm_loads_by_its_name():
     }  # fmt: skip
     own = {drafter.MAX_SEQUENCES: 4, drafter.HISTORY_TOKENS: 16_000_000}
     assert drafting["additional_config"] == {"own": 1} | own
+    for wrong in (None, "x"):  # which vLLM's own check refuses, by the key
+        made = arguments(speculation=SpeculationConfig(tokens=3), engine={"additional_config": wrong})
+        assert made["additional_config"] == own
     folder, name = drafter.NAME.rsplit(".", 1)
     assert getattr(import_module(folder), name) is drafter.Drafter

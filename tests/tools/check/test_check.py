@@ -332,6 +332,17 @@ def test_a_model_without_experts_has_no_routes_to_replay(here):
 
 
 @pytest.mark.family("costly")
+def test_a_model_that_mixes_tokens_outside_of_attention_needs_gpus(here):
+    shape = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_multiple_of": 32}
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
+    more = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 512, "pad_token_id": 0}
+    (here / "lfm2.json").write_text(json.dumps(shape | sizes | more))
+    own = "model.path=random:lfm2.json"
+    assert "it has layers of type conv, which vLLM's CPU build does not" in wrong(results(own))["model"]
+    assert "conv" not in wrong(results(own, cluster="1x8xH100")).get("model", "")
+
+
+@pytest.mark.family("costly")
 def test_the_cold_start_is_read_and_counted(here, monkeypatch):
     sft = "sft={model: 'demo:tiny', data: [{path: 'demo:add3'}, {path: pairs.jsonl}], examples: 50}"
     assert "pairs.jsonl" in wrong(results("model.path=sft", sft))["cold start"]
