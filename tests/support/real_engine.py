@@ -40,8 +40,8 @@ class MovingWorker(PolicyWorker):
     _first: list[torch.Tensor] | None = None
 
     def move(self, seed: int) -> dict[str, torch.Tensor]:
-        """Move the weights from where they began, each time, so that they stay small, and rounding, too."""
-        parameters = list(self._trainer.engine.module.parameters())
+        """Move what is trained from where it began, each time, so that it stays small, and rounding, too."""
+        parameters = [p for p in self._trainer.engine.module.parameters() if p.requires_grad]
         self._first = self._first or [p.detach().clone() for p in parameters]
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
