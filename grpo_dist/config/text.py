@@ -67,7 +67,7 @@ def check_comments(text: str) -> None:
             # Between tokens there is nothing but white space and comments.
             if "#" in text[end : token.start_mark.index]:
                 raise ValueError(
-                    "a # at the beginning or behind a space begins a comment in YAML, which would be dropped; "
+                    "a # at the beginning or behind a space begins a comment in YAML and would be dropped; "
                     "put the text in quotes that the shell leaves, e.g. \"data.instruction='# Answer'\""
                 )
             end = token.end_mark.index

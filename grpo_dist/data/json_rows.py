@@ -1,6 +1,4 @@
-"""Rows of JSON files: one object per line, or one list of objects. Values keep the types that they have in the
-file.
-"""
+"""Rows of JSON files: one object per line, or one list of objects. Values keep the types of the file."""
 
 from __future__ import annotations
 
@@ -52,7 +50,9 @@ def json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 if "\\u" in text:
                     check_characters(record)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{location}: {_complaint(error, 'expected one object per line')}") from error
+                raise ValueError(
+                    f"{location}: {_complaint(error, 'expected one object per line')}"
+                ) from error
             if record is None and not text.strip():
                 continue
             if not isinstance(record, dict):

@@ -43,7 +43,10 @@ def test_mixed_columns_keep_their_values_in_every_form(tmp_path, name):
     [
         ("", ": no rows; expected at least one"),
         ("[]", ": no rows; expected at least one"),
-        ('[{"problem": "1", "answer": 1},\n {"problem": "2" "answer"', "at line 2, column 18); expected one list"),
+        (
+            '[{"problem": "1", "answer": 1},\n {"problem": "2" "answer"',
+            "at line 2, column 18); expected one list",
+        ),
         ("[1]", ":1: a JSON int in the list; expected one list of objects"),
         ('{"problem": "1", "answer": 1}\n7\n', ":2: a JSON int; expected one JSON object per line"),
         ('[{"problem": "\\ud800", "answer": 1}]', ":1: not valid JSON (`problem`: has the character U+D800"),
