@@ -121,6 +121,8 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
     [
         ("+algorithm=dap", ["NAME one of cispo, ", "did you mean +algorithm=dapo?"]),
         ("+algorithms=dapo", ["expected +algorithm=NAME"]),
+        ("data.template_kwargs={tokenize: true}", ["template_kwargs.tokenize = True", "remove it"]),
+        ("data.template_kwargs={continue_final_message: true}", ["the run sets it; remove it"]),
         ("algorithm.tau_positive=2", ["`algorithm.tau_positive` = 2.0", "ppo_clip", "clip_low, clip_high"]),
         ("algorithm.add_token_level_kl=true", ["`algorithm.kl.coef` = 0"]),
         ("algorithm.policy_loss=grpo", ["`algorithm.policy_loss` = 'grpo'", "'ppo_clip'"]),
