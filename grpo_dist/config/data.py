@@ -104,7 +104,12 @@ class DataSourceConfig(Section):
         ):  # the problems are the environment's: its last part, without what a name excludes
             return (self.environment or "environment").rpartition(":")[2].rstrip("/").rpartition("/")[2]
         kind, _, rest = self.path.partition(":")
-        return rest if kind in ("demo", "reasoning_gym") or self.is_own else Path(self.path).stem
+        if kind in ("demo", "reasoning_gym") or self.is_own:
+            return rest
+        path = Path(
+            self.path
+        )  # of ids and directories, what follows a dot is part of the name: NuminaMath-1.5
+        return path.stem if path.suffix in (".jsonl", ".json", ".parquet") else path.name
 
     @property
     def is_generated_by_reasoning_gym(self) -> bool:
