@@ -32,7 +32,7 @@ from grpo_dist.config.peers import hint
 from grpo_dist.config.presets import PRESETS
 from grpo_dist.config.secrets import masked, masked_setting, masked_text, shown_value
 from grpo_dist.config.text import check_characters, check_comments, check_key, check_nesting, escaped
-from grpo_dist.errors import UserError
+from grpo_dist.errors import UserError, expanded
 
 _OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.\-\[\]]*=")
 _UNREADABLE = re.compile(r"(at input |error at: |the tag )'.*?'(?=\s|$)")
@@ -145,7 +145,7 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     if path.parent.name == PRESETS.name:
         loaded = _with_preset_name(loaded, path.stem)
     bases, own = _split_bases(loaded, path)
-    parts = [read_tree(path.parent / base, (*seen, resolved)) for base in bases]
+    parts = [read_tree(path.parent / expanded(base), (*seen, resolved)) for base in bases]
     try:
         merged = OmegaConf.merge(*parts, own)
     except (OmegaConfBaseException, TypeError, ValueError) as error:

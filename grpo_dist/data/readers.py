@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,9 @@ def _text(record: Mapping[str, Any], name: str, location: str, setting: str) -> 
         raise ValueError(f"{location}: `{name}` is {value}; expected text or a finite number: remove the row")
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
+    if isinstance(value, Decimal) and value.is_finite():
+        shown = format(value, "f")
+        return shown.rstrip("0").rstrip(".") if "." in shown else shown
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, date):

@@ -39,6 +39,13 @@ def test_defaults_are_merged_first_and_the_file_wins(base, tmp_path):
     assert (config.steps, config.name, config.batch.prompts_per_step) == (9, "x-9", 4)
 
 
+def test_a_tilde_in_defaults_is_the_home(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("seed: 77\n")
+    base.write_text("defaults: [~/mine.yaml]\n" + base.read_text())
+    assert load_config(base).seed == 77
+
+
 def test_resolved_configuration_loads_to_the_same_tree(base, tmp_path):
     config = load_config(base, ["algorithm.kl.coef=0.01"])
     again = tmp_path / "again.yaml"

@@ -1,7 +1,10 @@
 """Rows of a JSON file are the same whether it has one list of objects, or one object per line."""
 
 import json
+from decimal import Decimal
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.config import DataSourceConfig
@@ -60,6 +63,14 @@ def test_a_file_that_is_neither_is_refused_with_its_place(tmp_path, text, words)
         read(DataSourceConfig(path=str(path)))
     assert str(refusal.value).startswith(str(path)) and words in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_decimals_of_parquet_are_numbers(tmp_path):
+    values = [Decimal("1.50"), Decimal("100.00"), Decimal("0.25")]
+    table = pa.table({"problem": ["1", "2", "3"], "answer": pa.array(values, pa.decimal128(9, 2))})
+    pq.write_table(table, tmp_path / "set.parquet")
+    found = read(DataSourceConfig(path=str(tmp_path / "set.parquet")))
+    assert [row.answer for row in found] == ["1.5", "100", "0.25"]
 
 
 def test_a_date_that_a_directory_gives_is_refused_with_its_cause(tmp_path):
