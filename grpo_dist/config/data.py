@@ -14,6 +14,14 @@ from grpo_dist.errors import expanded
 from grpo_dist.plugins.kinds import ORDER, SOURCE
 from grpo_dist.plugins.names import OwnOrder, OwnPiece, registered
 
+# Arguments of a tokenizer's `apply_chat_template` that decide what it returns.
+_TEMPLATE_ARGUMENTS = frozenset(
+    (
+        "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict",
+        "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length",
+        "tokenizer_kwargs",
+    )
+)  # fmt: skip
 _OWN_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")  # module:name
 
 
@@ -96,7 +104,12 @@ class DataSourceConfig(Section):
         ):  # the problems are the environment's: its last part, without what a name excludes
             return (self.environment or "environment").rpartition(":")[2].rstrip("/").rpartition("/")[2]
         kind, _, rest = self.path.partition(":")
-        return rest if kind in ("demo", "reasoning_gym") or self.is_own else Path(self.path).stem
+        if kind in ("demo", "reasoning_gym") or self.is_own:
+            return rest
+        path = Path(
+            self.path
+        )  # of ids and directories, what follows a dot is part of the name: NuminaMath-1.5
+        return path.stem if path.suffix in (".jsonl", ".json", ".parquet") else path.name
 
     @property
     def is_generated_by_reasoning_gym(self) -> bool:
@@ -207,6 +220,7 @@ class DataConfig(Section):
         return self.order not in choices(DataConfig, "order")
 
     def _contradictions(self) -> Iterator[str]:
+        yield from self._settings_of_the_run()
         if self.length_window is not None and self.order != "length":
             yield (
                 f"length_window = {self.length_window} is of order length, but order = {self.order}; remove "
@@ -227,6 +241,13 @@ class DataConfig(Section):
             yield (
                 f"order_kwargs = {self.order_kwargs} are arguments of your own order, but order = "
                 f"{self.order} is built in; remove them"
+            )
+
+    def _settings_of_the_run(self) -> Iterator[str]:
+        if taken := sorted(_TEMPLATE_ARGUMENTS & self.template_kwargs.keys()):
+            yield (
+                f"template_kwargs.{taken[0]} = {self.template_kwargs[taken[0]]} is no variable of the chat "
+                "template, and the run sets it; remove it"
             )
 
     def environment_of(self, source: DataSourceConfig) -> str | None:

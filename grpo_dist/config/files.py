@@ -31,8 +31,8 @@ from grpo_dist.config.messages import readable
 from grpo_dist.config.peers import hint
 from grpo_dist.config.presets import PRESETS
 from grpo_dist.config.secrets import masked, masked_setting, masked_text, shown_value
-from grpo_dist.config.text import check_characters, check_key, check_nesting, escaped
-from grpo_dist.errors import UserError
+from grpo_dist.config.text import check_characters, check_comments, check_key, check_nesting, escaped
+from grpo_dist.errors import UserError, expanded
 
 _OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.\-\[\]]*=")
 _UNREADABLE = re.compile(r"(at input |error at: |the tag )'.*?'(?=\s|$)")
@@ -145,7 +145,7 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     if path.parent.name == PRESETS.name:
         loaded = _with_preset_name(loaded, path.stem)
     bases, own = _split_bases(loaded, path)
-    parts = [read_tree(path.parent / base, (*seen, resolved)) for base in bases]
+    parts = [read_tree(path.parent / expanded(base), (*seen, resolved)) for base in bases]
     try:
         merged = OmegaConf.merge(*parts, own)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
@@ -218,7 +218,10 @@ def _less(tree: dict[Any, Any], other: Any) -> dict[Any, Any]:
 
 
 def set_from_text(tree: DictConfig, override: str) -> None:
-    """``a.b=1`` sets a value, ``a.0.b=1`` reaches into a list; YAML decides the type of the value."""
+    """Set a value: ``a.b=1``, or ``a.0.b=1`` in a list. YAML decides its type.
+
+    Raises ConfigError for what YAML cannot read, and for a value with a comment, which it would drop.
+    """
     key, sign, _ = override.partition("=")
     shown = f"override {masked_setting(override)!r}"
     if not sign or not key:
@@ -226,6 +229,7 @@ def set_from_text(tree: DictConfig, override: str) -> None:
     try:
         check_characters(override)
         check_nesting(override[len(key) + 1 :])
+        check_comments(override[len(key) + 1 :])
         read = OmegaConf.from_dotlist([f"value={override[len(key) + 1 :]}"])
         value = OmegaConf.to_container(read, resolve=False)["value"]  # type: ignore[call-overload, index]
     except (YAMLError, OmegaConfBaseException, RecursionError, ValueError) as error:

@@ -1,5 +1,6 @@
 """Texts of a configuration: checks before its keys are read, of nesting that would overflow the stack of the
-YAML reader and of characters that a UTF-8 file cannot contain, and the escape of ``${``.
+YAML reader, of characters that a UTF-8 file cannot contain and of text that YAML drops, and the escape of
+``${``.
 """
 
 from __future__ import annotations
@@ -52,6 +53,24 @@ def check_nesting(text: str) -> None:
             if depth > _DEEPEST:
                 line = event.start_mark.line + 1 if event.start_mark else 0
                 raise ValueError(f"line {line}: more than {_DEEPEST} levels deep; expected at most that many")
+    except yaml.YAMLError:
+        return
+
+
+def check_comments(text: str) -> None:
+    """Raise ValueError for one YAML value with a comment, which the loader drops: ``#### (.+)`` is null. The
+    loader reports malformed YAML.
+    """
+    end = 0
+    try:
+        for token in yaml.scan(text, Loader=yaml.SafeLoader):
+            # Between tokens there is nothing but white space and comments.
+            if "#" in text[end : token.start_mark.index]:
+                raise ValueError(
+                    "a # at the beginning or behind a space begins a comment in YAML and would be dropped; "
+                    "put the text in quotes that the shell leaves, e.g. \"data.instruction='# Answer'\""
+                )
+            end = token.end_mark.index
     except yaml.YAMLError:
         return
 

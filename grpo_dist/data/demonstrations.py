@@ -32,10 +32,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from grpo_dist.config import DemonstrationsConfig, DemonstrationStreamConfig, SFTConfig
+from grpo_dist.data.json_rows import json_lines
 from grpo_dist.data.made_problems import demonstrations
 from grpo_dist.data.order import shuffled
 from grpo_dist.data.prompts import PromptFormat, tokenise_messages
-from grpo_dist.data.readers import json_lines
 from grpo_dist.data.segments import (
     Pair,
     check_messages,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -51,8 +52,15 @@ class OwnOrder(Curriculum):
 
 def chosen(name: str, code_paths: Sequence[str], kwargs: Mapping[str, Any], inputs: OrderInputs) -> list[int]:
     """Call the function ``name``. Raises ValueError unless it returns distinct indices of prompts."""
-    found = [int(index) for index in call(load(ORDER, name, code_paths), inputs, kwargs)]
+    given = call(load(ORDER, name, code_paths), inputs, kwargs)
     last = len(inputs.prompts) - 1
+    try:
+        found = [operator.index(index) for index in given]
+    except TypeError as error:  # no list, or scores in place of indices
+        raise ValueError(
+            f"{ORDER.title} {name} returned {str(given)[:80]} ({error}); expected {inputs.count} different "
+            f"indices of 0 to {last}, as whole numbers"
+        ) from error
     wrong = [index for index in found if not 0 <= index <= last]
     if len(found) != inputs.count or len(set(found)) != len(found) or wrong:
         shown = f"{wrong[0]}, which is no prompt" if wrong else f"{len(set(found))} different ones"

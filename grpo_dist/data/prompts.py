@@ -19,6 +19,18 @@ from grpo_dist.data.thoughts import is_kept, thought_of
 from grpo_dist.environments.base import Message
 from grpo_dist.types import Prompt, Task, Thought
 
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+# What makes two problems different: numbers, factorials and primes, and all but white space and punctuation.
+_PARTS = re.compile(
+    r"""
+    (?:(?<![^\s(\[{$=+*/^-])\.)?\d+(?:\.\d+)*!*        # 15, 1.5, .5, 5!
+    | (?<![^\W\d_])[^\W\d_](?:!+|'+(?![^\W\d_]))      # n!, f', but not the end of a word: "it's", "Look!"
+    | [)\]}][!']+
+    | [^\s.,;:!?"'`$]
+    """,
+    re.VERBOSE,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
@@ -153,10 +165,10 @@ def _task_and_text(
     task = tasks.task_of(messages)
     try:
         return task, tasks.renderer.prompt(task)
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:
         raise ValueError(
             f"{row.location}: the model's chat template rejects the messages that environment "
-            f"{task.environment} asks with ({error}); change what `start` returns"
+            f"{task.environment} asks with ({error}); change what `start` returns, or data.template_kwargs"
         ) from error
 
 
@@ -210,13 +222,13 @@ def render_messages(
 ) -> str:
     """Render a conversation; with ``open_turn`` up to where the model's answer begins.
 
-    Raises ValueError for messages that the chat template rejects.
+    Raises ValueError for messages or arguments that the chat template rejects.
     """
     try:
         return tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=open_turn, **template_kwargs
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError) as error:
         raise ValueError(
             f"the model's chat template rejects the {' and '.join(m['role'] for m in messages)} messages "
             f"({error}); check data.system_prompt and data.template_kwargs"
@@ -240,5 +252,8 @@ def _uid(row: DataRow) -> str:
 
 
 def _plain(text: str) -> str:
-    """Reduce a problem to letters, digits and operators in lower case, for comparison."""
-    return re.sub(r"[\s.,;:!?\"'`$]+", "", text.casefold())
+    """Reduce a problem to numbers, letters and operators in lower case, for comparison.
+
+    "At $1,000 + 1.5$?" -> "a t 1000 + 1.5";  "1, 2, 3" -> "1 2 3";  "5! + f'(2)" -> "5! + f' ( 2 )"
+    """
+    return " ".join(_PARTS.findall(_THOUSANDS.sub("", text.casefold())))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import DataSourceConfig
-from grpo_dist.config.text import check_characters
+from grpo_dist.data.json_rows import json_lines, json_rows
 from grpo_dist.data.made_problems import problems
 from grpo_dist.environments.registry import load_environment
 from grpo_dist.errors import expanded
@@ -22,7 +23,8 @@ from grpo_dist.runtime.patterns import PatternSearch, PatternTimeout
 OwnProblems = Callable[[DataSourceConfig], Iterator[tuple[str, Mapping[str, Any]]]]
 
 PATTERN_S = 10.0  # deadline of answer_pattern on one row
-_FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_JSON = (".jsonl", ".json")  # read here: `datasets` gives mixed columns other types, and texts like dates
+_PARQUET = ".parquet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,56 +145,27 @@ def _records(
         yield from ((f"{name}/{source.split}:{i}", r) for i, r in enumerate(problems(name, source.split), 1))
         return
     path = expanded(source.path)
-    if path.suffix == ".jsonl" and path.is_file():
+    if path.suffix in _JSON and path.is_file():
         _check_no_subset(source, "a single file")
-        yield from json_lines(path)
+        yield from json_rows(path) if path.suffix == ".json" else json_lines(path)
     else:
         yield from ((f"{path.name}:{i}", record) for i, record in _counted(_dataset(path, source), source))
 
 
-def json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield ``file:line`` and the object of every non-blank line. Raises ValueError for an invalid line."""
-    # Line by line and as bytes, so that an invalid or undecodable line can be named.
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            location = f"{path}:{number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                record = json.loads(text) if text.strip() else None
-                if "\\u" in text:
-                    check_characters(record)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{location}: {_complaint(error)}") from error
-            if record is None and not text.strip():
-                continue
-            if not isinstance(record, dict):
-                kind = "null" if record is None else f"JSON {type(record).__name__}"
-                raise ValueError(f"{location}: a {kind}; expected one JSON object per line")
-            yield location, record
-
-
-def _complaint(error: ValueError | RecursionError) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 ({error.reason} at byte {error.start}); expected JSON Lines in UTF-8"
-    where = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-    reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-    return f"not valid JSON ({reason}{where}); expected one object per line"
-
-
 def _dataset(path: Path, source: DataSourceConfig) -> Iterable[Mapping[str, Any]]:
-    """Load Parquet and JSON files, saved data sets and hub ids through the `datasets` library."""
-    import datasets  # heavy: JSONL and generated problems do not need it
+    """Load Parquet files, saved data sets, directories and hub ids through the `datasets` library."""
+    import datasets  # heavy: JSON and generated problems do not need it
 
     assert source.path is not None  # `_records` has seen to it
     datasets.disable_progress_bars()
     if path.is_file():
-        kind = _FILE_TYPES.get(path.suffix)
-        if kind is None:
+        if path.suffix != _PARQUET:
             raise ValueError(f"{path}: unknown file type {path.suffix!r}; expected .jsonl, .json or .parquet")
         _check_no_subset(source, "a single file")
         # Streaming reads the file itself: no cache can go stale, and nothing is written.
         return _guard(
-            lambda: datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True), source
+            lambda: datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True),
+            source,
         )
     if path.is_dir():
         if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
@@ -206,7 +179,7 @@ def _dataset(path: Path, source: DataSourceConfig) -> Iterable[Mapping[str, Any]
         path.is_absolute()
         or source.path.startswith((".", "~"))
         or source.path.count("/") > 1
-        or path.suffix in _FILE_TYPES
+        or path.suffix in (*_JSON, _PARQUET)
     ):
         raise ValueError(
             f"{source.path}: no such file or directory; expected a .jsonl or .parquet file, a data set "
@@ -325,8 +298,17 @@ def _text(record: Mapping[str, Any], name: str, location: str, setting: str) -> 
         raise ValueError(f"{location}: `{name}` is {value}; expected text or a finite number: remove the row")
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
+    if isinstance(value, Decimal) and value.is_finite():
+        shown = format(value, "f")
+        return shown.rstrip("0").rstrip(".") if "." in shown else shown
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
+    if isinstance(value, date):
+        raise ValueError(
+            f"{location}: `{name}` is a {type(value).__name__} ({value}); expected text or a number. In JSON "
+            "files of a directory or hub id, `datasets` reads text that looks like a date as one: name the "
+            "file itself"
+        )
     raise ValueError(
         f"{location}: `{name}` is a {type(value).__name__} ({str(value)[:60]}); expected text or a number; "
         "set `problem_column` and `answer_column` to columns of text"

@@ -136,5 +136,6 @@ def _check_template(renderer: Renderer, task: Task, described: Description) -> N
             )
     except (TemplateError, TypeError) as error:
         raise ValueError(
-            f"the model's chat template rejects turns of environment {task.environment} ({error}); {remedy}"
+            f"the model's chat template rejects turns of environment {task.environment} ({error}); check "
+            f"`data.template_kwargs`, or {remedy}"
         ) from error

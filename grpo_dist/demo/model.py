@@ -72,7 +72,9 @@ def random_model(file: Path, *, seed: int) -> Path:
     """
     shape = _read_shape(file)
     decides = {"version": _VERSION, "shape": shape, "seed": seed}
-    return cached(f"model-{file.stem}", decides, lambda directory: _write_random(shape, seed, directory))
+    return cached(
+        f"model-{file.stem}", decides, lambda directory: _write_random(shape, seed, directory, file)
+    )
 
 
 def _read_shape(file: Path) -> dict[str, Any]:
@@ -86,12 +88,15 @@ def _read_shape(file: Path) -> dict[str, Any]:
     least = len(character_tokenizer(ascii_only=True))
     if not isinstance(shape, dict) or "model_type" not in shape or "vocab_size" not in shape:
         raise ValueError(f"{what}: expected an object with model_type, vocab_size and the sizes of that type")
-    if shape["vocab_size"] < least:
-        raise ValueError(f"{what}: vocab_size = {shape['vocab_size']}; the tokenizer needs at least {least}")
+    if type(shape["vocab_size"]) is not int or shape["vocab_size"] < least:
+        raise ValueError(
+            f"{what}: vocab_size = {shape['vocab_size']!r}; expected a whole number, at least "
+            f"{least} for the tokenizer"
+        )
     return shape
 
 
-def _write_random(shape: dict[str, Any], seed: int, directory: Path) -> None:
+def _write_random(shape: dict[str, Any], seed: int, directory: Path, file: Path) -> None:
     # heavy: only when the model is not cached
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -102,10 +107,16 @@ def _write_random(shape: dict[str, Any], seed: int, directory: Path) -> None:
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     special["pad_token_id"] = tokenizer.pad_token_id
     settings = {name: value for name, value in shape.items() if name != "model_type"} | special
-    config = AutoConfig.for_model(shape["model_type"], **settings)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=shape.get("dtype", "float32"))
+    try:
+        config = AutoConfig.for_model(shape["model_type"], **settings)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=shape.get("dtype", "float32"))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"model.path = random:{file}: no causal language model can be made of it ({str(error)[:200]}); "
+            "check model_type and the sizes"
+        ) from error
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 

@@ -34,7 +34,7 @@ _WHOLE = ("F32", "F16", "BF16", "F64")  # types that are not quantised
 
 def is_gguf(path: str) -> bool:
     """Return whether ``path`` names a GGUF file."""
-    return path.endswith(".gguf")
+    return path.lower().endswith(".gguf")  # some files of the hub are .GGUF
 
 
 def gguf_model(file: Path, where: str) -> Path:

@@ -5,9 +5,10 @@
         reference.safetensors  the reference, where it is refreshed during the run
         ahead/*.parquet finished groups of batches launched ahead of training (max_staleness > 0), of whole
                         and of unfinished batches
-        state.json      step, fingerprints of configuration and data, KL coefficient, prompts taken and their
-                        order, how launched batches are sampled, hashes of own code, tracker run id, state of
-                        the health checks, moments of all rewards so far, evaluations that were not finished
+        state.json      step, fingerprints of configuration, data and columns, KL coefficient, prompts taken
+                        and their order, how launched batches are sampled, hashes of own code, tracker run
+                        id, state of the health checks, moments of all rewards so far, evaluations that were
+                        not finished
         config.yaml     the configuration of the run
         manifest.json   size and checksum of every other file
 
@@ -34,7 +35,7 @@ from grpo_dist.health import state as health_state
 from grpo_dist.loop.progress import Progress
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.plugins.sources import changed_code
-from grpo_dist.runs.identity import data_digest, fingerprint
+from grpo_dist.runs.identity import columns_digest, data_digest, fingerprint
 from grpo_dist.runs.manifest import find_damage, write_manifest
 from grpo_dist.runs.own_code import digest_of_run
 from grpo_dist.runtime.concurrency import deadline, in_thread
@@ -69,6 +70,7 @@ class CheckpointState:
     lengths: Mapping[str, Any] = field(default_factory=dict)  # trained so far, with `batch.order` finished
     # Hashes of the user's own code, see `own_code.digest_of_run`; None: written before they were kept.
     code: Mapping[str, str] | None = None
+    columns: str | None = None  # digest of the training prompts' columns; None: written before it was kept
 
     def changed_code(self, own: Mapping[str, str]) -> list[str]:
         """Return what differs in ``own``, the hashes of own code now; [] where none were kept."""
@@ -89,7 +91,8 @@ class Checkpoints:
     ) -> None:
         """``identity``: see `load_state`."""
         self._directory, self._config, self._wandb_id = directory, config, wandb_id
-        self._fingerprint, self._data = fingerprint(identity or config), data_digest(prompts)
+        self._fingerprint = fingerprint(identity or config)
+        self._data, self._columns = data_digest(prompts), columns_digest(prompts)
         # Now: files that change later are not what was imported.
         self._code = digest_of_run(config.own_pieces, config.rewards, config.data)
         self._writing: asyncio.Task[None] | None = None
@@ -164,6 +167,7 @@ class Checkpoints:
             asdict(pipeline.schedule),
             pipeline.lengths,
             self._code,
+            self._columns,
         )
         (partial / STATE).write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))

@@ -10,9 +10,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 import yaml
 
 from grpo_dist.config import AlgorithmConfig, Config
@@ -117,6 +120,36 @@ def data_digest(prompts: Sequence[Prompt]) -> str:
         for teacher, token_ids in sorted(prompt.teacher_ids.items()):
             digest.update(teacher.encode() + token_ids.tobytes())
     return digest.hexdigest()[:16]
+
+
+def columns_digest(prompts: Sequence[Prompt]) -> str:
+    """Return a hash of the columns of all that is trained on, in order: rewards, environments and pools read
+    them. Equal contents have equal hashes in every process.
+    """
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps(_comparable(prompt.columns), sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+def _comparable(value: Any) -> Any:
+    """Return ``value`` as JSON that depends on its contents alone, with sets in order.
+
+    An object of another class than these counts as its class: its text may contain an address.
+    """
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {repr(_comparable(key)): _comparable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_comparable(inner) for inner in value]
+    if isinstance(value, set | frozenset):
+        return sorted(repr(_comparable(inner)) for inner in value)
+    if isinstance(value, np.ndarray | np.generic):
+        return _comparable(value.tolist())
+    if isinstance(value, bytes | date | time | timedelta | Decimal):
+        return repr(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def without_layout(settings: Mapping[str, Any]) -> dict[str, Any]:

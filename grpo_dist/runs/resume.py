@@ -20,7 +20,7 @@ from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch, Sched
 from grpo_dist.observe.samples import read_groups
 from grpo_dist.policy.offload import offload_devices
 from grpo_dist.runs.checkpoint import STATE, CheckpointState
-from grpo_dist.runs.identity import Change, changes, data_digest, describe, fingerprint
+from grpo_dist.runs.identity import Change, changes, columns_digest, data_digest, describe, fingerprint
 from grpo_dist.runs.own_code import check_code, digest_of_run
 from grpo_dist.types import Prompt, Sampling
 
@@ -128,7 +128,7 @@ def load_resume_point(
     checkpoint: Path | None, state: CheckpointState | None, prompts: Sequence[Prompt]
 ) -> ResumePoint:
     """Return the point of ``checkpoint`` with its ``state``, or the beginning without one. Raises
-    ValueError where the checkpoint was made with other training prompts.
+    ValueError where the checkpoint was made with other training prompts, or columns of them.
     """
     if checkpoint is None or state is None:
         return ResumePoint()
@@ -137,11 +137,18 @@ def load_resume_point(
 
 
 def check_data(checkpoint: Path, state: CheckpointState, prompts: Sequence[Prompt]) -> None:
-    """Raise ValueError where the checkpoint was made with other training prompts."""
+    """Raise ValueError where the checkpoint was made with other training prompts, or columns of them."""
     if state.data != data_digest(prompts):
         raise ValueError(
-            f"{checkpoint}: made with other training prompts; the files behind `data.train` have changed. "
+            f"{checkpoint}: made with other training prompts; the files behind `data.train` have changed, or "
+            "an earlier version named a hub id or directory without what follows its last dot. "
             "Restore them, choose another `name`, or set `checkpoint.resume=never`"
+        )
+    if state.columns is not None and state.columns != columns_digest(prompts):
+        raise ValueError(
+            f"{checkpoint}: made with other columns of the training prompts, which rewards, environments and "
+            "pools read; the rows behind `data.train` have changed. Restore them, choose another `name`, or "
+            "set `checkpoint.resume=never`"
         )
 
 

@@ -39,6 +39,13 @@ def test_defaults_are_merged_first_and_the_file_wins(base, tmp_path):
     assert (config.steps, config.name, config.batch.prompts_per_step) == (9, "x-9", 4)
 
 
+def test_a_tilde_in_defaults_is_the_home(base, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("seed: 77\n")
+    base.write_text("defaults: [~/mine.yaml]\n" + base.read_text())
+    assert load_config(base).seed == 77
+
+
 def test_resolved_configuration_loads_to_the_same_tree(base, tmp_path):
     config = load_config(base, ["algorithm.kl.coef=0.01"])
     again = tmp_path / "again.yaml"
@@ -121,6 +128,8 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
     [
         ("+algorithm=dap", ["NAME one of cispo, ", "did you mean +algorithm=dapo?"]),
         ("+algorithms=dapo", ["expected +algorithm=NAME"]),
+        ("data.template_kwargs={tokenize: true}", ["template_kwargs.tokenize = True", "remove it"]),
+        ("data.template_kwargs={continue_final_message: true}", ["the run sets it; remove it"]),
         ("algorithm.tau_positive=2", ["`algorithm.tau_positive` = 2.0", "ppo_clip", "clip_low, clip_high"]),
         ("algorithm.add_token_level_kl=true", ["`algorithm.kl.coef` = 0"]),
         ("algorithm.policy_loss=grpo", ["`algorithm.policy_loss` = 'grpo'", "'ppo_clip'"]),

@@ -10,11 +10,12 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from grpo_dist.cli import main
 from grpo_dist.config import Config, DataSourceConfig
-from grpo_dist.config.files import load_config
+from grpo_dist.config.files import load_config, set_from_text
 from grpo_dist.data.readers import read
 from grpo_dist.errors import UserError
 from grpo_dist.runs.run import finished_steps
@@ -92,6 +93,10 @@ def test_a_file_that_is_no_configuration_is_refused_in_one_line(path, text, word
         ("a." * 2000 + "b=1", "more than 32 levels"),
         ("." * 2000 + "=1", "more than 32 levels"),
         ("data.train.99.path=x", "list index out of range"),
+        ("data.train.0.answer_pattern=#### (.+)", "begins a comment in YAML"),
+        ("data.system_prompt=Solve. # Format: boxed", "begins a comment in YAML"),
+        ("data.train=[{path: x, answer_pattern: #### (.+)}]", "put the text in quotes"),
+        ("data.instruction=# Answer", "e.g. \"data.instruction='# Answer'\""),
     ],
 )
 def test_an_override_that_cannot_be_set_is_refused_in_one_line(path, override, words):
@@ -234,6 +239,13 @@ def test_any_override_is_set_or_refused(path, key, value, sign):
     path.write_text(BASE)
     with contextlib.suppress(UserError):
         load_config(path, [f"{key}{sign}{value}"])
+
+
+@pytest.mark.parametrize("value", ["'#### (.+)'", '"#### (.+)"', "a#b", "[a#b, '# c']", '{x: "y # z"}'])
+def test_a_number_sign_inside_text_is_text(value):
+    tree = OmegaConf.create({})
+    set_from_text(tree, f"data.x={value}")
+    assert OmegaConf.to_container(tree)["data"]["x"] == yaml.safe_load(value)
 
 
 @pytest.mark.parametrize("column", ["problem", "answer"])

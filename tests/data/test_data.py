@@ -343,6 +343,14 @@ def test_template_arguments_reach_the_template(tiny_model):
     assert own.decode(prompt.token_ids) == "1+1=<think>"
 
 
+@pytest.mark.parametrize("arguments", [{"tools": "x"}, {"thinking": 1}, {"tokenize": True}])
+def test_template_arguments_that_cannot_be_used_are_refused_by_key(tiny_model, arguments):
+    own = AutoTokenizer.from_pretrained(tiny_model)
+    own.chat_template = "{{ messages[0].content + (thinking or '') }}"
+    with pytest.raises(ValueError, match=r"chat template rejects .*check .* data\.template_kwargs"):
+        prompts_of(rows("1+1="), own, template_kwargs=arguments)
+
+
 def test_overlap_sees_through_case_space_and_punctuation_but_not_through_numbers(tokenizer):
     def made(*problems):
         return prompts_of(rows(*problems), tokenizer)
@@ -352,6 +360,50 @@ def test_overlap_sees_through_case_space_and_punctuation_but_not_through_numbers
         "2 of 3 problems are also in the training set"
     )
     assert check_overlap(train, made("Tom has 31 apples.", "What is $2+1$?")) == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("AI-MO/NuminaMath-1.5", "NuminaMath-1.5"),
+        ("data.v2/", "data.v2"),
+        ("sets/train.v2.jsonl", "train.v2"),
+        ("train.json", "train"),
+        ("train.parquet", "train"),
+    ],
+)
+def test_a_name_loses_the_suffix_of_a_file_alone(path, label):
+    assert DataSourceConfig(path=path).label == label
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("What is 1.5% of 200?", "What is 15% of 200?"),
+        ("What is .5 + 1?", "What is 5 + 1?"),
+        ("Compute 5! + 1", "Compute 5 + 1"),
+        ("Compute (n-1)! + n!", "Compute (n-1) + n"),
+        ("Find f'(2)", "Find f(2)"),
+        ("Find f''(2)", "Find f'(2)"),
+        ("Sum of 1, 2, 3", "Sum of 12, 3"),
+        ("Sum of 1 234", "Sum of 1234"),
+    ],
+)
+def test_overlap_keeps_apart_what_a_mark_makes_another_problem(tokenizer, one, other):
+    assert check_overlap(prompts_of(rows(one), tokenizer), prompts_of(rows(other), tokenizer)) == ""
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("What is 2 + 2?", "what is 2+2"),
+        ("Look! It's $1,000$, isn't it?", "look its 1000 isnt it"),
+        ("Sum of 1,2,3.", 'sum of "1, 2, 3"'),
+        ("A bus (no. 7) stops.", "a bus (no 7) stops!"),
+    ],
+)
+def test_overlap_ignores_punctuation_and_space(tokenizer, one, other):
+    assert check_overlap(prompts_of(rows(one), tokenizer), prompts_of(rows(other), tokenizer))
 
 
 def test_test_sets_do_not_overlap_their_training_sets(shared_data, tokenizer):

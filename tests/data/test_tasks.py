@@ -195,3 +195,10 @@ def test_a_source_with_neither_path_nor_environment_is_refused() -> None:
     with pytest.raises(ValueError, match="neither `path` nor an environment"):
         source = DataSourceConfig()
         read(source, own_problems(DataConfig(train=(source,)), EnvironmentsConfig()))
+
+
+def test_a_template_argument_that_the_run_sets_is_refused_by_key(environments: EnvironmentsConfig) -> None:
+    with pytest.raises(ValueError, match=r"multiple values .*data\.template_kwargs"):
+        _prompts(
+            character_tokenizer(), environments, _source("riddles:Riddle"), template_kwargs={"tools": "x"}
+        )

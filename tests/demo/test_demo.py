@@ -15,7 +15,7 @@ from grpo_dist.data.made_problems import demonstration, demonstrations, problem_
 from grpo_dist.data.prompts import PromptFormat
 from grpo_dist.data.readers import read
 from grpo_dist.demo import word_problems as words
-from grpo_dist.demo.model import cached_model
+from grpo_dist.demo.model import cached_model, random_model
 
 STEP = re.compile(r"(\d)\+(\d)\+(\d)=(\d+)")
 
@@ -229,6 +229,19 @@ def test_a_model_is_a_function_of_name_and_seed(tmp_path, monkeypatch):
     first, second, other = made
     assert all(torch.equal(first[k], second[k]) for k in first)
     assert not all(torch.equal(first[k], other[k]) for k in first)
+
+
+@pytest.mark.parametrize(
+    "shape", [{"model_type": "qwen2", "vocab_size": "300"}, {"model_type": "qwen2", "vocab_size": None},
+              {"model_type": "nope", "vocab_size": 300}],
+)  # fmt: skip
+def test_a_shape_that_makes_no_model_is_refused_by_key_and_file(tmp_path, monkeypatch, shape):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(shape))
+    with pytest.raises(ValueError) as refusal:
+        random_model(file, seed=0)
+    assert str(refusal.value).startswith(f"model.path = random:{file}: ") and len(str(refusal.value)) < 500
 
 
 def test_building_a_model_keeps_the_random_state_of_the_caller(tmp_path, monkeypatch):

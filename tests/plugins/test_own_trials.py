@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from grpo_dist.config.files import load_config
-from grpo_dist.data.own_order import OwnOrder
+from grpo_dist.data.own_order import OwnOrder, chosen
 from grpo_dist.driver import run
 from grpo_dist.loop.own_metrics import OwnMetrics
 from grpo_dist.plugins import loading
-from grpo_dist.plugins.inputs import MetricInputs
+from grpo_dist.plugins.inputs import MetricInputs, OrderInputs
 from grpo_dist.plugins.kinds import ADVANTAGE, AGGREGATION, KL, LOSS, METRIC, ORDER, ROLLOUT, SINK
 from grpo_dist.plugins.names import OwnPiece
 from grpo_dist.runs import own_trials
@@ -128,6 +128,14 @@ WRONG = [
     (SINK, "HalfSink", {}, "has no method `table`"),
     (ROLLOUT, "retold", {}, "was not generated behind the prompt and the parts before it"),
 ]
+
+
+@pytest.mark.parametrize("found", [None, [0.9, 1.9], 2])
+def test_an_order_that_returns_no_indices_is_refused_by_name(tmp_path, found):
+    (tmp_path / "late_order.py").write_text(f"def order(prompts, count):\n    return {found}\n")
+    inputs = OrderInputs(7, 2, fakes.prompts(4), {}, 0)
+    with pytest.raises(ValueError, match=r"late_order:order returned .*expected 2 different indices"):
+        chosen("late_order:order", [str(tmp_path)], {}, inputs)
 
 
 @pytest.mark.parametrize(("kind", "name", "kwargs", "message"), WRONG)

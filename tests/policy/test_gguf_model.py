@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_dist.config import ModelConfig, SFTConfig, TeacherConfig
 from grpo_dist.demo.model import made_model
-from grpo_dist.policy.gguf_model import gguf_config, gguf_model, loss_of
+from grpo_dist.policy.gguf_model import gguf_config, gguf_model, is_gguf, loss_of
 from grpo_dist.runs.prepare import resolve_model
 from grpo_dist.runs.prepare_supervised import starting_model
 from tests.support.made_gguf import CHAT_TEMPLATE, llama, write_gguf
@@ -155,6 +155,10 @@ def test_a_part_of_a_split_file_is_refused_with_how_to_join_the_parts(tmp_path, 
 def test_a_file_in_one_part_is_read(tmp_path):
     file = write_gguf(tmp_path / "small-00001-of-00001.gguf", llama())
     assert gguf_config(file, "model.path")["hidden_size"] == 64
+
+
+def test_a_suffix_in_capitals_is_one():
+    assert is_gguf("/models/M.GGUF") and not is_gguf("/models/gguf")
 
 
 def test_a_missing_file_is_refused_by_its_key(tmp_path):

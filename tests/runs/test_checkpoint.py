@@ -25,7 +25,14 @@ from grpo_dist.runs.checkpoint import (
     remove_partial,
 )
 from grpo_dist.runs.manifest import find_damage, write_manifest
-from grpo_dist.runs.resume import changes_since, check_data, load_progress, load_state, other_layout
+from grpo_dist.runs.resume import (
+    changes_since,
+    check_data,
+    load_progress,
+    load_resume_point,
+    load_state,
+    other_layout,
+)
 from tests.support import fakes
 from tests.support.made_checkpoints import HEALTH, MOMENTS, ORDER, PROMPTS, Disk, group, save, whole
 from tests.support.patience import HANG_S
@@ -249,6 +256,22 @@ def test_other_training_prompts_do_not_resume(tmp_path):
     for prompts in (PROMPTS[:3], PROMPTS[::-1], [*PROMPTS[:2], changed, PROMPTS[3]]):
         with pytest.raises(ValueError, match="made with other training prompts"):
             check_data(found, state, prompts)
+
+
+def test_edited_columns_of_the_same_prompts_do_not_resume(tmp_path):
+    """Unit tests, rubrics and scorers' entries: the rest of the run would have other rewards."""
+
+    def with_tests(text):
+        return [dataclasses.replace(p, columns={"tests": {"code": text, "n": 1}}) for p in PROMPTS]
+
+    asyncio.run(whole(Checkpoints(tmp_path, fakes.config(), with_tests("f(1) == 1")), 1, Disk(), Progress()))
+    (found,) = list_checkpoints(tmp_path)
+    state = load_state(found, fakes.config())
+    assert load_resume_point(found, state, with_tests("f(1) == 1")).step == 1
+    with pytest.raises(ValueError, match=r"other columns of the training prompts.*`data\.train` have"):
+        load_resume_point(found, state, with_tests("f(1) == 2"))
+    earlier = dataclasses.replace(state, columns=None)  # of a version that did not keep the digest
+    assert load_resume_point(found, earlier, with_tests("f(1) == 2")).step == 1
 
 
 # --- loading verifies the files

@@ -1,6 +1,10 @@
 """The identity of a run: settings that may change on resume, and settings that may not."""
 
+import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -14,12 +18,14 @@ from grpo_dist.runs.identity import (
     _LAYOUT,
     Change,
     changes,
+    columns_digest,
     describe,
     fingerprint,
     without_layout,
 )
 from grpo_dist.runs.resume import load_state
 from tests.support import fakes, made_checkpoints
+from tests.support.patience import HANG_S
 
 MODEL = {"name": "quality", "path": "p"}
 TEACHER = {"name": "large", "model": "p"}
@@ -145,3 +151,34 @@ def test_a_checkpoint_of_another_version_is_judged_by_its_configuration(tmp_path
         load_state(found, config(model={"path": "stage:start"}))
     with pytest.raises(ValueError, match=r"\(`seed` = 5 was 0\)"):
         load_state(found, config(model={"path": "stage:cold_start"}, seed=5))
+
+
+_HASHED = """
+import datetime, decimal
+import numpy as np
+from grpo_dist.runs.identity import columns_digest
+from grpo_dist.types import Prompt
+columns = {"names": {"b", "a", "c"}, 1: np.arange(3), "when": datetime.date(2021, 1, 1), "own": object(),
+           "price": decimal.Decimal("1.50"), "raw": b"x", "nested": [{"x": (1, 2.5, None, True)}]}
+print(columns_digest([Prompt("p", np.array([1], np.int32), "1", "set", "problem", columns)]))
+"""
+
+
+@pytest.mark.machine
+def test_the_digest_of_columns_is_the_same_in_every_process():
+    def digest(seed):
+        environ = os.environ | {"PYTHONHASHSEED": str(seed)}
+        return subprocess.run(
+            [sys.executable, "-c", _HASHED], env=environ, stdout=subprocess.PIPE, check=True, timeout=HANG_S
+        ).stdout
+
+    assert digest(1) == digest(2)
+
+
+def test_the_digest_of_columns_ignores_the_order_of_keys_and_sees_the_order_of_rows():
+    def digest(*columns):
+        (prompt,) = fakes.prompts(1)
+        return columns_digest([dataclasses.replace(prompt, columns=own) for own in columns])
+
+    assert digest({"a": 1, "b": [2]}) == digest({"b": [2], "a": 1})
+    assert len({digest({"a": 1}, {"a": 2}), digest({"a": 2}, {"a": 1}), digest({"a": "1"}, {"a": 2})}) == 3
