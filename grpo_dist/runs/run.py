@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from grpo_dist.config import Config
+from grpo_dist.config import CheckpointConfig, Config
 from grpo_dist.errors import RERUN, RunEnded, UserError
 from grpo_dist.observe import Tracker
 from grpo_dist.policy.export import why_no_export
@@ -130,10 +130,10 @@ def check_unfinished(steps: int, run_dir: Path, step: int) -> None:
         )
 
 
-def check_exportable(config: Config, run_dir: Path) -> None:
+def check_exportable(checkpoint: CheckpointConfig, run_dir: Path) -> None:
     """Raise UserError where the trained model would take the place of what is no earlier export."""
     directory = run_dir / MODEL
-    if config.checkpoint.export and (reason := why_no_export(directory)):
+    if checkpoint.export and (reason := why_no_export(directory)):
         raise UserError(
             f"{directory} is no earlier export of the run ({reason}), and the trained model takes its place "
             "at the end; move it away, choose another `name`, or set checkpoint.export=false"

@@ -103,7 +103,7 @@ def _prepare(run_dir: Path, config: Config, identity: Config) -> tuple[Prepared,
             newest = newest_whole(run_dir / CHECKPOINTS, print_line) if resumes else None
             state = load_state(newest, identity) if newest else None
             check_unfinished(config.steps, run_dir, state.step if state else 0)
-            check_exportable(config, run_dir)
+            check_exportable(config.checkpoint, run_dir)
             has = fit(config)
         load = prepare_supervised if config.is_supervised else prepare
         prepared = load(config, print_line, device="cuda" if has.gpus else "cpu")

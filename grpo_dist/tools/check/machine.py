@@ -48,14 +48,14 @@ def check_resume(inputs: Inputs) -> str:
     found = list_checkpoints(run_dir / CHECKPOINTS)
     if not found:
         check_unfinished(config.steps, run_dir, 0)
-        check_exportable(config, run_dir)
+        check_exportable(config.checkpoint, run_dir)
         return f"a new run, in {run_dir}"
     newest, notes = _newest_readable(found)
     state = load_state(newest, config)
     if inputs.prepared is not None:
         check_data(newest, state, inputs.prepared.trained)
     check_unfinished(config.steps, run_dir, state.step)
-    check_exportable(config, run_dir)
+    check_exportable(config.checkpoint, run_dir)
     layout = other_layout(changes_since(newest, config))
     resumes = f"resumes from step {state.step} of {config.steps}, {newest}{layout}"
     return "\n    ".join([resumes, *notes])
