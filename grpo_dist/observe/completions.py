@@ -12,6 +12,7 @@ from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.types import Group, Rollout
 
 COLUMNS = ("uid", "sample", "prompt", "completion", "answer", "outcome", "reward", "advantage")
+_TRAINED = "completions"  # the table of training samples
 _ROWS = 64  # at most, unless one group is larger
 
 
@@ -22,6 +23,11 @@ class Table:
     name: str
     rows: tuple[tuple[Any, ...], ...]
 
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it has completions of an evaluation."""
+        return self.name != _TRAINED
+
 
 def table_of(name: str, groups: Sequence[Group], values: ValuesOfSamples | None) -> Table:
     """Make the table of the sample file ``name``: "step_000010" or "eval_SET_step_000010"."""
@@ -29,7 +35,7 @@ def table_of(name: str, groups: Sequence[Group], values: ValuesOfSamples | None)
     evaluated = before.removeprefix("eval_").removesuffix("_")
     count = max(1, _ROWS // max((len(g.rollouts) for g in groups), default=1))
     rows = tuple(row for group in groups[:count] for row in _rows(group, values or {}))
-    return Table(f"completions/{evaluated}" if evaluated else "completions", rows)
+    return Table(f"{_TRAINED}/{evaluated}" if evaluated else _TRAINED, rows)
 
 
 def transcript(rollout: Rollout) -> str:

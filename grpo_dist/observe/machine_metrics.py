@@ -19,7 +19,7 @@ OF_THE_MACHINE = (
     Metric("eval/<set>/tool_call_share", "share", "mean over problems",
            "episodes with a tool call, in sets with an environment", "rises where the tool helps"),
     Metric("eval/step", "steps", "of the driver",
-           "at wandb alone, with `evaluation.num_workers`: the step of the evaluated weights", ""),
+           "at wandb alone: the step of the evaluated weights, the x-axis of `eval/` and `validation/`", ""),
     Metric("eval/<set>/length_tokens", "tokens", "mean over samples", "length of an evaluated completion",
            ""),
     Metric("eval/<set>/unscored", "samples", "count", "evaluated samples without a verdict, left out",

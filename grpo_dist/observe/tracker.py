@@ -230,8 +230,7 @@ def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str
         purge, directory = start + 1 if start else 0, run_dir / "tensorboard"
         found["TensorBoard"] = lambda _: TensorBoard(directory, shown, purge_step=purge)
     if settings.wandb.enabled:
-        late = config.evaluation.num_workers > 0
-        found["wandb"] = partial(WandbRun, settings.wandb, shown, run_dir, run_id, evaluates_late=late)
+        found["wandb"] = partial(WandbRun, settings.wandb, shown, run_dir, run_id)
     if settings.mlflow.enabled:
         found["MLflow"] = lambda _: MlflowRun(settings.mlflow, shown, run_dir, run_id)
     for i, own in enumerate(settings.sinks):

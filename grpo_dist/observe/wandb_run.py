@@ -15,7 +15,8 @@ from grpo_dist.observe.completions import COLUMNS, Table
 from grpo_dist.observe.settings import ShownConfig
 
 _BY_VARIABLE = {"offline": "offline", "dryrun": "offline", "disabled": "disabled"}
-_EVALUATED = "eval/step"  # the x-axis of evaluations that finish during a later step
+_EVALUATED = "eval/step"  # the x-axis of evaluations, which may come during a later step
+_EVALUATIONS = ("eval/", "validation/")
 _INIT_S = _FINISH_S = 30.0  # for the server to answer at the start, and to take the rest at the end
 
 
@@ -29,12 +30,8 @@ class WandbRun:
         run_dir: Path,
         run_id: str,
         warn: Callable[[str], None],
-        *,
-        evaluates_late: bool,
     ) -> None:
-        """Open the run ``run_id``. ``evaluates_late``: an evaluation may finish during a later step than that
-        of its weights, which is then its own step.
-        """
+        """Open the run ``run_id``, or resume it."""
         import wandb  # optional
 
         with _masked_command():
@@ -51,26 +48,37 @@ class WandbRun:
                 settings=wandb.Settings(init_timeout=_INIT_S, finish_timeout=_FINISH_S, console="off"),
             )
 
-        self._newest, self._evaluates_late = 0, evaluates_late
-        if self._evaluates_late:
-            self._run.define_metric("eval/*", step_metric=_EVALUATED)
+        self._newest = 0
+        for prefix in _EVALUATIONS:
+            self._run.define_metric(f"{prefix}*", step_metric=_EVALUATED)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Log metrics. wandb closes a step when the next one starts, so parts of a step join it."""
-        if self._evaluates_late and any(name.startswith("eval/") for name in metrics):
-            metrics = metrics | {_EVALUATED: float(step)}
-        self._run.log(metrics, step=self._not_closed(step))
+        if any(name.startswith(_EVALUATIONS) for name in metrics):
+            self._run.log(metrics | {_EVALUATED: float(step)}, step=self._accepted(step))
+        else:
+            self._run.log(metrics, step=self._not_closed(step))
 
     def table(self, step: int, table: Table) -> None:
         import wandb
 
         rows = wandb.Table(list(COLUMNS), data=[list(row) for row in table.rows])
-        self._run.log({table.name: rows}, step=self._not_closed(step))
+        at = self._accepted(step) if table.is_evaluation else self._not_closed(step)
+        self._run.log({table.name: rows}, step=at)
 
     def _not_closed(self, step: int) -> int:
         """Return ``step``, or the newest: wandb refuses what comes later for an earlier one."""
         self._newest = max(step, self._newest)
         return self._newest
+
+    def _accepted(self, step: int) -> int:
+        """Return the first step from ``step`` on that wandb accepts, for what has an x-axis of its own.
+
+        A resumed run at wandb begins after its last step, and wandb drops without an error what comes for
+        that step or an earlier one. Repeated training steps keep their numbers, and are dropped: they would
+        all replace each other in the first step that it accepts.
+        """
+        return max(step, self._newest, self._run.starting_step)
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)

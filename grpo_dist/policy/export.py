@@ -7,14 +7,13 @@ same directory knows what it may delete, whatever files the tokenizer and the ow
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from grpo_dist.policy.lora import write_adapter
-from grpo_dist.runtime.files import clear, publish
+from grpo_dist.runtime.files import clear, keep_backup, publish
 from grpo_dist.runtime.json_files import read_json
 
 _ADAPTER = "adapter"
@@ -38,7 +37,8 @@ def write_model(
     trust_remote_code: bool,
 ) -> None:
     """Write ``weights`` of ``model`` (safetensors) with its tokenizer, any ``low_rank`` adapters to
-    `adapter`, and the list of all files. The directory appears only when it is complete.
+    `adapter`, and the list of all files. The directory appears only when it is complete. It replaces an
+    earlier export; anything else there is kept under another name, see `keep_backup`.
     """
     from transformers import AutoTokenizer
 
@@ -53,8 +53,9 @@ def write_model(
         write_adapter(model, low_rank, partial / _ADAPTER, base_model=tokenizer_dir)
     files = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if not path.is_dir())
     (partial / _LIST).write_text(json.dumps({"files": files}, indent=1))
-    if directory.exists():
-        shutil.rmtree(directory)
+    if why_no_export(directory):  # also files that came during this export, which takes minutes
+        keep_backup(directory)
+    clear(directory)
     publish(partial, directory)
 
 
@@ -69,6 +70,8 @@ def why_no_export(directory: Path) -> str:
         return ""
     if not directory.is_dir():
         return "it is a file"
+    if directory.is_mount():
+        return "it is a mount point"
     listed = _listed_files(directory)
     return _why_not_by_name(directory) if listed is None else _why_not_listed(directory, listed)
 

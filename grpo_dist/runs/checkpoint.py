@@ -180,7 +180,7 @@ class Checkpoints:
             # A checkpoint of the same step, perhaps with fewer finished groups. The exchange leaves no moment
             # without one. Where the file system cannot exchange names, the earlier one stays.
             exchange(partial, final)
-            shutil.rmtree(partial)
+            clear(partial)  # a link, where a user has moved the earlier one; what it leads to stays
             return
         clear(final)
         publish(partial, final)

@@ -106,12 +106,13 @@ class TrainingCluster:
         return self._opened.prepared.prompts
 
     def batches(self) -> Iterator[list[Prompt]]:
-        """Yield the prompts of each step until `steps` updates are made, in the order of the run's seed.
+        """Yield the prompts of each step until `steps` updates have begun, in the order of the run's seed.
 
-        The prompts of a step stay the same until `update` is called.
+        The prompts of a step stay the same until `update` is called. While it runs, another thread gets those
+        of the next step.
         """
-        while self.step < self._config.steps:
-            yield self._opened.batch()
+        while (prompts := self._call(self._opened.batch())) is not None:
+            yield prompts
 
     def sample(self, prompts: Sequence[Prompt], *, samples: int | None = None) -> list[SampledGroup]:
         """Sample every prompt, all at once.

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from grpo_dist.config import Config
+from grpo_dist.config import CheckpointConfig, Config
 from grpo_dist.errors import RERUN, RunEnded, UserError
 from grpo_dist.observe import Tracker
+from grpo_dist.policy.export import why_no_export
 from grpo_dist.runs.checkpoint import CHECKPOINTS, Checkpoints, list_checkpoints, newest_whole
 from grpo_dist.runs.prepare import Prepared
 from grpo_dist.runs.resume import ResumePoint, load_resume_point, load_state
@@ -19,6 +20,7 @@ from grpo_dist.runtime.concurrency import deadline, in_thread
 from grpo_dist.runtime.files import LOCK, alone, check_room, write_text
 
 LOCK_PATIENCE_S = 10.0  # a process that was asked to end still holds the lock for a moment
+MODEL = "model"  # in a run directory, the trained model
 _DONE = "DONE"  # in a run directory once everything of the run is done; holds the number of steps
 
 
@@ -125,6 +127,16 @@ def check_unfinished(steps: int, run_dir: Path, step: int) -> None:
         raise UserError(
             f"{run_dir}: the run is complete ({step} steps); choose another `name`, or set "
             "checkpoint.resume=never (or, with a constant learning rate, raise `steps` to continue it)"
+        )
+
+
+def check_exportable(checkpoint: CheckpointConfig, run_dir: Path) -> None:
+    """Raise UserError where the trained model would take the place of what is no earlier export."""
+    directory = run_dir / MODEL
+    if checkpoint.export and (reason := why_no_export(directory)):
+        raise UserError(
+            f"{directory} is no earlier export of the run ({reason}), and the trained model takes its place "
+            "at the end; move it away, choose another `name`, or set checkpoint.export=false"
         )
 
 

@@ -22,6 +22,7 @@ from grpo_dist.loop.ledger import DROPPED
 from grpo_dist.observe import Tracker
 from grpo_dist.observe.console import print_before_after
 from grpo_dist.observe.settings import check_trackers
+from grpo_dist.policy.export import why_no_export
 from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, newest_whole, remove_partial
 from grpo_dist.runs.directories import check_writable, choose_run_dir, resumed_by_name, with_resume_settings
 from grpo_dist.runs.environment import write_environment
@@ -39,9 +40,16 @@ from grpo_dist.runs.resume import (
     other_code,
     other_layout,
 )
-from grpo_dist.runs.run import Run, check_unfinished, exclusive_directory, mark_finished
+from grpo_dist.runs.run import (
+    MODEL,
+    Run,
+    check_exportable,
+    check_unfinished,
+    exclusive_directory,
+    mark_finished,
+)
 from grpo_dist.runtime.concurrency import deadline
-from grpo_dist.runtime.files import check_room, write_text
+from grpo_dist.runtime.files import check_room, keep_backup, write_text
 from grpo_dist.runtime.stage_log import log_ready, print_line, stage, stages_logged
 from grpo_dist.workers import Workers
 
@@ -94,12 +102,13 @@ def _prepare(run_dir: Path, config: Config, identity: Config) -> tuple[Prepared,
             resumes = config.checkpoint.resume == "auto"
             newest = newest_whole(run_dir / CHECKPOINTS, print_line) if resumes else None
             state = load_state(newest, identity) if newest else None
+            check_unfinished(config.steps, run_dir, state.step if state else 0)
+            check_exportable(config.checkpoint, run_dir)
             has = fit(config)
         load = prepare_supervised if config.is_supervised else prepare
         prepared = load(config, print_line, device="cuda" if has.gpus else "cpu")
         with stage("resume point", quiet=True):
             point = load_resume_point(newest, state, prepared.trained)
-    check_unfinished(config.steps, run_dir, point.step)
     return prepared, point
 
 
@@ -182,9 +191,12 @@ def _loop(run: Run, workers: Workers) -> Callable[..., Awaitable[None]]:
 
 
 async def _finish(run: Run, workers: Workers) -> None:
-    """Write the trained model, if it is wanted."""
+    """Write the trained model, if it is wanted. What a user has put into its place during the run is kept."""
     if run.config.checkpoint.export:
-        directory = run.directory / "model"
+        directory = run.directory / MODEL
+        if reason := why_no_export(directory):
+            kept = keep_backup(directory)
+            run.tracker.warn(f"{directory} was no earlier export of the run ({reason}); it is now {kept}")
         with stage("export", f"the trained model is written to {directory}"):
             await workers.policy.export(directory, tokenizer_dir=run.prepared.model_dir)
 
@@ -215,7 +227,7 @@ async def _evaluate_export(run: Run, cluster: Cluster) -> dict[str, float]:
     config, stuck = run.config, cluster.where_stuck
     limit_s = config.cluster.timeouts.up_s
     async with deadline(limit_s, "start: engine on the exported model", explain=stuck):
-        samplers = await cluster.start_evaluation(run.directory / "model")
+        samplers = await cluster.start_evaluation(run.directory / MODEL)
     with stage("final evaluation", "of the exported model"):
         final = await evaluate(
             config, samplers, run.prepared.eval_sets, run.tracker, step=config.steps, explain=stuck

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from grpo_dist.algorithms.moments import Moments
-from grpo_dist.config import AlgorithmConfig, Config, DistillationConfig
+from grpo_dist.config import Config
 from grpo_dist.data.order import OrderState
 from grpo_dist.errors import SamplesLost, UserError
 from grpo_dist.evaluation.sampling import evaluate
@@ -32,6 +32,7 @@ from grpo_dist.loop.sync_probe import SyncProbe
 from grpo_dist.policy.export import why_no_export
 from grpo_dist.runs.notes import Notes
 from grpo_dist.runs.prepare import Prepared
+from grpo_dist.runs.update_checks import check_division, check_fit, check_own_advantages
 from grpo_dist.runtime.concurrency import deadline, gather, sampled_again
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.seeds import request_seeds
@@ -84,7 +85,8 @@ class Verbs:
         self._notes = Notes()
         self._order = order_of(config, prepared.prompts, OrderState())
         self._known = {prompt.uid for prompt in prepared.prompts}  # the caller may sample others, too
-        self._indices: list[int] = []
+        self._batch = 0  # of `batch`: the step, and the one after it while an update runs
+        self._indices: dict[int, list[int]] = {}  # of the order, by batch
         self._drawn = Counter[str]()  # samples of each prompt since the last update
         self._synced = 0  # version that the engines hold
         self._probed = -1  # version whose probe was started
@@ -124,10 +126,14 @@ class Verbs:
         self._health = HealthWatch(config, self._notes, HealthState())
         self._kl = KLController(config.algorithm.kl)
 
-    def batch(self) -> list[Prompt]:
-        if not self._indices:
-            self._indices = self._order.take(self.step)
-        return [self.prepared.prompts[self._order.prompt(index)] for index in self._indices]
+    async def batch(self) -> list[Prompt] | None:
+        """Return the prompts of the next update to begin; None where `steps` have begun."""
+        number = self._batch
+        if number >= self._config.steps:
+            return None
+        if number not in self._indices:
+            self._indices[number] = self._order.take(number)
+        return [self.prepared.prompts[self._order.prompt(index)] for index in self._indices[number]]
 
     async def sample(self, prompts: Sequence[Prompt], samples: int | None) -> list[SampledGroup]:
         if self._synced == self.step != self._probed:
@@ -213,18 +219,27 @@ class Verbs:
     async def _update(
         self, scored: Sequence[ScoredGroup], advantages: list[np.ndarray] | None
     ) -> dict[str, float]:
-        step, timer, groups = self.step, Stopwatch(), [s.group for s in scored]
-        _check_division(self._config.batch.updates_per_step, len(groups))
+        groups = [s.group for s in scored]
+        check_division(self._config.batch.updates_per_step, len(groups))
         self._check_staleness(groups)
         if advantages is not None:
-            _check_own_advantages(self._config.algorithm, self._config.distillation)
-            _check_fit(advantages, groups)
-        batch = ScoredBatch(list(scored), advantages=advantages)
+            check_own_advantages(self._config.algorithm, self._config.distillation)
+            check_fit(advantages, groups)
+        self._batch = self.step + 1
+        try:
+            return await self._train(ScoredBatch(list(scored), advantages=advantages))
+        finally:
+            self._batch = self.step  # where the update has failed, its prompts are next again
+
+    async def _train(self, batch: ScoredBatch) -> dict[str, float]:
+        step, timer, groups = self.step, Stopwatch(), [s.group for s in batch.scored]
         staged = await self._staging.take(step, batch, kl_coef=self._kl.coef)
         metrics = dict(staged.metrics)
         if self._synced == step:
             metrics |= await self._probe.finish(step, timer)
-        judged = self._health.judge_batch(step + 1, groups, metrics, own_advantages=advantages is not None)
+        judged = self._health.judge_batch(
+            step + 1, groups, metrics, own_advantages=batch.advantages is not None
+        )
         trainable, metrics = judged
         if trainable:
             bounds = self._health.update_bounds()
@@ -236,10 +251,11 @@ class Verbs:
         metrics |= self._kl.observe(metrics)
         metrics[TRAINED_TOKENS] = float(staged.loss_tokens if trainable else 0)
         alarms, counts = self._health.examine(step + 1, metrics)
-        self._order.trained(self._indices, [g for g in groups if g.prompt.uid in self._known])
+        indices = self._indices.pop(step, [])
+        self._order.trained(indices, [g for g in groups if g.prompt.uid in self._known])
         self._schedule.observe(groups, drawn_with(groups, self._sampling_now()))
         self._sampling.clear()
-        self._indices, self._drawn, self.step = [], Counter(), step + 1
+        self._drawn, self.step = Counter(), step + 1
         self._scorer.forget(step)
         self._health.act(self.step, alarms, metrics | counts, groups)
         return metrics | counts
@@ -303,39 +319,3 @@ def _check_replaceable(directory: Path) -> None:
             f"export(): {directory} is no earlier export ({reason}), and an export replaces what is there; "
             "choose a directory that is new, empty, or holds an earlier export"
         )
-
-
-def _check_division(updates: int, groups: int) -> None:
-    """Raise UserError where the groups cannot be split into the updates of a step."""
-    if groups == 0 or groups % updates:
-        raise UserError(
-            f"update(): {groups} groups cannot be split into `batch.updates_per_step` = {updates} equal "
-            "parts; pass a multiple of it"
-        )
-
-
-def _check_own_advantages(algorithm: AlgorithmConfig, distillation: DistillationConfig) -> None:
-    """Raise UserError where advantages of the caller would replace a KL that is part of the run's own."""
-    if algorithm.add_token_level_kl:
-        raise UserError(
-            "update(): advantages replace the KL term that `algorithm.add_token_level_kl` = true makes part "
-            "of the run's own; set it to false: the KL is then in the loss"
-        )
-    if distillation.teachers and distillation.kl_as == "advantage":
-        raise UserError(
-            "update(): advantages replace the KL to `distillation.teachers`, which is part of the run's own; "
-            "set `distillation.kl_as` = loss, or remove the teachers"
-        )
-
-
-def _check_fit(advantages: list[np.ndarray], groups: Sequence[Group]) -> None:
-    """Raise UserError where ``advantages`` are not finite numbers [G] for each group."""
-    wanted = [(len(group.rollouts),) for group in groups]
-    found = [own.shape for own in advantages]
-    if found != wanted:
-        raise UserError(
-            f"update(): advantages have the shapes {found}; expected one array for "
-            f"each group, with a number for each sample: {wanted}"
-        )
-    if not all(np.isfinite(own).all() for own in advantages):
-        raise UserError("update(): advantages have a NaN or infinity; use 0 for what is not to be trained on")

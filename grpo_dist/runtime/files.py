@@ -103,7 +103,8 @@ def clear(path: Path) -> None:
 def keep_backup(path: Path) -> Path:
     """Rename ``path`` to the first free ``path.old-1``, ``path.old-2`` ..., and return the new path."""
     number = 1
-    while (backup := path.with_name(f"{path.name}.old-{number}")).exists():
+    # A link to nothing takes a name, too: a rename would replace it.
+    while os.path.lexists(backup := path.with_name(f"{path.name}.old-{number}")):
         number += 1
     path.rename(backup)
     return backup

@@ -3,8 +3,13 @@
 import sys
 
 import pytest
+import wandb
 
+from grpo_dist.config import WandbConfig
 from grpo_dist.observe import Tracker
+from grpo_dist.observe.completions import Table
+from grpo_dist.observe.settings import ShownConfig
+from grpo_dist.observe.wandb_run import WandbRun
 from tests.support import fakes
 from tests.support.wandb_file import history, offline_run
 
@@ -59,3 +64,59 @@ def test_an_evaluation_that_ends_during_a_later_step_has_the_step_of_its_weights
     rows = history(offline_run(tmp_path / "wandb"))
     (row,) = [row for row in rows if "eval/held/pass@1" in row]
     assert (row["eval/held/pass@1"], row["eval/step"]) == (0.25, 1.0)
+
+
+class ResumedRun:
+    """A run at wandb that has steps up to 20. Like its server, it drops what comes for an earlier step than
+    the current one, and closes the steps before that.
+    """
+
+    def __init__(self):
+        self.starting_step = self.current = 21
+        self.x_axes, self.rows = {}, {}
+
+    def define_metric(self, name, *, step_metric):
+        self.x_axes[name] = step_metric
+
+    def log(self, metrics, *, step):
+        if step >= self.current:
+            self.current = step
+            self.rows.setdefault(step, {}).update(metrics)
+
+
+@pytest.fixture
+def resumed(tmp_path, monkeypatch):
+    """A tracker that resumes a run at wandb, and that run."""
+    run = ResumedRun()
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    monkeypatch.setattr(wandb, "Table", lambda columns, data: data)
+    settings = WandbConfig(enabled=True, mode="offline")
+    return WandbRun(settings, ShownConfig.of(fakes.config()), tmp_path, "id", warn=print), run
+
+
+def test_an_evaluation_of_the_step_that_a_run_resumes_at_arrives(resumed):
+    tracker, run = resumed
+    tracker.table(20, Table("completions/held", ((1,),)))
+    tracker.log(20, {"eval/held/pass@1": 0.5, "time/evaluation_s": 3.0})
+    tracker.log(21, {"reward/mean": 0.25})
+    expected = {"eval/held/pass@1": 0.5, "eval/step": 20.0, "time/evaluation_s": 3.0, "reward/mean": 0.25}
+    assert run.rows == {21: expected | {"completions/held": [[1]]}}
+    assert run.x_axes == {"eval/*": "eval/step", "validation/*": "eval/step"}
+
+
+def test_a_validation_of_the_step_that_a_run_resumes_at_arrives(resumed):
+    tracker, run = resumed
+    tracker.log(20, {"validation/loss": 1.5})
+    assert run.rows == {21: {"validation/loss": 1.5, "eval/step": 20.0}}
+
+
+def test_repeated_steps_do_not_replace_the_first_new_one(resumed):
+    """The run resumes at 18, and its evaluation of that step is repeated while 19 is trained."""
+    tracker, run = resumed
+    for step in range(19, 24):
+        tracker.log(step, {"reward/mean": step / 100})
+        if step == 19:
+            tracker.log(18, {"eval/held/pass@1": 0.5})
+            tracker.table(19, Table("completions", ()))
+    assert {step: row["reward/mean"] for step, row in run.rows.items()} == {21: 0.21, 22: 0.22, 23: 0.23}
+    assert run.rows[21]["eval/step"] == 18.0 and "completions" not in run.rows[21]

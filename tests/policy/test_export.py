@@ -114,3 +114,29 @@ def test_an_export_without_a_list_is_recognised_by_the_names_of_its_files(export
     assert why_no_export(out) == ""
     (out / "train.py").write_text("")
     assert why_no_export(out) == "an export does not write its train.py"
+
+
+@pytest.mark.parametrize("added", ["README.md", "model-q4.gguf"])
+def test_a_file_that_was_added_outlives_the_next_export(exported, added):
+    export, out = exported
+    (out / added).write_text("kept")
+    export()
+    assert (out.with_name("out.old-1") / added).read_text() == "kept"
+    assert why_no_export(out) == "" and not (out / added).exists()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_link_in_place_of_an_export_is_kept_with_its_target(exported, tmp_path, whole):
+    """Also beside a link to nothing that has the first name of a backup."""
+    export, out = exported
+    out.rename(tmp_path / "disk")
+    out.symlink_to(tmp_path / ("disk" if whole else "missing"))
+    (tmp_path / "out.old-1").symlink_to("nothing")
+    export()
+    assert (tmp_path / "out.old-2").is_symlink() and (tmp_path / "out.old-1").is_symlink()
+    assert (tmp_path / "disk/config.json").is_file() and why_no_export(out) == ""
+
+
+def test_a_mount_point_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(type(tmp_path), "is_mount", lambda path: path == tmp_path)
+    assert why_no_export(tmp_path) == "it is a mount point"

@@ -383,6 +383,19 @@ def test_links_in_place_of_saved_files_are_not_followed(tmp_path):
     assert [path.name for path in other.iterdir()] == ["precious"]
 
 
+def test_a_step_whose_checkpoint_was_moved_and_linked_can_be_saved_again(tmp_path):
+    directory, disk = tmp_path / "checkpoints", tmp_path / "disk"
+    save(directory, 2)
+    (directory / "step_000002").rename(disk)
+    (directory / "step_000002").symlink_to(disk)
+    save(directory, 2, ahead={2: SampledBatch([group(PROMPTS[1])], [])})
+    assert [path.name for path in directory.iterdir()] == ["step_000002"]
+    newest = newest_whole(directory, print)
+    assert not newest.is_symlink() and (newest / "ahead/batch_000002.parquet").is_file()
+    assert find_damage(disk, must_have=("state.json",)) is None
+    assert not (disk / "ahead/batch_000002.parquet").exists()
+
+
 def test_a_run_that_fell_back_from_a_damaged_checkpoint_keeps_its_own(tmp_path):
     """Step 6 is damaged; with `keep: 1`, pruning must not delete step 4."""
     config = fakes.config(checkpoint={"keep": 1})

@@ -390,6 +390,61 @@ def test_an_interrupted_update_stands_for_no_other_advantages(started, monkeypat
     assert len(world.updates) == 2
 
 
+class Held(fakes.World):
+    """Each update waits for a permission of its own. ``fails``: the first ends with an error."""
+
+    def __init__(self, fails=False):
+        super().__init__(jitter=False)
+        self.begun, self.allowed, self.fails = threading.Semaphore(0), threading.Semaphore(0), fails
+
+    async def update(self, *arguments, **settings):
+        self.begun.release()
+        while not self.allowed.acquire(blocking=False):
+            await asyncio.sleep(0.01)
+        if self.fails:
+            self.fails = False
+            raise ValueError("the update failed")
+        return await super().update(*arguments, **settings)
+
+
+@pytest.mark.parametrize("order", ["epochs", "pass_rate"])
+def test_a_thread_that_samples_during_an_update_gets_the_prompts_of_the_next_step(started, order):
+    config = fakes.config(steps=10, max_staleness=1, data={"train": [{"path": "demo:add3"}], "order": order})
+    theirs = fakes.World(jitter=False)
+    asyncio.run(run(config, theirs.workers(), PROMPTS, [], theirs, theirs))
+    sampled = []
+    with started(ours := Held(), config) as cluster:
+        batches = cluster.batches()
+        sampled.append(cluster.sample(next(batches)))
+        while cluster.step < config.steps:
+            groups = cluster.score(sampled[-1])
+            updates = threading.Thread(target=cluster.update, args=(groups,))
+            updates.start()
+            assert ours.begun.acquire(timeout=HANG_S)
+            if (prompts := next(batches, None)) is not None:
+                assert next(cluster.batches()) == prompts  # until its own update
+                sampled.append(cluster.sample(prompts))
+            ours.allowed.release()
+            updates.join()
+            cluster.sync()
+        assert next(cluster.batches(), None) is None
+    found = [sorted(group.prompt.uid for group in groups) for groups in sampled]
+    uids = [uid for uid, _, _ in theirs.sampled]
+    assert found == [sorted(uids[at : at + 4]) for at in range(0, 40, 4)]
+    if order == "epochs":
+        assert sorted(uid for uids in found for uid in uids) == sorted(prompt.uid for prompt in PROMPTS)
+
+
+def test_the_prompts_of_an_update_that_failed_are_those_of_the_next(started):
+    with started(world := Held(fails=True), fakes.config()) as cluster:
+        prompts = next(cluster.batches())
+        groups = cluster.score(cluster.sample(prompts))
+        world.allowed.release()
+        with pytest.raises(ValueError, match="the update failed"):
+            cluster.update(groups)
+        assert cluster.step == 0 and next(cluster.batches()) == prompts
+
+
 def test_an_update_that_runs_when_the_block_ends_ends_with_it(started, monkeypatch):
     begun, ended = threading.Event(), []
 

@@ -177,6 +177,25 @@ def test_a_complete_run_without_checkpoints_is_not_begun_again(here, capsys):
     assert (run / "metrics.jsonl").read_text() == '{"step": 10, "reward/mean": 0.9}\n'
 
 
+@pytest.mark.family("costly")
+@pytest.mark.parametrize("command", ["train", "check"])
+@pytest.mark.parametrize(
+    ("put", "reason"),
+    [
+        (lambda model: (model.mkdir(), (model / "card.md").write_text("mine")), "does not write its card.md"),
+        (lambda model: model.symlink_to("/tmp"), "it is a link"),
+        (lambda model: model.symlink_to("nothing"), "it is a link"),
+    ],
+)
+def test_what_the_trained_model_would_replace_is_refused_before_the_run(here, capsys, command, put, reason):
+    (here / "runs/run").mkdir(parents=True)
+    put(here / "runs/run/model")
+    assert main([command, "config.yaml"]) == 2
+    told = "".join(capsys.readouterr())
+    assert "runs/run/model is no earlier export" in told and reason in told and "move it away" in told
+    assert "export=false" in told and not (here / "runs/run/metrics.jsonl").exists()
+
+
 def test_an_installation_older_than_its_code_is_refused(here, capsys, monkeypatch):
     """Seen after the entry point was renamed: each engine started, and failed on its first weights."""
     monkeypatch.setattr("grpo_dist.runs.start_checks.entry_points", lambda group: ())

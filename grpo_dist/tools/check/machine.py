@@ -10,7 +10,7 @@ from pathlib import Path
 from grpo_dist.runs.checkpoint import CHECKPOINTS, STATE, list_checkpoints
 from grpo_dist.runs.directories import check_writable, choose_run_dir
 from grpo_dist.runs.resume import changes_since, check_data, load_state, other_layout
-from grpo_dist.runs.run import check_unfinished
+from grpo_dist.runs.run import check_exportable, check_unfinished
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.check.inputs import CheckFailed, Inputs
 from grpo_dist.tools.plan.memory import lora_parameters
@@ -40,20 +40,22 @@ def check_disk(inputs: Inputs) -> str:
 
 
 def check_resume(inputs: Inputs) -> str:
-    """Check that the newest checkpoint belongs to this run, and that a complete run is not begun again. The
-    checksums of the checkpoint are verified when it is loaded.
+    """Check that the newest checkpoint belongs to this run, that a complete run is not begun again, and
+    that the export deletes nothing else. The checksums of the checkpoint are verified when it is loaded.
     """
     config = inputs.config
     run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
     found = list_checkpoints(run_dir / CHECKPOINTS)
     if not found:
         check_unfinished(config.steps, run_dir, 0)
+        check_exportable(config.checkpoint, run_dir)
         return f"a new run, in {run_dir}"
     newest, notes = _newest_readable(found)
     state = load_state(newest, config)
     if inputs.prepared is not None:
         check_data(newest, state, inputs.prepared.trained)
     check_unfinished(config.steps, run_dir, state.step)
+    check_exportable(config.checkpoint, run_dir)
     layout = other_layout(changes_since(newest, config))
     resumes = f"resumes from step {state.step} of {config.steps}, {newest}{layout}"
     return "\n    ".join([resumes, *notes])
