@@ -178,11 +178,11 @@ def _lengths(groups: Sequence[Group], settings: AdvantageSettings) -> Int[Tensor
     return torch.tensor([r.num_sampled for g in groups for r in g.rollouts])
 
 
-def _baselines(groups: Sequence[Group], settings: AdvantageSettings) -> Float[Tensor, " B"]:
-    """Return the reward of each prompt's greedy answer, once per sample."""
+def clipped_baselines(groups: Sequence[Group], clip: float | None) -> Float[Tensor, " B"]:
+    """Return the reward of each prompt's greedy answer, once per sample, as `clipped_rewards` does."""
     greedy = [g.baseline_reward for g in groups for _ in g.rewards]
     assert None not in greedy, "the estimator needs a greedy sample of every prompt"
-    return _clipped(_finite(torch.tensor(greedy)), settings.reward_clip)
+    return _clipped(_finite(torch.tensor(greedy)), clip)
 
 
 def _parts(groups: Sequence[Group], settings: AdvantageSettings) -> Float[Tensor, "K B"]:
@@ -211,7 +211,7 @@ _INPUTS: dict[str, Callable[[Sequence[Group], AdvantageSettings], Any]] = {
     "eps": lambda groups, settings: settings.eps,
     "k": lambda groups, settings: settings.k,
     "lengths": _lengths,
-    "baselines": _baselines,
+    "baselines": lambda groups, settings: clipped_baselines(groups, settings.reward_clip),
     "parts": _parts,
     "weights": _weights,
 }

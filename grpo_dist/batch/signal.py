@@ -11,6 +11,9 @@
     any other        the total reward
     process_coef     with any estimator: the rewards of steps, or of turns
 
+Total rewards and that of the greedy answer are clipped first, as for the estimator: under a clip of 1 the
+rewards [2, 3] are equal.
+
 REINFORCE++ compares with the whole batch, so it also learns from a group of equal rewards; what dynamic
 sampling replaces is such a group all the same (DAPO, arXiv:2503.14476, equation 11).
 """
@@ -22,11 +25,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grpo_dist.algorithms.advantages import ADVANTAGES
 from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.algorithms.turn_level import turn_level
-from grpo_dist.batch.credit_assignment import PROCESS, TURN
+from grpo_dist.batch.credit_assignment import PROCESS, TURN, clipped_baselines, clipped_rewards
 from grpo_dist.types import Group, correctness, has_signal
 
 ACCURACY = "accuracy"  # a metric of every run: right or wrong
@@ -43,6 +47,8 @@ class SignalRule:
         turn_discount: of the estimator turn.
         k: of the estimator pass_at_k.
         steps: advantages of steps are added, `algorithm.process_coef`.
+        reward_clip: total rewards are clipped to +- this before the estimator; None: they are not. A
+            ``metric`` is compared as it is.
     """
 
     estimator: str = "grpo"
@@ -51,6 +57,7 @@ class SignalRule:
     turn_discount: float = 1.0
     k: int = 4
     steps: bool = False
+    reward_clip: float | None = None
 
     def __call__(self, group: Group) -> bool:
         """Return whether ``group`` has a signal. A sample without a total reward has no part in it."""
@@ -68,15 +75,20 @@ class SignalRule:
         if self.estimator == TURN:
             return _turns_differ(group, self.turn_discount)
         if "baselines" in inputs:
-            return _differs_from_greedy(group)
+            return self._differs_from_greedy(group)
+        rewards = clipped_rewards([group], self.reward_clip)
         if inputs and set(inputs) <= {"std", "eps", "k"}:
-            return self._has_advantages(group.rewards)
-        return has_signal(group.rewards)
+            return self._has_advantages(rewards)
+        return has_signal(rewards.numpy())
 
-    def _has_advantages(self, rewards: np.ndarray) -> bool:
+    def _differs_from_greedy(self, group: Group) -> bool:
+        rewards, greedy = (own([group], self.reward_clip) for own in (clipped_rewards, clipped_baselines))
+        return bool((rewards[rewards.isfinite()] != greedy[rewards.isfinite()]).any())
+
+    def _has_advantages(self, rewards: Tensor) -> bool:
         own = {"k": self.k} if "k" in estimator_of(self.estimator).inputs else {}
         ids = torch.zeros(len(rewards), dtype=torch.long)
-        return bool(ADVANTAGES[self.estimator](torch.from_numpy(rewards), ids, **own).any())
+        return bool(ADVANTAGES[self.estimator](rewards, ids, **own).any())
 
     def _metric(self, group: Group) -> np.ndarray:
         """Return the metric of each sample [G]: the total reward where the group's source has no such
@@ -115,9 +127,3 @@ def _turns_differ(group: Group, discount: float) -> bool:
         std="none",
     )
     return bool(advantages.any())
-
-
-def _differs_from_greedy(group: Group) -> bool:
-    assert group.baseline_reward is not None, "remax has a greedy answer of every prompt"
-    known = group.rewards[np.isfinite(group.rewards)]
-    return bool(np.any(known != np.float32(group.baseline_reward)))

@@ -19,7 +19,8 @@ class KLController:
     def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Steer ``coef`` by the KL in a step's ``metrics``; return the weight that the step was trained with.
 
-        The weight stays where no target is set, nothing was trained, or the KL is not finite.
+        The weight stays where no target is set, the step had no token of the policy loss and so no KL, or
+        the KL is not finite.
         """
         used, observed = self.coef, metrics.get("ref/kl")
         target, gain = self._settings.target, self._settings.gain

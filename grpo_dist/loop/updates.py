@@ -231,8 +231,10 @@ def advantage_settings(
 def signal_rule(algorithm: AlgorithmConfig, rewards: RewardsConfig, metric: str | None) -> SignalRule:
     """Return which groups dynamic sampling keeps. ``metric``: `dynamic_sampling.metric`."""
     settings = advantage_settings(algorithm, rewards, 0.0)
-    steps = settings.process_coef > 0
-    return SignalRule(settings.estimator, metric, settings.weights, settings.turn_discount, settings.k, steps)
+    return SignalRule(
+        settings.estimator, metric, settings.weights, settings.turn_discount, settings.k,
+        steps=settings.process_coef > 0, reward_clip=settings.reward_clip,
+    )  # fmt: skip
 
 
 def _with_signal(

@@ -25,14 +25,14 @@ class EntropyBonus:
         """Weight in the next update; None: that of the loss settings."""
         return None if self._control is None else self._control.applied(self._coef, self._entropy)
 
-    def observe(self, metrics: Mapping[str, float], *, tokens: float) -> dict[str, float]:
-        """Take the entropy of an update over so many trained ``tokens``; return the metric of the weight that
-        it had. An update without any has no entropy, and moves nothing.
+    def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Take the entropy of an update from its ``metrics``; return the metric of the weight that it had. An
+        update without a token of the policy loss has no entropy, and moves nothing.
         """
         if self._control is None:
             return {}
         applied = self._control.applied(self._coef, self._entropy)
-        entropy = metrics["policy/entropy"] if tokens else math.nan
+        entropy = metrics.get("policy/entropy", math.nan)
         self._coef = self._control.next_coef(self._coef, entropy)
         self._entropy = entropy if math.isfinite(entropy) else self._entropy
         return {"policy/entropy_coef": applied}

@@ -121,7 +121,7 @@ def _other_streams(
         taught = batch.taught
         kl = estimate(torch.where(taught, logprobs, 0.0), torch.where(taught, batch.teacher_logprobs, 0.0))
         term = settings.teacher_coef * _mean(kl, taught, batch.num_taught)
-        yield term, {"loss_teacher": term}
+        yield term, {"loss_teacher": term, "taught": taught.sum()}
     if batch.demonstrated is not None:
         term = settings.demonstration_coef * _cross_entropy(
             logprobs, batch.demonstrated, batch.num_demonstrated
@@ -239,22 +239,26 @@ _SHARES = {
 
 
 def finish_stats(stats: Stats) -> dict[str, float]:
-    """Metrics of the whole update: means over its trained tokens where the statistic is a sum over tokens."""
+    """Return metrics of the whole update: means over the tokens of a stream where the statistic is a sum over
+    them. A stream without a token has no metrics: a mean of 0 would read as a policy without entropy.
+    """
     s = {name: float(value) for name, value in stats.items()}
-    tokens = max(s["tokens"], 1.0)
     metrics = {"loss/total": s["loss_total"]}
-    if "loss_teacher" in s:
+    if s.get("taught"):
         metrics["loss/teacher"] = s["loss_teacher"]
-    if "loss_demonstrations" in s:
+    if s.get("demonstrated"):
         metrics["loss/demonstrations"] = s["loss_demonstrations"]
-        metrics["demonstrations/nll"] = s["nll"] / max(s["demonstrated"], 1.0)
+        metrics["demonstrations/nll"] = s["nll"] / s["demonstrated"]
+    tokens = s["tokens"]
+    if not tokens:
+        return metrics
     if "entropy" in s:
         metrics["policy/entropy"] = s["entropy"] / tokens
     if "loss_policy" not in s:  # cross-entropy
         return metrics
     metrics |= {
         "loss/policy": s["loss_policy"],
-        "policy/ratio_mean": s["ratio"] / tokens if s["tokens"] else 1.0,
+        "policy/ratio_mean": s["ratio"] / tokens,
         "policy/ratio_max": s["ratio_max"],
         "policy/clip_low_share": s["clip_low"] / tokens,
         "policy/clip_high_share": s["clip_high"] / tokens,

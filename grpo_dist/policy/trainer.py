@@ -39,6 +39,7 @@ from grpo_dist.policy.ranks import join, over_ranks
 from grpo_dist.policy.router_replay import check_routes
 from grpo_dist.policy.saved_state import SavedState
 from grpo_dist.policy.sequence_parallel import SequenceGroup
+from grpo_dist.policy.step_metrics import step_metrics
 from grpo_dist.policy.trainable_model import trainable_model
 from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
 from grpo_dist.runtime.rendezvous import Rank
@@ -129,11 +130,9 @@ class Trainer:
             later_epochs: updates of each epoch after the first; (): those of the first again.
 
         Returns:
-            Metrics of the whole step over all ranks: the mean over updates (maxima where it is in the name).
-            ``mismatch/*`` compares rollout and trainer before anything moved; ``first_update/*`` is from
-            before anything moved, too. `health/skipped_updates` counts skipped updates, and
-            `health/refused_<key of the bound>` those that passed a bound. `health/bad_weights` is 1 when
-            weights are not finite afterwards.
+            Metrics of the whole step over all ranks, see `step_metrics`. `health/skipped_updates` counts
+            skipped updates, and `health/refused_<key of the bound>` those that passed a bound.
+            `health/bad_weights` is 1 when weights are not finite afterwards.
         """
         if self._policy.router_replay and self._loss.objective == "policy":
             for batch in batches:
@@ -154,14 +153,14 @@ class Trainer:
                 known, self._loss, number=self._updates, unmoved=known_old and index == 0
             )
             own = self.accumulate(batch, kl_coef, keep_logprobs=keep_logprobs)
-            own |= self._bonus.observe(own, tokens=batch.num_tokens)
+            own |= self._bonus.observe(own)
             too_far = passed(bounds, own)
             own |= self.step(limit=-math.inf if too_far else most)
             per_update.append(own)
             refused.update(f"{REFUSED}{bound.key}" for bound in too_far or passed(bounds, own))
+        trained = [batch.num_tokens + batch.num_demonstrated + batch.num_taught > 0 for batch in plan]
         # Before anything moved: of all samples where the trainer's old log-probs are known.
-        trained = [batch.num_tokens > 0 for batch in plan]
-        metrics = _of_step(per_update, trained, unmoved=len(batches) if known_old else 1)
+        metrics = step_metrics(per_update, trained, unmoved=len(batches) if known_old else 1)
         metrics |= {name: float(count) for name, count in refused.items()}
         return metrics | {BAD_WEIGHTS: float(not self._weights_are_finite())}
 
@@ -324,26 +323,3 @@ class Trainer:
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-def _of_step(
-    per_update: Sequence[dict[str, float]], trained: Sequence[bool], *, unmoved: int
-) -> dict[str, float]:
-    """Return the metrics of a step from those of its updates. ``trained``: which of them had tokens; means
-    are over those, unless there is none. ``unmoved``: how many of them have log-probs of the weights before
-    the step, for ``mismatch/*``.
-    """
-
-    def with_tokens(some: Sequence[dict[str, float]]) -> Sequence[dict[str, float]]:
-        return [m for m, had in zip(some, trained, strict=False) if had] or some
-
-    first = per_update[0]
-    means = with_tokens(per_update)
-    metrics = {k: sum(m[k] for m in means) / len(means) for k in first}
-    metrics |= {k: max(m[k] for m in per_update) for k in first if k.endswith("_max")}
-    metrics[SKIPPED] = sum(m[SKIPPED] for m in per_update)
-    for name in (k for k in first if k.startswith("mismatch/")):
-        values = [m[name] for m in with_tokens(per_update[:unmoved])]
-        metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
-    shown = ("policy/ratio_mean", "policy/ratio_max", "ref/kl")
-    return metrics | {f"first_update/{k}": first[k] for k in shown if k in first}

@@ -115,3 +115,27 @@ def test_remax_compares_with_the_greedy_answer():
     group = group_of([0.7, 0.7], [3, 3], baseline_reward=0.7)
     assert not SignalRule("remax")(group)  # float32(0.7) is no other reward than 0.7
     assert SignalRule("remax")(replace(group, baseline_reward=0.0))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "pass_at_k", "somebodys_own"])
+def test_rewards_are_compared_as_the_estimator_sees_them_clipped(estimator):
+    rule = SignalRule(estimator, k=1, reward_clip=1.0)
+    assert not rule(group_of([2, 3], [3, 3])) and not rule(group_of([-2, NAN, -3], [3, 3, 3]))
+    assert rule(group_of([-2, 3], [3, 3])) and rule(group_of([0.5, 3], [3, 3]))
+    assert SignalRule(estimator, k=1)(group_of([2, 3], [3, 3]))
+
+
+def test_remax_compares_clipped_rewards_with_the_clipped_one_of_the_greedy_answer():
+    group = group_of([3, 3], [3, 3], baseline_reward=2.0)
+    assert not SignalRule("remax", reward_clip=1.0)(group) and SignalRule("remax")(group)
+    assert SignalRule("remax", reward_clip=2.5)(group)
+
+
+def test_a_chosen_metric_is_not_clipped():
+    group = group_of([2, 2], [3, 3], parts=parts(math=[2, 3]))
+    assert SignalRule(metric="math", reward_clip=1.0)(group)
+
+
+def test_dynamic_sampling_asks_with_the_clip_of_the_configuration():
+    rule = signal_rule(fakes.config(algorithm={"reward_clip": 1.0}).algorithm, fakes.config().rewards, None)
+    assert not rule(group_of([2, 3], [3, 3])) and rule(group_of([0, 3], [3, 3]))

@@ -12,7 +12,7 @@ STEERED = LossSettings(entropy_coef=0.02, entropy_control=EntropyControl(1.0, 0.
 
 
 def observed(bonus, *entropies):
-    return [bonus.observe({"policy/entropy": e}, tokens=5.0).get("policy/entropy_coef") for e in entropies]
+    return [bonus.observe({"policy/entropy": e}).get("policy/entropy_coef") for e in entropies]
 
 
 def test_a_bonus_without_a_target_is_that_of_the_settings():
@@ -38,8 +38,8 @@ def test_a_checkpoint_without_a_bonus_restarts_it():
 
 
 def test_an_update_without_trained_tokens_moves_no_weight():
-    """Its mean entropy would be 0 of 0 tokens, below every target."""
+    """It has no entropy: 0 would be below every target."""
     bonus, same = EntropyBonus(STEERED), EntropyBonus(STEERED)
     assert observed(bonus, 0.5) == observed(same, 0.5)
-    bonus.observe({"policy/entropy": 0.0}, tokens=0.0)
+    bonus.observe({"loss/total": 0.0})
     assert bonus.state() == same.state()

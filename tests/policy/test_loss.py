@@ -416,8 +416,7 @@ def test_a_step_with_nothing_to_train_has_loss_and_gradient_zero(mode, kind):
     settings = LossSettings(aggregation=mode, kl_coef=0.1, correction_kind=kind, correction_level="sequence")
     loss, gradient, metrics = loss_and_gradient(batch, settings, torch.randn(batch.tokens.shape))
     assert loss == 0.0 and not gradient.any()
-    assert all(math.isfinite(v) for v in metrics.values())
-    assert metrics["policy/ratio_mean"] == 1.0 and metrics["ref/kl"] == 0.0
+    assert metrics == {"loss/total": 0.0}  # there is nothing to take a mean of
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])

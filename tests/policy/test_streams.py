@@ -186,6 +186,21 @@ def test_demonstrations_alone_have_the_loss_of_supervised_training_to_the_last_d
     assert metrics["demonstrations/nll"] == pytest.approx(expected["loss/total"], rel=1e-6)
 
 
+def test_a_stream_without_tokens_has_no_metrics():
+    """A mean entropy of 0 would read as a collapse, and a KL of 0 as one below its target."""
+    batch = made_groups.demonstrated_batch()
+    names = {}
+    for shown in (batch.demonstrated, torch.zeros_like(batch.demonstrated)):
+        own = PreparedBatch.of(replace(batch, demonstrated=shown))
+        entropy = torch.ones(batch.tokens.shape)
+        _, stats = batch_loss(-torch.ones(batch.tokens.shape), own, ALL, entropy=entropy)
+        names[bool(shown.any())] = set(finish_stats(stats))
+    assert names == {
+        True: {"loss/total", "loss/demonstrations", "demonstrations/nll"},
+        False: {"loss/total"},
+    }
+
+
 def test_updates_of_a_step_have_their_own_number_of_taught_tokens():
     rng = np.random.default_rng(1)
     groups = [made_groups.group(i, rng) for i in range(4)]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.batch.streams import with_demonstrations
@@ -156,3 +157,17 @@ def mixed_batch(*, samples: int = 4, seed: int = 0, with_reference: bool = True)
     known = reference if with_reference else None
     batch = make_batch(made, advantages, ref_logprobs=known, max_new_tokens=40, teacher_logprobs=teacher)
     return with_demonstrations(batch, demonstrations(5, seed=seed), first_row=len(rows))
+
+
+def demonstrated_batch(*, seed: int = 0):
+    """Return `mixed_batch` with the demonstrations as its only stream, as where every sample is left out."""
+    batch = mixed_batch(seed=seed)
+    return replace(
+        batch,
+        loss_mask=torch.zeros_like(batch.loss_mask),
+        num_tokens=0.0,
+        num_sequences=0.0,
+        teacher_logprobs=None,
+        taught=None,
+        num_taught=0.0,
+    )

@@ -85,6 +85,7 @@ def start(
     micro_batch_tokens=10_000,
     epochs=1,
     algorithm=ALGORITHM,
+    loss=None,
     packing=True,
     shared=1,
     deepspeed=None,
@@ -109,7 +110,7 @@ def start(
         ModelConfig(path="tiny", packing=packing, dtype=dtype),
         str(model_dir),
         TrainerSettings(
-            loss=loss_settings(algorithm),
+            loss=loss or loss_settings(algorithm),
             temperature=TEMPERATURE,
             token_budget=micro_batch_tokens,
             epochs=epochs,

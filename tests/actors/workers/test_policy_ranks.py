@@ -430,6 +430,28 @@ def test_an_update_beyond_a_bound_changes_nothing_on_any_rank(
             assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_an_update_of_demonstrations_alone_is_made_and_counts_in_their_mean(forked_ranks, tiny_model):
+    """It has no entropy that could have collapsed; the step has the metrics of both of its updates."""
+    both, shown = made_groups.mixed_batch(seed=1), made_groups.demonstrated_batch(seed=2)
+    bound = Bound("entropy_below", "policy/entropy", 0.01, above=False)
+
+    async def steps():
+        group = start(tiny_model, ranks=1, stage=0, loss=STREAMS, lr=1e-9)
+        await group.ready()
+        alone = [await group.update(group.stage([own]), bounds=[bound]) for own in (both, shown)]
+        together = await group.update(group.stage([both, shown]), bounds=[bound])
+        await group.shutdown()
+        return alone, together
+
+    (first, second), found = asyncio.run(steps())
+    assert second["health/skipped_updates"] == found["health/skipped_updates"] == 0
+    assert not {"policy/entropy", "ref/kl", "mismatch/logprob_diff_mean"} & set(second)
+    for name in ("demonstrations/nll", "loss/demonstrations", "loss/total", "policy/grad_norm"):
+        assert found[name] == pytest.approx((first[name] + second[name]) / 2, rel=1e-4)
+    for name in ("policy/entropy", "loss/policy", "loss/teacher"):
+        assert found[name] == pytest.approx(first[name], rel=1e-4)
+
+
 def test_weights_that_are_not_finite_are_reported(forked_ranks, tiny_model):
     """A step so long that weights leave the range of float32."""
 
