@@ -147,7 +147,7 @@ class Exact(Binary):
     ignore_case: bool = True
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
-        return [exact_match(c, group.gold, ignore_case=self.ignore_case) for c in group.outside_thoughts]
+        return [exact_match(c, group.gold, ignore_case=self.ignore_case) for c in group.graded_texts]
 
 
 class Numeric(Binary):
@@ -159,7 +159,7 @@ class Numeric(Binary):
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         return [
             numeric_match(c, group.gold, relative=self.relative, absolute=self.absolute)
-            for c in group.outside_thoughts
+            for c in group.graded_texts
         ]
 
 

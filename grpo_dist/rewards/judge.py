@@ -22,9 +22,10 @@ from grpo_dist.rewards.math import gold_text
 from grpo_dist.rewards.served import ChatReward
 from grpo_dist.rewards.template import fill, placeholders
 from grpo_dist.rewards.text import boxes
+from grpo_dist.rewards.thought import behind_thought, final_text
 from grpo_dist.rewards.verdict_cache import VerdictCache
 
-_TAIL = 300  # last characters of a completion without a box that are judged
+_TAIL = 300  # last characters of a text without a box that are judged
 _LONGEST = 1000  # characters; a longer box is not an answer, unless the gold is as long
 
 INSTRUCTION = (
@@ -115,7 +116,7 @@ class LLMJudge(ChatReward):
         gold, problem = gold_text(group.gold), str(group.columns.get("problem", ""))
         candidates = [
             None if right else candidate(completion, gold)
-            for right, completion in zip(accepted, group.outside_thoughts, strict=True)
+            for right, completion in zip(accepted, group.graded_texts, strict=True)
         ]
         distinct = sorted({c for c in candidates if c})  # samples often agree; ask about each answer once
         judged = dict(
@@ -178,9 +179,21 @@ def judged_outcomes(scores: Sequence[float], graded: Sequence[str]) -> list[str]
 
 
 def candidate(completion: str, gold: str) -> str:
-    """Return the text to judge, on one line: the last box, else the last characters; "" for no answer."""
-    found = boxes(completion)
-    text = " ".join((found[-1] if found else completion[-_TAIL:]).split())
+    """Return the text to judge, on one line: the last box, else the last characters; "" for no answer.
+
+    Of a completion with a closed thought only the text behind it counts. Where nothing follows, a box in the
+    thought does, but no other text of it.
+
+        "<think>\\boxed{8}?</think>It is seven."   "It is seven."
+        "<think>so \\boxed{8}</think>"             "8"
+        "<think>so it is 8</think>"                ""
+    """
+    if found := boxes(final_text(completion)):
+        shown = found[-1]
+    else:
+        behind = behind_thought(completion)
+        shown = (completion if behind is None else behind)[-_TAIL:]
+    text = " ".join(shown.split())
     return "" if len(text) > max(_LONGEST, 4 * len(gold)) else text
 
 
