@@ -20,7 +20,7 @@ from grpo_dist.rewards.endpoint import NoReply
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.math import gold_text
 from grpo_dist.rewards.served import ChatReward
-from grpo_dist.rewards.template import fill, placeholders
+from grpo_dist.rewards.template import asked_for, fill, placeholders
 from grpo_dist.rewards.text import boxes
 from grpo_dist.rewards.thought import behind_thought, final_text
 from grpo_dist.rewards.verdict_cache import VerdictCache
@@ -83,6 +83,11 @@ class LLMJudge(ChatReward):
             raise ValueError(
                 "template lacks a placeholder; expected {reference} and {candidate}, or %(expression1)s and "
                 "%(expression2)s"
+            )
+        if unknown := sorted(asked_for(self.template) - {"reference", "candidate", "problem"}):
+            raise ValueError(
+                f"template: {{{unknown[0]}}} is no placeholder and would be sent as it stands; expected "
+                "{reference}, {candidate} and {problem}"
             )
         return self
 

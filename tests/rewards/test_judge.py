@@ -153,6 +153,8 @@ def test_a_template_without_both_answers_is_refused():
     assert "template lacks a placeholder" in refused(
         base_url="http://127.0.0.1:9/v1", template="{reference}?"
     )
+    typo = refused(base_url="http://127.0.0.1:9/v1", template="{question}: {reference} {candidate}")
+    assert "{question} is no placeholder and would be sent as it stands; expected {reference}" in typo
     both = {"template": "{reference} {candidate}", "instruction": "Same?"}
     assert "remove instruction and examples" in refused(base_url="http://127.0.0.1:9/v1", **both)
 
