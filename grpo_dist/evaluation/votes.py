@@ -23,6 +23,7 @@ import numpy as np
 
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes, normalise
+from grpo_dist.rewards.thought import final_text
 
 NO_ANSWER = -1
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")  # comparable without algebra
@@ -92,9 +93,13 @@ def _binomial(count: int, share: float) -> np.ndarray:
 def final_answers(completions: Sequence[str], pool: Callable[[], GraderPool]) -> list[str]:
     """Return the answer that the math grader sees in each completion, "" for none.
 
-    That is the last box, else what reads as an answer, found in a process of ``pool`` that can be killed.
+    That is the last box, behind a closed thought if something follows it, else what reads as an answer, found
+    in a process of ``pool`` that can be killed. ``completions``: without unclosed thoughts, ``</think>`` as
+    the closing tag.
+
+        "maybe \\boxed{3}</think>It is 7."  ->  "7"
     """
-    found = [boxes(text) for text in completions]
+    found = [boxes(final_text(text)) for text in completions]
     unboxed = [text for text, inside in zip(completions, found, strict=True) if not inside]
     read = iter(pool().find(unboxed) if unboxed else [])
     return [inside[-1] if inside else next(read) or "" for inside in found]

@@ -32,10 +32,12 @@ class Builtin(Section, ABC):
     ``is_blind``: its score does not depend on whether the answer is right, so `grpo-dist check` expects no
     difference between a right and a wrong one. ``knows_right_answers``: the gold, written as an answer, is a
     right one; False where the data only has tests of an answer, so that none can be tried before a run.
+    ``asks_math_grader``: it depends on the answer by the math grader's verdicts, but is no grade itself.
     """
 
     is_blind: ClassVar[bool] = False
     knows_right_answers: ClassVar[bool] = True
+    asks_math_grader: ClassVar[bool] = False
 
     @property
     def is_graded(self) -> bool:
@@ -147,7 +149,7 @@ class Exact(Binary):
     ignore_case: bool = True
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
-        return [exact_match(c, group.gold, ignore_case=self.ignore_case) for c in group.outside_thoughts]
+        return [exact_match(c, group.gold, ignore_case=self.ignore_case) for c in group.graded_texts]
 
 
 class Numeric(Binary):
@@ -159,7 +161,7 @@ class Numeric(Binary):
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         return [
             numeric_match(c, group.gold, relative=self.relative, absolute=self.absolute)
-            for c in group.outside_thoughts
+            for c in group.graded_texts
         ]
 
 
@@ -230,6 +232,8 @@ class OverlongShare(Builtin):
 class CosineLength(Builtin):
     """Length-dependent reward along half a cosine: falls for correct, rises for wrong answers."""
 
+    asks_math_grader: ClassVar[bool] = True
+
     correct: tuple[float, float] = Field((1.0, 0.5), description="at length 0, at sampling.max_new_tokens")
     wrong: tuple[float, float] = Field((-1.0, 0.0), description="the same for a wrong answer")
     exceed: float = Field(-1.0, description="for a completion that was cut off")
@@ -252,6 +256,8 @@ class CosineLength(Builtin):
 
 class RelativeLength(Builtin):
     """Kimi k1.5: 0.5 for the shortest completion of a group to -0.5 for the longest; wrong ones at most 0."""
+
+    asks_math_grader: ClassVar[bool] = True
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         return relative_length(verdicts.correct, [len(ids) for ids in group.token_ids])

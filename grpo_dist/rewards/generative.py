@@ -20,7 +20,7 @@ from grpo_dist.rewards.endpoint import NoReply
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.remote import scores_of
 from grpo_dist.rewards.served import ChatReward
-from grpo_dist.rewards.template import fill, placeholders
+from grpo_dist.rewards.template import asked_for, fill, placeholders
 from grpo_dist.runtime.patterns import PatternSearch, PatternTimeout
 
 PROMPT = (
@@ -80,6 +80,11 @@ class Generative(ChatReward):
     @property
     def is_graded(self) -> bool:
         return self.verdicts is None or not {*self.verdicts.values()} <= {0.0, 1.0}
+
+    @property
+    def data_columns(self) -> tuple[str, ...]:
+        given = {"problem", "answer", "completion", "completions"}
+        return tuple(sorted(asked_for(self.prompt) - given))
 
     def check(self, *, max_new_tokens: int) -> None:
         """Ask about one completion, so that an unreachable model is reported before the run starts."""

@@ -76,6 +76,11 @@ class CompletionGroup:
         return [outside_thought(completion, self.thought) for completion in self.completions]
 
     @property
+    def graded_texts(self) -> list[str]:
+        """As `outside_thoughts`, with ``</think>`` as the closing tag: what compares answers reads it. [G]"""
+        return [in_plain_tags(text, self.thought) for text in self.outside_thoughts]
+
+    @property
     def lengths(self) -> list[int]:
         """Count the tokens behind the prompt of each sample, sampled (EOS included) and given. [G]"""
         given = self.given or (0,) * len(self.token_ids)
@@ -92,12 +97,7 @@ class Verdicts:
 
     @cached_property
     def grades(self) -> list[Grade]:
-        return self._pool.grade(
-            [
-                (in_plain_tags(completion, self._group.thought), self._group.gold)
-                for completion in self._group.outside_thoughts
-            ]
-        )
+        return self._pool.grade([(text, self._group.gold) for text in self._group.graded_texts])
 
     @property
     def correct(self) -> list[float]:

@@ -20,11 +20,12 @@ from grpo_dist.rewards.endpoint import NoReply
 from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.math import gold_text
 from grpo_dist.rewards.served import ChatReward
-from grpo_dist.rewards.template import fill, placeholders
+from grpo_dist.rewards.template import asked_for, fill, placeholders
 from grpo_dist.rewards.text import boxes
+from grpo_dist.rewards.thought import behind_thought, final_text
 from grpo_dist.rewards.verdict_cache import VerdictCache
 
-_TAIL = 300  # last characters of a completion without a box that are judged
+_TAIL = 300  # last characters of a text without a box that are judged
 _LONGEST = 1000  # characters; a longer box is not an answer, unless the gold is as long
 
 INSTRUCTION = (
@@ -83,6 +84,11 @@ class LLMJudge(ChatReward):
                 "template lacks a placeholder; expected {reference} and {candidate}, or %(expression1)s and "
                 "%(expression2)s"
             )
+        if unknown := sorted(asked_for(self.template) - {"reference", "candidate", "problem"}):
+            raise ValueError(
+                f"template: {{{unknown[0]}}} is no placeholder and would be sent as it stands; expected "
+                "{reference}, {candidate} and {problem}"
+            )
         return self
 
     _cache: VerdictCache = PrivateAttr()
@@ -115,7 +121,7 @@ class LLMJudge(ChatReward):
         gold, problem = gold_text(group.gold), str(group.columns.get("problem", ""))
         candidates = [
             None if right else candidate(completion, gold)
-            for right, completion in zip(accepted, group.outside_thoughts, strict=True)
+            for right, completion in zip(accepted, group.graded_texts, strict=True)
         ]
         distinct = sorted({c for c in candidates if c})  # samples often agree; ask about each answer once
         judged = dict(
@@ -178,9 +184,21 @@ def judged_outcomes(scores: Sequence[float], graded: Sequence[str]) -> list[str]
 
 
 def candidate(completion: str, gold: str) -> str:
-    """Return the text to judge, on one line: the last box, else the last characters; "" for no answer."""
-    found = boxes(completion)
-    text = " ".join((found[-1] if found else completion[-_TAIL:]).split())
+    """Return the text to judge, on one line: the last box, else the last characters; "" for no answer.
+
+    Of a completion with a closed thought only the text behind it counts. Where nothing follows, a box in the
+    thought does, but no other text of it.
+
+        "<think>\\boxed{8}?</think>It is seven."   "It is seven."
+        "<think>so \\boxed{8}</think>"             "8"
+        "<think>so it is 8</think>"                ""
+    """
+    if found := boxes(final_text(completion)):
+        shown = found[-1]
+    else:
+        behind = behind_thought(completion)
+        shown = (completion if behind is None else behind)[-_TAIL:]
+    text = " ".join(shown.split())
     return "" if len(text) > max(_LONGEST, 4 * len(gold)) else text
 
 

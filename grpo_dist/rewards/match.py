@@ -10,6 +10,7 @@ import re
 import unicodedata
 
 from grpo_dist.rewards.text import boxes, latex, tagged_answer
+from grpo_dist.rewards.thought import final_text
 
 _LONGEST = 20_000  # last characters of a completion that are searched
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
@@ -46,9 +47,10 @@ _SPACE_AT_END, _SPACE_AT_START = re.compile(rf"{_SPACE}\Z"), re.compile(_SPACE)
 def final_answer(completion: str) -> str:
     """Return the final answer: the last box, else the last tagged answer, else the last non-blank line.
 
-    "" for blank text.
+    Of a completion with a closed thought only the text behind it is searched, if there is any. "" for blank
+    text.
     """
-    tail = completion[-_LONGEST:]
+    tail = final_text(completion)[-_LONGEST:]
     if found := boxes(tail):
         return found[-1]
     if (tagged := tagged_answer(tail)) is not None:
@@ -76,7 +78,7 @@ def numeric_match(completion: str, gold: str, *, relative: float, absolute: floa
     The tolerance is |answer - gold| <= max(relative * |gold|, absolute). NaN if the gold holds no number.
     Thousands separators, fractions (``3/4``, ``\\frac{3}{4}``), mixed numbers (``3 1/2``), powers of ten
     (``1e-3``, ``3 \\times 10^{8}``) and percent signs (``50\\%`` is 50) are parsed. Without a box or tags,
-    the last number of the whole completion counts.
+    the last number of the whole text counts: that behind a closed thought, if there is any.
 
         "that makes 1,234 apples in all", "1234"   1.0
         "\\boxed{\\frac{1}{3}}", "0.3333", relative 1e-3   1.0
@@ -84,7 +86,7 @@ def numeric_match(completion: str, gold: str, *, relative: float, absolute: floa
     expected = last_number(_gold(gold))
     if expected is None:
         return math.nan
-    tail = completion[-_LONGEST:]
+    tail = final_text(completion)[-_LONGEST:]
     boxed = bool(boxes(tail))
     found = last_number(final_answer(tail), prose=not boxed and tagged_answer(tail) is None)
     if found is None and not boxed:

@@ -10,12 +10,22 @@ from collections.abc import Mapping
 
 # Any other use of braces, such as LaTeX's, stays as it is.
 _NAMED = re.compile(r"\{([a-z_][a-z0-9_]*)\}|%\((expression[12])\)s")
+# Braces behind these are an argument or an index: \boxed{x}, \frac{a}{b}, a^{n}.
+_NOT_LATEX = re.compile(rf"(?<![\\}}\]\w^])(?:{_NAMED.pattern})")
 _SIMPLE_EVALS = {"expression1": "reference", "expression2": "candidate"}
 
 
 def placeholders(template: str) -> set[str]:
     """Return the names in ``template``: "{a} %(expression1)s" -> {"a", "reference"}."""
     return {_name(found) for found in _NAMED.finditer(template)}
+
+
+def asked_for(template: str) -> set[str]:
+    """Return the names in ``template`` that somebody must supply: `placeholders` but for arguments in LaTeX.
+
+    "{rubric}: $\\frac{a}{b}$, \\boxed{x}" -> {"rubric"}
+    """
+    return {_name(found) for found in _NOT_LATEX.finditer(template)}
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Thoughts in tags: resolves their settings and strips a thought that is never closed."""
+"""Thoughts in tags: resolves their settings and separates the final text from the thought."""
 
 from __future__ import annotations
 
@@ -61,8 +61,18 @@ def behind_thought(completion: str) -> str | None:
     return None if end is None else completion[end:]
 
 
+def final_text(completion: str) -> str:
+    """Return the text behind the last ``</think>``; all of it without one, or where nothing follows.
+
+    "<think>\\boxed{8}?</think>No, 7."     "No, 7."
+    "<think>so \\boxed{8}</think>"         unchanged
+    """
+    behind = behind_thought(completion)
+    return behind if behind is not None and behind.strip() else completion
+
+
 def in_plain_tags(completion: str, thought: Thought) -> str:
-    """Replace the closing tags of ``thought`` by ``</think>``, which the math grader knows."""
+    """Replace the closing tags of ``thought`` by ``</think>``, which the graders of texts know."""
     if thought.closing.lower() == NO_THOUGHT.closing:
         return completion
     return _patterns(thought.opening, thought.closing)[1].sub(NO_THOUGHT.closing, completion)

@@ -30,6 +30,7 @@ from grpo_dist.demo.model import made_model, random_model
 from grpo_dist.errors import expanded
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.loop.admission import Drawn
+from grpo_dist.rewards.combinations import combination_problems
 from grpo_dist.rewards.data_columns import column_problems
 from grpo_dist.rewards.gold import count_unreadable
 from grpo_dist.rewards.models import check_model
@@ -289,6 +290,7 @@ def check_scoring(rewards: RewardsConfig, sampling: SamplingConfig, advantage: s
 def scoring_problems(rewards: RewardsConfig, sampling: SamplingConfig, advantage: str = "") -> Iterator[str]:
     """Yield a message for every reward that cannot be used, also by estimator ``advantage``; "": by none."""
     yield from graded_problems(rewards, advantage)
+    yield from combination_problems(rewards)
     yield from reward_problems(rewards, max_new_tokens=sampling.shortest)
     for model in rewards.models:
         try:

@@ -283,7 +283,7 @@ def test_numbers_and_equal_texts_are_compared_without_a_process():
     answers = ["12", "12.0", "1,200", "1200", "$7$", "\\text{A}", " A", "8"]
     assert numbered(answers[:5], [0.0] * 5, never) == [0, 0, 2, 2, 4]
     assert numbered(answers[5:7], [0.0] * 2, never) == [0, 0]
-    assert final_answers(["\\boxed{7}"], never) == ["7"]
+    assert final_answers(["\\boxed{7}", "\\boxed{3}?</think>\\boxed{4}"], never) == ["7", "4"]
 
 
 # Intervals

@@ -41,6 +41,26 @@ def test_a_column_that_a_row_lacks_is_named_with_those_it_has():
     assert len(problems({"functions": [CODE]}, row("a", 1))) == 2
 
 
+def rated(prompt):
+    kwargs = {"base_url": "http://scorer", "model": "m", "prompt": prompt}
+    return {"functions": [{"function": "generative", "kwargs": kwargs}]}
+
+
+def test_a_column_in_the_prompt_of_a_generative_reward_is_one_that_it_reads():
+    """Else its name is sent in place of its text, and every score of the run is given without it."""
+    asked = rated("Rubric: {rubric}\n{problem}\n{answer}\n{completion}")
+    (found,) = problems(asked, row("a", 1, rubric="R"), row("a", 2, level=1))
+    assert found.startswith("reward generative reads column `rubric`, but a.jsonl:2 has only level, problem:")
+    assert problems(asked, row("a", 1, rubric="R")) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["\\boxed{x}", "$\\frac{a}{b}$", "$a^{n}_{i}\\sqrt[3]{x}$", "\\{a\\}", '{"score": 1}', "{A}"]
+)
+def test_braces_of_formulas_are_no_columns(text):
+    assert problems(rated(f"{text} of {{completions}}"), row("a", 1)) == []
+
+
 def test_every_source_needs_the_columns_of_its_own_rewards():
     """Else none of its completions could be scored, for a whole run."""
     code, other = [row("code", 1, tests=TESTS)], [row("other", 1)]

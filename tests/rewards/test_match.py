@@ -16,6 +16,9 @@ from grpo_dist.rewards.match import exact_match, final_answer, last_number, nume
         ("first\nlast line \n\n", "last line"),
         ("<answer>", "<answer>"),
         (" \n ", ""),
+        ("<think>\\boxed{8}?</think>No,\nit is 7.", "it is 7."),
+        ("\\boxed{8}?</think><answer>7</answer>", "7"),
+        ("so \\boxed{8}</think>\n", "8"),
     ],
 )
 def test_the_final_answer(completion, answer):
@@ -108,3 +111,16 @@ def test_numeric_match(completion, gold, expected):
 
 def test_a_gold_without_a_number_is_unscored():
     assert math.isnan(numeric_match("\\boxed{7}", "seven", relative=1e-4, absolute=0.0))
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("<think>First guess \\boxed{8}.</think>No, the answer is 7.", 0.0),
+        ("<think>8 is my guess</think>I do not know.", 0.0),
+        ("<think>7?</think>It is 8.", 1.0),
+        ("<think>so \\boxed{8}</think>", 1.0),
+    ],
+)
+def test_numbers_of_a_closed_thought_count_only_where_nothing_follows(completion, expected):
+    assert numeric_match(completion, "8", relative=0, absolute=0) == expected

@@ -11,8 +11,10 @@ from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantag
 from grpo_dist.config import RewardsConfig, SamplingConfig
 from grpo_dist.loop.metrics import rollout_metrics
 from grpo_dist.observe.samples import read_groups, write_groups
+from grpo_dist.rewards.combinations import combination_problems
 from grpo_dist.rewards.judge import LLMJudge
 from grpo_dist.rewards.registry import own_code, placed, reward_problems, reward_specs
+from grpo_dist.runs.prepare import check_scoring
 from grpo_dist.tools.scoring.rows import CompletionRow
 from grpo_dist.tools.scoring.scorer import score_rows
 from grpo_dist.types import Prompt, Rollout
@@ -140,6 +142,25 @@ def test_functions_of_every_source_are_checked_found_and_placed(tmp_path):
     problems = list(reward_problems(without_judge, max_new_tokens=8))
     assert any(p.startswith("rewards.by_source.a.functions numeric: kwargs.relative = -1") for p in problems)
     assert [s.name for s in reward_specs(settings.of("b"))] == ["judge"]
+
+
+@pytest.mark.parametrize("length", ["cosine_length", "relative_length"])
+def test_a_length_reward_by_the_math_grader_is_refused_for_code(length):
+    """It would punish passed code as wrong, and evaluations would count it so."""
+    code = [{"function": "unit_tests"}, {"function": length}]
+
+    def found(**settings):
+        return list(combination_problems(RewardsConfig.model_validate(settings)))
+
+    (problem,) = found(functions=code)
+    assert problem.startswith(f"rewards.functions {length} takes right and wrong from the math grader")
+    assert "`overlong` with `gate: unit_tests`" in problem
+    math = [{"function": "math"}]
+    (problem,) = found(functions=math, by_source={"code": {"functions": code}})
+    assert problem.startswith(f"rewards.by_source.code.functions {length}")
+    assert found(functions=[*code, *math]) == found(functions=[{"function": length}]) == []
+    with pytest.raises(ValueError, match="takes right and wrong from the math grader"):
+        check_scoring(RewardsConfig.model_validate({"functions": code}), SamplingConfig())
 
 
 def test_a_worker_scores_each_source_by_its_own_functions():

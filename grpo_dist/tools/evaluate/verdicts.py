@@ -15,6 +15,7 @@ from grpo_dist.config import RewardsConfig
 from grpo_dist.evaluation.votes import final_answers, numbered
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes
+from grpo_dist.rewards.thought import final_text, in_plain_tags, outside_thought, thought_for
 from grpo_dist.tools.evaluate.episodes import CountedEpisodes
 from grpo_dist.types import Group, Prompt, correctness
 
@@ -121,10 +122,11 @@ class VerdictMaker:
 
     def _answers(self, group: Group) -> list[str]:
         """Return each sample's answer. Only wrong ones without a box need a search: right ones are equal."""
-        texts = [r.text for r in group.rollouts]
+        thought = thought_for(group.prompt.thought, self._rewards)
+        texts = [in_plain_tags(outside_thought(r.text, thought), thought) for r in group.rollouts]
         wrong = [i for i, outcome in enumerate(group.outcomes) if outcome == "wrong"]
         found = dict(zip(wrong, final_answers([texts[i] for i in wrong], self._pool), strict=True))
-        known = {"correct": lambda text: (boxes(text) or [group.prompt.answer])[-1]}
+        known = {"correct": lambda text: (boxes(final_text(text)) or [group.prompt.answer])[-1]}
         return [
             found[i] if i in found else known.get(outcome, lambda _: "")(texts[i])
             for i, outcome in enumerate(group.outcomes)

@@ -8,6 +8,7 @@ from threading import Lock
 from grpo_dist.rewards.match import final_answer
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes
+from grpo_dist.rewards.thought import final_text
 
 _LONGEST_COMPLETION = 200_000  # characters searched for boxes, as in the grader
 _SEARCHED = 2000  # completions without a box to parse as the grader does; each takes milliseconds
@@ -28,15 +29,15 @@ class AnswerReader:
     def found(self, completions: Sequence[str], outcomes: Sequence[str]) -> list[str | None]:
         """Return the answer of each completion; None: no answer, or not searched.
 
-        This is the last box, else what the math grader reads, or, if no math grader ran, the final answer for
-        plain comparisons.
+        This is the last box, behind a thought closed by ``</think>`` if something follows it, else what the
+        math grader reads, or, if no math grader ran, the final answer for plain comparisons.
         """
         answers: list[str | None] = [None] * len(completions)
         unboxed = []
         for i, (completion, outcome) in enumerate(zip(completions, outcomes, strict=True)):
             if outcome == "no_answer":  # any box is inside an unclosed thought
                 continue
-            if found := boxes(completion[-_LONGEST_COMPLETION:]):
+            if found := boxes(final_text(completion[-_LONGEST_COMPLETION:])):
                 answers[i] = found[-1]
             elif not outcome:
                 answers[i] = final_answer(completion) or None

@@ -36,10 +36,11 @@ def check_resumes(checkpoint: CheckpointConfig, steps: int, run_dir: Path) -> No
 
 
 def check_rewards_known(rewards: RewardsConfig, advantage: str) -> None:
-    """Raise UserError for an unknown built-in reward, and for one that estimator ``advantage`` cannot use.
-    The user's own may exist only on the cluster.
+    """Raise UserError for an unknown built-in reward, and for one that estimator ``advantage`` or another
+    reward does not go with. The user's own may exist only on the cluster.
     """
-    from grpo_dist.rewards.registry import REWARDS, graded_problems, module_and_name  # imports numpy
+    from grpo_dist.rewards.combinations import combination_problems  # imports numpy
+    from grpo_dist.rewards.registry import REWARDS, graded_problems, module_and_name
 
     named = [(f"functions.{i}", reward) for i, reward in enumerate(rewards.functions)]
     for source, own in rewards.by_source.items():
@@ -51,7 +52,7 @@ def check_rewards_known(rewards: RewardsConfig, advantage: str) -> None:
             except ValueError as error:
                 reason = str(error).removeprefix(f"reward function {reward.function!r}: ")
                 raise UserError(f"`rewards.{key}.function` = {reward.function}: {reason}") from error
-    for problem in graded_problems(rewards, advantage):
+    for problem in (*graded_problems(rewards, advantage), *combination_problems(rewards)):
         raise UserError(problem)
 
 

@@ -642,3 +642,9 @@ def test_a_pipe_in_a_run_directory_is_refused_by_name(tmp_path, capsys, name):
     os.mkfifo(run / name)
     assert main(["report", str(run)]) == 2
     assert f"{name}: Not a regular file; make it readable" in capsys.readouterr().err
+
+
+def test_the_answer_shown_is_not_a_guess_in_a_closed_thought():
+    with AnswerReader() as answers:
+        texts = ["\\boxed{3}?</think>\\boxed{7}", "so \\boxed{3}</think>", "\\boxed{3}?</think>seven"]
+        assert answers.found(texts, ["correct", "wrong", ""]) == ["7", "3", "seven"]
