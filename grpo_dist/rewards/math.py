@@ -1,8 +1,9 @@
 """Math grader: compares the answer of a completion with the gold, by math-verify with corrections around it.
 
 1. The answer is the last box. (math-verify merges all boxes of a response into one set.) A response without a
-   box is parsed whole; several boxes are parsed together if the gold is a list. Behind a closed thought, the
-   text there is the response if it gives an answer, or says that it has none.
+   box is parsed whole, or counts as a box if it is a phrase in answer tags; several boxes are parsed together
+   if the gold is a list. Behind a closed thought, the text there is the response if it gives an answer, or
+   says that it has none.
 2. Text that is equal after light normalisation is correct, so a gold that no parser understands still counts.
 3. Gold and answer are parsed as ``$...$``; the answer as a box too.
 4. A match of math-verify is rejected when the numbers differ relatively (its rounding is absolute:
@@ -31,9 +32,10 @@ from grpo_dist.rewards.thought import behind_thought, outside_thought
 from grpo_dist.rewards.wording import (
     changes_value,
     gives_no_answer,
+    in_context,
     is_negated_before,
+    is_sentence,
     numbers_apart,
-    with_what_follows,
 )
 
 Outcome = Literal["correct", "wrong", "no_answer", "timeout", "error"]
@@ -85,9 +87,14 @@ def grade(completion: str, answer: str, *, accept_arithmetic: bool = False) -> G
         return Grade.of("correct")
     if _is_option(gold) and (choice := stated_choice(tail)) is not None:
         return Grade.of("correct" if choice == normalise(gold) else "wrong")
+    phrase = _phrase(tagged)
+    if phrase and _box_is_right([phrase], gold, accept_arithmetic):
+        return Grade.of("correct")
     reading = read(tail)
     if reading is None:
         return Grade.of("no_answer")
+    if phrase:
+        return Grade.of("wrong")
     if tagged and len(tagged) <= _LONGEST_PHRASE and changes_value(tidy(gold), tidy(tagged)):
         return Grade.of("wrong")
     return Grade.of("correct" if _reading_is_right(reading, gold, accept_arithmetic) else "wrong")
@@ -106,8 +113,16 @@ def answer_found(completion: str) -> str | None:
     if found := boxes(completion):
         return found[-1]
     tagged = tagged_answer(completion) or ""
+    if phrase := _phrase(tagged):
+        return phrase
     reading = read(tagged or completion[-_LONGEST_RESPONSE:])
     return reading.text if reading is not None else tagged or stated_choice(completion)
+
+
+def _phrase(tagged: str) -> str:
+    """Return a tagged answer that counts as a whole, like a box; "" for long text and sentences."""
+    phrase = tagged.strip("*` ")
+    return "" if len(phrase) > _LONGEST_PHRASE or is_sentence(tidy(phrase)) else phrase
 
 
 def _response(completion: str) -> str:
@@ -172,7 +187,7 @@ def _reading_is_right(reading: Reading, gold: str, accept_arithmetic: bool) -> b
     """Compare an answer that is not in a box."""
     if is_negated_before(reading.before) and not is_negated_before(gold):
         return False
-    whole = with_what_follows(reading.text, reading.after)
+    whole = in_context(reading.before, reading.text, reading.after)
     if whole != reading.text or percent(tidy(whole)) is not None or numbers_apart(whole) != whole:
         return _box_is_right([whole], gold, accept_arithmetic)
     if _is_disqualified(gold, reading.text, accept_arithmetic):

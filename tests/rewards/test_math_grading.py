@@ -323,6 +323,7 @@ SAME_UNIT = [
     ("9.8\\text{ m/s}^2", "9.8\\text{ m/s^2}"), ("10\\text{ mL}", "10\\text{ cm}^3"),
     ("10\\text{ cc}", "10\\text{ milliliters}"), ("7\\text{ m/s}^2", "7\\text{ m/s/s}"),
     ("7\\text{ m/s}^2", "7\\text{ meters per second per second}"), ("2\\text{ L}", "2\\text{ dm}^3"),
+    ("18", "18 m/s"), ("60", "60 km/h"), ("9.8", "9.8 m/s^2"), ("60\\text{ km/h}", "60 km/h"),
     ("3\\text{ g/cm}^3", "3\\text{ kg/L}"), ("3\\text{ g/cc}", "3\\text{ g/mL}"),
 ]  # fmt: skip
 ANOTHER_UNIT = [
@@ -332,7 +333,7 @@ ANOTHER_UNIT = [
     ("100\\text{ miles per hour}", "100\\text{ km/h}"), ("9.8\\text{ m/s}^2", "9.8\\text{ m/s}"),
     ("10\\text{ mL}", "10\\text{ cm}^2"), ("10\\text{ mL}", "10\\text{ L}"),
     ("3\\text{ g/L}", "3\\text{ g/mL}"), ("7\\text{ m/s/s}", "7\\text{ m/s}"),
-    ("5\\text{ days}", "5\\text{ weeks}"),
+    ("5\\text{ days}", "5\\text{ weeks}"), ("18 m/s", "18 km/h"),
 ]  # fmt: skip
 
 
@@ -415,6 +416,62 @@ def test_plain_words_around_an_answer_without_a_box_do_not_count() -> None:
     ):
         assert grade(completion, "5").outcome == "correct"
     assert grade("The answer is 5 million.", "5000000").outcome == "correct"
+
+
+NOT_THE_LAST_NUMBER = [  # (gold, an answer in tags that ends in the gold, or holds it)
+    *[("18", f"{opening}17{sign} 18{closing}") for opening, closing in ("()", "[]", "{}") for sign in ",;"],
+    *[("18", text) for text in ("17, 18", "17 18", "17; 18", "x=17, y=18", "x = 17 or x = 18", "1 : 18")],
+    *[("18", text) for text in ("x + 18", "2x + 18", "x^2 + 18", "18 + x", "18x", "$17$, $18$")],
+    ("2", "2\\pi"), ("2", "2π"), ("2", "2i"), ("x=5", "y = 5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gold", "answer"), NOT_THE_LAST_NUMBER)
+def test_an_answer_in_tags_counts_as_a_whole(gold: str, answer: str) -> None:
+    assert grade(f"<answer>{answer}</answer>", gold).outcome == "wrong"
+    assert answer_found(f"<answer>{answer}</answer>") == answer
+
+
+IN_TAGS = [
+    ("\\frac{\\pi}{2}", "pi/2"), ("B", "B) 5"), ("5,1", "1, 5"), ("\\{1,2\\}", "\\{2, 1\\}"), ("x=5", "5"),
+    *[("18", text) for text in ("**18**", "'18'", "\\[18\\]", "18 m/s", "18 V", "18 hours/day")],
+    *[("18", text) for text in ("x = 18", "17 + 1 = 18", "Tom has 18", "Total: 18", "x is 18", "Rs 18")],
+    ("18", "$18$ apples"), ("5i", "$5i$"), ("(17, 18)", "(17,18)"), ("2,018", "2018"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gold", "answer"), IN_TAGS)
+def test_an_answer_in_tags_may_have_decoration_units_and_words(gold: str, answer: str) -> None:
+    assert grade(f"<answer>{answer}</answer>", gold).outcome == "correct"
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "part"),
+    [
+        ("2π", "2\\pi", "2"), ("18x", "18x", "18"), ("(17, 18)", "(17, 18)", "18"), ("5i", "5i", "5"),
+        ("17, 18", "17, 18", "18"), ("2\\pi", "2\\pi", "2"), ("4\\sqrt{2}", "\\sqrt{32}", "4"),
+    ],
+)  # fmt: skip
+def test_factors_and_lists_belong_to_an_answer_without_a_box(answer: str, gold: str, part: str) -> None:
+    for completion in (f"The answer is {answer}.", f"#### {answer}"):
+        assert grade(completion, part).outcome == "wrong"
+        assert grade(completion, gold).outcome == "correct"
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "The answer is 18m.", "#### 18km/h", "The answer is 18 a day.", "Total cost: 3, 18 each.",
+        "In 2017, 18 came.", "The answer is 18th.",
+    ],
+)  # fmt: skip
+def test_units_and_prose_around_an_answer_without_a_box_do_not_count(completion: str) -> None:
+    assert grade(completion, "18").outcome == "correct"
+
+
+def test_what_follows_a_number_that_the_parser_rewrites_counts() -> None:
+    assert grade("The answer is .155.", ".155").outcome == "correct"
+    assert grade("The answer is .5 million.", ".5").outcome == "wrong"
 
 
 @pytest.mark.parametrize(
