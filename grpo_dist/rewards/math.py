@@ -20,7 +20,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, Literal
 
 from grpo_dist.rewards.arithmetic import is_unsolved
@@ -44,7 +44,11 @@ _LONGEST_PHRASE = 100  # characters up to which a tagged answer is one phrase an
 _LONGEST_RESPONSE = 20_000  # last characters that are searched in a response without a box
 _LONGEST_COMPLETION = 200_000  # last characters that are searched for boxes
 _RELATIVE = 1e-4  # largest relative difference of equal numbers
+_ROUNDED = 1e-2  # largest relative difference of sides of an equation of which one is a decimal: 1/3=0.33
 _ROUNDING = 1e-12  # relative rounding error of decimal arithmetic in double precision
+_SIDE = re.compile(
+    r"(?:[\d\s.+*/()\[\]{}^!-]|\\(?:[dt]?frac|sqrt|cdot|times|div|left|right|pi)(?![A-Za-z]))+"
+)
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no timeout; the pool has
 
@@ -199,7 +203,28 @@ def _is_disqualified(gold: str, answer: str, accept_arithmetic: bool) -> bool:
     """Return whether the words, marks or unevaluated arithmetic around the value make the answer wrong."""
     if _differs_in_marks(gold, answer) or changes_value(tidy(gold), tidy(answer)):
         return True
+    if "=" not in gold and _contradicts_itself(tidy(answer)):
+        return True
     return not accept_arithmetic and is_unsolved(gold, answer)
+
+
+def _contradicts_itself(answer: str) -> bool:
+    """Return whether two sides of an equation are numbers that differ: ``17=18``, ``x=17=18``.
+
+    math-verify takes the right side alone. Other sides do not count: ``x^2=18`` may be what is asked for.
+    """
+    if "=" not in answer or re.search(r"[,;:]", answer):
+        return False
+    sides = [
+        side for side in answer.split("=") if _SIDE.fullmatch(side) and side.count("{") == side.count("}")
+    ]
+    if len(sides) < 2:
+        return False
+    readings = [read(f"${side}$") for side in sides]
+    values = [_value(reading.expression) for reading in readings if reading is not None]
+    known = [value for value in values if value is not None]
+    most = _ROUNDED if any("." in side for side in sides) else _ROUNDING
+    return any(abs(a - b) > most * max(abs(a), abs(b)) for a, b in pairwise(known))
 
 
 def _same_text(answer: str, gold: str) -> bool:

@@ -418,6 +418,26 @@ def test_plain_words_around_an_answer_without_a_box_do_not_count() -> None:
     assert grade("The answer is 5 million.", "5000000").outcome == "correct"
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer"), [("18", "17=18"), ("3", "1+1=3"), ("18", "x=17=18"), ("\\frac{1}{2}", "1/3=1/2")]
+)
+def test_an_equation_of_different_numbers_is_wrong(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold).outcome == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("18", "m+n=18"), ("18", "S_{10}=18"), ("18", "f(2)=18"), ("18", "|AB|=18"), ("18", "xy=18"),
+        ("18", "17+1=18"), ("18", "x^2=18"), ("18", "x=\\sqrt{324}=18"), ("0.33", "\\frac{1}{3}=0.33"),
+        ("6", "\\sum_{k=1}^{3} 2 = 6"), ("18", "2\\frac{1}{4}\\cdot 8=18"),
+        ("0.3", "0.1+0.2=0.3"), ("4035", "2018^2-2017^2=4035"),
+    ],
+)  # fmt: skip
+def test_an_equation_for_the_value_is_correct(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold).outcome == "correct"
+
+
 NOT_THE_LAST_NUMBER = [  # (gold, an answer in tags that ends in the gold, or holds it)
     *[("18", f"{opening}17{sign} 18{closing}") for opening, closing in ("()", "[]", "{}") for sign in ",;"],
     *[("18", text) for text in ("17, 18", "17 18", "17; 18", "x=17, y=18", "x = 17 or x = 18", "1 : 18")],
