@@ -25,7 +25,15 @@ from typing import Any, Literal
 
 from grpo_dist.rewards.arithmetic import is_unsolved
 from grpo_dist.rewards.choice import marked_option, stated_choice
-from grpo_dist.rewards.marks import label, subscripts, unit, without_percent, worded_numbers
+from grpo_dist.rewards.marks import (
+    half_of_day,
+    label,
+    same_between_colons,
+    subscripts,
+    unit,
+    without_percent,
+    worded_numbers,
+)
 from grpo_dist.rewards.reading import Reading, read
 from grpo_dist.rewards.text import boxes, normalise, percent, same_list, spellings, tagged_answer, tidy
 from grpo_dist.rewards.thought import behind_thought, outside_thought
@@ -175,6 +183,8 @@ def _plain_box_is_right(found: list[str], gold: str, accept_arithmetic: bool) ->
         return True
     if len(last) > _LONGEST_ANSWER or _is_disqualified(gold, last, accept_arithmetic):
         return False
+    if (same := same_between_colons(gold, last)) is not None:
+        return same
     for ours, theirs in without_percent(gold, last, share=lambda: _is_share(gold)):
         known = _readings_of_gold(ours)
         # As a formula first, then as a box, which math-verify parses more leniently.
@@ -232,8 +242,8 @@ def _same_text(answer: str, gold: str) -> bool:
 
 
 def _differs_in_marks(gold: str, answer: str) -> bool:
-    """Return whether base, unit, variable or counted nouns differ, which math-verify ignores."""
-    marks = [(mark(gold), mark(answer)) for mark in (subscripts, unit, label, worded_numbers)]
+    """Return whether base, unit, variable, half of the day or counted nouns differ: math-verify ignores them."""
+    marks = [(mark(gold), mark(answer)) for mark in (subscripts, unit, label, half_of_day, worded_numbers)]
     return any(ours and theirs and ours != theirs for ours, theirs in marks)
 
 

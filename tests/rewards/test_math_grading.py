@@ -438,6 +438,30 @@ def test_an_equation_for_the_value_is_correct(gold: str, answer: str) -> None:
     assert grade(boxed(answer), gold).outcome == "correct"
 
 
+AFTERNOON = "4\\!:\\!51\\!:\\!06 \\text{ p.m.}"
+SAME_COLONS = [
+    ("05\\!:\\!00", "5:00"), ("2:3:5", "4:6:10"), ("3:4:5", "a:b:c=3:4:5"), ("1:2:3", "1 : 2 : 3"),
+    *[(AFTERNOON, text) for text in ("4:51:06", "4:51:06 pm", "4:51:06\\text{ PM}", AFTERNOON)],
+    ("8:34 p.m.", "8:34"), ("12:00", "12:00"), ("10:05", "10:05 am"), ("9\\text{ a.m.}", "9"), ("9", "9 am"),
+    ("19:60", "19/60"), ("9:24", "3:8"), ("3:1", "3"), ("5:8", "\\frac58"), ("S:T=7:32", "7:32"),
+]  # fmt: skip
+OTHER_COLONS = [
+    ("3:4:5", "3:5:4"), ("2:3:5", "2:5:3"), ("2:3:5", "4:6"), ("8\\!:\\!34 \\text{ p.m.}", "16:68"),
+    *[(AFTERNOON, text) for text in ("4:51:06\\text{ a.m.}", "4:06:51\\text{ p.m.}", "4:51")],
+    ("8:34 p.m.", "8:34 a.m."), ("10:30 am", "10:30 pm"), ("9\\text{ a.m.}", "9\\text{ p.m.}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gold", "answer"), SAME_COLONS)
+def test_equal_times_and_ratios_are_correct(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold).outcome == "correct"
+
+
+@pytest.mark.parametrize(("gold", "answer"), OTHER_COLONS)
+def test_times_and_ratios_are_not_divided(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold).outcome == "wrong"
+
+
 NOT_THE_LAST_NUMBER = [  # (gold, an answer in tags that ends in the gold, or holds it)
     *[("18", f"{opening}17{sign} 18{closing}") for opening, closing in ("()", "[]", "{}") for sign in ",;"],
     *[("18", text) for text in ("17, 18", "17 18", "17; 18", "x=17, y=18", "x = 17 or x = 18", "1 : 18")],
