@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from math import gcd
+from string import ascii_uppercase
 
 from grpo_dist.rewards.text import DEGREES, LABEL, latex, normalise, percent, quantity, tidy
 
@@ -132,6 +133,27 @@ def _between_colons(answer: str) -> list[str] | None:
 
 
 _HALF_OF_DAY = re.compile(r"(?P<before>\d)([ap])\.?m\.?(?![a-z])")
+
+
+def cases_apart(gold: str, answer: str) -> tuple[str, str]:
+    """Rename the capitals of letters that occur in both cases, which are one variable to math-verify.
+
+    ``R-r`` and ``r-R`` become ``v-r`` and ``r-v``. A letter in one case keeps it: 3R^2 may be meant by 3r^2.
+    Letters of commands and of ``\\text{}`` do not count.
+    """
+    present = [set(_NO_VARIABLES.sub(" ", text)) for text in (gold, answer)]
+    letters = {letter for text in present for letter in text & set(ascii_uppercase) if letter.lower() in text}
+    free = (name for name in _SPARE if not {name, name.upper()} & (present[0] | present[1]))
+    names = dict(zip(sorted(letters), free, strict=False))
+    if not names:
+        return gold, answer
+    capitals = re.compile(f"{_NO_VARIABLES.pattern}|[{''.join(names)}]")
+    renamed = [capitals.sub(lambda m: names.get(m[0], m[0]), text) for text in (gold, answer)]
+    return renamed[0], renamed[1]
+
+
+_NO_VARIABLES = re.compile(r"\\(?:text[a-z]*|math[a-z]+|mbox|operatorname\*?)\s*\{[^{}]*\}|\\[A-Za-z]+")
+_SPARE = "vwzux"  # in no unit: a final qr or yr is dropped as one
 
 
 def worded_numbers(answer: str) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from typing import Any, Literal
 from grpo_dist.rewards.arithmetic import is_unsolved
 from grpo_dist.rewards.choice import marked_option, stated_choice
 from grpo_dist.rewards.marks import (
+    cases_apart,
     half_of_day,
     label,
     same_between_colons,
@@ -185,6 +186,7 @@ def _plain_box_is_right(found: list[str], gold: str, accept_arithmetic: bool) ->
         return False
     if (same := same_between_colons(gold, last)) is not None:
         return same
+    gold, last = cases_apart(gold, last)
     for ours, theirs in without_percent(gold, last, share=lambda: _is_share(gold)):
         known = _readings_of_gold(ours)
         # As a formula first, then as a box, which math-verify parses more leniently.
@@ -202,7 +204,8 @@ def _reading_is_right(reading: Reading, gold: str, accept_arithmetic: bool) -> b
     if is_negated_before(reading.before) and not is_negated_before(gold):
         return False
     whole = in_context(reading.before, reading.text, reading.after)
-    if whole != reading.text or percent(tidy(whole)) is not None or numbers_apart(whole) != whole:
+    rewritten = numbers_apart(whole) != whole or cases_apart(gold, whole) != (gold, whole)
+    if whole != reading.text or rewritten or percent(tidy(whole)) is not None:
         return _box_is_right([whole], gold, accept_arithmetic)
     if _is_disqualified(gold, reading.text, accept_arithmetic):
         return False
@@ -242,7 +245,7 @@ def _same_text(answer: str, gold: str) -> bool:
 
 
 def _differs_in_marks(gold: str, answer: str) -> bool:
-    """Return whether base, unit, variable, half of the day or counted nouns differ: math-verify ignores them."""
+    """Return whether base, unit, variable, half of the day or counted nouns differ, unseen by math-verify."""
     marks = [(mark(gold), mark(answer)) for mark in (subscripts, unit, label, half_of_day, worded_numbers)]
     return any(ours and theirs and ours != theirs for ours, theirs in marks)
 

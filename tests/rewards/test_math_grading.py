@@ -462,6 +462,32 @@ def test_times_and_ratios_are_not_divided(gold: str, answer: str) -> None:
     assert grade(boxed(answer), gold).outcome == "wrong"
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("\\frac{n}{N}", "1"), ("R-r", "0"), ("r-R", "R-r"), ("\\frac{A}{a}", "\\frac{a}{A}"), ("3a", "2a+A"),
+        ("2a+A", "3a"), ("R_1-r_1", "r_1-R_1"),
+    ],
+)  # fmt: skip
+def test_both_cases_of_a_letter_are_two_variables(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold).outcome == "wrong"
+    assert grade(f"The answer is ${answer}$.", gold).outcome == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("\\frac{n}{N}", "n/N"), ("\\frac nN", "\\frac{n}{N}"), ("R-r", "-r+R"), ("3r^2", "3R^2"),
+        ("a^2", "A=a^2"), ("A = a^2", "a^2"), ("R_1-r_1", "-r_1+R_1"), ("P(A)=2p", "2p"),
+        ("2\\pi(R^2-r^2)", "2\\pi(R-r)(R+r)"), ("\\dfrac12 R r", "\\dfrac{Rr}{2}"),
+        ("\\frac{mM}{M+m}", "\\frac{1}{\\frac1m+\\frac1M}"), ("e^{E}", "\\exp(E)"), ("x^N n", "n x^N"),
+        ("\\vec{R}-r", "-r+\\vec{R}"), ("\\frac{\\sin A}{a}", "\\sin(A)/a"), ("E=mc^2", "mc^2"),
+    ],
+)  # fmt: skip
+def test_formulas_with_both_cases_of_a_letter_are_compared(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold).outcome == "correct"
+
+
 NOT_THE_LAST_NUMBER = [  # (gold, an answer in tags that ends in the gold, or holds it)
     *[("18", f"{opening}17{sign} 18{closing}") for opening, closing in ("()", "[]", "{}") for sign in ",;"],
     *[("18", text) for text in ("17, 18", "17 18", "17; 18", "x=17, y=18", "x = 17 or x = 18", "1 : 18")],
