@@ -184,6 +184,8 @@ def _plain_box_is_right(found: list[str], gold: str, accept_arithmetic: bool) ->
         return True
     if len(last) > _LONGEST_ANSWER or _is_disqualified(gold, last, accept_arithmetic):
         return False
+    if "=" not in gold and _contradicts_itself(tidy(last)):
+        return False
     if (same := same_between_colons(gold, last)) is not None:
         return same
     gold, last = cases_apart(gold, last)
@@ -215,8 +217,6 @@ def _reading_is_right(reading: Reading, gold: str, accept_arithmetic: bool) -> b
 def _is_disqualified(gold: str, answer: str, accept_arithmetic: bool) -> bool:
     """Return whether the words, marks or unevaluated arithmetic around the value make the answer wrong."""
     if _differs_in_marks(gold, answer) or changes_value(tidy(gold), tidy(answer)):
-        return True
-    if "=" not in gold and _contradicts_itself(tidy(answer)):
         return True
     return not accept_arithmetic and is_unsolved(gold, answer)
 
