@@ -1,4 +1,4 @@
-"""Variable name, unit and number base of an answer, all of which math-verify ignores."""
+"""Variable name, unit, number base and time of day of an answer, which math-verify ignores or misreads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
+from math import gcd
+from string import ascii_uppercase
 
 from grpo_dist.rewards.text import DEGREES, LABEL, latex, normalise, percent, quantity, tidy
 
@@ -95,6 +97,63 @@ _UNITS = {
     for name in names.split()
     for alias in (name, name + "s" * (len(name) > 2))
 }  # fmt: skip
+
+
+def half_of_day(answer: str) -> str | None:
+    """Return ``a`` or ``p`` for a time before or after noon: ``9\\text{ p.m.}`` -> ``p``; else None."""
+    found = _HALF_OF_DAY.search(normalise(answer).lower())
+    return found[2] if found else None
+
+
+def same_between_colons(gold: str, answer: str) -> bool | None:
+    """Compare times, and ratios of three or more numbers, which math-verify divides: 3:4:5 is 3/4/5 to it.
+
+    None unless both are such numbers with colons, in the same number if ``gold`` is a time. A time has a half
+    of the day or a number with a leading zero; ratios are equal up to a common factor.
+
+        8:34\\text{ p.m.}, 8:34   True      5:00, 05:00   True       2:3:5, 4:6:10   True
+        8:34\\text{ p.m.}, 16:68  False     19:60, 19/60  None       2:3:5, 2:5:3    False
+    """
+    ours, theirs = _between_colons(gold), _between_colons(answer)
+    if ours is None or theirs is None:
+        return None
+    is_time = half_of_day(gold) is not None or any(re.match(r"0\d", number) for number in ours)
+    if not is_time and len(ours) < 3:
+        return None
+    a, b = ([int(number) for number in numbers] for numbers in (ours, theirs))
+    if is_time:
+        return a == b
+    common, other = gcd(*a) or 1, gcd(*b) or 1
+    return [number // common for number in a] == [number // other for number in b]
+
+
+def _between_colons(answer: str) -> list[str] | None:
+    plain = _HALF_OF_DAY.sub(r"\g<before>", normalise(answer).lower()).rpartition("=")[2]
+    return plain.split(":") if re.fullmatch(r"\d{1,9}(?::\d{1,9})+", plain) else None
+
+
+_HALF_OF_DAY = re.compile(r"(?P<before>\d)([ap])\.?m\.?(?![a-z])")
+
+
+def cases_apart(gold: str, answer: str) -> tuple[str, str]:
+    """Rename the capitals of letters that occur in both cases, which are one variable to math-verify.
+
+    ``R-r`` and ``r-R`` become ``v-r`` and ``r-v``. A letter in one case keeps it: 3R^2 may be meant by 3r^2.
+    Letters of commands and of ``\\text{}`` do not count.
+    """
+    present = [set(_NO_VARIABLES.sub(" ", text)) for text in (gold, answer)]
+    letters = {letter for text in present for letter in text & set(ascii_uppercase) if letter.lower() in text}
+    free = (name for name in _SPARE if not {name, name.upper()} & (present[0] | present[1]))
+    names = dict(zip(sorted(letters), free, strict=False))
+    if not names:
+        return gold, answer
+    capitals = re.compile(f"{_NO_VARIABLES.pattern}|[{''.join(names)}]")
+    renamed = [capitals.sub(lambda m: names.get(m[0], m[0]), text) for text in (gold, answer)]
+    return renamed[0], renamed[1]
+
+
+_NO_VARIABLES = re.compile(r"\\(?:text[a-z]*|math[a-z]+|mbox|operatorname\*?)\s*\{[^{}]*\}|\\[A-Za-z]+")
+_SPARE = "vwzux"  # in no unit: a final qr or yr is dropped as one
 
 
 def worded_numbers(answer: str) -> tuple[str, ...]:

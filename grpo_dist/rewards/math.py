@@ -1,8 +1,9 @@
 """Math grader: compares the answer of a completion with the gold, by math-verify with corrections around it.
 
 1. The answer is the last box. (math-verify merges all boxes of a response into one set.) A response without a
-   box is parsed whole; several boxes are parsed together if the gold is a list. Behind a closed thought, the
-   text there is the response if it gives an answer, or says that it has none.
+   box is parsed whole, or counts as a box if it is a phrase in answer tags; several boxes are parsed together
+   if the gold is a list. Behind a closed thought, the text there is the response if it gives an answer, or
+   says that it has none.
 2. Text that is equal after light normalisation is correct, so a gold that no parser understands still counts.
 3. Gold and answer are parsed as ``$...$``; the answer as a box too.
 4. A match of math-verify is rejected when the numbers differ relatively (its rounding is absolute:
@@ -19,21 +20,31 @@ import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, Literal
 
 from grpo_dist.rewards.arithmetic import is_unsolved
 from grpo_dist.rewards.choice import marked_option, stated_choice
-from grpo_dist.rewards.marks import label, subscripts, unit, without_percent, worded_numbers
+from grpo_dist.rewards.marks import (
+    cases_apart,
+    half_of_day,
+    label,
+    same_between_colons,
+    subscripts,
+    unit,
+    without_percent,
+    worded_numbers,
+)
 from grpo_dist.rewards.reading import Reading, read
 from grpo_dist.rewards.text import boxes, normalise, percent, same_list, spellings, tagged_answer, tidy
 from grpo_dist.rewards.thought import behind_thought, outside_thought
 from grpo_dist.rewards.wording import (
     changes_value,
     gives_no_answer,
+    in_context,
     is_negated_before,
+    is_sentence,
     numbers_apart,
-    with_what_follows,
 )
 
 Outcome = Literal["correct", "wrong", "no_answer", "timeout", "error"]
@@ -42,7 +53,11 @@ _LONGEST_PHRASE = 100  # characters up to which a tagged answer is one phrase an
 _LONGEST_RESPONSE = 20_000  # last characters that are searched in a response without a box
 _LONGEST_COMPLETION = 200_000  # last characters that are searched for boxes
 _RELATIVE = 1e-4  # largest relative difference of equal numbers
+_ROUNDED = 1e-2  # largest relative difference of sides of an equation of which one is a decimal: 1/3=0.33
 _ROUNDING = 1e-12  # relative rounding error of decimal arithmetic in double precision
+_SIDE = re.compile(
+    r"(?:[\d\s.+*/()\[\]{}^!-]|\\(?:[dt]?frac|sqrt|cdot|times|div|left|right|pi)(?![A-Za-z]))+"
+)
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no timeout; the pool has
 
@@ -85,9 +100,14 @@ def grade(completion: str, answer: str, *, accept_arithmetic: bool = False) -> G
         return Grade.of("correct")
     if _is_option(gold) and (choice := stated_choice(tail)) is not None:
         return Grade.of("correct" if choice == normalise(gold) else "wrong")
+    phrase = _phrase(tagged)
+    if phrase and _box_is_right([phrase], gold, accept_arithmetic):
+        return Grade.of("correct")
     reading = read(tail)
     if reading is None:
         return Grade.of("no_answer")
+    if phrase:
+        return Grade.of("wrong")
     if tagged and len(tagged) <= _LONGEST_PHRASE and changes_value(tidy(gold), tidy(tagged)):
         return Grade.of("wrong")
     return Grade.of("correct" if _reading_is_right(reading, gold, accept_arithmetic) else "wrong")
@@ -106,8 +126,16 @@ def answer_found(completion: str) -> str | None:
     if found := boxes(completion):
         return found[-1]
     tagged = tagged_answer(completion) or ""
+    if phrase := _phrase(tagged):
+        return phrase
     reading = read(tagged or completion[-_LONGEST_RESPONSE:])
     return reading.text if reading is not None else tagged or stated_choice(completion)
+
+
+def _phrase(tagged: str) -> str:
+    """Return a tagged answer that counts as a whole, like a box; "" for long text and sentences."""
+    phrase = tagged.strip("*` ")
+    return "" if len(phrase) > _LONGEST_PHRASE or is_sentence(tidy(phrase)) else phrase
 
 
 def _response(completion: str) -> str:
@@ -156,6 +184,11 @@ def _plain_box_is_right(found: list[str], gold: str, accept_arithmetic: bool) ->
         return True
     if len(last) > _LONGEST_ANSWER or _is_disqualified(gold, last, accept_arithmetic):
         return False
+    if "=" not in gold and _contradicts_itself(tidy(last)):
+        return False
+    if (same := same_between_colons(gold, last)) is not None:
+        return same
+    gold, last = cases_apart(gold, last)
     for ours, theirs in without_percent(gold, last, share=lambda: _is_share(gold)):
         known = _readings_of_gold(ours)
         # As a formula first, then as a box, which math-verify parses more leniently.
@@ -172,8 +205,9 @@ def _reading_is_right(reading: Reading, gold: str, accept_arithmetic: bool) -> b
     """Compare an answer that is not in a box."""
     if is_negated_before(reading.before) and not is_negated_before(gold):
         return False
-    whole = with_what_follows(reading.text, reading.after)
-    if whole != reading.text or percent(tidy(whole)) is not None or numbers_apart(whole) != whole:
+    whole = in_context(reading.before, reading.text, reading.after)
+    rewritten = numbers_apart(whole) != whole or cases_apart(gold, whole) != (gold, whole)
+    if whole != reading.text or rewritten or percent(tidy(whole)) is not None:
         return _box_is_right([whole], gold, accept_arithmetic)
     if _is_disqualified(gold, reading.text, accept_arithmetic):
         return False
@@ -187,13 +221,32 @@ def _is_disqualified(gold: str, answer: str, accept_arithmetic: bool) -> bool:
     return not accept_arithmetic and is_unsolved(gold, answer)
 
 
+def _contradicts_itself(answer: str) -> bool:
+    """Return whether two sides of an equation are numbers that differ: ``17=18``, ``x=17=18``.
+
+    math-verify takes the right side alone. Other sides do not count: ``x^2=18`` may be what is asked for.
+    """
+    if "=" not in answer or re.search(r"[,;:]", answer):
+        return False
+    sides = [
+        side for side in answer.split("=") if _SIDE.fullmatch(side) and side.count("{") == side.count("}")
+    ]
+    if len(sides) < 2:
+        return False
+    readings = [read(f"${side}$") for side in sides]
+    values = [_value(reading.expression) for reading in readings if reading is not None]
+    known = [value for value in values if value is not None]
+    most = _ROUNDED if any("." in side for side in sides) else _ROUNDING
+    return any(abs(a - b) > most * max(abs(a), abs(b)) for a, b in pairwise(known))
+
+
 def _same_text(answer: str, gold: str) -> bool:
     return normalise(answer) == normalise(gold) != ""
 
 
 def _differs_in_marks(gold: str, answer: str) -> bool:
-    """Return whether base, unit, variable or counted nouns differ, which math-verify ignores."""
-    marks = [(mark(gold), mark(answer)) for mark in (subscripts, unit, label, worded_numbers)]
+    """Return whether base, unit, variable, half of the day or counted nouns differ, unseen by math-verify."""
+    marks = [(mark(gold), mark(answer)) for mark in (subscripts, unit, label, half_of_day, worded_numbers)]
     return any(ours and theirs and ours != theirs for ours, theirs in marks)
 
 

@@ -42,8 +42,9 @@ def read(text: str) -> Reading | None:
         ):
             expression, source = _parsed(match, target)
             if expression is not None and not isinstance(expression, str):
-                begin = max(match.start(), text.rfind(source, match.start(), match.end()))
-                end = begin + len(source)
+                begin = text.rfind(source, match.start(), match.end())
+                # A text that the parser rewrote (.5 to 0.5) is somewhere in the match.
+                begin, end = (begin, begin + len(source)) if begin >= 0 else match.span()
                 before, after = text[max(0, begin - _CONTEXT) : begin], text[end : end + _CONTEXT]
                 return Reading(_imaginary(expression), source, before, after)
     return None

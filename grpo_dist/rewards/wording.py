@@ -106,6 +106,16 @@ _AFTER_AN_ANSWER = re.compile(
     r"|,\s*\$?-?\d+(?:\.\d+)?\$?\s*(?:$|[.,\n]|or\b|and\b))[^.\n]*",
     re.IGNORECASE,
 )
+# A factor that adjoins a number, and the list that a number without a box ends.
+_FACTOR = re.compile(r"(?:[a-z](?!\.?[A-Za-z])|π|\\pi(?![A-Za-z])|√|\\sqrt(?![A-Za-z]))[^\s.,;$]*")
+_LIST_BEFORE = re.compile(r"(?:^|\b(?:is|are)\b|[:#])[\s$]*([(\[{]?\s*(?:-?\d[\d.]*\s*[,;]\s*)+)$")
+_LIST_END = re.compile(r"\s*([)\]}]?)[\s$*]*(?:[.;]|$)")
+
+# Words of a sentence around a value. A capital behind a number may be a unit: 18 V.
+_SENTENCE = re.compile(
+    r"[A-Za-z]{3}|[A-Za-z]\s+[A-Za-z]{2}|(?<![A-Za-z])[A-Za-z]{2}\s+\d|\d\s*[A-Z](?![A-Za-z])\W*$"
+)
+_COMMAND = re.compile(rf"{TEXT}\s*\{{[^{{}}]*\}}|\\[A-Za-z]+")
 
 # A response that gives no answer, or takes one back.
 _NO_ANSWER = re.compile(
@@ -123,10 +133,25 @@ def is_negated_before(before: str) -> bool:
     return _BEFORE_AN_ANSWER.search(before) is not None
 
 
-def with_what_follows(text: str, after: str) -> str:
-    """Append the words after ``text`` that belong to its value: ``5``, `` million.`` -> 5 million"""
+def in_context(before: str, text: str, after: str) -> str:
+    """Add to ``text`` what belongs to its value in the text ``before`` and ``after`` it.
+
+    ``5``, `` million.`` -> 5 million    ``18``, ``x.`` -> 18x    ``is (17, ``, ``18``, ``).`` -> (17, 18)
+    """
+    if (listed := _LIST_BEFORE.search(before)) and (end := _LIST_END.match(after)):
+        return f"{listed[1]}{text}{end[1]}"
+    if text[-1:].isdigit() and (factor := _FACTOR.match(after)):
+        return f"{text}{factor.group()}"
     found = _AFTER_AN_ANSWER.match(after)
     return f"{text} {re.sub(_NOT_WORDS, ' ', found.group())}".strip() if found else text
+
+
+def is_sentence(answer: str) -> bool:
+    """Return whether a tidied ``answer`` holds words besides a value and its unit: ``Tom has 18``.
+
+    Words in ``\\text{}`` and commands do not count; ``2\\pi``, ``x=1, y=2`` and ``5 cm`` are no sentences.
+    """
+    return _SENTENCE.search(_COMMAND.sub(" ", answer)) is not None
 
 
 def gives_no_answer(text: str) -> bool:

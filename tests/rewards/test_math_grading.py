@@ -323,6 +323,7 @@ SAME_UNIT = [
     ("9.8\\text{ m/s}^2", "9.8\\text{ m/s^2}"), ("10\\text{ mL}", "10\\text{ cm}^3"),
     ("10\\text{ cc}", "10\\text{ milliliters}"), ("7\\text{ m/s}^2", "7\\text{ m/s/s}"),
     ("7\\text{ m/s}^2", "7\\text{ meters per second per second}"), ("2\\text{ L}", "2\\text{ dm}^3"),
+    ("18", "18 m/s"), ("60", "60 km/h"), ("9.8", "9.8 m/s^2"), ("60\\text{ km/h}", "60 km/h"),
     ("3\\text{ g/cm}^3", "3\\text{ kg/L}"), ("3\\text{ g/cc}", "3\\text{ g/mL}"),
 ]  # fmt: skip
 ANOTHER_UNIT = [
@@ -332,7 +333,7 @@ ANOTHER_UNIT = [
     ("100\\text{ miles per hour}", "100\\text{ km/h}"), ("9.8\\text{ m/s}^2", "9.8\\text{ m/s}"),
     ("10\\text{ mL}", "10\\text{ cm}^2"), ("10\\text{ mL}", "10\\text{ L}"),
     ("3\\text{ g/L}", "3\\text{ g/mL}"), ("7\\text{ m/s/s}", "7\\text{ m/s}"),
-    ("5\\text{ days}", "5\\text{ weeks}"),
+    ("5\\text{ days}", "5\\text{ weeks}"), ("18 m/s", "18 km/h"),
 ]  # fmt: skip
 
 
@@ -415,6 +416,132 @@ def test_plain_words_around_an_answer_without_a_box_do_not_count() -> None:
     ):
         assert grade(completion, "5").outcome == "correct"
     assert grade("The answer is 5 million.", "5000000").outcome == "correct"
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"), [("18", "17=18"), ("3", "1+1=3"), ("18", "x=17=18"), ("\\frac{1}{2}", "1/3=1/2")]
+)
+def test_an_equation_of_different_numbers_is_wrong(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold).outcome == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("18", "m+n=18"), ("18", "S_{10}=18"), ("18", "f(2)=18"), ("18", "|AB|=18"), ("18", "xy=18"),
+        ("18", "17+1=18"), ("18", "x^2=18"), ("18", "x=\\sqrt{324}=18"), ("0.33", "\\frac{1}{3}=0.33"),
+        ("6", "\\sum_{k=1}^{3} 2 = 6"), ("18", "2\\frac{1}{4}\\cdot 8=18"),
+        ("0.3", "0.1+0.2=0.3"), ("4035", "2018^2-2017^2=4035"),
+    ],
+)  # fmt: skip
+def test_an_equation_for_the_value_is_correct(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold).outcome == "correct"
+
+
+AFTERNOON = "4\\!:\\!51\\!:\\!06 \\text{ p.m.}"
+SAME_COLONS = [
+    ("05\\!:\\!00", "5:00"), ("2:3:5", "4:6:10"), ("3:4:5", "a:b:c=3:4:5"), ("1:2:3", "1 : 2 : 3"),
+    *[(AFTERNOON, text) for text in ("4:51:06", "4:51:06 pm", "4:51:06\\text{ PM}", AFTERNOON)],
+    ("8:34 p.m.", "8:34"), ("12:00", "12:00"), ("10:05", "10:05 am"), ("9\\text{ a.m.}", "9"), ("9", "9 am"),
+    ("19:60", "19/60"), ("9:24", "3:8"), ("3:1", "3"), ("5:8", "\\frac58"), ("S:T=7:32", "7:32"),
+]  # fmt: skip
+OTHER_COLONS = [
+    ("3:4:5", "3:5:4"), ("2:3:5", "2:5:3"), ("2:3:5", "4:6"), ("8\\!:\\!34 \\text{ p.m.}", "16:68"),
+    *[(AFTERNOON, text) for text in ("4:51:06\\text{ a.m.}", "4:06:51\\text{ p.m.}", "4:51")],
+    ("8:34 p.m.", "8:34 a.m."), ("10:30 am", "10:30 pm"), ("9\\text{ a.m.}", "9\\text{ p.m.}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gold", "answer"), SAME_COLONS)
+def test_equal_times_and_ratios_are_correct(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold).outcome == "correct"
+
+
+@pytest.mark.parametrize(("gold", "answer"), OTHER_COLONS)
+def test_times_and_ratios_are_not_divided(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold).outcome == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("\\frac{n}{N}", "1"), ("R-r", "0"), ("r-R", "R-r"), ("\\frac{A}{a}", "\\frac{a}{A}"), ("3a", "2a+A"),
+        ("2a+A", "3a"), ("R_1-r_1", "r_1-R_1"),
+    ],
+)  # fmt: skip
+def test_both_cases_of_a_letter_are_two_variables(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold).outcome == "wrong"
+    assert grade(f"The answer is ${answer}$.", gold).outcome == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("\\frac{n}{N}", "n/N"), ("\\frac nN", "\\frac{n}{N}"), ("R-r", "-r+R"), ("3r^2", "3R^2"),
+        ("a^2", "A=a^2"), ("A = a^2", "a^2"), ("R_1-r_1", "-r_1+R_1"), ("P(A)=2p", "2p"),
+        ("2\\pi(R^2-r^2)", "2\\pi(R-r)(R+r)"), ("\\dfrac12 R r", "\\dfrac{Rr}{2}"),
+        ("\\frac{mM}{M+m}", "\\frac{1}{\\frac1m+\\frac1M}"), ("e^{E}", "\\exp(E)"), ("x^N n", "n x^N"),
+        ("\\vec{R}-r", "-r+\\vec{R}"), ("\\frac{\\sin A}{a}", "\\sin(A)/a"), ("E=mc^2", "mc^2"),
+    ],
+)  # fmt: skip
+def test_formulas_with_both_cases_of_a_letter_are_compared(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold).outcome == "correct"
+
+
+NOT_THE_LAST_NUMBER = [  # (gold, an answer in tags that ends in the gold, or holds it)
+    *[("18", f"{opening}17{sign} 18{closing}") for opening, closing in ("()", "[]", "{}") for sign in ",;"],
+    *[("18", text) for text in ("17, 18", "17 18", "17; 18", "x=17, y=18", "x = 17 or x = 18", "1 : 18")],
+    *[("18", text) for text in ("x + 18", "2x + 18", "x^2 + 18", "18 + x", "18x", "$17$, $18$")],
+    ("2", "2\\pi"), ("2", "2π"), ("2", "2i"), ("x=5", "y = 5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gold", "answer"), NOT_THE_LAST_NUMBER)
+def test_an_answer_in_tags_counts_as_a_whole(gold: str, answer: str) -> None:
+    assert grade(f"<answer>{answer}</answer>", gold).outcome == "wrong"
+    assert answer_found(f"<answer>{answer}</answer>") == answer
+
+
+IN_TAGS = [
+    ("\\frac{\\pi}{2}", "pi/2"), ("B", "B) 5"), ("5,1", "1, 5"), ("\\{1,2\\}", "\\{2, 1\\}"), ("x=5", "5"),
+    *[("18", text) for text in ("**18**", "'18'", "\\[18\\]", "18 m/s", "18 V", "18 hours/day")],
+    *[("18", text) for text in ("x = 18", "17 + 1 = 18", "Tom has 18", "Total: 18", "x is 18", "Rs 18")],
+    ("18", "$18$ apples"), ("5i", "$5i$"), ("(17, 18)", "(17,18)"), ("2,018", "2018"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gold", "answer"), IN_TAGS)
+def test_an_answer_in_tags_may_have_decoration_units_and_words(gold: str, answer: str) -> None:
+    assert grade(f"<answer>{answer}</answer>", gold).outcome == "correct"
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "part"),
+    [
+        ("2π", "2\\pi", "2"), ("18x", "18x", "18"), ("(17, 18)", "(17, 18)", "18"), ("5i", "5i", "5"),
+        ("17, 18", "17, 18", "18"), ("2\\pi", "2\\pi", "2"), ("4\\sqrt{2}", "\\sqrt{32}", "4"),
+    ],
+)  # fmt: skip
+def test_factors_and_lists_belong_to_an_answer_without_a_box(answer: str, gold: str, part: str) -> None:
+    for completion in (f"The answer is {answer}.", f"#### {answer}"):
+        assert grade(completion, part).outcome == "wrong"
+        assert grade(completion, gold).outcome == "correct"
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "The answer is 18m.", "#### 18km/h", "The answer is 18 a day.", "Total cost: 3, 18 each.",
+        "In 2017, 18 came.", "The answer is 18th.",
+    ],
+)  # fmt: skip
+def test_units_and_prose_around_an_answer_without_a_box_do_not_count(completion: str) -> None:
+    assert grade(completion, "18").outcome == "correct"
+
+
+def test_what_follows_a_number_that_the_parser_rewrites_counts() -> None:
+    assert grade("The answer is .155.", ".155").outcome == "correct"
+    assert grade("The answer is .5 million.", ".5").outcome == "wrong"
 
 
 @pytest.mark.parametrize(
