@@ -99,16 +99,12 @@ class DataSourceConfig(Section):
         """The name in metrics and samples, and of the source in other sections."""
         if self.name:
             return self.name
-        if (
-            self.path is None
-        ):  # the problems are the environment's: its last part, without what a name excludes
+        if self.path is None:  # the environment's own problems: its last part, without what a name excludes
             return (self.environment or "environment").rpartition(":")[2].rstrip("/").rpartition("/")[2]
         kind, _, rest = self.path.partition(":")
         if kind in ("demo", "reasoning_gym") or self.is_own:
             return rest
-        path = Path(
-            self.path
-        )  # of ids and directories, what follows a dot is part of the name: NuminaMath-1.5
+        path = Path(self.path)  # what follows a dot is part of an id's or directory's name: NuminaMath-1.5
         return path.stem if path.suffix in (".jsonl", ".json", ".parquet") else path.name
 
     @property
