@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -28,9 +28,9 @@ from yaml import YAMLError
 
 from grpo_dist.config import Config
 from grpo_dist.config.messages import readable
-from grpo_dist.config.peers import hint
 from grpo_dist.config.presets import PRESETS
 from grpo_dist.config.secrets import masked, masked_setting, masked_text, shown_value
+from grpo_dist.config.suggestions import description, meaning, suggestion
 from grpo_dist.config.text import check_characters, check_comments, check_key, check_nesting, escaped
 from grpo_dist.errors import UserError, expanded
 
@@ -259,83 +259,14 @@ def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) ->
     for item in readable(error.errors(), root):
         where = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown key `{where}`{_suggestion(item['loc'], root, item['input'])}")
+            lines.append(f"unknown key `{where}`{suggestion(item['loc'], root, item['input'])}")
         elif item["type"] == "missing":
-            lines.append(f"`{where}` is missing: {_description(item['loc'], root) or 'it has no default'}")
+            lines.append(f"`{where}` is missing: {description(item['loc'], root) or 'it has no default'}")
         elif item["type"] == "value_error":
             message = str(item["ctx"]["error"])
             lines.append(f"`{where}`: {message}" if where else message)
         else:
             shown = shown_value(item["loc"], item["input"])
             message = item["msg"][:1].lower() + item["msg"][1:]
-            lines.append(f"`{where}` = {shown}: {message}{_meaning(item['loc'], root)}")
+            lines.append(f"`{where}` = {shown}: {message}{meaning(item['loc'], root)}")
     return f"{path}: " + "; ".join(lines)
-
-
-def _suggestion(location: tuple[Any, ...], root: type[BaseModel], value: Any) -> str:
-    section = _section(location[:-1], root)
-    elsewhere = [path for path in _all_keys(root) if path.rsplit(".", 1)[-1] == location[-1]]
-    own = {key.rsplit(".", 1)[-1] for key in _all_keys(root)}
-    # If another section has the same key, only the full path identifies the framework it is from.
-    elsewhere_named = hint(".".join(map(str, location)), value, ends=location[-1] not in own)
-    if root is Config and elsewhere_named:
-        return f"; {elsewhere_named}"
-    if len(elsewhere) == 1:  # the name of exactly one key, in a wrong place
-        return f"; did you mean `{elsewhere[0]}`?"
-    if section is None:
-        return ""
-    known = list(section.model_fields)
-    near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
-    if near:
-        return f"; did you mean `{'.'.join(map(str, (*location[:-1], near[0])))}`?"
-    return f"; did you mean `{elsewhere[0]}`?" if elsewhere else f"; known here: {', '.join(known)}"
-
-
-def _meaning(location: tuple[Any, ...], root: type[BaseModel]) -> str:
-    text = _description(location, root)
-    return f" ({text})" if text else ""
-
-
-def _description(location: tuple[Any, ...], root: type[BaseModel]) -> str | None:
-    section = _section(location[:-1], root)
-    if section is None or location[-1] not in section.model_fields:
-        return None
-    return section.model_fields[str(location[-1])].description
-
-
-def _section(location: tuple[Any, ...], root: type[BaseModel]) -> type[BaseModel] | None:
-    """Return the section class at a location of the tree; list indices are ignored."""
-    section = root
-    for part in location:
-        if isinstance(part, int):
-            continue
-        field = section.model_fields.get(str(part))
-        inner = _model_class(field.annotation) if field else None
-        if inner is None:
-            return None
-        section = inner
-    return section
-
-
-def _model_class(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for arg in get_args(annotation) if (found := _model_class(arg))), None)
-
-
-def keys_called(name: str) -> list[str]:
-    """Return the dotted key ``name``, where lists may have indices, or else the keys that end with it."""
-    known = set(_all_keys(Config))
-    if ".".join(part for part in name.split(".") if not part.isdigit()) in known:
-        return [name]
-    return sorted(key for key in known if key.endswith(f".{name}"))
-
-
-def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
-    keys = []
-    for name, field in section.model_fields.items():
-        keys.append(prefix + name)
-        inner = _model_class(field.annotation)
-        if inner is not None:
-            keys += _all_keys(inner, f"{prefix}{name}.")
-    return keys

@@ -165,6 +165,9 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
         ("polcy.lr=1", ["unknown key `polcy`", "did you mean `policy`?"]),
         ("policy.optimizer.learning_rate=1", ["unknown key `policy.optimizer.learning_rate`"]),
         ("lr=1", ["unknown key `lr`", "did you mean `policy.optimizer.lr`?"]),
+        ("data.max_rows=8", ["did you mean `data.train.max_rows`", " or `data.eval.max_rows`?"]),
+        ("data.train.0.question_column=q", ["did you mean `data.train.0.problem_column`?"]),
+        ("defaults=[other.yaml]", ["names base files in a file", "set the values themselves"]),
         ("policy.optimizer.lr=-1", ["`policy.optimizer.lr` = -1", "greater than 0"]),
         ("steps=abc", ["`steps` = 'abc'", "integer"]),
         ("policy.num_workers=3", ["`policy.num_workers` = 3", "128", "use 2 or 4"]),
@@ -187,6 +190,12 @@ def test_bad_value_is_refused_with_key_value_and_remedy(base, override, words):
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+def test_a_dotted_key_of_a_file_is_refused_with_the_nested_form(base):
+    base.write_text(base.read_text() + "policy.optimizer.lr: 1.0e-6\n")
+    with pytest.raises(ConfigError, match=r"a file nests it: `policy: \{optimizer: \{lr: ...\}\}`"):
+        load_config(base)
 
 
 @pytest.mark.parametrize(
