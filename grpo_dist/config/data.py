@@ -102,10 +102,7 @@ class DataSourceConfig(Section):
         if self.path is None:  # the environment's own problems: its last part, without what a name excludes
             return (self.environment or "environment").rpartition(":")[2].rstrip("/").rpartition("/")[2]
         kind, _, rest = self.path.partition(":")
-        if kind in ("demo", "reasoning_gym") or self.is_own:
-            return rest
-        path = Path(self.path)  # what follows a dot is part of an id's or directory's name: NuminaMath-1.5
-        return path.stem if path.suffix in (".jsonl", ".json", ".parquet") else path.name
+        return rest if kind in ("demo", "reasoning_gym") or self.is_own else Path(self.path).stem
 
     @property
     def is_generated_by_reasoning_gym(self) -> bool:

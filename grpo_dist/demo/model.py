@@ -112,9 +112,9 @@ def _write_random(shape: dict[str, Any], seed: int, directory: Path, file: Path)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=shape.get("dtype", "float32"))
-    except (ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # for a bad shape, libraries raise whatever error their code runs into
         raise ValueError(
-            f"model.path = random:{file}: no causal language model can be made of it ({str(error)[:200]}); "
+            f"model.path = random:{file}: no causal language model can be made of it ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
             "check model_type and the sizes"
         ) from error
     model.save_pretrained(directory)

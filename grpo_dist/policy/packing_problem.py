@@ -29,10 +29,17 @@ def packing_problem(model: Any) -> str | None:
 
 
 def mixing_layers(config: Any) -> list[str]:
-    """Return the types of layers, sorted, in which tokens reach others by another way than attention.
-    ``config``: transformers' of a decoder.
+    """Return the types of layers, sorted, in which tokens reach others by another way than causal attention to
+    all before them or to a window. ``config``: transformers' of a decoder.
     """
     return sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
+
+
+def recurrent_layers(config: Any) -> list[str]:
+    """Return the types of layers, sorted, that carry a state from token to token: linear attention, Mamba,
+    convolutions. ``config``: transformers' of a decoder.
+    """
+    return [k for k in mixing_layers(config) if k == "linear_attention" or not k.endswith("attention")]
 
 
 class _Reached(Exception):

@@ -12,8 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
+from enum import Enum
 from fnmatch import fnmatchcase
+from pathlib import PurePath
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import yaml
@@ -128,7 +131,11 @@ def columns_digest(prompts: Sequence[Prompt]) -> str:
     """
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(json.dumps(_comparable(prompt.columns), sort_keys=True).encode() + b"\n")
+        try:
+            kept = json.dumps(_comparable(prompt.columns), sort_keys=True)
+        except RecursionError:  # a column that contains itself
+            kept = repr(sorted(prompt.columns))
+        digest.update(kept.encode() + b"\n")
     return digest.hexdigest()[:16]
 
 
@@ -137,6 +144,10 @@ def _comparable(value: Any) -> Any:
 
     An object of another class than these counts as its class: its text may contain an address.
     """
+    if isinstance(value, int) and value.bit_length() > 64:
+        return hex(value)  # decimal digits are limited
+    if isinstance(value, Enum | PurePath | UUID | complex | bytes | date | time | timedelta | Decimal):
+        return repr(value)
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
@@ -147,8 +158,6 @@ def _comparable(value: Any) -> Any:
         return sorted(repr(_comparable(inner)) for inner in value)
     if isinstance(value, np.ndarray | np.generic):
         return _comparable(value.tolist())
-    if isinstance(value, bytes | date | time | timedelta | Decimal):
-        return repr(value)
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 

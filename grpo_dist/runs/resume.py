@@ -140,8 +140,7 @@ def check_data(checkpoint: Path, state: CheckpointState, prompts: Sequence[Promp
     """Raise ValueError where the checkpoint was made with other training prompts, or columns of them."""
     if state.data != data_digest(prompts):
         raise ValueError(
-            f"{checkpoint}: made with other training prompts; the files behind `data.train` have changed, or "
-            "an earlier version named a hub id or directory without what follows its last dot. "
+            f"{checkpoint}: made with other training prompts; the files behind `data.train` have changed. "
             "Restore them, choose another `name`, or set `checkpoint.resume=never`"
         )
     if state.columns is not None and state.columns != columns_digest(prompts):

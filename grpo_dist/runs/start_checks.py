@@ -22,7 +22,7 @@ from grpo_dist.policy.deepspeed_config import check_values, deepspeed_config
 from grpo_dist.policy.expert_names import check_expert_names
 from grpo_dist.policy.lora import check_targets, empty_model
 from grpo_dist.policy.model import check_supported
-from grpo_dist.policy.packing_problem import mixing_layers
+from grpo_dist.policy.packing_problem import recurrent_layers
 from grpo_dist.policy.router_replay import replay_problem
 from grpo_dist.policy.sequence_parallel import check_heads
 from grpo_dist.runs.vllm_arguments import call_format_problems, vllm_problems
@@ -100,16 +100,17 @@ def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Itera
         if config.policy.router_replay and (problem := replay_problem(model.config)):
             yield f"model {model_dir}: {problem}; remove it"
         yield from _tensor_parallel(config.rollout, model)
-        if (
-            not config.is_supervised
-            and device == "cpu"
-            and (kinds := mixing_layers(model.config.get_text_config()))
-        ):
-            yield (
-                f"model {model_dir}: it has layers of type {', '.join(kinds)}, which vLLM's CPU build does "
-                "not compute as transformers does in float32; use GPUs, or a model with attention alone"
-            )
+        if device == "cpu" and not config.is_supervised:
+            yield from _recurrence(model, model_dir)
     yield from vllm_problems(config, device, model_dir)
+
+
+def _recurrence(model: Any, model_dir: Path) -> Iterator[str]:
+    if kinds := recurrent_layers(model.config.get_text_config()):
+        yield (
+            f"model {model_dir}: it has layers of type {', '.join(kinds)}, which vLLM's CPU build does "
+            "not compute as transformers does in float32; use GPUs, or a model with attention alone"
+        )
 
 
 @contextmanager

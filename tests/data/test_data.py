@@ -363,20 +363,6 @@ def test_overlap_sees_through_case_space_and_punctuation_but_not_through_numbers
 
 
 @pytest.mark.parametrize(
-    ("path", "label"),
-    [
-        ("AI-MO/NuminaMath-1.5", "NuminaMath-1.5"),
-        ("data.v2/", "data.v2"),
-        ("sets/train.v2.jsonl", "train.v2"),
-        ("train.json", "train"),
-        ("train.parquet", "train"),
-    ],
-)
-def test_a_name_loses_the_suffix_of_a_file_alone(path, label):
-    assert DataSourceConfig(path=path).label == label
-
-
-@pytest.mark.parametrize(
     ("one", "other"),
     [
         ("What is 1.5% of 200?", "What is 15% of 200?"),
