@@ -97,7 +97,9 @@ class SignalRule:
         assert self.metric is not None
         if self.metric == ACCURACY and ACCURACY not in group.reward_parts:
             return correctness(group)
-        return group.reward_parts.get(self.metric, group.rewards)
+        if self.metric in group.reward_parts:
+            return group.reward_parts[self.metric]
+        return clipped_rewards([group], self.reward_clip).numpy()
 
 
 def _of_scored(group: Group, values: np.ndarray) -> np.ndarray:

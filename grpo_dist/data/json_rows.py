@@ -3,39 +3,56 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.config.text import check_characters
 
+_EXPECTED = "expected one list of objects, or one object per line"
+_VALUE = re.compile(r"\S")
+
 
 def json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield location and object of every row: ``file:item`` of a list, ``file:line`` of lines. Raises
-    ValueError for what is neither.
+    """Yield location and object of every row of one list, or of objects one after another: ``file:item`` or
+    ``file:line``. Every row has the columns of all, None where it lacks one. Raises ValueError for what is
+    neither.
     """
-    with path.open(encoding="utf-8-sig", errors="replace") as file:
-        begin = next((line for line in file if not line.isspace()), "")
-    yield from _items(path) if begin.lstrip().startswith("[") else json_lines(path)
-
-
-def _items(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    expected = "expected one list of objects, or one object per line"
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        items = json.loads(text)
+        values = list(_items(text) if text.lstrip().startswith("[") else _objects(text))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {_complaint(error, expected)}") from error
-    for number, item in enumerate(items, 1):
-        location = f"{path}:{number}"
-        if not isinstance(item, dict):
-            raise ValueError(f"{location}: {_kind(item)} in the list; {expected}")
-        if "\\u" in text:
-            try:
-                check_characters(item)
-            except ValueError as error:
-                raise ValueError(f"{location}: {_complaint(error, expected)}") from error
-        yield location, item
+        raise ValueError(f"{path}: {_complaint(error, _EXPECTED)}") from error
+    rows = [(f"{path}:{number}", _row(f"{path}:{number}", value, text)) for number, value in values]
+    columns = dict.fromkeys(name for _, row in rows for name in row)
+    for location, row in rows:
+        yield location, columns | row
+
+
+def _items(text: str) -> Iterator[tuple[int, Any]]:
+    yield from enumerate(json.loads(text), 1)
+
+
+def _objects(text: str) -> Iterator[tuple[int, Any]]:
+    """Yield the line on which each value begins, and the value."""
+    decoder, at, line = json.JSONDecoder(), 0, 1
+    while begin := _VALUE.search(text, at):
+        line += text.count("\n", at, begin.start())
+        value, at = decoder.raw_decode(text, begin.start())
+        yield line, value
+        line += text.count("\n", begin.start(), at)
+
+
+def _row(location: str, value: Any, text: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{location}: {_kind(value)}; {_EXPECTED}")
+    if "\\u" in text:
+        try:
+            check_characters(value)
+        except ValueError as error:
+            raise ValueError(f"{location}: {_complaint(error, _EXPECTED)}") from error
+    return value
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -237,8 +237,8 @@ def render_messages(
 
 def check_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str:
     """Report how many held-out problems are also in ``train``; "" for none. Ignores case and punctuation."""
-    trained = {_plain(p.text) for p in train}
-    shared = [p for p in held_out if _plain(p.text) in trained]
+    trained = {reading for p in train for reading in _plain(p.text)}
+    shared = [p for p in held_out if not trained.isdisjoint(_plain(p.text))]
     if not shared:
         return ""
     count = f"{len(shared)} of {len(held_out)}"
@@ -251,9 +251,11 @@ def _uid(row: DataRow) -> str:
     return f"{row.source}-{digest}"
 
 
-def _plain(text: str) -> str:
-    """Reduce a problem to numbers, letters and operators in lower case, for comparison.
+def _plain(text: str) -> set[str]:
+    """Reduce a problem to numbers, letters and operators in lower case, for comparison: with commas of
+    thousands, and as a list of numbers, where it may be either.
 
-    "At $1,000 + 1.5$?" -> "a t 1000 + 1.5";  "1, 2, 3" -> "1 2 3";  "5! + f'(2)" -> "5! + f' ( 2 )"
+    "5! + f'(2)" -> "5! + f' ( 2 )";  "{100,200}" -> "{ 100200 }" and "{ 100 200 }"
     """
-    return " ".join(_PARTS.findall(_THOUSANDS.sub("", text.casefold())))
+    lower = text.casefold()
+    return {" ".join(_PARTS.findall(reading)) for reading in (_THOUSANDS.sub("", lower), lower)}

@@ -306,8 +306,8 @@ def _text(record: Mapping[str, Any], name: str, location: str, setting: str) -> 
     if isinstance(value, date):
         raise ValueError(
             f"{location}: `{name}` is a {type(value).__name__} ({value}); expected text or a number; "
-            "store it as text (of a directory or hub id, `datasets` reads JSON text that looks like a date as "
-            "one: name the file itself)"
+            "store it as text. (Of a directory or hub id, `datasets` reads JSON text that looks like a date "
+            "as one: name the file itself)"
         )
     raise ValueError(
         f"{location}: `{name}` is a {type(value).__name__} ({str(value)[:60]}); expected text or a number; "

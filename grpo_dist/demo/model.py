@@ -113,8 +113,9 @@ def _write_random(shape: dict[str, Any], seed: int, directory: Path, file: Path)
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=shape.get("dtype", "float32"))
     except Exception as error:  # for a bad shape, libraries raise whatever error their code runs into
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
-            f"model.path = random:{file}: no causal language model can be made of it ({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
+            f"model.path = random:{file}: no causal language model can be made of it ({reason}); "
             "check model_type and the sizes"
         ) from error
     model.save_pretrained(directory)

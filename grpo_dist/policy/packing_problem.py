@@ -29,8 +29,8 @@ def packing_problem(model: Any) -> str | None:
 
 
 def mixing_layers(config: Any) -> list[str]:
-    """Return the types of layers, sorted, in which tokens reach others by another way than causal attention to
-    all before them or to a window. ``config``: transformers' of a decoder.
+    """Return the types of layers, sorted, in which tokens reach others by another way than attention to all
+    before them, or to a window. ``config``: transformers' of a decoder.
     """
     return sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
 

@@ -15,16 +15,15 @@ def combination_problems(settings: RewardsConfig) -> Iterator[str]:
     in evaluations. With `math` or `judge` among the rewards, its verdicts are asked for.
     """
     for source, own in settings.variants.items():
-        functions = [spec.function for spec in reward_specs(own)]
-        built_in = [name for name in functions if name in REWARDS]
-        tests = next((name for name in built_in if not REWARDS[name].knows_right_answers), None)
-        if tests is None or {"math", "judge"} & {*built_in}:
+        built_in = [spec for spec in reward_specs(own) if spec.function in REWARDS]
+        tests = next((s.name for s in built_in if not REWARDS[s.function].knows_right_answers), None)
+        if tests is None or {"math", "judge"} & {spec.function for spec in built_in}:
             continue
         key = f"rewards.by_source.{source}.functions" if source else "rewards.functions"
-        for name in built_in:
-            if REWARDS[name].asks_math_grader:
+        for spec in built_in:
+            if REWARDS[spec.function].asks_math_grader:
                 yield (
-                    f"{key} {name} takes right and wrong from the math grader, which calls all code that "
-                    f"`{tests}` runs wrong, also in evaluations; expected a length reward that does not, "
-                    f"e.g. `overlong` with `gate: {tests}`"
+                    f"{key} {spec.name} takes right and wrong from the math grader, which calls all code "
+                    f"that `{tests}` runs wrong, also in evaluations; expected a length reward that does "
+                    f"not, e.g. `overlong` with `gate: {tests}`"
                 )

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 
 # Any other use of braces, such as LaTeX's, stays as it is.
 _NAMED = re.compile(r"\{([a-z_][a-z0-9_]*)\}|%\((expression[12])\)s")
-# Braces behind these are an argument or an index: \boxed{x}, \frac{a}{b}, a^{n}.
-_NOT_LATEX = re.compile(rf"(?<![\\}}\]\w^])(?:{_NAMED.pattern})")
+# Braces of formulas: \boxed{x}, \sqrt [n] {x}, \frac{a}{b}, a^{n}, a_{n}, and all between dollars.
+_LATEX = re.compile(
+    r"\\[A-Za-z]+\s*(?:\[[^\]]*\])?(?:\s*\{[^{}]*\})+|(?<![A-Za-z0-9])\w?[_^]\{[^{}]*\}|\$[^$\n]*\$"
+)
 _SIMPLE_EVALS = {"expression1": "reference", "expression2": "candidate"}
 
 
@@ -25,7 +27,7 @@ def asked_for(template: str) -> set[str]:
 
     "{rubric}: $\\frac{a}{b}$, \\boxed{x}" -> {"rubric"}
     """
-    return {_name(found) for found in _NOT_LATEX.finditer(template)}
+    return placeholders(_LATEX.sub(" ", template))
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:

@@ -25,7 +25,9 @@ _SYMBOLS = "mm cm km dm mg kg ml mL ft in yd mi lb lbs oz hr hrs min sec pm am H
 _WORDS = r"\s[A-Za-z]{3,}[A-Za-z .]*"  # without a space it is a product: 12xyz
 _IN_TEXT = r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}"
 _ORDINAL = rf"(?:st|nd|rd|th)(?:{_WORDS})?"
-_SHORT = rf"(?:{_SYMBOLS})(?:\s*/\s*(?:{_SYMBOLS}))?(?![A-Za-z])\.?"
+# Without a space m/s may be a quotient of variables.
+_QUOTIENT = rf"(?:(?<=\s)|(?=[A-Za-z]{{2}}))(?:{_SYMBOLS})\s*/\s*(?:{_SYMBOLS})"
+_SHORT = rf"(?:{_QUOTIENT}|{_SYMBOLS})(?![A-Za-z])\.?"
 _UNIT = rf"(?:{_SHORT}|{_ORDINAL}|{_WORDS}|{_IN_TEXT})(?:\s*\^\s*\{{?\d\}}?)?"
 _QUANTITY = re.compile(rf"(?:\\?\$|€|£)?\s*(-?\s*{_VALUE})\s*({_UNIT}|{DEGREES})?\s*\.?")
 # Words after a number that change its value: 3 million is not 3.

@@ -7,6 +7,8 @@ from decimal import Decimal
 
 from grpo_dist.rewards.braces import without_commands
 
+_NUMBERS = re.compile(r"(?<![A-Za-z])\d[\d,]*(?:\.\d+)?")
+_OPERATORS = re.compile(r"[-+*^\\π√±!|<>()\[\]{}=~%²³]")
 _SCALES = {
     "dozen": 12, "score": 20, "hundred": 10**2, "gross": 144, "thousand": 10**3, "thou": 10**3,
     "myriad": 10**4, "lakh": 10**5, "million": 10**6, "mln": 10**6, "mil": 10**6, "mill": 10**6,
@@ -144,6 +146,20 @@ def in_context(before: str, text: str, after: str) -> str:
         return f"{text}{factor.group()}"
     found = _AFTER_AN_ANSWER.match(after)
     return f"{text} {re.sub(_NOT_WORDS, ' ', found.group())}".strip() if found else text
+
+
+def is_one_quantity(text: str) -> bool:
+    """Return whether ``text`` is one number with words or a unit: "18 °C", "x: 18", "$18/hr".
+
+    Not "x + 18", "18x", "2 i", "2 pi" or "17, 18".
+    """
+    before, *numbers = _NUMBERS.split(text)
+    if len(numbers) != 1 or _OPERATORS.search(re.sub(r"=\s*[A-Za-z]\s*$", "", text)):
+        return False
+    after = numbers[0]
+    stands_alone = re.fullmatch(r"(?:.*[\s$€£₹¥₩])?", before) and re.match(r"[\s°/=.]|$", after)
+    letters = re.sub(r"=\s*[A-Za-z]\s*$|°\s*[CFK]\b|/\s*[hs]\b", "", after)
+    return bool(stands_alone) and not re.search(r"\b(?:[A-Za-z]|pi|or|and)\b", letters)
 
 
 def is_sentence(answer: str) -> bool:

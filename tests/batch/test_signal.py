@@ -134,6 +134,7 @@ def test_remax_compares_clipped_rewards_with_the_clipped_one_of_the_greedy_answe
 def test_a_chosen_metric_is_not_clipped():
     group = group_of([2, 2], [3, 3], parts=parts(math=[2, 3]))
     assert SignalRule(metric="math", reward_clip=1.0)(group)
+    assert not SignalRule(metric="absent", reward_clip=1.0)(group)  # the total reward stands for it
 
 
 def test_dynamic_sampling_asks_with_the_clip_of_the_configuration():

@@ -386,6 +386,8 @@ def test_overlap_keeps_apart_what_a_mark_makes_another_problem(tokenizer, one, o
         ("Look! It's $1,000$, isn't it?", "look its 1000 isnt it"),
         ("Sum of 1,2,3.", 'sum of "1, 2, 3"'),
         ("A bus (no. 7) stops.", "a bus (no 7) stops!"),
+        ("Let A = {100,200,300}.", "Let A={100, 200, 300}."),
+        ("(1,200),(3,4)", "(1, 200), (3, 4)"),
     ],
 )
 def test_overlap_ignores_punctuation_and_space(tokenizer, one, other):

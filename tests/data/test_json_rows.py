@@ -50,9 +50,11 @@ def test_mixed_columns_keep_their_values_in_every_form(tmp_path, name):
             '[{"problem": "1", "answer": 1},\n {"problem": "2" "answer"',
             "at line 2, column 18); expected one list",
         ),
-        ("[1]", ":1: a JSON int in the list; expected one list of objects"),
-        ('{"problem": "1", "answer": 1}\n7\n', ":2: a JSON int; expected one JSON object per line"),
+        ("[1]", ":1: a JSON int; expected one list of objects"),
+        ('{"problem": "1", "answer": 1}\n7\n', ":2: a JSON int; expected one list of objects"),
         ('[{"problem": "\\ud800", "answer": 1}]', ":1: not valid JSON (`problem`: has the character U+D800"),
+        ('{"problem": "1", "answer": 1}\n\n{"problem": }', "at line 3, column 13); expected one list"),
+        ('{"problem": "1", "answer": ' + "9" * 5000 + "}", "Exceeds the limit"),
         ("[" * 100_000, "expected one list of objects"),
     ],
 )
@@ -65,6 +67,22 @@ def test_a_file_that_is_neither_is_refused_with_its_place(tmp_path, text, words)
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"problem": "1", "answer": 2, "level": 3}, {"problem": "2", "answer": 4}]',
+        '{"problem": "1", "answer": 2, "level": 3}\n{"problem": "2", "answer": 4}',
+        '{\n "problem": "1",\n "answer": 2, "level": 3}\n{"problem": "2",\n "answer": 4}',
+        '{"problem": "1", "answer": 2, "level": 3}{"problem": "2", "answer": 4}',
+    ],
+)
+def test_objects_may_lack_a_column_and_stand_anywhere(tmp_path, text):
+    path = tmp_path / "set.json"
+    path.write_text(text)
+    found = read(DataSourceConfig(path=str(path), columns=("level",)))
+    assert [(row.answer, row.columns["level"]) for row in found] == [("2", 3), ("4", None)]
+
+
 def test_decimals_of_parquet_are_numbers(tmp_path):
     values = [Decimal("1.50"), Decimal("100.00"), Decimal("0.25")]
     table = pa.table({"problem": ["1", "2", "3"], "answer": pa.array(values, pa.decimal128(9, 2))})
@@ -75,5 +93,5 @@ def test_decimals_of_parquet_are_numbers(tmp_path):
 
 def test_a_date_that_a_directory_gives_is_refused_with_its_cause(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"problem": "1", "answer": "2021-01-01"}\n')
-    with pytest.raises(ValueError, match="reads text that looks like a date as one: name the file itself"):
+    with pytest.raises(ValueError, match="text that looks like a date as one: name the file itself"):
         read(DataSourceConfig(path=str(tmp_path)))

@@ -233,7 +233,10 @@ def test_a_model_is_a_function_of_name_and_seed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "shape", [{"model_type": "qwen2", "vocab_size": "300"}, {"model_type": "qwen2", "vocab_size": None},
-              {"model_type": "nope", "vocab_size": 300}],
+              {"model_type": "nope", "vocab_size": 300},
+              {"model_type": "qwen2", "vocab_size": 300, "hidden_size": "64"},
+              {"model_type": "qwen2", "vocab_size": 300, "num_attention_heads": 0},
+              {"model_type": "qwen2", "vocab_size": 300, "hidden_act": "nope"}],
 )  # fmt: skip
 def test_a_shape_that_makes_no_model_is_refused_by_key_and_file(tmp_path, monkeypatch, shape):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -11,6 +11,7 @@ from transformers import (
     GptOssConfig,
     JambaConfig,
     Lfm2Config,
+    Llama4TextConfig,
     NemotronConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -18,7 +19,7 @@ from transformers import (
 
 from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm, reads_packed_rows
 from grpo_dist.policy.packing import padded
-from grpo_dist.policy.packing_problem import packing_problem
+from grpo_dist.policy.packing_problem import mixing_layers, packing_problem, recurrent_layers
 from grpo_dist.policy.sequence_parallel import check_heads
 from tests.support import made_groups
 
@@ -49,6 +50,13 @@ def hybrids():
         "doge": DogeConfig(**shape),
         "nemotron": NemotronConfig(**shape),
     }
+
+
+def test_layers_that_keep_a_state_are_told_from_other_kinds_of_attention():
+    kinds = {name: recurrent_layers(config) for name, config in hybrids().items()}
+    attend = {"gemma2", "gpt_oss", "doge", "nemotron"}
+    assert {name for name, own in kinds.items() if not own} == attend and kinds["lfm2"] == ["conv"]
+    assert not recurrent_layers(Llama4TextConfig()) and mixing_layers(Llama4TextConfig())
 
 
 @pytest.mark.parametrize("name", list(hybrids()))

@@ -54,11 +54,18 @@ def test_a_column_in_the_prompt_of_a_generative_reward_is_one_that_it_reads():
     assert problems(asked, row("a", 1, rubric="R")) == []
 
 
-@pytest.mark.parametrize(
-    "text", ["\\boxed{x}", "$\\frac{a}{b}$", "$a^{n}_{i}\\sqrt[3]{x}$", "\\{a\\}", '{"score": 1}', "{A}"]
-)
+FORMULAS = ["\\boxed{x}", "$\\frac{a}{b}$", "$a^{n}_{i}\\sqrt[3]{x}$", "\\{a\\}", "${a}$", "$\\sqrt {x}$"]
+
+
+@pytest.mark.parametrize("text", [*FORMULAS, '{"score": 1}', "{A}"])
 def test_braces_of_formulas_are_no_columns(text):
     assert problems(rated(f"{text} of {{completions}}"), row("a", 1)) == []
+
+
+@pytest.mark.parametrize("text", ["{problem}{rubric}{completion}", "Rubric_{rubric} {completion}"])
+def test_a_column_is_found_wherever_its_name_stands(text):
+    (found,) = problems(rated(text), row("a", 1))
+    assert "reads column `rubric`" in found
 
 
 def test_every_source_needs_the_columns_of_its_own_rewards():

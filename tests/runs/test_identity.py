@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -181,4 +182,9 @@ def test_the_digest_of_columns_ignores_the_order_of_keys_and_sees_the_order_of_r
         return columns_digest([dataclasses.replace(prompt, columns=own) for own in columns])
 
     assert digest({"a": 1, "b": [2]}) == digest({"b": [2], "a": 1})
+    assert digest({"p": Path("a")}) != digest({"p": Path("b")}) and digest({"x": 1j}) != digest({"x": 2j})
+    assert digest({"x": 10**5000}) != digest({"x": 10**5000 + 1})
+    holds_itself = []
+    holds_itself.append(holds_itself)
+    assert digest({"x": holds_itself}) == digest({"x": holds_itself})
     assert len({digest({"a": 1}, {"a": 2}), digest({"a": 2}, {"a": 1}), digest({"a": "1"}, {"a": 2})}) == 3

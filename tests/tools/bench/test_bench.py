@@ -553,7 +553,7 @@ def test_a_random_model_has_the_requested_shape_and_is_created_once(tmp_path):
         (None, "no such file"),
         ("{", "not JSON"),
         ("{}", "expected an object with model_type"),
-        ('{"model_type": "qwen2", "vocab_size": 100}', "needs at least 107"),
+        ('{"model_type": "qwen2", "vocab_size": 100}', "at least 107 for the tokenizer"),
     ],
 )
 def test_a_shape_that_cannot_be_used_is_refused(tmp_path, content, words):
