@@ -246,7 +246,19 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
         merge = len(value) > 0 if isinstance(value, Mapping) else True
         OmegaConf.update(tree, key, value, merge=merge)
     except (OmegaConfBaseException, TypeError, AttributeError, ValueError, LookupError) as error:
-        raise ConfigError(f"{where}: {parser_reason(error)}") from error
+        raise ConfigError(f"{where}: {parser_reason(error)}{_of_lists(tree, key)}") from error
+
+
+def _of_lists(tree: DictConfig, key: str) -> str:
+    """Return how to set a list whose entries ``key`` does not name; "" for other keys."""
+    parts = key.split(".")
+    for i, part in enumerate(parts[1:], 1):
+        name = ".".join(parts[:i])
+        entries = OmegaConf.select(tree, name)
+        if isinstance(entries, ListConfig) and not (part.isdigit() and int(part) < len(entries)):
+            there = f"0 to {len(entries) - 1}" if len(entries) else "none"
+            return f"; indices of `{name}`: {there}; for another entry set the list as a whole: {name}=[...]"
+    return ""
 
 
 def parser_reason(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -145,7 +146,7 @@ def _records(
         yield from ((f"{name}/{source.split}:{i}", r) for i, r in enumerate(problems(name, source.split), 1))
         return
     path = expanded(source.path)
-    if path.suffix in _JSON and path.is_file():
+    if path.suffix in _JSON and os.path.isfile(path):  # False for a name that is too long
         _check_no_subset(source, "a single file")
         yield from json_rows(path) if path.suffix == ".json" else json_lines(path)
     else:
@@ -158,16 +159,18 @@ def _dataset(path: Path, source: DataSourceConfig) -> Iterable[Mapping[str, Any]
 
     assert source.path is not None  # `_records` has seen to it
     datasets.disable_progress_bars()
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix != _PARQUET:
             raise ValueError(f"{path}: unknown file type {path.suffix!r}; expected .jsonl, .json or .parquet")
         _check_no_subset(source, "a single file")
+        if _guard(lambda: _parquet_rows(path), source) == 0:  # which `datasets` cannot read
+            return []
         # Streaming reads the file itself: no cache can go stale, and nothing is written.
         return _guard(
             lambda: datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True),
             source,
         )
-    if path.is_dir():
+    if os.path.isdir(path):
         if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
             _check_no_subset(source, "a saved data set")
             return _split(_guard(lambda: datasets.load_from_disk(str(path)), source), source)
@@ -186,6 +189,13 @@ def _dataset(path: Path, source: DataSourceConfig) -> Iterable[Mapping[str, Any]
             "directory, or a hub id such as openai/gsm8k"
         )
     return _guard(lambda: datasets.load_dataset(source.path, source.subset, split=source.split), source)
+
+
+def _parquet_rows(path: Path) -> int:
+    """Return how many rows the Parquet file ``path`` has."""
+    from pyarrow.parquet import read_metadata  # heavy: JSON and generated problems do not need it
+
+    return int(read_metadata(path).num_rows)
 
 
 def _check_no_subset(source: DataSourceConfig, kind: str) -> None:

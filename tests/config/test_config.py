@@ -165,6 +165,11 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
         ("polcy.lr=1", ["unknown key `polcy`", "did you mean `policy`?"]),
         ("policy.optimizer.learning_rate=1", ["unknown key `policy.optimizer.learning_rate`"]),
         ("lr=1", ["unknown key `lr`", "did you mean `policy.optimizer.lr`?"]),
+        (
+            "data.train.1.path=x",
+            ["`data.train`: 0 to 0", "set the list as a whole: data.train=[...]"],
+        ),
+        ("data.train.x.path=y", ["indices of `data.train`: 0 to 0"]),
         ("data.max_rows=8", ["did you mean `data.train.max_rows`", " or `data.eval.max_rows`?"]),
         ("data.train.0.question_column=q", ["did you mean `data.train.0.problem_column`?"]),
         ("defaults=[other.yaml]", ["names base files in a file", "set the values themselves"]),

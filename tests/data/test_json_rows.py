@@ -95,3 +95,15 @@ def test_a_date_that_a_directory_gives_is_refused_with_its_cause(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"problem": "1", "answer": "2021-01-01"}\n')
     with pytest.raises(ValueError, match="text that looks like a date as one: name the file itself"):
         read(DataSourceConfig(path=str(tmp_path)))
+
+
+def test_a_file_without_rows_and_a_path_that_is_too_long_are_refused_as_such(tmp_path):
+    empty = tmp_path / "set.parquet"
+    pq.write_table(
+        pa.table({"problem": pa.array([], pa.string()), "answer": pa.array([], pa.string())}), empty
+    )
+    with pytest.raises(ValueError, match="set.parquet: no rows; expected at least one"):
+        read(DataSourceConfig(path=str(empty)))
+    for ending in (".jsonl", ""):
+        with pytest.raises(ValueError, match="no such file or directory"):
+            read(DataSourceConfig(path=f"/{'a' * 300}{ending}"))
