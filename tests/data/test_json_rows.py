@@ -98,11 +98,9 @@ def test_a_date_that_a_directory_gives_is_refused_with_its_cause(tmp_path):
 
 
 def test_a_file_without_rows_and_a_path_that_is_too_long_are_refused_as_such(tmp_path):
-    empty = tmp_path / "set.parquet"
-    pq.write_table(
-        pa.table({"problem": pa.array([], pa.string()), "answer": pa.array([], pa.string())}), empty
-    )
-    with pytest.raises(ValueError, match="set.parquet: no rows; expected at least one"):
+    empty, none = tmp_path / "set.parquet", pa.array([], pa.string())
+    pq.write_table(pa.table({"problem": none, "answer": none}), empty)
+    with pytest.raises(ValueError, match=r"set\.parquet: no rows; expected at least one"):
         read(DataSourceConfig(path=str(empty)))
     for ending in (".jsonl", ""):
         with pytest.raises(ValueError, match="no such file or directory"):
