@@ -55,6 +55,7 @@ _LONGEST_RESPONSE = 20_000  # last characters that are searched in a response wi
 _LONGEST_COMPLETION = 200_000  # last characters that are searched for boxes
 _RELATIVE = 1e-4  # largest relative difference of equal numbers
 _ROUNDING = 1e-12  # relative rounding error of decimal arithmetic in double precision
+_FORMULA = re.compile(r"\$([^$]+)\$")
 _WHOLE = re.compile(r"\s*[-+]?\d{1,300}\s*")
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no timeout; the pool has
@@ -125,7 +126,8 @@ def answer_found(completion: str) -> str | None:
         return found[-1]
     tagged = tagged_answer(completion) or ""
     if phrase := _phrase(tagged):
-        return phrase
+        formula = _FORMULA.fullmatch(phrase)
+        return formula[1] if formula else phrase
     reading = read(tagged or completion[-_LONGEST_RESPONSE:])
     return reading.text if reading is not None else tagged or stated_choice(completion)
 
