@@ -76,6 +76,7 @@ class ReferenceWorker(Metered, Probeable):
             attention=self._model.attention,
             trust_remote_code=self._model.trust_remote_code,
             packing=self._model.packing,
+            kernels=self._model.kernels,
         )
         packs = reads_packed_rows(causal_lm)
         kernel = choose_kernel(self._model.attention, self._device, dtype) if packs else None

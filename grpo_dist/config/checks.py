@@ -80,6 +80,11 @@ def _of_the_ranks(config: Sections) -> Iterator[str]:
             "`policy.compile` = true cannot be used with `policy.zero_stage` = 3, which gathers the weights "
             "of a layer inside the compiled region; remove `policy.compile`, or use stage 2"
         )
+    if policy.compile and model.kernels == "liger":
+        yield (
+            "`policy.compile` = true cannot compile the kernels of `model.kernels` = liger; remove one of "
+            "them"
+        )
     if policy.router_replay and policy.compile:
         yield (
             "`policy.router_replay` = true chooses experts outside of the compiled region, but "

@@ -40,6 +40,11 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         "auto", description="attention implementation of the trainer"
     )
+    kernels: Literal["auto", "torch", "liger"] = Field(
+        "auto",
+        description="norms, rotary positions and gated activations of the trainer; liger: Triton kernels of "
+        "liger-kernel, on GPUs; auto: these where the package knows the model, without policy.compile",
+    )
     packing: bool = Field(
         True,
         description="rows are packed without padding, what prompts begin with is computed once (reference: "

@@ -80,6 +80,8 @@ PEER_TABLE = (
         roll="model_args.dtype training_args.bf16"),
     row("model.attention", trl="attn_implementation", openrlhf="ds.attn_implementation",
         roll="model_args.attn_implementation"),
+    row("model.kernels", "true: liger", verl="@model.use_liger", trl="use_liger_kernel",
+        openrlhf="ds.use_liger_kernel"),
     row("model.packing", verl="@model.use_remove_padding", openrlhf="ds.packing_samples packing_samples",
         roll="use_sequence_packing"),
     row("model.gradient_checkpointing", "ROLL's disable_gradient_checkpointing is the opposite",
@@ -118,7 +120,7 @@ PEER_TABLE = (
     row("policy.compile", verl="@actor.use_torch_compile", trl="torch_compile", openrlhf="ds.deepcompile"),
     row("policy.logprob_chunk_mib", "MiB of logits; the others count rows or have a switch",
         verl="@actor.entropy_from_logits_with_chunking @actor.entropy_from_logits_chunk_size "
-        "@actor.use_fused_kernels", trl="use_liger_kernel use_liger_loss", openrlhf="ds.use_liger_kernel"),
+        "@actor.use_fused_kernels", trl="use_liger_loss"),
     row("policy.optimizer.lr", verl="@actor.optim.lr", trl="learning_rate",
         openrlhf="actor.adam.lr actor_learning_rate", roll="training_args.learning_rate"),
     row("policy.optimizer.betas", "a list of two", verl="@actor.optim.betas", trl="adam_beta1 adam_beta2",

@@ -3,7 +3,8 @@
 A `Kernel` is chosen once from device, type and settings. From the rows of a micro-batch it makes `Spans`,
 which reach every attention layer as a keyword argument and compute the attention:
 
-    VarlenSpans   one call of a variable-length kernel: torch's own, or flash-attention's
+    VarlenSpans   one call of a variable-length kernel, torch's own or flash-attention's: queries stay where
+                  they are, keys and values of what rows share are repeated
     BlockSpans    rows of like length put side by side, each block through torch's
                   scaled_dot_product_attention
 
@@ -16,7 +17,7 @@ group as one row, with a mask that separates its samples, where that compares no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,6 +26,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from grpo_dist.policy.varlen_attention import VarlenKernel, flash_varlen, torch_varlen
 
 NAME = "grpo_dist_packed"  # in transformers' registry of attention functions
 ATTENTION = {"full_attention", "sliding_attention"}  # of transformers' types of layers
@@ -165,80 +168,6 @@ def _mask(
         seen[i, 0, len(tokens) :] = True  # filler sees something: a softmax over nothing is not a number
     bias = torch.zeros(seen.shape).masked_fill(torch.from_numpy(~seen), -torch.inf)
     return _Mask(bias.to(device), torch.from_numpy(positions).to(device))
-
-
-# (q [N, H, D], k [N, H', D], v, cumulative lengths int32 [R + 1], longest, scale, tokens to the left that a
-# token sees or -1 for all, dropout) -> [N, H, D]
-VarlenFunction = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int, float], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class VarlenSpans:
-    """``indices`` and ``back`` None: the rows follow each other in the stream already."""
-
-    function: VarlenFunction
-    ends: Int[Tensor, " E"]  # int32 [rows + 1]: where each row begins, and the end of the last
-    longest: int
-    indices: Int[Tensor, " L"] | None
-    back: Int[Tensor, " N"] | None
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, dropout: float
-    ) -> Tensor:
-        if self.indices is not None:
-            q, k, v = (t.index_select(0, self.indices) for t in (q, k, v))
-        left = -1 if window is None else window - 1
-        out = self.function(q, k, v, self.ends, self.longest, scale, left, dropout)
-        return out if self.back is None else out.index_select(0, self.back)
-
-
-class VarlenKernel:
-    """Half precision on GPUs. ``function``: `torch_varlen` or `flash_varlen`; it needs no groups."""
-
-    def __init__(self, function: VarlenFunction) -> None:
-        self._function = function
-
-    def spans(
-        self, rows: Sequence[np.ndarray], groups: Sequence[int], size: int, device: torch.device
-    ) -> VarlenSpans:
-        lengths = [len(row) for row in rows]
-        ends = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
-        indices = np.concatenate(rows)
-        if np.array_equal(indices, np.arange(size)):  # nothing is shared, nothing is filler
-            return VarlenSpans(self._function, ends, max(lengths), None, None)
-        back = np.zeros(size, np.int64)
-        back[indices] = np.arange(len(indices))
-        index, inverse = (torch.from_numpy(a).to(device) for a in (indices, back))
-        return VarlenSpans(self._function, ends, max(lengths), index, inverse)
-
-
-def torch_varlen(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float, left: int, dropout: float
-) -> Tensor:
-    """Call torch's own kernel. Raises ValueError for dropout, which it does not support."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    if dropout:
-        raise ValueError(
-            f"attention dropout {dropout}: set the model's attention_dropout to 0, or model.packing=false"
-        )
-    gqa = q.shape[1] != k.shape[1]
-    out: Any = varlen_attn(
-        q, k, v, ends, ends, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=gqa
-    )
-    return out
-
-
-def flash_varlen(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float, left: int, dropout: float
-) -> Tensor:
-    """Call the flash-attn package's kernel."""
-    from flash_attn import flash_attn_varlen_func
-
-    return flash_attn_varlen_func(
-        q, k, v, ends, ends, longest, longest,
-        dropout_p=dropout, softmax_scale=scale, causal=True, window_size=(left, 0),
-    )  # fmt: skip
 
 
 def choose_kernel(attention: str, device: torch.device, dtype: torch.dtype) -> Kernel:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from grpo_dist.policy.attention import NAME, attention_layers, register
 from grpo_dist.policy.checkpoint_format import keep_used_conversions
+from grpo_dist.policy.layer_kernels import use_kernels
 from grpo_dist.policy.logprobs import selected_logprobs, selected_score_norms
 from grpo_dist.policy.packing import Layout
 from grpo_dist.policy.packing_problem import packing_problem
 from grpo_dist.policy.sequence_parallel import SequenceGroup
-from grpo_dist.runtime.hardware import quiet_libraries
+from grpo_dist.runtime.hardware import device_type, quiet_libraries
 
 logger = logging.getLogger("grpo_dist")
 # Types of models with noise that is code and not a setting.
@@ -31,10 +32,11 @@ def load_causal_lm(
     trust_remote_code: bool,
     gradient_checkpointing: bool = False,
     packing: bool = False,
+    kernels: str = "torch",
 ) -> Any:
     """Load the transformers model in ``model_dir``; with ``packing`` one that reads packed rows, unless its
     architecture cannot: see `reads_packed_rows`. Raises ValueError for heads whose logits are not hidden @
-    weight.
+    weight, and as `use_kernels`.
     """
     quiet_libraries()
     from transformers import AutoModelForCausalLM
@@ -45,6 +47,7 @@ def load_causal_lm(
     )
     keep_used_conversions(model)
     check_supported(model, model_dir)
+    use_kernels(model, kernels, device_type())
     if packing and (problem := packing_problem(model)):
         logger.warning("model %s: its rows are padded instead of packed: %s", model_dir, problem)
     elif packing:

@@ -26,6 +26,8 @@ def trainable_model(
         trust_remote_code=model.trust_remote_code,
         gradient_checkpointing=model.gradient_checkpointing,
         packing=model.packing,
+        # torch.compile does not read the package's autograd functions, and fuses these operations itself.
+        kernels="torch" if policy.compile else model.kernels,
     )
     if policy.router_replay:
         replay_routes(causal_lm, model_dir)

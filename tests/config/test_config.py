@@ -290,6 +290,7 @@ def test_cyclic_defaults_are_refused(tmp_path):
             ["`dynamic_sampling.metric` = acc: no such reward; expected accuracy or one of math"],
         ),
         (["policy={router_replay: true, compile: true}"], ["`policy.compile` = true compiles the routers"]),
+        (["policy.compile=true", "model.kernels=liger"], ["`policy.compile` = true cannot compile", "liger"]),
         (["policy.router_replay=true", "weight_sync.mode=keep"], ["samples of one model", "set it to drain"]),
         (
             ["policy.router_replay=true", "rollout.speculation.tokens=4"],

@@ -11,16 +11,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_dist.batch.sharding import packed_micro_batches, shard
 from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
-from grpo_dist.policy.attention import (
-    BlockKernel,
+from grpo_dist.policy.attention import BlockKernel, choose_kernel
+from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm, reads_packed_rows
+from grpo_dist.policy.packing import _stream_indices, packed, padded
+from grpo_dist.policy.varlen_attention import (
+    Segments,
     VarlenKernel,
     VarlenSpans,
-    choose_kernel,
     flash_varlen,
     torch_varlen,
 )
-from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm, reads_packed_rows
-from grpo_dist.policy.packing import _stream_indices, packed, padded
 from grpo_dist.runtime.hardware import logprob_chunk_mib, micro_batch_tokens
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.types import Rows
@@ -162,11 +162,57 @@ def test_a_group_is_masked_where_it_compares_no_more_pairs_than_its_rows():
         assert (block.mask is not None) is masked
 
 
-def varlen_stand_in(q, k, v, ends, longest, scale, left, dropout):
-    """The specification of a variable-length kernel."""
-    assert ends.dtype == torch.int32 and longest == int(ends.diff().max()) and dropout == 0.0
-    rows = [np.arange(a, b) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
-    return row_by_row(q, k, v, rows, scale=scale, window=None if left < 0 else left + 1)
+def varlen_stand_in(q, k, v, own, whole, scale, left, dropout):
+    """The specification of a variable-length kernel: masks are aligned to the ends of rows."""
+    assert dropout == 0.0 and len(own.ends) == len(whole.ends)
+    for segments, tokens in ((own, q), (whole, k)):
+        lengths = segments.ends.diff()
+        assert segments.ends.dtype == torch.int32 and segments.longest == int(lengths.max())
+        assert int(lengths.min()) > 0 and int(segments.ends[-1]) == len(tokens)
+    out = torch.zeros_like(q)
+    bounds = (zip(s.ends[:-1].tolist(), s.ends[1:].tolist(), strict=True) for s in (own, whole))
+    for (begin, end), (first, last) in zip(*bounds, strict=True):
+        keys, values = (t[first:last] for t in (k, v))
+        queries = torch.zeros(last - first, *q.shape[1:], dtype=q.dtype)
+        queries[begin - end :] = q[begin:end]
+        row = np.arange(last - first)
+        window = None if left < 0 else left + 1
+        out[begin:end] = row_by_row(queries, keys, values, [row], scale=scale, window=window)[begin - end :]
+    return out
+
+
+def test_variable_length_kernels_get_what_rows_share_as_keys_alone():
+    """A prompt of 3 with completions of 3 and 2, then three tokens that no row reads, which see each other; a
+    row that is another's is not computed again.
+    """
+    kernel = VarlenKernel(varlen_stand_in)
+    spans = packed(rows_of([[7, 8, 9]], [[[4, 5, 2], [6, 2]]]), kernel, multiple=11).spans
+    assert spans.own.ends.tolist() == [0, 6, 8, 11] and spans.own.longest == 6
+    assert spans.whole.ends.tolist() == [0, 6, 11, 14] and spans.whole.longest == 6
+    assert spans.indices.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 8, 9, 10]
+    rows = [np.arange(5), np.arange(5)]
+    spans = kernel.spans(rows, [0, 0], 5, CPU)
+    assert spans.own.ends.tolist() == spans.whole.ends.tolist() == [0, 5] and spans.indices is None
+    leaves = [heads(i, 5, n) for i, n in enumerate((4, 2, 2))]
+    ours = spans.attend(*leaves, scale=0.3, window=None, dropout=0.0)
+    torch.testing.assert_close(ours, row_by_row(*leaves, rows, scale=0.3, window=None))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("made", [LONG, SHORT, BEGUN], ids=["long", "short", "begun"])
+def test_variable_length_attention_is_that_of_each_row_alone_with_its_gradient(window, made):
+    packs = rows_of(*made)
+    layout = packed(packs, VarlenKernel(varlen_stand_in), multiple=7)
+    indices = _stream_indices(packs.lengths.tolist(), shared_prefixes(packs))
+    rows = [own[:length] for own, length in zip(indices, packs.lengths.tolist(), strict=True)]
+    leaves = [heads(i, layout.tokens.shape[1], n).requires_grad_() for i, n in enumerate((4, 2, 2))]
+    ours = layout.spans.attend(*leaves, scale=0.3, window=window, dropout=0.0)
+    expected = row_by_row(*leaves, rows, scale=0.3, window=window)
+    read = np.unique(np.concatenate(rows))  # what no row reads has no output
+    torch.testing.assert_close(ours[read], expected[read])
+    upstream = heads(9, len(ours), 4)[read]
+    for a, b in zip(*(torch.autograd.grad(o[read], leaves, upstream) for o in (ours, expected)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("completions", [[[[4] * 5, [5], [6] * 9], [[7]]], [[[4] * 5], [[7] * 3]]])
@@ -231,12 +277,13 @@ def test_torchs_kernel_is_called_by_its_signature(monkeypatch):
 
     def operator(q, k, v, ends, ends_k, longest, longest_k, causal, scale, window, gqa, *rest):
         seen.update(causal=causal, scale=scale, window=window, gqa=gqa, rest=rest)
-        assert ends is ends_k and longest == longest_k
+        assert (ends, longest, ends_k, longest_k) == (own.ends, 3, whole.ends, 4)
         return q, None, None
 
     monkeypatch.setattr(varlen.torch.ops.torch_attn, "_varlen_attn", operator, raising=False)
-    q, k, ends = torch.zeros(5, 4, 8), torch.zeros(5, 2, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
-    spans = VarlenSpans(torch_varlen, ends, 3, None, None)
+    q, k = torch.zeros(5, 4, 8), torch.zeros(5, 2, 8)
+    own, whole = Segments.of([2, 3], CPU), Segments.of([2, 4], CPU)
+    spans = VarlenSpans(torch_varlen, own, whole, torch.tensor([0, 1, 0, 2, 3, 4]))
     assert spans.attend(q, k, k, scale=0.5, window=None, dropout=0.0) is q
     assert (seen["causal"], seen["window"], seen["gqa"], seen["scale"]) == (True, [-1, 0], True, 0.5)
     spans.attend(q, q, q, scale=0.5, window=2, dropout=0.0)

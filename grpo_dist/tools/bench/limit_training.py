@@ -1,4 +1,6 @@
-"""Limit of training: a bare transformers model, rows of equal length, torch's AdamW."""
+"""Limit of training: a bare transformers model, rows of equal length, torch's AdamW; on GPUs the kernels of
+liger-kernel where they are installed.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from grpo_dist.policy.layer_kernels import use_kernels
 from grpo_dist.runtime.hardware import device_type
 from grpo_dist.tools.bench.child import Barrier
 
@@ -64,6 +67,7 @@ class _Loop:
 
         self._device, self._trained = torch.device(device_type()), trained
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(self._device).train()
+        use_kernels(self._model, "auto", device_type())
         self._model.config.use_cache = False
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-9, fused=True)
         self._vocabulary = self._model.config.get_text_config().vocab_size

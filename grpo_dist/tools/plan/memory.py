@@ -52,7 +52,7 @@ class Footprint:
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What memory and times both depend on. ``gpu``: True where there are GPUs; ``micro_batch``, ``chunk``:
-    tokens of a micro-batch, bytes of a block of logits.
+    tokens of a micro-batch, bytes of a block of logits. ``kernels``: layers compute by liger-kernel's.
     """
 
     gpu: bool
@@ -60,6 +60,7 @@ class Sizes:
     micro_batch: int
     reference_micro_batch: int
     chunk: int
+    kernels: bool
 
     @classmethod
     def of(cls, config: Config, *, gpu: bool, memory: int = 0) -> Sizes:
@@ -71,6 +72,7 @@ class Sizes:
             micro_batch_tokens(config.batch.micro_batch_tokens, device),
             micro_batch_tokens(config.reference.micro_batch_tokens, device),
             logprob_chunk_mib(config.policy.logprob_chunk_mib, device, memory) * 2**20,
+            kernels=gpu and config.model.kernels != "torch" and not config.policy.compile,
         )
 
 
@@ -175,16 +177,22 @@ def activation_bytes(
     A layer keeps of each token the input and the result of two norms, in float32 and in the weights' type;
     the attention's output; gate, its activation, up, and their product; and of each attended token queries,
     keys, values, the output and a float32 of the softmax; and of each of a token's experts the input and two
-    copies of the output. With checkpointing only the input of each layer, and one whole layer at a time.
+    copies of the output. Attention by a variable-length kernel keeps keys and values alone of each attended
+    token, and its output is the one that is kept. liger-kernel's norms keep nothing in float32, and its
+    gate computes the activation again. With checkpointing only the input of each layer is kept, and one whole
+    layer at a time.
     """
     s, b = model.shape, sizes.itemsize
-    query = s.heads * s.head_dim
-    # Without GPUs, and there in float32, the heads of keys are repeated first.
-    key = s.kv_heads * s.head_dim if sizes.gpu and b == 2 else query
-    norm = (4 + 2 * b) * s.hidden + 4  # the input in float32, which float32 has anyway
+    query, key = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    fused = sizes.kernels and not s.experts
+    norm = (2 * b if fused else 4 + 2 * b) * s.hidden + 4  # the input in float32, which float32 has anyway
+    gate = (3 if fused else 4) * b * s.intermediate
     experts = 3 * b * s.experts_per_token * s.hidden
-    layer = tokens * (2 * norm + 4 * b * s.intermediate + b * query + experts)
-    layer += attended * (2 * b * (query + key) + 4 * s.heads)
+    layer = tokens * (2 * norm + gate + b * query + experts)
+    if sizes.gpu and b == 2:
+        layer += tokens * (b * query + 4 * s.heads) + attended * 2 * b * key
+    else:  # blocks of rows, for which the heads of keys are repeated
+        layer += attended * (4 * b * query + 4 * s.heads)
     last = tokens * (norm + b * s.hidden)
     if checkpointing:
         return round(s.layers * tokens * b * s.hidden + layer + last)

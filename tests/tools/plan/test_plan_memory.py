@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from grpo_dist.errors import UserError
-from grpo_dist.policy.attention import NAME, BlockKernel, register
-from grpo_dist.policy.packing import packed
+from grpo_dist.policy.attention import BlockKernel
+from grpo_dist.policy.varlen_attention import VarlenKernel
 from grpo_dist.tools.gpu_check.lines import CheckTask
-from grpo_dist.tools.gpu_check.sizes import MEMORY, planned, update_config, update_size
+from grpo_dist.tools.gpu_check.sizes import MEMORY, UpdateSize, planned, update_config
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.engine_memory import rollout_engine, with_snapshot
 from grpo_dist.tools.plan.memory import (
@@ -27,18 +27,13 @@ from grpo_dist.tools.plan.memory import (
 from grpo_dist.tools.plan.models import from_config_json, published
 from grpo_dist.tools.plan.sharing import host_bytes
 from grpo_dist.tools.plan.workload import Workload, workload_of
-from grpo_dist.types import Rows
 from tests.support.fakes import config
+from tests.support.kept_tensors import SHAPE, kept_for_backward, varlen_that_keeps
 from tests.support.planned_models import model_of
 
 ROOT = Path(__file__).resolve().parents[3]
 MEASURED = ROOT / "grpo_dist" / "tools" / "gpu_check" / "measured"
 LENGTHS = Workload(100, config().bench.lengths, 1000, measured=(300,))
-SHAPE = {
-    "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1000,
-    "tie_word_embeddings": True,
-}  # fmt: skip
 
 
 def gpu(**changes):
@@ -152,50 +147,27 @@ def test_low_rank_training_keeps_gradients_and_moments_of_the_adapters_alone():
     }  # fmt: skip
 
 
-def kept_for_backward(shape, dtype, *, checkpointing, prompt, total):
-    """Bytes of all tensors that a real forward pass keeps, weights and buffers aside; tokens of the stream
-    and of its rows.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from grpo_dist.policy.model import TokenLogprobs
-
-    register()
-    settings = {name: value for name, value in shape.items() if name != "model_type"}
-    made = AutoConfig.for_model(shape["model_type"], **settings)
-    model = AutoModelForCausalLM.from_config(made, attn_implementation=NAME).to(dtype)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    module = TokenLogprobs(model.train(), temperature=1.0, chunk_mib=1)
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    tokens = torch.randint(0, 1000, (2, total))
-    tokens[1, :prompt] = tokens[0, :prompt]
-    wanted = torch.arange(total).expand(2, -1) >= prompt
-    groups = torch.zeros(2, dtype=torch.long)
-    layout = packed(
-        Rows(tokens, torch.full((2,), total), wanted, groups, torch.full((2,), prompt)), BlockKernel()
-    )
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage  # a reference keeps the address from being reused
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        module(layout)
-    return sum(s.nbytes() for s in kept.values()), layout.tokens.numel(), 2 * total
-
-
 @pytest.mark.parametrize("dtype, itemsize", [(torch.float32, 4), (torch.bfloat16, 2)])
 @pytest.mark.parametrize("kind, prompt", [("qwen2", 0), ("qwen2", 48), ("llama", 16)])
 def test_activations_are_those_that_a_real_forward_pass_keeps(dtype, itemsize, kind, prompt):
     shape = SHAPE | {"model_type": kind, "num_hidden_layers": 8}
-    kept, stream, rows = kept_for_backward(
-        shape, dtype, checkpointing=False, prompt=max(prompt, 1), total=128
+    how = {"checkpointing": False, "prompt": max(prompt, 1), "total": 128}
+    kept, stream, rows = kept_for_backward(shape, dtype, BlockKernel(), **how)
+    sizes = Sizes(False, itemsize, 0, 0, 0, kernels=False)
+    found = activation_bytes(
+        from_config_json(shape, ""), sizes, tokens=stream, attended=rows, checkpointing=False
     )
-    sizes = Sizes(False, itemsize, 0, 0, 0)
+    assert found == pytest.approx(kept, rel=0.02)
+
+
+@pytest.mark.parametrize("prompt", [1, 48])
+def test_activations_on_gpus_are_those_of_a_variable_length_kernel(prompt):
+    shape = SHAPE | {"num_hidden_layers": 8}
+    kernel = VarlenKernel(varlen_that_keeps)
+    kept, stream, rows = kept_for_backward(
+        shape, torch.bfloat16, kernel, checkpointing=False, prompt=prompt, total=128
+    )
+    sizes = Sizes(True, 2, 0, 0, 0, kernels=False)
     found = activation_bytes(
         from_config_json(shape, ""), sizes, tokens=stream, attended=rows, checkpointing=False
     )
@@ -204,8 +176,9 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(dtype, itemsize, k
 
 def test_with_checkpointing_a_layer_keeps_its_input_and_one_is_computed_again():
     few, many = SHAPE | {"num_hidden_layers": 2}, SHAPE | {"num_hidden_layers": 10}
-    kept = [kept_for_backward(s, torch.bfloat16, checkpointing=True, prompt=1, total=64) for s in (few, many)]
-    sizes = Sizes(False, 2, 0, 0, 0)
+    how = {"checkpointing": True, "prompt": 1, "total": 64}
+    kept = [kept_for_backward(s, torch.bfloat16, BlockKernel(), **how) for s in (few, many)]
+    sizes = Sizes(False, 2, 0, 0, 0, kernels=False)
     found = [
         activation_bytes(from_config_json(s, ""), sizes, tokens=k[1], attended=k[2], checkpointing=True)
         for s, k in zip((few, many), kept, strict=True)
@@ -224,8 +197,8 @@ def test_a_rank_of_7b_by_hand():
     rank = policy_rank(planned, model_of(planned), Sizes.of(planned, gpu=True), LENGTHS)
     n, tokens, vocabulary, hidden = 7_615_616_512, 16384, 152064, 3584
     rows = tokens * 400 / (100 / 8 + 300)  # each sample with its prompt
-    norm = 8 * hidden + 4
-    layer = tokens * (2 * norm + 8 * 18944 + 2 * 3584) + rows * (4 * (3584 + 512) + 4 * 28)
+    norm = 4 * hidden + 4
+    layer = tokens * (2 * norm + 6 * 18944 + 4 * 3584 + 4 * 28) + rows * 4 * 512
     assert rank.parts == {
         "weights": 2 * n,
         "gradients": n // 2,
@@ -242,11 +215,16 @@ def test_a_rank_of_7b_by_hand():
 def test_an_update_takes_the_memory_that_was_measured_on_an_h100(stage, tmp_path):
     record = json.loads((MEASURED / "h100_zero2_zero3.json").read_text())
     task = CheckTask(str(stage), False, tmp_path, {MEMORY: 85_017_493_504.0})
-    size = update_size(task, dtype="bfloat16", zero_stage=stage)
-    expected = planned(task, update_config(task, size, dtype="bfloat16", zero_stage=stage), size)
+    size = UpdateSize(128, 480, 8, 4)
+    made = update_config(task, size, dtype="bfloat16", zero_stage=stage)
+    made = made.model_copy(update={"model": made.model.model_copy(update={"kernels": "torch"})})
+    expected = planned(task, made, size)
     assert size.rows * size.row == record["figures"][f"zero{stage}/tokens"]
     peak = record["figures"][f"zero{stage}/peak_bytes"]
     now, then = expected.total - expected.parts["runtime"], record["figures"][f"zero{stage}/planned_bytes"]
+    # Then queries were repeated for each row, and the outputs kept both so and once.
+    query, heads, rows = 896, 14, size.groups * size.samples * size.row
+    now += 24 * (rows * (4 * query + 4 * heads) - size.micro_batch * (2 * query + 4 * heads))
     assert now == pytest.approx(peak, rel=0.01)
     said = f"memory {1 - peak / then:.1%} below plan, {1 - peak / now:.1%} below what plan says since"
     assert said.replace("%", " %") in (ROOT / "grpo_dist/guides/gpu_check.md").read_text()

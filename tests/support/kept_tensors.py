@@ -1,0 +1,61 @@
+"""What a forward pass keeps for the backward pass."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_dist.policy.attention import NAME, register
+from grpo_dist.policy.model import TokenLogprobs
+from grpo_dist.policy.packing import packed
+from grpo_dist.types import Rows
+
+SHAPE = {
+    "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1000,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def kept_for_backward(shape, dtype, kernel, *, checkpointing, prompt, total, change=lambda model: None):
+    """Bytes of all tensors that a real forward pass keeps, weights and buffers aside; tokens of the stream
+    and of its rows. ``change``: is called with the model before.
+    """
+    register()
+    settings = {name: value for name, value in shape.items() if name != "model_type"}
+    made = AutoConfig.for_model(shape["model_type"], **settings)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation=NAME).to(dtype)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    change(model)
+    module = TokenLogprobs(model.train(), temperature=1.0, chunk_mib=1)
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    tokens = torch.randint(0, 1000, (2, total))
+    tokens[1, :prompt] = tokens[0, :prompt]
+    wanted = torch.arange(total).expand(2, -1) >= prompt
+    groups = torch.zeros(2, dtype=torch.long)
+    layout = packed(Rows(tokens, torch.full((2,), total), wanted, groups, torch.full((2,), prompt)), kernel)
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # a reference keeps the address from being reused
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(layout)
+    return sum(s.nbytes() for s in kept.values()), layout.tokens.numel(), 2 * total
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Keeps what flash-attention keeps, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, ends, key_ends):
+        out, softmax = torch.zeros_like(q), torch.zeros(q.shape[1], q.shape[0])
+        ctx.save_for_backward(q, k, v, ends, key_ends, out, softmax)
+        return out
+
+
+def varlen_that_keeps(q, k, v, own, whole, scale, left, dropout):
+    """A variable-length kernel (`VarlenFunction`) as for its memory."""
+    return _FlashAttention.apply(q, k, v, own.ends, whole.ends)
