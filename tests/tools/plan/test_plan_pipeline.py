@@ -103,7 +103,8 @@ def test_generated_demonstrations_are_as_many_as_training_makes(file):
 
 
 def test_all_stages_that_do_not_fit_are_named_with_the_remedy(file):
-    wrong = ["first.model.gradient_checkpointing=false", "small.sft.model=Qwen/Qwen2.5-72B"]
+    wrong = ["first.model={gradient_checkpointing: false, kernels: torch}"]
+    wrong += ["small.sft.model=Qwen/Qwen2.5-72B"]
     with pytest.raises(UserError) as refused:
         planned(file, *wrong)
     said = str(refused.value)

@@ -1,0 +1,24 @@
+"""Engines of evaluation sample from a snapshot of adapters what the model with them is."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from grpo_dist.config import LoRAConfig, PolicyConfig
+from tests.support.evaluation_world import World
+
+pytestmark = pytest.mark.machine
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("sync", ["adapter", "merged"])
+def test_a_snapshot_of_adapters_is_the_model_with_them(ray_cluster, tiny_model, tmp_path, sync):
+    world = World(tiny_model, PolicyConfig(zero_stage=2, lora=LoRAConfig(rank=4, sync=sync)))
+    try:
+        world.move(7)
+        sampled = world.run(world.load(tmp_path, 1)) or world.run(world.sample_all())
+        world.run(world.policy.export(tmp_path / "model", tokenizer_dir=tiny_model))
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        assert world.difference(sampled, exported.state_dict()) < 1e-5
+    finally:
+        world.close()
