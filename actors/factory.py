@@ -190,7 +190,7 @@ class Factory:
             teacher.name: ReferencePool(
                 teacher,
                 actors,
-                model=config.model,
+                model=teacher.model_section(config.model),
                 model_dir=str(model_dirs[teacher.name]),
                 temperature=config.sampling.first_temperature,
                 chunk_mib=config.policy.logprob_chunk_mib,

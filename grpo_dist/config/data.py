@@ -42,8 +42,9 @@ class ModelConfig(Section):
     )
     kernels: Literal["auto", "torch", "liger"] = Field(
         "auto",
-        description="norms, rotary positions and gated activations of the trainer; liger: Triton kernels of "
-        "liger-kernel, on GPUs; auto: these where the package knows the model, without policy.compile",
+        description="norms, rotary positions and gated activations of policy, reference and teachers; liger: "
+        "Triton kernels of liger-kernel, on GPUs; auto: these for the models that they are tested with, but "
+        "not where `policy.compile` compiles the policy",
     )
     packing: bool = Field(
         True,

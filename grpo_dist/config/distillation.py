@@ -45,8 +45,10 @@ class TeacherConfig(Section):
         return self.model != REFERENCE
 
     def model_section(self, policy: ModelConfig) -> ModelConfig:
-        """Return the policy's section `model` with the teacher's model."""
-        return policy.model_copy(update={"path": self.model, "revision": self.revision})
+        """Return the policy's section `model` with the teacher's model, which may have no kernels."""
+        kernels = "torch" if policy.kernels == "torch" else "auto"
+        changes = {"path": self.model, "revision": self.revision, "kernels": kernels}
+        return policy.model_copy(update=changes)
 
     def teaches(self, source: str) -> bool:
         """Return whether it teaches the samples of ``source``."""

@@ -27,6 +27,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from grpo_dist.policy.to_device import sent
 from grpo_dist.policy.varlen_attention import VarlenKernel, flash_varlen, torch_varlen
 
 NAME = "grpo_dist_packed"  # in transformers' registry of attention functions
@@ -127,9 +128,9 @@ class BlockKernel:
                     back[row] = np.arange(end, end + len(row))
                     end += longest
                 mask = _mask([together[m] for m in members], longest, device) if masked else None
-                index = torch.from_numpy(indices.ravel()).to(device)
+                index = sent(torch.from_numpy(indices.ravel()), device)
                 blocks.append(_Block(index, len(members), longest, mask))
-        return BlockSpans(tuple(blocks), torch.from_numpy(back).to(device))
+        return BlockSpans(tuple(blocks), sent(torch.from_numpy(back), device))
 
 
 def _worth_a_mask(
@@ -167,7 +168,7 @@ def _mask(
             seen[i, 0][np.ix_(places, places)] = np.tri(len(row), dtype=bool)
         seen[i, 0, len(tokens) :] = True  # filler sees something: a softmax over nothing is not a number
     bias = torch.zeros(seen.shape).masked_fill(torch.from_numpy(~seen), -torch.inf)
-    return _Mask(bias.to(device), torch.from_numpy(positions).to(device))
+    return _Mask(sent(bias, device), sent(torch.from_numpy(positions), device))
 
 
 def choose_kernel(attention: str, device: torch.device, dtype: torch.dtype) -> Kernel:

@@ -38,10 +38,10 @@ def group_logprobs(
     rows = [_rows(prompt, samples) for prompt, samples in groups]
     plan = [(own, chosen) for own, made in enumerate(rows) for chosen in _plan(made, micro)]
     out = [[np.empty(0, np.float32)] * len(made) for made in rows]
-    for own, chosen in plan:
-        made = [rows[own][i] for i in chosen]
-        values = forward(_layout(made, micro)).cpu().numpy()
-        for i, row, value in zip(chosen, made, values, strict=True):
+    values = [forward(_layout([rows[own][i] for i in chosen], micro)) for own, chosen in plan]
+    for (own, chosen), found in zip(plan, values, strict=True):
+        for i, value in zip(chosen, found.cpu().numpy(), strict=True):
+            row = rows[own][i]
             out[own][i] = value[row.start : len(row.tokens)].copy()
     for _ in range(micro.most_of_all(len(plan)) - len(plan) if together else 0):
         forward(_layout([_SampleRow(np.zeros(2, np.int32), 1, 1, None)], micro))
@@ -81,6 +81,4 @@ def _layout(rows: Sequence[_SampleRow], micro: MicroBatches) -> Layout:
     group_ids = torch.zeros(len(rows), dtype=torch.long)
     own = [row.temperature for row in rows if row.temperature is not None]
     temperatures = torch.tensor(own, dtype=torch.float64) if len(own) == len(rows) else None
-    return micro.layout(
-        Rows(tokens.to(micro.device), lengths, wanted.to(micro.device), group_ids, shared, temperatures)
-    )
+    return micro.layout(Rows(tokens, lengths, wanted, group_ids, shared, temperatures))

@@ -8,8 +8,12 @@ these kernels, of which 0.13 are matrix products (guides/gpu_check.md).
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
+
+from torch import Tensor
 
 from grpo_dist.runtime.hardware import DeviceType
 
@@ -22,21 +26,30 @@ _ACTIVATIONS = dict.fromkeys(
     ),
     "silu",
 ) | {"gemma": "gelu_pytorch_tanh"}  # fmt: skip
+_ROTARY = "apply_rotary_pos_emb"  # in transformers' module of a type
 
 
-def kernels_problem(kernels: str, config: Any, device: DeviceType) -> str | None:
-    """Return why a model of this ``config`` (of its text) cannot have the ``kernels`` that `model.kernels`
-    asks for; None where it can.
+def installed() -> bool:
+    """Return whether this machine has the package."""
+    return find_spec("liger_kernel") is not None
+
+
+def kernels_problem(kernels: str, model: Any, device: DeviceType, *, has_package: bool) -> str | None:
+    """Return why ``model`` (transformers) cannot compute with the kernels that `model.kernels` names; None if
+    it can. ``has_package``: the workers have liger-kernel.
     """
     if kernels != "liger":
         return None
     if device != "cuda":
         problem = "computes on GPUs, and the run has none"
-    elif not _installed():
+    elif not has_package:
         problem = "needs the package liger-kernel, which is not installed (`pip install liger-kernel`)"
-    elif not _is_known(config):
+    elif not _is_known(model):
         types = ", ".join(sorted(_ACTIVATIONS))
-        problem = f"is for models of type {types} with their usual activation, and this is {_named(config)}"
+        problem = (
+            f"is for transformers' models of type {types} with their usual activation, and this is a "
+            f"{type(model).__name__} of type {model.config.model_type} with {_activation(model)}"
+        )
     else:
         return None
     return f"`model.kernels` = liger {problem}; use model.kernels=auto"
@@ -48,10 +61,9 @@ def use_kernels(model: Any, kernels: str, device: DeviceType) -> bool:
 
     Raises ValueError as `kernels_problem` says.
     """
-    config = model.config.get_text_config()
-    if problem := kernels_problem(kernels, config, device):
+    if problem := kernels_problem(kernels, model, device, has_package=installed()):
         raise ValueError(problem)
-    if kernels == "torch" or device != "cuda" or not _installed() or not _is_known(config):
+    if kernels == "torch" or device != "cuda" or not installed() or not _is_known(model):
         return False
     replace_operations(model)
     return True
@@ -59,25 +71,47 @@ def use_kernels(model: Any, kernels: str, device: DeviceType) -> bool:
 
 def replace_operations(model: Any) -> None:
     """Put the package's kernels in the place of torch's operations in ``model``. The LM head stays as it is:
-    its log-probs are this project's. Rotary positions, and norms of models that are loaded later, change for
-    all models of the type in this process.
+    its log-probs are this project's.
+
+    Other models are untouched, but for rotary positions: those on a GPU of all models of the type in this
+    process are the kernel's.
     """
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance  # imports Triton
 
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
     _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+    # The package also replaces the classes that later models are made of, which may differ from this one.
+    for name, own in before.items():
+        if getattr(module, name) is not own:
+            is_first = name == _ROTARY and not isinstance(own, _Rotary)
+            setattr(module, name, _Rotary(own) if is_first else own)
 
 
-def _installed() -> bool:
-    return find_spec("liger_kernel") is not None
+class _Rotary:
+    """Does what ``by_torch``, transformers' function, does; for tensors on a GPU by the kernel."""
+
+    def __init__(self, by_torch: Callable[..., Any]) -> None:
+        from liger_kernel.ops.rope import LigerRopeFunction  # Triton's: the package has others, too
+
+        self._by_torch, self._by_kernel = by_torch, LigerRopeFunction.apply
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *how: Any, **named: Any) -> Any:
+        if has_kernels(q):
+            return self._by_kernel(q, k, cos, sin)
+        return self._by_torch(q, k, cos, sin, *how, **named)
 
 
-def _is_known(config: Any) -> bool:
-    return _ACTIVATIONS.get(config.model_type) == _activation(config)
+def has_kernels(tensor: Tensor) -> bool:
+    """Return whether kernels can compute with ``tensor``: models without weights are on no device."""
+    return tensor.is_cuda
 
 
-def _activation(config: Any) -> str | None:
-    return getattr(config, "hidden_act", None)
+def _is_known(model: Any) -> bool:
+    """A model of another class may compute something else under the same type."""
+    ours = type(model).__module__.startswith("transformers.models.")
+    return ours and _ACTIVATIONS.get(model.config.model_type, "") == _activation(model)
 
 
-def _named(config: Any) -> str:
-    return f"{config.model_type} with {_activation(config)}"
+def _activation(model: Any) -> str | None:
+    return getattr(model.config, "hidden_act", None)

@@ -15,6 +15,7 @@ from grpo_dist.batch.sharding import micro_batches, packed_micro_batches
 from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
 from grpo_dist.policy.attention import Kernel
 from grpo_dist.policy.packing import Layout, packed, padded
+from grpo_dist.policy.to_device import sent
 from grpo_dist.types import Rows, TrainBatch
 
 Batch = TypeVar("Batch", bound=TrainBatch)
@@ -52,17 +53,24 @@ class MicroBatches:
         return int(count)
 
     def part(self, batch: Batch, rows: list[int]) -> Batch:
-        """Return these rows on the device. Without rows: one row that goes through the model and adds
+        """Return these rows, in host memory. Without rows: one row that goes through the model and adds
         nothing.
         """
-        part = batch.select(rows) if rows else _blank(batch)
-        names = [f.name for f in fields(part) if isinstance(getattr(part, f.name), Tensor)]
-        return replace(part, **{name: getattr(part, name).to(self.device) for name in names})
+        return batch.select(rows) if rows else _blank(batch)
 
     def layout(self, rows: Rows) -> Layout:
+        """Return the layout, on the device, of ``rows`` in host memory."""
         if self.kernel is None:
-            return padded(rows.tokens, rows.wanted, rows.temperatures, rows.routes)
-        return packed(rows, self.kernel, multiple=self.multiple)
+            return padded(rows.tokens, rows.wanted, rows.temperatures, rows.routes, device=self.device)
+        return packed(rows, self.kernel, multiple=self.multiple, device=self.device)
+
+    def on_device(self, part: Batch) -> Batch:
+        """Return ``part`` on the device."""
+        values = {f.name: getattr(part, f.name) for f in fields(part)}
+        moved: dict[str, Any] = {
+            name: sent(value, self.device) for name, value in values.items() if isinstance(value, Tensor)
+        }
+        return replace(part, **moved)
 
 
 def values_by_row(

@@ -26,14 +26,17 @@ from torch import Tensor
 from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
 from grpo_dist.policy.attention import Kernel, Spans
 from grpo_dist.policy.router_replay import fetched, laid_out
+from grpo_dist.policy.to_device import sent
 from grpo_dist.types import Routes, Rows
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """``sources``: index into the flattened ``tokens`` of the hidden state that predicts each wanted token,
-    in the order of ``mask``; ``targets``: those tokens. ``spans``: how attention finds the rows; None: each
-    row of ``tokens`` is one.
+    in the order of the rows; ``targets``: those tokens; ``places``: where they are in the flattened rows of
+    ``shape``. ``spans``: how attention finds the rows; None: each row of ``tokens`` is one.
     """
 
     tokens: Int[Tensor, "R W"]  # int64
@@ -41,16 +44,16 @@ class Layout:
     spans: Spans | None
     sources: Int[Tensor, " M"]
     targets: Int[Tensor, " M"]
-    mask: Bool[Tensor, "B T"]  # the wanted tokens, as rows
+    places: Int[Tensor, " A"]  # of all, also in the slice of a rank that shares the stream with others
+    shape: tuple[int, int]
     temperature: float | Float[Tensor, " M"] | None = None  # of the wanted tokens; None: the model's own
     # int16, the experts of each of ``tokens`` in each layer, -1: the model chooses; None: it always does
     routes: Int[Tensor, "N L K"] | None = None
 
     def as_rows(self, values: Float[Tensor, " M"]) -> Float[Tensor, "B T"]:
         """Return the values of the wanted tokens at their positions in the rows, 0 elsewhere."""
-        return torch.zeros(self.mask.shape, dtype=values.dtype, device=values.device).masked_scatter(
-            self.mask, values
-        )
+        rows, width = self.shape
+        return values.new_zeros(rows * width).index_copy(0, self.places, values).view(rows, width)
 
 
 def padded(
@@ -58,22 +61,27 @@ def padded(
     mask: Bool[Tensor, "B T"],
     temperatures: Float[Tensor, " B"] | None = None,
     routes: Sequence[Routes | None] | None = None,
+    *,
+    device: torch.device | None = None,
 ) -> Layout:
-    """Lay rows out as they are. The first token of a row is never wanted: nothing predicts it."""
-    size = tokens.numel()
+    """Lay rows out as they are, on ``device``; None: that of ``tokens``. The first token of a row is never
+    wanted: nothing predicts it.
+    """
+    size, device = tokens.numel(), device or tokens.device
     indices = torch.arange(size, device=tokens.device).view(tokens.shape)
     shape = np.arange(size).reshape(tokens.shape)
-    experts = None if routes is None else laid_out(fetched(routes), shape, size, tokens.device)
-    return _layout(tokens, None, None, tokens, indices, mask, temperatures, experts)
+    experts = None if routes is None else laid_out(fetched(routes), shape, size, device)
+    wanted = _wanted(tokens, indices, mask, temperatures, device)
+    return Layout(sent(tokens, device), None, None, *wanted, experts)
 
 
-def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1) -> Layout:
-    """Lay rows out end to end, each behind what it shares with those before it (`shared_prefixes`), on the
-    device of ``rows.tokens``.
+def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1, device: torch.device = CPU) -> Layout:
+    """Lay rows of host memory out end to end on ``device``, each behind what it shares with those before it
+    (`shared_prefixes`).
 
     Tokens that no row reads fill the stream up to a ``multiple`` of tokens.
     """
-    device, lengths = rows.tokens.device, rows.lengths.tolist()
+    lengths = rows.lengths.tolist()
     prefixes = shared_prefixes(rows)
     experts = None if rows.routes is None else fetched(rows.routes)
     indices = _stream_indices(lengths, prefixes)
@@ -81,32 +89,38 @@ def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1) -> Layout:
     inside = columns < np.asarray(lengths)[:, None]
     size = -(-(int(indices[inside].max()) + 1) // multiple) * multiple
     stream, positions = np.zeros((2, 1, size), np.int64)
-    stream[0, indices[inside]] = rows.tokens.cpu().numpy()[inside]
+    stream[0, indices[inside]] = rows.tokens.numpy()[inside]
     positions[0, indices[inside]] = columns[inside]
     spans = kernel.spans(
         [own[:length] for own, length in zip(indices, lengths, strict=True)], prefixes.groups, size, device
     )
-    tokens, position_ids, index = (torch.from_numpy(a).to(device) for a in (stream, positions, indices))
+    tokens, position_ids = (sent(torch.from_numpy(a), device) for a in (stream, positions))
     routes = None if experts is None else laid_out(experts, indices, size, device)
-    return _layout(tokens, position_ids, spans, rows.tokens, index, rows.wanted, rows.temperatures, routes)
+    wanted = _wanted(rows.tokens, torch.from_numpy(indices), rows.wanted, rows.temperatures, device)
+    return Layout(tokens, position_ids, spans, *wanted, routes)
 
 
-def _layout(
-    stream: Tensor,
-    positions: Tensor | None,
-    spans: Spans | None,
+def _wanted(
     tokens: Tensor,
     indices: Int[Tensor, "B T"],
     mask: Tensor,
     temperatures: Tensor | None,
-    routes: Tensor | None,
-) -> Layout:
-    """The one place where logits are shifted: the token at t is predicted by the hidden state at t - 1."""
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, int], float | Tensor | None]:
+    """Return what `Layout` has of the tokens in ``mask``, on ``device``: sources, targets, places, shape and
+    temperature. ``indices``: of ``tokens`` in the stream.
+
+    The one place where logits are shifted: the token at t is predicted by the hidden state at t - 1.
+    """
     wanted = mask[:, 1:]
     shifted = torch.cat([torch.zeros_like(mask[:, :1]), wanted], dim=1)
+    places = shifted.flatten().nonzero()[:, 0]
     sources, targets = indices[:, :-1][wanted], tokens[:, 1:][wanted]
     temperature = _of_tokens(temperatures, shifted)
-    return Layout(stream, positions, spans, sources, targets, shifted, temperature, routes)
+    if isinstance(temperature, Tensor):
+        temperature = sent(temperature, device)
+    sources, targets, places = (sent(t, device) for t in (sources, targets, places))
+    return sources, targets, places, (mask.shape[0], mask.shape[1]), temperature
 
 
 def _of_tokens(temperatures: Tensor | None, wanted: Bool[Tensor, "B T"]) -> float | Tensor | None:

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from grpo_dist.policy.to_device import sent
 from grpo_dist.types import Routes, TrainBatch
 
 # Architectures whose router in transformers is a softmax over all experts and a top-k of it.
@@ -103,7 +104,7 @@ def laid_out(
     for own, index in zip(routes, indices, strict=True):
         if own is not None:
             out[index[: len(own)]] = own[: len(index)]
-    return torch.from_numpy(out).to(device)
+    return sent(torch.from_numpy(out), device)
 
 
 def check_routes(batch: TrainBatch) -> None:

@@ -170,12 +170,13 @@ class Trainer:
         """
         logprobs, entropies = (torch.zeros_like(batch.rollout_logprobs) for _ in range(2))
         with forward_only(self.engine):
-            for rows in self._micro.plan(batch):
-                part = self._micro.part(batch, rows)
-                values, entropy = self.engine(self._micro.layout(part.rows), with_entropy=True)
-                if rows:
-                    logprobs[rows, : values.shape[1]] = values.cpu()
-                    entropies[rows, : values.shape[1]] = entropy.cpu()
+            plan = self._micro.plan(batch)
+            layouts = (self._micro.layout(self._micro.part(batch, rows).rows) for rows in plan)
+            made = [self.engine(own, with_entropy=True) for own in layouts]
+        for rows, (values, entropy) in zip(plan, made, strict=True):
+            if rows:
+                logprobs[rows, : values.shape[1]] = values.cpu()
+                entropies[rows, : values.shape[1]] = entropy.cpu()
         return logprobs, entropies
 
     def row_logprobs(self, batches: Sequence[TrainBatch]) -> dict[int, np.ndarray]:
@@ -222,7 +223,7 @@ class Trainer:
             if keep_logprobs:
                 values.append(logprobs.detach())
             loss, part_stats = batch_loss(
-                logprobs, part, self._loss,
+                logprobs, self._micro.on_device(part), self._loss,
                 entropy=entropy, kl_coef=kl_coef, entropy_coef=self._bonus.weight,
             )  # fmt: skip
             # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so

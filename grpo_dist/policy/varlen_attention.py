@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from grpo_dist.policy.to_device import sent
+
 
 @dataclass(frozen=True, slots=True)
 class Segments:
@@ -27,8 +29,8 @@ class Segments:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Segments:
-        ends = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
-        return cls(ends, max(lengths))
+        ends = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+        return cls(sent(ends, device), max(lengths))
 
 
 # (q [N, H, D], k [L, H', D], v, segments of q, segments of k and v, scale, tokens to the left that a token
@@ -83,8 +85,9 @@ class VarlenKernel:
                 own.append(new)
                 whole.append(row)
                 end += new
-        indices = None if sum(map(len, whole)) == size else torch.from_numpy(np.concatenate(whole)).to(device)
         lengths = [len(row) for row in whole]
+        repeats = sum(lengths) != size
+        indices = sent(torch.from_numpy(np.concatenate(whole)), device) if repeats else None
         return VarlenSpans(self._function, Segments.of(own, device), Segments.of(lengths, device), indices)
 
 

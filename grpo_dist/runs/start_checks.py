@@ -20,7 +20,7 @@ from grpo_dist.config.engine_arguments import engine_problems, head_problem
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.deepspeed_config import check_values, deepspeed_config
 from grpo_dist.policy.expert_names import check_expert_names
-from grpo_dist.policy.layer_kernels import kernels_problem
+from grpo_dist.policy.layer_kernels import installed, kernels_problem
 from grpo_dist.policy.lora import check_targets, empty_model
 from grpo_dist.policy.model import check_supported
 from grpo_dist.policy.packing_problem import recurrent_layers
@@ -95,7 +95,8 @@ def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Itera
         with readable_model(model_dir, "architecture"):
             model = empty_model(model_dir, trust_remote_code=False)
         yield from _refusal(lambda: check_supported(model, str(model_dir)))
-        if problem := kernels_problem(config.model.kernels, model.config.get_text_config(), device):
+        has_package = installed() or device_type() == "cpu"  # else the workers' machine is another one
+        if problem := kernels_problem(config.model.kernels, model, device, has_package=has_package):
             yield problem
         with readable_model(model_dir, "list of weights"):
             yield from _refusal(lambda: check_expert_names(model, model_dir))

@@ -4,25 +4,29 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
-from grpo_dist.policy import layer_kernels
+from grpo_dist.config import ModelConfig, PolicyConfig, TeacherConfig
+from grpo_dist.policy import layer_kernels, trainable_model
 from grpo_dist.policy.layer_kernels import _ACTIVATIONS, kernels_problem, use_kernels
+from grpo_dist.policy.model import load_causal_lm
+from grpo_dist.runs import start_checks
 from grpo_dist.tools.plan.memory import Sizes, activation_bytes
 from grpo_dist.tools.plan.models import from_config_json
-from tests.support.architectures import SHAPES
+from tests.support.architectures import SHAPES, architecture
+from tests.support.fakes import config
 from tests.support.kept_tensors import SHAPE
 from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
-QWEN2 = Qwen2Config(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-    vocab_size=11,
-)  # fmt: skip
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 11,
+}  # fmt: skip
+QWEN2 = Qwen2Config(**SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -52,44 +56,99 @@ def test_norms_positions_and_activations_are_computed_by_kernels(interpreted):
 @pytest.mark.parametrize("index, itemsize", [(0, 4), (1, 2)])
 def test_plan_knows_what_a_forward_pass_keeps_with_them(interpreted, index, itemsize):
     kept, stream, rows = interpreted["kept"][index]
-    sizes = Sizes(True, itemsize, 0, 0, 0, kernels=True)
+    sizes = Sizes(True, itemsize, 0, 0, 0, varlen=itemsize == 2, kernels=True)
     shape = from_config_json(SHAPE, "")
     found = activation_bytes(shape, sizes, tokens=stream, attended=rows, checkpointing=False)
     assert found == pytest.approx(kept, rel=0.02)
 
 
+def test_norms_over_more_rows_than_programs_are_right(interpreted):
+    """The norms of Qwen3's heads have a row for each head of each token."""
+    assert max(interpreted["many rows"]) < 2e-6
+
+
+def test_a_worker_loads_its_model_without_running_a_kernel_and_later_models_are_torchs(interpreted):
+    """Loading looks at a model without weights, whose tensors have no memory that a kernel could read."""
+    kernels, replaced, classes = interpreted["loaded"]
+    assert kernels == [] and replaced == [True, False] and classes == ["Qwen3RMSNorm", "Qwen3MLP"]
+
+
 def test_a_gpu_with_the_package_has_them_for_known_models(monkeypatch):
     replaced = []
     monkeypatch.setattr(layer_kernels, "replace_operations", replaced.append)
-    monkeypatch.setattr(layer_kernels, "_installed", lambda: True)
+    monkeypatch.setattr(layer_kernels, "installed", lambda: True)
     model = Qwen2ForCausalLM(QWEN2)
     assert not use_kernels(model, "auto", "cpu") and not use_kernels(model, "torch", "cuda")
     assert use_kernels(model, "auto", "cuda") and use_kernels(model, "liger", "cuda")
     assert replaced == [model, model]
-    monkeypatch.setattr(layer_kernels, "_installed", lambda: False)
+    monkeypatch.setattr(layer_kernels, "installed", lambda: False)
     assert not use_kernels(model, "auto", "cuda")
 
 
-def test_an_activation_that_the_kernel_does_not_compute_stays_torchs(monkeypatch):
-    monkeypatch.setattr(layer_kernels, "_installed", lambda: True)
-    other = Qwen2Config(**QWEN2.to_diff_dict() | {"hidden_act": "gelu"})
-    assert not use_kernels(SimpleNamespace(config=other), "auto", "cuda")
-    assert "this is qwen2 with gelu" in kernels_problem("liger", other, "cuda")
+class _Qwen2(Qwen2ForCausalLM):
+    """As a model's own code may be: of a known type, and with other operations."""
 
 
 @pytest.mark.parametrize(
-    ("kind", "device", "installed", "said"),
+    ("model", "said"),
     [
-        ("qwen2", "cpu", True, "computes on GPUs, and the run has none; use model.kernels=auto"),
-        ("qwen2", "cuda", False, "needs the package liger-kernel"),
-        ("starcoder2", "cuda", True, "is for models of type exaone4, gemma, .*, and this is starcoder2"),
+        (
+            Qwen2ForCausalLM(Qwen2Config(**SMALL, hidden_act="gelu")),
+            "Qwen2ForCausalLM of type qwen2 with gelu",
+        ),
+        (_Qwen2(QWEN2), "_Qwen2 of type qwen2"),
+        (Starcoder2ForCausalLM(Starcoder2Config(**SMALL)), "Starcoder2ForCausalLM of type starcoder2"),
     ],
 )
-def test_kernels_that_cannot_be_had_are_refused(monkeypatch, kind, device, installed, said):
-    monkeypatch.setattr(layer_kernels, "_installed", lambda: installed)
-    config = SimpleNamespace(model_type=kind, hidden_act="silu")
-    with pytest.raises(ValueError, match=rf"`model\.kernels` = liger {said}"):
-        use_kernels(SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config)), "liger", device)
+def test_models_that_compute_something_else_keep_torchs_operations(monkeypatch, model, said):
+    monkeypatch.setattr(layer_kernels, "installed", lambda: True)
+    assert not use_kernels(model, "auto", "cuda")
+    with pytest.raises(ValueError, match=rf"`model\.kernels` = liger is for .* exaone4, gemma.*{said}"):
+        use_kernels(model, "liger", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "has_package", "said"),
+    [
+        ("cpu", True, "computes on GPUs, and the run has none"),
+        ("cuda", False, "needs the package liger-kernel"),
+    ],
+)
+def test_kernels_are_refused_without_a_gpu_or_the_package(device, has_package, said):
+    problem = kernels_problem("liger", Qwen2ForCausalLM(QWEN2), device, has_package=has_package)
+    assert said in problem and "use model.kernels=auto" in problem
+
+
+def test_a_head_node_without_gpus_need_not_have_the_package(monkeypatch, tmp_path):
+    monkeypatch.setattr(start_checks, "installed", lambda: False)
+    path = architecture(tmp_path, "qwen3")
+    made = config(model={"path": str(path), "kernels": "liger"})
+    assert not [p for p in start_checks.model_problems(made, "cuda", path) if "kernels" in p]
+    monkeypatch.setattr(start_checks, "device_type", lambda: "cuda")
+    assert [
+        p for p in start_checks.model_problems(made, "cuda", path) if "needs the package liger-kernel" in p
+    ]
+
+
+@pytest.mark.parametrize("compiled, kernels", [(False, "auto"), (True, "torch")])
+def test_compiled_layers_have_torchs_operations(monkeypatch, tmp_path, compiled, kernels):
+    asked = []
+
+    def load(*args, **how):
+        asked.append(how.pop("kernels"))
+        return load_causal_lm(*args, **how)
+
+    monkeypatch.setattr(trainable_model, "load_causal_lm", load)
+    path = str(architecture(tmp_path, "qwen3"))
+    policy = PolicyConfig(compile=compiled, zero_stage=2)
+    trainable_model.trainable_model(path, torch.float32, ModelConfig(path=path), policy, 0)
+    assert asked == [kernels]
+
+
+def test_a_teacher_has_kernels_only_where_they_know_it():
+    teacher = TeacherConfig(name="large", model="large")
+    for kernels, own in (("torch", "torch"), ("auto", "auto"), ("liger", "auto")):
+        assert teacher.model_section(ModelConfig(path="small", kernels=kernels)).kernels == own
 
 
 def test_a_model_without_them_is_untouched():

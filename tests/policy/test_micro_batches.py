@@ -2,16 +2,22 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.policy import trainer
+from grpo_dist.policy.attention import NAME, BlockKernel, register
 from grpo_dist.policy.entropy_bonus import EntropyBonus
-from grpo_dist.policy.loss import LossSettings
+from grpo_dist.policy.loss import LossSettings, batch_loss
 from grpo_dist.policy.micro_batches import MicroBatches
+from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.trainer import Trainer
+from grpo_dist.policy.varlen_attention import VarlenKernel
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
+from tests.support.kept_tensors import varlen_that_keeps
 
 
 def test_log_probs_of_all_micro_batches_come_to_the_host_in_one_transfer(monkeypatch):
@@ -58,7 +64,9 @@ def rank_of(plan, batch, made):
 
     engine.set_gradient_accumulation_boundary = engine.backward = lambda _: None
     return SimpleNamespace(
-        _micro=SimpleNamespace(plan=lambda _: plan, part=part_of, layout=lambda _: parts[-1]),
+        _micro=SimpleNamespace(
+            plan=lambda _: plan, part=part_of, layout=lambda _: parts[-1], on_device=micro.on_device
+        ),
         engine=engine,
         rank=SimpleNamespace(world_size=1),
         _loss=LossSettings(),
@@ -66,3 +74,36 @@ def rank_of(plan, batch, made):
         _reports=True,
         token_logprobs={},
     )
+
+
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 120,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", [BlockKernel(), VarlenKernel(varlen_that_keeps)], ids=["blocks", "varlen"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kl_coef": 0.1, "entropy_coef": 0.1},
+        {"policy_loss": "gspo", "aggregation": "seq-mean-token-mean"},
+        {"correction_kind": "tis", "correction_veto": 1e-4, "off_policy_mask_threshold": 0.1},
+    ],
+    ids=["clip", "gspo", "correction"],
+)
+def test_no_micro_batch_waits_for_what_the_device_computes(kernel, settings):
+    """Nothing has a value on the device `meta`: whoever asks for one there would wait for a GPU."""
+    meta = torch.device("meta")
+    register()
+    config = Qwen2Config(**SHAPE, attn_implementation=NAME)
+    with meta:
+        model = TokenLogprobs(Qwen2ForCausalLM(config), temperature=1.0, chunk_mib=1)
+    micro = MicroBatches(1000, kernel, 1, meta)
+    batch = PreparedBatch.of(made_groups.batch(groups=2, samples=3))
+    part = micro.part(batch, [4, 1, 0])
+    logprobs, entropy = model(micro.layout(part.rows), with_entropy=True)
+    loss, stats = batch_loss(logprobs, micro.on_device(part), LossSettings(**settings), entropy=entropy)
+    loss.backward()
+    assert logprobs.shape == part.tokens.shape and all(value.is_meta for value in stats.values())
+    assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())

@@ -2,7 +2,7 @@
 
 Prints one JSON object. `architectures`: of each that has kernels, how far they are from torch's operations in
 float32 (the largest difference of hidden states as a share of the largest, and of gradients), and which ran.
-`kept`: what a forward pass keeps, in float32 and in bfloat16.
+`kept`: what a forward pass keeps, in float32 and in bfloat16. `many rows`, `loaded`: see these functions.
 """
 
 import json
@@ -17,11 +17,15 @@ import torch
 import triton
 import triton.language as tl
 from liger_kernel.ops import geglu, rms_norm
+from liger_kernel.transformers.rms_norm import LigerRMSNorm
 from transformers import AutoModelForCausalLM
 from triton.runtime import interpreter
 
+from grpo_dist.policy import layer_kernels, model
 from grpo_dist.policy.attention import BlockKernel
 from grpo_dist.policy.layer_kernels import _ACTIVATIONS, replace_operations
+from grpo_dist.policy.model import load_causal_lm
+from grpo_dist.policy.sequence_parallel import check_heads
 from grpo_dist.policy.varlen_attention import VarlenKernel
 from tests.support.architectures import SHAPES, architecture
 from tests.support.kept_tensors import SHAPE, kept_for_backward, varlen_that_keeps
@@ -48,6 +52,7 @@ def complete_the_interpreter():
         return converted(argument)
 
     interpreter._implicit_cvt = of_numbers
+    layer_kernels.has_kernels = lambda tensor: not tensor.is_meta
     rms_norm.rsqrt, geglu.tanh = _rsqrt, _tanh
 
 
@@ -63,13 +68,13 @@ def ran():
     return names
 
 
-def results(model):
+def results(own):
     """Hidden states of nine tokens, and the gradients of a weighted sum of these."""
-    model.zero_grad()
+    own.zero_grad()
     tokens = torch.randint(272, (1, 9), generator=torch.Generator().manual_seed(1))
-    hidden = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+    hidden = own.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
     (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.clone() for name, p in own.named_parameters() if p.grad is not None}
     return hidden.detach(), gradients
 
 
@@ -80,6 +85,34 @@ def kept(dtype):
     return kept_for_backward(SHAPE, dtype, kernel, **how)
 
 
+def many_rows():
+    """Relative errors of a norm over more rows than the package gives to one program each, against float64."""
+    rows, width = 2**15 + 8, 16
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    own = LigerRMSNorm(width)
+    exact = x.detach().double().requires_grad_()
+    expected = exact * (exact.square().mean(1, keepdim=True) + own.variance_epsilon).rsqrt()
+    up = torch.linspace(-1, 1, x.numel()).view_as(x)
+    found = own(x)
+    found.backward(up.clone())  # which is overwritten
+    expected.backward(up.double())
+    return [float((a - b).norm() / b.norm()) for a, b in ((found, expected), (x.grad, exact.grad))]
+
+
+def loaded(directory):
+    """The kernels that run while a worker on a GPU loads a model that reads packed rows, and a later model of
+    its type is made; whether the first has kernels and the second has not.
+    """
+    path, kernels = str(architecture(directory, "qwen3")), ran()
+    model.device_type = lambda: "cuda"
+    how = {"dtype": torch.float32, "attention": "auto", "trust_remote_code": False, "packing": True}
+    own = load_causal_lm(path, kernels="auto", **how)
+    check_heads(own, 2)
+    later = load_causal_lm(path, kernels="torch", **how)
+    both = [type(m.model.norm).forward != m.model.norm.forward.__func__ for m in (own, later)]
+    return sorted(kernels), both, [type(m).__name__ for m in (later.model.norm, later.model.layers[0].mlp)]
+
+
 def main(directory):
     complete_the_interpreter()
     models = {
@@ -87,17 +120,19 @@ def main(directory):
         for name, (kind, _) in SHAPES.items()
         if kind in _ACTIVATIONS
     }
-    by_torch = {name: results(model) for name, model in models.items()}  # before classes are replaced
+    by_torch = {name: results(own) for name, own in models.items()}
     kernels, found = ran(), {}
-    for name, model in models.items():
+    for name, own in models.items():
         kernels.clear()
-        replace_operations(model)
-        hidden, gradients = results(model)
+        replace_operations(own)
+        hidden, gradients = results(own)
         expected, exact = by_torch[name]
         assert gradients.keys() == exact.keys()
         apart = max(float((gradients[key] - g).norm() / g.norm()) for key, g in exact.items())
         found[name] = [float((hidden - expected).abs().max() / expected.abs().max()), apart, sorted(kernels)]
-    print(json.dumps({"architectures": found, "kept": [kept(torch.float32), kept(torch.bfloat16)]}))
+    weighed = [kept(torch.float32), kept(torch.bfloat16)]
+    made = {"architectures": found, "kept": weighed, "many rows": many_rows(), "loaded": loaded(directory)}
+    print(json.dumps(made))
 
 
 if __name__ == "__main__":

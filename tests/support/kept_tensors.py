@@ -55,6 +55,11 @@ class _FlashAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, ends, key_ends, out, softmax)
         return out
 
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, *_ = ctx.saved_tensors
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None, None
+
 
 def varlen_that_keeps(q, k, v, own, whole, scale, left, dropout):
     """A variable-length kernel (`VarlenFunction`) as for its memory."""

@@ -12,9 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from grpo_dist.batch.sharding import ATTENDED
 from grpo_dist.config import BatchConfig, Config, ModelConfig, PolicyConfig, WeightSyncConfig
 from grpo_dist.policy.deepspeed_config import overlaps_reduction
+from grpo_dist.policy.layer_kernels import installed
 from grpo_dist.policy.offload import optimizer_device
 from grpo_dist.runtime.hardware import GIB, logprob_chunk_mib, micro_batch_tokens
 from grpo_dist.tools.plan.models import ModelShape
@@ -52,7 +55,8 @@ class Footprint:
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What memory and times both depend on. ``gpu``: True where there are GPUs; ``micro_batch``, ``chunk``:
-    tokens of a micro-batch, bytes of a block of logits. ``kernels``: layers compute by liger-kernel's.
+    tokens of a micro-batch, bytes of a block of logits. ``varlen``: attention is a variable-length kernel's;
+    ``kernels``: layers compute by liger-kernel's.
     """
 
     gpu: bool
@@ -60,20 +64,28 @@ class Sizes:
     micro_batch: int
     reference_micro_batch: int
     chunk: int
-    kernels: bool
+    varlen: bool = False
+    kernels: bool = False
 
     @classmethod
     def of(cls, config: Config, *, gpu: bool, memory: int = 0) -> Sizes:
         """Choose them as `hardware` does on a machine with or without GPUs, of ``memory`` bytes each."""
         device: Any = "cuda" if gpu else "cpu"
+        itemsize = itemsize_of(config.model.dtype, gpu=gpu)
         return cls(
             gpu,
-            itemsize_of(config.model.dtype, gpu=gpu),
+            itemsize,
             micro_batch_tokens(config.batch.micro_batch_tokens, device),
             micro_batch_tokens(config.reference.micro_batch_tokens, device),
             logprob_chunk_mib(config.policy.logprob_chunk_mib, device, memory) * 2**20,
-            kernels=gpu and config.model.kernels != "torch" and not config.policy.compile,
+            varlen=gpu and itemsize == 2 and config.model.attention != "sdpa",
+            kernels=gpu and config.model.kernels != "torch" and not config.policy.compile and _has_package(),
         )
+
+
+def _has_package() -> bool:
+    """Without a GPU here the GPUs are another machine's, where the extra `gpu` installs it."""
+    return installed() or torch.version.cuda is None
 
 
 def itemsize_of(dtype: str, *, gpu: bool) -> int:
@@ -189,7 +201,7 @@ def activation_bytes(
     gate = (3 if fused else 4) * b * s.intermediate
     experts = 3 * b * s.experts_per_token * s.hidden
     layer = tokens * (2 * norm + gate + b * query + experts)
-    if sizes.gpu and b == 2:
+    if sizes.varlen:
         layer += tokens * (b * query + 4 * s.heads) + attended * 2 * b * key
     else:  # blocks of rows, for which the heads of keys are repeated
         layer += attended * (4 * b * query + 4 * s.heads)

@@ -153,7 +153,7 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(dtype, itemsize, k
     shape = SHAPE | {"model_type": kind, "num_hidden_layers": 8}
     how = {"checkpointing": False, "prompt": max(prompt, 1), "total": 128}
     kept, stream, rows = kept_for_backward(shape, dtype, BlockKernel(), **how)
-    sizes = Sizes(False, itemsize, 0, 0, 0, kernels=False)
+    sizes = Sizes(False, itemsize, 0, 0, 0)
     found = activation_bytes(
         from_config_json(shape, ""), sizes, tokens=stream, attended=rows, checkpointing=False
     )
@@ -167,7 +167,7 @@ def test_activations_on_gpus_are_those_of_a_variable_length_kernel(prompt):
     kept, stream, rows = kept_for_backward(
         shape, torch.bfloat16, kernel, checkpointing=False, prompt=prompt, total=128
     )
-    sizes = Sizes(True, 2, 0, 0, 0, kernels=False)
+    sizes = Sizes(True, 2, 0, 0, 0, varlen=True)
     found = activation_bytes(
         from_config_json(shape, ""), sizes, tokens=stream, attended=rows, checkpointing=False
     )
@@ -178,7 +178,7 @@ def test_with_checkpointing_a_layer_keeps_its_input_and_one_is_computed_again():
     few, many = SHAPE | {"num_hidden_layers": 2}, SHAPE | {"num_hidden_layers": 10}
     how = {"checkpointing": True, "prompt": 1, "total": 64}
     kept = [kept_for_backward(s, torch.bfloat16, BlockKernel(), **how) for s in (few, many)]
-    sizes = Sizes(False, 2, 0, 0, 0, kernels=False)
+    sizes = Sizes(False, 2, 0, 0, 0)
     found = [
         activation_bytes(from_config_json(s, ""), sizes, tokens=k[1], attended=k[2], checkpointing=True)
         for s, k in zip((few, many), kept, strict=True)
