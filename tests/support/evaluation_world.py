@@ -1,4 +1,4 @@
-"""Engines of evaluation beside a real policy rank."""
+"""Engines of evaluation, and a real policy rank whose snapshots they load."""
 
 import asyncio
 import os

@@ -86,7 +86,7 @@ def kept(dtype):
 
 
 def many_rows():
-    """Relative errors of a norm over more rows than the package gives to one program each, against float64."""
+    """Relative errors, against float64, of a norm over more rows than each get a program of their own."""
     rows, width = 2**15 + 8, 16
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(2), requires_grad=True)
     own = LigerRMSNorm(width)

@@ -62,5 +62,5 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def varlen_that_keeps(q, k, v, own, whole, scale, left, dropout):
-    """A variable-length kernel (`VarlenFunction`) as for its memory."""
+    """Save for the backward pass what flash-attention saves, and compute nothing: a `VarlenFunction`."""
     return _FlashAttention.apply(q, k, v, own.ends, whole.ends)
