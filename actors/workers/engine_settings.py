@@ -226,6 +226,9 @@ def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_m
     else:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization or GPU_MEMORY[spec.colocated]
         arguments["enable_sleep_mode"] = spec.colocated
+        if arguments["dtype"] == "bfloat16":
+            # Logits in bfloat16 would be off by 2^-9 of their size, and the trainer's are in float32.
+            arguments["hf_overrides"] = {"head_dtype": "float32"}
         arguments |= _graph_sizes(spec)
     if settings.tensor_parallel_size > 1:
         # In a Ray actor with a placement group, vLLM would make its worker processes Ray actors of their own,
@@ -271,8 +274,8 @@ def _recording(spec: EngineSpec, model: Any, device: DeviceType) -> dict[str, An
 
 
 def _graph_sizes(spec: EngineSpec) -> dict[str, Any]:
-    """Return the argument that makes vLLM capture CUDA graphs up to the largest batch, unless the user sets
-    sizes.
+    """Return the arguments that make vLLM capture CUDA graphs up to the largest batch, unless the user sets
+    sizes. It drops a size above `max_num_seqs`, which therefore is one, too.
     """
     own = spec.rollout.engine
     chosen = own.get("compilation_config")
@@ -280,7 +283,8 @@ def _graph_sizes(spec: EngineSpec) -> dict[str, Any]:
     sizes = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
     if spec.rollout.enforce_eager or spec.max_num_seqs <= _GRAPHS or of_user & sizes:
         return {}
-    return {"max_cudagraph_capture_size": -(-spec.max_num_seqs // _GRAPH_STEP) * _GRAPH_STEP}
+    most = -(-spec.max_num_seqs // _GRAPH_STEP) * _GRAPH_STEP
+    return {"max_num_seqs": most, "max_cudagraph_capture_size": most}
 
 
 def _own_all_reduce(settings: RolloutConfig, device: DeviceType) -> dict[str, Any]:

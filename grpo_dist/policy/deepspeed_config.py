@@ -64,6 +64,8 @@ def deepspeed_config(policy: PolicyConfig, *, dtype: torch.dtype) -> dict[str, A
         | offload_config(policy),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        # DeepSpeed's own timer waits for the GPU before each forward pass.
+        "timers": {"throughput": {"enabled": False}},
     }
     if dtype == torch.bfloat16 and policy.zero_stage == 0:
         raise ValueError(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_dist.policy.to_device import sent
@@ -57,9 +57,26 @@ class VarlenSpans:
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, dropout: float
     ) -> Tensor:
         if self.indices is not None:
-            k, v = (t.index_select(0, self.indices) for t in (k, v))
+            k, v = (_Repeated.apply(t, self.indices) for t in (k, v))
         left = -1 if window is None else window - 1
         return self.function(q, k, v, self.own, self.whole, scale, left, dropout)
+
+
+class _Repeated(torch.autograd.Function):
+    """``index_select`` of rows. Gradients are added up in float32 at least: many samples share a prompt."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Float[Tensor, "N H D"], indices: Int[Tensor, " L"]) -> Float[Tensor, "L H D"]:
+        ctx.save_for_backward(indices)
+        ctx.count = len(rows)
+        return rows.index_select(0, indices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Float[Tensor, "L H D"]) -> tuple[Float[Tensor, "N H D"], None]:
+        (indices,) = ctx.saved_tensors
+        exact = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros(ctx.count, *grad.shape[1:], dtype=exact)
+        return total.index_add_(0, indices, grad.to(exact)).to(grad.dtype), None
 
 
 class VarlenKernel:

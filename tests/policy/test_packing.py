@@ -18,6 +18,7 @@ from grpo_dist.policy.varlen_attention import (
     Segments,
     VarlenKernel,
     VarlenSpans,
+    _Repeated,
     flash_varlen,
     torch_varlen,
 )
@@ -213,6 +214,17 @@ def test_variable_length_attention_is_that_of_each_row_alone_with_its_gradient(w
     upstream = heads(9, len(ours), 4)[read]
     for a, b in zip(*(torch.autograd.grad(o[read], leaves, upstream) for o in (ours, expected)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_gradients_of_what_rows_share_are_added_up_in_float32():
+    """256 samples of a prompt, each with a gradient of 1: bfloat16 alone would stop at 256, and at 2^-9 of
+    each sum before.
+    """
+    leaf = torch.zeros(3, 1, 2, dtype=torch.bfloat16, requires_grad=True)
+    indices = torch.cat([torch.zeros(301, dtype=torch.long), torch.tensor([1, 1, 2])])
+    taken = _Repeated.apply(leaf, indices)
+    (own,) = torch.autograd.grad(taken, leaf, torch.ones_like(taken))
+    assert own[:, 0, 0].tolist() == [300.0, 2.0, 1.0]  # 301 in bfloat16
 
 
 @pytest.mark.parametrize("completions", [[[[4] * 5, [5], [6] * 9], [[7]]], [[[4] * 5], [[7] * 3]]])
