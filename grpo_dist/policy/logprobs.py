@@ -118,9 +118,10 @@ def _check(temperature: float | Tensor, chunk_tokens: int) -> None:
 
 
 def _least(temperature: float | Tensor) -> float:
+    """Tensors on other devices are not read: that would wait for what these compute."""
     if not isinstance(temperature, Tensor):
         return float(temperature)
-    return float(temperature.min()) if temperature.numel() else 1.0
+    return float(temperature.min()) if temperature.numel() and temperature.device.type == "cpu" else 1.0
 
 
 def _of(temperature: float | Tensor, part: slice) -> float | Tensor:

@@ -1,5 +1,6 @@
 """What a rank keeps of its micro-batches: log-probs of each row, brought to the host once an update."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -82,6 +83,7 @@ SHAPE = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("temperatures", [False, True], ids=["one temperature", "temperatures"])
 @pytest.mark.parametrize("kernel", [BlockKernel(), VarlenKernel(varlen_that_keeps)], ids=["blocks", "varlen"])
 @pytest.mark.parametrize(
     "settings",
@@ -92,7 +94,7 @@ SHAPE = {
     ],
     ids=["clip", "gspo", "correction"],
 )
-def test_no_micro_batch_waits_for_what_the_device_computes(kernel, settings):
+def test_no_micro_batch_waits_for_what_the_device_computes(kernel, settings, temperatures):
     """Nothing has a value on the device `meta`: whoever asks for one there would wait for a GPU."""
     meta = torch.device("meta")
     register()
@@ -101,6 +103,8 @@ def test_no_micro_batch_waits_for_what_the_device_computes(kernel, settings):
         model = TokenLogprobs(Qwen2ForCausalLM(config), temperature=1.0, chunk_mib=1)
     micro = MicroBatches(1000, kernel, 1, meta)
     batch = PreparedBatch.of(made_groups.batch(groups=2, samples=3))
+    each = torch.linspace(0.5, 1.5, len(batch), dtype=torch.float64)
+    batch = replace(batch, temperatures=each if temperatures else None)
     part = micro.part(batch, [4, 1, 0])
     logprobs, entropy = model(micro.layout(part.rows), with_entropy=True)
     loss, stats = batch_loss(logprobs, micro.on_device(part), LossSettings(**settings), entropy=entropy)
