@@ -284,6 +284,8 @@ def _graph_sizes(spec: EngineSpec) -> dict[str, Any]:
     if spec.rollout.enforce_eager or spec.max_num_seqs <= _GRAPHS or of_user & sizes:
         return {}
     most = -(-spec.max_num_seqs // _GRAPH_STEP) * _GRAPH_STEP
+    if own.get("max_num_batched_tokens", most) < most:  # the user's, which is to be no smaller than the other
+        most = spec.max_num_seqs
     return {"max_num_seqs": most, "max_cudagraph_capture_size": most}
 
 

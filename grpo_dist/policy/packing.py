@@ -124,10 +124,15 @@ def _wanted(
 
 
 def _of_tokens(temperatures: Tensor | None, wanted: Bool[Tensor, "B T"]) -> float | Tensor | None:
-    """Return one number where all rows have the same, as almost always: the division is then a scalar's."""
+    """Return one number where all rows have the same, as almost always: the division is then a scalar's.
+
+    Raises ValueError for one that is not positive: on a GPU nothing looks at them again.
+    """
     if temperatures is None:
         return None
     different = temperatures.unique().tolist()
+    if not different[0] > 0:
+        raise ValueError(f"temperature = {different[0]}: expected temperatures above 0")
     if len(different) == 1:
         return float(different[0])
     return temperatures.to(wanted.device)[:, None].expand(wanted.shape)[wanted]

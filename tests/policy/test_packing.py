@@ -216,6 +216,12 @@ def test_variable_length_attention_is_that_of_each_row_alone_with_its_gradient(w
         torch.testing.assert_close(a, b)
 
 
+def test_a_temperature_that_is_not_positive_is_refused_where_rows_are_laid_out():
+    rows = replace(rows_of([[1] * 3], [[[4], [5]]]), temperatures=torch.tensor([1.0, 0.0]))
+    with pytest.raises(ValueError, match=r"temperature = 0\.0: expected temperatures above 0"):
+        packed(rows, BlockKernel())
+
+
 def test_gradients_of_what_rows_share_are_added_up_in_float32():
     """256 samples of a prompt, each with a gradient of 1: bfloat16 alone would stop at 256, and at 2^-9 of
     each sum before.

@@ -101,6 +101,7 @@ WRITERS = {
         "policy/logprobs.py:forward",
         "policy/lora.py:add_adapters",
         "policy/trainer.py:_gated_step",
+        "policy/varlen_attention.py:forward",
     ],
     "handles that are connected with each other": [
         "actors/colocated_handles.py:colocated",

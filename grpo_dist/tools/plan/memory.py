@@ -78,9 +78,12 @@ class Sizes:
             micro_batch_tokens(config.batch.micro_batch_tokens, device),
             micro_batch_tokens(config.reference.micro_batch_tokens, device),
             logprob_chunk_mib(config.policy.logprob_chunk_mib, device, memory) * 2**20,
-            varlen=gpu and itemsize == 2 and config.model.attention != "sdpa",
+            varlen=gpu and itemsize == 2 and config.model.packing and config.model.attention in _VARLEN,
             kernels=gpu and config.model.kernels != "torch" and not config.policy.compile and _has_package(),
         )
+
+
+_VARLEN = ("auto", "flash_attention_2")  # of `model.attention`
 
 
 def _has_package() -> bool:

@@ -104,6 +104,8 @@ def test_sizes_of_cuda_graphs_are_the_users_where_set():
     name = "max_cudagraph_capture_size"
     assert arguments("cuda", in_flight=1000)[name] == 1008
     assert arguments("cuda", in_flight=1000, engine={name: 64})[name] == 64
+    few = arguments("cuda", in_flight=1000, engine={"max_num_batched_tokens": 1000})
+    assert few["max_num_seqs"] == few[name] == 1000
     for own in (
         {"cudagraph_capture_sizes": [1, 2]},
         {"compilation_config": {"cudagraph_capture_sizes": [1]}},
