@@ -83,9 +83,11 @@ def _(mo):
 @app.cell
 def _(mo):
     import importlib
+    import sys
 
     from grpo_dist.environments.base import Problem
 
+    sys.path.insert(0, "")  # the working directory, where games.py is
     games = importlib.import_module("games")
     game = games.Guess()
     opening = game.start(Problem("number 42", "42", {}))
@@ -97,7 +99,7 @@ def _(mo):
         if step.done:
             break
         low, high = (guess + 1, high) if step.observation == "Too low." else (low, guess)
-    assert turns[-1] == {"action": 42, "observation": "", "reward": 1.0}
+    assert turns[-1] == {"action": 42, "observation": None, "reward": 1.0}
     mo.vstack([mo.md(f"> {opening}"), mo.ui.table(turns, selection=None)])
     return (turns,)
 

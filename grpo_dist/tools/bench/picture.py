@@ -46,8 +46,7 @@ def draw(result: BenchResult, path: Path) -> None:
 def _draw_timeline(axes: Any, result: BenchResult) -> None:
     actors = [actor.name for actor in result.actors][:_SHOWN_ACTORS]
     for bar in result.timeline:
-        if bar.actor in actors:
-            stage = _STAGES[bar.stage]
+        if bar.actor in actors and (stage := _STAGES.get(bar.stage)):  # others are parts of a change of turns
             axes.barh(actors.index(bar.actor), bar.end - bar.begin, left=bar.begin, color=_COLOURS[stage])
     axes.set_yticks(range(len(actors)), actors)
     axes.set_ylim(len(actors) - 0.5, -0.5)

@@ -358,7 +358,7 @@ def result(**changes):
         + [ActorMemory("policy-0", 2**31, 0)],
         steps=[{"seconds": 10.0}],
         timeline=[Bar("rollout-0", "sample", 0.0, 5.0), Bar("environment-0", "act", 1.0, 2.0),
-                  Bar("policy-0", "update", 5.5, 8.5)],
+                  Bar("policy-0", "update", 5.5, 8.5), Bar("policy-0", "offload_look", 8.5, 8.6)],
         timeline_s=10.0,
     )  # fmt: skip
     return replace(made, **changes)
