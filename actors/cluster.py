@@ -129,7 +129,7 @@ class Cluster:
         shared = await self._shared_devices(policy)
         samplers = self._create_samplers(model_dir, shared)
         reference = self._factory.reference(model_dir, shared)
-        teachers = self._factory.teachers(self._teacher_dirs, shared)
+        teachers = self._factory.teachers(self._teacher_dirs, model_dir, shared)
         evaluation = self._factory.evaluation(model_dir, samplers.environments)
         own = (reference, *teachers.values(), evaluation)
         self._handles += [handle for handle in own if handle is not None]

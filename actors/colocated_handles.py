@@ -17,7 +17,7 @@ from actors.sync_probe import EngineProbe
 from actors.workers.policy_group import PolicyGroup
 from grpo_dist.health.bounds import Bound
 from grpo_dist.policy.snapshots import Snapshot
-from grpo_dist.types import EpochUpdate, Prompt, TrainBatch
+from grpo_dist.types import EpochUpdate, Prompt, TeacherLogprobs, TrainBatch
 from grpo_dist.workers import ReferenceSyncHandle, Workers
 
 
@@ -110,6 +110,9 @@ class ColocatedReferenceSync:
         await self._colocation.refresh(self._sync.refresh)
 
 
+_Asked = tuple[Prompt, Any, int, "asyncio.Future[list[Any]]"]  # prompt, samples, top_k, answer
+
+
 class BaseReference:
     """The reference of a policy of adapters: the policy without them.
 
@@ -118,13 +121,20 @@ class BaseReference:
 
     def __init__(self, policy: PolicyGroup, colocation: Colocation) -> None:
         self._policy, self._turn = policy, partial(colocation.turn, POLICY)
-        self._waiting: list[tuple[Prompt, Any, asyncio.Future[list[np.ndarray]]]] = []
+        self._waiting: list[_Asked] = []
         self._answering: asyncio.Task[None] | None = None
 
     async def logprobs(self, prompt: Prompt, rollouts: Any) -> list[np.ndarray]:
         """Return log-probs of the samples. ``rollouts``: the samples, or an object reference to them."""
-        answer: asyncio.Future[list[np.ndarray]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((prompt, rollouts, answer))
+        return await self._asked(prompt, rollouts, 0)
+
+    async def top_logprobs(self, prompt: Prompt, rollouts: Any, top_k: int) -> list[TeacherLogprobs]:
+        """Return them with the ``top_k`` likeliest tokens; ``rollouts`` as for `logprobs`."""
+        return await self._asked(prompt, rollouts, top_k)
+
+    async def _asked(self, prompt: Prompt, rollouts: Any, top_k: int) -> list[Any]:
+        answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((prompt, rollouts, top_k, answer))
         try:
             async with self._turn():
                 taken = [waiting for waiting in self._waiting if not waiting[-1].done()]
@@ -135,9 +145,17 @@ class BaseReference:
         finally:
             answer.cancel()  # of a caller that was cancelled: it is not asked for any more
 
-    async def _answer(self, taken: list[tuple[Prompt, Any, asyncio.Future[list[np.ndarray]]]]) -> None:
+    async def _answer(self, taken: list[_Asked]) -> None:
+        for top_k in sorted({asked[2] for asked in taken}):
+            await self._answer_alike([asked for asked in taken if asked[2] == top_k], top_k)
+
+    async def _answer_alike(self, taken: list[_Asked], top_k: int) -> None:
+        groups, found = [(prompt, samples) for prompt, samples, *_ in taken], list[list[Any]]()
         try:
-            found = await self._policy.base_logprobs([(prompt, samples) for prompt, samples, _ in taken])
+            if top_k:
+                found += await self._policy.base_top_logprobs(groups, top_k)
+            else:
+                found += await self._policy.base_logprobs(groups)
         except Exception as error:
             for *_, answer in taken:
                 if not answer.done():

@@ -27,6 +27,7 @@ from actors.workers.reward_model import RewardModelPool
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import Config, RewardModelConfig, TeacherConfig
 from grpo_dist.environments.registry import may_run_code
+from grpo_dist.policy.model import vocabulary_size
 from grpo_dist.runtime.hardware import thread_environment
 
 ModelT = TypeVar("ModelT", RewardModelConfig, TeacherConfig)
@@ -182,10 +183,14 @@ class Factory:
         )
 
     def teachers(
-        self, model_dirs: Mapping[str, Path], shared: SharedDevices | None
+        self, model_dirs: Mapping[str, Path], policy_dir: Path, shared: SharedDevices | None
     ) -> dict[str, ReferencePool]:
-        """Create the workers of the teachers with models of their own. ``model_dirs``: by their names."""
-        config = self._config
+        """Create the workers of the teachers with models of their own. ``model_dirs``: by their names;
+        ``policy_dir``: of the policy's, which may have fewer tokens.
+        """
+        config, tokens = self._config, None
+        if config.distillation.top_k and model_dirs:
+            tokens = vocabulary_size(policy_dir, trust_remote_code=config.model.trust_remote_code)
         return {
             teacher.name: ReferencePool(
                 teacher,
@@ -194,6 +199,7 @@ class Factory:
                 model_dir=str(model_dirs[teacher.name]),
                 temperature=config.sampling.first_temperature,
                 chunk_mib=config.policy.logprob_chunk_mib,
+                vocabulary=tokens,
             )
             for teacher, actors in self._by_model("teachers", config.distillation.of_own_models, shared)
         }

@@ -13,7 +13,7 @@ import numpy as np
 
 from grpo_dist.health.bounds import Bound
 from grpo_dist.runtime.metering import Usage
-from grpo_dist.types import EpochUpdate, Group, Prompt, Rollout, Sampling, TrainBatch
+from grpo_dist.types import EpochUpdate, Group, Prompt, Rollout, Sampling, TeacherLogprobs, TrainBatch
 
 # The sampled completions of one prompt: an object reference between actors, the tuple itself in tests.
 RolloutsRef = Any
@@ -33,6 +33,9 @@ class RewardHandle(Protocol):
 
 class ReferenceHandle(Protocol):
     async def logprobs(self, prompt: Prompt, rollouts: RolloutsRef) -> list[np.ndarray]: ...
+    async def top_logprobs(
+        self, prompt: Prompt, rollouts: RolloutsRef, top_k: int
+    ) -> list[TeacherLogprobs]: ...
     async def save(self, path: Path) -> None: ...
     async def load(self, path: Path) -> None: ...
 

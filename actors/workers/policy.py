@@ -38,7 +38,7 @@ from grpo_dist.runtime.hardware import DeviceType
 from grpo_dist.runtime.imports import freeze_loaded
 from grpo_dist.runtime.metering import metered
 from grpo_dist.runtime.rendezvous import Rank
-from grpo_dist.types import EpochUpdate, Prompt, Rollout, TrainBatch
+from grpo_dist.types import EpochUpdate, Prompt, Rollout, TeacherLogprobs, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,16 @@ class PolicyWorker(WeightSender, Probeable):
     ) -> list[list[np.ndarray]]:
         """Return `Trainer.base_logprobs` of groups: the samples of each of ``prompts``."""
         found: list[list[np.ndarray]] = self._trainer.base_logprobs(list(zip(prompts, rollouts, strict=True)))
+        return found
+
+    @metered("logprobs")
+    def base_top_logprobs(
+        self, top_k: int, prompts: Sequence[Prompt], *rollouts: Sequence[Rollout]
+    ) -> list[list[TeacherLogprobs]]:
+        """Return `Trainer.base_top_logprobs`, as `base_logprobs` does."""
+        found: list[list[TeacherLogprobs]] = self._trainer.base_top_logprobs(
+            list(zip(prompts, rollouts, strict=True)), top_k
+        )
         return found
 
     def hold(self, what: Held) -> None:

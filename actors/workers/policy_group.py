@@ -40,7 +40,7 @@ from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.hardware import DeviceType
 from grpo_dist.runtime.rendezvous import Rank
-from grpo_dist.types import EpochUpdate, Prompt, TrainBatch
+from grpo_dist.types import EpochUpdate, Prompt, TeacherLogprobs, TrainBatch
 
 _SAVED_POLL_S = 0.2
 _SHARDED = "all ranks go back to a checkpoint together"
@@ -63,6 +63,7 @@ class PolicySpec:
                 objective="cross_entropy" if config.is_supervised else "policy",
                 teacher_coef=config.distillation.coef,
                 teacher_estimator=config.distillation.estimator,
+                teacher_divergence=config.distillation.divergence,
                 demonstration_coef=config.demonstrations.coef if config.demonstrations else 0.0,
             ),
             temperature=config.sampling.first_temperature,
@@ -163,11 +164,20 @@ class PolicyGroup(TakenWeights, RowValues):
         ``groups``: prompts, and their samples or object references to them. Ranks that share sequences get
         the same groups.
         """
+        return await self._of_base("base_logprobs", groups)
+
+    async def base_top_logprobs(
+        self, groups: Sequence[tuple[Prompt, Any]], top_k: int
+    ) -> list[list[TeacherLogprobs]]:
+        """Do as `base_logprobs`, with the ``top_k`` likeliest tokens in the place of each."""
+        return await self._of_base("base_top_logprobs", groups, top_k)
+
+    async def _of_base(self, method: str, groups: Sequence[tuple[Prompt, Any]], *first: Any) -> list[Any]:
         replicas, together = self._settings.replicas, self._settings.sequence_parallel
         dealt = [groups[i::replicas] for i in range(replicas) for _ in range(together)]
-        arguments = [([prompt for prompt, _ in own], *(samples for _, samples in own)) for own in dealt]
+        arguments = [(*first, [prompt for prompt, _ in own], *(s for _, s in own)) for own in dealt]
         async with self._deadline(self.update_s, "log-probs without adapters"):
-            answers = (await self._each("base_logprobs", arguments))[::together]
+            answers = (await self._each(method, arguments))[::together]
         return [answers[i % replicas][i // replicas] for i in range(len(groups))]
 
     @property

@@ -23,7 +23,7 @@ from actors.transfer.stream import receive
 from actors.transfer.transport import open_transport
 from grpo_dist.config import ModelConfig, ReferenceConfig, TeacherConfig, TransferBackend
 from grpo_dist.policy.attention import choose_kernel
-from grpo_dist.policy.group_logprobs import group_logprobs
+from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs, load_causal_lm, reads_packed_rows
 from grpo_dist.policy.weight_buckets import ParameterSpec
@@ -32,7 +32,7 @@ from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_bat
 from grpo_dist.runtime.host_copies import HostCopies, release_cache
 from grpo_dist.runtime.imports import freeze_loaded
 from grpo_dist.runtime.metering import Metered, metered
-from grpo_dist.types import Prompt, Rollout
+from grpo_dist.types import Prompt, Rollout, TeacherLogprobs
 
 # A frozen reference can be loaded from the model directory. One that follows the policy exists only in the
 # actor and, in an earlier state, in a checkpoint.
@@ -52,9 +52,10 @@ class ReferenceWorker(Metered, Probeable):
         model_dir: str,
         temperature: float,
         chunk_mib: int | None,
+        vocabulary: int | None = None,
     ) -> None:
         super().__init__()
-        self._model, self._model_dir = model, model_dir
+        self._model, self._model_dir, self._vocabulary = model, model_dir, vocabulary
         self._temperature, self._chunk_mib = temperature, chunk_mib
         device = device_type()
         self._budget = micro_batch_tokens(settings.micro_batch_tokens, device)
@@ -82,7 +83,9 @@ class ReferenceWorker(Metered, Probeable):
         kernel = choose_kernel(self._model.attention, self._device, dtype) if packs else None
         self._micro = MicroBatches(self._budget, kernel, 1, self._device)
         chunk_mib = logprob_chunk_mib(self._chunk_mib, device_type())
-        module = TokenLogprobs(causal_lm, temperature=self._temperature, chunk_mib=chunk_mib)
+        module = TokenLogprobs(
+            causal_lm, temperature=self._temperature, chunk_mib=chunk_mib, vocabulary=self._vocabulary
+        )
         self._module = module.to(self._device).eval().requires_grad_(False)
         freeze_loaded()  # `sleep` collects garbage
 
@@ -133,10 +136,18 @@ class ReferenceWorker(Metered, Probeable):
         (found,) = group_logprobs(lambda layout: self._module(layout)[0], [(prompt, rollouts)], self._micro)
         return found
 
+    @metered("logprobs")
+    def top_logprobs(self, prompt: Prompt, rollouts: Sequence[Rollout], top_k: int) -> list[TeacherLogprobs]:
+        """Return what `logprobs` does, with the ``top_k`` likeliest tokens in the place of each."""
+        (found,) = group_top_logprobs(
+            lambda layout: self._module(layout, top_k=top_k), [(prompt, rollouts)], self._micro
+        )
+        return found
+
 
 class ReferencePool:
     """Driver-side handle of the reference, or of one teacher: sends each group to the worker with the fewest
-    outstanding groups.
+    outstanding groups. ``vocabulary``: tokens of the policy, of a teacher that may have more; None: as many.
     """
 
     def __init__(
@@ -148,6 +159,7 @@ class ReferencePool:
         model_dir: str,
         temperature: float,
         chunk_mib: int | None,
+        vocabulary: int | None = None,
     ) -> None:
         made = actors.makers(
             one_at_a_time(ReferenceWorker),
@@ -157,6 +169,7 @@ class ReferencePool:
             model_dir=model_dir,
             temperature=temperature,
             chunk_mib=chunk_mib,
+            vocabulary=vocabulary,
         )
         name = "reference"
         if isinstance(settings, TeacherConfig):
@@ -174,6 +187,11 @@ class ReferencePool:
         """Return log-probs of the samples. ``rollouts``: the samples, or an object reference to them."""
         async with self.turn():
             return await self.team.call("logprobs", prompt, rollouts)
+
+    async def top_logprobs(self, prompt: Prompt, rollouts: Any, top_k: int) -> list[TeacherLogprobs]:
+        """Return them with the ``top_k`` likeliest tokens; ``rollouts`` as for `logprobs`."""
+        async with self.turn():
+            return await self.team.call("top_logprobs", prompt, rollouts, top_k)
 
     async def sleep(self) -> None:
         """Free the GPUs; the caller holds the deadline."""

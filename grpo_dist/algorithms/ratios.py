@@ -30,7 +30,7 @@ def masked_inputs(
     return log_ratio, torch.where(mask, advantages.to(logprobs.dtype), zero)
 
 
-def at_least_float32(values: TokenValues) -> TokenValues:
+def at_least_float32(values: Float[Tensor, ...]) -> Float[Tensor, ...]:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

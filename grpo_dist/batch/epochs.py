@@ -79,4 +79,6 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     if parts[0].ndim == 1:
         return torch.cat(list(parts))
     width = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+    behind = [0] * 2 * (parts[0].ndim - 2)  # `pad` begins with the last dimension
+    pad = torch.nn.functional.pad
+    return torch.cat([pad(part, (*behind, 0, width - part.shape[1])) for part in parts])

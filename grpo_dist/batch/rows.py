@@ -23,7 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_dist.types import FurtherRow, Group, Prompt, Rollout, TrainBatch, training_rows
+from grpo_dist.types import (
+    FurtherRow,
+    Group,
+    Prompt,
+    Rollout,
+    TeacherLogprobs,
+    TrainBatch,
+    training_rows,
+)
 
 
 def make_batch(
@@ -34,7 +42,7 @@ def make_batch(
     max_new_tokens: int,
     mask_truncated: bool = False,
     mask_outcomes: Collection[str] = (),
-    teacher_logprobs: Sequence[np.ndarray | None] | None = None,
+    teachers: Sequence[TeacherLogprobs | None] | None = None,
     trains_taught: bool = False,
 ) -> TrainBatch:
     """Make the right-padded rows of all samples.
@@ -47,8 +55,8 @@ def make_batch(
             counts in its group (DAPO's overlong filtering, arXiv:2503.14476, section 3.4).
         mask_outcomes: the same for episodes that ended for one of these reasons. One whose environment
             failed ("error") is never trained on.
-        teacher_logprobs: float32 [C] for each row in order, None for a row without a teacher; None: there is
-            no teacher. A sample needs no reward to learn from its teacher.
+        teachers: what the teacher of each row in order gives, None for a row without one; None: there is no
+            teacher. A sample needs no reward to learn from its teacher.
         trains_taught: a sample with a teacher belongs to the policy loss without a reward, too.
     """
     samples = [r for g in groups for r in g.rollouts]
@@ -57,7 +65,7 @@ def make_batch(
     placed, shared = _placed(groups, rows, group_ids)
     tokens = _tokens(groups, placed, group_ids)
     usable = _usable(samples, rows, mask_truncated=mask_truncated, mask_outcomes=mask_outcomes)[owner]
-    has_teacher = usable & _are_known(teacher_logprobs, len(rows))
+    has_teacher = usable & _are_known(teachers, len(rows))
     is_scored = np.isfinite(np.concatenate([g.rewards for g in groups]))[owner]
     trained = usable & (is_scored | (has_teacher & trains_taught))
     mask = _loss_mask(placed, trained | has_teacher, tokens.shape[1])
@@ -79,8 +87,7 @@ def make_batch(
         prompt_lengths=torch.from_numpy(shared),
         sample_tokens=None if sample_tokens is None else torch.from_numpy(sample_tokens),
         prompt_tokens=torch.from_numpy(_prompt_tokens(loss_mask, group_ids)),
-        teacher_logprobs=None if teacher_logprobs is None else of_tokens(teacher_logprobs, has_teacher),
-        taught=None if teacher_logprobs is None else torch.from_numpy(taught),
+        **({} if teachers is None else _of_teachers(teachers, placed, taught, has_teacher)),
         temperatures=_temperatures(samples, owner),
         routes=tuple(row.routes for row in rows) if any(row.routes for row in rows) else None,
         **_denominators(loss_mask, group_ids, sample_tokens, taught),
@@ -115,7 +122,7 @@ def _owners(groups: Sequence[Group], samples: Sequence[Rollout]) -> tuple[np.nda
     return owner, sample_group[owner]
 
 
-def _are_known(values: Sequence[np.ndarray | None] | None, rows: int) -> np.ndarray:
+def _are_known(values: Sequence[TeacherLogprobs | None] | None, rows: int) -> np.ndarray:
     return np.zeros(rows, bool) if values is None else np.array([own is not None for own in values], bool)
 
 
@@ -224,6 +231,25 @@ def _of_tokens(
     _fill(out, placed, values, wanted)
     given = any(row.sampled is not None for row in placed.rows)
     return torch.from_numpy(np.where(mask, out, 0) if given else out)
+
+
+def _of_teachers(
+    teachers: Sequence[TeacherLogprobs | None], placed: _Placed, taught: np.ndarray, wanted: np.ndarray
+) -> dict[str, Any]:
+    """Return what the batch has of teachers: log-probs of ``taught`` tokens, and likeliest tokens where they
+    give any. ``wanted``: the rows that are taught.
+    """
+    own = [TeacherLogprobs(np.empty(0)) if teacher is None else teacher for teacher in teachers]
+    sampled = _of_tokens(placed, taught, [teacher.sampled for teacher in own], wanted)
+    found = {"teacher_logprobs": sampled, "taught": torch.from_numpy(taught)}
+    sizes = {teacher.top_ids.shape[1] for teacher in own if teacher.top_ids is not None}
+    if sizes:
+        (count,) = sizes
+        ids, top = (np.zeros((*taught.shape, count), kind) for kind in (np.int32, np.float32))
+        _fill(ids, placed, [teacher.top_ids for teacher in own], wanted)
+        _fill(top, placed, [teacher.top for teacher in own], wanted)
+        found |= {"top_ids": torch.from_numpy(ids), "top_logprobs": torch.from_numpy(top)}
+    return found
 
 
 def _fill(

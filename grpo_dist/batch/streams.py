@@ -61,7 +61,7 @@ def _stacked(above: Tensor | None, below: Tensor | None, first: TrainBatch, seco
     known = above if above is not None else below
     assert known is not None
     rows, width = len(first) + len(second), max(first.tokens.shape[1], second.tokens.shape[1])
-    out = torch.zeros((rows, width) if known.ndim == 2 else (rows,), dtype=known.dtype)
+    out = known.new_zeros((rows, width, *known.shape[2:]) if known.ndim > 1 else (rows,))
     for part, start in ((above, 0), (below, len(first))):
         if part is not None:
             out[(slice(start, start + len(part)), *(slice(size) for size in part.shape[1:]))] = part

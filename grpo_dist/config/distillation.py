@@ -56,12 +56,12 @@ class TeacherConfig(Section):
 
 
 class DistillationConfig(Section):
-    """On-policy distillation: each sampled token moves towards the teacher's distribution."""
+    """On-policy distillation: the policy learns the teacher's distribution where its own samples go."""
 
     teachers: tuple[TeacherConfig, ...] = Field(
         (), description="teachers; a sample with several learns from the mean of their log-probs"
     )
-    coef: PositiveFloat = Field(1.0, description="weight of the KL to the teacher")
+    coef: PositiveFloat = Field(1.0, description="weight of the KL to the teacher, or of `divergence`")
     kl_as: Literal["advantage", "loss"] = Field(
         "advantage",
         description="advantage: log p of the teacher minus that of the policy is added to a token's "
@@ -71,6 +71,16 @@ class DistillationConfig(Section):
         "k3+",
         description="of the KL term in the loss, as `algorithm.kl.estimator`; all but k3 have the gradient "
         "of the reverse KL",
+    )
+    top_k: Count = Field(
+        0,
+        description="learn the teacher's probabilities of its so many likeliest tokens at each place, all "
+        "others as one, with `kl_as` = loss; 0: of the sampled token alone",
+    )
+    divergence: Literal["reverse", "forward", "jensen_shannon"] = Field(
+        "reverse",
+        description="with `top_k`: reverse is KL(policy, teacher), forward KL(teacher, policy), and "
+        "jensen_shannon half of both to the mean of the two",
     )
     reward_coef: NonNegative = Field(
         1.0,

@@ -22,7 +22,7 @@ def distillation_contradictions(config: Sections) -> Iterator[str]:
 
 def _without_teachers(own: DistillationConfig) -> Iterator[str]:
     defaults = DistillationConfig()
-    for key in ("coef", "kl_as", "estimator", "reward_coef"):
+    for key in ("coef", "kl_as", "estimator", "top_k", "divergence", "reward_coef"):
         if getattr(own, key) != getattr(defaults, key):
             yield (
                 f"`distillation.{key}` has no effect without a teacher; add one to "
@@ -71,6 +71,7 @@ def _of_teachers(own: DistillationConfig, config: Sections) -> Iterator[str]:
             f"`distillation.estimator` = {own.estimator} is that of a term of the loss; set "
             "`distillation.kl_as` = loss, or remove `distillation.estimator`"
         )
+    yield from _of_likeliest_tokens(own)
     if config.dynamic_sampling.enabled:
         yield (
             "`dynamic_sampling.enabled` drops groups of equal rewards, but `distillation.teachers` teach "
@@ -84,6 +85,37 @@ def _of_teachers(own: DistillationConfig, config: Sections) -> Iterator[str]:
             )
         if not teacher.has_workers:
             yield from _of_the_reference(teacher)
+
+
+def _of_likeliest_tokens(own: DistillationConfig) -> Iterator[str]:
+    """Look at `top_k` and what depends on it."""
+    defaults = DistillationConfig()
+    if not own.top_k:
+        if own.divergence != defaults.divergence:
+            yield (
+                f"`distillation.divergence` = {own.divergence} compares distributions; set "
+                "`distillation.top_k`, e.g. to 16, or remove `distillation.divergence`"
+            )
+        return
+    if own.kl_as == "advantage":
+        yield (
+            f"`distillation.top_k` = {own.top_k} compares distributions, which an advantage of the sampled "
+            "token cannot; set `distillation.kl_as` = loss, or remove `distillation.top_k`"
+        )
+    elif own.estimator != defaults.estimator:
+        yield (
+            f"`distillation.estimator` = {own.estimator} is one from sampled tokens alone, and has no effect "
+            f"with `distillation.top_k` = {own.top_k}; remove it, and choose `distillation.divergence`"
+        )
+    for i, teacher in enumerate(own.teachers):
+        for other in own.teachers[i + 1 :]:
+            common = sorted(set(teacher.sources) & set(other.sources))
+            if common or not teacher.sources or not other.sources:
+                yield (
+                    f"`distillation.top_k` = {own.top_k}: `distillation.teachers` {teacher.name} and "
+                    f"{other.name} both teach {common[0] if common else 'the same source'}, but their "
+                    "likeliest tokens differ; name other `sources` for each, or remove `distillation.top_k`"
+                )
 
 
 def _of_the_reference(teacher: TeacherConfig) -> Iterator[str]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from grpo_dist.config import TeacherConfig
+from grpo_dist.config import DistillationConfig, TeacherConfig
 from grpo_dist.runtime.concurrency import gather
-from grpo_dist.types import Prompt
+from grpo_dist.types import Prompt, TeacherLogprobs
 from grpo_dist.workers import ReferenceHandle, RolloutsRef, Workers
 
 _AS_POLICY = ""  # the reference, with the prompt that the policy reads; no teacher has this name
-Logprobs = list[np.ndarray]  # float32 [C] for each row of each sample of a group
+# Of each row of each sample of a group.
+Logprobs = list[np.ndarray]  # float32 [C]
+Taught = list[TeacherLogprobs]
 
 
 class FrozenModels:
@@ -21,19 +23,21 @@ class FrozenModels:
 
     Args:
         with_kl: the KL term needs those of the reference.
-        teachers: each is asked about the sources it teaches, with the prompt that it reads.
+        distillation: each of its teachers is asked about the sources it teaches, with the prompt that it
+            reads.
     """
 
-    def __init__(self, workers: Workers, teachers: Sequence[TeacherConfig], *, with_kl: bool) -> None:
+    def __init__(self, workers: Workers, distillation: DistillationConfig, *, with_kl: bool) -> None:
         self._reference = workers.reference if with_kl else None
-        self._teachers = [(teacher, _handle(workers, teacher)) for teacher in teachers]
+        self._teachers = [(teacher, _handle(workers, teacher)) for teacher in distillation.teachers]
+        self._top_k = distillation.top_k
 
     def __bool__(self) -> bool:
         return self._reference is not None or bool(self._teachers)
 
     async def logprobs(
-        self, prompt: Prompt, rollouts: RolloutsRef, before: Mapping[str, Logprobs] | None = None
-    ) -> tuple[Logprobs, Mapping[str, Logprobs]]:
+        self, prompt: Prompt, rollouts: RolloutsRef, before: Mapping[str, Taught] | None = None
+    ) -> tuple[Logprobs, Mapping[str, Taught]]:
         """Return those of the reference, [] without a KL term, and those of each teacher by name.
 
         The reference is asked once about the prompt that the policy reads, for the KL term and for teachers.
@@ -44,14 +48,27 @@ class FrozenModels:
         """
         own = [(teacher, handle) for teacher, handle in self._teachers if teacher.teaches(prompt.source)]
         known = {t.name: before[t.name] for t, _ in own if before and t.has_workers and t.name in before}
-        asked = {} if self._reference is None else {_AS_POLICY: self._reference.logprobs(prompt, rollouts)}
+        asked = {}
         for teacher, handle in own:
             name = _asked_as(teacher, prompt)
             if name not in known and name not in asked:
-                asked[name] = handle.logprobs(_as_read_by(teacher.name, prompt), rollouts)
+                asked[name] = self._of_teacher(handle, _as_read_by(teacher.name, prompt), rollouts)
+        if self._reference is not None and _AS_POLICY not in asked:
+            asked[_AS_POLICY] = _plain(self._reference, prompt, rollouts)
         found = known | dict(zip(asked, await gather(asked.values()), strict=True))
         taught = {teacher.name: found[_asked_as(teacher, prompt)] for teacher, _ in own}
-        return ([] if self._reference is None else found[_AS_POLICY]), taught
+        reference = [] if self._reference is None else found[_AS_POLICY]
+        return [row.sampled for row in reference], taught
+
+    async def _of_teacher(self, handle: ReferenceHandle, prompt: Prompt, rollouts: RolloutsRef) -> Taught:
+        if self._top_k:
+            return await handle.top_logprobs(prompt, rollouts, self._top_k)
+        return await _plain(handle, prompt, rollouts)
+
+
+async def _plain(handle: ReferenceHandle, prompt: Prompt, rollouts: RolloutsRef) -> Taught:
+    """Return the log-probs of the sampled tokens alone."""
+    return [TeacherLogprobs(values) for values in await handle.logprobs(prompt, rollouts)]
 
 
 def _asked_as(teacher: TeacherConfig, prompt: Prompt) -> str:

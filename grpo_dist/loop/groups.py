@@ -25,7 +25,7 @@ from grpo_dist.loop.progress import SampledBatch
 from grpo_dist.loop.refill import Refill
 from grpo_dist.runtime.concurrency import gather, sampled_again
 from grpo_dist.runtime.seeds import request_seed, request_seeds
-from grpo_dist.types import Group, Prompt, Rollout, Sampling
+from grpo_dist.types import Group, Prompt, Rollout, Sampling, TeacherLogprobs
 from grpo_dist.workers import RolloutsRef, Workers
 
 logger = logging.getLogger("grpo_dist")
@@ -38,12 +38,12 @@ _DRAWS = 3  # of a group whose samples fail: once may be bad luck
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
     """A group ready to train on. ``ref_logprobs``: float32 [C] for each row of each sample; empty
-    without a KL term. ``teacher_logprobs``: likewise, of each of its teachers by name.
+    without a KL term. ``teacher_logprobs``: for each row what each of its teachers gives, by name.
     """
 
     group: Group
     ref_logprobs: list[np.ndarray]
-    teacher_logprobs: Mapping[str, list[np.ndarray]] = field(default_factory=dict)
+    teacher_logprobs: Mapping[str, list[TeacherLogprobs]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ class GroupScorer:
         return float((await self._workers.rewards.score(prompt, rollouts)).rewards[0])
 
     async def referenced(
-        self, group: Group, before: Mapping[str, list[np.ndarray]] | None = None
+        self, group: Group, before: Mapping[str, list[TeacherLogprobs]] | None = None
     ) -> ScoredGroup:
         """Compute the log-probs of reference and teachers. ``before``: those of teachers that are known."""
         return ScoredGroup(group, *await self._models.logprobs(group.prompt, group.rollouts, before))

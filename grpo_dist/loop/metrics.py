@@ -151,7 +151,7 @@ def distillation_metrics(scored: Sequence[ScoredGroup], with_signal: Collection[
         rows = [row for rollout in own.group.rollouts for row in rollout.rows]
         for name, known in own.teacher_logprobs.items():
             for row, theirs in zip(rows, known, strict=True):
-                gap = of_sampled(row, row.logprobs).astype(np.float64) - of_sampled(row, theirs)
+                gap = of_sampled(row, row.logprobs).astype(np.float64) - of_sampled(row, theirs.sampled)
                 gap = gap[np.isfinite(gap)]  # a token without a log-prob is not trained on
                 sums[name] += float(gap.sum())
                 tokens[name] += len(gap)

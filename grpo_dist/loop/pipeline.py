@@ -56,7 +56,7 @@ class Pipeline:
             seed=config.seed,
             draw=GroupDraw.of(config.batch, config.algorithm, config.data),
             finished={b: as_drawn(groups, self._sampling[b]) for b, groups in state.partial.items()},
-            scored_by=FrozenModels(workers, config.distillation.teachers, with_kl=config.has_kl_term),
+            scored_by=FrozenModels(workers, config.distillation, with_kl=config.has_kl_term),
         )
         self._order_indices = {batch: list(own) for batch, own in state.order_indices.items()}
         self._order = order_of(config, prompts, state.order)

@@ -34,7 +34,7 @@ from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.plugins.algorithm_pieces import OwnCode
 from grpo_dist.plugins.kinds import AGGREGATION, LOSS
 from grpo_dist.runtime.seeds import derived_seed
-from grpo_dist.types import EpochUpdate, Group, TrainBatch
+from grpo_dist.types import EpochUpdate, Group, TeacherLogprobs, TrainBatch
 
 
 def reward_moments(algorithm: AlgorithmConfig, scored: Sequence[ScoredGroup], before: Moments) -> Moments:
@@ -88,7 +88,7 @@ def make_updates(
         max_new_tokens=longest_allowed(groups) or config.sampling.longest,
         mask_truncated=config.algorithm.mask_truncated,
         mask_outcomes=config.environments.mask_outcomes,
-        teacher_logprobs=_teacher_logprobs(scored, config.distillation, given=advantages is not None),
+        teachers=_of_teachers(scored, config.distillation, given=advantages is not None),
         trains_taught=settings.teacher_coef > 0 and advantages is None,
     )
     if advantages is None:
@@ -154,22 +154,29 @@ def _coef_in_advantages(distillation: DistillationConfig) -> float:
     return distillation.coef if in_advantages else 0.0
 
 
-def _teacher_logprobs(
+def _of_teachers(
     scored: Sequence[ScoredGroup], distillation: DistillationConfig, *, given: bool
-) -> list[np.ndarray | None] | None:
-    """Return for each row the mean of its teachers' log-probs, None where it has no teacher; None where no
-    teacher's log-probs are used. ``given``: the advantages are, and get no part of a teacher.
+) -> list[TeacherLogprobs | None] | None:
+    """Return for each row what its teacher gives, the mean of their log-probs where it has several, and None
+    where it has none; None where no teacher's log-probs are used. ``given``: the advantages are, and get no
+    part of a teacher.
     """
     if not distillation.teachers or (given and distillation.kl_as == "advantage"):
         return None
-    found: list[np.ndarray | None] = []
+    found: list[TeacherLogprobs | None] = []
     for own in scored:
         if own.teacher_logprobs:
-            rows = zip(*own.teacher_logprobs.values(), strict=True)
-            found += [np.asarray(np.mean(np.stack(row), axis=0), np.float32) for row in rows]
+            found += map(_mean_of_teachers, zip(*own.teacher_logprobs.values(), strict=True))
         else:
             found += [None] * sum(len(rollout.rows) for rollout in own.group.rollouts)
     return found
+
+
+def _mean_of_teachers(row: tuple[TeacherLogprobs, ...]) -> TeacherLogprobs:
+    if len(row) == 1:
+        return row[0]
+    assert all(own.top is None for own in row), "a source with likeliest tokens has one teacher"
+    return TeacherLogprobs(np.asarray(np.mean(np.stack([own.sampled for own in row]), axis=0), np.float32))
 
 
 def learning_rows(batch: TrainBatch) -> np.ndarray:

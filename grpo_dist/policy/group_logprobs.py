@@ -16,7 +16,7 @@ from grpo_dist.batch.rows import context_ids, pad_rows, shared_tokens
 from grpo_dist.batch.shared_prefixes import Prefixes
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.packing import Layout
-from grpo_dist.types import Prompt, Rollout, Rows
+from grpo_dist.types import Prompt, Rollout, Rows, TeacherLogprobs
 
 SampledGroup = tuple[Prompt, Sequence[Rollout]]
 
@@ -35,14 +35,44 @@ def group_logprobs(
         forward: float32 [B, T] of a layout, 0 where nothing is wanted.
         together: ``forward`` is a collective, which all ranks call equally often.
     """
+    found = _values_of_rows(lambda layout: (forward(layout),), groups, micro, together=together)
+    return [[values for (values,) in own] for own in found]
+
+
+@torch.no_grad()
+def group_top_logprobs(
+    forward: Callable[[Layout], tuple[Tensor, ...]],
+    groups: Sequence[SampledGroup],
+    micro: MicroBatches,
+    *,
+    together: bool = False,
+) -> list[list[TeacherLogprobs]]:
+    """Do as `group_logprobs`, with the likeliest tokens in the place of each sampled one.
+
+    ``forward``: log-probs of a layout [B, T], likeliest tokens [B, T, K], and the log-probs of these.
+    """
+    found = _values_of_rows(forward, groups, micro, together=together)
+    return [[TeacherLogprobs(own, ids.astype(np.int32), top) for own, ids, top in rows] for rows in found]
+
+
+def _values_of_rows(
+    forward: Callable[[Layout], tuple[Tensor, ...]],
+    groups: Sequence[SampledGroup],
+    micro: MicroBatches,
+    *,
+    together: bool,
+) -> list[list[tuple[np.ndarray, ...]]]:
+    """Return for each group and each row of its samples what ``forward`` gives for its completion, each of
+    the tensors [C, ...].
+    """
     rows = [_rows(prompt, samples) for prompt, samples in groups]
     plan = [(own, chosen) for own, made in enumerate(rows) for chosen in _plan(made, micro)]
-    out = [[np.empty(0, np.float32)] * len(made) for made in rows]
+    out: list[list[tuple[np.ndarray, ...]]] = [[()] * len(made) for made in rows]
     values = [forward(_layout([rows[own][i] for i in chosen], micro)) for own, chosen in plan]
     for (own, chosen), found in zip(plan, values, strict=True):
-        for i, value in zip(chosen, found.cpu().numpy(), strict=True):
+        for i, parts in zip(chosen, zip(*(t.cpu().numpy() for t in found), strict=True), strict=True):
             row = rows[own][i]
-            out[own][i] = value[row.start : len(row.tokens)].copy()
+            out[own][i] = tuple(part[row.start : len(row.tokens)].copy() for part in parts)
     for _ in range(micro.most_of_all(len(plan)) - len(plan) if together else 0):
         forward(_layout([_SampleRow(np.zeros(2, np.int32), 1, 1, None)], micro))
     return out

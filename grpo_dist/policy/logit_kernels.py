@@ -54,11 +54,13 @@ class KernelLogitRows:
         grad: Float[Tensor, " N"] | None,
         entropy_grad: Float[Tensor, " N"] | None,
         dtype: torch.dtype,
+        total: Float[Tensor, " N"] | None = None,
     ) -> Float[Tensor, "N V"]:
         logits, targets = logits.contiguous(), targets.contiguous()
         out, each = torch.empty_like(logits, dtype=dtype), _each(temperature, sums.largest)
         upstream = (
-            torch.zeros_like(each) if g is None else (g / each).contiguous() for g in (grad, entropy_grad)
+            torch.zeros_like(each) if g is None else (g / each).contiguous()
+            for g in (grad, grad if total is None else total, entropy_grad)
         )
         with torch.cuda.device_of(logits):
             if len(logits):
@@ -108,18 +110,19 @@ def _forward(  # type: ignore[no-untyped-def]  # Triton reads annotations as its
 
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
-    logits, targets, temperatures, entropies, largest, logarithms, grads, entropy_grads, out,
+    logits, targets, temperatures, entropies, largest, logarithms, grads, totals, entropy_grads, out,
     vocabulary, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature, target = tl.load(temperatures + row), tl.load(targets + row)
     top, logarithm = tl.load(largest + row), tl.load(logarithms + row)
-    entropy, grad, entropy_grad = tl.load(entropies + row), tl.load(grads + row), tl.load(entropy_grads + row)
+    entropy, entropy_grad = tl.load(entropies + row), tl.load(entropy_grads + row)
+    grad, total = tl.load(grads + row), tl.load(totals + row)
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         mask = columns < vocabulary
         x = tl.load(logits + row * vocabulary + columns, mask=mask, other=0.0) / temperature - top - logarithm
         p = tl.exp(x)
-        d = -p * tl.where(p > 0, grad + entropy_grad * (x + entropy), 0.0)  # 0 for a logit of -inf
+        d = -p * tl.where(p > 0, total + entropy_grad * (x + entropy), 0.0)  # 0 for a logit of -inf
         d += tl.where(columns == target, grad, 0.0)
         tl.store(out + row * vocabulary + columns, d.to(out.dtype.element_ty), mask=mask)

@@ -1,7 +1,8 @@
 """What is computed from blocks of logits [N, V], by torch's operations; `logit_kernels` does it on GPUs.
 
-With p the softmax of a row at its temperature, H its entropy, and g, h the incoming gradients of its log-prob
-and its entropy, d logits = (g (onehot(target) - p) - h p (log p + H)) / temperature.
+With p the softmax of a row at its temperature, H its entropy, g, h the incoming gradients of its log-prob and
+its entropy, and s the sum of those of all its log-probs, g and those of further tokens,
+d logits = (g onehot(target) - s p - h p (log p + H)) / temperature, and that of the further tokens on top.
 """
 
 from __future__ import annotations
@@ -61,9 +62,11 @@ class LogitRows(Protocol):
         grad: Tensor | None,
         entropy_grad: Tensor | None,
         dtype: torch.dtype,
+        total: Tensor | None = None,
     ) -> Tensor:
         """Return the gradient of ``logits`` [N, V] in ``dtype``. ``grad``, ``entropy_grad`` [N]: of the
-        log-probs and of the entropies; None: 0.
+        log-probs and of the entropies; None: 0. ``total`` [N]: sum of the gradients of all log-probs of a
+        row; None: ``grad``. The caller adds those of further tokens at their places.
         """
         ...
 
@@ -99,18 +102,20 @@ class TorchLogitRows:
         grad: Float[Tensor, " N"] | None,
         entropy_grad: Float[Tensor, " N"] | None,
         dtype: torch.dtype,
+        total: Float[Tensor, " N"] | None = None,
     ) -> Float[Tensor, "N V"]:
         logits = _scaled(logits, temperature)
         logits -= sums.largest[:, None]
         logits -= sums.logarithms[:, None]
         grad = torch.zeros_like(sums.largest) if grad is None else grad / temperature
+        total = grad if total is None else total / temperature
         out = logits.exp()
         if entropy_grad is None:
-            out *= -grad[:, None]
+            out *= -total[:, None]
         else:
             logits += sums.entropies[:, None]
             logits *= -(entropy_grad / temperature)[:, None]
-            logits -= grad[:, None]
+            logits -= total[:, None]
             out *= logits
         return out.scatter_add_(1, targets[:, None], grad[:, None].to(out.dtype)).to(dtype)
 

@@ -74,11 +74,64 @@ def selected_logprobs(
     """Do as `token_logprobs`, for hidden states and the tokens they predict; ``temperature`` may be one for
     each of them.
     """
-    _check(temperature, chunk_tokens)
-    values, entropies = _ChunkedLogprobs.apply(
-        rows, lm_head_weight, bias, targets, temperature, chunk_tokens, with_entropy
+    how: dict[str, Any] = {"temperature": temperature, "chunk_tokens": chunk_tokens, "bias": bias}
+    values, entropies, _ = logprobs_with_others(
+        rows, lm_head_weight, targets, None, with_entropy=with_entropy, **how
     )
-    return values, entropies if with_entropy else None
+    return values, entropies
+
+
+def logprobs_with_others(
+    rows: Float[Tensor, "M D"],
+    lm_head_weight: Float[Tensor, "V D"],
+    targets: Int[Tensor, " M"],
+    others: Int[Tensor, "M K"] | None,
+    *,
+    temperature: float | int | Float[Tensor, " M"],
+    chunk_tokens: int,
+    bias: Float[Tensor, " V"] | None = None,
+    with_entropy: bool = False,
+) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None, Float[Tensor, "M K"] | None]:
+    """Do as `selected_logprobs`; also return the log-probs of ``others`` at each place, int64, with
+    gradients. None: of none.
+    """
+    _check(temperature, chunk_tokens)
+    values, entropies, of_others = _ChunkedLogprobs.apply(
+        rows, lm_head_weight, bias, targets, others, temperature, chunk_tokens, with_entropy
+    )
+    return values, entropies if with_entropy else None, of_others
+
+
+@torch.no_grad()
+def top_logprobs(
+    rows: Float[Tensor, "M D"],
+    lm_head_weight: Float[Tensor, "V D"],
+    targets: Int[Tensor, " M"],
+    count: int,
+    *,
+    vocabulary: int | None = None,
+    temperature: float | int | Float[Tensor, " M"],
+    chunk_tokens: int,
+    bias: Float[Tensor, " V"] | None = None,
+) -> tuple[Float[Tensor, " M"], Int[Tensor, "M K"], Float[Tensor, "M K"]]:
+    """Return the log-probs of ``targets``, and at each place the ``count`` likeliest tokens, int64, the
+    likeliest first, and their log-probs. Without gradients.
+
+    Args:
+        vocabulary: only tokens below this may be among them; None: all. Log-probs are those of the whole
+            distribution in any case.
+    """
+    _check(temperature, chunk_tokens)
+    head = _Head(rows, lm_head_weight, bias)
+    values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
+    top = values.new_empty(len(rows), count)
+    ids, kernel = torch.empty_like(top, dtype=torch.int64), rows_for(values)
+    for part in _parts(len(rows), chunk_tokens):
+        logits, own = head.logits(rows[part]), _of(temperature, part)
+        raw, ids[part] = logits[:, :vocabulary].topk(count, dim=1)
+        values[part], sums = kernel.logprobs(logits, targets[part], own, with_entropy=False)
+        top[part] = _normalised(raw, own, sums)
+    return values, ids, top
 
 
 @torch.no_grad()
@@ -107,6 +160,12 @@ def selected_score_norms(
         p.scatter_(1, targets[part, None], 0.0)
         norms[part] = p.sum(dim=1).square() + torch.linalg.vecdot(p, p)
     return norms
+
+
+def _normalised(logits: Tensor, temperature: float | Tensor, sums: RowSums) -> Tensor:
+    """Return the log-probs [N, K] of ``logits``, some of each row."""
+    scaled = logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+    return scaled - sums.largest[:, None] - sums.logarithms[:, None]
 
 
 def _check(temperature: float | Tensor, chunk_tokens: int) -> None:
@@ -139,7 +198,7 @@ def rows_for(values: Tensor) -> LogitRows:
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Rows [N, D] and targets [N] to log-probs and entropies [N]."""
+    """Rows [N, D] and targets [N] to log-probs and entropies [N]; and others [N, K] to their log-probs."""
 
     @staticmethod
     def forward(
@@ -148,42 +207,51 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        others: Tensor | None,
         temperature: float | Tensor,
         chunk: int,
         with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         head = _Head(rows, weight, bias)
         values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
+        of_others = None if others is None else values.new_empty(others.shape)
         sums, kernel = RowSums.empty_like(values), rows_for(values)
         for part in _parts(len(rows), chunk):
-            values[part], sums[part] = kernel.logprobs(
-                head.logits(rows[part]), targets[part], _of(temperature, part), with_entropy=with_entropy
-            )
-        ctx.save_for_backward(rows, weight, bias, targets, *sums.tensors)
+            logits, own = head.logits(rows[part]), _of(temperature, part)
+            raw = None if others is None else logits.gather(1, others[part])
+            values[part], sums[part] = kernel.logprobs(logits, targets[part], own, with_entropy=with_entropy)
+            if raw is not None and of_others is not None:
+                of_others[part] = _normalised(raw, own, sums[part])
+            del logits  # before the next block is made
+        ctx.save_for_backward(rows, weight, bias, targets, others, *sums.tensors)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
-        return values, sums.entropies
+        return values, sums.entropies, of_others
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, targets, *kept = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None, other_grad: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        rows, weight, bias, targets, others, *kept = ctx.saved_tensors
         sums = RowSums(*kept)
+        total = None
+        if other_grad is not None:
+            total = other_grad.sum(dim=1) if grad is None else other_grad.sum(dim=1) + grad
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         head, kernel = _Head(rows, weight, bias), rows_for(sums.largest)
         grad_rows = torch.empty_like(rows) if needs_rows else None
         grad_weight = torch.zeros_like(weight, dtype=head.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=head.dtype) if needs_bias else None
         for part in _parts(len(rows), ctx.chunk):
+            own = _of(ctx.temperature, part)
             d_logits = kernel.gradient(
-                head.logits(rows[part]),
-                targets[part],
-                _of(ctx.temperature, part),
-                sums[part],
-                None if grad is None else grad[part],
-                None if entropy_grad is None else entropy_grad[part],
-                head.operand_dtype,
-            )
+                head.logits(rows[part]), targets[part], own, sums[part],
+                _some(grad, part), _some(entropy_grad, part), head.operand_dtype, _some(total, part),
+            )  # fmt: skip
+            if other_grad is not None:
+                each = other_grad[part] / (own[:, None] if isinstance(own, Tensor) else own)
+                d_logits.scatter_add_(1, others[part], each.to(d_logits.dtype))
             if grad_bias is not None:
                 grad_bias += d_logits.sum(dim=0, dtype=head.dtype)
             if grad_rows is not None:
@@ -195,7 +263,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_rows,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None, None, None, None,
+            None, None, None, None, None,
         )  # fmt: skip
 
 
@@ -241,6 +309,10 @@ class _Head:
             torch.addmm(out, a, b, out_dtype=self.dtype, out=out)
         else:
             out.addmm_(a, b)
+
+
+def _some(values: Tensor | None, part: slice) -> Tensor | None:
+    return None if values is None else values[part]
 
 
 def _parts(count: int, chunk: int) -> list[slice]:

@@ -2,7 +2,7 @@
 
     loss = aggregate(correction weight * policy loss) + kl_coef * aggregate(kl)
            - entropy_coef * aggregate(entropy)
-           + teacher_coef * mean(KL to the teacher)
+           + teacher_coef * mean(divergence from the teacher)
            + demonstration_coef * mean(-log p of demonstrations)
 
 The first line and the entropy are the policy loss, over `TrainBatch.loss_mask`; the others are means over the
@@ -17,15 +17,10 @@ so that no loss of a run meets one; `rollout/nan_logprobs` counts them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_dist.algorithms.aggregation import aggregate
-from grpo_dist.algorithms.kl import KL_ESTIMATORS
-from grpo_dist.algorithms.lookup import named
 from grpo_dist.algorithms.loss_settings import MEANS_OF_KEPT, POLICY_LOSS_SETTINGS, SELECTION_SETTINGS
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
@@ -35,6 +30,7 @@ from grpo_dist.algorithms.shapes import LossAndStats, Stats, TokenMask, TokenVal
 from grpo_dist.plugins.algorithm_pieces import aggregated, kl_estimate, own_policy_loss
 from grpo_dist.plugins.inputs import AggregationInputs, PolicyLossInputs
 from grpo_dist.policy.loss_settings import LossSettings
+from grpo_dist.policy.streams import cross_entropy, further_streams
 from grpo_dist.types import PreparedBatch, TrainBatch
 
 
@@ -44,6 +40,7 @@ def batch_loss(
     settings: LossSettings,
     *,
     entropy: TokenValues | None = None,
+    top_logprobs: Float[Tensor, "B T K"] | None = None,
     kl_coef: float | None = None,
     entropy_coef: float | None = None,
 ) -> tuple[Float[Tensor, ""], Stats]:
@@ -55,19 +52,20 @@ def batch_loss(
         batch: without ``old_logprobs``, the importance ratio is to ``logprobs`` themselves, hence exactly 1
             with the right gradient. ``ref_logprobs`` is needed when kl_coef > 0.
         entropy: nats; for the statistics, and with gradient for the bonus.
+        top_logprobs: nats, of ``batch.top_ids``, with gradient; needed where the batch has them.
         kl_coef: weight of the KL term in this update; None: that of ``settings``. Settings without a KL term
             have none in any update.
         entropy_coef: weight of the entropy bonus in this update; None: that of ``settings``.
     """
     if settings.objective == "cross_entropy":
-        loss = _cross_entropy(logprobs, batch.loss_mask, batch.num_tokens)
+        loss = cross_entropy(logprobs, batch.loss_mask, batch.num_tokens)
         stats: Stats = {"tokens": batch.loss_mask.sum()}
         if entropy is not None:
             stats["entropy"] = torch.where(batch.loss_mask, entropy, 0.0).sum()
     else:
         weight = settings.entropy_coef if entropy_coef is None else entropy_coef
         loss, stats = _policy_objective(logprobs, batch, settings, entropy, kl_coef, weight)
-        for term, own in _other_streams(logprobs, batch, settings):
+        for term, own in further_streams(logprobs, top_logprobs, batch, settings):
             loss, stats = loss + term, stats | own
     stats["loss_total"] = loss
     return loss, {name: value.detach().double() for name, value in stats.items()}
@@ -110,33 +108,6 @@ def _policy_objective(
     # not: the first update of a step, which has not moved yet, is then the one that is reported.
     own = logprobs.detach() if settings.old_policy == "rollout" else old
     return loss, stats | {"loss_policy": policy, "tokens": mask.sum(), **_mismatch(own, batch)}
-
-
-def _other_streams(
-    logprobs: TokenValues, batch: TrainBatch, settings: LossSettings
-) -> Iterator[tuple[Float[Tensor, ""], Stats]]:
-    """Yield the weighted loss of each further stream of ``batch``, and its statistics."""
-    if batch.teacher_logprobs is not None and batch.taught is not None:
-        estimate = named(KL_ESTIMATORS, settings.teacher_estimator, "KL estimator")
-        taught = batch.taught
-        kl = estimate(torch.where(taught, logprobs, 0.0), torch.where(taught, batch.teacher_logprobs, 0.0))
-        term = settings.teacher_coef * _mean(kl, taught, batch.num_taught)
-        yield term, {"loss_teacher": term, "taught": taught.sum()}
-    if batch.demonstrated is not None:
-        term = settings.demonstration_coef * _cross_entropy(
-            logprobs, batch.demonstrated, batch.num_demonstrated
-        )
-        nll = torch.where(batch.demonstrated, -logprobs.detach(), 0.0).double().sum()
-        yield term, {"loss_demonstrations": term, "demonstrated": batch.demonstrated.sum(), "nll": nll}
-
-
-def _cross_entropy(logprobs: TokenValues, mask: TokenMask, num_tokens: float) -> Float[Tensor, ""]:
-    """Return the share of these rows in the update's mean of -log p over the tokens of ``mask``, in nats."""
-    return _mean(-logprobs, mask, num_tokens)
-
-
-def _mean(values: TokenValues, mask: TokenMask, num_tokens: float) -> Float[Tensor, ""]:
-    return aggregate(values, mask, "token-mean", num_tokens=num_tokens, num_sequences=1.0, max_tokens=1)
 
 
 def _policy_term(

@@ -54,8 +54,9 @@ class LossSettings:
     correction_normalize: bool = False  # divide weights by their mean over the update
     reject: tuple[RejectionRule, ...] = ()
     off_policy_mask_threshold: float | None = None  # nats per token; None: no such mask
-    # Of the KL with a teacher, where it is no part of the advantages, and of the cross-entropy.
+    # Of the divergence from a teacher, where it is no part of the advantages, and of the cross-entropy.
     teacher_coef: float = 0.0
     teacher_estimator: str = "k3+"
+    teacher_divergence: str = "reverse"  # where the batch has the teacher's likeliest tokens
     demonstration_coef: float = 0.0
     own: OwnCode = NO_OWN_CODE  # where names that are not built in are found

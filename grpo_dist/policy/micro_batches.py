@@ -61,7 +61,9 @@ class MicroBatches:
     def layout(self, rows: Rows) -> Layout:
         """Return the layout, on the device, of ``rows`` in host memory."""
         if self.kernel is None:
-            return padded(rows.tokens, rows.wanted, rows.temperatures, rows.routes, device=self.device)
+            return padded(
+                rows.tokens, rows.wanted, rows.temperatures, rows.routes, rows.others, device=self.device
+            )
         return packed(rows, self.kernel, multiple=self.multiple, device=self.device)
 
     def on_device(self, part: Batch) -> Batch:
@@ -95,9 +97,9 @@ def _blank(batch: Batch) -> Batch:
     """Return one row of two masked tokens, which belongs to no sample."""
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
     rows: dict[str, Any] = {
-        name: torch.zeros(1, 2, dtype=value.dtype)
+        name: value.new_zeros(1, 2, *value.shape[2:])
         for name, value in values.items()
-        if isinstance(value, Tensor) and value.ndim == 2
+        if isinstance(value, Tensor) and value.ndim >= 2
     }
     rows |= {"lengths": torch.tensor([2]), "row_ids": torch.tensor([-1])}
     rows |= dict.fromkeys(

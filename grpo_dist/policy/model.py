@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from grpo_dist.policy.attention import NAME, attention_layers, register
 from grpo_dist.policy.checkpoint_format import keep_used_conversions
 from grpo_dist.policy.layer_kernels import use_kernels
-from grpo_dist.policy.logprobs import selected_logprobs, selected_score_norms
+from grpo_dist.policy.logprobs import logprobs_with_others, selected_score_norms, top_logprobs
 from grpo_dist.policy.packing import Layout
 from grpo_dist.policy.packing_problem import packing_problem
 from grpo_dist.policy.sequence_parallel import SequenceGroup
 from grpo_dist.runtime.hardware import device_type, quiet_libraries
 
 logger = logging.getLogger("grpo_dist")
+HeadOutputs = tuple[Tensor, Tensor | None, Tensor | None]  # see `TokenLogprobs.forward`
 # Types of models with noise that is code and not a setting.
 _SAMPLES = {"phimoe": "its router (PhiMoE's sparse mixer) draws experts at random"}
 
@@ -63,6 +65,14 @@ def load_causal_lm(
 def reads_packed_rows(model: Any) -> bool:
     """Return whether `load_causal_lm` has prepared ``model`` for packed rows."""
     return bool(model.config._attn_implementation == NAME)
+
+
+def vocabulary_size(model_dir: str | Path, *, trust_remote_code: bool) -> int:
+    """Return how many tokens the LM head of the model in ``model_dir`` has."""
+    from transformers import AutoConfig  # heavy
+
+    config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+    return int(config.get_text_config().vocab_size)
 
 
 def check_supported(model: Any, model_dir: str) -> None:
@@ -148,46 +158,55 @@ class TokenLogprobs(nn.Module):
 
     ``temperature``: of layouts without their own. ``chunk_mib``: size of a block of float32 logits, of which
     at most two exist at once, MiB. ``ranks``: the ranks that share the tokens of a layout; `forward` is then
-    collective over them.
+    collective over them. ``vocabulary``: as in `top_logprobs`.
     """
 
     def __init__(
-        self, model: Any, *, temperature: float, chunk_mib: int, ranks: SequenceGroup | None = None
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        chunk_mib: int,
+        ranks: SequenceGroup | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         super().__init__()
         self._ranks = ranks
         # `model` is registered first, so that `named_parameters` names shared weights as the checkpoint does.
         self.model = model
-        self.head = _LMHead(model.get_output_embeddings(), temperature, chunk_mib)
+        self.head = _LMHead(model.get_output_embeddings(), temperature, chunk_mib, vocabulary)
 
     def forward(
-        self, layout: Layout, with_entropy: bool = False, score_norms: bool = False
-    ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
-        """Return log-probs in nats, float32, at the sampling temperature, of the tokens that ``layout``
-        wants, 0 for others; and with ``with_entropy`` their entropies. ``score_norms``: return
-        `selected_score_norms` in place of the log-probs.
+        self, layout: Layout, with_entropy: bool = False, score_norms: bool = False, top_k: int = 0
+    ) -> HeadOutputs:
+        """Return log-probs in nats, float32 [B, T], at the sampling temperature, of the tokens that
+        ``layout`` wants, 0 for others; with ``with_entropy`` their entropies [B, T]; and the log-probs
+        [B, T, K] of the layout's ``others``.
+
+        ``score_norms``: return `selected_score_norms` in place of the log-probs. ``top_k``: return
+        `top_logprobs`, that is log-probs, likeliest tokens [B, T, K], int64, and the log-probs of these.
         """
         part, own = (layout, None) if self._ranks is None else self._ranks.own_slice(layout)
-        values, entropies = self._selected(part, with_entropy, score_norms)
 
-        def whole(values: Tensor) -> Tensor:
-            if self._ranks is not None and own is not None:
+        def whole(values: Tensor | None) -> Tensor | None:
+            if values is not None and self._ranks is not None and own is not None:
                 values = self._ranks.together(values, own, len(layout.targets))
-            return layout.as_rows(values)
+            return None if values is None else layout.as_rows(values)
 
-        return whole(values), None if entropies is None else whole(entropies)
+        values, *further = self._selected(part, with_entropy, score_norms, top_k)
+        first, second, third = whole(values), *map(whole, further)
+        assert first is not None, "log-probs are always made"
+        return first, second, third
 
-    def _selected(
-        self, layout: Layout, with_entropy: bool, score_norms: bool
-    ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
-        """Return log-probs and entropies of the wanted tokens."""
+    def _selected(self, layout: Layout, with_entropy: bool, score_norms: bool, top_k: int) -> HeadOutputs:
+        """Do as `forward`, for the wanted tokens alone: [M] and [M, K]."""
         where = {} if layout.spans is None else {"position_ids": layout.positions, "spans": layout.spans}
         if layout.routes is not None:
             where["routes"] = layout.routes
         decoder = self.model.get_decoder()
         hidden = decoder(input_ids=layout.tokens, use_cache=False, **where).last_hidden_state
         rows = hidden.flatten(0, 1).index_select(0, layout.sources)
-        return self.head(rows, layout.targets, with_entropy, score_norms, layout.temperature)
+        return self.head(rows, layout, with_entropy, score_norms, top_k)
 
 
 class _LMHead(nn.Module):
@@ -195,8 +214,9 @@ class _LMHead(nn.Module):
     called.
     """
 
-    def __init__(self, lm_head: Any, temperature: float, chunk_mib: int) -> None:
+    def __init__(self, lm_head: Any, temperature: float, chunk_mib: int, vocabulary: int | None) -> None:
         super().__init__()
+        self._vocabulary = vocabulary
         self.weight = lm_head.weight
         self.bias = getattr(lm_head, "bias", None)
         self._temperature, self._chunk_bytes = temperature, chunk_mib * 2**20
@@ -204,16 +224,20 @@ class _LMHead(nn.Module):
     def forward(
         self,
         rows: Float[Tensor, "M D"],
-        targets: Int[Tensor, " M"],
+        layout: Layout,
         with_entropy: bool,
         score_norms: bool,
-        temperature: float | Float[Tensor, " M"] | None,
-    ) -> tuple[Tensor, Tensor | None]:
+        top_k: int,
+    ) -> HeadOutputs:
+        targets, own = layout.targets, layout.temperature
         how: dict[str, Any] = {
-            "temperature": self._temperature if temperature is None else temperature,
+            "temperature": self._temperature if own is None else own,
             "chunk_tokens": max(1, self._chunk_bytes // (4 * self.weight.shape[0])),
             "bias": self.bias,
         }
         if score_norms:
-            return selected_score_norms(rows, self.weight, targets, **how), None
-        return selected_logprobs(rows, self.weight, targets, with_entropy=with_entropy, **how)
+            return selected_score_norms(rows, self.weight, targets, **how), None, None
+        if top_k:
+            return top_logprobs(rows, self.weight, targets, top_k, vocabulary=self._vocabulary, **how)
+        how["with_entropy"] = with_entropy
+        return logprobs_with_others(rows, self.weight, targets, layout.others, **how)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
@@ -49,11 +49,14 @@ class Layout:
     temperature: float | Float[Tensor, " M"] | None = None  # of the wanted tokens; None: the model's own
     # int16, the experts of each of ``tokens`` in each layer, -1: the model chooses; None: it always does
     routes: Int[Tensor, "N L K"] | None = None
+    # int64, further tokens whose log-probs are wanted where each target is; None: there are none
+    others: Int[Tensor, "M K"] | None = None
 
-    def as_rows(self, values: Float[Tensor, " M"]) -> Float[Tensor, "B T"]:
+    def as_rows(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "B T ..."]:
         """Return the values of the wanted tokens at their positions in the rows, 0 elsewhere."""
-        rows, width = self.shape
-        return values.new_zeros(rows * width).index_copy(0, self.places, values).view(rows, width)
+        (rows, width), size = self.shape, values.shape[1:]
+        flat = values.new_zeros(rows * width, *size)
+        return flat.index_copy(0, self.places, values).view(rows, width, *size)
 
 
 def padded(
@@ -61,18 +64,19 @@ def padded(
     mask: Bool[Tensor, "B T"],
     temperatures: Float[Tensor, " B"] | None = None,
     routes: Sequence[Routes | None] | None = None,
+    others: Int[Tensor, "B T K"] | None = None,
     *,
     device: torch.device | None = None,
 ) -> Layout:
     """Lay rows out as they are, on ``device``; None: that of ``tokens``. The first token of a row is never
-    wanted: nothing predicts it.
+    wanted: nothing predicts it. ``others``: as in `Rows`.
     """
     size, device = tokens.numel(), device or tokens.device
     indices = torch.arange(size, device=tokens.device).view(tokens.shape)
     shape = np.arange(size).reshape(tokens.shape)
     experts = None if routes is None else laid_out(fetched(routes), shape, size, device)
     wanted = _wanted(tokens, indices, mask, temperatures, device)
-    return Layout(sent(tokens, device), None, None, *wanted, experts)
+    return Layout(sent(tokens, device), None, None, *wanted, experts, _of_wanted(others, mask, device))
 
 
 def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1, device: torch.device = CPU) -> Layout:
@@ -97,7 +101,8 @@ def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1, device: torch.devic
     tokens, position_ids = (sent(torch.from_numpy(a), device) for a in (stream, positions))
     routes = None if experts is None else laid_out(experts, indices, size, device)
     wanted = _wanted(rows.tokens, torch.from_numpy(indices), rows.wanted, rows.temperatures, device)
-    return Layout(tokens, position_ids, spans, *wanted, routes)
+    others = _of_wanted(rows.others, rows.wanted, device)
+    return Layout(tokens, position_ids, spans, *wanted, routes, others)
 
 
 def _wanted(
@@ -121,6 +126,11 @@ def _wanted(
         temperature = sent(temperature, device)
     sources, targets, places = (sent(t, device) for t in (sources, targets, places))
     return sources, targets, places, (mask.shape[0], mask.shape[1]), temperature
+
+
+def _of_wanted(others: Tensor | None, mask: Tensor, device: torch.device) -> Tensor | None:
+    """Return ``others`` [B, T, K] at the wanted tokens, int64 [M, K]."""
+    return None if others is None else sent(others[:, 1:][mask[:, 1:]].long(), device)
 
 
 def _of_tokens(temperatures: Tensor | None, wanted: Bool[Tensor, "B T"]) -> float | Tensor | None:

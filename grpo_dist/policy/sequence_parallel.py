@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.distributed.nn.functional import all_to_all_single
 
@@ -65,12 +65,13 @@ class SequenceGroup:
             targets=layout.targets[own],
             temperature=_of_part(layout.temperature, own),
             routes=None if layout.routes is None else layout.routes[start : start + width],
+            others=None if layout.others is None else layout.others[own],
         )
         return part, own
 
-    def together(self, own: Float[Tensor, " S"], index: Tensor, count: int) -> Float[Tensor, " M"]:
+    def together(self, own: Shaped[Tensor, "S ..."], index: Tensor, count: int) -> Shaped[Tensor, "M ..."]:
         """Return the values of all slices, ``count`` in all, on every rank. Collective."""
-        placed = torch.zeros(count, dtype=own.dtype, device=own.device).index_copy(0, index, own)
+        placed = own.new_zeros(count, *own.shape[1:]).index_copy(0, index, own)
         return _SumOfParts.apply(placed, self.group)
 
 

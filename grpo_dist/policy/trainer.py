@@ -27,7 +27,7 @@ from grpo_dist.policy.deepspeed_config import deepspeed_config
 from grpo_dist.policy.deepspeed_engine import NormGate, forward_only, initialize, zero3_loading
 from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.full_weights import FullWeights
-from grpo_dist.policy.group_logprobs import SampledGroup, group_logprobs
+from grpo_dist.policy.group_logprobs import SampledGroup, group_logprobs, group_top_logprobs
 from grpo_dist.policy.lora import adapters_off, empty_model
 from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
 from grpo_dist.policy.micro_batches import MicroBatches, values_by_row
@@ -43,7 +43,7 @@ from grpo_dist.policy.step_metrics import step_metrics
 from grpo_dist.policy.trainable_model import trainable_model
 from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
 from grpo_dist.runtime.rendezvous import Rank
-from grpo_dist.types import EpochUpdate, PreparedBatch, TrainBatch
+from grpo_dist.types import EpochUpdate, PreparedBatch, TeacherLogprobs, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Trainer:
             plan = self._micro.plan(batch)
             layouts = (self._micro.layout(self._micro.part(batch, rows).rows) for rows in plan)
             made = [self.engine(own, with_entropy=True) for own in layouts]
-        for rows, (values, entropy) in zip(plan, made, strict=True):
+        for rows, (values, entropy, _) in zip(plan, made, strict=True):
             if rows:
                 logprobs[rows, : values.shape[1]] = values.cpu()
                 entropies[rows, : values.shape[1]] = entropy.cpu()
@@ -204,6 +204,13 @@ class Trainer:
         with forward_only(self.engine), adapters_off(self.engine.module):
             return group_logprobs(lambda layout: self.engine(layout)[0], groups, self._micro, together=True)
 
+    def base_top_logprobs(self, groups: Sequence[SampledGroup], top_k: int) -> list[list[TeacherLogprobs]]:
+        """Return `group_top_logprobs` of the model without its adapters. Collective."""
+        with forward_only(self.engine), adapters_off(self.engine.module):
+            return group_top_logprobs(
+                lambda layout: self.engine(layout, top_k=top_k), groups, self._micro, together=True
+            )
+
     def accumulate(
         self, batch: PreparedBatch, kl_coef: float | None = None, *, keep_logprobs: bool = False
     ) -> dict[str, float]:
@@ -217,14 +224,14 @@ class Trainer:
         for i, rows in enumerate(plan):
             part = self._micro.part(batch, rows)
             self.engine.set_gradient_accumulation_boundary(i == len(plan) - 1)
-            layout = self._micro.layout(part.rows)
+            layout = self._micro.layout(part.rows_with_others)
             computed += layout.tokens.numel()
-            logprobs, entropy = self.engine(layout, with_entropy=True)
+            logprobs, entropy, others = self.engine(layout, with_entropy=True)
             if keep_logprobs:
                 values.append(logprobs.detach())
             loss, part_stats = batch_loss(
                 logprobs, self._micro.on_device(part), self._loss,
-                entropy=entropy, kl_coef=kl_coef, entropy_coef=self._bonus.weight,
+                entropy=entropy, top_logprobs=others, kl_coef=kl_coef, entropy_coef=self._bonus.weight,
             )  # fmt: skip
             # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so
             # undo that. A loss that is not finite gets a gradient that is not either: the one test of the

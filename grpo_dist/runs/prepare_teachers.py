@@ -22,7 +22,7 @@ from grpo_dist.config import (
 from grpo_dist.data.demonstrations import Demonstration, load_demonstrations
 from grpo_dist.data.prompts import PromptFormat
 from grpo_dist.policy.lora import empty_model
-from grpo_dist.policy.model import check_supported
+from grpo_dist.policy.model import check_supported, vocabulary_size
 from grpo_dist.runs.start_checks import position_limit, readable_model
 from grpo_dist.types import Prompt
 
@@ -58,6 +58,7 @@ def load_teachers(
     tokenizers = {name: tokenizer_of(directory) for name, directory in directories.items()}
     prompts = with_teacher_prompts(distillation, data, prompts, policy[1])
     _refuse(teacher_problems(distillation.teachers, model, prompts, tokenizers, policy, directories, longest))
+    _refuse(_too_many_likeliest(distillation, policy[0], trusted=model.trust_remote_code))
     return prompts, directories
 
 
@@ -204,6 +205,18 @@ def _foreign_tokens(teacher: TeacherConfig, theirs: Any, ours: Any) -> Iterator[
 
 def _id(vocabulary: Mapping[str, int], token: str) -> str:
     return f"id {vocabulary[token]}" if token in vocabulary else "missing"
+
+
+def _too_many_likeliest(distillation: DistillationConfig, model_dir: Path, *, trusted: bool) -> Iterator[str]:
+    if not distillation.top_k:
+        return
+    with readable_model(model_dir, "configuration"):
+        tokens = vocabulary_size(model_dir, trust_remote_code=trusted)
+    if distillation.top_k > tokens:
+        yield (
+            f"distillation.top_k = {distillation.top_k}, but the policy has {tokens} tokens; use at most as "
+            "many, which compares whole distributions"
+        )
 
 
 def _unusable(teacher: TeacherConfig, trusted: bool, directory: Path, model_dir: Path) -> Iterator[str]:

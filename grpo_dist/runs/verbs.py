@@ -119,7 +119,7 @@ class Verbs:
             seed=config.seed,
             draw=self._draw,
             finished={},
-            scored_by=FrozenModels(workers, config.distillation.teachers, with_kl=config.has_kl_term),
+            scored_by=FrozenModels(workers, config.distillation, with_kl=config.has_kl_term),
         )
         self._staging = Staging(config, workers.policy, Moments(), self.prepared.demonstrations)
         self._probe = SyncProbe(config, workers, self.prepared.prompts, self._notes, start=0)

@@ -30,11 +30,14 @@ class Rows:
     prompt_lengths: Int[Tensor, " B"]
     temperatures: Float[Tensor, " B"] | None = None  # as in `TrainBatch`
     routes: tuple[Routes | None, ...] | None = None  # as in `TrainBatch`
+    # Further tokens whose log-probs are wanted at each that is; None: there are none.
+    others: Int[Tensor, "B T K"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """Rows of one optimiser update, right-padded; every [B, T] tensor is indexed by the token it describes.
+    """Rows of one optimiser update, right-padded; [B, T] and [B, T, K] tensors are indexed by the token they
+    describe.
 
     A token may belong to the policy loss (``loss_mask``), to the KL with a teacher (``taught``), and to the
     cross-entropy of demonstrations (``demonstrated``). Each of these streams has denominators of its own,
@@ -67,6 +70,10 @@ class TrainBatch:
     teacher_logprobs: Float[Tensor, "B T"] | None = None
     taught: Bool[Tensor, "B T"] | None = None
     num_taught: float = 0.0
+    # The teacher's K likeliest tokens in place of each taught one, and their log-probs, float32; None: the
+    # KL is that of the sampled tokens.
+    top_ids: Int[Tensor, "B T K"] | None = None  # int32
+    top_logprobs: Float[Tensor, "B T K"] | None = None
     demonstrated: Bool[Tensor, "B T"] | None = None  # tokens to learn of demonstrations; None: there are none
     num_demonstrated: float = 0.0
     # At which each row was sampled, float64; None: that of the trainer's settings.
@@ -94,6 +101,11 @@ class TrainBatch:
         if groups is None or prompts is None:
             groups, prompts = torch.arange(len(self)), torch.zeros(len(self), dtype=torch.long)
         return Rows(self.tokens, self.lengths, self.wanted, groups, prompts, self.temperatures, self.routes)
+
+    @property
+    def rows_with_others(self) -> Rows:
+        """Return `rows` with what the divergence from a teacher needs besides the sampled tokens."""
+        return replace(self.rows, others=self.top_ids)
 
     def select(self, rows: list[int]) -> Self:
         """Return these rows, cut to their own longest; the global denominators stay."""

@@ -202,6 +202,17 @@ class Rollout:
         return own[0] if len(own) == 1 else np.concatenate(own)
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherLogprobs:
+    """What a teacher gives for a row: log-probs of its sampled tokens, nats, 0 for given ones. With
+    `distillation.top_k` also its K likeliest tokens in the place of each, and their log-probs.
+    """
+
+    sampled: np.ndarray  # float32 [C]
+    top_ids: np.ndarray | None = None  # int32 [C, K]
+    top: np.ndarray | None = None  # float32 [C, K]
+
+
 def training_rows(samples: Sequence[Rollout]) -> Sequence[Rollout | FurtherRow]:
     """Return the training rows of all ``samples`` in order."""
     if not any(sample.further_rows for sample in samples):

@@ -423,6 +423,23 @@ def test_the_base_of_adapters_answers_all_groups_in_one_call_in_the_policys_turn
     ]
 
 
+def test_the_base_answers_those_who_want_likeliest_tokens_in_a_call_of_their_own():
+    async def step(world):
+        async def base_logprobs(groups):
+            return [[f"plain {samples}"] for _, samples in groups]
+
+        async def base_top_logprobs(groups, top_k):
+            return [[f"top {top_k} of {samples}"] for _, samples in groups]
+
+        world.policy.base_logprobs, world.policy.base_top_logprobs = base_logprobs, base_top_logprobs
+        own = world.workers.reference
+        calls = (own.top_logprobs(0, 0, 5), own.logprobs(1, 1), own.top_logprobs(2, 2, 5))
+        world.answers = await asyncio.gather(*calls)
+
+    world, _ = play(step, has_reference=False)
+    assert world.answers == [["top 5 of 0"], ["plain 1"], ["top 5 of 2"]]
+
+
 def test_a_cancelled_group_leaves_the_base_to_the_others_and_is_asked_no_more():
     """Its score failed, say. One is cancelled before the policy's turn, one while the ranks compute."""
 

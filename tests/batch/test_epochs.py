@@ -157,14 +157,16 @@ def test_no_update_of_any_epoch_is_left_without_rows():
             assert update.denominators["num_sequences"] == 4  # idle ones count
 
 
-def test_demonstrations_stay_with_their_update():
-    batch = made_groups.mixed_batch()
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_demonstrations_and_what_teachers_give_stay_with_their_update(top_k):
+    batch = made_groups.mixed_batch(top_k=top_k)
     updates = [batch, replace(batch, row_ids=batch.row_ids + 100)]
     rows = [batch.row_ids.numpy()[::2], batch.row_ids.numpy()[1::2] + 100]
     for own in rows:
         found = regrouped(updates, made_update(np.concatenate(rows), num_demonstrated=7.0))
         assert set(own.tolist()) <= set(found.row_ids.tolist()) and found.num_demonstrated == 7.0
         assert found.demonstrated.shape == found.tokens.shape
+        assert not top_k or found.top_ids.shape == (*found.tokens.shape, top_k)
 
 
 def made_update(row_ids, **denominators):

@@ -44,6 +44,29 @@ def alone(**changes):
         ),
         ({"distillation": {"teachers": [REFERENCE | {"revision": "v1"}]}}, ["self: `revision` = v1"]),
         ({"distillation": {"reward_coef": 0}}, ["`distillation.reward_coef` has no effect"]),
+        ({"distillation": {"top_k": 4}}, ["`distillation.top_k` has no effect"]),
+        (
+            {"distillation": {"teachers": [OWN], "top_k": 4}},
+            ["`distillation.top_k` = 4", "set `distillation.kl_as` = loss"],
+        ),
+        (
+            {"distillation": {"teachers": [OWN], "kl_as": "loss", "divergence": "forward"}},
+            ["`distillation.divergence` = forward", "set `distillation.top_k`"],
+        ),
+        (
+            {"distillation": {"teachers": [OWN], "kl_as": "loss", "top_k": 4, "estimator": "k2"}},
+            ["`distillation.estimator` = k2", "choose `distillation.divergence`"],
+        ),
+        *(
+            (
+                {"distillation": {"teachers": two, "kl_as": "loss", "top_k": 4}},
+                ["large and self both teach", said, "name other `sources`"],
+            )
+            for two, said in (
+                ([OWN, REFERENCE], "the same source"),
+                ([OWN | {"sources": ["a", "b"]}, REFERENCE | {"sources": ["b", "c"]}], "both teach b"),
+            )
+        ),
     ],
 )
 def test_a_contradiction_is_refused_with_key_and_remedy(changes, words):
@@ -62,6 +85,14 @@ def test_a_contradiction_is_refused_with_key_and_remedy(changes, words):
         {"distillation": {"teachers": [REFERENCE | {"num_workers": 1, "threads": 0}]}},
         {"distillation": {"teachers": [OWN], "reward_coef": 0.1}, "data": POOLS},
         {"distillation": {"teachers": [OWN]}, "algorithm": WHITENED},
+        {
+            "distillation": {
+                "teachers": [OWN | {"sources": ["a"]}, REFERENCE | {"sources": ["b"]}],
+                "kl_as": "loss",
+                "top_k": 4,
+                "divergence": "jensen_shannon",
+            }
+        },
         {
             "distillation": {"teachers": [OWN], "reward_coef": 0.5},
             "algorithm": WHITENED | {"whiten_advantages": False},

@@ -11,6 +11,7 @@ import torch
 from grpo_dist import driver
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.loop.ledger import audit, summary
+from grpo_dist.types import TeacherLogprobs
 from tests.support import fakes
 
 
@@ -23,6 +24,17 @@ class Teacher:
     async def logprobs(self, prompt, rollouts):
         self.asked.append(prompt)
         return [np.full(len(r.completion_ids), self.value, np.float32) for r in rollouts]
+
+
+class Distributed(Teacher):
+    """Also gives likeliest tokens: 40, 41 ... at every place, the first with the log-prob ``value``."""
+
+    async def top_logprobs(self, prompt, rollouts, top_k):
+        def of_row(sampled):
+            ids = np.tile(np.arange(40, 40 + top_k, dtype=np.int32), (len(sampled), 1))
+            return TeacherLogprobs(sampled, ids, np.float32(self.value) - (ids - 40).astype(np.float32))
+
+        return [of_row(sampled) for sampled in await self.logprobs(prompt, rollouts)]
 
 
 class EqualRewards(fakes.World):
@@ -148,6 +160,34 @@ def test_a_teacher_that_is_the_reference_is_asked_without_a_kl_term():
     assert not batch.advantages.any(), "the reference gives -1, as the engine does"
 
 
+def test_likeliest_tokens_reach_the_rows_of_the_teachers_source_and_no_others():
+    """Each source has a teacher of its own, one source has none; the KL that is reported is unchanged."""
+    config = fakes.config(
+        steps=1,
+        distillation={
+            "teachers": [teacher("of_even", sources=["even"]), teacher("of_third", sources=["third"])],
+            "kl_as": "loss",
+            "top_k": 3,
+        },
+    )
+    prompts = [replace(p, source=("even", "odd", "third")[i % 3]) for i, p in enumerate(fakes.prompts(4))]
+    world, teachers = fakes.World(jitter=False), {"of_even": Distributed(-3.0), "of_third": Distributed(-2.0)}
+    (batch,) = train(world, config, prompts, teachers)
+    groups = [g.prompt.uid for g in world.sampled_groups["step_000001"]]
+    sources = {p.uid: p.source for p in prompts}
+    for row, group in enumerate(batch.group_ids.tolist()):
+        value = {"even": -3.0, "third": -2.0}.get(sources[groups[group]])
+        taught = batch.taught[row]
+        assert taught.any() == (value is not None)
+        assert not batch.top_ids[row][~taught].any() and not batch.top_logprobs[row][~taught].any()
+        if value is not None:
+            assert torch.equal(taught, batch.loss_mask[row])
+            assert batch.top_ids[row][taught].tolist() == [[40, 41, 42]] * int(taught.sum())
+            expected = [[value, value - 1, value - 2]] * int(taught.sum())
+            assert batch.top_logprobs[row][taught].tolist() == expected
+    assert world.logged[1]["teacher/kl/of_even"] == 2.0 and world.logged[1]["teacher/kl/of_third"] == 1.0
+
+
 class CountingReference(EqualRewards):
     """Counts how often the reference is asked about each prompt, by the tokens it reads."""
 
@@ -161,6 +201,24 @@ class CountingReference(EqualRewards):
 
     async def refresh(self):
         self.events.append("refresh")
+
+
+def test_the_reference_that_teaches_with_likeliest_tokens_is_still_asked_once_for_the_kl_term():
+    class Reference(CountingReference):
+        async def top_logprobs(self, prompt, rollouts, top_k):
+            sampled, size = await self.logprobs(prompt, rollouts), (2, top_k)
+            ids, top = np.zeros(size, np.int32), np.zeros(size, np.float32)
+            return [TeacherLogprobs(own, ids, top) for own in sampled]
+
+    config = fakes.config(
+        steps=1,
+        algorithm={"kl": {"coef": 0.1}},
+        distillation={"teachers": [teacher("own", model="reference")], "kl_as": "loss", "top_k": 2},
+    )
+    world = Reference()
+    (batch,) = train(world, config, fakes.prompts(4), reference=True)
+    assert set(world.asked.values()) == {1} and batch.top_ids.shape[2] == 2
+    assert torch.equal(batch.ref_logprobs, -1.0 * batch.loss_mask)
 
 
 def test_the_reference_is_asked_once_for_the_kl_term_and_all_teachers_that_read_the_same():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo_dist.policy.attention import BlockKernel
-from grpo_dist.policy.group_logprobs import group_logprobs
+from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs, load_causal_lm
 from grpo_dist.policy.packing import padded
@@ -61,3 +61,26 @@ def test_samples_have_the_log_probs_of_the_temperature_that_they_were_drawn_at(t
     for i in range(4):
         np.testing.assert_allclose(mixed[i], (hot, own)[i % 2][i], atol=1e-6)
         assert np.abs(hot[i] - own[i]).max() > 1e-3
+
+
+@pytest.mark.parametrize("budget", [60, 10_000])
+@pytest.mark.parametrize("kernel", [None, BlockKernel()], ids=["padded", "packed"])
+def test_the_likeliest_tokens_of_a_row_are_those_of_the_row_alone(tiny_model, kernel, budget):
+    groups = made_groups.episode_groups(groups=2, rewritten=0.5)
+    module, alone = loaded(str(tiny_model), kernel is not None), loaded(str(tiny_model), False)
+    asked = [(g.prompt, g.rollouts) for g in groups]
+    micro = MicroBatches(budget, kernel, 1, CPU)
+    found = group_top_logprobs(lambda layout: module(layout, top_k=3), asked, micro)
+    plain = group_logprobs(lambda layout: module(layout)[0], asked, micro)
+    for group, own, same in zip(groups, found, plain, strict=True):
+        rows = [row for r in group.rollouts for row in r.rows]
+        for row, taught, values in zip(rows, own, same, strict=True):
+            np.testing.assert_array_equal(taught.sampled, values)
+            context = getattr(row, "context_ids", group.prompt.token_ids)
+            tokens = torch.from_numpy(np.concatenate([context, row.completion_ids])).long()[None]
+            with torch.no_grad():
+                logits = alone.model(tokens).logits[0, len(context) - 1 : -1] / 0.8
+            best = logits.log_softmax(-1).topk(3, dim=-1)
+            assert taught.top_ids.dtype == np.int32 and taught.top.shape == (len(row.completion_ids), 3)
+            np.testing.assert_array_equal(taught.top_ids[row.sampled], best.indices.numpy()[row.sampled])
+            np.testing.assert_allclose(taught.top[row.sampled], best.values.numpy()[row.sampled], atol=2e-5)

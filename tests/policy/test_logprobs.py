@@ -309,3 +309,59 @@ def test_rows_of_one_temperature_are_computed_as_with_that_number():
     _, tokens, mask = problem()
     assert padded(tokens, mask, torch.full((B,), 0.7, dtype=torch.float64)).temperature == 0.7
     assert padded(tokens, mask).temperature is None
+
+
+@pytest.mark.parametrize("temperature", [1.0, "each"])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "gradient_tolerance"),
+    [(torch.float64, 1e-13, 1e-13), (torch.float32, 2e-6, 2e-6), (torch.bfloat16, 2e-6, 3e-3)],
+)
+def test_log_probs_of_further_tokens_and_all_gradients_are_those_of_all_logits_at_once(
+    dtype, tolerance, gradient_tolerance, chunk_tokens, temperature
+):
+    """With and without gradients of the sampled tokens' own log-probs and of entropies."""
+    leaves, tokens, mask = problem(dtype)
+    temperatures = torch.tensor([0.5, 1.0, 1.7]) if temperature == "each" else torch.ones(B)
+    generator = torch.Generator().manual_seed(2)
+    others = torch.stack([torch.randperm(V, generator=generator)[:4] for _ in range(B * T)]).view(B, T, 4)
+    layout = padded(tokens, mask, temperatures, others=others)
+    rows = leaves[0].flatten(0, 1)[layout.sources]
+    found = logprobs.logprobs_with_others(
+        rows, leaves[1], layout.targets, layout.others,
+        temperature=layout.temperature, chunk_tokens=chunk_tokens, bias=leaves[2], with_entropy=True,
+    )  # fmt: skip
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    own = temperatures[:, None].expand(B, T).double()[:, 1:][mask[:, 1:]]
+    logits = exact[0].flatten(0, 1)[layout.sources] @ exact[1].T + exact[2]
+    logp = (logits / own[:, None]).log_softmax(-1)
+    values, picked = logp.gather(1, layout.targets[:, None])[:, 0], logp.gather(1, layout.others)
+    expected = (values, -(logp.exp() * logp).sum(-1), picked)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative(ours, theirs) < tolerance
+    weights = [torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in expected]
+    for used in ([2], [0, 2], [0, 1, 2]):
+        gradients_of = [
+            torch.autograd.grad(sum((each[i] * weights[i]).sum() for i in used), of, retain_graph=True)
+            for each, of in ((found, leaves), (expected, exact))
+        ]
+        for ours, theirs in zip(*gradients_of, strict=True):
+            assert relative(ours, theirs) < gradient_tolerance
+
+
+@pytest.mark.parametrize("vocabulary", [None, 30])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
+def test_the_likeliest_tokens_are_those_of_all_logits_at_once(chunk_tokens, vocabulary):
+    """Among the first ``vocabulary``, where the policy has no more; log-probs of the whole distribution."""
+    (hidden, weight, bias), tokens, mask = problem(torch.float64)
+    layout = padded(tokens, mask)
+    rows = hidden.flatten(0, 1)[layout.sources]
+    values, ids, top = logprobs.top_logprobs(
+        rows, weight, layout.targets, 5,
+        temperature=0.7, chunk_tokens=chunk_tokens, bias=bias, vocabulary=vocabulary,
+    )  # fmt: skip
+    logp = ((rows @ weight.T + bias) / 0.7).log_softmax(-1)
+    best = logp[:, :vocabulary].topk(5, dim=1)
+    assert torch.equal(ids, best.indices) and not top.requires_grad
+    torch.testing.assert_close(top, best.values)
+    torch.testing.assert_close(values, logp.gather(1, layout.targets[:, None])[:, 0])

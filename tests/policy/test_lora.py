@@ -56,9 +56,10 @@ def expected_gradients(model_dir, tensors, batch, loss_of=None):
     for name, parameter in adapter_parameters(model):
         parameter.data.copy_(tensors[name])
     module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
-    logprobs, entropy = module(padded(batch.tokens, batch.wanted, batch.temperatures), with_entropy=True)
-    own = PreparedBatch.of(batch)
-    loss, _ = batch_loss(logprobs, own, loss_of or loss_settings(ALGORITHM), entropy=entropy)
+    layout = padded(batch.tokens, batch.wanted, batch.temperatures, others=batch.top_ids)
+    logprobs, entropy, others = module(layout, with_entropy=True)
+    own, how = PreparedBatch.of(batch), {"entropy": entropy, "top_logprobs": others}
+    loss, _ = batch_loss(logprobs, own, loss_of or loss_settings(ALGORITHM), **how)
     loss.backward()
     return {name: p.grad for name, p in adapter_parameters(model)}
 
@@ -107,7 +108,7 @@ def test_a_teacher_and_demonstrations_train_adapters_as_rewards_do(
     forked_ranks, tiny_model, ranks, stage, shared
 ):
     """Also where two ranks share sequences."""
-    batch = made_groups.mixed_batch()
+    batch = made_groups.mixed_batch(top_k=3)
     group = adapted(tiny_model, ranks=ranks, stage=stage, shared=shared, micro_batch_tokens=60)
     asyncio.run(group.ready())
     asyncio.run(group.update(group.stage([made_groups.batch(seed=1)])))

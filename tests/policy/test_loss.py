@@ -212,7 +212,7 @@ def batches(whole, episodes):
 def with_old(batch, rng):
     """Add old log-probs near the model's, so that both clip bounds bite."""
     with torch.no_grad():
-        logprobs, _ = Tiny(torch.float64)(batch)
+        logprobs = Tiny(torch.float64)(batch)[0]
 
     def near(spread):
         noise = torch.from_numpy(rng.standard_normal(batch.tokens.shape)) * spread

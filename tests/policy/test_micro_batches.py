@@ -61,7 +61,7 @@ def rank_of(plan, batch, made):
         for i, row_id in enumerate(part.row_ids.tolist()):
             if row_id in index:
                 values[i] = made[index[row_id], : values.shape[1]]
-        return values, torch.zeros_like(values)
+        return values, torch.zeros_like(values), None
 
     engine.set_gradient_accumulation_boundary = engine.backward = lambda _: None
     return SimpleNamespace(
@@ -91,8 +91,9 @@ SHAPE = {
         {"kl_coef": 0.1, "entropy_coef": 0.1},
         {"policy_loss": "gspo", "aggregation": "seq-mean-token-mean"},
         {"correction_kind": "tis", "correction_veto": 1e-4, "off_policy_mask_threshold": 0.1},
+        {"kl_coef": 0.1, "teacher_coef": 1.0, "demonstration_coef": 0.1},
     ],
-    ids=["clip", "gspo", "correction"],
+    ids=["clip", "gspo", "correction", "streams"],
 )
 def test_no_micro_batch_waits_for_what_the_device_computes(kernel, settings, temperatures):
     """Nothing has a value on the device `meta`: whoever asks for one there would wait for a GPU."""
@@ -102,12 +103,14 @@ def test_no_micro_batch_waits_for_what_the_device_computes(kernel, settings, tem
     with meta:
         model = TokenLogprobs(Qwen2ForCausalLM(config), temperature=1.0, chunk_mib=1)
     micro = MicroBatches(1000, kernel, 1, meta)
-    batch = PreparedBatch.of(made_groups.batch(groups=2, samples=3))
+    made = made_groups.mixed_batch(top_k=3) if "teacher_coef" in settings else made_groups.batch(groups=2)
+    batch = PreparedBatch.of(made)
     each = torch.linspace(0.5, 1.5, len(batch), dtype=torch.float64)
     batch = replace(batch, temperatures=each if temperatures else None)
     part = micro.part(batch, [4, 1, 0])
-    logprobs, entropy = model(micro.layout(part.rows), with_entropy=True)
-    loss, stats = batch_loss(logprobs, micro.on_device(part), LossSettings(**settings), entropy=entropy)
+    logprobs, entropy, others = model(micro.layout(part.rows_with_others), with_entropy=True)
+    how = {"entropy": entropy, "top_logprobs": others}
+    loss, stats = batch_loss(logprobs, micro.on_device(part), LossSettings(**settings), **how)
     loss.backward()
     assert logprobs.shape == part.tokens.shape and all(value.is_meta for value in stats.values())
     assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())

@@ -357,7 +357,7 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(name, tmp_path):
     results = []
     for layout in (padded(batch.tokens, batch.loss_mask), packed(batch.rows, BlockKernel())):
         module = loaded(path, packing=layout.spans is not None)
-        logprobs, entropies = module(layout, with_entropy=True)
+        logprobs, entropies, _ = module(layout, with_entropy=True)
         ((logprobs + 0.3 * entropies) * upstream).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in module.parameters()])
         results.append((logprobs.detach(), entropies.detach(), gradient))

@@ -14,7 +14,7 @@ from grpo_dist.batch.rows import make_batch, split_updates
 from grpo_dist.batch.sharding import shard
 from grpo_dist.batch.streams import batch_of, with_demonstrations
 from grpo_dist.policy.loss import LossSettings, batch_loss, finish_stats
-from grpo_dist.types import PreparedBatch
+from grpo_dist.types import PreparedBatch, TeacherLogprobs
 from tests.support import made_groups
 from tests.support.two_matrices import Tiny
 
@@ -23,11 +23,12 @@ ALL = LossSettings(
 )
 
 
-@pytest.fixture(scope="module")
-def mixed():
-    batch = made_groups.mixed_batch()
+@pytest.fixture(scope="module", params=[0, 5], ids=["sampled tokens", "likeliest tokens"])
+def mixed(request):
+    """``request.param``: tokens whose log-probs the teacher gives."""
+    batch = made_groups.mixed_batch(top_k=request.param)
     with torch.no_grad():
-        logprobs, _ = Tiny(torch.float64)(batch)
+        logprobs = Tiny(torch.float64)(batch)[0]
     noise = 0.4 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(1))
     old = torch.where(batch.wanted, logprobs + noise, 0.0).float()
     engine = torch.where(batch.loss_mask, logprobs + noise / 2, 0.0).float()
@@ -93,7 +94,7 @@ def test_a_sample_has_the_temperature_it_was_drawn_at_and_a_demonstration_that_o
     shown, tiny = mixed.demonstrated.any(dim=1), Tiny(torch.float64)
     assert set(mixed.temperatures[shown].tolist()) == {1.0} and len(set(mixed.temperatures.tolist())) == 7
     with torch.no_grad():
-        found, _ = tiny(mixed)
+        found = tiny(mixed)[0]
         for i, group in enumerate(mixed.group_ids.tolist()):
             steps = torch.arange(1, mixed.tokens.shape[1] + 1)[:, None]
             hidden = torch.tanh(tiny.embedding[mixed.tokens[i]].cumsum(dim=0) / steps)
@@ -205,9 +206,13 @@ def test_updates_of_a_step_have_their_own_number_of_taught_tokens():
     rng = np.random.default_rng(1)
     groups = [made_groups.group(i, rng) for i in range(4)]
     lengths = [[len(r.completion_ids) for r in g.rollouts] for g in groups]
-    teacher = [np.full(n, -1.0, np.float32) if i != 2 else None for i, own in enumerate(lengths) for n in own]
+    teachers = [
+        TeacherLogprobs(np.full(n, -1.0, np.float32)) if i != 2 else None
+        for i, own in enumerate(lengths)
+        for n in own
+    ]
     batch = make_batch(
-        groups, [np.zeros(4, np.float32)] * 4, ref_logprobs=None, max_new_tokens=12, teacher_logprobs=teacher
+        groups, [np.zeros(4, np.float32)] * 4, ref_logprobs=None, max_new_tokens=12, teachers=teachers
     )
     first, second = split_updates(batch, num_groups=4, num_updates=2)
     assert (first.num_taught, second.num_taught) == (sum(lengths[0] + lengths[1]), sum(lengths[3]))

@@ -42,9 +42,10 @@ def load(models):
     """Return a function that loads ``teachers`` of two sources of problems, "even" and "odd"."""
     tokenizer = load_tokenizer(models / "policy", False)
 
-    def loaded(*teachers, reward_coef=1.0, longest=8, lengths=(10, 20), data=None, **sections):
+    def loaded(*teachers, reward_coef=1.0, top_k=0, longest=8, lengths=(10, 20), data=None, **sections):
         own = [{"name": f"t{i}", "model": "policy"} | teacher for i, teacher in enumerate(teachers)]
         section = {"teachers": own, "reward_coef": reward_coef}
+        section |= {"top_k": top_k, "kl_as": "loss"} if top_k else {}
         config = fakes.config(distillation=section, data={"train": [{"path": "demo:add3"}]} | (data or {}))
         prompts = [
             replace(
@@ -98,6 +99,12 @@ def test_a_teacher_that_cannot_be_used_is_named_with_what_to_do(load, teachers, 
 def test_a_teacher_may_have_more_embeddings_and_the_reference_needs_no_directory(load, models):
     _, directories = load({"model": "more"}, {"model": "reference"})
     assert directories == {"t0": models / "more"}
+
+
+def test_no_more_likeliest_tokens_than_the_policy_has_are_asked_for(load):
+    load({"model": "more"}, top_k=107)
+    with pytest.raises(ValueError, match=r"distillation\.top_k = 108, but the policy has 107 tokens; use at"):
+        load({"model": "more"}, top_k=108)
 
 
 @pytest.mark.parametrize("teacher", [{}, {"model": "reference"}])

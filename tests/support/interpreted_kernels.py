@@ -106,18 +106,19 @@ def layouts():
 
 
 def whole(use_kernels):
-    """The gradients of rows, weight and bias through `selected_logprobs`, in blocks."""
+    """Values, and the gradients of rows, weight and bias through `logprobs_with_others`, in blocks."""
     logprobs.rows_for = (lambda values: KernelLogitRows()) if use_kernels else logprobs.rows_for
     generator = torch.Generator().manual_seed(0)
     rows, weight, bias = (
         torch.randn(*shape, generator=generator).requires_grad_() for shape in ((7, 8), (50, 8), (50,))
     )
     targets, upstream = torch.arange(7), torch.randn(2, 7, generator=generator)
-    values, entropies = logprobs.selected_logprobs(
-        rows, weight, targets, temperature=0.8, chunk_tokens=3, bias=bias, with_entropy=True
+    others, of_others = torch.randperm(50, generator=generator)[:21].view(7, 3), torch.arange(21.0).view(7, 3)
+    values, entropies, found = logprobs.logprobs_with_others(
+        rows, weight, targets, others, temperature=0.8, chunk_tokens=3, bias=bias, with_entropy=True
     )
-    (values * upstream[0] + entropies * upstream[1]).sum().backward()
-    return [values.detach(), entropies.detach(), rows.grad, weight.grad, bias.grad]
+    ((values * upstream[0] + entropies * upstream[1]).sum() + (found * of_others).sum()).backward()
+    return [values.detach(), entropies.detach(), found.detach(), rows.grad, weight.grad, bias.grad]
 
 
 def main():

@@ -8,7 +8,7 @@ import torch
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.batch.streams import with_demonstrations
 from grpo_dist.data.demonstrations import Demonstration
-from grpo_dist.types import FurtherRow, Group, Prompt, Rollout, ToolCall, Turn
+from grpo_dist.types import FurtherRow, Group, Prompt, Rollout, TeacherLogprobs, ToolCall, Turn
 
 
 def group(
@@ -136,10 +136,21 @@ def drawn_at(group: Group, temperature: float) -> Group:
     return replace(group, rollouts=tuple(replace(r, temperature=temperature) for r in group.rollouts))
 
 
-def mixed_batch(*, samples: int = 4, seed: int = 0, with_reference: bool = True):
+def taught_row(row, rng: np.random.Generator, top_k: int = 0) -> TeacherLogprobs:
+    """Return what a teacher might give for ``row``: with ``top_k`` two thirds of its probability or so."""
+    size = len(row.completion_ids)
+    sampled = -5 * rng.random(size, dtype=np.float32)
+    if not top_k:
+        return TeacherLogprobs(sampled)
+    ids = np.stack([rng.permutation(108)[:top_k] for _ in range(size)]).astype(np.int32)
+    probabilities = rng.dirichlet(np.ones(top_k), size) * rng.uniform(0.4, 0.9, (size, 1))
+    return TeacherLogprobs(sampled, ids, np.log(probabilities + 1e-6).astype(np.float32))
+
+
+def mixed_batch(*, samples: int = 4, seed: int = 0, with_reference: bool = True, top_k: int = 0):
     """Return rows of all three streams: four groups of completions and two of episodes, of which the first
-    half has a teacher; a sample without a reward in each half; and five demonstrations. Every group has a
-    temperature of its own.
+    half has a teacher, which gives ``top_k`` tokens; a sample without a reward in each half; and five
+    demonstrations. Every group has a temperature of its own.
     """
     rng = np.random.default_rng(seed)
     made = [group(i, rng, samples=samples) for i in range(4)]
@@ -150,12 +161,9 @@ def mixed_batch(*, samples: int = 4, seed: int = 0, with_reference: bool = True)
     advantages = [rng.standard_normal(samples).astype(np.float32) for _ in made]
     rows = [(i, row) for i, g in enumerate(made) for r in g.rollouts for row in r.rows]
     reference = [-5 * rng.random(len(row.completion_ids), dtype=np.float32) for _, row in rows]
-    teacher = [
-        -5 * rng.random(len(row.completion_ids), dtype=np.float32) if i in (0, 1, 4) else None
-        for i, row in rows
-    ]
+    teachers = [taught_row(row, rng, top_k) if i in (0, 1, 4) else None for i, row in rows]
     known = reference if with_reference else None
-    batch = make_batch(made, advantages, ref_logprobs=known, max_new_tokens=40, teacher_logprobs=teacher)
+    batch = make_batch(made, advantages, ref_logprobs=known, max_new_tokens=40, teachers=teachers)
     return with_demonstrations(batch, demonstrations(5, seed=seed), first_row=len(rows))
 
 

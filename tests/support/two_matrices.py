@@ -2,7 +2,7 @@
 
 import torch
 
-from grpo_dist.policy.logprobs import selected_logprobs
+from grpo_dist.policy.logprobs import logprobs_with_others
 from grpo_dist.policy.loss import add_stats, batch_loss, finish_stats
 from grpo_dist.policy.packing import padded
 
@@ -23,26 +23,28 @@ class Tiny(torch.nn.Module):
         )
 
     def forward(self, batch):
+        """Return log-probs and entropies, and the log-probs of a teacher's likeliest tokens."""
         steps = torch.arange(1, batch.tokens.shape[1] + 1)[:, None]
         hidden = torch.tanh(self.embedding[batch.tokens].cumsum(dim=1) / steps)
-        layout = padded(batch.tokens, batch.wanted, batch.temperatures)
-        values, entropies = selected_logprobs(
+        layout = padded(batch.tokens, batch.wanted, batch.temperatures, others=batch.top_ids)
+        values, entropies, others = logprobs_with_others(
             hidden.flatten(0, 1)[layout.sources],
             self.head,
             layout.targets,
+            layout.others,
             temperature=0.9 if layout.temperature is None else layout.temperature,
             chunk_tokens=16,
             with_entropy=True,
         )
-        return layout.as_rows(values), layout.as_rows(entropies)
+        return tuple(None if own is None else layout.as_rows(own) for own in (values, entropies, others))
 
     def gradient(self, parts, settings):
         """Return flat gradient and metrics for ``parts`` processed in sequence."""
         self.zero_grad()
         total = None
         for part in parts:
-            logprobs, entropy = self(part)
-            loss, stats = batch_loss(logprobs, part, settings, entropy=entropy)
+            logprobs, entropy, others = self(part)
+            loss, stats = batch_loss(logprobs, part, settings, entropy=entropy, top_logprobs=others)
             loss.backward()
             total = stats if total is None else add_stats(total, stats)
         return torch.cat([p.grad.double().flatten() for p in self.parameters()]), finish_stats(total)

@@ -68,9 +68,9 @@ def test_ranks_train_experts_and_export_the_checkpoints_names(forked_ranks, tmp_
     exact = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float64, experts_implementation="eager"
     )
-    logprobs, _ = TokenLogprobs(exact, temperature=TEMPERATURE, chunk_mib=8)(
+    logprobs = TokenLogprobs(exact, temperature=TEMPERATURE, chunk_mib=8)(
         padded(batch.tokens, batch.loss_mask)
-    )
+    )[0]
     batch_loss(logprobs, PreparedBatch.of(batch), loss_settings(ALGORITHM))[0].backward()
     expected = flat({name: p.grad for name, p in exact.named_parameters()})
 

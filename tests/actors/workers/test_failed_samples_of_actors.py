@@ -17,7 +17,13 @@ from actors.workers.environment import Act, ActingEpisode, EnvironmentPool
 from actors.workers.environment_line import EnvironmentLine
 from actors.workers.rollout import RolloutWorker, _generation
 from actors.workers.rollout_pool import RolloutPool
-from grpo_dist.config import EnvironmentsConfig, ModelConfig, RolloutConfig, WeightSyncConfig
+from grpo_dist.config import (
+    DistillationConfig,
+    EnvironmentsConfig,
+    ModelConfig,
+    RolloutConfig,
+    WeightSyncConfig,
+)
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.records import Action
@@ -106,7 +112,7 @@ class World(OnALoop):
             workers = SimpleNamespace(rollouts=self.rollouts, rewards=self, reference=None, teachers={})
             scorer = GroupScorer(
                 workers, {0: Sampling(max_new_tokens=8)}, seed=SEED, draw=GroupDraw(SAMPLES, least),
-                finished={}, scored_by=FrozenModels(workers, (), with_kl=False),
+                finished={}, scored_by=FrozenModels(workers, DistillationConfig(), with_kl=False),
             )  # fmt: skip
             await asyncio.gather(*(w.fail.remote(list(gone), list(broken)) for w in self.rollouts.workers))
             batch = await scorer.score(prompts, 0)

@@ -65,10 +65,11 @@ def gradient_of_the_whole(tiny_model, batch, loss_of=None):
     """Compute it at once, in float64, in this process, without DeepSpeed."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
-    layout = padded(batch.tokens, batch.wanted, batch.temperatures)
-    logprobs, entropy = module(layout, with_entropy=True)
+    layout = padded(batch.tokens, batch.wanted, batch.temperatures, others=batch.top_ids)
+    logprobs, entropy, others = module(layout, with_entropy=True)
     own = batch if isinstance(batch, PreparedBatch) else PreparedBatch.of(batch)
-    loss, _ = batch_loss(logprobs, own, loss_of or loss_settings(ALGORITHM), entropy=entropy)
+    how = {"entropy": entropy, "top_logprobs": others}
+    loss, _ = batch_loss(logprobs, own, loss_of or loss_settings(ALGORITHM), **how)
     loss.backward()
     return float(loss.detach()), flat({name: p.grad for name, p in model.named_parameters()})
 
@@ -131,10 +132,16 @@ def test_the_gradient_of_episodes_is_that_of_the_whole_batch(
 @pytest.mark.parametrize(
     ("ranks", "stage", "micro_batch_tokens", "how"),
     [
-        (2, 2, 60, {}),
+        (2, 2, 60, {"top_k": 4}),
         *drawn(
             "streams",
-            [(1, 0, 10_000, {"packing": False}), (2, 3, 40, {}), (2, 1, 60, {"shared": 2}), (3, 2, 60, {})],
+            [
+                (1, 0, 10_000, {"packing": False, "top_k": 4}),
+                (2, 3, 40, {"top_k": 4}),
+                (2, 1, 60, {"shared": 2, "top_k": 4}),
+                (2, 1, 60, {"shared": 2}),
+                (3, 2, 60, {}),
+            ],
             1,
         ),
     ],
@@ -142,8 +149,11 @@ def test_the_gradient_of_episodes_is_that_of_the_whole_batch(
 def test_the_gradient_of_rewards_teacher_and_demonstrations_is_that_of_the_whole_batch(
     forked_ranks, tiny_model, ranks, stage, micro_batch_tokens, how
 ):
-    """Completions, episodes and demonstrations in one batch, each token in its streams."""
-    batch, shared = made_groups.mixed_batch(), how.get("shared", 1)
+    """Completions, episodes and demonstrations in one batch, each token in its streams; with a teacher of
+    sampled tokens, and of ``top_k`` likeliest ones.
+    """
+    how = dict(how)
+    batch, shared = made_groups.mixed_batch(top_k=how.pop("top_k", 0)), how.get("shared", 1)
 
     async def on_ranks():
         group = start(tiny_model, ranks=ranks, stage=stage, micro_batch_tokens=micro_batch_tokens, **how)
@@ -179,9 +189,9 @@ def test_no_loss_and_no_aggregation_of_episodes_depends_on_ranks(forked_ranks, t
     """Two ranks with rows of their own, and two that share sequences; old log-probs apart from the new."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     with torch.no_grad():
-        new, _ = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
+        new = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
             padded(episodes.tokens, episodes.loss_mask)
-        )
+        )[0]
     generator = torch.Generator().manual_seed(0)
     old, engine = (
         torch.where(episodes.loss_mask, new + 0.2 * torch.randn(new.shape, generator=generator), 0.0).float()
@@ -522,9 +532,9 @@ def test_two_ranks_and_small_micro_batches_update_as_one_does(forked_ranks, tiny
 def near_the_models(model_dir, batch):
     """What an engine a little off would have reported."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    logprobs, _ = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
+    logprobs = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
         padded(batch.tokens, batch.loss_mask)
-    )
+    )[0]
     noise = 0.1 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(8))
     return torch.where(batch.loss_mask, logprobs + noise, 0.0)
 
@@ -550,7 +560,7 @@ def test_ranks_keep_the_values_of_each_row_from_before_the_update_where_they_are
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
     with torch.no_grad():
-        expected, _ = module(padded(batch.tokens, batch.loss_mask))
+        expected = module(padded(batch.tokens, batch.loss_mask))[0]
     assert sorted(told) == list(range(len(batch))) and nothing == {}
     for row, values in told.items():
         torch.testing.assert_close(

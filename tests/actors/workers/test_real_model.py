@@ -87,7 +87,7 @@ def test_packed_rows_behind_one_system_prompt_have_the_numbers_of_rows_alone():
         module = TokenLogprobs(
             load_causal_lm(str(directory), packing=packing, **how), temperature=1.0, chunk_mib=8
         )
-        logprobs, _ = module(layout)
+        logprobs = module(layout)[0]
         logprobs.sum().backward()
         gradients = {name: p.grad for name, p in module.named_parameters()}
         results.append((layout.tokens.numel(), logprobs.detach(), gradients))
