@@ -68,12 +68,14 @@ def _values_of_rows(
     rows = [_rows(prompt, samples) for prompt, samples in groups]
     plan = [(own, chosen) for own, made in enumerate(rows) for chosen in _plan(made, micro)]
     out: list[list[tuple[np.ndarray, ...]]] = [[()] * len(made) for made in rows]
+    # Before the first pass: under ZeRO-3 passes are collectives, which no other may come between.
+    further = micro.most_of_all(len(plan)) - len(plan) if together else 0
     values = [forward(_layout([rows[own][i] for i in chosen], micro)) for own, chosen in plan]
     for (own, chosen), found in zip(plan, values, strict=True):
         for i, parts in zip(chosen, zip(*(t.cpu().numpy() for t in found), strict=True), strict=True):
             row = rows[own][i]
             out[own][i] = tuple(part[row.start : len(row.tokens)].copy() for part in parts)
-    for _ in range(micro.most_of_all(len(plan)) - len(plan) if together else 0):
+    for _ in range(further):
         forward(_layout([_SampleRow(np.zeros(2, np.int32), 1, 1, None)], micro))
     return out
 

@@ -1,7 +1,9 @@
 """Low-rank adapters on real DeepSpeed ranks: only they train, and the exported model is base + B A."""
 
 import asyncio
+from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -11,8 +13,10 @@ from actors.lifecycle.calls import results
 from actors.workers.policy import loss_settings
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import LoRAConfig
+from grpo_dist.policy.group_logprobs import group_top_logprobs
 from grpo_dist.policy.lora import Adapter, adapter_parameters, adapters, add_adapters, merged_weights
 from grpo_dist.policy.loss import batch_loss
+from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.types import PreparedBatch
@@ -23,6 +27,7 @@ from tests.support.real_ranks import ALGORITHM, STREAMS, TEMPERATURE, AdaptedWor
 pytestmark = [pytest.mark.machine, pytest.mark.family("ranks", FILE)]
 
 SETTINGS = LoRAConfig(rank=4, alpha=8)
+CPU = torch.device("cpu")
 
 
 def adapted(model_dir, **how):
@@ -120,6 +125,33 @@ def test_a_teacher_and_demonstrations_train_adapters_as_rewards_do(
     assert metrics["loss/teacher"] > 0 and metrics["loss/demonstrations"] > 0
     expected = expected_gradients(tiny_model, low_rank, batch, STREAMS)
     assert relative(flat(gradients), flat(expected)) < 1e-5
+
+
+@pytest.mark.parametrize(("ranks", "stage", "shared"), drawn("base of adapters", [(2, 3, 1), (2, 2, 2)], 1))
+def test_the_base_gives_the_log_probs_and_likeliest_tokens_of_the_model_before_its_adapters(
+    forked_ranks, tiny_model, ranks, stage, shared
+):
+    """After an update, in groups dealt over ranks, of which the last one has fewer."""
+    rng = np.random.default_rng(0)
+    groups = [made_groups.group(i, rng) for i in range(3)]
+    asked = [(g.prompt, g.rollouts) for g in groups]
+    group = adapted(tiny_model, ranks=ranks, stage=stage, shared=shared, micro_batch_tokens=60)
+    asyncio.run(group.ready())
+    asyncio.run(group.update(group.stage([made_groups.batch(seed=1)])))
+    plain = asyncio.run(group.base_logprobs(asked))
+    found = asyncio.run(group.base_top_logprobs(asked, 3))
+    asyncio.run(group.shutdown())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    module, micro = (
+        TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8),
+        MicroBatches(999, None, 1, CPU),
+    )
+    expected = group_top_logprobs(lambda layout: module(layout, top_k=3), asked, micro)
+    for taught, values, exact in zip(chain(*found), chain(*plain), chain(*expected), strict=True):
+        np.testing.assert_allclose(values, exact.sampled, atol=2e-5)
+        np.testing.assert_allclose(taught.sampled, exact.sampled, atol=2e-5)
+        np.testing.assert_allclose(taught.top, exact.top, atol=2e-5)
+        np.testing.assert_array_equal(taught.top_ids, exact.top_ids)
 
 
 @pytest.mark.parametrize("stage", drawn("adapters of a checkpoint", [(2,), (3,)], 1))
