@@ -109,7 +109,12 @@ class DataSourceConfig(Section):
         if self.path is None:  # the environment's own problems: its last part, without what a name excludes
             return (self.environment or "environment").rpartition(":")[2].rstrip("/").rpartition("/")[2]
         kind, _, rest = self.path.partition(":")
-        return rest if kind in ("demo", "reasoning_gym") or self.is_own else Path(self.path).stem
+        if kind in ("demo", "reasoning_gym") or self.is_own:
+            return rest
+        name = Path(self.path).name
+        return (
+            Path(name).stem if name.endswith((".jsonl", ".json", ".parquet")) else name
+        )  # not of owner/name-v1.5
 
     @property
     def is_generated_by_reasoning_gym(self) -> bool:

@@ -92,16 +92,22 @@ def _is_message(message: Any) -> bool:
 
 
 def conversation(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Any, template_kwargs: Mapping[str, Any]
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    template_kwargs: Mapping[str, Any],
+    *,
+    checked: str,
 ) -> tuple[str, list[Segment]]:
     """Return the text before the assistant's first message, and the segments from there on: those of the
     assistant, each with the EOS token, and what the chat template puts between them, given.
 
-    Raises ValueError for a template that rewrites earlier messages, or ends a message otherwise.
+    Raises ValueError for a template that rewrites earlier messages, or ends a message otherwise; and for one
+    that rejects them, as `render_messages`.
     """
 
     def rendered(count: int, *, open_turn: bool) -> str:
-        return render_messages(messages[:count], tokenizer, template_kwargs, open_turn=open_turn)
+        own = messages[:count]
+        return render_messages(own, tokenizer, template_kwargs, open_turn=open_turn, checked=checked)
 
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     prompt = done = rendered(answers[0], open_turn=True)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from grpo_dist.config import DataSourceConfig
+from grpo_dist.config import DataSourceConfig, SFTConfig
+from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.prompts import PromptFormat, build_prompts, check_overlap
 from grpo_dist.data.readers import DataRow, read, source_name
@@ -434,3 +435,36 @@ def test_a_value_that_is_no_finite_number_is_no_answer(tmp_path, value):
     path.write_text('{"problem": "p", "answer": ' + value + "}")
     with pytest.raises(ValueError, match=r"rows.jsonl:1: `answer` is"):
         read(DataSourceConfig(path=str(path)))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1+1=", "completion": "2"},
+        {"messages": [{"role": "user", "content": "1+1="}], "completion": "2"},
+        {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]},
+    ],
+)
+def test_a_demonstration_that_the_chat_template_rejects_is_named_with_its_line_and_its_own_keys(
+    tiny_model, tmp_path, row
+):
+    own = AutoTokenizer.from_pretrained(tiny_model)
+    own.chat_template = "{{ raise_exception('no ' + tone) }}"
+    file = tmp_path / "shown.jsonl"
+    file.write_text(json.dumps(row | {"template_kwargs": {"tone": "jokes"}}) + "\n")
+    said = r"shown\.jsonl:1: .*no jokes.*the row's messages and `template_kwargs`"
+    with pytest.raises(ValueError, match=said):
+        load_pairs(SFTConfig(model="demo:tiny", data=str(file)), own)
+
+
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("owner/gsm8k-v1.5", "gsm8k-v1.5"),
+        ("data/gsm8k.train.jsonl", "gsm8k.train"),
+        ("gsm8k.parquet", "gsm8k"),
+        ("demo:add3", "add3"),
+    ],
+)
+def test_the_label_of_a_source_is_its_name_without_the_ending_of_a_file(path, label):
+    assert DataSourceConfig(path=path).label == label
