@@ -59,7 +59,8 @@ class DistillationConfig(Section):
     """On-policy distillation: the policy learns the teacher's distribution where its own samples go."""
 
     teachers: tuple[TeacherConfig, ...] = Field(
-        (), description="teachers; a sample with several learns from the mean of their log-probs"
+        (),
+        description="teachers; a sample with several, without `top_k`, learns from the mean of their log-probs",
     )
     coef: PositiveFloat = Field(1.0, description="weight of the KL to the teacher, or of `divergence`")
     kl_as: Literal["advantage", "loss"] = Field(

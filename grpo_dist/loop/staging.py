@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from torch import Tensor
@@ -133,7 +133,8 @@ class Staging:
             demonstrations=shown,
             score_norms=score_norms,
         )
-        later = [regrouped(updates, own) for epoch in later_epochs for own in epoch]
+        lean = [replace(update, top_ids=None, top_logprobs=None) for update in updates]  # large, not counted
+        later = [regrouped(lean, own) for epoch in later_epochs for own in epoch]
         with_signal = frozenset(chain.from_iterable(map(_groups_with_signal, updates)))
         tokens_recorded = tracking.samples and is_due(step + 1, tracking.token_values_every)
         values = values_of_rows(updates, tokens=tokens_recorded) if tracking.samples else None

@@ -41,7 +41,7 @@ def group_logprobs(
 
 @torch.no_grad()
 def group_top_logprobs(
-    forward: Callable[[Layout], tuple[Tensor, ...]],
+    forward: Callable[[Layout], tuple[Tensor, Tensor, Tensor]],
     groups: Sequence[SampledGroup],
     micro: MicroBatches,
     *,
@@ -49,10 +49,16 @@ def group_top_logprobs(
 ) -> list[list[TeacherLogprobs]]:
     """Do as `group_logprobs`, with the likeliest tokens in the place of each sampled one.
 
-    ``forward``: log-probs of a layout [B, T], likeliest tokens [B, T, K], and the log-probs of these.
+    ``forward``: of a layout log-probs [B, T], and likeliest tokens, int32, and their log-probs [M, K].
     """
-    found = _values_of_rows(forward, groups, micro, together=together)
-    return [[TeacherLogprobs(own, ids.astype(np.int32), top) for own, ids, top in rows] for rows in found]
+
+    def on_host(layout: Layout) -> tuple[Tensor, ...]:
+        # One micro-batch after the other: together they are K times as much as log-probs.
+        values, ids, top = forward(layout)
+        return values.cpu(), layout.as_rows(ids).cpu(), layout.as_rows(top).cpu()
+
+    found = _values_of_rows(on_host, groups, micro, together=together)
+    return [[TeacherLogprobs(*row) for row in rows] for rows in found]
 
 
 def _values_of_rows(

@@ -114,7 +114,7 @@ def top_logprobs(
     chunk_tokens: int,
     bias: Float[Tensor, " V"] | None = None,
 ) -> tuple[Float[Tensor, " M"], Int[Tensor, "M K"], Float[Tensor, "M K"]]:
-    """Return the log-probs of ``targets``, and at each place the ``count`` likeliest tokens, int64, the
+    """Return the log-probs of ``targets``, and at each place the ``count`` likeliest tokens, int32, the
     likeliest first, and their log-probs. Without gradients.
 
     Args:
@@ -125,12 +125,13 @@ def top_logprobs(
     head = _Head(rows, lm_head_weight, bias)
     values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
     top = values.new_empty(len(rows), count)
-    ids, kernel = torch.empty_like(top, dtype=torch.int64), rows_for(values)
+    ids, kernel = torch.empty_like(top, dtype=torch.int32), rows_for(values)
     for part in _parts(len(rows), chunk_tokens):
         logits, own = head.logits(rows[part]), _of(temperature, part)
         raw, ids[part] = logits[:, :vocabulary].topk(count, dim=1)
         values[part], sums = kernel.logprobs(logits, targets[part], own, with_entropy=False)
         top[part] = _normalised(raw, own, sums)
+        del logits, raw  # before the next block is made
     return values, ids, top
 
 
@@ -159,13 +160,17 @@ def selected_score_norms(
         # Of the target 1 - p is the sum of the others, which keeps its digits where p is nearly 1.
         p.scatter_(1, targets[part, None], 0.0)
         norms[part] = p.sum(dim=1).square() + torch.linalg.vecdot(p, p)
+        del p  # before the next block is made
     return norms
 
 
 def _normalised(logits: Tensor, temperature: float | Tensor, sums: RowSums) -> Tensor:
     """Return the log-probs [N, K] of ``logits``, some of each row."""
-    scaled = logits / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
-    return scaled - sums.largest[:, None] - sums.logarithms[:, None]
+    return _over(logits, temperature) - sums.largest[:, None] - sums.logarithms[:, None]
+
+
+def _over(values: Tensor, temperature: float | Tensor) -> Tensor:
+    return values / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
 
 
 def _check(temperature: float | Tensor, chunk_tokens: int) -> None:
@@ -223,7 +228,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if raw is not None and of_others is not None:
                 of_others[part] = _normalised(raw, own, sums[part])
             del logits  # before the next block is made
-        ctx.save_for_backward(rows, weight, bias, targets, others, *sums.tensors)
+        ctx.save_for_backward(rows, weight, bias, targets, others, of_others, *sums.tensors)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
         return values, sums.entropies, of_others
@@ -233,7 +238,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None, other_grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, targets, others, *kept = ctx.saved_tensors
+        rows, weight, bias, targets, others, of_others, *kept = ctx.saved_tensors
         sums = RowSums(*kept)
         total = None
         if other_grad is not None:
@@ -249,9 +254,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 head.logits(rows[part]), targets[part], own, sums[part],
                 _some(grad, part), _some(entropy_grad, part), head.operand_dtype, _some(total, part),
             )  # fmt: skip
-            if other_grad is not None:
-                each = other_grad[part] / (own[:, None] if isinstance(own, Tensor) else own)
-                d_logits.scatter_add_(1, others[part], each.to(d_logits.dtype))
+            if total is not None and other_grad is not None:
+                exact = other_grad[part] - total[part, None] * of_others[part].exp()
+                if grad is not None:
+                    exact += torch.where(others[part] == targets[part, None], grad[part, None], 0.0)
+                if entropy_grad is not None:
+                    known = of_others[part]
+                    inner = torch.where(known > -torch.inf, known + sums.entropies[part, None], 0.0)
+                    exact -= entropy_grad[part, None] * known.exp() * inner
+                d_logits.scatter_(1, others[part], _over(exact, own).to(d_logits.dtype))
             if grad_bias is not None:
                 grad_bias += d_logits.sum(dim=0, dtype=head.dtype)
             if grad_rows is not None:

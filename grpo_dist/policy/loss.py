@@ -40,7 +40,7 @@ def batch_loss(
     settings: LossSettings,
     *,
     entropy: TokenValues | None = None,
-    top_logprobs: Float[Tensor, "B T K"] | None = None,
+    from_teacher: TokenValues | None = None,
     kl_coef: float | None = None,
     entropy_coef: float | None = None,
 ) -> tuple[Float[Tensor, ""], Stats]:
@@ -52,7 +52,7 @@ def batch_loss(
         batch: without ``old_logprobs``, the importance ratio is to ``logprobs`` themselves, hence exactly 1
             with the right gradient. ``ref_logprobs`` is needed when kl_coef > 0.
         entropy: nats; for the statistics, and with gradient for the bonus.
-        top_logprobs: nats, of ``batch.top_ids``, with gradient; needed where the batch has them.
+        from_teacher: `divergence_from_teacher`, nats; None: that of a teacher is estimated from ``logprobs``.
         kl_coef: weight of the KL term in this update; None: that of ``settings``. Settings without a KL term
             have none in any update.
         entropy_coef: weight of the entropy bonus in this update; None: that of ``settings``.
@@ -65,7 +65,7 @@ def batch_loss(
     else:
         weight = settings.entropy_coef if entropy_coef is None else entropy_coef
         loss, stats = _policy_objective(logprobs, batch, settings, entropy, kl_coef, weight)
-        for term, own in further_streams(logprobs, top_logprobs, batch, settings):
+        for term, own in further_streams(logprobs, from_teacher, batch, settings):
             loss, stats = loss + term, stats | own
     stats["loss_total"] = loss
     return loss, {name: value.detach().double() for name, value in stats.items()}

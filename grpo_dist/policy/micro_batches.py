@@ -62,12 +62,14 @@ class MicroBatches:
         """Return the layout, on the device, of ``rows`` in host memory."""
         if self.kernel is None:
             return padded(
-                rows.tokens, rows.wanted, rows.temperatures, rows.routes, rows.others, device=self.device
-            )
+                rows.tokens, rows.wanted, rows.temperatures, rows.routes,
+                others=rows.others, others_at_teacher=rows.others_at_teacher, device=self.device,
+            )  # fmt: skip
         return packed(rows, self.kernel, multiple=self.multiple, device=self.device)
 
     def on_device(self, part: Batch) -> Batch:
-        """Return ``part`` on the device."""
+        """Return ``part`` on the device, without what only its layout needs."""
+        part = replace(part, top_ids=None, top_logprobs=None)
         values = {f.name: getattr(part, f.name) for f in fields(part)}
         moved: dict[str, Any] = {
             name: sent(value, self.device) for name, value in values.items() if isinstance(value, Tensor)

@@ -180,18 +180,18 @@ class TokenLogprobs(nn.Module):
         self, layout: Layout, with_entropy: bool = False, score_norms: bool = False, top_k: int = 0
     ) -> HeadOutputs:
         """Return log-probs in nats, float32 [B, T], at the sampling temperature, of the tokens that
-        ``layout`` wants, 0 for others; with ``with_entropy`` their entropies [B, T]; and the log-probs
-        [B, T, K] of the layout's ``others``.
+        ``layout`` wants, 0 for others; with ``with_entropy`` their entropies [B, T]; and the log-probs of the
+        layout's ``others`` [M, K], in their order.
 
         ``score_norms``: return `selected_score_norms` in place of the log-probs. ``top_k``: return
-        `top_logprobs`, that is log-probs, likeliest tokens [B, T, K], int64, and the log-probs of these.
+        `top_logprobs`: log-probs [B, T], and likeliest tokens and their log-probs [M, K].
         """
         part, own = (layout, None) if self._ranks is None else self._ranks.own_slice(layout)
 
         def whole(values: Tensor | None) -> Tensor | None:
             if values is not None and self._ranks is not None and own is not None:
                 values = self._ranks.together(values, own, len(layout.targets))
-            return None if values is None else layout.as_rows(values)
+            return layout.as_rows(values) if values is not None and values.ndim == 1 else values
 
         values, *further = self._selected(part, with_entropy, score_norms, top_k)
         first, second, third = whole(values), *map(whole, further)

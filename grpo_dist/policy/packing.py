@@ -49,8 +49,10 @@ class Layout:
     temperature: float | Float[Tensor, " M"] | None = None  # of the wanted tokens; None: the model's own
     # int16, the experts of each of ``tokens`` in each layer, -1: the model chooses; None: it always does
     routes: Int[Tensor, "N L K"] | None = None
-    # int64, further tokens whose log-probs are wanted where each target is; None: there are none
+    # int64, further tokens whose log-probs are wanted where each target is, and what a teacher gives them;
+    # None: there are none
     others: Int[Tensor, "M K"] | None = None
+    others_at_teacher: Float[Tensor, "M K"] | None = None
 
     def as_rows(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "B T ..."]:
         """Return the values of the wanted tokens at their positions in the rows, 0 elsewhere."""
@@ -64,8 +66,9 @@ def padded(
     mask: Bool[Tensor, "B T"],
     temperatures: Float[Tensor, " B"] | None = None,
     routes: Sequence[Routes | None] | None = None,
-    others: Int[Tensor, "B T K"] | None = None,
     *,
+    others: Int[Tensor, "B T K"] | None = None,
+    others_at_teacher: Float[Tensor, "B T K"] | None = None,
     device: torch.device | None = None,
 ) -> Layout:
     """Lay rows out as they are, on ``device``; None: that of ``tokens``. The first token of a row is never
@@ -76,7 +79,8 @@ def padded(
     shape = np.arange(size).reshape(tokens.shape)
     experts = None if routes is None else laid_out(fetched(routes), shape, size, device)
     wanted = _wanted(tokens, indices, mask, temperatures, device)
-    return Layout(sent(tokens, device), None, None, *wanted, experts, _of_wanted(others, mask, device))
+    further = (_of_wanted(values, mask, device) for values in (others, others_at_teacher))
+    return Layout(sent(tokens, device), None, None, *wanted, experts, *further)
 
 
 def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1, device: torch.device = CPU) -> Layout:
@@ -101,8 +105,8 @@ def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1, device: torch.devic
     tokens, position_ids = (sent(torch.from_numpy(a), device) for a in (stream, positions))
     routes = None if experts is None else laid_out(experts, indices, size, device)
     wanted = _wanted(rows.tokens, torch.from_numpy(indices), rows.wanted, rows.temperatures, device)
-    others = _of_wanted(rows.others, rows.wanted, device)
-    return Layout(tokens, position_ids, spans, *wanted, routes, others)
+    others = (_of_wanted(values, rows.wanted, device) for values in (rows.others, rows.others_at_teacher))
+    return Layout(tokens, position_ids, spans, *wanted, routes, *others)
 
 
 def _wanted(
@@ -128,9 +132,12 @@ def _wanted(
     return sources, targets, places, (mask.shape[0], mask.shape[1]), temperature
 
 
-def _of_wanted(others: Tensor | None, mask: Tensor, device: torch.device) -> Tensor | None:
-    """Return ``others`` [B, T, K] at the wanted tokens, int64 [M, K]."""
-    return None if others is None else sent(others[:, 1:][mask[:, 1:]].long(), device)
+def _of_wanted(values: Tensor | None, mask: Tensor, device: torch.device) -> Tensor | None:
+    """Return ``values`` [B, T, K] at the wanted tokens, [M, K]; ids as int64."""
+    if values is None:
+        return None
+    own = values[:, 1:][mask[:, 1:]]
+    return sent(own if own.is_floating_point() else own.long(), device)
 
 
 def _of_tokens(temperatures: Tensor | None, wanted: Bool[Tensor, "B T"]) -> float | Tensor | None:

@@ -16,17 +16,21 @@ from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.lookup import named
 from grpo_dist.algorithms.shapes import Stats, TokenMask, TokenValues
 from grpo_dist.policy.loss_settings import LossSettings
+from grpo_dist.policy.packing import Layout
 from grpo_dist.types import TrainBatch
 
 
 def further_streams(
-    logprobs: TokenValues, top_logprobs: Tensor | None, batch: TrainBatch, settings: LossSettings
+    logprobs: TokenValues, from_teacher: TokenValues | None, batch: TrainBatch, settings: LossSettings
 ) -> Iterator[tuple[Float[Tensor, ""], Stats]]:
     """Yield the weighted loss of each further stream of ``batch``, and its statistics."""
-    if batch.teacher_logprobs is not None and batch.taught is not None:
-        kl = _from_teacher(logprobs, top_logprobs, batch, settings)
-        term = settings.teacher_coef * mean_over(kl, batch.taught, batch.num_taught)
-        yield term, {"loss_teacher": term, "taught": batch.taught.sum()}
+    taught, teacher = batch.taught, batch.teacher_logprobs
+    if taught is not None and teacher is not None:
+        if from_teacher is None:
+            estimate = named(KL_ESTIMATORS, settings.teacher_estimator, "KL estimator")
+            from_teacher = estimate(torch.where(taught, logprobs, 0.0), torch.where(taught, teacher, 0.0))
+        term = settings.teacher_coef * mean_over(from_teacher, taught, batch.num_taught)
+        yield term, {"loss_teacher": term, "taught": taught.sum()}
     if batch.demonstrated is not None:
         term = settings.demonstration_coef * cross_entropy(
             logprobs, batch.demonstrated, batch.num_demonstrated
@@ -35,21 +39,17 @@ def further_streams(
         yield term, {"loss_demonstrations": term, "demonstrated": batch.demonstrated.sum(), "nll": nll}
 
 
-def _from_teacher(
-    logprobs: TokenValues, top_logprobs: Tensor | None, batch: TrainBatch, settings: LossSettings
-) -> TokenValues:
-    """Return the divergence from the teacher of each taught token, in nats: an estimate from the sampled one,
-    or that of both distributions over the teacher's likeliest tokens.
+def divergence_from_teacher(
+    others: Float[Tensor, "M K"] | None, layout: Layout, settings: LossSettings
+) -> TokenValues | None:
+    """Return the divergence from the teacher at each token of ``layout``, nats; None without ``others``, the
+    policy's log-probs of the teacher's likeliest tokens. What stands at a token without a teacher means
+    nothing.
     """
-    taught, teacher = batch.taught, batch.teacher_logprobs
-    assert taught is not None and teacher is not None, "the caller has looked"
-    if batch.top_logprobs is None:
-        estimate = named(KL_ESTIMATORS, settings.teacher_estimator, "KL estimator")
-        return estimate(torch.where(taught, logprobs, 0.0), torch.where(taught, teacher, 0.0))
-    assert top_logprobs is not None, "the teacher's likeliest tokens need their log-probs"
+    if others is None or layout.others_at_teacher is None:
+        return None
     divergence = named(DIVERGENCES, settings.teacher_divergence, "divergence")
-    inside = taught[..., None]
-    return divergence(torch.where(inside, top_logprobs, 0.0), torch.where(inside, batch.top_logprobs, 0.0))
+    return layout.as_rows(divergence(others, layout.others_at_teacher))
 
 
 def cross_entropy(logprobs: TokenValues, mask: TokenMask, num_tokens: float) -> Float[Tensor, ""]:

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ from grpo_dist.policy.router_replay import check_routes
 from grpo_dist.policy.saved_state import SavedState
 from grpo_dist.policy.sequence_parallel import SequenceGroup
 from grpo_dist.policy.step_metrics import step_metrics
+from grpo_dist.policy.streams import divergence_from_teacher
 from grpo_dist.policy.trainable_model import trainable_model
 from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
 from grpo_dist.runtime.rendezvous import Rank
@@ -142,12 +144,13 @@ class Trainer:
             prepare.before_the_step(b, self._loss, moves=i > 0 or self._epochs > 1)
             for i, b in enumerate(batches)
         ]
-        later = [regrouped(first, own) for epoch in later_epochs for own in epoch]
-        plan = [*first, *later] if later_epochs else first * self._epochs
+        # One at a time: each is a copy of its rows.
+        later = (regrouped(first, own) for epoch in later_epochs for own in epoch)
+        plan = chain(first, later) if later_epochs else first * self._epochs
         self.token_logprobs = {}
         known_old = self._loss.old_policy == "trainer"
         most = min((b.value for b in bounds if b.metric == GRAD_NORM), default=math.inf)
-        per_update, refused = [], Counter[str]()
+        per_update, trained, refused = [], list[bool](), Counter[str]()
         for index, known in enumerate(plan):
             batch = prepare.before_the_update(
                 known, self._loss, number=self._updates, unmoved=known_old and index == 0
@@ -157,8 +160,8 @@ class Trainer:
             too_far = passed(bounds, own)
             own |= self.step(limit=-math.inf if too_far else most)
             per_update.append(own)
+            trained.append(batch.num_tokens + batch.num_demonstrated + batch.num_taught > 0)
             refused.update(f"{REFUSED}{bound.key}" for bound in too_far or passed(bounds, own))
-        trained = [batch.num_tokens + batch.num_demonstrated + batch.num_taught > 0 for batch in plan]
         # Before anything moved: of all samples where the trainer's old log-probs are known.
         metrics = step_metrics(per_update, trained, unmoved=len(batches) if known_old else 1)
         metrics |= {name: float(count) for name, count in refused.items()}
@@ -231,7 +234,8 @@ class Trainer:
                 values.append(logprobs.detach())
             loss, part_stats = batch_loss(
                 logprobs, self._micro.on_device(part), self._loss,
-                entropy=entropy, top_logprobs=others, kl_coef=kl_coef, entropy_coef=self._bonus.weight,
+                entropy=entropy, from_teacher=divergence_from_teacher(others, layout, self._loss),
+                kl_coef=kl_coef, entropy_coef=self._bonus.weight,
             )  # fmt: skip
             # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so
             # undo that. A loss that is not finite gets a gradient that is not either: the one test of the

@@ -58,7 +58,9 @@ def load_teachers(
     tokenizers = {name: tokenizer_of(directory) for name, directory in directories.items()}
     prompts = with_teacher_prompts(distillation, data, prompts, policy[1])
     _refuse(teacher_problems(distillation.teachers, model, prompts, tokenizers, policy, directories, longest))
-    _refuse(_too_many_likeliest(distillation, policy[0], trusted=model.trust_remote_code))
+    if distillation.top_k:
+        models = {"the policy": policy[0]} | {f"teacher {name}": path for name, path in directories.items()}
+        _refuse(_too_many_likeliest(distillation.top_k, models, trusted=model.trust_remote_code))
     return prompts, directories
 
 
@@ -207,16 +209,15 @@ def _id(vocabulary: Mapping[str, int], token: str) -> str:
     return f"id {vocabulary[token]}" if token in vocabulary else "missing"
 
 
-def _too_many_likeliest(distillation: DistillationConfig, model_dir: Path, *, trusted: bool) -> Iterator[str]:
-    if not distillation.top_k:
-        return
-    with readable_model(model_dir, "configuration"):
-        tokens = vocabulary_size(model_dir, trust_remote_code=trusted)
-    if distillation.top_k > tokens:
-        yield (
-            f"distillation.top_k = {distillation.top_k}, but the policy has {tokens} tokens; use at most as "
-            "many, which compares whole distributions"
-        )
+def _too_many_likeliest(top_k: int, models: Mapping[str, Path], *, trusted: bool) -> Iterator[str]:
+    for name, directory in models.items():
+        with readable_model(directory, "configuration"):
+            tokens = vocabulary_size(directory, trust_remote_code=trusted)
+        if top_k > tokens:
+            yield (
+                f"distillation.top_k = {top_k}, but {name} has {tokens} tokens; use at most as many, which "
+                "compares whole distributions"
+            )
 
 
 def _unusable(teacher: TeacherConfig, trusted: bool, directory: Path, model_dir: Path) -> Iterator[str]:

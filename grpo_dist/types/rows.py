@@ -30,8 +30,9 @@ class Rows:
     prompt_lengths: Int[Tensor, " B"]
     temperatures: Float[Tensor, " B"] | None = None  # as in `TrainBatch`
     routes: tuple[Routes | None, ...] | None = None  # as in `TrainBatch`
-    # Further tokens whose log-probs are wanted at each that is; None: there are none.
+    # Further tokens whose log-probs are wanted at each that is, and a teacher's; None: there are none.
     others: Int[Tensor, "B T K"] | None = None
+    others_at_teacher: Float[Tensor, "B T K"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class TrainBatch:
     @property
     def rows_with_others(self) -> Rows:
         """Return `rows` with what the divergence from a teacher needs besides the sampled tokens."""
-        return replace(self.rows, others=self.top_ids)
+        return replace(self.rows, others=self.top_ids, others_at_teacher=self.top_logprobs)
 
     def select(self, rows: list[int]) -> Self:
         """Return these rows, cut to their own longest; the global denominators stay."""

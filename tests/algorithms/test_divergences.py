@@ -93,11 +93,29 @@ def test_a_policy_that_agrees_on_these_tokens_has_no_gradient(name):
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_probabilities_of_nearly_0_and_1_keep_value_and_gradient_finite(name):
-    """In float32, also where the teacher rules a token out."""
-    logits = torch.tensor([[[80.0, 0.0, -80.0], [0.0, 80.0, 0.0]]], requires_grad=True)
-    teacher = torch.tensor([[[0.0, -torch.inf], [0.0, -90.0]]])
+@pytest.mark.parametrize("ruled_out", ["by the teacher", "by the policy", "by both"])
+def test_probabilities_of_nearly_0_and_1_keep_value_and_gradient_finite(name, ruled_out):
+    """In float32, also for a token that the teacher or the policy rules out."""
+    logits = torch.tensor([[[80.0, 0.0, -80.0], [0.0, 80.0, 0.0]]])
+    teacher = torch.tensor([[[0.0, -90.0], [0.0, -90.0]]])
+    if ruled_out != "by the policy":
+        teacher[..., 1] = -torch.inf
+    if ruled_out != "by the teacher":
+        logits[0, 0, 1] = -torch.inf
+    logits.requires_grad_()
     value = DIVERGENCES[name](logits.log_softmax(-1)[..., :2], teacher)
     value.sum().backward()
     assert value.isfinite().all() and logits.grad.isfinite().all()
-    assert (value[0, 1] > 0.6 and logits.grad[0, 1].abs().max() > 0) or name == "jensen_shannon"
+    assert value[0, 0] < 1e-6 and value[0, 1] > 0.6
+
+
+@pytest.mark.parametrize("left", [1e-3, 4e-5, 5e-6, 1e-6])
+def test_a_policy_that_is_sure_of_the_teachers_tokens_is_pulled_back_to_the_others(left):
+    """The teacher gives these 0.7. Below 1e-5 the pull falls with what the policy leaves, and is not lost."""
+    logits = torch.tensor([[[1 - left, left / 2, left / 2]]], dtype=torch.float64).log().requires_grad_()
+    teacher = torch.tensor([[[0.7]]], dtype=torch.float64).log()
+    DIVERGENCES["forward"](logits.log_softmax(-1)[..., :1], teacher).sum().backward()
+    expected = (1 - left) - 0.7  # of the whole: q - p
+    share = min(1.0, left / 1e-5)
+    assert logits.grad[0, 0, 0].item() == pytest.approx(share * expected, rel=1e-3)
+    assert logits.grad[0, 0, 1:].sum().item() == pytest.approx(-share * expected, rel=1e-3)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo_dist.algorithms.divergences import DIVERGENCES
 from grpo_dist.policy import logprobs
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.packing import padded
@@ -362,6 +363,42 @@ def test_the_likeliest_tokens_are_those_of_all_logits_at_once(chunk_tokens, voca
     )  # fmt: skip
     logp = ((rows @ weight.T + bias) / 0.7).log_softmax(-1)
     best = logp[:, :vocabulary].topk(5, dim=1)
-    assert torch.equal(ids, best.indices) and not top.requires_grad
+    assert torch.equal(ids.long(), best.indices) and not top.requires_grad
     torch.testing.assert_close(top, best.values)
     torch.testing.assert_close(values, logp.gather(1, layout.targets[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("left", [1e-6, 4e-5, 2e-2])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_near_the_teacher_the_gradient_is_rounded_to_bfloat16_once(monkeypatch, name, left):
+    """What a token gains of its own and loses with all others nearly cancel: of two numbers in bfloat16 a
+    tenth of the difference would be noise.
+    """
+    rows, width, count = 32, 64, 16
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(rows, width, generator=generator).bfloat16()
+    weight = (torch.randn(V * 4, width, generator=generator) / 4).bfloat16()
+    weight[:count] += 0.05 * torch.randn(count, width, generator=generator).bfloat16()
+    logits = hidden.double() @ weight.double().T
+    bias = torch.zeros(V * 4, dtype=torch.float64)
+    bias[count:] = (
+        math.log(left) + logits[:, :count].logsumexp(1).mean() - logits[:, count:].logsumexp(1).mean()
+    )
+    teacher = (logits + bias)[:, :count] + 0.05 * torch.randn(rows, count, generator=generator)
+    teacher = teacher.log_softmax(1) + math.log(1 - 2 * left)
+    ids, targets = torch.arange(count).expand(rows, count), torch.zeros(rows, dtype=torch.int64)
+
+    def on_a_gpu(head, *arguments):
+        made(head, *arguments)
+        head._tensor_cores, head._operand, head.weight = True, torch.bfloat16, arguments[1].detach()
+
+    made = logprobs._Head.__init__
+    leaf, exact = bias.float().requires_grad_(), bias.clone().requires_grad_()
+    monkeypatch.setattr(logprobs._Head, "__init__", on_a_gpu)
+    with OutTypes():
+        *_, own = logprobs.logprobs_with_others(
+            hidden, weight, targets, ids, temperature=1.0, chunk_tokens=8, bias=leaf
+        )
+        DIVERGENCES[name](own, teacher.float()).sum().backward()
+    DIVERGENCES[name]((logits + exact).log_softmax(1)[:, :count], teacher).sum().backward()
+    assert relative(leaf.grad[:count], exact.grad[:count]) < 1e-2

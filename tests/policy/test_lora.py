@@ -15,14 +15,21 @@ from grpo_dist.batch.sharding import shard
 from grpo_dist.config import LoRAConfig
 from grpo_dist.policy.group_logprobs import group_top_logprobs
 from grpo_dist.policy.lora import Adapter, adapter_parameters, adapters, add_adapters, merged_weights
-from grpo_dist.policy.loss import batch_loss
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs
-from grpo_dist.policy.packing import padded
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 from tests.support.drawn import FILE, drawn
-from tests.support.real_ranks import ALGORITHM, STREAMS, TEMPERATURE, AdaptedWorker, flat, relative, start
+from tests.support.real_ranks import (
+    ALGORITHM,
+    STREAMS,
+    TEMPERATURE,
+    AdaptedWorker,
+    flat,
+    loss_of_the_whole,
+    relative,
+    start,
+)
 
 pytestmark = [pytest.mark.machine, pytest.mark.family("ranks", FILE)]
 
@@ -61,10 +68,7 @@ def expected_gradients(model_dir, tensors, batch, loss_of=None):
     for name, parameter in adapter_parameters(model):
         parameter.data.copy_(tensors[name])
     module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
-    layout = padded(batch.tokens, batch.wanted, batch.temperatures, others=batch.top_ids)
-    logprobs, entropy, others = module(layout, with_entropy=True)
-    own, how = PreparedBatch.of(batch), {"entropy": entropy, "top_logprobs": others}
-    loss, _ = batch_loss(logprobs, own, loss_of or loss_settings(ALGORITHM), **how)
+    loss = loss_of_the_whole(module, batch, loss_of or loss_settings(ALGORITHM))
     loss.backward()
     return {name: p.grad for name, p in adapter_parameters(model)}
 
@@ -127,7 +131,9 @@ def test_a_teacher_and_demonstrations_train_adapters_as_rewards_do(
     assert relative(flat(gradients), flat(expected)) < 1e-5
 
 
-@pytest.mark.parametrize(("ranks", "stage", "shared"), drawn("base of adapters", [(2, 3, 1), (2, 2, 2)], 1))
+@pytest.mark.parametrize(
+    ("ranks", "stage", "shared"), [(2, 3, 1), *drawn("base of adapters", [(2, 2, 2), (2, 0, 1)], 1)]
+)
 def test_the_base_gives_the_log_probs_and_likeliest_tokens_of_the_model_before_its_adapters(
     forked_ranks, tiny_model, ranks, stage, shared
 ):

@@ -14,6 +14,7 @@ from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.loss import LossSettings, batch_loss
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs
+from grpo_dist.policy.streams import divergence_from_teacher
 from grpo_dist.policy.trainer import Trainer
 from grpo_dist.policy.varlen_attention import VarlenKernel
 from grpo_dist.types import PreparedBatch
@@ -56,7 +57,8 @@ def rank_of(plan, batch, made):
         parts.append(micro.part(batch, rows))
         return parts[-1]
 
-    def engine(part, with_entropy):
+    def engine(layout, with_entropy):
+        part = parts[-1]
         values = torch.zeros(part.tokens.shape)
         for i, row_id in enumerate(part.row_ids.tolist()):
             if row_id in index:
@@ -66,7 +68,7 @@ def rank_of(plan, batch, made):
     engine.set_gradient_accumulation_boundary = engine.backward = lambda _: None
     return SimpleNamespace(
         _micro=SimpleNamespace(
-            plan=lambda _: plan, part=part_of, layout=lambda _: parts[-1], on_device=micro.on_device
+            plan=lambda _: plan, part=part_of, layout=micro.layout, on_device=micro.on_device
         ),
         engine=engine,
         rank=SimpleNamespace(world_size=1),
@@ -108,9 +110,11 @@ def test_no_micro_batch_waits_for_what_the_device_computes(kernel, settings, tem
     each = torch.linspace(0.5, 1.5, len(batch), dtype=torch.float64)
     batch = replace(batch, temperatures=each if temperatures else None)
     part = micro.part(batch, [4, 1, 0])
-    logprobs, entropy, others = model(micro.layout(part.rows_with_others), with_entropy=True)
-    how = {"entropy": entropy, "top_logprobs": others}
-    loss, stats = batch_loss(logprobs, micro.on_device(part), LossSettings(**settings), **how)
+    layout = micro.layout(part.rows_with_others)
+    logprobs, entropy, others = model(layout, with_entropy=True)
+    own, on_device = LossSettings(**settings), micro.on_device(part)
+    how = {"entropy": entropy, "from_teacher": divergence_from_teacher(others, layout, own)}
+    loss, stats = batch_loss(logprobs, on_device, own, **how)
     loss.backward()
     assert logprobs.shape == part.tokens.shape and all(value.is_meta for value in stats.values())
     assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())

@@ -20,7 +20,9 @@ from grpo_dist.config import (
     PolicyConfig,
     TimeoutsConfig,
 )
-from grpo_dist.policy.loss import LossSettings
+from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.policy.packing import padded
+from grpo_dist.policy.streams import divergence_from_teacher
 from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import PreparedBatch
@@ -37,6 +39,16 @@ STREAMS = LossSettings(
     kl_coef=0.05, entropy_coef=0.01, correction_kind="tis", aggregation="seq-mean-token-mean",
     teacher_coef=0.7, demonstration_coef=0.3,
 )  # fmt: skip
+
+
+def loss_of_the_whole(module, batch, settings):
+    """The loss of ``batch`` at once, of a `TokenLogprobs` in this process, without DeepSpeed."""
+    own = batch if isinstance(batch, PreparedBatch) else PreparedBatch.of(batch)
+    further = {"others": own.top_ids, "others_at_teacher": own.top_logprobs}
+    layout = padded(own.tokens, own.wanted, own.temperatures, **further)
+    logprobs, entropy, others = module(layout, with_entropy=True)
+    from_teacher = divergence_from_teacher(others, layout, settings)
+    return batch_loss(logprobs, own, settings, entropy=entropy, from_teacher=from_teacher)[0]
 
 
 class OpenWorker(PolicyWorker):

@@ -5,6 +5,7 @@ import torch
 from grpo_dist.policy.logprobs import logprobs_with_others
 from grpo_dist.policy.loss import add_stats, batch_loss, finish_stats
 from grpo_dist.policy.packing import padded
+from grpo_dist.policy.streams import divergence_from_teacher
 
 VOCABULARY = 108  # as in `made_groups`
 
@@ -23,10 +24,11 @@ class Tiny(torch.nn.Module):
         )
 
     def forward(self, batch):
-        """Return log-probs and entropies, and the log-probs of a teacher's likeliest tokens."""
+        """Return log-probs and entropies, and what `divergence_from_teacher` needs."""
         steps = torch.arange(1, batch.tokens.shape[1] + 1)[:, None]
         hidden = torch.tanh(self.embedding[batch.tokens].cumsum(dim=1) / steps)
-        layout = padded(batch.tokens, batch.wanted, batch.temperatures, others=batch.top_ids)
+        how = {"others": batch.top_ids, "others_at_teacher": batch.top_logprobs}
+        layout = padded(batch.tokens, batch.wanted, batch.temperatures, **how)
         values, entropies, others = logprobs_with_others(
             hidden.flatten(0, 1)[layout.sources],
             self.head,
@@ -36,7 +38,7 @@ class Tiny(torch.nn.Module):
             chunk_tokens=16,
             with_entropy=True,
         )
-        return tuple(None if own is None else layout.as_rows(own) for own in (values, entropies, others))
+        return layout.as_rows(values), layout.as_rows(entropies), (others, layout)
 
     def gradient(self, parts, settings):
         """Return flat gradient and metrics for ``parts`` processed in sequence."""
@@ -44,7 +46,8 @@ class Tiny(torch.nn.Module):
         total = None
         for part in parts:
             logprobs, entropy, others = self(part)
-            loss, stats = batch_loss(logprobs, part, settings, entropy=entropy, top_logprobs=others)
+            from_teacher = divergence_from_teacher(*others, settings)
+            loss, stats = batch_loss(logprobs, part, settings, entropy=entropy, from_teacher=from_teacher)
             loss.backward()
             total = stats if total is None else add_stats(total, stats)
         return torch.cat([p.grad.double().flatten() for p in self.parameters()]), finish_stats(total)

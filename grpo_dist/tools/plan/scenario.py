@@ -93,12 +93,14 @@ def as_planned(scenario: Scenario) -> Config:
         "reference": config.reference.model_copy(update={"refresh_every": 0}),
         "rewards": config.rewards.model_copy(update={"models": (), "shuffle": False}),
         "algorithm": config.algorithm.model_copy(update=_ESTIMATOR) if not greedy else config.algorithm,
-        # Groups of a plan have no sources, so each teacher is asked about all of them.
+        # Groups of a plan have no sources, so each teacher is asked about all of them, and for sampled
+        # tokens alone: the likeliest ones of several teachers are not put together.
         "distillation": config.distillation.model_copy(
             update={
                 "teachers": tuple(
                     teacher.model_copy(update={"sources": ()}) for teacher in config.distillation.teachers
-                )
+                ),
+                "top_k": 0,
             }
         ),
         "demonstrations": None,

@@ -19,7 +19,7 @@ from grpo_dist.tools.plan.reward_models import KnownRewardModel, role_of
 from grpo_dist.tools.plan.simulated_gpus import ENGINES, POLICY, SimulatedGpus
 from grpo_dist.tools.plan.trace import SimulationTrace
 from grpo_dist.tools.plan.workload import Workload
-from grpo_dist.types import EpochUpdate, Group, Prompt, Sampling, TeacherLogprobs, TrainBatch
+from grpo_dist.types import EpochUpdate, Group, Prompt, Sampling, TrainBatch
 from grpo_dist.workers import RolloutsRef
 
 
@@ -174,11 +174,6 @@ class TimedReference:
         async with self._gpus.turn(self._turn):
             await self._workers.serve("logprobs", seconds)
         return [np.zeros(1, np.float32) for _ in rollouts]
-
-    async def top_logprobs(self, prompt: Prompt, rollouts: RolloutsRef, top_k: int) -> list[TeacherLogprobs]:
-        values = await self.logprobs(prompt, rollouts)
-        ids, top = np.zeros((1, top_k), np.int32), np.zeros((1, top_k), np.float32)
-        return [TeacherLogprobs(own, ids, top) for own in values]
 
 
 class TimedPolicy:

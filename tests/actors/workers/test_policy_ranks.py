@@ -22,7 +22,7 @@ from grpo_dist.config import (
     OffloadConfig,
 )
 from grpo_dist.health.bounds import Bound
-from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.policy.loss import LossSettings
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.types import PreparedBatch
@@ -35,6 +35,7 @@ from tests.support.real_ranks import (
     comparable,
     flat,
     gradients_of,
+    loss_of_the_whole,
     on_all,
     relative,
     start,
@@ -65,11 +66,7 @@ def gradient_of_the_whole(tiny_model, batch, loss_of=None):
     """Compute it at once, in float64, in this process, without DeepSpeed."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
-    layout = padded(batch.tokens, batch.wanted, batch.temperatures, others=batch.top_ids)
-    logprobs, entropy, others = module(layout, with_entropy=True)
-    own = batch if isinstance(batch, PreparedBatch) else PreparedBatch.of(batch)
-    how = {"entropy": entropy, "top_logprobs": others}
-    loss, _ = batch_loss(logprobs, own, loss_of or loss_settings(ALGORITHM), **how)
+    loss = loss_of_the_whole(module, batch, loss_of or loss_settings(ALGORITHM))
     loss.backward()
     return float(loss.detach()), flat({name: p.grad for name, p in model.named_parameters()})
 

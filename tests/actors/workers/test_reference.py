@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.reference_sync import ReferenceSync
-from actors.workers.reference import ReferencePool
+from actors.workers.reference import ReferencePool, ReferenceWorker
 from grpo_dist.config import ModelConfig, ReferenceConfig, WeightSyncConfig
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
@@ -87,3 +87,22 @@ def test_a_refresh_mixes_in_the_policy_and_checkpoints_restore_it(start, tiny_mo
         model.tie_weights()
         assert close(got, expected(model)) and not close(got, frozen)
     assert all(np.array_equal(a, b) for a, b in zip(mixed, restored, strict=True))
+
+
+def test_likeliest_tokens_are_tokens_of_the_policy_also_where_the_teacher_has_more(tiny_model):
+    """Without Ray. Log-probs are those of the teacher's whole distribution."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    for vocabulary in (None, 50):
+        settings = ReferenceConfig(micro_batch_tokens=16)
+        how = {"model": ModelConfig(path="tiny"), "model_dir": str(tiny_model), "temperature": 0.7}
+        worker = ReferenceWorker(settings, **how, chunk_mib=8, vocabulary=vocabulary)
+        worker.ready()
+        found = worker.top_logprobs(PROMPT, ROLLOUTS, 4)
+        for rollout, own in zip(ROLLOUTS, found, strict=True):
+            ids = torch.tensor([[*PROMPT.token_ids.tolist(), *rollout.completion_ids.tolist()]])
+            with torch.no_grad():
+                logp = (model(ids).logits[0, 2:-1] / 0.7).log_softmax(-1)
+            best = logp[:, :vocabulary].topk(4)
+            np.testing.assert_array_equal(own.top_ids, best.indices)
+            np.testing.assert_allclose(own.top, best.values, atol=1e-5)
+    assert logp.topk(4).indices.max() >= 50, "the limit changes something here"
