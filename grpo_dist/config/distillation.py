@@ -60,7 +60,7 @@ class DistillationConfig(Section):
 
     teachers: tuple[TeacherConfig, ...] = Field(
         (),
-        description="teachers; a sample with several, without `top_k`, learns from the mean of their log-probs",
+        description="teachers; a sample with several, not with `top_k`, learns the mean of their log-probs",
     )
     coef: PositiveFloat = Field(1.0, description="weight of the KL to the teacher, or of `divergence`")
     kl_as: Literal["advantage", "loss"] = Field(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -278,6 +279,10 @@ def test_tensorboard_shows_only_the_last_of_several_runs_from_the_start(tmp_path
         with Tracker(config, tmp_path) as tracker:
             for step in range(steps + 1):
                 tracker.log(step, {"reward/mean": reward})
+        # Files are read in the order of their names: the second, and a counter of this process as text.
+        began = int(time.time())
+        while int(time.time()) == began:
+            time.sleep(0.05)
     seen = EventAccumulator(str(tmp_path / "tensorboard"))
     seen.Reload()
     assert [(e.step, e.value) for e in seen.Scalars("reward/mean")] == [(0, 0.75), (1, 0.75), (2, 0.75)]

@@ -467,13 +467,6 @@ def test_dynamic_sampling_draws_further_groups():
     assert all_signal.step_s == pytest.approx(3.8) and half.step_s > 3.8 + 1.0
 
 
-@pytest.mark.parametrize("top_k", [0, 4])
-def test_teachers_of_different_sources_are_planned_whatever_they_give(top_k):
-    teachers = [{"name": name, "model": "/elsewhere", "sources": [name]} for name in ("a", "b")]
-    own = {"teachers": teachers, "kl_as": "loss", "top_k": top_k}
-    assert run(Times(), distillation=own).step_s > run(Times()).step_s
-
-
 def test_the_drivers_time_delays_many_groups():
     slow = Times(reached=Reached(sample_s=0.1, overhead_s=0.2))
     # Two samples of each of 4 groups, one group at a time on one thread; then the last is scored.
