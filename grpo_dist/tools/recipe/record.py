@@ -42,6 +42,8 @@ _UNUSED: dict[Kind, set[str]] = {
     "sample": _PLACES | _OF_STEPS | {"policy", "evaluation"},
 }
 
+# A run that resumes may change these; what it measured, and how long it was, is the stage's result.
+_OF_RESULTS = {"evaluation", "steps", "rejection"}
 # Keys of `rejection` that choose among finished samples.
 _CHOICE = {"min_reward", "keep_per_prompt", "prefer", "max_pass_rate"}
 
@@ -144,6 +146,18 @@ def resumed_with(record: StageRecord, stage: ResolvedStage) -> StageRecord:
     identity = SupervisedConfig.of(stage.symbolic) if stage.kind == "sft" else stage.symbolic
     own = flat(record.settings)
     kept = {key: value for key, value in own.items() if Change(key, value, value).decides(identity)}
+    return replace(record, settings=kept)
+
+
+def of_results(record: StageRecord, stage: ResolvedStage) -> StageRecord:
+    """Return ``record`` without the settings that change no number of a complete ``stage``: profiles, probes,
+    what a run warns of.
+    """
+    kept = {
+        key: value
+        for key, value in flat(record.settings).items()
+        if key.partition(".")[0] in _OF_RESULTS or Change(key, value, value).decides(stage.symbolic)
+    }
     return replace(record, settings=kept)
 
 

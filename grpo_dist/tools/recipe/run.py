@@ -21,6 +21,7 @@ from grpo_dist.tools.recipe.record import (
     StageRecord,
     begin,
     differences,
+    of_results,
     read_record,
     resumed_with,
     write_record,
@@ -153,6 +154,8 @@ def _check_same(stage: ResolvedStage, record: StageRecord, now: StageRecord) -> 
         if not _has_work(stage.directory):
             return
         record, now = resumed_with(record, stage), resumed_with(now, stage)
+    else:
+        record, now = of_results(record, stage), of_results(now, stage)
     changed = differences(record, now, stage.symbolic)
     if changed:
         state = "complete" if record.state == "complete" else "started"
