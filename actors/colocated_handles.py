@@ -116,7 +116,8 @@ _Asked = tuple[Prompt, Any, int, "asyncio.Future[list[Any]]"]  # prompt, samples
 class BaseReference:
     """The reference of a policy of adapters: the policy without them.
 
-    The calls for all groups of a batch wait for the policy's turn, and are answered together.
+    The calls for all groups of a batch wait for the policy's turn, and are answered together: those that want
+    as many likeliest tokens.
     """
 
     def __init__(self, policy: PolicyGroup, colocation: Colocation) -> None:
@@ -150,12 +151,10 @@ class BaseReference:
             await self._answer_alike([asked for asked in taken if asked[2] == top_k], top_k)
 
     async def _answer_alike(self, taken: list[_Asked], top_k: int) -> None:
-        groups, found = [(prompt, samples) for prompt, samples, *_ in taken], list[list[Any]]()
+        policy, groups = self._policy, [(prompt, samples) for prompt, samples, *_ in taken]
+        call = policy.base_top_logprobs(groups, top_k) if top_k else policy.base_logprobs(groups)
         try:
-            if top_k:
-                found += await self._policy.base_top_logprobs(groups, top_k)
-            else:
-                found += await self._policy.base_logprobs(groups)
+            found: list[Any] = await call
         except Exception as error:
             for *_, answer in taken:
                 if not answer.done():

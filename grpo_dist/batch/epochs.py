@@ -43,7 +43,7 @@ def redrawn(batch: TrainBatch, *, num_groups: int, num_updates: int, seed: int) 
     dealt = rows_of_updates(
         batch.group_ids.numpy(), num_groups=num_groups, num_updates=num_updates, order=order
     )
-    ids, batch = batch.row_ids.numpy(), replace(batch, top_ids=None, top_logprobs=None)  # large, not counted
+    ids, batch = batch.row_ids.numpy(), batch.without_candidates()
     return [EpochUpdate(ids[rows], denominators_of(batch.select(rows.tolist()))) for rows in dealt]
 
 

@@ -111,10 +111,8 @@ class DataSourceConfig(Section):
         kind, _, rest = self.path.partition(":")
         if kind in ("demo", "reasoning_gym") or self.is_own:
             return rest
-        name = Path(self.path).name
-        return (
-            Path(name).stem if name.endswith((".jsonl", ".json", ".parquet")) else name
-        )  # not of owner/name-v1.5
+        path = Path(self.path)  # a hub id may end in -v1.5
+        return path.stem if path.suffix in (".jsonl", ".json", ".parquet") else path.name
 
     @property
     def is_generated_by_reasoning_gym(self) -> bool:

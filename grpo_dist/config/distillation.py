@@ -15,7 +15,7 @@ REFERENCE = "reference"  # a teacher of this model is the reference itself
 
 
 class TeacherConfig(Section):
-    """A model whose log-probs of the policy's own tokens the policy learns."""
+    """A model from which the policy learns how likely tokens are in its own samples."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="label in metrics")
     model: str = Field(
@@ -66,7 +66,7 @@ class DistillationConfig(Section):
     kl_as: Literal["advantage", "loss"] = Field(
         "advantage",
         description="advantage: log p of the teacher minus that of the policy is added to a token's "
-        "advantage; loss: a KL term with a mean over taught tokens of its own",
+        "advantage; loss: a term of its own, the mean over taught tokens of an estimate or of `divergence`",
     )
     estimator: Literal["k2", "k3", "k1+", "k3+"] = Field(
         "k3+",

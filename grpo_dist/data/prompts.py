@@ -32,7 +32,7 @@ _PARTS = re.compile(
 )
 
 
-OF_DATA = "data.system_prompt and data.template_kwargs"
+KEYS_OF_DATA = "data.system_prompt and data.template_kwargs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class PromptFormat:
         instruction: text on a line of its own after the problem.
         use_chat_template: False for the plain text.
         template_kwargs: further arguments of the chat template.
-        checked: what a message about a template that fails names.
+        keys: what to check where the template fails, for messages.
     """
 
     system_prompt: str | None = None
     instruction: str | None = None
     use_chat_template: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    checked: str = OF_DATA
+    keys: str = KEYS_OF_DATA
 
     @classmethod
     def of(cls, data: DataConfig) -> PromptFormat:
@@ -62,7 +62,7 @@ class PromptFormat:
         messages = self.messages(problem)
         if not self.use_chat_template:
             return _plain_text(messages)
-        return render_messages(messages, tokenizer, self.template_kwargs, checked=self.checked)
+        return render_messages(messages, tokenizer, self.template_kwargs, keys=self.keys)
 
     def messages(self, asked: str | Sequence[Message]) -> list[Message]:
         """Return the messages of a prompt: ``asked`` is the problem, or messages that get no instruction."""
@@ -216,10 +216,10 @@ def tokenise_messages(
     tokenizer: Any,
     template_kwargs: Mapping[str, Any],
     *,
-    checked: str = OF_DATA,
+    keys: str = KEYS_OF_DATA,
 ) -> list[int]:
     """Tokenise a conversation, up to where the model's answer begins."""
-    return _ids(render_messages(messages, tokenizer, template_kwargs, checked=checked), tokenizer, True)
+    return _ids(render_messages(messages, tokenizer, template_kwargs, keys=keys), tokenizer, True)
 
 
 def render_messages(
@@ -228,11 +228,11 @@ def render_messages(
     template_kwargs: Mapping[str, Any],
     *,
     open_turn: bool = True,
-    checked: str = OF_DATA,
+    keys: str = KEYS_OF_DATA,
 ) -> str:
     """Render a conversation; with ``open_turn`` up to where the model's answer begins.
 
-    Raises ValueError for messages or arguments that the chat template rejects; it says to check ``checked``.
+    Raises ValueError for messages or arguments that the chat template rejects; it names ``keys``.
     """
     try:
         return tokenizer.apply_chat_template(
@@ -241,7 +241,7 @@ def render_messages(
     except (TemplateError, TypeError, ValueError) as error:
         raise ValueError(
             f"the model's chat template rejects the {' and '.join(m['role'] for m in messages)} messages "
-            f"({error}); check {checked}"
+            f"({error}); check {keys}"
         ) from error
 
 

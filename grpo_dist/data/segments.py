@@ -96,7 +96,7 @@ def conversation(
     tokenizer: Any,
     template_kwargs: Mapping[str, Any],
     *,
-    checked: str,
+    keys: str,
 ) -> tuple[str, list[Segment]]:
     """Return the text before the assistant's first message, and the segments from there on: those of the
     assistant, each with the EOS token, and what the chat template puts between them, given.
@@ -107,7 +107,7 @@ def conversation(
 
     def rendered(count: int, *, open_turn: bool) -> str:
         own = messages[:count]
-        return render_messages(own, tokenizer, template_kwargs, open_turn=open_turn, checked=checked)
+        return render_messages(own, tokenizer, template_kwargs, open_turn=open_turn, keys=keys)
 
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     prompt = done = rendered(answers[0], open_turn=True)

@@ -15,7 +15,7 @@ from grpo_dist.workers import ReferenceHandle, RolloutsRef, Workers
 _AS_POLICY = ""  # the reference, with the prompt that the policy reads; no teacher has this name
 # Of each row of each sample of a group.
 Logprobs = list[np.ndarray]  # float32 [C]
-Taught = list[TeacherLogprobs]
+TeacherRows = list[TeacherLogprobs]
 
 
 class FrozenModels:
@@ -36,8 +36,8 @@ class FrozenModels:
         return self._reference is not None or bool(self._teachers)
 
     async def logprobs(
-        self, prompt: Prompt, rollouts: RolloutsRef, before: Mapping[str, Taught] | None = None
-    ) -> tuple[Logprobs, Mapping[str, Taught]]:
+        self, prompt: Prompt, rollouts: RolloutsRef, before: Mapping[str, TeacherRows] | None = None
+    ) -> tuple[Logprobs, Mapping[str, TeacherRows]]:
         """Return those of the reference, [] without a KL term, and those of each teacher by name.
 
         The reference is asked once about the prompt that the policy reads, for the KL term and for teachers.
@@ -52,7 +52,7 @@ class FrozenModels:
         for teacher, handle in own:
             name = _asked_as(teacher, prompt)
             if name not in known and name not in asked:
-                asked[name] = self._of_teacher(handle, _as_read_by(teacher.name, prompt), rollouts)
+                asked[name] = self._taught(handle, _as_read_by(teacher.name, prompt), rollouts)
         if self._reference is not None and _AS_POLICY not in asked:
             asked[_AS_POLICY] = _plain(self._reference, prompt, rollouts)
         found = known | dict(zip(asked, await gather(asked.values()), strict=True))
@@ -60,13 +60,13 @@ class FrozenModels:
         reference = [] if self._reference is None else found[_AS_POLICY]
         return [row.sampled for row in reference], taught
 
-    async def _of_teacher(self, handle: ReferenceHandle, prompt: Prompt, rollouts: RolloutsRef) -> Taught:
+    async def _taught(self, handle: ReferenceHandle, prompt: Prompt, rollouts: RolloutsRef) -> TeacherRows:
         if self._top_k:
             return await handle.top_logprobs(prompt, rollouts, self._top_k)
         return await _plain(handle, prompt, rollouts)
 
 
-async def _plain(handle: ReferenceHandle, prompt: Prompt, rollouts: RolloutsRef) -> Taught:
+async def _plain(handle: ReferenceHandle, prompt: Prompt, rollouts: RolloutsRef) -> TeacherRows:
     """Return the log-probs of the sampled tokens alone."""
     return [TeacherLogprobs(values) for values in await handle.logprobs(prompt, rollouts)]
 

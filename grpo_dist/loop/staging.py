@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 from torch import Tensor
@@ -133,8 +133,8 @@ class Staging:
             demonstrations=shown,
             score_norms=score_norms,
         )
-        lean = [replace(update, top_ids=None, top_logprobs=None) for update in updates]  # large, not counted
-        later = [regrouped(lean, own) for epoch in later_epochs for own in epoch]
+        counted = [update.without_candidates() for update in updates]
+        later = [regrouped(counted, own) for epoch in later_epochs for own in epoch]
         with_signal = frozenset(chain.from_iterable(map(_groups_with_signal, updates)))
         tokens_recorded = tracking.samples and is_due(step + 1, tracking.token_values_every)
         values = values_of_rows(updates, tokens=tokens_recorded) if tracking.samples else None

@@ -6,7 +6,7 @@ Each group goes through the model alone: its numbers depend neither on other gro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -54,8 +54,9 @@ def group_top_logprobs(
 
     def on_host(layout: Layout) -> tuple[Tensor, ...]:
         # One micro-batch after the other: together they are K times as much as log-probs.
-        values, ids, top = forward(layout)
-        return values.cpu(), layout.as_rows(ids).cpu(), layout.as_rows(top).cpu()
+        values, *tops = (t.cpu() for t in forward(layout))
+        there = replace(layout, places=layout.places.cpu())
+        return values, *map(there.as_rows, tops)
 
     found = _values_of_rows(on_host, groups, micro, together=together)
     return [[TeacherLogprobs(*row) for row in rows] for rows in found]

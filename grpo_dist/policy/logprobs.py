@@ -3,7 +3,8 @@
 The result is indexed by the token it describes: entry t is log p(tokens[t] | tokens[< t]) and comes from the
 hidden state at t - 1; `layout` does that shift. Logits are made ``chunk_tokens`` rows at a time, in float32,
 and never kept: the backward pass makes them again. `logit_rows` has what is computed from a block of them. At
-most two blocks of [chunk_tokens, V] exist at once.
+most two blocks of [chunk_tokens, V] exist at once, and some of [chunk_tokens, K] where the log-probs of K
+candidates are wanted, too.
 """
 
 from __future__ import annotations
@@ -75,31 +76,31 @@ def selected_logprobs(
     each of them.
     """
     how: dict[str, Any] = {"temperature": temperature, "chunk_tokens": chunk_tokens, "bias": bias}
-    values, entropies, _ = logprobs_with_others(
+    values, entropies, _ = logprobs_with_candidates(
         rows, lm_head_weight, targets, None, with_entropy=with_entropy, **how
     )
     return values, entropies
 
 
-def logprobs_with_others(
+def logprobs_with_candidates(
     rows: Float[Tensor, "M D"],
     lm_head_weight: Float[Tensor, "V D"],
     targets: Int[Tensor, " M"],
-    others: Int[Tensor, "M K"] | None,
+    candidates: Int[Tensor, "M K"] | None,
     *,
     temperature: float | int | Float[Tensor, " M"],
     chunk_tokens: int,
     bias: Float[Tensor, " V"] | None = None,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None, Float[Tensor, "M K"] | None]:
-    """Do as `selected_logprobs`; also return the log-probs of ``others`` at each place, int64, with
+    """Do as `selected_logprobs`; also return the log-probs of ``candidates`` at each place, int64, with
     gradients. None: of none.
     """
     _check(temperature, chunk_tokens)
-    values, entropies, of_others = _ChunkedLogprobs.apply(
-        rows, lm_head_weight, bias, targets, others, temperature, chunk_tokens, with_entropy
+    values, entropies, of_candidates = _ChunkedLogprobs.apply(
+        rows, lm_head_weight, bias, targets, candidates, temperature, chunk_tokens, with_entropy
     )
-    return values, entropies if with_entropy else None, of_others
+    return values, entropies if with_entropy else None, of_candidates
 
 
 @torch.no_grad()
@@ -203,7 +204,7 @@ def rows_for(values: Tensor) -> LogitRows:
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Rows [N, D] and targets [N] to log-probs and entropies [N]; and others [N, K] to their log-probs."""
+    """Rows [N, D] and targets [N] to log-probs and entropies [N]; and candidates [N, K] to log-probs."""
 
     @staticmethod
     def forward(
@@ -212,37 +213,37 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        others: Tensor | None,
+        candidates: Tensor | None,
         temperature: float | Tensor,
         chunk: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         head = _Head(rows, weight, bias)
         values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
-        of_others = None if others is None else values.new_empty(others.shape)
+        of_candidates = None if candidates is None else values.new_empty(candidates.shape)
         sums, kernel = RowSums.empty_like(values), rows_for(values)
         for part in _parts(len(rows), chunk):
             logits, own = head.logits(rows[part]), _of(temperature, part)
-            raw = None if others is None else logits.gather(1, others[part])
+            raw = None if candidates is None else logits.gather(1, candidates[part])
             values[part], sums[part] = kernel.logprobs(logits, targets[part], own, with_entropy=with_entropy)
-            if raw is not None and of_others is not None:
-                of_others[part] = _normalised(raw, own, sums[part])
+            if raw is not None and of_candidates is not None:
+                of_candidates[part] = _normalised(raw, own, sums[part])
             del logits  # before the next block is made
-        ctx.save_for_backward(rows, weight, bias, targets, others, of_others, *sums.tensors)
+        ctx.save_for_backward(rows, weight, bias, targets, candidates, of_candidates, *sums.tensors)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
-        return values, sums.entropies, of_others
+        return values, sums.entropies, of_candidates
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None, other_grad: Tensor | None
+        ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None, candidate_grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        rows, weight, bias, targets, others, of_others, *kept = ctx.saved_tensors
+        rows, weight, bias, targets, candidates, of_candidates, *kept = ctx.saved_tensors
         sums = RowSums(*kept)
         total = None
-        if other_grad is not None:
-            total = other_grad.sum(dim=1) if grad is None else other_grad.sum(dim=1) + grad
+        if candidate_grad is not None:
+            total = candidate_grad.sum(dim=1) if grad is None else candidate_grad.sum(dim=1) + grad
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         head, kernel = _Head(rows, weight, bias), rows_for(sums.largest)
         grad_rows = torch.empty_like(rows) if needs_rows else None
@@ -254,15 +255,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 head.logits(rows[part]), targets[part], own, sums[part],
                 _some(grad, part), _some(entropy_grad, part), head.operand_dtype, _some(total, part),
             )  # fmt: skip
-            if total is not None and other_grad is not None:
-                exact = other_grad[part] - total[part, None] * of_others[part].exp()
+            if total is not None and candidate_grad is not None:
+                exact = candidate_grad[part] - total[part, None] * of_candidates[part].exp()
                 if grad is not None:
-                    exact += torch.where(others[part] == targets[part, None], grad[part, None], 0.0)
+                    exact += torch.where(candidates[part] == targets[part, None], grad[part, None], 0.0)
                 if entropy_grad is not None:
-                    known = of_others[part]
+                    known = of_candidates[part]
                     inner = torch.where(known > -torch.inf, known + sums.entropies[part, None], 0.0)
                     exact -= entropy_grad[part, None] * known.exp() * inner
-                d_logits.scatter_(1, others[part], _over(exact, own).to(d_logits.dtype))
+                d_logits.scatter_(1, candidates[part], _over(exact, own).to(d_logits.dtype))
             if grad_bias is not None:
                 grad_bias += d_logits.sum(dim=0, dtype=head.dtype)
             if grad_rows is not None:

@@ -63,13 +63,14 @@ class MicroBatches:
         if self.kernel is None:
             return padded(
                 rows.tokens, rows.wanted, rows.temperatures, rows.routes,
-                others=rows.others, others_at_teacher=rows.others_at_teacher, device=self.device,
+                candidates=rows.candidates, candidates_at_teacher=rows.candidates_at_teacher,
+                device=self.device,
             )  # fmt: skip
         return packed(rows, self.kernel, multiple=self.multiple, device=self.device)
 
     def on_device(self, part: Batch) -> Batch:
         """Return ``part`` on the device, without what only its layout needs."""
-        part = replace(part, top_ids=None, top_logprobs=None)
+        part = part.without_candidates()
         values = {f.name: getattr(part, f.name) for f in fields(part)}
         moved: dict[str, Any] = {
             name: sent(value, self.device) for name, value in values.items() if isinstance(value, Tensor)

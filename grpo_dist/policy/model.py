@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from grpo_dist.policy.attention import NAME, attention_layers, register
 from grpo_dist.policy.checkpoint_format import keep_used_conversions
 from grpo_dist.policy.layer_kernels import use_kernels
-from grpo_dist.policy.logprobs import logprobs_with_others, selected_score_norms, top_logprobs
+from grpo_dist.policy.logprobs import logprobs_with_candidates, selected_score_norms, top_logprobs
 from grpo_dist.policy.packing import Layout
 from grpo_dist.policy.packing_problem import packing_problem
 from grpo_dist.policy.sequence_parallel import SequenceGroup
@@ -181,10 +181,10 @@ class TokenLogprobs(nn.Module):
     ) -> HeadOutputs:
         """Return log-probs in nats, float32 [B, T], at the sampling temperature, of the tokens that
         ``layout`` wants, 0 for others; with ``with_entropy`` their entropies [B, T]; and the log-probs of the
-        layout's ``others`` [M, K], in their order.
+        layout's ``candidates`` [M, K], in their order.
 
-        ``score_norms``: return `selected_score_norms` in place of the log-probs. ``top_k``: return
-        `top_logprobs`: log-probs [B, T], and likeliest tokens and their log-probs [M, K].
+        ``score_norms``: return `selected_score_norms` in place of the log-probs, and nothing else. ``top_k``:
+        return `top_logprobs` alone: log-probs [B, T], and likeliest tokens and their log-probs [M, K].
         """
         part, own = (layout, None) if self._ranks is None else self._ranks.own_slice(layout)
 
@@ -240,4 +240,4 @@ class _LMHead(nn.Module):
         if top_k:
             return top_logprobs(rows, self.weight, targets, top_k, vocabulary=self._vocabulary, **how)
         how["with_entropy"] = with_entropy
-        return logprobs_with_others(rows, self.weight, targets, layout.others, **how)
+        return logprobs_with_candidates(rows, self.weight, targets, layout.candidates, **how)

@@ -51,8 +51,8 @@ class Layout:
     routes: Int[Tensor, "N L K"] | None = None
     # int64, further tokens whose log-probs are wanted where each target is, and what a teacher gives them;
     # None: there are none
-    others: Int[Tensor, "M K"] | None = None
-    others_at_teacher: Float[Tensor, "M K"] | None = None
+    candidates: Int[Tensor, "M K"] | None = None
+    candidates_at_teacher: Float[Tensor, "M K"] | None = None
 
     def as_rows(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "B T ..."]:
         """Return the values of the wanted tokens at their positions in the rows, 0 elsewhere."""
@@ -67,19 +67,19 @@ def padded(
     temperatures: Float[Tensor, " B"] | None = None,
     routes: Sequence[Routes | None] | None = None,
     *,
-    others: Int[Tensor, "B T K"] | None = None,
-    others_at_teacher: Float[Tensor, "B T K"] | None = None,
+    candidates: Int[Tensor, "B T K"] | None = None,
+    candidates_at_teacher: Float[Tensor, "B T K"] | None = None,
     device: torch.device | None = None,
 ) -> Layout:
     """Lay rows out as they are, on ``device``; None: that of ``tokens``. The first token of a row is never
-    wanted: nothing predicts it. ``others``: as in `Rows`.
+    wanted: nothing predicts it. ``candidates``: as in `Rows`.
     """
     size, device = tokens.numel(), device or tokens.device
     indices = torch.arange(size, device=tokens.device).view(tokens.shape)
     shape = np.arange(size).reshape(tokens.shape)
     experts = None if routes is None else laid_out(fetched(routes), shape, size, device)
     wanted = _wanted(tokens, indices, mask, temperatures, device)
-    further = (_of_wanted(values, mask, device) for values in (others, others_at_teacher))
+    further = (_of_wanted(values, mask, device) for values in (candidates, candidates_at_teacher))
     return Layout(sent(tokens, device), None, None, *wanted, experts, *further)
 
 
@@ -105,8 +105,9 @@ def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1, device: torch.devic
     tokens, position_ids = (sent(torch.from_numpy(a), device) for a in (stream, positions))
     routes = None if experts is None else laid_out(experts, indices, size, device)
     wanted = _wanted(rows.tokens, torch.from_numpy(indices), rows.wanted, rows.temperatures, device)
-    others = (_of_wanted(values, rows.wanted, device) for values in (rows.others, rows.others_at_teacher))
-    return Layout(tokens, position_ids, spans, *wanted, routes, *others)
+    further = (rows.candidates, rows.candidates_at_teacher)
+    candidates = (_of_wanted(values, rows.wanted, device) for values in further)
+    return Layout(tokens, position_ids, spans, *wanted, routes, *candidates)
 
 
 def _wanted(

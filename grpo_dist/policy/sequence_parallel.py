@@ -65,7 +65,8 @@ class SequenceGroup:
             targets=layout.targets[own],
             temperature=_of_part(layout.temperature, own),
             routes=None if layout.routes is None else layout.routes[start : start + width],
-            others=None if layout.others is None else layout.others[own],
+            candidates=None if layout.candidates is None else layout.candidates[own],
+            candidates_at_teacher=None,  # the whole layout's are compared
         )
         return part, own
 

@@ -40,16 +40,16 @@ def further_streams(
 
 
 def divergence_from_teacher(
-    others: Float[Tensor, "M K"] | None, layout: Layout, settings: LossSettings
+    candidates: Float[Tensor, "M K"] | None, layout: Layout, settings: LossSettings
 ) -> TokenValues | None:
-    """Return the divergence from the teacher at each token of ``layout``, nats; None without ``others``, the
-    policy's log-probs of the teacher's likeliest tokens. What stands at a token without a teacher means
+    """Return the divergence from the teacher at each token of ``layout``, nats; None without ``candidates``,
+    the policy's log-probs of the teacher's likeliest tokens. What stands at a token without a teacher means
     nothing.
     """
-    if others is None or layout.others_at_teacher is None:
+    if candidates is None or layout.candidates_at_teacher is None:
         return None
     divergence = named(DIVERGENCES, settings.teacher_divergence, "divergence")
-    return layout.as_rows(divergence(others, layout.others_at_teacher))
+    return layout.as_rows(divergence(candidates, layout.candidates_at_teacher))
 
 
 def cross_entropy(logprobs: TokenValues, mask: TokenMask, num_tokens: float) -> Float[Tensor, ""]:

@@ -144,7 +144,7 @@ class Trainer:
             prepare.before_the_step(b, self._loss, moves=i > 0 or self._epochs > 1)
             for i, b in enumerate(batches)
         ]
-        # One at a time: each is a copy of its rows.
+        # Made as they come: each is a copy of its rows.
         later = (regrouped(first, own) for epoch in later_epochs for own in epoch)
         plan = chain(first, later) if later_epochs else first * self._epochs
         self.token_logprobs = {}
@@ -172,6 +172,7 @@ class Trainer:
         the loss mask. Collective.
         """
         logprobs, entropies = (torch.zeros_like(batch.rollout_logprobs) for _ in range(2))
+        batch = batch.without_candidates()
         with forward_only(self.engine):
             plan = self._micro.plan(batch)
             layouts = (self._micro.layout(self._micro.part(batch, rows).rows) for rows in plan)
@@ -195,7 +196,7 @@ class Trainer:
     def _values_of_rows(self, batches: Sequence[TrainBatch], *, score_norms: bool) -> dict[int, np.ndarray]:
         found: dict[int, np.ndarray] = {}
         with forward_only(self.engine):
-            for batch in batches:
+            for batch in (own.without_candidates() for own in batches):
                 plan = self._micro.plan(batch)
                 layouts = (self._micro.layout(self._micro.part(batch, rows).rows) for rows in plan)
                 values = [self.engine(own, score_norms=score_norms)[0] for own in layouts]
@@ -227,14 +228,14 @@ class Trainer:
         for i, rows in enumerate(plan):
             part = self._micro.part(batch, rows)
             self.engine.set_gradient_accumulation_boundary(i == len(plan) - 1)
-            layout = self._micro.layout(part.rows_with_others)
+            layout = self._micro.layout(part.rows_with_candidates)
             computed += layout.tokens.numel()
-            logprobs, entropy, others = self.engine(layout, with_entropy=True)
+            logprobs, entropy, candidates = self.engine(layout, with_entropy=True)
             if keep_logprobs:
                 values.append(logprobs.detach())
             loss, part_stats = batch_loss(
                 logprobs, self._micro.on_device(part), self._loss,
-                entropy=entropy, from_teacher=divergence_from_teacher(others, layout, self._loss),
+                entropy=entropy, from_teacher=divergence_from_teacher(candidates, layout, self._loss),
                 kl_coef=kl_coef, entropy_coef=self._bonus.weight,
             )  # fmt: skip
             # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so

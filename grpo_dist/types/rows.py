@@ -31,8 +31,8 @@ class Rows:
     temperatures: Float[Tensor, " B"] | None = None  # as in `TrainBatch`
     routes: tuple[Routes | None, ...] | None = None  # as in `TrainBatch`
     # Further tokens whose log-probs are wanted at each that is, and a teacher's; None: there are none.
-    others: Int[Tensor, "B T K"] | None = None
-    others_at_teacher: Float[Tensor, "B T K"] | None = None
+    candidates: Int[Tensor, "B T K"] | None = None
+    candidates_at_teacher: Float[Tensor, "B T K"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class TrainBatch:
     """Rows of one optimiser update, right-padded; [B, T] and [B, T, K] tensors are indexed by the token they
     describe.
 
-    A token may belong to the policy loss (``loss_mask``), to the KL with a teacher (``taught``), and to the
+    A token may belong to the policy loss (``loss_mask``), to that of a teacher (``taught``), and to the
     cross-entropy of demonstrations (``demonstrated``). Each of these streams has denominators of its own,
     those of the whole update (all ranks, all micro-batches), fixed before any split, so that a selection of
     rows still carries them. ``None`` in an optional field means "not needed". A rank makes a `StepBatch` of
@@ -104,9 +104,13 @@ class TrainBatch:
         return Rows(self.tokens, self.lengths, self.wanted, groups, prompts, self.temperatures, self.routes)
 
     @property
-    def rows_with_others(self) -> Rows:
+    def rows_with_candidates(self) -> Rows:
         """Return `rows` with what the divergence from a teacher needs besides the sampled tokens."""
-        return replace(self.rows, others=self.top_ids, others_at_teacher=self.top_logprobs)
+        return replace(self.rows, candidates=self.top_ids, candidates_at_teacher=self.top_logprobs)
+
+    def without_candidates(self) -> Self:
+        """Return the batch without what is K times as large as log-probs."""
+        return replace(self, top_ids=None, top_logprobs=None)
 
     def select(self, rows: list[int]) -> Self:
         """Return these rows, cut to their own longest; the global denominators stay."""

@@ -166,7 +166,11 @@ def test_demonstrations_and_what_teachers_give_stay_with_their_update(top_k):
         found = regrouped(updates, made_update(np.concatenate(rows), num_demonstrated=7.0))
         assert set(own.tolist()) <= set(found.row_ids.tolist()) and found.num_demonstrated == 7.0
         assert found.demonstrated.shape == found.tokens.shape
-        assert not top_k or found.top_ids.shape == (*found.tokens.shape, top_k)
+        for kept in found.row_ids.tolist() if top_k else ():
+            at, size = found.row_ids.tolist().index(kept), int(batch.lengths[kept % 100])
+            for name in ("top_ids", "top_logprobs"):
+                ours, theirs = getattr(found, name)[at, :size], getattr(batch, name)[kept % 100, :size]
+                assert ours.shape == (size, top_k) and torch.equal(ours, theirs)
 
 
 def made_update(row_ids, **denominators):

@@ -111,8 +111,8 @@ def test_a_teacher_of_distributions_gives_the_loss_that_transformers_and_the_def
         "divergence: forward, reward_coef: 0}"
     )
     own = [c for c in COMMON if not c.startswith(("distillation", "demonstrations", "steps"))]
-    run(tmp_path, *own, "steps=2", taught, "cluster.placement=colocated")
-    found = [line for line in numbers(tmp_path) if "loss/total" in line]
+    run(tmp_path, *own, "steps=1", taught, "cluster.placement=colocated")
+    (found,) = [line for line in numbers(tmp_path) if "loss/total" in line]
     tokenizer = AutoTokenizer.from_pretrained(cached_model("tiny", seed=0))
     small, policy = (
         AutoModelForCausalLM.from_pretrained(cached_model(name, seed=0), dtype=torch.float64)
@@ -128,8 +128,7 @@ def test_a_teacher_of_distributions_gives_the_loss_that_transformers_and_the_def
         events = [(top, q.gather(1, ids)), (1 - top.sum(1), 1 - q.gather(1, ids).sum(1))]
         kl = (events[0][0] * (events[0][0] / events[0][1]).log()).sum(1)
         values.append(kl + events[1][0] * (events[1][0] / events[1][1]).log())
-    assert found[0]["loss/teacher"] == pytest.approx(0.5 * torch.cat(values).mean().item(), rel=1e-4)
-    assert found[1]["loss/teacher"] < found[0]["loss/teacher"]
+    assert found["loss/teacher"] == pytest.approx(0.5 * torch.cat(values).mean().item(), rel=1e-4)
 
 
 def test_a_teacher_with_another_vocabulary_is_refused_before_anything_starts(tmp_path):

@@ -325,18 +325,19 @@ def test_log_probs_of_further_tokens_and_all_gradients_are_those_of_all_logits_a
     leaves, tokens, mask = problem(dtype)
     temperatures = torch.tensor([0.5, 1.0, 1.7]) if temperature == "each" else torch.ones(B)
     generator = torch.Generator().manual_seed(2)
-    others = torch.stack([torch.randperm(V, generator=generator)[:4] for _ in range(B * T)]).view(B, T, 4)
-    layout = padded(tokens, mask, temperatures, others=others)
+    candidates = torch.stack([torch.randperm(V, generator=generator)[:4] for _ in range(B * T)]).view(B, T, 4)
+    candidates[0, :, 1] = tokens[0]  # as when the teacher finds the sampled token likely
+    layout = padded(tokens, mask, temperatures, candidates=candidates)
     rows = leaves[0].flatten(0, 1)[layout.sources]
-    found = logprobs.logprobs_with_others(
-        rows, leaves[1], layout.targets, layout.others,
+    found = logprobs.logprobs_with_candidates(
+        rows, leaves[1], layout.targets, layout.candidates,
         temperature=layout.temperature, chunk_tokens=chunk_tokens, bias=leaves[2], with_entropy=True,
     )  # fmt: skip
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     own = temperatures[:, None].expand(B, T).double()[:, 1:][mask[:, 1:]]
     logits = exact[0].flatten(0, 1)[layout.sources] @ exact[1].T + exact[2]
     logp = (logits / own[:, None]).log_softmax(-1)
-    values, picked = logp.gather(1, layout.targets[:, None])[:, 0], logp.gather(1, layout.others)
+    values, picked = logp.gather(1, layout.targets[:, None])[:, 0], logp.gather(1, layout.candidates)
     expected = (values, -(logp.exp() * logp).sum(-1), picked)
     for ours, theirs in zip(found, expected, strict=True):
         assert relative(ours, theirs) < tolerance
@@ -396,7 +397,7 @@ def test_near_the_teacher_the_gradient_is_rounded_to_bfloat16_once(monkeypatch, 
     leaf, exact = bias.float().requires_grad_(), bias.clone().requires_grad_()
     monkeypatch.setattr(logprobs._Head, "__init__", on_a_gpu)
     with OutTypes():
-        *_, own = logprobs.logprobs_with_others(
+        *_, own = logprobs.logprobs_with_candidates(
             hidden, weight, targets, ids, temperature=1.0, chunk_tokens=8, bias=leaf
         )
         DIVERGENCES[name](own, teacher.float()).sum().backward()

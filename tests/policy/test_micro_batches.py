@@ -110,10 +110,10 @@ def test_no_micro_batch_waits_for_what_the_device_computes(kernel, settings, tem
     each = torch.linspace(0.5, 1.5, len(batch), dtype=torch.float64)
     batch = replace(batch, temperatures=each if temperatures else None)
     part = micro.part(batch, [4, 1, 0])
-    layout = micro.layout(part.rows_with_others)
-    logprobs, entropy, others = model(layout, with_entropy=True)
+    layout = micro.layout(part.rows_with_candidates)
+    logprobs, entropy, candidates = model(layout, with_entropy=True)
     own, on_device = LossSettings(**settings), micro.on_device(part)
-    how = {"entropy": entropy, "from_teacher": divergence_from_teacher(others, layout, own)}
+    how = {"entropy": entropy, "from_teacher": divergence_from_teacher(candidates, layout, own)}
     loss, stats = batch_loss(logprobs, on_device, own, **how)
     loss.backward()
     assert logprobs.shape == part.tokens.shape and all(value.is_meta for value in stats.values())

@@ -106,18 +106,20 @@ def layouts():
 
 
 def whole(use_kernels):
-    """Values, and the gradients of rows, weight and bias through `logprobs_with_others`, in blocks."""
+    """Values, and the gradients of rows, weight and bias through `logprobs_with_candidates`, in blocks."""
     logprobs.rows_for = (lambda values: KernelLogitRows()) if use_kernels else logprobs.rows_for
     generator = torch.Generator().manual_seed(0)
     rows, weight, bias = (
         torch.randn(*shape, generator=generator).requires_grad_() for shape in ((7, 8), (50, 8), (50,))
     )
     targets, upstream = torch.arange(7), torch.randn(2, 7, generator=generator)
-    others, of_others = torch.randperm(50, generator=generator)[:21].view(7, 3), torch.arange(21.0).view(7, 3)
-    values, entropies, found = logprobs.logprobs_with_others(
-        rows, weight, targets, others, temperature=0.8, chunk_tokens=3, bias=bias, with_entropy=True
+    candidates, of_candidates = torch.randperm(50, generator=generator)[:21].view(7, 3), torch.arange(21.0)
+    of_candidates = of_candidates.view(7, 3)
+    candidates[::2, 0] = targets[::2]
+    values, entropies, found = logprobs.logprobs_with_candidates(
+        rows, weight, targets, candidates, temperature=0.8, chunk_tokens=3, bias=bias, with_entropy=True
     )
-    ((values * upstream[0] + entropies * upstream[1]).sum() + (found * of_others).sum()).backward()
+    ((values * upstream[0] + entropies * upstream[1]).sum() + (found * of_candidates).sum()).backward()
     return [values.detach(), entropies.detach(), found.detach(), rows.grad, weight.grad, bias.grad]
 
 

@@ -44,10 +44,10 @@ STREAMS = LossSettings(
 def loss_of_the_whole(module, batch, settings):
     """The loss of ``batch`` at once, of a `TokenLogprobs` in this process, without DeepSpeed."""
     own = batch if isinstance(batch, PreparedBatch) else PreparedBatch.of(batch)
-    further = {"others": own.top_ids, "others_at_teacher": own.top_logprobs}
+    further = {"candidates": own.top_ids, "candidates_at_teacher": own.top_logprobs}
     layout = padded(own.tokens, own.wanted, own.temperatures, **further)
-    logprobs, entropy, others = module(layout, with_entropy=True)
-    from_teacher = divergence_from_teacher(others, layout, settings)
+    logprobs, entropy, candidates = module(layout, with_entropy=True)
+    from_teacher = divergence_from_teacher(candidates, layout, settings)
     return batch_loss(logprobs, own, settings, entropy=entropy, from_teacher=from_teacher)[0]
 
 

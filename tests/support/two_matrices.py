@@ -2,7 +2,7 @@
 
 import torch
 
-from grpo_dist.policy.logprobs import logprobs_with_others
+from grpo_dist.policy.logprobs import logprobs_with_candidates
 from grpo_dist.policy.loss import add_stats, batch_loss, finish_stats
 from grpo_dist.policy.packing import padded
 from grpo_dist.policy.streams import divergence_from_teacher
@@ -27,26 +27,26 @@ class Tiny(torch.nn.Module):
         """Return log-probs and entropies, and what `divergence_from_teacher` needs."""
         steps = torch.arange(1, batch.tokens.shape[1] + 1)[:, None]
         hidden = torch.tanh(self.embedding[batch.tokens].cumsum(dim=1) / steps)
-        how = {"others": batch.top_ids, "others_at_teacher": batch.top_logprobs}
+        how = {"candidates": batch.top_ids, "candidates_at_teacher": batch.top_logprobs}
         layout = padded(batch.tokens, batch.wanted, batch.temperatures, **how)
-        values, entropies, others = logprobs_with_others(
+        values, entropies, candidates = logprobs_with_candidates(
             hidden.flatten(0, 1)[layout.sources],
             self.head,
             layout.targets,
-            layout.others,
+            layout.candidates,
             temperature=0.9 if layout.temperature is None else layout.temperature,
             chunk_tokens=16,
             with_entropy=True,
         )
-        return layout.as_rows(values), layout.as_rows(entropies), (others, layout)
+        return layout.as_rows(values), layout.as_rows(entropies), (candidates, layout)
 
     def gradient(self, parts, settings):
         """Return flat gradient and metrics for ``parts`` processed in sequence."""
         self.zero_grad()
         total = None
         for part in parts:
-            logprobs, entropy, others = self(part)
-            from_teacher = divergence_from_teacher(*others, settings)
+            logprobs, entropy, candidates = self(part)
+            from_teacher = divergence_from_teacher(*candidates, settings)
             loss, stats = batch_loss(logprobs, part, settings, entropy=entropy, from_teacher=from_teacher)
             loss.backward()
             total = stats if total is None else add_stats(total, stats)
