@@ -2,7 +2,7 @@
 
 With p the softmax of a row at its temperature, H its entropy, g, h the incoming gradients of its log-prob and
 its entropy, and s the sum of those of all its log-probs, g and those of further tokens,
-d logits = (g onehot(target) - s p - h p (log p + H)) / temperature, and that of the further tokens on top.
+d logits = (g onehot(target) - s p - h p (log p + H)) / temperature, and at a further token that plus its own.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LogitRows(Protocol):
     ) -> Tensor:
         """Return the gradient of ``logits`` [N, V] in ``dtype``. ``grad``, ``entropy_grad`` [N]: of the
         log-probs and of the entropies; None: 0. ``total`` [N]: sum of the gradients of all log-probs of a
-        row; None: ``grad``. The caller adds those of further tokens at their places.
+        row; None: ``grad``. What is returned at further tokens lacks their own; the caller replaces it.
         """
         ...
 

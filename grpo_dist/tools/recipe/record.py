@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -144,21 +144,21 @@ def resumed_with(record: StageRecord, stage: ResolvedStage) -> StageRecord:
         rejection = {k: v for k, v in record.settings["rejection"].items() if k not in _CHOICE}
         return replace(record, settings=record.settings | {"rejection": rejection})
     identity = SupervisedConfig.of(stage.symbolic) if stage.kind == "sft" else stage.symbolic
-    own = flat(record.settings)
-    kept = {key: value for key, value in own.items() if Change(key, value, value).decides(identity)}
-    return replace(record, settings=kept)
+    return _only(record, lambda change: change.decides(identity))
 
 
 def of_results(record: StageRecord, stage: ResolvedStage) -> StageRecord:
     """Return ``record`` without the settings that change no number of a complete ``stage``: profiles, probes,
     what a run warns of.
     """
-    kept = {
-        key: value
-        for key, value in flat(record.settings).items()
-        if key.partition(".")[0] in _OF_RESULTS or Change(key, value, value).decides(stage.symbolic)
-    }
-    return replace(record, settings=kept)
+    config = stage.symbolic
+    return _only(record, lambda own: own.key.partition(".")[0] in _OF_RESULTS or own.decides(config))
+
+
+def _only(record: StageRecord, kept: Callable[[Change], bool]) -> StageRecord:
+    """Return ``record`` with the settings whose change is one of those that are ``kept``."""
+    own = flat(record.settings)
+    return replace(record, settings={key: v for key, v in own.items() if kept(Change(key, v, v))})
 
 
 def differences(old: StageRecord, new: StageRecord, config: Config) -> list[str]:
