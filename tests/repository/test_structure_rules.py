@@ -1,6 +1,8 @@
-"""Rules that no linter has: imports inside functions have a reason, and arguments are not written into."""
+"""Rules that no linter has: imports inside functions have a reason, arguments are not written into, and class names are unique."""
 
 import ast
+import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,3 +168,18 @@ def test_functions_do_not_write_into_arguments() -> None:
         if writes_into_an_argument(function)
     }
     assert found == {name for names in WRITERS.values() for name in names}
+
+
+def test_each_class_name_is_unique() -> None:
+    trees = (ast.parse(path.read_text()) for path in FILES)
+    count = Counter(n.name for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
+    assert [name for name, times in count.items() if times > 1] == []
+
+
+def test_every_folder_and_root_file_is_in_the_import_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    listed = {module.strip() for layer in layers for module in layer.split("|")}
+    modules = {path.parent if path.name == "__init__.py" else path for path in FILES}
+    package = {f"grpo_dist.{path.stem}" for path in modules if path.parent == ROOT / "grpo_dist"}
+    assert package - listed == set() and listed - package == {"actors"}
