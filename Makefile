@@ -10,7 +10,7 @@ READY := .venv/.ready-$(EXTRA)
 # Packages of other environments, for tests alone: pinned, in an interpreter of their own.
 PACKAGES := .venv-packages/.ready
 
-.PHONY: setup demo demo-short demo-real demo-tools pipeline bench gpu-check test chaos evidence install-check reference lint clean
+.PHONY: setup demo demo-short demo-real demo-tools pipeline bench gpu-check test test-all chaos evidence install-check reference lint clean
 setup: $(READY)
 
 $(READY): pyproject.toml launch/setup.sh
@@ -49,20 +49,22 @@ bench: $(READY)
 gpu-check: $(READY)
 	$(BIN)/grpo-dist gpu-check $(ARGS)
 
-# Both halves of the suite at once. Python keeps what it compiled: the suite starts a thousand processes.
-test: export PYTHONDONTWRITEBYTECODE :=
+# Both halves of the suite at once, the same tests every time; test-all has the slow ones too: hours on two cores. Python keeps what it compiled: the suite starts a thousand processes.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: $(READY) $(PACKAGES)
 	$(BIN)/python -m tests.support.halves $(ARGS)
+
+test-all: $(READY) $(PACKAGES)
+	$(BIN)/python -m tests.support.halves --all $(ARGS)
 
 # A real job whose parts are killed, stopped, cut off and starved, 20 events of each kind: hours on two cores. Shorter:
 # make chaos ARGS="--each 2 --only 'SIGKILL rollout' --only 'disk full'"
 chaos: $(READY)
 	$(BIN)/python -m tests.chaos $(ARGS)
 
-# Whole runs that learn, one that must not, a recipe that is killed, and every case of tests that draw some of theirs:
-# hours on two cores.
+# Whole runs that learn, one that must not, a recipe that is killed: hours on two cores.
 evidence: $(READY) $(PACKAGES)
-	GRPO_DIST_TEST_SEED=all $(BIN)/python -m pytest -s -m evidence tests $(ARGS)
+	$(BIN)/python -m pytest -s -m evidence tests $(ARGS)
 
 # Run the image's installation steps in a clean copy of this checkout, then check that they installed everything.
 install-check: $(READY)

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import random
 from pathlib import Path
 
 from jaxtyping import install_import_hook
@@ -17,9 +16,6 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # Ray starts a worker for each core beforehand. Actors with variables of their own, as all here, use none.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
-# Before test files are imported, and for the processes that share them out.
-os.environ.setdefault("GRPO_DIST_TEST_SEED", str(random.SystemRandom().randrange(10**6)))
-
 # Imports make a million objects, which stay. No collection looks at them before tests begin, and later only
 # once a test has unfrozen all there is.
 gc.disable()
@@ -33,7 +29,6 @@ install_import_hook(_CHECKED, "tests.support.shapes.checked")
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from tests.support.drawn import SEED, draw_families  # noqa: E402
 from tests.support.good_inputs import CONFIG, GOOD, write  # noqa: E402
 
 # An example that is slow, or slow to find, shows a busy machine. Examples of a test share its fixtures.
@@ -59,8 +54,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Draw tests from their families. Long files begin first: the others are distributed in parallel."""
-    draw_families(items)
+    """Long files begin first: the others are distributed in parallel."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
@@ -76,15 +70,6 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or libraries report leaks as the process ends
-
-
-def pytest_report_header() -> str:
-    return f"cases drawn with {SEED}={os.environ[SEED]}"
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
-        terminalreporter.write_line(f"the same draw of cases: {SEED}={os.environ[SEED]}")
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,10 @@ import torch
 from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import WeightSyncConfig
 from grpo_dist.types import Sampling
-from tests.support.drawn import FILE
 from tests.support.real_engine import PROMPTS, MovingWorker, difference, same
 from tests.support.two_engines import TwoEngines, on_the_loop, world_of
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE)]
+pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 SEEDS = [1, 2, 3]
 SAMPLING = Sampling(max_new_tokens=24)

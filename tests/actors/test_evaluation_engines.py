@@ -8,12 +8,11 @@ import pytest
 import ray
 
 from grpo_dist.policy.snapshots import WEIGHTS
-from tests.support.drawn import FILE
 from tests.support.evaluation_world import World
 from tests.support.real_engine import same
 from tests.support.two_engines import world_of
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE), pytest.mark.long]
+pytestmark = [pytest.mark.machine, pytest.mark.slow, pytest.mark.long]
 
 world = world_of(World)
 

@@ -8,10 +8,9 @@ import actors.factory
 from actors.workers.rollout import RolloutWorker
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.cli import main
-from tests.support.drawn import FILE
 from tests.support.real_runs import TINY
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("whole runs", FILE)]
+pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 CONFIG = (
     TINY

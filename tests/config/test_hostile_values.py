@@ -192,7 +192,7 @@ _VALUES = st.recursive(
 _KEYS = [key for key, _ in _fields(Config)] + ["model", "data", "data.train.0", "defaults", "algorithm"]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(key=st.sampled_from(_KEYS), value=_VALUES)
 def test_any_text_in_a_file_is_read_or_refused(path, key, value):

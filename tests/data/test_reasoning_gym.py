@@ -13,7 +13,7 @@ TESTS = "tests/data/reasoning_gym_problems.py"
 
 
 @pytest.mark.long
-@pytest.mark.family("new processes")
+@pytest.mark.slow
 @pytest.mark.timeout(2 * HANG_S)
 def test_the_source_and_its_scorer_hold_in_an_interpreter_with_the_package() -> None:
     python = interpreter_with("reasoning_gym")

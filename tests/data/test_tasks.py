@@ -63,7 +63,7 @@ def _source(environment: str | None, **changes: Any) -> DataSourceConfig:
     return DataSourceConfig(environment=environment, **{"path": "demo:add3", "max_rows": 2} | changes)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["plain", "chat"])
 @pytest.mark.parametrize("chat_template", ["model", "none"])
 def test_what_an_environment_asks_begins_no_turn(
@@ -80,7 +80,6 @@ def test_what_an_environment_asks_begins_no_turn(
     assert "< |im_start|>assistant" in tokenizer.decode(prompt.token_ids.tolist())
 
 
-@pytest.mark.family("costly")
 def test_a_source_without_a_path_takes_the_problems_of_its_environment(
     environments: EnvironmentsConfig,
 ) -> None:
@@ -95,7 +94,7 @@ def test_a_source_without_a_path_takes_the_problems_of_its_environment(
     assert first.uid != second.uid
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_max_rows_limits_the_problems_of_an_environment(environments: EnvironmentsConfig) -> None:
     assert (
         len(_prompts(character_tokenizer(), environments, _source("riddles:Riddle", path=None, max_rows=1)))
@@ -103,7 +102,7 @@ def test_max_rows_limits_the_problems_of_an_environment(environments: Environmen
     )
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_text_gets_the_instruction_and_messages_do_not(environments: EnvironmentsConfig) -> None:
     tokenizer = character_tokenizer()
     common = {"instruction": "Be brief.", "system_prompt": "System."}
@@ -152,7 +151,7 @@ def test_sources_without_an_environment_have_no_task(environments: EnvironmentsC
     assert inherited.task is not None and inherited.task.environment == "calculator"
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_row_that_cannot_be_asked_is_named(environments: EnvironmentsConfig, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"problem": "good", "answer": "1"}\n{"problem": "bad", "answer": "2"}\n')
@@ -162,7 +161,7 @@ def test_a_row_that_cannot_be_asked_is_named(environments: EnvironmentsConfig, t
         _prompts(character_tokenizer(), environments, _source("riddles:Riddle", path=str(rows)))
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_arguments_that_an_environment_does_not_take_are_refused(environments: EnvironmentsConfig) -> None:
     source = _source("riddles:Riddle", environment_kwargs={"tone": "dry"})
     with pytest.raises(ValueError, match="unexpected keyword argument 'tone'"):

@@ -105,7 +105,6 @@ def test_completions_of_an_unknown_prompt_show_that_it_opened_their_thought():
 GROUP = ("2+2</think>\\boxed{4}", "2+2 \\boxed{4}", "<think>2+2</think>\\boxed{4}")
 
 
-@pytest.mark.family("costly")
 def test_every_reward_respects_a_thought_opened_by_the_prompt():
     specs = [spec(name, name) for name in ("math", "exact", "numeric", "format")]
     with GraderPool(1, timeout_s=60.0) as pool:

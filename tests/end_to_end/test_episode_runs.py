@@ -68,7 +68,7 @@ def test_episodes_give_the_same_run_where_all_roles_take_turns(tmp_path):
     assert not any(row["turns"] for row in rows(apart) if row["source"] == "add3")
 
 
-@pytest.mark.family("whole runs")
+@pytest.mark.slow
 def test_episodes_sampled_ahead_continue_under_new_weights(tmp_path):
     """`keep`: each token has the version of its weights, none is older than allowed."""
     done = play(tmp_path, "steps=5", "max_staleness=1", "weight_sync.mode=keep", "rollout.num_workers=2")

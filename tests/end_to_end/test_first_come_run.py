@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.real_runs import metrics, run
 
-pytestmark = [pytest.mark.machine, pytest.mark.long, pytest.mark.family("whole runs")]
+pytestmark = [pytest.mark.machine, pytest.mark.long, pytest.mark.slow]
 
 SOURCES = """[{path: "demo:add2", weight: 1, temperature: 0.7}, {path: "demo:add3", weight: 3}]"""
 REWARDS = """{

@@ -57,7 +57,7 @@ print(json.dumps([made.score_answer(text, entries[question]) for question, text 
 """
 
 
-@pytest.mark.family("whole runs")
+@pytest.mark.slow
 def test_a_data_set_of_reasoning_gym_trains_with_the_scores_of_the_package(tmp_path):
     kwargs = "environment_kwargs: {max_terms: 2, max_digits: 1, seed: 3}"
     line = f'{{environment: "reasoning_gym:chain_sum", max_rows: 40, {kwargs}}}'
@@ -71,7 +71,7 @@ def test_a_data_set_of_reasoning_gym_trains_with_the_scores_of_the_package(tmp_p
 _DIGITS = "sum(letter.isdigit() for letter in reply) / max(len(reply), 1)"
 
 
-@pytest.mark.family("whole runs")
+@pytest.mark.slow
 def test_a_taskset_of_verifiers_trains_with_its_weighted_rewards(tmp_path):
     directory = tmp_path / "run"
     directory.mkdir()
@@ -91,7 +91,7 @@ return Told(text=f"more {self.count}", done=self.count == 2, reward=share)
 """
 
 
-@pytest.mark.family("whole runs")
+@pytest.mark.slow
 def test_a_server_of_openenv_trains_with_the_rewards_of_its_turns(tmp_path):
     server = game_server("Say digits (seed {seed}).", _STEP, sessions=64)
     with server_of(server, interpreter_with("openenv"), tmp_path) as url:

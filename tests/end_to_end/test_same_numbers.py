@@ -76,7 +76,7 @@ def assert_no_snapshot_is_left(directory):
     assert list((directory / "runs/run/evaluation").iterdir()) == []
 
 
-@pytest.mark.family("whole runs")
+@pytest.mark.slow
 def test_engine_trainer_and_reference_agree_on_the_log_probs_of_every_temperature(usual):
     """At one version of the weights: otherwise the mismatch would be that of two temperatures, above 0.1."""
     lines = [line for line in metrics(usual) if line["step"]]
@@ -90,7 +90,7 @@ def test_engine_trainer_and_reference_agree_on_the_log_probs_of_every_temperatur
     assert [row["temperature"] for row in table] == pytest.approx([0.4] * len(table))
 
 
-@pytest.mark.family("same numbers")
+@pytest.mark.slow
 def test_evaluation_on_an_engine_of_its_own_has_the_same_numbers_to_the_last_digit(usual, tmp_path):
     run(tmp_path, *EVERY_STEP, OWN)
     assert_same(tmp_path, usual)
@@ -99,7 +99,7 @@ def test_evaluation_on_an_engine_of_its_own_has_the_same_numbers_to_the_last_dig
     assert "sync probe of evaluation-0 at version" in events  # compared, or left out where it came too late
 
 
-@pytest.mark.family("same numbers")
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.evidence)])
 def test_exact_speculation_has_the_same_numbers_to_the_last_digit(usual, tmp_path, killed):
     """Over three weight syncs; engines draft for all samples. A resumed run has an empty history."""
@@ -128,7 +128,7 @@ def test_a_killed_run_repeats_the_evaluations_that_did_not_finish(usual, tmp_pat
     assert_no_snapshot_is_left(tmp_path)
 
 
-@pytest.mark.family("same numbers")
+@pytest.mark.slow
 def test_the_default_loop_of_four_verbs_has_the_metrics_of_train(usual):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

@@ -73,7 +73,7 @@ def whole(tmp_path_factory):
     return directory
 
 
-@pytest.mark.family("whole runs")
+@pytest.mark.slow
 def test_the_stage_records_what_a_run_does_and_its_loss_falls(whole):
     lines = metrics(whole)
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
@@ -89,7 +89,6 @@ def test_the_stage_records_what_a_run_does_and_its_loss_falls(whole):
     assert (stage(whole) / "events.jsonl").read_text() == ""
 
 
-@pytest.mark.family("same numbers")
 def test_a_stage_that_is_ended_and_killed_continues_with_the_same_numbers(whole, tmp_path):
     directory = tmp_path / "broken"
     code, output = run(directory, stop_at="step_000004", number=signal.SIGTERM)

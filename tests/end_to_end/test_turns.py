@@ -89,7 +89,7 @@ def check(tmp_path, overrides):
     return turns
 
 
-@pytest.mark.family("same numbers")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_taking_turns_changes_no_digit(tmp_path, name):
     last = metrics(check(tmp_path, RUNS[name]))[-1]

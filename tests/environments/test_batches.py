@@ -135,7 +135,7 @@ def calls(directory: Path) -> list[tuple[int, int]]:
     return [(int(count), int(pid)) for count, pid in map(str.split, lines)]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_actions_that_come_during_a_call_share_the_next_one(
     tmp_path: Path, settings: EnvironmentsConfig
 ) -> None:
@@ -159,7 +159,7 @@ def test_actions_that_come_during_a_call_share_the_next_one(
     play(settings, script)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_what_one_episode_raises_only_it_gets(tmp_path: Path, settings: EnvironmentsConfig) -> None:
     (tmp_path / "gate").touch()
 
@@ -188,7 +188,6 @@ def test_what_one_episode_raises_only_it_gets(tmp_path: Path, settings: Environm
     play(settings, script)
 
 
-@pytest.mark.family("costly")
 @pytest.mark.parametrize("how", ["exit", "kill"])
 def test_a_process_that_dies_fails_its_episodes_and_later_ones_get_another(
     tmp_path: Path, settings: EnvironmentsConfig, how: str
@@ -208,7 +207,7 @@ def test_a_process_that_dies_fails_its_episodes_and_later_ones_get_another(
     play(settings, script)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_call_over_its_deadline_fails_those_that_wait_for_it(
     tmp_path: Path, settings: EnvironmentsConfig
 ) -> None:
@@ -241,7 +240,7 @@ def test_an_abandoned_episode_is_closed_and_disturbs_no_other(
     play(settings, script)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_source_marks_prompts_that_are_answered_in_batches(
     tmp_path: Path, settings: EnvironmentsConfig
 ) -> None:
@@ -257,7 +256,7 @@ def test_a_source_marks_prompts_that_are_answered_in_batches(
     assert prompt.task is not None and prompt.task.batched
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_what_episodes_share_is_loaded_once_before_them(tmp_path: Path, settings: EnvironmentsConfig) -> None:
     file = tmp_path / "file"
     file.write_text("known")

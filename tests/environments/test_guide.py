@@ -18,7 +18,7 @@ from grpo_dist.environments.tools import typed_tools
 from grpo_dist.runs.prepare import prepare
 from grpo_dist.tools.check.environments import _not_told, _signature
 from tests.support.documents import ROOT, blocks
-from tests.support.drawn import drawn
+from tests.support.tiers import slow_after
 
 _GUIDE = ROOT / "grpo_dist/guides/write_an_environment.md"
 
@@ -37,7 +37,6 @@ def test_the_environment_of_the_guide_has_about_20_lines(here: Path) -> None:
     assert len([line for line in code if line.strip()]) <= 25
 
 
-@pytest.mark.family("costly")
 def test_check_shows_the_environment_its_tools_and_an_answer(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,7 +64,7 @@ def test_check_says_where_the_policy_is_not_told_of_a_tool() -> None:
     assert _not_told(described, "calculator, middle") == []
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_an_episode_of_the_guide_reaches_its_end(here: Path) -> None:
     config = load_config(here / "guess.yaml")
     prepared = prepare(config, print)
@@ -96,7 +95,7 @@ def test_an_episode_of_the_guide_reaches_its_end(here: Path) -> None:
     assert last.done and last.reward == 1.0
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_check_shows_the_environment_that_answers_in_batches(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,8 +113,8 @@ def test_check_shows_the_environment_that_answers_in_batches(
     assert "judged:Judged" in told and "reward 1" in told
 
 
-@pytest.mark.family("costly")
-@pytest.mark.parametrize(("part", "broken", "words"), drawn("broken", [
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "broken", "words"), slow_after([
     ("def start(self, problem):", "def start(self):", ["Guess/train:1", "start: TypeError", "every row"]),
     ("return Step(reward=1.0, done=True)", "return 1.0", ["trial action failed", "a float, expected a Step"]),
     ("import calculator", "import abacus", ["`games` cannot be imported", "abacus", "code_paths"]),

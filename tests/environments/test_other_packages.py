@@ -52,7 +52,7 @@ def _play(environments: EnvironmentsConfig, prompt: Prompt, actions: Sequence[st
     return asyncio.run(played())
 
 
-@pytest.mark.family("new processes")
+@pytest.mark.slow
 def test_reasoning_gym_scores_its_own_problems() -> None:
     environments = EnvironmentsConfig(python=interpreter_with("reasoning_gym"), timeout_s=HANG_S)
     source = {"environment": "reasoning_gym:chain_sum", "environment_kwargs": {"max_terms": 3, "seed": 5}}
@@ -70,7 +70,7 @@ def test_reasoning_gym_scores_its_own_problems() -> None:
         assert (observed.reward, observed.done, observed.failed) == (reward, True, "")
 
 
-@pytest.mark.family("new processes")
+@pytest.mark.slow
 def test_a_taskset_of_verifiers_gives_prompts_and_weighted_rewards(tmp_path: Path) -> None:
     (tmp_path / "my_sums.py").write_text(taskset("reply == answer", metric="right", short=4))
     environments = EnvironmentsConfig(
@@ -106,7 +106,7 @@ for infinite in (False, True):
 """
 
 
-@pytest.mark.family("new processes")
+@pytest.mark.slow
 def test_the_tasks_of_a_taskset_that_ends_are_loaded_once_in_a_process(tmp_path: Path) -> None:
     (tmp_path / "my_sums.py").write_text(taskset("reply == answer", metric="right", short=4))
     environ = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
@@ -136,7 +136,7 @@ _HOOKS = """class Sum(vf.Task[Data]):
 """
 
 
-@pytest.mark.family("new processes")
+@pytest.mark.slow
 def test_tasks_that_only_the_harness_of_verifiers_scores_are_refused(tmp_path: Path) -> None:
     """Their rewards would read what nothing has set, or be left out, and right answers get 0."""
     code = taskset("reply == answer", metric="right", short=4)
@@ -162,7 +162,7 @@ return Told(text=f"too {side}", done=False, reward=0.0)
 """
 
 
-@pytest.mark.family("new processes")
+@pytest.mark.slow
 def test_a_server_of_openenv_plays_several_turns(tmp_path: Path) -> None:
     python = interpreter_with("openenv")
     environments = EnvironmentsConfig(python=python, timeout_s=HANG_S)

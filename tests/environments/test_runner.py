@@ -200,7 +200,7 @@ async def _acts(runner: EpisodeRunner, episode: str, task: Task, *actions: Actio
     return found
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_an_episode_keeps_its_state_and_others_have_their_own(settings: EnvironmentsConfig) -> None:
     async def played(runner: EpisodeRunner) -> None:
         one, two = await asyncio.gather(
@@ -214,7 +214,6 @@ def test_an_episode_keeps_its_state_and_others_have_their_own(settings: Environm
     _play(settings, played)
 
 
-@pytest.mark.family("costly")
 @pytest.mark.parametrize(("action", "reason"), [
     ("raise", "RuntimeError: broken"),
     ("die", "died"),
@@ -253,7 +252,7 @@ def test_state_that_died_is_a_failure_and_not_a_fresh_start(settings: Environmen
     _play(settings, played)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_tools_are_called_with_checked_arguments(settings: EnvironmentsConfig) -> None:
     async def played(runner: EpisodeRunner) -> None:
         action = _calls(("double", '{"x": 21}'), ("calculator", '{"expression": "1/0"}'), ("double", "{}"),
@@ -278,7 +277,7 @@ def test_tools_are_called_with_checked_arguments(settings: EnvironmentsConfig) -
     _play(settings, played)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "outcome"), [("die", "died"), ("hang", "timeout")])
 def test_a_tool_that_ends_its_process_is_an_outcome_where_nothing_is_lost(
     settings: EnvironmentsConfig, how: str, outcome: str
@@ -335,7 +334,7 @@ def test_a_failure_of_the_machine_fails_the_episode_and_is_no_result_of_a_tool(
     _play(settings, played)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_the_real_interpreter_keeps_its_state_over_the_turns_of_an_episode() -> None:
     settings = EnvironmentsConfig(timeout_s=HANG_S)
 
@@ -365,7 +364,7 @@ def test_a_malformed_action_is_answered_and_not_run(settings: EnvironmentsConfig
     _play(settings, played)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_messages_and_asynchronous_methods(settings: EnvironmentsConfig) -> None:
     async def played(runner: EpisodeRunner) -> None:
         (observed,) = await _acts(runner, "a", _task("Chat"), "hi")
@@ -425,7 +424,7 @@ def test_no_process_is_started_to_close_an_episode_whose_action_was_cancelled(
     _play(settings, played)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_an_episode_that_has_started_finds_its_process_there(
     settings: EnvironmentsConfig,
 ) -> None:
@@ -491,7 +490,7 @@ def _probe(settings: EnvironmentsConfig, name: str, **kwargs: Any) -> Environmen
     return EnvironmentProbe(name, kwargs, settings)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_preparation_learns_what_an_environment_asks_and_has(settings: EnvironmentsConfig) -> None:
     described, asked = _probe(settings, "guessing:Guess").questions([_PROBLEM, Problem("x", "1")])
     assert asked == ["Guess a number. below 10", "Guess a number. x"]
@@ -502,7 +501,7 @@ def test_preparation_learns_what_an_environment_asks_and_has(settings: Environme
     assert asked == ["below 10"] and described.sandboxed and described.stateless
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_preparation_closes_the_environment_of_every_problem(
     settings: EnvironmentsConfig, tmp_path: Path
 ) -> None:
@@ -511,7 +510,7 @@ def test_preparation_closes_the_environment_of_every_problem(
     assert log.read_text() == "below 10 x "
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_an_environment_may_bring_its_own_problems(settings: EnvironmentsConfig) -> None:
     probe = _probe(settings, "guessing:Guess")
     rows = probe.own_problems("test", 3)
@@ -521,7 +520,7 @@ def test_an_environment_may_bring_its_own_problems(settings: EnvironmentsConfig)
         _probe(settings, "guessing:Chat").own_problems("train", None)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "words"), [
     ("guessing:Nothing", "no such class `Nothing`"),
     ("guessing:Plain", "no subclass of Environment"),

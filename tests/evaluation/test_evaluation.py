@@ -266,7 +266,6 @@ def test_a_problem_without_any_sample_is_unscored_and_said(caplog, tmp_path):
     assert [np.isnan(group.rewards).tolist() for group in again] == [[False] * 2, [True] * 2, [True, False]]
 
 
-@pytest.mark.family("costly")
 def test_mathematically_equal_answers_share_a_number():
     with GraderPool(2, timeout_s=HANG_S) as pool:
         texts = ["so \\boxed{1.50}", "it is 18.", "no idea", "<answer>$x+1$</answer>"]

@@ -16,7 +16,7 @@ from grpo_dist.health.state import from_json, to_json
 from grpo_dist.runs.checkpoint import CheckpointState
 from grpo_dist.runs.resume import load_progress
 from tests.support import fakes
-from tests.support.drawn import drawn
+from tests.support.tiers import slow_after
 
 REWARD, ENTROPY = "reward/mean", "policy/entropy"
 CUT, GARBAGE = "rollout/truncated_share", "rollout/garbage_share"
@@ -282,7 +282,7 @@ def uninterrupted():
     return whole, train(whole)
 
 
-@pytest.mark.parametrize("step", drawn("resumed from a step", [(step,) for step in range(1, 48)], 8))
+@pytest.mark.parametrize("step", slow_after([(step,) for step in range(1, 48)], 8))
 def test_a_run_resumed_from_any_step_warns_and_counts_as_an_uninterrupted_one(uninterrupted, tmp_path, step):
     whole, logged = uninterrupted
     resumed = Drifting(since=25, sampled=step)

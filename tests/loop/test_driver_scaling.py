@@ -220,7 +220,7 @@ def calls(samples, workers, tmp_path, turns=0, *, of_package=False, order="launc
     return count
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_the_drivers_work_grows_with_samples_and_not_with_workers(tmp_path):
     calls(128, 1, tmp_path)  # fills imports and caches
     few, twice, four = (calls(n, 1, tmp_path) for n in (512, 1024, 2048))
@@ -228,7 +228,6 @@ def test_the_drivers_work_grows_with_samples_and_not_with_workers(tmp_path):
     assert calls(1024, 64, tmp_path) < 1.05 * twice
 
 
-@pytest.mark.family("costly actors")
 @pytest.mark.parametrize("order", ["launched", "finished"])
 def test_a_sample_costs_the_loops_thread_few_calls(order, tmp_path):
     calls(128, 1, tmp_path, order=order)  # fills imports and caches
@@ -238,14 +237,14 @@ def test_a_sample_costs_the_loops_thread_few_calls(order, tmp_path):
     assert (more - few) / (2 * 768) < 18 and (many - more) / (2 * 1024) < 18
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_a_turn_of_an_episode_costs_the_driver_few_calls(tmp_path):
     calls(128, 1, tmp_path, turns=2)  # fills imports and caches
     few, many = (calls(256, 1, tmp_path, turns=turns) for turns in (4, 12))
     assert (many - few) / (256 * 2 * 8) < 20  # each of two steps has 8 turns more in each of 256 samples
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", [0, 3])
 def test_the_measurement_prints_a_row_for_every_case(capsys, turns):
     main(["--samples", "64", "--workers", "1", "2", "--tables", "process", "--turns", str(turns)])
@@ -256,7 +255,7 @@ def test_the_measurement_prints_a_row_for_every_case(capsys, turns):
     assert all(float(cell) > 0 for row in rows for cell in row.split()[2:5])
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_the_loop_runs_on_simulated_actors_behind_the_real_handles(ray_cluster):
     from tests.support.simulated_actors import ray_workers
 
@@ -264,7 +263,7 @@ def test_the_loop_runs_on_simulated_actors_behind_the_real_handles(ray_cluster):
     assert (cost.samples, cost.workers) == (64, 3) and cost.total_us >= cost.loop_us > 0
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_simulated_actors_are_light():
     heavy = "{'torch', 'vllm', 'transformers'}"
     code = f"import sys, tests.support.simulated_actors; print(sorted({heavy} & set(sys.modules)))"

@@ -61,7 +61,7 @@ def test_the_view_is_drawn_between_the_spans_and_the_metrics_of_a_step(view):
     assert "sample 1.0 s" in shown(view) and "reward" not in shown(view)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_the_view_is_drawn_while_its_state_changes(view, clock):
     """The terminal's thread draws it; a change during drawing would end that thread."""
     failures = []

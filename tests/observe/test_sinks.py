@@ -288,7 +288,6 @@ def test_tensorboard_shows_only_the_last_of_several_runs_from_the_start(tmp_path
     assert [(e.step, e.value) for e in seen.Scalars("reward/mean")] == [(0, 0.75), (1, 0.75), (2, 0.75)]
 
 
-@pytest.mark.family("costly")
 def test_wandb_has_metrics_tables_and_the_configuration(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = fakes.config(tracking=OFF | {"wandb": {"enabled": True, "mode": "offline"}})
@@ -328,7 +327,7 @@ with Tracker(config, Path(sys.argv[1])) as tracker:
 """
 
 
-@pytest.mark.family("new processes")
+@pytest.mark.slow
 def test_a_server_of_wandb_that_never_answers_leaves_an_offline_run(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", _HANGS, str(tmp_path)],
@@ -346,7 +345,7 @@ def test_a_server_of_wandb_that_never_answers_leaves_an_offline_run(tmp_path):
     assert [row["reward/mean"] for row in rows] == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_mlflow_has_metrics_tables_parameters_and_files_of_one_run(tmp_path, monkeypatch):
     from mlflow.tracking import MlflowClient
 

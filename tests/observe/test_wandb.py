@@ -14,7 +14,7 @@ from tests.support import fakes
 from tests.support.wandb_file import history, offline_run
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_resumed_or_rolled_back_run_stays_the_same_wandb_run(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -166,7 +166,7 @@ def test_a_package_that_is_installed_while_the_process_runs_is_found(install):
     assert target_of(ADVANTAGE, "late") == "late_pieces:found"
 
 
-@pytest.mark.family("new processes")
+@pytest.mark.slow
 def test_a_package_that_pip_has_installed_registers_its_pieces(tmp_path):
     """A wheel from its `pyproject.toml`, in a directory of its own and another interpreter."""
     project, site = tmp_path / "project", tmp_path / "site"

@@ -39,7 +39,6 @@ def build(directory: Path) -> subprocess.Popen:
     )
 
 
-@pytest.mark.family("new processes")
 def test_a_process_killed_during_a_build_delays_no_other(tmp_path):
     first, second = build(tmp_path), build(tmp_path)  # concurrently: one waits for the other
     found = [process.communicate(timeout=HANG_S)[0].split() for process in (first, second)]

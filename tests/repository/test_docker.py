@@ -148,7 +148,7 @@ def checkout(tmp_path_factory):
     return directory
 
 
-@pytest.mark.family("new processes")
+@pytest.mark.slow
 def test_an_installed_package_finds_the_templates(checkout, tmp_path):
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run(

@@ -21,8 +21,8 @@ from grpo_dist.observe.catalogue import described
 from grpo_dist.tools.bench.several import load_set
 from grpo_dist.tools.recipe.config import PipelineFile
 from tests.support.documents import COMMANDS, ROOT, Block, blocks, documents, inline_commands
-from tests.support.drawn import drawn
 from tests.support.patience import HANG_S
+from tests.support.tiers import slow_after
 
 BLOCKS = [block for path in documents() for block in blocks(path)]
 INLINE = sorted({(str(p.relative_to(ROOT)), command) for p in documents() for command in inline_commands(p)})
@@ -224,7 +224,7 @@ EXTENDING = "grpo_dist/guides/extending.md"  # test_extending.py runs its blocks
 ALONE = [b for b in BLOCKS if b.mode == "run" and b.document not in (TUTORIAL, EXTENDING)]
 
 
-@pytest.mark.parametrize("block", drawn("commands", [(b,) for b in ALONE], len(ALONE) // 2), ids=str)
+@pytest.mark.parametrize("block", slow_after([(b,) for b in ALONE], len(ALONE) // 2), ids=str)
 def test_a_command_of_the_guides_runs(block, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     assert run_block(block, tmp_path)

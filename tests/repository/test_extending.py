@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from tests.support.documents import ROOT, Block, blocks
-from tests.support.drawn import drawn
 from tests.support.patience import HANG_S
+from tests.support.tiers import slow_after
 
 GUIDE = "grpo_dist/guides/extending.md"
 TEXT = (ROOT / GUIDE).read_text()
@@ -40,7 +40,7 @@ def checkout(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("section", drawn("sections", [(s,) for s in SECTIONS], 3))
+@pytest.mark.parametrize("section", slow_after([(s,) for s in SECTIONS], 3))
 def test_each_part_is_added_by_the_guide(section, checkout):
     own = [block for block in blocks(ROOT / GUIDE) if section_of(block) == section]
     for block in own:

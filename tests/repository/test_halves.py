@@ -30,11 +30,12 @@ def begun(tmp_path):
     stub = tmp_path / "python"
     stub.write_text(_STUB)
     stub.chmod(0o755)
-    program = (
-        f"import sys; from tests.support import halves; sys.exit(halves.main(['-k', 'loss'], {str(stub)!r}))"
-    )
 
-    def begin(clusters, others):
+    def begin(clusters, others, arguments=("-k", "loss")):
+        program = (
+            "import sys; from tests.support import halves; "
+            f"sys.exit(halves.main({list(arguments)!r}, {str(stub)!r}))"
+        )
         own = {"CLUSTERS": str(clusters), "OTHERS": str(others), "DIRECTORY": str(tmp_path)}
         return subprocess.Popen(
             [sys.executable, "-c", program], cwd=ROOT, env=os.environ | own, text=True,
@@ -61,8 +62,16 @@ def test_both_halves_run_at_once_and_the_exit_code_reports_a_failure_of_either(
     assert lines[5:] == ([f"failed: exit codes {clusters} and {others}"] if fails else [])
     calls = [(tmp_path / half).read_text() for half in ("clusters", "others")]
     assert all("-m pytest -n 2 --dist loadfile --no-loadscope-reorder" in call for call in calls)
-    assert calls[0].endswith("-m machine and not evidence -k loss\n")
-    assert calls[1].endswith("-m not machine and not evidence -k loss\n"), "every test is in one of them"
+    tier = "and not evidence and not slow -k loss\n"
+    assert calls[0].endswith(f"-m machine {tier}")
+    assert calls[1].endswith(f"-m not machine {tier}"), "every test is in one of them"
+
+
+def test_all_tests_are_both_tiers(begun, tmp_path):
+    process = begun(0, 0, ["--all", "-x"])
+    process.communicate(timeout=HANG_S)
+    assert (tmp_path / "clusters").read_text().endswith("-m machine and not evidence -x\n")
+    assert (tmp_path / "others").read_text().endswith("-m not machine and not evidence -x\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # Logs its arguments and returns the code.
 _STUB = """#!/bin/sh
-echo "seed=$GRPO_DIST_TEST_SEED $*" >> "$LOG"
+echo "$*" >> "$LOG"
 exit "$CODE"
 """
 
@@ -51,12 +51,17 @@ def made(tmp_path):
 def test_the_suite_is_both_halves_and_fails_as_they_do(made, code):
     failed, (call,) = made("test", code, "ARGS=-k loss")
     assert (failed != 0) == (code != "0")
-    assert call.endswith(" -m tests.support.halves -k loss")
+    assert call == "-m tests.support.halves -k loss"
 
 
-def test_evidence_has_every_case_that_the_suite_draws_from(made):
+def test_all_tests_are_the_halves_with_the_slow_ones(made):
+    _, (call,) = made("test-all", "0", "ARGS=-k loss")
+    assert call == "-m tests.support.halves --all -k loss"
+
+
+def test_evidence_runs_what_is_marked_as_such(made):
     _, (marked,) = made("evidence", "0")
-    assert marked.startswith("seed=all ") and marked.endswith("-s -m evidence tests")
+    assert marked == "-m pytest -s -m evidence tests"
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def test_there_are_six_and_the_guides_list_them() -> None:
     assert all(f"]({path.name})" in listed for path in NOTEBOOKS)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_marimo_finds_nothing_wrong(path: Path) -> None:
     """No name is defined twice, no cell depends on itself, and the file is as marimo writes it."""
@@ -48,7 +48,7 @@ def test_plan_and_submit_without_a_cluster(tmp_path: Path) -> None:
 
 @pytest.mark.machine
 @pytest.mark.long
-@pytest.mark.family("whole runs")
+@pytest.mark.slow
 def test_a_first_run_and_its_report(tmp_path: Path) -> None:
     execute("first_run", tmp_path, "--steps", "4")
     execute("reading_a_report", tmp_path)

@@ -39,7 +39,6 @@ def python(code):
     )
 
 
-@pytest.mark.family("new processes")
 def test_whole_package_imports_without_ray_vllm_and_deepspeed():
     done = python(IMPORT_ALL)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""Rules that no linter has: imports inside functions have a reason, arguments are not written into, and class names are unique."""
+"""Rules that no linter has: reasons for imports inside functions, arguments that stay as they are, names of
+classes.
+"""
 
 import ast
 import tomllib

@@ -55,7 +55,6 @@ def of(*rollouts):
     return CompletionGroup.of(PROMPT, rollouts, max_new_tokens=100)
 
 
-@pytest.mark.family("costly")
 def test_a_function_that_names_turns_gets_the_whole_episode(pool):
     scores = Scorer([spec("calls", "episode_rewards:calls")], pool).score(
         of(episode(0, "\\boxed{6}", None, 0.25), episode(1, "\\boxed{7}", None, None))
@@ -83,7 +82,7 @@ def test_the_environments_reward_leaves_samples_without_one_unscored(pool):
     assert np.isnan(scorer.score(completion_group(["a", "b"], "6")).rewards).all()
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_ends_of_episodes_are_rewarded_after_the_sum_and_of_episodes_alone(pool):
     scorer = Scorer([spec("math", "math", 2.0)], pool, outcome_rewards={"turns": -0.5, "length": -1.0})
     right = "\\boxed{6}"

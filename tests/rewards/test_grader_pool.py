@@ -111,7 +111,6 @@ def test_a_bomb_affects_only_its_own_pair(pool: GraderPool) -> None:
     assert [math.isnan(g.reward) for g in grades] == [g.outcome == "timeout" for g in grades]
 
 
-@pytest.mark.family("costly")
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_no_bomb_is_accepted_or_outlives_its_deadline(pool: GraderPool, bomb: str) -> None:
     pairs = [(boxed(bomb), "\\frac{1}{2}"), (boxed("0.5"), "\\frac{1}{2}")]
@@ -206,7 +205,7 @@ def test_a_failed_import_restores_the_memory_limit(code: str) -> None:
         assert call(pool, "limit") == pytest.approx(limit, rel=0.5)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_importing_does_not_count_against_the_deadline(code: str) -> None:
     Path(code, "slow_import.py").write_text("import time\ntime.sleep(1.5)\ndef one(completion): return 1.0\n")
     with GraderPool(1, timeout_s=0.5, code_paths=[code]) as pool:
@@ -219,7 +218,7 @@ def module_in(directory: Path, name: str, value: float) -> None:
     (directory / f"{name}.py").write_text(f"def value(completion): return {value}\n")
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_custom_code_is_found_in_code_paths_then_on_the_usual_path_but_never_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,7 +238,7 @@ def test_custom_code_is_found_in_code_paths_then_on_the_usual_path_but_never_in_
         assert pool.call("only_here:value", [{"completion": ""}]) == [3.0]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_grader_process_imports_its_parents_package_but_no_neighbouring_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +283,7 @@ def test_a_timeout_also_ends_child_processes(
     assert wait_until_gone([int(child)]) == []
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_no_process_is_signalled_twice(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a kill and a wait, the process id may belong to another process."""
     killed = []
@@ -306,7 +305,7 @@ def test_a_killed_process_that_does_not_exit_is_replaced(code: str, monkeypatch:
         assert in_time(pool, lambda: [call(pool, "length", completion="abc")], list) == [3.0]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_closing_ends_every_process() -> None:
     before = set(children_of(os.getpid()))
     pool = GraderPool(2)
@@ -320,7 +319,6 @@ def test_closing_ends_every_process() -> None:
     assert wait_until_gone(started) == []
 
 
-@pytest.mark.family("costly")
 @pytest.mark.parametrize("function", ["burns", "sleeps"])
 def test_no_process_outlives_a_killed_parent(code: str, function: str, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
@@ -350,7 +348,7 @@ def test_no_process_outlives_a_killed_parent(code: str, function: str, tmp_path:
     assert wait_until_gone(graders) == []
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_grader_processes_are_light() -> None:
     script = (
         "import sys, grpo_dist.rewards.pool, grpo_dist.rewards.math as m\n"

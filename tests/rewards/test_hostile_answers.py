@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, Scores
-from tests.support.drawn import drawn
 from tests.support.made_completions import HOSTILE, completion_group, spec
 from tests.support.patience import in_time
+from tests.support.tiers import slow_after
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def unharmed(pool: GraderPool, calm: Scores, text: str) -> None:
     assert [found.outcomes[0], found.outcomes[2]] == ["correct", "wrong"]
 
 
-@pytest.mark.parametrize("name", drawn("next to a hostile answer", [(name,) for name in sorted(HOSTILE)], 4))
+@pytest.mark.parametrize("name", slow_after([(name,) for name in sorted(HOSTILE)], 4))
 def test_a_hostile_answer_changes_no_reward_of_another_answer(
     pool: GraderPool, calm: Scores, name: str
 ) -> None:

@@ -197,7 +197,6 @@ def test_closing_ends_processes_that_left_the_session(code: str, tmp_path: Path,
     assert wait_until_gone(escaped(note)) == []
 
 
-@pytest.mark.family("costly")
 @pytest.mark.parametrize("leaves", ["leaves_and_sleeps", "leaves_and_dies", "leaves_and_kills_its_guardian"])
 def test_a_lost_process_ends_with_all_that_it_started(code: str, tmp_path: Path, leaves: str) -> None:
     note = tmp_path / "pids"
@@ -206,7 +205,7 @@ def test_a_lost_process_ends_with_all_that_it_started(code: str, tmp_path: Path,
         assert escaped(note) != [] and wait_until_gone(escaped(note)) == []
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @pytest.mark.parametrize("guardians", ["run", "are stopped"])
 def test_processes_that_left_the_session_end_with_a_killed_parent(
     code: str, tmp_path: Path, guardians: str
@@ -237,7 +236,7 @@ def test_processes_that_left_the_session_end_with_a_killed_parent(
     assert len(escaped(note)) >= 1 and wait_until_gone([*own, *escaped(note)]) == []
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_killed_graders_leave_no_zombies(code: str) -> None:
     before = _zombies()
     with GraderPool(1, timeout_s=0.5, code_paths=[code]) as pool:

@@ -55,7 +55,7 @@ def says_yes_to(*candidates):
     return reply
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_only_answers_that_math_rejects_are_judged_and_each_once(pool):
     with StandIn(says_yes_to("about a half")) as stand_in:
         texts = ["\\boxed{1/2}", "\\boxed{about a half}", "\\boxed{7}", "\\boxed{about a half}", " "]

@@ -368,7 +368,7 @@ def test_notation_of_a_number_is_not_arithmetic(gold: str, answer: str) -> None:
     assert grade(boxed(answer), gold) == Grade("correct", 1.0)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_pool_has_the_setting_for_arithmetic() -> None:
     for accept, outcome in ((False, "wrong"), (True, "correct")):
         with GraderPool(1, timeout_s=60.0, accept_arithmetic=accept) as pool:
@@ -763,7 +763,6 @@ def test_grading_works_outside_the_main_thread() -> None:
     assert outcomes == ["correct"]
 
 
-@pytest.mark.family("costly")
 def test_known_cases_are_judged_better_than_by_math_verify(shared_data) -> None:
     every = read_cases(shared_data / "equivalence_cases.jsonl")
     # Half of the hard ones, for time; tests.evidence.grading takes all.

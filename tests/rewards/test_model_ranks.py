@@ -101,7 +101,7 @@ def settings_of_all(directory):
 
 
 @pytest.mark.machine
-@pytest.mark.family("roles")
+@pytest.mark.slow
 def test_two_processes_score_as_one_in_every_format(tmp_path):
     """Float32 on gloo; the plan of each architecture is transformers' own."""
     every = list(settings_of_all(tmp_path))
@@ -119,7 +119,7 @@ def test_two_processes_score_as_one_in_every_format(tmp_path):
 
 
 @pytest.mark.machine
-@pytest.mark.family("roles")
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["rank 0", "rank 1"])
 def test_a_rank_that_is_killed_takes_the_other_with_it(tmp_path, first):
     own = {"name": "m", "path": made_classifiers.random(tmp_path, "outcome"), "kind": "outcome"}

@@ -112,7 +112,7 @@ def scored(pool, name, completions, steps=None, kwargs=None, **more):
     return scorer.score(group_of(completions, **more)), scorer
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_function_of_completions_is_called_once_for_the_group(pool):
     scores, scorer = scored(pool, "longest", ["ab", "", "abc"])
     np.testing.assert_array_equal(scores.rewards, [0.0, np.nan, 1.0])
@@ -135,7 +135,6 @@ def test_a_group_without_a_number_each_is_not_scored(pool, name, reason):
     assert scorer.failures == {"own": {reason: 3}}
 
 
-@pytest.mark.family("costly")
 def test_a_function_of_a_group_that_hangs_is_killed(code):
     with GraderPool(1, timeout_s=0.5, code_paths=[code]) as own:
         scores, scorer = scored(own, "hangs", ["a", "b", "c"])
@@ -150,7 +149,7 @@ def test_asynchronous_calls_of_a_group_run_at_the_same_time(pool):
     assert scorer.failures == {"own": {"RuntimeError: bad one": 1}}
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_an_asynchronous_call_past_its_deadline_costs_only_its_own_sample(code):
     with GraderPool(1, timeout_s=5.0, code_paths=[code]) as own:
         scores, scorer = scored(own, "asked", ["a", "slow", "abc"], kwargs={"seconds": 0.0})
@@ -199,14 +198,14 @@ def test_asynchronous_step_rewards_of_a_group_are_awaited_together(pool):
     assert scores.rewards.tolist() == [1.0] * 6, scorer.failures
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_step_rewards_that_are_not_asynchronous_use_all_processes(code):
     with GraderPool(2, timeout_s=HANG_S, code_paths=[str(code)]) as pool:
         scores, _ = scored(pool, "process_of_steps", ["a", "b", "c", "d"] * 2, StepSettings("\n\n", "min"))
     assert len(set(scores.rewards.tolist())) == 2
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_each_sample_has_the_deadlines_of_its_own_steps(code):
     """One step has 1 s; the other samples keep their scores, and the reason says which deadline it was."""
     with GraderPool(1, timeout_s=1.0, code_paths=[str(code)]) as pool:
@@ -237,7 +236,7 @@ def test_the_group_carries_the_rewards_of_steps_at_the_policys_tokens(code, tiny
     assert [ends.tolist() for ends in group.step_ends] == [[4, 6], [1]]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_the_configuration_selects_which_function_scores_steps(code):
     function = {"function": "own_rewards:right_steps", "kind": "process", "reduce": "last"}
     settings = RewardsConfig.model_validate({"functions": [function], "code_paths": [code]})

@@ -94,7 +94,7 @@ def test_an_unscored_sample_is_nan_not_zero(pool: GraderPool) -> None:
     assert scores.outcomes == ["correct", "wrong", "correct"]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_timeout_makes_its_own_sample_nan(code: str) -> None:
     hostile = completion_group(["\\boxed{4}", "\\boxed{9^{9^{9^9}}}", "\\boxed{4}"], "4")
     endless = completion_group(["a", "loop", "b"], "4")
@@ -322,7 +322,7 @@ def test_text_rewards(pool: GraderPool) -> None:
     assert scores.outcomes == ["", ""]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_gate_decides_which_samples_a_part_counts_for(code: str) -> None:
     specs = [
         spec("math", "math", 1.0),

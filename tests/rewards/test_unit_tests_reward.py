@@ -64,7 +64,6 @@ def test_a_solution_is_right_if_it_passes_all_tests(pool):
     assert share.rewards.tolist() == [1, 0.5, 0]
 
 
-@pytest.mark.family("costly actors")
 def test_a_program_is_right_if_it_prints_the_output(pool):
     tests = [{"input": "2 3\n", "output": "5\n"}, {"input": "1 1", "output": "2  \n\n"}]
     completions = [
@@ -83,7 +82,7 @@ def test_a_program_is_right_if_it_prints_the_output(pool):
     assert scores.rewards.tolist() == [1, 1, 0, 0, 0, 0, 1]
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_the_code_of_the_data_runs_in_front_and_by_itself(pool):
     """A solution may begin with an import from __future__; what the data prints is no output of it; and code
     of the data that fails says nothing of the solution.
@@ -106,7 +105,7 @@ def test_the_code_of_the_data_runs_in_front_and_by_itself(pool):
     assert reason.startswith("column setup: error ") and "NameError: name 'missing' is not defined" in reason
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_the_code_of_the_data_may_be_a_header_whose_body_is_the_solution(pool):
     setup = 'def double(x):\n    """Return twice x."""\n'
     bodies = [block("    return 2 * x"), block("\n    return x"), block("def double(x): return x + x")]
@@ -129,7 +128,7 @@ READERS = {
 }
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", READERS)
 def test_a_program_finds_its_input_however_it_reads(pool, reader):
     solution = block(READERS[reader] + "\nimport sys\nprint('a trace', file=sys.stderr)\nprint(data[::-1])")
@@ -183,7 +182,7 @@ WRONG_ENDINGS = {
 }
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["process", "http"])
 def test_a_program_ends_as_it_does_outside(pool, backend):
     programs = ENDINGS | WRONG_ENDINGS
@@ -196,7 +195,7 @@ def test_a_program_ends_as_it_does_outside(pool, backend):
     assert scorer.failures == {}
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_a_program_whose_thread_never_ends_is_wrong(pool):
     endless = block(
         "import threading, time\nprint(7)\nthreading.Thread(target=time.sleep, args=(1e6,)).start()"
@@ -210,7 +209,7 @@ def test_a_program_whose_thread_never_ends_is_wrong(pool):
     assert scores.rewards.tolist() == [0, 1]
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_random_numbers_of_a_program_are_the_same_in_each_run(pool):
     code = "import random\nprint(random.getrandbits(64), hash('a'))"
     tests = [{"input": "", "output": str(random.Random(0).getrandbits(64))}]
@@ -218,7 +217,7 @@ def test_random_numbers_of_a_program_are_the_same_in_each_run(pool):
     assert scored(pool, completions, tests)[0].rewards.tolist() == [1, 0]
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_where_no_program_can_be_started_nothing_is_known(pool, monkeypatch):
     """The check before the run finds it, too."""
     plain = unit_tests._RUN
@@ -246,7 +245,7 @@ LOGGERS = {
 }
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["process", "http"])
 def test_what_a_program_logs_is_no_output(pool, backend):
     """On the service, each piece of code has both streams opened again."""
@@ -260,7 +259,7 @@ def test_what_a_program_logs_is_no_output(pool, backend):
     assert scores.rewards[-1] == 0 and scorer.failures == {}
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_long_inputs_and_outputs_are_compared_whole_or_not_at_all(pool):
     """A million bytes in and out; of outputs beyond the limit nothing is known, and programs that print too
     much are wrong.
@@ -279,7 +278,7 @@ def test_long_inputs_and_outputs_are_compared_whole_or_not_at_all(pool):
     )
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_a_program_whose_input_cannot_be_given_is_not_taken_for_wrong(pool):
     right = block("import sys\nprint(len(sys.stdin.read()))")
     tests = [{"input": "x" * (2**20 + 1), "output": str(2**20 + 1)}]
@@ -290,7 +289,7 @@ def test_a_program_whose_input_cannot_be_given_is_not_taken_for_wrong(pool):
     )
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 @pytest.mark.parametrize("outcome", ["error", "memory", "timeout", "died"])
 def test_where_the_sandbox_cannot_hold_the_input_nothing_is_known(pool, monkeypatch, outcome):
     scorer = Scorer([spec("code", "unit_tests", kwargs={"sandbox": LIMITS})], pool)
@@ -308,7 +307,7 @@ def test_where_the_sandbox_cannot_hold_the_input_nothing_is_known(pool, monkeypa
     assert scorer.failures == {"code": {reason: 1}}
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong", "test"),
     [
@@ -342,7 +341,7 @@ def test_an_interpreter_that_the_machine_loses_between_two_calls_is_no_wrong_sol
     assert scorer.failures == {"code": {reason: 1}}
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_the_output_that_is_compared_has_one_length_wherever_it_is_set(pool):
     right, tests = block("print('x' * 3000)"), [{"input": "", "output": "x" * 3000}]
     scores, scorer = scored(pool, [right], tests, sandbox=LIMITS | {"output_kb": 2})
@@ -353,7 +352,6 @@ def test_the_output_that_is_compared_has_one_length_wherever_it_is_set(pool):
         UnitTests(output_kb=8, sandbox={"output_kb": 2})
 
 
-@pytest.mark.family("costly actors")
 def test_code_that_never_ends_is_wrong_and_a_sandbox_that_fails_is_not(pool, monkeypatch):
     endless = [block("while True: pass"), block("def f(): return 1")]
     for call_s in longer(4.0):
@@ -383,7 +381,7 @@ def test_tests_are_a_list_or_its_json():
             read_tests(wrong, "t")
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_rows_without_tests_are_not_scored_and_the_sandbox_is_tried_before_the_run(pool):
     scores, scorer = scored(pool, [block("x = 1")], None)
     assert np.isnan(scores.rewards).all() and "column tests has no tests" in next(

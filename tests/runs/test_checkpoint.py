@@ -227,7 +227,7 @@ def with_sft(path="sft", **sft):
     return fakes.config(model={"path": path}, sft=section)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_settings_of_the_cold_start_are_part_of_the_identity_if_there_is_one(tmp_path):
     save(tmp_path, 1, config=with_sft())
     (found,) = list_checkpoints(tmp_path)

@@ -132,7 +132,6 @@ def test_an_interrupted_cold_start_leaves_nothing_that_passes_for_a_model(tmp_pa
     assert [name for name in os.listdir(tmp_path) if name.lstrip(".").startswith("sft")] == []
 
 
-@pytest.mark.family("costly")
 def test_it_learns_the_response_and_where_to_stop(tmp_path):
     path = pairs_file(
         tmp_path / "sft.jsonl", {"prompt": "ab", "completion": "xyz"}, {"prompt": "cd", "completion": "u"}

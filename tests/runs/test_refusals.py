@@ -177,7 +177,7 @@ def test_a_complete_run_without_checkpoints_is_not_begun_again(here, capsys):
     assert (run / "metrics.jsonl").read_text() == '{"step": 10, "reward/mean": 0.9}\n'
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "check"])
 @pytest.mark.parametrize(
     ("put", "reason"),
@@ -204,7 +204,7 @@ def test_an_installation_older_than_its_code_is_refused(here, capsys, monkeypatc
     assert not (here / "runs").exists()
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_check_does_not_train(here, capsys):
     sft = "sft={model: 'demo:tiny', data: 'demo:add3', steps: 100000}"
     assert main(["check", "config.yaml", "model.path=sft", sft]) == 0
@@ -226,7 +226,6 @@ def test_training_problems_in_the_evaluation_set_are_refused_on_request(here, ca
     assert "3 of 3 problems are also in the training set" in message and "data.overlap=warn" in message
 
 
-@pytest.mark.family("costly")
 def test_check_refuses_the_same_settings_and_starts_nothing(here, capsys):
     assert "missing.jsonl" in refusal(capsys, "data.train.0.path=missing.jsonl", command="check")
     assert main(["check", "config.yaml"]) == 0

@@ -1,7 +1,8 @@
-"""``python -m tests.support.halves [ARGUMENTS OF PYTEST]``: both halves of the suite, at the same time.
+"""``python -m tests.support.halves [--all] [ARGUMENTS OF PYTEST]``: both halves of the suite at once.
 
 Tests that start engines, ranks or clusters wait for processes; the other tests compute meanwhile, so that no
 core is idle. Each half has its own processes: a test that checks its process for leftovers finds no cluster.
+``--all`` runs the slow tests too.
 
     clusters, 2 at once  |---------------------------------|  printed as it comes
     the others, 2 at once |----------------------------|......  printed afterwards
@@ -22,7 +23,10 @@ from contextlib import suppress
 from types import FrameType
 from typing import BinaryIO
 
+from tests.support.tiers import ALL
+
 HALVES = ("machine and not evidence", "not machine and not evidence")
+_ALL = "--all"
 _PYTEST = ["-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-m"]
 _NONE = 5  # pytest selected no test
 _POLL_S = 0.2
@@ -31,6 +35,8 @@ _INTERRUPTED = 130
 
 def main(arguments: Sequence[str], python: str = sys.executable) -> int:
     """Run both halves; return 0 if none failed, 1 if one did, 130 after an interrupt."""
+    tier, arguments = ("", arguments[1:]) if arguments[:1] == [_ALL] else (" and not slow", arguments)
+    environment = os.environ | ({} if tier else {ALL: "1"})
     interrupts = _Interrupts()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a background job ignores the first
         signal.signal(number, interrupts)
@@ -38,8 +44,10 @@ def main(arguments: Sequence[str], python: str = sys.executable) -> int:
     with tempfile.TemporaryFile() as output:
         try:
             for marks, out, err in zip(HALVES, (None, output), (None, subprocess.STDOUT), strict=True):
-                command = [python, *_PYTEST, marks, *arguments]
-                started.append(subprocess.Popen(command, stdout=out, stderr=err, process_group=0))
+                command = [python, *_PYTEST, marks + tier, *arguments]
+                started.append(
+                    subprocess.Popen(command, stdout=out, stderr=err, process_group=0, env=environment)
+                )
             interrupts.release()
             first, second = started
             while first.poll() is None:

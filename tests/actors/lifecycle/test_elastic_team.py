@@ -69,7 +69,6 @@ def session(work, **made):
     return asyncio.run(run())
 
 
-@pytest.mark.family("costly actors")
 def test_a_guest_serves_once_it_has_caught_up_and_leaves_with_its_groups_finished(ray_cluster):
     async def work(rollouts, team):
         caught_up = []
@@ -94,7 +93,7 @@ def test_a_guest_serves_once_it_has_caught_up_and_leaves_with_its_groups_finishe
     session(work)
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_what_a_guest_has_not_finished_in_time_is_sampled_by_another(ray_cluster):
     async def work(rollouts, team):
         await team.join(1, here())
@@ -104,7 +103,7 @@ def test_what_a_guest_has_not_finished_in_time_is_sampled_by_another(ray_cluster
     session(work)
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_a_guest_that_is_removed_just_after_a_group_was_admitted_loses_no_group(ray_cluster, monkeypatch):
     async def work(rollouts, team):
         await team.join(1, here())
@@ -123,7 +122,6 @@ def test_a_guest_that_is_removed_just_after_a_group_was_admitted_loses_no_group(
     session(work)
 
 
-@pytest.mark.family("costly actors")
 def test_a_lost_guest_costs_no_restart_and_its_groups_are_sampled_by_others(ray_cluster, caplog):
     async def work(rollouts, team):
         for _ in range(QUICK.max_per_worker + 1):
@@ -145,7 +143,7 @@ def test_a_lost_guest_costs_no_restart_and_its_groups_are_sampled_by_others(ray_
     assert all(record.getMessage().startswith("rollout-1 is lost (") for record in caplog.records)
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_a_guest_that_cannot_start_is_reported_and_the_others_continue(ray_cluster, caplog):
     async def work(rollouts, team):
         spec = SimulatedSpec(RolloutConfig(), samples_per_prompt=2)
@@ -163,7 +161,7 @@ def test_a_guest_that_cannot_start_is_reported_and_the_others_continue(ray_clust
     assert "rollout-2 could not join (" in texts[1] and len(texts) == 2
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_a_guest_that_is_asked_to_leave_before_it_serves_never_serves(ray_cluster):
     async def work(rollouts, team):
         reached = asyncio.Event()
@@ -184,7 +182,7 @@ def test_a_guest_that_is_asked_to_leave_before_it_serves_never_serves(ray_cluste
     session(work)
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_a_guest_that_joins_while_the_policy_is_replaced_gets_the_weights_of_the_new_one(ray_cluster):
     async def work(rollouts, team):
         caught_up = []
@@ -203,7 +201,7 @@ def test_a_guest_that_joins_while_the_policy_is_replaced_gets_the_weights_of_the
     session(work)
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_a_join_that_ends_with_the_policy_leaves_the_others_as_they_are(ray_cluster):
     async def work(rollouts, team):
         async def catch_up(worker):
@@ -217,7 +215,7 @@ def test_a_join_that_ends_with_the_policy_leaves_the_others_as_they_are(ray_clus
     session(work)
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_a_guest_does_not_leave_in_the_middle_of_a_sync(ray_cluster):
     async def work(rollouts, team):
         team.between_syncs = asyncio.Lock()
@@ -233,7 +231,7 @@ def test_a_guest_does_not_leave_in_the_middle_of_a_sync(ray_cluster):
     session(work)
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_engines_join_while_nodes_have_room_and_leave_when_fewer_are_wanted(ray_cluster, monkeypatch):
     node, rooms, going, wanted, placed = here(), [1], {}, [None], [True]
     monkeypatch.setattr("actors.placement.spare.draining", lambda: dict(going))

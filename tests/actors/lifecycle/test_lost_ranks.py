@@ -10,11 +10,10 @@ import pytest
 from grpo_dist.config import RestartsConfig
 from grpo_dist.errors import StateLost
 from tests.support import made_groups
-from tests.support.drawn import FILE
 from tests.support.patience import HANG_S
 from tests.support.real_ranks import OpenWorker, on_all, start
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("ranks", FILE)]
+pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 
 class MortalRank(OpenWorker):

@@ -153,7 +153,6 @@ def _lives(process):
         return False
 
 
-@pytest.mark.family("costly actors")
 def test_a_restarted_engine_samples_nothing_before_it_has_caught_up(ray_cluster):
     async def session():
         rollouts, caught_up = pool(1), []
@@ -172,7 +171,7 @@ def test_a_restarted_engine_samples_nothing_before_it_has_caught_up(ray_cluster)
     asyncio.run(session())
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_a_caller_that_waited_for_an_engine_to_catch_up_finds_it_serving(ray_cluster):
     """A push that waits for the same lock must not consider the engine still away."""
 
@@ -199,7 +198,7 @@ def test_a_caller_that_waited_for_an_engine_to_catch_up_finds_it_serving(ray_clu
     assert asyncio.run(session()) == [1]
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_an_engine_that_hangs_while_it_catches_up_is_replaced_again(ray_cluster):
     async def session():
         rollouts, stopped_at = pool(1, HANGS), []
@@ -220,7 +219,7 @@ def test_an_engine_that_hangs_while_it_catches_up_is_replaced_again(ray_cluster)
     asyncio.run(session())
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_without_restarts_left_every_waiting_caller_learns_which_engine_failed(ray_cluster):
     async def session(restarts, losses):
         rollouts, lost = pool(1, restarts), None
@@ -250,7 +249,7 @@ def test_without_restarts_left_every_waiting_caller_learns_which_engine_failed(r
         assert "after 1 restart(s) within 3600 s, all of `cluster.restarts.max_per_worker`" in str(error)
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_long_work_is_not_a_hang(ray_cluster):
     async def session():
         actor = one_at_a_time(Busy)
@@ -270,7 +269,6 @@ def test_long_work_is_not_a_hang(ray_cluster):
     asyncio.run(session())
 
 
-@pytest.mark.family("costly actors")
 def test_a_group_that_kills_two_reward_workers_is_left_unscored_and_the_next_is_scored(
     ray_cluster, tmp_path, caplog
 ):
@@ -302,7 +300,7 @@ def test_a_group_that_kills_two_reward_workers_is_left_unscored_and_the_next_is_
     assert any("2 workers were lost over prompt poison" in r.getMessage() for r in caplog.records)
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 @pytest.mark.parametrize("refresh_every", [0, 5])
 def test_a_reference_is_restarted_unless_it_follows_the_policy(ray_cluster, monkeypatch, refresh_every):
     monkeypatch.setattr(actors.workers.reference, "ReferenceWorker", Frozen)

@@ -134,7 +134,7 @@ def report_of(stuck, *names):
         return asyncio.run(where_stuck({name: made[name] for name in names}))
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_a_report_takes_at_most_ten_seconds(stuck, monkeypatch):
     """Even if Ray's table, a stack dump and the actor's event loop all hang."""
 
@@ -150,7 +150,7 @@ def test_a_report_takes_at_most_ten_seconds(stuck, monkeypatch):
     assert sum(LIMITS_S.values()) <= 10
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_each_actor_is_reported_with_its_node_process_and_stack(stuck):
     made, pids = stuck
     text = report_of(stuck, *made)
@@ -184,7 +184,7 @@ def test_actors_at_the_same_place_share_one_entry(stuck):
     assert text.count("hold_the_interpreter") == 1
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_actors_of_another_node_are_inspected_there(stuck, monkeypatch):
     """Runs a task on the only node of the cluster."""
 
@@ -274,7 +274,7 @@ def starved(program):
             process.communicate()
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_the_dump_of_a_process_starved_of_cpu_is_read_to_the_end():
     """Includes the main thread, which is written last: a pause in the output is not its end."""
     with starved(_LONG_DUMP) as slow:
@@ -349,7 +349,6 @@ def test_a_deadline_reports_where_its_workers_are_and_keeps_the_message_of_an_in
     assert str(other.value) == "stage another: not finished within 0.01 s"
 
 
-@pytest.mark.family("costly actors")
 @pytest.mark.parametrize("budget", [1, 0])
 def test_the_stack_of_a_hung_actor_is_reported_before_it_is_replaced(ray_cluster, tmp_path, caplog, budget):
     """The log has it, or the error that ends the role."""

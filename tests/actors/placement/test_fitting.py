@@ -222,7 +222,7 @@ def test_a_run_that_lost_a_node_waits_for_another_and_a_new_run_does_not(monkeyp
     assert asyncio.run(ours._placed(training=True))["policy"].workers == 8
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_the_address_of_a_job_server_is_refused_with_an_explanation(here):
     """As it is set to submit; Ray itself raises ValueError. In a process that has not joined a cluster."""
     command = [sys.executable, "-m", "grpo_dist.cli", "train", "config.yaml"]

@@ -51,7 +51,7 @@ class Rank:
         return None
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_the_ranks_nodes_and_the_drivers_are_watched_until_the_team_ends(ray_cluster, monkeypatch):
     going = {}
     monkeypatch.setattr(notice, "_LOOK_S", 0.05)

@@ -67,12 +67,11 @@ def test_batches_beyond_the_object_store_are_spilled_and_reach_their_rank_intact
     assert re.search(r"spilled \d+ MiB, [1-9]\d* objects", run.stdout), run.stdout[-3000:]
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_reward_models_with_shares_are_on_one_gpu_and_a_split_one_has_its_own():
     assert "shared" in on_nodes("shared_gpu_reservation").stdout
 
 
-@pytest.mark.family("costly actors")
 def test_policy_and_engines_have_whole_nodes_though_ray_mixes_their_bundles():
     told = on_nodes("multi_node_assignment").stdout.splitlines()
     assert told[1:] == ["whole nodes", "whole nodes again"], told

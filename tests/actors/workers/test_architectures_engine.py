@@ -3,13 +3,12 @@
 import pytest
 
 from tests.support.architectures import SHAPES, architecture
-from tests.support.drawn import FILE, drawn
 from tests.support.engine_and_trainer import EAGER, LIMIT, differences, trained
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE)]
+pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("name", drawn("architectures", [(name,) for name in SHAPES], 1))
+@pytest.mark.parametrize("name", SHAPES)
 def test_engine_and_trainer_compute_the_same_architecture(ray_cluster, tmp_path, name):
     own, moved = differences(architecture(tmp_path, name), trained(), EAGER)
     assert max(own) < LIMIT

@@ -206,7 +206,6 @@ def test_names_and_types_are_those_of_the_engine():
     assert truth.endswith("input should be int, not bool")
 
 
-@pytest.mark.family("new processes")
 def test_vllm_itself_validates_what_is_set(tiny_model):
     """In a process of its own: names and types of its arguments, and then the engine's configuration."""
     short = fakes.config(rollout={"engine": {"max_num_batched_tokens": 12}})
@@ -214,7 +213,7 @@ def test_vllm_itself_validates_what_is_set(tiny_model):
     assert "max_num_batched_tokens (12) is smaller than max_model_len" in said
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_without_further_arguments_vllm_is_not_started(monkeypatch, tiny_model):
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("a process was started"))
     assert not list(vllm_problems(fakes.config(), "cpu", tiny_model))

@@ -14,7 +14,7 @@ from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Sampling
 from tests.support.real_engine import PROMPTS, same
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("engines")]
+pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 
 def started(model_dir, environment):

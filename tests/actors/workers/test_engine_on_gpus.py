@@ -267,7 +267,7 @@ print(inductor.compile_threads, os.environ.get("TORCHINDUCTOR_COMPILE_THREADS"))
 """
 
 
-@pytest.mark.family("new processes")
+@pytest.mark.slow
 def test_importing_vllm_leaves_the_threads_that_the_policy_compiles_with():
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "7"}
     command = [sys.executable, "-c", COMPILE_THREADS]

@@ -142,7 +142,7 @@ def test_a_burst_of_requests_is_decoded_together(monkeypatch):
     assert with_engine(monkeypatch, use) == [50, 50, 50]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_burst_that_ends_before_the_wait_delays_no_request():
     """As when the thread is off the processor meanwhile. `queue.SimpleQueue` waits for ever then, once in
     some ten thousand of these.

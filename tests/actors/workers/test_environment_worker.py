@@ -188,7 +188,7 @@ def _interpreters(worker):
     return {process.pid for process in zygote.children(recursive=True) if not process.children()}
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_killed_interpreter_costs_the_observation_of_its_call_alone(monkeypatch):
     sandbox = SandboxConfig(call_s=HANG_S, episode_s=4 * HANG_S, cpu_s=HANG_S, memory_mb=256)
     monkeypatch.setattr(runner, "_sandbox_of", lambda settings: PythonSandbox(settings, isolation=FOUND))

@@ -10,11 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.transfer.vllm_norms import PROVIDER
-from tests.support.drawn import FILE
 from tests.support.real_episodes import EpisodeWorld, equal, prompt, trainer_logprobs
 from tests.support.two_engines import world_of
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE), pytest.mark.long]
+pytestmark = [pytest.mark.machine, pytest.mark.slow, pytest.mark.long]
 
 PROMPTS = [prompt("a"), prompt("bcd", turns=5, tokens=20), prompt("ef", turns=1)]
 

@@ -32,10 +32,9 @@ from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.groups import GroupDraw, GroupScorer
 from grpo_dist.runtime.seeds import request_seed
 from grpo_dist.types import Group, Prompt, Rollout, Sampling, Task
-from tests.support.drawn import FILE
 from tests.support.real_engine import ACTORS, OnALoop
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("roles", FILE)]
+pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 SEED, SAMPLES = 7, 4
 TASK = Task("calculator", {})

@@ -10,10 +10,9 @@ from transformers import AutoModelForCausalLM
 from actors.weight_sync import WeightSync
 from actors.workers.policy import PolicyWorker
 from grpo_dist.config import LoRAConfig, PolicyConfig
-from tests.support.drawn import FILE
 from tests.support.real_engine import PROMPTS, World, difference
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE)]
+pytestmark = pytest.mark.machine
 
 
 class MovingAdapters(PolicyWorker):

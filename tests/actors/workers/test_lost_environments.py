@@ -8,11 +8,10 @@ import pytest
 
 from grpo_dist.config import RestartsConfig
 from grpo_dist.errors import WorkerLost
-from tests.support.drawn import FILE
 from tests.support.patience import HANG_S
 from tests.support.real_episodes import EpisodeWorld, equal, prompt
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE), pytest.mark.long]
+pytestmark = [pytest.mark.machine, pytest.mark.slow, pytest.mark.long]
 
 PROMPTS = [prompt("a", turns=4), prompt("bcd", turns=3)]
 

@@ -10,10 +10,9 @@ import torch
 from grpo_dist.config import LoRAConfig, OffloadConfig
 from grpo_dist.policy.rank_memory import tensors_in
 from tests.support import made_groups
-from tests.support.drawn import FILE, drawn
 from tests.support.real_ranks import OpenWorker, on_all, start
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("ranks", FILE)]
+pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 LORA = LoRAConfig(rank=4)
 CPU = OffloadConfig(optimizer="cpu")
@@ -111,7 +110,7 @@ def check(model_dir, how, optimizer):
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("kind", drawn("states", [(kind,) for kind in KINDS], 1))
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_update_after_a_turn_of_others_is_the_same_to_the_last_bit(forked_ranks, tiny_model, kind):
     check(tiny_model, *KINDS[kind])
 

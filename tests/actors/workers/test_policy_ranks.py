@@ -27,7 +27,6 @@ from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
-from tests.support.drawn import drawn, one_each
 from tests.support.real_ranks import (
     ALGORITHM,
     STREAMS,
@@ -40,6 +39,7 @@ from tests.support.real_ranks import (
     relative,
     start,
 )
+from tests.support.tiers import one_each, slow_after
 
 pytestmark = pytest.mark.machine
 
@@ -74,11 +74,10 @@ def gradient_of_the_whole(tiny_model, batch, loss_of=None):
 @pytest.mark.parametrize(
     ("ranks", "stage", "micro_batch_tokens", "how"),
     [
-        *drawn("one rank", [(1, 0, 10_000, {}), (1, 2, 40, {"packing": False})], 1),
-        *drawn("stages", [(2, 0, 40, {}), (2, 1, 10_000, {}), (2, 2, 40, {})], 1),
+        *slow_after([(1, 2, 40, {"packing": False}), (1, 0, 10_000, {})], 1),
+        *slow_after([(2, 2, 40, {}), (2, 1, 10_000, {}), (2, 0, 40, {})], 1),
         (2, 3, 40, {}),
-        *drawn(
-            "shared",
+        *slow_after(
             [
                 (2, 2, 40, {"shared": 2}),
                 (2, 3, 10_000, {"shared": 2}),
@@ -108,8 +107,7 @@ def test_gradient_is_that_of_the_whole_batch(
     ("ranks", "stage", "micro_batch_tokens", "how"),
     [
         (2, 2, 60, {}),
-        *drawn(
-            "episodes",
+        *slow_after(
             [(2, 2, 60, {"shared": 2}), (1, 0, 10_000, {}), (2, 3, 40, {}), (2, 2, 40, {"packing": False})],
             1,
         ),
@@ -130,8 +128,7 @@ def test_the_gradient_of_episodes_is_that_of_the_whole_batch(
     ("ranks", "stage", "micro_batch_tokens", "how"),
     [
         (2, 2, 60, {"top_k": 4}),
-        *drawn(
-            "streams",
+        *slow_after(
             [
                 (1, 0, 10_000, {"packing": False, "top_k": 4}),
                 (2, 3, 40, {"top_k": 4}),
@@ -177,11 +174,11 @@ LOSSES = [
         reject=(RejectionRule("seq_mean_k3", 0.03), RejectionRule("token_tv", 0.1)) if i % 3 == 0 else (),
         off_policy_mask_threshold=0.03 if i % 3 == 1 else None,
     )
-    for i, (policy_loss, mode) in enumerate(one_each("losses", POLICY_LOSSES, MODES))
+    for i, (policy_loss, mode) in enumerate(one_each(POLICY_LOSSES, MODES))
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("shared", drawn("losses of episodes", [(1,), (2,)], 1))
+@pytest.mark.parametrize("shared", slow_after([(1,), (2,)], 1))
 def test_no_loss_and_no_aggregation_of_episodes_depends_on_ranks(forked_ranks, tiny_model, episodes, shared):
     """Two ranks with rows of their own, and two that share sequences; old log-probs apart from the new."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
@@ -217,7 +214,7 @@ def test_no_loss_and_no_aggregation_of_episodes_depends_on_ranks(forked_ranks, t
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "how"),
-    drawn("sync probe", [(2, 3, {}), (2, 2, {"shared": 2, "packing": True})], 1),
+    slow_after([(2, 3, {}), (2, 2, {"shared": 2, "packing": True})], 1),
 )
 def test_the_logprobs_and_score_norms_of_every_row_are_given_and_change_nothing(
     forked_ranks, tiny_model, tmp_path, ranks, stage, how
@@ -288,7 +285,7 @@ def test_weights_are_gathered_after_passes_that_no_backward_pass_follows(forked_
             assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("how", drawn("zero1", [({},), ({"offload": OffloadConfig(optimizer="cpu")},)], 1))
+@pytest.mark.parametrize("how", slow_after([({"offload": OffloadConfig(optimizer="cpu")},), ({},)], 1))
 def test_bfloat16_gradients_of_zero1_are_added_up_and_reduced_in_float32(
     forked_ranks, tiny_model, batch, reference, how
 ):
@@ -312,7 +309,7 @@ def test_more_ranks_than_rows_still_give_the_gradient(forked_ranks, tiny_model):
     assert relative(flat(two), flat(one)) < 1e-5
 
 
-@pytest.mark.parametrize("stage", drawn("checkpoint", [(0,), (2,), (3,)], 1))
+@pytest.mark.parametrize("stage", slow_after([(3,), (2,), (0,)], 1))
 def test_checkpoint_restores_weights_optimiser_and_schedule(forked_ranks, tiny_model, tmp_path, stage):
     """update, save, update  ==  update, save, (another process) load, update; the entropy bonus continues."""
     first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
@@ -364,7 +361,7 @@ async def before_and_after(group, first, second, path):
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "how"),
-    [*drawn("not finite", [(2, 0, {}), (2, 2, {}), (2, 3, {}), (1, 1, BF16)], 1), (2, 2, BF16)],
+    [*slow_after([(2, 3, {}), (2, 2, {}), (2, 0, {}), (1, 1, BF16)], 1), (2, 2, BF16)],
 )
 def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
     forked_ranks, tiny_model, tmp_path, ranks, stage, how
@@ -404,7 +401,7 @@ def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "how"),
-    drawn("beyond a bound", [(2, 0, {}), (2, 2, {}), (2, 3, {}), (1, 1, BF16)], 1),
+    slow_after([(2, 3, {}), (2, 2, {}), (2, 0, {}), (1, 1, BF16)], 1),
 )
 def test_an_update_beyond_a_bound_changes_nothing_on_any_rank(
     forked_ranks, tiny_model, tmp_path, ranks, stage, how
@@ -496,7 +493,7 @@ FAMILY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", drawn("family", [(name,) for name in FAMILY], 1))
+@pytest.mark.parametrize("name", slow_after([(name,) for name in FAMILY], 1))
 def test_two_ranks_and_small_micro_batches_update_as_one_does(forked_ranks, tiny_model, name):
     """Whole steps of two updates: ranks, ZeRO stages and micro-batches move the weights alike."""
     changes, epochs = FAMILY[name]
@@ -538,7 +535,7 @@ def near_the_models(model_dir, batch):
 
 @pytest.mark.parametrize(
     "how",
-    drawn("values", [({"ranks": 1, "stage": 0},), ({"ranks": 2, "stage": 3, "micro_batch_tokens": 40},)], 1),
+    slow_after([({"ranks": 2, "stage": 3, "micro_batch_tokens": 40},), ({"ranks": 1, "stage": 0},)], 1),
 )
 def test_ranks_keep_the_values_of_each_row_from_before_the_update_where_they_are_asked_to(
     forked_ranks, tiny_model, batch, how

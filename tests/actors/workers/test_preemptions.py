@@ -12,7 +12,6 @@ from actors.workers.rollout import RolloutWorker
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import ModelConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.types import Sampling
-from tests.support.drawn import FILE
 from tests.support.real_engine import ACTORS, PROMPTS, OnALoop, same
 
 
@@ -71,7 +70,7 @@ def sampled(model_dir, **engine):
 
 
 @pytest.mark.machine
-@pytest.mark.family("engines", FILE)
+@pytest.mark.slow
 def test_cache_kept_free_for_growth_changes_no_sample_and_fewer_tokens_are_lost(ray_cluster, tiny_model):
     plain, lost = sampled(tiny_model, watermark=0.0)
     own, less = sampled(tiny_model)

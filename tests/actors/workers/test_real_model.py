@@ -17,12 +17,11 @@ from grpo_dist.policy.model import TokenLogprobs, load_causal_lm
 from grpo_dist.policy.packing import packed, padded
 from grpo_dist.types import Group, Prompt
 from tests.support import made_groups
-from tests.support.drawn import FILE
 from tests.support.real_engine import World, differences_of_tokens
 from tests.support.real_ranks import UpdatedWorker
 from tests.support.smollm2 import real_model
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE)]
+pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 MEAN, MOST = 1e-5, 2e-4  # nats, engine and trainer in float32 over a vocabulary of 49,152
 QUESTIONS = ["What is 17 + 25?", "Name three primes.", "How many days has a leap year?"]

@@ -13,11 +13,10 @@ from grpo_dist.config import ModelConfig, ReferenceConfig, WeightSyncConfig
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.types import Prompt, Rollout
-from tests.support.drawn import FILE
 from tests.support.patience import HANG_S
 from tests.support.real_engine import ACTORS, one_rank
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("roles", FILE)]
+pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 PROMPT = Prompt("p", np.array([11, 12, 13], np.int32), "1", "made")
 ROLLOUTS = tuple(

@@ -8,10 +8,9 @@ import torch
 from grpo_dist.config import LoRAConfig
 from grpo_dist.policy.resharding import MOMENTS, WEIGHTS, SavedPolicy
 from tests.support import made_groups
-from tests.support.drawn import FILE, drawn
 from tests.support.real_ranks import OpenWorker, on_all, start
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("ranks", FILE)]
+pytestmark = [pytest.mark.machine, pytest.mark.slow]
 FIRST, SECOND = (made_groups.batch(seed=seed) for seed in (1, 2))
 
 
@@ -82,9 +81,7 @@ def offloaded(*what, ranks, stage):
 
 @pytest.mark.parametrize(
     ("chain", "exact"),
-    drawn(
-        "chains",
-        [
+    [
             (TO_ALL_STAGES, True),
             (SHARED_SEQUENCES, True),
             (with_all(TO_ALL_STAGES, lora=LoRAConfig(rank=4)), True),
@@ -93,8 +90,6 @@ def offloaded(*what, ranks, stage):
             # Gradients in bfloat16 are others for other rows in one matrix.
             (with_all(TO_ALL_STAGES[1:-1], dtype="bfloat16"), False),
         ],
-        1,
-    ),
 )  # fmt: skip
 def test_every_number_arrives_and_training_continues(forked_ranks, tiny_model, tmp_path, chain, exact):
     told = trained(tiny_model, tmp_path / "0", **chain[0])

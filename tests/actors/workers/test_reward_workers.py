@@ -19,11 +19,10 @@ from grpo_dist.errors import UserError
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Prompt, Rollout, Sampling, ToolCall, Turn
-from tests.support.drawn import FILE
 from tests.support.made_classifiers import BY_HAND, by_hand
 from tests.support.patience import HANG_S
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("roles", FILE)]
+pytestmark = pytest.mark.machine
 
 ACTORS = ActorSpec({"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}})
 PROMPT = Prompt("p", np.array([1], np.int32), "2", "test", "1+1")

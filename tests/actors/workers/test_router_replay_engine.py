@@ -29,13 +29,12 @@ from grpo_dist.config import (
 from grpo_dist.environments.episode import Generation
 from grpo_dist.errors import SamplesLost, UserError
 from grpo_dist.types import FurtherRow, Group, HeldRoutes, PreparedBatch, Prompt, Sampling
-from tests.support.drawn import FILE
 from tests.support.expert_models import tied_model
 from tests.support.made_groups import group_of
 from tests.support.real_engine import World
 from tests.support.real_ranks import OpenWorker
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE)]
+pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 SAME = 1e-6, 1e-5  # nats in float32: mean and maximum; seen: 7e-7, 2.4e-6
 

@@ -14,7 +14,6 @@ from actors.workers.rollout_pool import RolloutPool
 from actors.workers.shared_tails import SharedTails
 from grpo_dist.config import ModelConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.types import Prompt, Sampling
-from tests.support.drawn import FILE
 from tests.support.real_engine import ACTORS, OnALoop, same
 
 PROMPT = list(range(39))  # a block of 32, 6 tokens that samples can share, and the last
@@ -170,7 +169,7 @@ def sampled(model_dir, worker):
 
 
 @pytest.mark.machine
-@pytest.mark.family("engines", FILE)
+@pytest.mark.slow
 def test_samples_that_share_the_end_of_a_prompt_are_bit_by_bit_those_that_computed_it(
     ray_cluster, tiny_model
 ):

@@ -3,10 +3,9 @@
 import pytest
 
 from tests.support.drafting_engine import WAYS, Engine, sampled_without_drafts
-from tests.support.drawn import FILE
 from tests.support.real_engine import same
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("engines", FILE)]
+pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 SEEDS = (1, 2, 3)
 OTHER_SEEDS = (3, 4, 5)  # one of them in SEEDS

@@ -18,10 +18,10 @@ from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.loop.supervised import validation_loss
 from grpo_dist.runtime.hardware import thread_environment
 from tests.support import fakes
-from tests.support.drawn import FILE, drawn
 from tests.support.real_ranks import AdaptedWorker, flat, relative
+from tests.support.tiers import slow_after
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("ranks", FILE)]
+pytestmark = pytest.mark.machine
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,8 @@ async def gradients_of(settings, model_dir, batch):
 @pytest.mark.parametrize(
     ("ranks", "stage", "how"),
     [
-        *drawn("one", [(1, 0, {}), (1, 2, {"tokens": 40, "packing": False})], 1),
-        *drawn("two", [(2, 1, {}), (2, 2, {"tokens": 40})], 1),
+        *slow_after([(1, 0, {}), (1, 2, {"tokens": 40, "packing": False})], 1),
+        *slow_after([(2, 1, {}), (2, 2, {"tokens": 40})], 1),
         (2, 3, {"tokens": 40}),
         (2, 2, {"shared": 2, "tokens": 40}),
     ],
@@ -130,7 +130,7 @@ def test_adapters_alone_are_trained_with_the_same_gradient_on_one_rank_and_on_tw
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "how"),
-    drawn("validation", [(2, 2, {"tokens": 40}), (2, 3, {"shared": 2})], 1),
+    slow_after([(2, 2, {"tokens": 40}), (2, 3, {"shared": 2})], 1),
 )
 def test_validation_loss_is_that_of_float64_and_leaves_weights_and_gradients_alone(
     forked_ranks, tiny_model, demonstrations, ranks, stage, how

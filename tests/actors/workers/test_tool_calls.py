@@ -72,7 +72,7 @@ def test_code_blocks_need_no_parser() -> None:
     assert call_parser("code", None) is None
 
 
-@pytest.mark.family("new processes")
+@pytest.mark.slow
 def test_a_format_that_vllm_lacks_is_refused_before_an_engine_starts() -> None:
     for name in ("auto", "code", "hermes"):
         assert list(call_format_problems(EnvironmentsConfig(call_format=name))) == []

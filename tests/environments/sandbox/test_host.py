@@ -175,7 +175,7 @@ async def test_memory_over_the_limit_is_an_outcome_for_one_process_and_for_sever
         assert (error.outcome, error.lost) == ("memory", True)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @run
 async def test_cpu_time_over_the_limit_is_a_timeout():
     async with host(Limits(memory_mb=128, cpu_s=1.0)) as it:

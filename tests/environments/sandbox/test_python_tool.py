@@ -45,7 +45,6 @@ async def outputs(sandbox: PythonSandbox, *codes: str, episode: str = "a") -> li
 both = pytest.mark.parametrize("backend", ["process", "http"])
 
 
-@pytest.mark.family("costly")
 @both
 def test_variables_stay_over_an_episode_and_end_with_it(backend):
     async def run():
@@ -183,7 +182,7 @@ def test_an_episode_has_a_time_of_its_own(backend):
     asyncio.run(run())
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_many_episodes_run_at_once():
     async def run():
         async with tool() as sandbox:
@@ -208,7 +207,7 @@ def test_cpu_time_over_the_episode_is_a_timeout_also_in_children():
     asyncio.run(run())
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_an_interpreter_that_is_lost_between_two_calls_is_reported_before_another_begins():
     """With the zygote, or alone: the code does not run, and the policy reads why."""
 

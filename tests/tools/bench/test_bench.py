@@ -454,7 +454,6 @@ def test_invalid_bench_settings_are_refused(bench, words):
         config(bench=bench)  # sampling.max_new_tokens = 4
 
 
-@pytest.mark.family("costly")
 def test_terminal_and_picture_show_the_result(tmp_path):
     from grpo_dist.tools.bench.picture import draw
 
@@ -504,7 +503,7 @@ def test_a_repeat_takes_as_long_as_its_slowest_process_and_the_fastest_repeat_co
     assert fastest([*one_process, [[1.0, 4.0], [7.0, 5.5]]]) == 3.0 + 6.0
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_limit_that_fails_says_why():
     with pytest.raises(RuntimeError, match=r"(?s)limit sync: process 0: exit code 1.*TypeError"):
         run_jobs("grpo_dist.tools.bench.limit_sync", [{"unknown": 1}], threads=1, gpus=1)

@@ -38,7 +38,6 @@ def wrong(found):
     return {name: result.detail for name, result in found.items() if result.problem}
 
 
-@pytest.mark.family("costly")
 def test_a_valid_run_passes_and_nothing_is_started(here, capsys):
     assert main(["check", "config.yaml", "algorithm.kl.coef=0.1"]) == 0
     told = capsys.readouterr().out
@@ -56,7 +55,7 @@ def test_a_valid_run_passes_and_nothing_is_started(here, capsys):
     assert not (here / "runs").exists()
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_the_resolved_configuration_is_printed_on_request(here, capsys):
     assert main(["check", "config.yaml", "--config", "steps=7"]) == 0
     told = capsys.readouterr().out
@@ -94,14 +93,13 @@ def test_a_missing_model_missing_data_and_a_misspelt_reward_are_three_problems(h
         assert f"\n--  {name}: not checked: the model cannot be read" in told
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_reward_is_tried_without_a_model(here):
     found = results("model.path=/no/such/model")
     assert list(wrong(found)) == ["model"]
     assert "a right and a wrong answer get math 1 and 0" in found["reward"].detail
 
 
-@pytest.mark.family("costly")
 def test_a_run_that_would_resume_is_checked_too(here):
     assert results()["resume"].detail == "a new run, in runs/run"
     config = load_config("config.yaml")
@@ -140,7 +138,7 @@ def test_a_single_problem_is_reported_without_a_count():
     assert str(problems([one, one])) == "2 things to fix: ports: none\n  ports: none"
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_remote_cluster_is_checked_by_its_data_sheet(here):
     large = ["model.path=Qwen/Qwen2.5-7B-Instruct", "model.dtype=bfloat16"]
     small = results(*large, cluster="1x2xRTX3090")
@@ -170,7 +168,7 @@ def test_only_gpus_visible_to_this_process_count(monkeypatch):
     assert (str(here), here.card.memory) == ("1x2xNVIDIA L40S", 46 * 2**30)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_the_memory_of_a_login_node_is_not_that_of_its_cluster(here, monkeypatch):
     monkeypatch.setattr("actors.fit.fit", lambda config: Fit("as the cluster says", 8))
     large = "model.path=Qwen/Qwen2.5-72B-Instruct"
@@ -180,7 +178,6 @@ def test_the_memory_of_a_login_node_is_not_that_of_its_cluster(here, monkeypatch
     assert results(large)["memory"].problem
 
 
-@pytest.mark.family("costly")
 def test_a_reward_that_raises_and_one_that_prefers_wrong_answers_are_found(here):
     (here / "mine.py").write_text("def broken(completion, answer):\n    return 1 / 0\n")
     found = results(
@@ -192,7 +189,7 @@ def test_a_reward_that_raises_and_one_that_prefers_wrong_answers_are_found(here)
     assert "the right one must get more" in wrong(results())["reward"]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "right", "wrong_one"),
     [("1.0 if '987654321' in completion else 0.0", "0", "1"), ("0.5", "0.5", "0.5")],
@@ -206,7 +203,7 @@ def test_a_wrong_answer_that_scores_as_much_as_the_right_one_is_a_problem(here, 
     assert "the right one must get more in all" in said
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @pytest.mark.machine
 def test_a_reward_whose_right_answers_are_not_known_is_not_reported_as_wrong(here, monkeypatch):
     """Weights that prefer a wrong answer are still found."""
@@ -221,14 +218,14 @@ def test_a_reward_whose_right_answers_are_not_known_is_not_reported_as_wrong(her
     assert "the right one must get more in all" in wrong(found)["reward"]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_weights_that_invert_a_reward_are_found(here):
     turned = "rewards.functions=[{function: math, weight: -1.0}, {function: format, weight: 0.5}]"
     assert "the right one must get more in all" in wrong(results(turned))["reward"]
     assert not wrong(results("rewards.functions=[{function: format}]"))
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_wrong_answer_that_scores_above_the_right_one_in_one_form_is_a_problem(here):
     (here / "mine.py").write_text(
         "def mine(completion, answer):\n"
@@ -239,7 +236,7 @@ def test_a_wrong_answer_that_scores_above_the_right_one_in_one_form_is_a_problem
     assert "| wrong, 0.5 in all" in wrong(results(*own))["reward"]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["<answer>{}</answer>", "#### {}"])
 def test_a_reward_may_expect_answers_of_another_form(here, form):
     (here / "mine.py").write_text(
@@ -250,13 +247,13 @@ def test_a_reward_may_expect_answers_of_another_form(here, form):
     assert form.format("1") in found["reward"].detail and not wrong(found)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_thought_opened_by_the_prompt_is_closed_before_the_trial_answer(here):
     found = results("rewards.prompt_opens_thought=true", "rewards.thought_tags=['<T>', '</T>']")
     assert "</T>\\nThe answer is" in found["reward"].detail and not wrong(found)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_every_source_with_wrong_rewards_is_reported_with_those_only_evaluated(here):
     (here / "mine.py").write_text("def mine(completion, answer):\n    return 0.5\n")
     write("other.jsonl", GOOD)
@@ -281,7 +278,7 @@ def test_a_run_scored_only_by_reward_models_is_not_reported_as_ok(here, monkeypa
     assert found.skipped and "source train: reward models are not asked" in found.detail
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_settings_that_every_gpu_rank_refuses_are_refused_without_gpus(here, monkeypatch):
     assert not wrong(results("policy.zero_stage=0"))
     said = wrong(results("policy.zero_stage=0", cluster="1x8xH100"))["settings"]
@@ -292,7 +289,6 @@ def test_settings_that_every_gpu_rank_refuses_are_refused_without_gpus(here, mon
     assert "nccl" not in wrong(there)["settings"]  # the cluster has it, this machine does not
 
 
-@pytest.mark.family("costly")
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -318,20 +314,20 @@ def test_settings_that_ranks_refuse_are_refused_before_the_start(here, overrides
     assert words in wrong(results(*overrides))["settings"]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_model_whose_heads_cannot_be_divided_is_refused_before_loading(here):
     own = ["policy.sequence_parallel=5", "policy.num_workers=5", "batch.prompts_per_step=5"]
     found = wrong(results(*own, "rollout.tensor_parallel_size=5", cluster="1x8xH100"))
     assert "policy.sequence_parallel = 5: the model has" in found["model"]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_model_without_experts_has_no_routes_to_replay(here):
     found = wrong(results("policy.router_replay=true"))
     assert "policy.router_replay: qwen2 has no experts; it replays mixtral" in found["model"]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_model_that_mixes_tokens_outside_of_attention_needs_gpus(here):
     shape = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_multiple_of": 32}
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
@@ -342,7 +338,7 @@ def test_a_model_that_mixes_tokens_outside_of_attention_needs_gpus(here):
     assert "conv" not in wrong(results(own, cluster="1x8xH100")).get("model", "")
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_the_cold_start_is_read_and_counted(here, monkeypatch):
     sft = "sft={model: 'demo:tiny', data: [{path: 'demo:add3'}, {path: pairs.jsonl}], examples: 50}"
     assert "pairs.jsonl" in wrong(results("model.path=sft", sft))["cold start"]
@@ -353,7 +349,7 @@ def test_the_cold_start_is_read_and_counted(here, monkeypatch):
     assert "\n    as an sft stage of a pipeline: policy: " in found["memory"].detail
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_an_interrupted_download_is_found_by_its_index(here):
     model = results()["model"].detail.partition("\n")[0]
     copy = here / "model"
@@ -367,7 +363,7 @@ def test_an_interrupted_download_is_found_by_its_index(here):
     assert "1 of 2 weight files are missing, e.g. model-00002-of-00002.safetensors" in said
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_package_of_another_version_is_named_with_the_one_needed(here, monkeypatch):
     real = metadata.version
 
@@ -381,7 +377,7 @@ def test_a_package_of_another_version_is_named_with_the_one_needed(here, monkeyp
     assert "deepspeed is 0.1, needed is <0.20,>=0.19" in said and "wandb>=0.31 is not installed" in said
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_offloaded_states_must_fit_into_host_memory(here, monkeypatch):
     gib = 2**30
     monkeypatch.setattr(devices, "this_machine", lambda: parse_cluster("1x2xH100"))
@@ -408,14 +404,14 @@ def test_a_reward_model_must_fit_too(here, tmp_path):
     assert "reward model judge: a worker needs " in said and "use a smaller model" in said
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_machine_too_small_for_all_workers_is_reported(here, monkeypatch):
     memory = namedtuple("Memory", ["total"])(2**20)
     monkeypatch.setattr(devices.psutil, "virtual_memory", lambda: memory)
     assert "all together" in wrong(results())["memory"]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_checks_of_this_machine_are_labelled_if_the_run_goes_elsewhere(here, monkeypatch):
     own, other = results(), results(cluster="1x1xH100")
     for name in ("disk", "shared memory", "ports"):
@@ -425,7 +421,7 @@ def test_checks_of_this_machine_are_labelled_if_the_run_goes_elsewhere(here, mon
     assert wrong(results(cluster="1x1xH100"))["disk"].startswith(ELSEWHERE)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_custom_reward_may_accept_only_one_form_of_answer(here, monkeypatch):
     """None for other forms is no problem: it finds no number in \\boxed{1}."""
     (here / "own.py").write_text(
@@ -439,7 +435,7 @@ def test_a_custom_reward_may_accept_only_one_form_of_answer(here, monkeypatch):
     assert not found.problem and "get own:near 1 and 0" in found.detail, found
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "text"),
     [
@@ -462,6 +458,6 @@ def test_a_damaged_model_file_is_one_problem(here, file, text):
     assert not found["trackers"].problem  # later checks still ran
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_an_unreadable_cluster_is_one_problem(here):
     assert list(wrong(results(cluster="8xH100"))) == ["settings"]

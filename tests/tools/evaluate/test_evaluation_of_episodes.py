@@ -13,12 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.documents import ROOT
-from tests.support.drawn import FILE
 from tests.support.patience import HANG_S, wait_for_end
 from tests.support.real_runs import survivors
 from tests.support.report_page import pieces
 
-pytestmark = [pytest.mark.machine, pytest.mark.family("whole runs", FILE), pytest.mark.long]
+pytestmark = [pytest.mark.machine, pytest.mark.slow, pytest.mark.long]
 
 # A cold start that is much shorter than the recipe's, and all of whose demonstrations call: the model calls,
 # and what it asks is right or wrong by chance.

@@ -355,7 +355,7 @@ def test_a_configuration_is_evaluated_on_its_own_sets_or_on_others(here, tmp_pat
     assert json.loads(Path("b/result.json").read_text())["measured"][0]["problems"] == 10
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_set_with_the_environment_of_the_guide_is_asked_as_in_training(here, monkeypatch, capsys):
     """Prompts keep their environment, the engines get its code, and other code is another evaluation."""
     guide = ROOT / "grpo_dist/guides/write_an_environment.md"

@@ -183,7 +183,7 @@ def test_columns_that_only_the_runs_own_data_has_are_not_asked_of_other_data(run
     assert [(r.problem, r.columns) for r in read(source)] == [("1+1", {"level": 3})]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_pattern_with_runaway_backtracking_does_not_hang(run, tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_dist.tools.evaluate.target.PATTERN_S", 1.0)
     (run / "config.yaml").write_text(OWN.replace("#### (.+)", "(a+)+b"))

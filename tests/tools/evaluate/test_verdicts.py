@@ -13,7 +13,6 @@ from tests.support import fakes
 from tests.support.patience import HANG_S
 
 
-@pytest.mark.family("costly")
 @pytest.mark.parametrize("closing", ["</think>", "</reasoning>"])
 def test_samples_vote_with_their_final_answer_and_not_a_guess_in_the_thought(closing):
     """Two samples of five are right, and three agree on 7: the vote is lost."""

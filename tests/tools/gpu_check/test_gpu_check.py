@@ -161,7 +161,7 @@ def checked(tmp_path, monkeypatch):
     return check
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_check_ends_with_0_where_all_holds_and_lists_what_it_skips(checked, capsys):
     code, record = checked(made(""), made("", gpus=2))
     states = [(line["name"], line["state"]) for line in record["lines"]]
@@ -174,7 +174,7 @@ def test_a_check_ends_with_0_where_all_holds_and_lists_what_it_skips(checked, ca
     assert code == 0
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_one_line_that_does_not_hold_ends_the_check_with_1_and_the_others_run(checked, capsys):
     code, record = checked(made("crashes"), made("wrong"), made("", lines=LINES[:1]))
     assert code == 1

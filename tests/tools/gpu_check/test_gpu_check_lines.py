@@ -51,10 +51,10 @@ from grpo_dist.tools.plan.calibration import calibrate
 from grpo_dist.tools.plan.memory import attended
 from grpo_dist.tools.plan.models import published
 from grpo_dist.tools.plan.workload import workload_of
-from tests.support.drawn import drawn
 from tests.support.engine_arguments import QWEN
 from tests.support.patience import HANG_S
 from tests.support.planned_models import model_of
+from tests.support.tiers import slow_after
 
 H100 = {
     "device/memory_bytes": 79.6 * 2**30, "device/bfloat16": 1.0, "device/matrix_flops_per_s": 7e14,
@@ -554,7 +554,6 @@ def test_speed_and_memory_of_the_head_are_measured_by_the_same_code(tmp_path):
     assert found.figures["head/backward_s"] > 0 and found.figures["head/planned_bytes"] > 0
 
 
-@pytest.mark.family("costly")
 def test_rates_of_this_machine_are_rehearsed(tmp_path):
     found = only(device.measure(on_cpu(tmp_path)))
     assert found.holds and (tmp_path / "machine.json").exists()
@@ -572,7 +571,7 @@ def rehearsed(directory, name):
     return end.found
 
 
-@pytest.mark.family("new processes")
+@pytest.mark.slow
 def test_a_cut_transfer_and_the_next_one_are_rehearsed(tmp_path):
     assert rehearsed(tmp_path, "nccl")["nccl"].figures["nccl/noticed_s"] < 60
 
@@ -581,22 +580,22 @@ RANKS = [("zero0",), ("zero1",), ("zero2",), ("zero3",), ("speed",), ("sequence-
 ENGINES = ["engine-eager", "seeds", "mismatch-float32", "replace", "tensor-parallel", "bench"]
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 @pytest.mark.machine
-@pytest.mark.parametrize("name", drawn("gpu_check ranks", RANKS, 1))
+@pytest.mark.parametrize("name", slow_after(RANKS, 1))
 def test_lines_with_ranks_are_rehearsed(tmp_path, name):
     rehearsed(tmp_path, name)
 
 
 @pytest.mark.machine
-@pytest.mark.family("engines")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_lines_with_engines_are_rehearsed(tmp_path, name):
     rehearsed(tmp_path, name)
 
 
 @pytest.mark.machine
-@pytest.mark.family("engines")
+@pytest.mark.slow
 def test_three_steps_of_the_real_loop_are_rehearsed(tmp_path):
     found = rehearsed(tmp_path, "steps")
     assert found["sync"].figures["sync/bytes"] > 0 and found["turns"].figures["turns/all_s"] > 0

@@ -375,7 +375,6 @@ def options(config, setting, cell):
     return [option for option in made if isinstance(option, Option)]
 
 
-@pytest.mark.family("costly")
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_best_split_equals_that_of_exhaustive_simulation(staleness):
     c = wide(max_staleness=staleness)
@@ -390,7 +389,7 @@ def test_the_best_split_equals_that_of_exhaustive_simulation(staleness):
         assert p.simulated.tokens_per_s <= 1.05 * bound(p.option)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_every_placement_and_zero_stage_is_tried_and_named():
     """With 7B on 8 GPUs at staleness 0, everything on the same GPUs is by far the fastest."""
     c = config(
@@ -422,7 +421,7 @@ def test_options_that_cannot_be_tried_give_the_reason():
     assert all(0 <= t.fitting <= t.splits and (t.best is None) == (t.fitting == 0) for t in tried)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_the_reference_is_named_where_more_of_it_would_shorten_the_step():
     c = load_config(GPU, [])
     made = make_plan(c, "1x8xA100", splits="none").simulated
@@ -744,7 +743,7 @@ def test_the_head_of_a_plan_says_what_deltas_are_assumed_to_send():
     assert "assumed: `weight_sync.deltas` sends 16 % of the weights' bytes (bfloat16 at" in text
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_the_command_prints_a_plan_and_writes_its_timeline(tmp_path, capsys):
     trace = tmp_path / "plan.json"
     small = ["batch.prompts_per_step=16", "sampling.max_new_tokens=256"]
@@ -798,7 +797,7 @@ def test_settings_that_every_policy_rank_refuses_are_refused_in_a_plan():
         make_plan(wide(**zero), "1x4xH100", Assumptions(prompt_tokens=100), splits="none")
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_sweep_shows_the_best_of_every_batch_and_staleness():
     c = wide()
     made = make_plan(c, "1x2xH100", Assumptions(prompt_tokens=100), splits="sweep")

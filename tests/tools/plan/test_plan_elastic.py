@@ -28,7 +28,7 @@ def plan(*overrides):
     return make_plan(load_config(GPU, own), "1x8xH100", splits="none")
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_plan_prices_each_number_of_engines_that_may_serve():
     made = plan("rollout.num_workers={min: 1, max: 3}")
     price = made.setting.cluster.card.price
@@ -54,7 +54,7 @@ def test_a_plan_prices_each_number_of_engines_that_may_serve():
     assert "3 for 50% of the time" in every[5]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_fixed_number_of_engines_has_no_such_rows():
     made = plan("rollout.num_workers=2")
     assert elastic_lines(made.simulated, made.whole, price=1.0) == []

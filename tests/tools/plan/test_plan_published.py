@@ -117,7 +117,7 @@ def test_the_stages_of_a_run_follow_each_other():
         assert [stage.begins_at for stage in run.stages] == [sum(steps[:i]) for i in range(len(steps))]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_the_command_finds_a_stale_page_and_repairs_it(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text("# Runs\n<!-- begin generated: Small -->\nold\n<!-- end generated: Small -->\n")

@@ -51,7 +51,7 @@ def test_splits_leave_a_reward_model_its_whole_gpus(model, gpus):
     assert max(used) == 8 - gpus
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_bound_of_a_split_holds_where_dynamic_sampling_discards_groups(staleness):
     c = wide(
@@ -74,7 +74,7 @@ def test_a_plan_in_which_no_split_can_run_gives_the_reasons():
     assert "best" not in said
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_the_best_split_of_a_sweep_can_be_set_where_the_configured_batch_and_staleness_has_none():
     """Engines, policy and reference cannot have GPUs of their own on two, and one step ahead they must."""
     c = wide(max_staleness=1, algorithm={"kl": {"coef": 0.01}}, bench={"lengths": {"kind": "fixed"}})

@@ -305,7 +305,7 @@ def failures_of(c, **times):
     return rank_failures(ranks, c.checkpoint, restarts, steps=c.steps, **times)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.5, 2.0])
 def test_the_predicted_cost_of_failed_ranks_is_what_the_loop_spends_on_them(share):
     """Five steps of 3.8 s between checkpoints, ``share`` of the mean time between losses together; the policy
@@ -369,7 +369,7 @@ def test_the_restart_budget_ends_a_run_with_the_poisson_probability():
     assert ends(max_per_worker=3, window_s=1000.0) < 1e-8
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @pytest.mark.parametrize("graders", [1, 2])
 def test_cancelled_graders_serve_the_next_group_and_their_time_is_in_the_timeline(graders):
     """A lost rank cancels the batch that is sampled ahead, including groups in grading."""
@@ -384,7 +384,7 @@ def test_cancelled_graders_serve_the_next_group_and_their_time_is_in_the_timelin
         assert all(a.end <= b.begin + 1e-9 for a, b in pairwise(own))
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_groups_that_wait_when_a_rank_fails_stop_waiting():
     """At most two batches of 16 groups are in flight, on an engine with capacity for one group."""
     queue = {"batch": {"prompts_per_step": 16, "samples_per_prompt": 4}, "max_staleness": 1, "capacity": 2}
@@ -441,7 +441,7 @@ def test_a_thousand_restarts_within_the_window_wait_a_minute_each():
     assert budget.take() == 60.0
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_run_on_a_thousand_gpus_finishes_despite_lost_ranks():
     lost = {"failures": FailureRates(rank_s=40.0, engine_s=3000.0, restart_s=15.0)}
     shape = {"rollout": {"num_workers": 256, "tensor_parallel_size": 2}, "policy": {"num_workers": 512}}

@@ -117,7 +117,7 @@ def two_engines(name, *, slots=64, steps=24, **changes):
     return scenario, simulate(scenario)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_carry_over_is_a_third_faster_than_waiting_and_biases_no_length():
     synchronous, waiting = two_engines("synchronous")
     _, carried = two_engines("carry-over")
@@ -130,7 +130,7 @@ def test_carry_over_is_a_third_faster_than_waiting_and_biases_no_length():
     assert formula_s(synchronous) == pytest.approx(0.02 * steps)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_asynchronous_sampling_reaches_the_larger_limit():
     scenario, run = two_engines("asynchronous, 4 steps ahead", slots=32)
     limit = max(
@@ -145,7 +145,7 @@ def test_tail_batching_saves_waiting_where_prompts_have_lengths_of_their_own():
     assert sorted_.tokens_per_s > 1.2 * plain.tokens_per_s and sorted_.staleness == 0
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_the_command_prints_a_row_for_each_way_at_1024_gpus(capsys):
     wide = ["rollout.num_workers=768", "policy.num_workers=256", "batch.prompts_per_step=32"]
     small = [*wide, "batch.samples_per_prompt=8", "algorithm.kl.coef=0", "sampling.max_new_tokens=256"]

@@ -109,7 +109,7 @@ def with_overrides(index, **changes):
     ]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_stages_run_in_order_once_and_are_then_skipped(world):
     done, _ = run()
     assert world.ran == NAMES == list(done)
@@ -132,7 +132,6 @@ def test_each_check_is_a_stage_of_the_log_and_begins_before_a_model_is_fetched(w
     assert sum(text.startswith("check of ") and ": done in " in text for text in told) == len(NAMES)
 
 
-@pytest.mark.family("costly")
 def test_an_interrupted_stage_resumes_and_its_time_adds_up(world):
     world.fail_in = "reject"
     with pytest.raises(KeyboardInterrupt):
@@ -146,7 +145,7 @@ def test_an_interrupted_stage_resumes_and_its_time_adds_up(world):
     assert Path("runs/p/03_reject/sft.jsonl").read_text() == "4\n"
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_killed_stage_resumes(world):
     """After SIGKILL the record is the one written at the start."""
     run()
@@ -158,7 +157,7 @@ def test_a_killed_stage_resumes(world):
     assert world.ran == [*NAMES, "reason", "reject", "again"]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_settings_that_change_no_number_of_a_finished_stage_may_change(world):
     run()
     changed = {"health.kl_above": 3.0, "weight_sync.probe_every": 7, "profile.steps": [2]}
@@ -168,7 +167,6 @@ def test_settings_that_change_no_number_of_a_finished_stage_may_change(world):
     assert world.ran == NAMES
 
 
-@pytest.mark.family("costly")
 def test_changed_settings_of_a_stage_are_refused_with_what_changed_and_what_to_do(world):
     run()
     write(stages=with_overrides(1, steps=60, **{"policy.optimizer.lr": 0.5}))
@@ -179,7 +177,7 @@ def test_changed_settings_of_a_stage_are_refused_with_what_changed_and_what_to_d
     assert world.ran == NAMES
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_settings_that_do_not_decide_the_result_may_change(world):
     run()
     write(base={"policy": {"optimizer": {"lr": 1e-5}}, "tracking": {"console": False}}, stages=STAGES)
@@ -212,7 +210,7 @@ def test_a_supervised_stage_is_determined_by_what_its_ranks_train_and_not_by_the
     assert world.ran == ["cold"]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_complete_stage_of_an_earlier_version_stays_complete_where_new_settings_have_their_defaults(world):
     run()
     for name, added in (("01_cold", ("policy", "model")), ("02_reason", ("rollout.quantization",))):
@@ -228,7 +226,7 @@ def test_a_complete_stage_of_an_earlier_version_stays_complete_where_new_setting
     assert "`rollout.quantization` was None and is fp8" in refused()
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_changed_settings_of_a_started_stage_are_refused_unless_it_has_written_nothing(world):
     world.fail_in = "reason"
     with pytest.raises(KeyboardInterrupt):
@@ -241,7 +239,7 @@ def test_changed_settings_of_a_started_stage_are_refused_unless_it_has_written_n
     assert world.ran == ["cold", "reason", "reason", "reject", "again"]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "free", "decisive"),
     [
@@ -269,7 +267,7 @@ def test_a_started_stage_may_change_what_its_run_may_change(world, stage, free, 
         run()
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_workers_and_chunk_sizes_may_change_in_started_and_finished_stages(world):
     world.fail_in = "reason"
     with pytest.raises(KeyboardInterrupt):
@@ -287,7 +285,7 @@ def test_workers_and_chunk_sizes_may_change_in_started_and_finished_stages(world
     assert world.before["reason"]["eval/add3/pass@1"] == 0.1  # from a stage with other engines
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @pytest.mark.parametrize("fails_with", [KeyboardInterrupt, UserError])
 def test_selection_settings_may_change_until_samples_are_selected(world, fails_with):
     """Also if no sample met the old selection: the samples stay."""
@@ -308,7 +306,7 @@ def test_selection_settings_may_change_until_samples_are_selected(world, fails_w
     )
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_the_users_reward_functions_and_reward_models_are_inputs(world, monkeypatch):
     monkeypatch.setattr("grpo_dist.runs.prepare.check_model", lambda model: None)
     Path("code/pack").mkdir(parents=True)
@@ -333,7 +331,7 @@ def test_the_users_reward_functions_and_reward_models_are_inputs(world, monkeypa
     assert world.ran == NAMES
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_changed_files_are_changed_inputs(world):
     run()
     text = Path("train.jsonl").read_text()
@@ -345,7 +343,7 @@ def test_changed_files_are_changed_inputs(world):
     assert world.ran == NAMES
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_stage_whose_input_stage_is_gone_does_not_count_as_done(world):
     run()
     Path("runs/p/01_cold").rename("elsewhere")
@@ -354,7 +352,7 @@ def test_a_stage_whose_input_stage_is_gone_does_not_count_as_done(world):
     assert world.ran == NAMES
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_complete_stage_without_its_result_is_refused(world):
     run()
     Path("runs/p/03_reject/sft.jsonl").unlink()
@@ -362,14 +360,14 @@ def test_a_complete_stage_without_its_result_is_refused(world):
     assert "stage `reject` is complete, but runs/p/03_reject/sft.jsonl is missing" in message
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_complete_stage_without_its_weights_is_refused(world):
     run()
     Path("runs/p/01_cold/model/model.safetensors").unlink()
     assert "runs/p/01_cold/model/*.safetensors is missing" in refused()
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_from_repeats_a_stage_and_all_later_ones_and_keeps_backups(world):
     run()
     write(stages=with_overrides(2, **{"rejection.samples_per_prompt": 3}))
@@ -394,7 +392,7 @@ def test_from_a_stage_that_does_not_exist_is_refused(world):
     )
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_foreign_directory_is_refused_and_backed_up_on_request(world):
     Path("runs/p/01_cold").mkdir(parents=True)
     Path("runs/p/01_cold/theirs").write_text("x")
@@ -403,14 +401,14 @@ def test_a_foreign_directory_is_refused_and_backed_up_on_request(world):
     assert Path("runs/p/01_cold.old-1/theirs").read_text() == "x"
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_damaged_record_is_refused_by_name(world):
     run()
     Path("runs/p/02_reason/stage.json").write_text('{"stage": "reason"}')
     assert "runs/p/02_reason/stage.json: not the record of a stage" in refused()
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_two_processes_cannot_run_one_pipeline(world, monkeypatch):
     inner = []
 
@@ -423,7 +421,7 @@ def test_two_processes_cannot_run_one_pipeline(world, monkeypatch):
     assert "runs/p: another process is at this pipeline" in inner[0]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_finished_stages_are_read_under_the_lock(world, monkeypatch):
     """Another process may have started or finished a stage before this one got the lock."""
     run()
@@ -523,7 +521,7 @@ def test_stages_are_checked_for_the_device_of_the_cluster(world, monkeypatch, in
         assert words in refused(check_only=True)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_check_lists_the_stages_to_run_and_starts_nothing(world):
     _, said = run(check_only=True)
     assert said[0] == "runs/p/01_cold  sft  to do" and not Path("runs").exists()
@@ -533,7 +531,7 @@ def test_check_lists_the_stages_to_run_and_starts_nothing(world):
     assert world.ran == NAMES and not Path("runs/p/04_again.old-1").exists()
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_measures_of_the_initial_model_are_those_of_the_stage_that_made_it(world):
     run()
     assert world.before["cold"] == {}
@@ -541,14 +539,14 @@ def test_measures_of_the_initial_model_are_those_of_the_stage_that_made_it(world
     assert world.before["again"]["eval/add3/pass@1"] == 0.1
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_measures_taken_differently_are_not_compared(world):
     write(stages=with_overrides(1, **{"evaluation.temperature": 0.5}))
     run()
     assert world.before["reason"] == {}
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_the_table_has_every_stage(world):
     done, _ = run()
     table = list(rows(load_pipeline("p.yaml"), done))

@@ -43,7 +43,7 @@ def test_the_pipeline_of_all_domains_fits_its_two_nodes_with_both_reward_models_
     assert scored_by == {"deepscaler": [], "code": [], "general": ["helpful", "harmless"]}
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 @pytest.mark.machine
 def test_check_accepts_the_pipeline_of_all_domains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -301,7 +301,7 @@ def test_token_texts_concatenate_to_the_text(text):
     assert "".join(texts) == text and len(texts) == len(ids)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_extracted_answers_are_those_of_the_grader():
     completions = ["\\boxed{1} no, \\boxed{2}", "The final answer is $8$.", "nothing", "so\nParis"]
     with AnswerReader() as answers:
@@ -320,7 +320,6 @@ def test_the_search_for_answers_without_a_box_is_limited_and_reported(monkeypatc
     assert "16 completions without a box" in "\n".join(manifest["runs"][0]["about"]["notices"])
 
 
-@pytest.mark.family("costly")
 @pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "script"])
 def test_an_interrupt_ends_a_server_cleanly(tmp_path, before):
     """SIG_IGN: a script starts background processes with SIGINT ignored."""
@@ -391,7 +390,7 @@ def test_the_command_writes_into_the_run(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.rglob("*.partial"))
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_report_does_not_need_torch():
     code = "import sys, grpo_dist.tools.report.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S).returncode == 0

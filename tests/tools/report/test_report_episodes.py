@@ -126,7 +126,7 @@ def run(tmp_path_factory):
     return run
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_episodes_are_filtered_by_their_calls_and_how_they_ended(browser, run, tmp_path):
     page = opened(browser, [run], tmp_path, "rollouts")
     total = rows_shown(page)
@@ -149,7 +149,7 @@ def test_episodes_are_filtered_by_their_calls_and_how_they_ended(browser, run, t
     assert page.console() == []
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_an_episode_shows_who_wrote_what_and_shades_given_tokens(browser, run, tmp_path):
     page = opened(browser, [run], tmp_path, "rollouts")
     filtered(page, "#f-called", "ok", 1)

@@ -57,7 +57,6 @@ def column(page, field):
     return page.texts(f"#table .tabulator-row .tabulator-cell[tabulator-field={field}]")
 
 
-@pytest.mark.family("costly")
 def test_every_tab_loads_without_console_messages(browser, runs, tmp_path):
     page = opened(browser, runs[:1], tmp_path)
     page.until("document.querySelectorAll('#charts canvas').length > 3")
@@ -99,7 +98,7 @@ def test_model_text_is_never_markup(browser, tmp_path):
     assert page.console() == []
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_filters_show_exactly_the_matching_rows(browser, runs, tmp_path):
     page = opened(browser, runs[:1], tmp_path, "rollouts")
     assert rows_shown(page) == 6 * 16 + 2 * 8
@@ -137,7 +136,6 @@ def test_the_table_is_sorted_by_any_column(browser, runs, tmp_path):
     page.until("document.querySelector('#table .tabulator-cell[tabulator-field=step]').textContent === '0'")
 
 
-@pytest.mark.family("costly")
 def test_a_group_shows_all_its_completions_coloured_by_token(browser, runs, tmp_path):
     page = opened(browser, runs[:1], tmp_path, "rollouts")
     filtered(page, "#f-recorded", "yes", 32)
@@ -175,7 +173,7 @@ def test_a_group_shows_all_its_completions_coloured_by_token(browser, runs, tmp_
     assert page.console() == []
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_long_completion_is_rendered_during_scrolling(browser, tmp_path):
     run = make_run(
         tmp_path / "run", steps=1, groups=1, recorded=(1,), evals=(), texts=lambda s, g, i: "x " * 3000
@@ -197,7 +195,7 @@ def test_a_long_completion_is_rendered_during_scrolling(browser, tmp_path):
                     ".map((t) => t.style.background)).size") == 1  # fmt: skip
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_page_without_token_values_gives_the_reason(browser, runs, tmp_path):
     page = opened(browser, runs[:1], tmp_path, "rollouts", tokens=0)
     page.click("#table .tabulator-row")
@@ -218,7 +216,7 @@ def test_error_bars_are_those_of_an_evaluation(browser, runs, tmp_path):
     assert page.get("report.interval(1, 0)") == [1, 1] and page.get("report.interval(0.5, null)") is None
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_two_runs_are_overlaid_and_can_be_hidden(browser, runs, tmp_path):
     page = opened(browser, runs, tmp_path)
     page.until("document.querySelectorAll('#charts canvas').length > 3")
@@ -304,7 +302,7 @@ def served(run):
             thread.join(timeout=HANG_S)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_served_page_follows_the_run_without_losing_filters(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=3)
     rng = np.random.default_rng(0)
@@ -339,7 +337,7 @@ def test_a_served_page_follows_the_run_without_losing_filters(browser, tmp_path)
     assert page.text("#count").startswith("32 of 64")
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_served_page_reports_an_unreadable_run_and_keeps_waiting(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=3)
     metrics = run / "metrics.jsonl"
@@ -474,7 +472,7 @@ def test_a_hundred_thousand_rollouts_stay_responsive(browser, tmp_path):
     assert page.console() == []
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1400, 420])
 def test_no_tab_is_wider_than_the_window(runs, tmp_path, width):
     with chromium(width=width) as page:

@@ -63,7 +63,6 @@ def files_here():
 # Files
 
 
-@pytest.mark.family("costly")
 def test_every_row_is_returned_with_the_verdict_of_the_math_grader(here, capsys):
     assert main(["score", "c.jsonl"]) == 0
     scored = lines("c.scored.jsonl")
@@ -83,7 +82,7 @@ def test_every_row_is_returned_with_the_verdict_of_the_math_grader(here, capsys)
     assert "graders:" not in out  # there is only one
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_scoring_is_a_stage_that_counts_its_rows(here, monkeypatch):
     seen = []
     monkeypatch.setattr(scorer, "note", lambda text: seen.append((text, *open_stages())))
@@ -93,7 +92,7 @@ def test_scoring_is_a_stage_that_counts_its_rows(here, monkeypatch):
     ]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_earlier_scores_are_replaced_and_a_directory_is_not(here, capsys, monkeypatch):
     for _ in range(2):
         assert main(["score", "c.jsonl"]) == 0
@@ -110,7 +109,7 @@ def test_earlier_scores_are_replaced_and_a_directory_is_not(here, capsys, monkey
     assert "--output c.jsonl/x.jsonl cannot be written" in message
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_lists_of_completions_have_lists_of_scores(here):
     texts = ["\\boxed{2}", "\\boxed{3}", "\\boxed{2.0}"]
     write("c.jsonl", [{"answer": "2", "completions": texts, "finish_reason": ["stop", "length", "stop"]}])
@@ -119,7 +118,7 @@ def test_lists_of_completions_have_lists_of_scores(here):
     assert row["score"]["reward"] == [1, 0, 1] and row["score"]["outcome"] == ["correct", "wrong", "correct"]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_graders_are_compared_with_a_label_and_disagreements_are_listed(here, capsys):
     arguments = ["--reward", "math", "--reward", "exact", "--label", "right", "--show", "1"]
     assert main(["score", "c.jsonl", *arguments]) == 0
@@ -136,7 +135,7 @@ def test_graders_are_compared_with_a_label_and_disagreements_are_listed(here, ca
     assert "80.00%" in out and f"{(0.8 - 0.48) / 0.52:.3f}" in out
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_values_that_are_no_verdicts_are_not_compared(here, capsys):
     own = "def length(completion):\n    return len(completion) / 10\n"
     Path("mine.py").write_text(own)
@@ -148,7 +147,7 @@ def test_values_that_are_no_verdicts_are_not_compared(here, capsys):
     assert {tuple(row["graders"]) for row in lines("c.scored.disagreements.jsonl")} == {("math", "right")}
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_custom_rewards_get_the_reference_answer_as_text_as_in_a_run(here):
     Path("mine.py").write_text("def same(completion, answer):\n    return answer.strip() in completion\n")
     own = ["--reward", "mine:same", "rewards.code_paths=[.]"]
@@ -159,7 +158,7 @@ def test_custom_rewards_get_the_reference_answer_as_text_as_in_a_run(here):
     assert [row["score"]["reward"] for row in lines("d.scored.jsonl")] == [1]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_episodes_are_scored_by_their_last_action_their_turns_and_their_rewards(here):
     Path("mine.py").write_text(
         "def calls(completion, turns):\n    return sum(len(t['calls']) for t in turns)\n"
@@ -179,7 +178,7 @@ def test_episodes_are_scored_by_their_last_action_their_turns_and_their_rewards(
     assert both["score"]["parts"] == {"math": [1, 0], "environment": [0.75, None], "mine:calls": [1, 0]}
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_samples_of_a_run_or_an_evaluation_are_scored_as_they_were_written(here, capsys):
     Path("mine.py").write_text(
         "def calls(completion, turns):\n    return sum(len(t['calls']) for t in turns)\n"
@@ -205,7 +204,7 @@ def table_of(name, *rows):
     pq.write_table(pa.Table.from_pylist([dict(zip(columns, row, strict=True)) for row in rows]), name)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_samples_of_one_prompt_are_scored_together_wherever_their_rows_are(here):
     """A reward that compares the samples of a group sees all of them, in the order of the samples."""
     Path("mine.py").write_text(
@@ -228,7 +227,7 @@ def test_samples_of_one_prompt_are_scored_together_wherever_their_rows_are(here)
     assert parts == [(1, 31), (0, 10), (2, 30), (0, 30)]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_an_episode_that_was_given_up_before_its_first_turn_is_unscored(here):
     group = episodes()
     lost = replace(group.rollouts[0], turns=(), finish_reason="error", text="")
@@ -245,7 +244,7 @@ def test_messages_about_a_table_name_the_row(here, capsys):
     assert "t.parquet:3: `completion` holds a null" in refusal(capsys, "t.parquet")
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_sample_that_the_engines_gave_up_is_unscored(here):
     """It stands in the tables of an evaluation, without a text, which would count as wrong."""
     lost = ("p", "sums", "1+1", "2", 1, "", "error")
@@ -255,7 +254,7 @@ def test_a_sample_that_the_engines_gave_up_is_unscored(here):
     assert [(score["reward"], score["outcome"]) for score in scores] == [(1, "correct"), (None, "error")]
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_a_table_that_lacks_the_columns_of_a_reward_is_refused(here, capsys):
     """The data's own columns are not among the samples; all of them would count as wrong or unscored."""
     table_of("t.parquet", ("p", "code", "write f", "-", 0, "def f(): pass", "stop"))
@@ -272,7 +271,7 @@ def test_a_table_that_lacks_the_columns_of_a_reward_is_refused(here, capsys):
     assert main(["score", "c.jsonl", *own]) == 0
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_weights_gates_and_columns_are_those_of_a_configuration(here):
     """A weight that is no power of two is returned unchanged."""
     Path("mine.py").write_text("def bonus(completion, problem, right):\n    return 0.5 if right else -0.5\n")
@@ -292,7 +291,7 @@ def test_a_preset_behind_a_value_does_not_undo_it():
     assert (buffer.share, buffer.penalty) == (0.5, 1.0)
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_unscored_rows_are_null_with_a_reason(here, capsys):
     Path("mine.py").write_text(
         "import time\ndef picky(completion):\n"
@@ -310,7 +309,7 @@ def test_unscored_rows_are_null_with_a_reason(here, capsys):
     assert float(slowest.split()[1]) >= 3000
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_rewards_that_read_tokens_need_a_tokenizer(here, capsys):
     assert "reward repetition counts tokens; set the model" in refusal(
         capsys, "c.jsonl", "--reward", "repetition"
@@ -367,7 +366,7 @@ def test_invalid_commands_are_refused(here, capsys):
     assert "empty.jsonl: no rows" in refusal(capsys, "empty.jsonl")
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_reward_models_are_not_run_and_no_reward_may_depend_on_them(here, capsys):
     text = "model: {path: 'demo:tiny'}\ndata: {train: [{path: 'demo:add3'}]}\n"
     Path("config.yaml").write_text(text + "rewards: {models: [{name: quality, path: /models/q}]}\n")
@@ -379,7 +378,6 @@ def test_reward_models_are_not_run_and_no_reward_may_depend_on_them(here, capsys
     assert "reward models (quality) are not run" in refusal(capsys, "c.jsonl", "config.yaml", alone)
 
 
-@pytest.mark.family("costly")
 def test_people_and_the_math_grader_agree_on_gsm8k(shared_data, here, capsys):
     """Model solutions labelled right or wrong by their authors."""
     path = str(shared_data / "gsm8k_graded_solutions.jsonl")
@@ -450,7 +448,7 @@ rewards:
 """
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_each_row_gets_the_rewards_of_its_source(here, capsys):
     """A source without rewards of its own has those of all others; what a source has not is not unscored."""
     Path("config.yaml").write_text(OF_SOURCES)
@@ -474,7 +472,7 @@ def test_each_row_gets_the_rewards_of_its_source(here, capsys):
     assert "total of words" in printed and "total of another" in printed and "unscored:" not in printed
 
 
-@pytest.mark.family("costly")
+@pytest.mark.slow
 def test_rows_without_the_source_that_decides_their_rewards_are_refused(here, capsys):
     Path("config.yaml").write_text(OF_SOURCES)
     assert "c.jsonl:1: no column `source`" in refusal(capsys, "c.jsonl", "config.yaml")

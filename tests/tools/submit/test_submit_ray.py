@@ -103,7 +103,7 @@ def outside(tmp_path_factory):
         parent.wait(HANG_S)
 
 
-@pytest.mark.family("whole runs")
+@pytest.mark.slow
 def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, monkeypatch, outside):
     monkeypatch.setenv("MY_VARIABLE", "of-mine-alone")
     path, run = config_in(project), project / "runs/tiny"
@@ -183,7 +183,7 @@ def test_a_dry_run_shows_the_request_and_no_secret(project, capsys, monkeypatch)
     assert not (project / "runs/tiny").exists()
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_a_dry_run_names_the_cluster_that_would_be_asked(project, capsys, monkeypatch):
     def address(*arguments):
         said = command(capsys, "submit", config_in(project), "--to", "ray", "--dry-run", *arguments)[1]
@@ -202,7 +202,6 @@ def test_logs_of_a_server_that_no_longer_knows_the_job_are_refused_in_one_messag
         raise ClientError("404")
 
 
-@pytest.mark.family("costly actors")
 def test_the_code_is_uploaded_and_loads_as_the_same_configuration(project):
     path = config_in(project)
     config = load_config(path, ["rewards.code_paths=[rewards]", "cluster.address=10.0.0.1:6379"])
@@ -343,7 +342,7 @@ def test_by_hand_keys_are_not_uploaded_either():
     assert [name for name in code.KEYS if name not in excludes and not name.startswith(".")] == []
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_dangling_links_are_not_uploaded(project, capsys):
     (project / "rewards/old.py").symlink_to("nowhere.py")
     arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[rewards]")

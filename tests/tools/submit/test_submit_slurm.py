@@ -71,7 +71,7 @@ def start(tmp_path):
         job.kill()
 
 
-@pytest.mark.family("costly actors")
+@pytest.mark.slow
 def test_the_run_gets_all_nodes_and_is_requeued_before_its_time_limit(slurm, tmp_path, capsys, start):
     status, said = submit(
         capsys,
@@ -165,7 +165,6 @@ def test_missing_nodes_end_the_job_by_the_deadline_and_leave_no_process(slurm, t
     assert "1 of 2 nodes have joined within" in job.said() and "DRIVER" not in job.said()
 
 
-@pytest.mark.family("costly actors")
 def test_a_job_is_submitted_once_followed_and_stopped(slurm, tmp_path, capsys):
     status, said = submit(capsys, tmp_path, "--sbatch=--partition=gpu", "--time", "01:00:00")
     assert status == 0, said
