@@ -10,7 +10,7 @@ from tests.support.evaluation_world import World
 pytestmark = pytest.mark.machine
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["adapter", "merged"])
 def test_a_snapshot_of_adapters_is_the_model_with_them(ray_cluster, tiny_model, tmp_path, sync):
     world = World(tiny_model, PolicyConfig(zero_stage=2, lora=LoRAConfig(rank=4, sync=sync)))

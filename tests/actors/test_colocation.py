@@ -503,7 +503,7 @@ print(json.dumps(seen))
 """
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_engines_see_the_gpus_that_ray_gave_the_ranks():
     """On a Ray with two GPUs that do not exist."""
     done = subprocess.run(

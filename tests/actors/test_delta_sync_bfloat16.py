@@ -17,7 +17,7 @@ from tests.support import made_groups
 from tests.support.patience import HANG_S
 from tests.support.real_engine import ACTORS, PROMPTS, OnALoop, one_rank, same
 
-pytestmark = [pytest.mark.machine, pytest.mark.evidence]
+pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 SETTINGS = WeightSyncConfig(bucket_mb=1, deltas=True)
 

@@ -92,7 +92,7 @@ def test_an_engine_with_one_changed_tensor_ends_the_run_before_any_update(change
     assert "Stopped before the update." in message
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_the_same_command_resumes_with_a_sound_engine_which_is_probed_at_once(changed, directory):
     code, metrics, events = train(directory, RolloutWorker)
     assert code == 0

@@ -53,7 +53,7 @@ def test_first_step_is_on_policy_to_the_last_digit(stale):
     assert first["policy/clip_low_share"] == first["policy/clip_high_share"] == 0
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_weights_move_and_the_engine_follows(uninterrupted):
     last = metrics(uninterrupted)[-1]
     assert last["step"] == 6
@@ -62,7 +62,7 @@ def test_weights_move_and_the_engine_follows(uninterrupted):
     assert last["policy/lr"] == 0.0  # the linear schedule has ended
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_same_seed_gives_the_same_numbers_also_across_a_kill_and_a_resume(uninterrupted, tmp_path):
     """The first run is killed after its checkpoint of step 3; the second, a new process, resumes from it."""
     killed = run(tmp_path, "steps=6", check=False, kill_after="step_000003")
@@ -80,7 +80,7 @@ def test_same_seed_gives_the_same_numbers_also_across_a_kill_and_a_resume(uninte
     assert kept == ["step_000003", "step_000006"]
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_a_killed_run_resumes_with_fewer_ranks_and_other_micro_batches(uninterrupted, tmp_path):
     """The step after its checkpoint has the same samples and the weight update of two ranks."""
     run(tmp_path, "steps=6", check=False, kill_after="step_000003")
@@ -99,7 +99,7 @@ def test_a_killed_run_resumes_with_fewer_ranks_and_other_micro_batches(uninterru
     assert audit(tmp_path / "runs/run/ledger.jsonl", steps=6, prompts_per_step=4) is None
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_a_terminated_run_saves_its_step_and_leaves_nothing_behind(uninterrupted, tmp_path):
     done = run(tmp_path, "steps=6", check=False, kill_after="step_000003", number=signal.SIGTERM)
     assert done.returncode == 75, done.stderr[-3000:]

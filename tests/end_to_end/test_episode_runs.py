@@ -51,7 +51,7 @@ def rows(directory):
     return [row for path in found for row in pq.read_table(path).to_pylist()]
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_episodes_give_the_same_run_where_all_roles_take_turns(tmp_path):
     """With a greedy episode for each prompt (ReMax), and the engines asleep while the policy trains."""
     for placement in ("separate", "colocated"):
@@ -94,7 +94,7 @@ def test_episodes_sampled_ahead_continue_under_new_weights(tmp_path):
         assert versions - {-1} <= {max(0, step - 2), step - 1} and given <= {-1}
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_a_run_of_episodes_that_is_ended_and_killed_resumes_with_the_same_numbers(tmp_path):
     """Finished groups of the step under way are kept, unfinished ones are sampled again. With two threads the
     engine could divide a request between them, or not, by what else is in the batch.

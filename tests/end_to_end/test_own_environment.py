@@ -20,7 +20,7 @@ GUIDE = ROOT / "grpo_dist/guides/write_an_environment.md"
 SHORT = ("rollout.kv_cache_gib=0.25", "rollout.enforce_eager=true")
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_the_commands_of_the_guide_train_evaluate_score_and_report_its_environment(tmp_path):
     files = {block.file: block.text for block in blocks(GUIDE) if block.file}
     for name in ("games.py", "guess.yaml"):

@@ -100,7 +100,7 @@ def test_evaluation_on_an_engine_of_its_own_has_the_same_numbers_to_the_last_dig
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.evidence)])
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exact_speculation_has_the_same_numbers_to_the_last_digit(usual, tmp_path, killed):
     """Over three weight syncs; engines draft for all samples. A resumed run has an empty history."""
     if killed:
@@ -119,7 +119,7 @@ def test_exact_speculation_has_the_same_numbers_to_the_last_digit(usual, tmp_pat
         assert line["rollout/acceptance_length"] == 1 + gain
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_run_repeats_the_evaluations_that_did_not_finish(usual, tmp_path, number):
     run(tmp_path, *EVERY_STEP, OWN, check=False, kill_after="step_000002", number=number)

@@ -97,7 +97,7 @@ def test_taking_turns_changes_no_digit(tmp_path, name):
     assert last["ref/kl"] > 0
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FURTHER)
 def test_further_runs_that_take_turns_change_no_digit(tmp_path, name):
     check(tmp_path, FURTHER[name])

@@ -282,13 +282,13 @@ def check_split(whole, dtype, how, split):
 @given(data=st.data(), of=st.sampled_from(["completions", "episodes"]), dtype=st.sampled_from(DTYPES))
 def test_no_split_of_the_rows_changes_gradient_or_metrics(batches, of, dtype, policy_loss, data):
     """For every loss, with any aggregation, KL estimator and correction: relative error 1e-6 in float64, 1e-5
-    in float32. Each example draws one combination, rows and dtype; `make evidence` has all of them.
+    in float32. Each example draws one combination, rows and dtype; `make test-all` has all of them.
     """
     how = data.draw(st.sampled_from([c for c in COMBINATIONS if c.policy_loss == policy_loss]))
     check_split(batches[of], dtype, how, data.draw(splits(len(batches[of]))))
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["completions", "episodes"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", COMBINATIONS, ids=lambda how: "-".join(named(how)))

@@ -231,7 +231,7 @@ def test_a_command_of_the_guides_runs(block, tmp_path):
 
 
 @pytest.mark.machine
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_the_tutorial_runs_from_its_first_line_to_its_last(tmp_path):
     """Run its blocks in order in one directory; a real engine and a real rank train two steps."""
     shown = blocks(ROOT / TUTORIAL)

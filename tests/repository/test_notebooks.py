@@ -41,7 +41,7 @@ def test_marimo_finds_nothing_wrong(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())) is None  # marimo would remove it
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_plan_and_submit_without_a_cluster(tmp_path: Path) -> None:
     execute("scaling", tmp_path)
 
@@ -56,20 +56,20 @@ def test_a_first_run_and_its_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.machine
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_a_reward_and_a_loop_of_ones_own(tmp_path: Path) -> None:
     execute("own_reward", tmp_path, "--steps", "3")
     assert (tmp_path / "own_reward_model/model.safetensors").is_file()
 
 
 @pytest.mark.machine
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_an_environment_of_ones_own(tmp_path: Path) -> None:
     execute("own_environment", tmp_path, "--steps", "1")
     assert (tmp_path / "runs/guess/DONE").is_file()
 
 
 @pytest.mark.machine
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_from_demonstrations_to_a_distilled_model(tmp_path: Path) -> None:
     execute("sft_rl_distill", tmp_path, "--steps", "4", "--sft_steps", "150")

@@ -70,7 +70,7 @@ def settings(base_url, **more):
     return {"base_url": base_url, "model": "judge", "extra_body": CHOICE} | short | more
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_a_real_server_replies_yes_or_no_reproducibly(base_url):
     with GraderPool(1, timeout_s=HANG_S) as pool:
         rewards = []
@@ -84,7 +84,7 @@ def test_a_real_server_replies_yes_or_no_reproducibly(base_url):
     assert rewards[0][0] == rewards[0][3] == 1.0 and set(rewards[0]) <= {0.0, 1.0}
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_a_real_server_passes_the_check_and_an_unknown_model_does_not(base_url):
     check_rewards(
         RewardsConfig(functions=(RewardConfig(function="judge", kwargs=settings(base_url)),)),
@@ -96,7 +96,7 @@ def test_a_real_server_passes_the_check_and_an_unknown_model_does_not(base_url):
     assert "HTTP 404" in str(refusal.value)
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_an_unconstrained_reply_has_the_requested_length(base_url):
     server = ChatServer(base_url, "judge", ChatSettings(max_tokens=3), EndpointSettings(timeout_s=120.0))
     replies = {server.reply([{"role": "user", "content": "2+2="}]) for _ in range(2)}

@@ -34,11 +34,11 @@ class MortalRank(OpenWorker):
     ("what", "words"),
     [
         (signal.SIGKILL, "policy-1 is lost"),
-        pytest.param(signal.SIGSTOP, "policy-1 is lost", marks=pytest.mark.evidence),
+        pytest.param(signal.SIGSTOP, "policy-1 is lost", marks=pytest.mark.slow),
         pytest.param(
             RuntimeError("Connection closed by peer"),
             r"failed \(Connection closed by peer\)",
-            marks=pytest.mark.evidence,
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -163,7 +163,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_what_ray_does_with_the_variables_is_refused_and_nothing_else():
     """On a Ray with two GPUs that do not exist."""
     environment = {name: value for name, value in os.environ.items() if name != VISIBLE}

@@ -27,7 +27,7 @@ def on_nodes(script, **variables):
     return run
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_a_reservation_is_waited_for_survives_a_lost_node_and_is_released():
     run = on_nodes("multi_node_reservations")
     told = run.stdout.splitlines()
@@ -51,7 +51,7 @@ def test_a_reservation_is_waited_for_survives_a_lost_node_and_is_released():
     assert "of 1 s): " not in run.stderr  # a short wait is not logged
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_nodes_that_an_autoscaler_adds_are_counted_and_waited_for():
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
     run = on_nodes("multi_node_growth", **token)
@@ -61,7 +61,7 @@ def test_nodes_that_an_autoscaler_adds_are_counted_and_waited_for():
     assert re.search(r"waiting for room in the cluster \(\d+ of 180 s\): ", run.stderr)
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_batches_beyond_the_object_store_are_spilled_and_reach_their_rank_intact():
     run = on_nodes("multi_node_spilling")
     assert re.search(r"spilled \d+ MiB, [1-9]\d* objects", run.stdout), run.stdout[-3000:]

@@ -66,7 +66,7 @@ async def exchange(model_dir, *, colocated_ranks):
     return [port for _, ports in found for port in ports]
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_every_process_gets_the_weights_from_the_rank_on_its_gpu(ray_cluster, tiny_model):
     ports = asyncio.run(exchange(tiny_model, colocated_ranks=[1, 0]))
     assert len(set(ports)) == len(ports) == 2  # groups of their own

@@ -15,7 +15,7 @@ def test_engine_and_trainer_compute_the_same_architecture(ray_cluster, tmp_path,
     assert min(moved) > 0.05
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["olmo3, sliding window", "qwen3"])
 def test_so_does_an_engine_that_compiles(ray_cluster, tmp_path, name):
     own, moved = differences(architecture(tmp_path, name), trained(), {})

@@ -32,14 +32,14 @@ pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("kind", sorted(SHAPES))
-@pytest.mark.parametrize("engine", [EAGER, pytest.param({}, marks=pytest.mark.evidence)])
+@pytest.mark.parametrize("engine", [EAGER, pytest.param({}, marks=pytest.mark.slow)])
 def test_engine_and_trainer_are_the_same_model_before_and_after_updates(ray_cluster, tmp_path, kind, engine):
     own, moved = differences(expert_model(tmp_path, kind), trained(), engine)
     assert max(own) < LIMIT
     assert min(moved) > 0.05
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "changes", "settings"),
     [
@@ -57,7 +57,7 @@ def test_they_are_also_the_same_for_other_shapes_and_adapters(ray_cluster, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("kind", "stage"), [("mixtral", 3), *(pytest.param(k, 2, marks=pytest.mark.evidence) for k in SHAPES)]
+    ("kind", "stage"), [("mixtral", 3), *(pytest.param(k, 2, marks=pytest.mark.slow) for k in SHAPES)]
 )
 def test_ranks_train_experts_and_export_the_checkpoints_names(forked_ranks, tmp_path, kind, stage):
     """The gradient is that of float64; what is sent, in buckets smaller than a layer's experts, is what the

@@ -42,7 +42,7 @@ CPU = {
 }
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CPU)
 def test_offload_to_the_cpu_trains_as_without(forked_ranks, without, tiny_model, tmp_path, name):
     directory = tmp_path / "policy" if name in ("optimiser, ZeRO-2", "all, ZeRO-3") else None

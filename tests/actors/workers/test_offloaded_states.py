@@ -115,7 +115,7 @@ def test_an_update_after_a_turn_of_others_is_the_same_to_the_last_bit(forked_ran
     check(tiny_model, *KINDS[kind])
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FURTHER)
 def test_further_kinds_of_state_return_to_the_last_bit(forked_ranks, tiny_model, kind):
     check(tiny_model, *FURTHER[kind])

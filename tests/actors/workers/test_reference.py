@@ -52,7 +52,7 @@ def start(ray_cluster, tiny_model):
     return start
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_a_refresh_mixes_in_the_policy_and_checkpoints_restore_it(start, tiny_model, tmp_path):
     async def session():
         policy = one_rank(ModelConfig(path="tiny"), tiny_model, temperature=0.7)

@@ -117,7 +117,7 @@ def test_steps_survive_a_table(groups, tmp_path):
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_a_cluster_starts_reward_models_with_its_samplers_and_ends_them(ray_cluster, tiny_model, tmp_path):
     """The engine's random model answers nothing right; the process model scores whatever it says."""
     model = {"name": "steps", "path": by_hand(tmp_path, "process"), "kind": "process", "weight": 2.0}

@@ -13,7 +13,7 @@ from grpo_dist.config import AlgorithmConfig, CorrectionConfig, KLConfig
 from tests.support import made_groups
 from tests.support.real_ranks import comparable, flat, on_all, relative, start
 
-pytestmark = pytest.mark.evidence
+pytestmark = pytest.mark.slow
 
 # Of the distance moved. Adam divides by the size of a gradient, so that rounding shows where it is all but 0.
 SAME = 1e-2

@@ -579,7 +579,7 @@ bench: {{warmup_steps: 1, steps: 2, lengths: {{kind: lognormal, mean: 8}}}}
 """
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_a_short_real_benchmark_adds_up(tmp_path, capsys):
     path = tmp_path / "short.yaml"
     path.write_text(REAL.format(directory=tmp_path))

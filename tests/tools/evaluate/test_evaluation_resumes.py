@@ -46,7 +46,7 @@ def results(directory: Path) -> tuple[str, str]:
     return tuple((directory / "result" / name).read_text() for name in ("result.json", "problems.jsonl"))
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_a_killed_evaluation_resumes_to_the_same_bytes_and_then_reads_its_own_files(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()

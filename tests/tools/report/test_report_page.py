@@ -454,7 +454,7 @@ ACTS = {
 }
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_a_hundred_thousand_rollouts_stay_responsive(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=1)
     for path in (run / "samples").iterdir():

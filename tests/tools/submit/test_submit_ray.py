@@ -435,7 +435,7 @@ def test_a_job_is_recorded_even_if_its_directory_cannot_be_written(project, monk
     assert job.read_record(run).job == "tiny-2"  # the later one
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_a_whole_run_trains_as_a_job(project, capsys, monkeypatch):
     with ray_head(project) as environment:
         for name, value in environment.items():

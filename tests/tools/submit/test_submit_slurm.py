@@ -100,7 +100,7 @@ def test_the_run_gets_all_nodes_and_is_requeued_before_its_time_limit(slurm, tmp
     assert calls(slurm)[-1] == f"scontrol requeue {job.job}"
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_by_hand_the_template_forwards_its_arguments_and_a_stop_is_final(slurm, tmp_path, start):
     number = f"{os.getpid()}1"
     Path(f"/tmp/ray-{number}-0").mkdir()  # left by an attempt that was killed
@@ -157,7 +157,7 @@ def test_a_setup_script_may_read_unset_variables(slurm, without_ray, tmp_path, s
     assert job.end() == 0, job.said()
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_missing_nodes_end_the_job_by_the_deadline_and_leave_no_process(slurm, tmp_path, start):
     (slurm / "no-workers").touch()
     job = start(TEMPLATE.read_text().replace('--within "$nodes_deadline_s"', "--within 4"), "my.yaml")
@@ -397,7 +397,7 @@ def test_the_template_itself_is_a_valid_script():
     )
 
 
-@pytest.mark.evidence
+@pytest.mark.slow
 def test_a_whole_run_is_interrupted_requeued_and_resumed(slurm, tmp_path, capsys, start):
     status, said = submit(capsys, tmp_path, "--nodes", "2", "--dry-run", "steps=8", "checkpoint.keep=8")
     assert status == 0
