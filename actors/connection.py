@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.services import canonicalize_bootstrap_address
+from ray._raylet import GcsClient
+from ray.exceptions import RayError
 
 from actors import private_ray
 from actors.placement.demands import Resources
@@ -16,6 +21,8 @@ from actors.placement.fitting import Node
 from grpo_dist.config import ClusterConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import available_cpus, usable_gpus
+
+_LISTENS_S = 10.0  # until a port of a cluster that starts is open
 
 
 def address_of(cluster: ClusterConfig) -> str:
@@ -50,10 +57,40 @@ def is_this_machine() -> bool:
     return alive == {ray.get_runtime_context().get_node_id()}
 
 
+def _check_answers(address: str) -> None:
+    """Raise ConnectionError where no Ray answers at ``address`` within a minute; `ray.init` waits a quarter of
+    an hour. Raises ValueError for an address of another kind.
+
+    A port that nobody listens on is asked again for some seconds: its cluster may be starting. Ray's own
+    client then tells a cluster from other servers, in the time that it is allowed (40 s).
+    """
+    if address.startswith("ray://"):
+        return  # Ray's client has deadlines
+    if "://" in address:
+        raise ValueError("expected HOST:PORT, auto or local")
+    bootstrap = canonicalize_bootstrap_address(address)
+    assert bootstrap is not None  # not `local`
+    host, _, port = bootstrap.rpartition(":")
+    end = time.monotonic() + _LISTENS_S
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_LISTENS_S).close()
+            break
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise ConnectionError(f"nothing listens at {bootstrap}: {error}") from error
+        time.sleep(0.5)
+    try:
+        GcsClient(address=bootstrap)
+    except RayError as error:
+        raise ConnectionError(f"{bootstrap} answers no request of Ray {ray.__version__}: {error}") from error
+
+
 def connect(cluster: ClusterConfig) -> bool:
     """Join the cluster, or start a private local one; return whether this call opened the connection.
 
-    Raises UserError where none answers, or where CUDA does not start on the GPUs of a private one.
+    Raises UserError where none answers within a minute, or where CUDA does not start on the GPUs of a private
+    one.
     """
     if ray.is_initialized():
         return False
@@ -75,10 +112,12 @@ def connect(cluster: ClusterConfig) -> bool:
         if local:
             private_ray.start(namespace=None, logging_level=logging.ERROR, **local)
         else:
+            _check_answers(address)
             ray.init(address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError) as error:  # Ray raises ValueError for an address of another kind
+        key = "cluster.address" if cluster.address else "RAY_ADDRESS"
         raise UserError(
-            f"cluster.address = {address}: no Ray cluster answers there ({error}); start one with `ray start "
+            f"{key} = {address}: no Ray cluster answers there ({error}); start one with `ray start "
             "--head`, or leave cluster.address and RAY_ADDRESS unset for a private local one"
         ) from error
     if local:

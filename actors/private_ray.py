@@ -17,8 +17,11 @@ from typing import Any, TypeVar
 
 import psutil
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 
 from actors.placement.own_gpus import EMPTIED, NOT_SET
+from grpo_dist.errors import UserError
+from grpo_dist.runtime.stage_log import print_line
 
 logger = logging.getLogger("grpo_dist")
 T = TypeVar("T")
@@ -33,6 +36,13 @@ _NOT_COLLECTED = {
 }
 # They change which GPUs an actor sees: see `own_gpus`.
 _NOT_INHERITED = (NOT_SET, EMPTIED)
+# A path of a socket has 107 bytes at most; those behind Ray's temporary directory are
+# /session_2026-11-28_13-46-32_123456_1234567/sockets/plasma_store, and of vLLM's engines and of Python's
+# multiprocessing fewer.
+_LONGEST = 107 - 63 - 1
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
+_ENGINES = "VLLM_RPC_BASE_PATH"  # vLLM's sockets; default: TMPDIR
+_SPILLING = "RAY_object_spilling_directory"
 _TOO_SLOW = "timed out during startup"  # in an error that is a plain Exception
 
 
@@ -44,7 +54,30 @@ def start(**options: Any) -> None:
         os.environ.setdefault(name, value)
     for name in _NOT_INHERITED:
         os.environ.pop(name, None)
+    options = _short_paths() | options
     started_in_time(lambda: ray.init(address="local", log_to_driver=False, **options))
+
+
+def _short_paths() -> dict[str, str]:
+    """Return options of `ray.init` that keep the paths of its sockets, and of engines, short where TMPDIR is
+    long, as Slurm sets it. Objects that do not fit into memory are still written to TMPDIR. Raises UserError
+    where no directory with a short name can be written.
+    """
+    wanted = Path(get_default_ray_temp_dir())
+    if len(os.fsencode(wanted)) <= _LONGEST:
+        return {}
+    short = next((path for path in _SHORT if os.access(path, os.W_OK | os.X_OK)), None)
+    if short is None:
+        raise UserError(
+            f"TMPDIR (or RAY_TMPDIR) = {wanted.parent}: Ray's sockets are below it, and their paths are longer "
+            f"than 107 bytes; set RAY_TMPDIR to a directory of at most {_LONGEST - len('/ray')} characters"
+        )
+    os.environ.setdefault(_ENGINES, short)
+    print_line(f"Ray's sockets and logs are in {short}/ray: the path of {wanted.parent} is too long for them")
+    options = {"_temp_dir": f"{short}/ray"}
+    if _SPILLING not in os.environ:
+        options["object_spilling_directory"] = str(wanted)
+    return options
 
 
 def started_in_time(start_ray: Callable[[], T]) -> T:

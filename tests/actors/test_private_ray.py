@@ -1,15 +1,20 @@
 """A cluster that a run starts is for its user alone, and a busy machine delays its start."""
 
 import os
+import socket
 import stat
 import subprocess
 import sys
 
 import pytest
 from ray._private import log_monitor
+from ray._private.utils import validate_socket_filepath
+from ray.exceptions import RpcError
 
-from actors import private_ray
+from actors import connection, private_ray
 from actors.private_ray import close_session, prepare_token
+from grpo_dist.config import ClusterConfig
+from grpo_dist.errors import UserError
 
 
 def mode(path):
@@ -121,3 +126,61 @@ def test_other_errors_and_the_last_are_raised(monkeypatch, message, times, tries
     for process in begun:
         process.kill()
         process.wait()
+
+
+LONGEST_SESSION = "session_2026-11-28_13-46-32_123456_4194304"
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+@pytest.mark.parametrize("length", [39, 40, 60, 200])
+def test_paths_of_sockets_stay_within_the_limit_of_the_kernel(monkeypatch, variable, length):
+    """Slurm sets TMPDIR to the job's own directory. Objects are still spilled to it."""
+    options, directory = {}, "/" + "j" * (length - 1)
+    monkeypatch.setattr(private_ray.ray, "init", lambda **given: options.update(given))
+    for name in ("RAY_TMPDIR", "VLLM_RPC_BASE_PATH", "RAY_object_spilling_directory"):
+        monkeypatch.setenv(name, "")  # so that it is removed again
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(variable, directory)
+    private_ray.start()
+    sockets = options.get("_temp_dir", f"{directory}/ray")
+    validate_socket_filepath(f"{sockets}/{LONGEST_SESSION}/sockets/plasma_store")
+    if length > 39:
+        assert sockets == "/tmp/ray" and options["object_spilling_directory"] == f"{directory}/ray"
+        assert os.environ["VLLM_RPC_BASE_PATH"] == "/tmp"
+    else:
+        assert "_temp_dir" not in options and "VLLM_RPC_BASE_PATH" not in os.environ
+
+
+def test_without_a_directory_of_a_short_name_tmpdir_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(private_ray, "_SHORT", (str(tmp_path / "none"),))
+    monkeypatch.setenv("RAY_TMPDIR", "/" + "j" * 50)
+    with pytest.raises(UserError, match="TMPDIR .* set RAY_TMPDIR to a directory of at most 39 characters"):
+        private_ray.start()
+
+
+@pytest.fixture
+def not_connected(monkeypatch):
+    monkeypatch.setattr(connection.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(connection.ray, "init", lambda **_: pytest.fail("no Ray was found"))
+    monkeypatch.setattr(connection, "_LISTENS_S", 0.0)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nosuch.invalid:6379", "http://127.0.0.1:8265"])
+def test_an_address_at_which_nobody_listens_is_refused_by_its_name(not_connected, monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(UserError, match=f"^RAY_ADDRESS = {address}: no Ray cluster answers there"):
+        connection.connect(ClusterConfig())
+    with pytest.raises(UserError, match=f"^cluster.address = {address}: no Ray cluster answers there"):
+        connection.connect(ClusterConfig(address=address))
+
+
+def test_a_server_that_is_no_ray_is_refused_within_the_deadline_of_its_client(not_connected, monkeypatch):
+    def silent(*, address):
+        raise RpcError("Timed out while waiting for GCS to become available.")
+
+    monkeypatch.setattr(connection, "GcsClient", silent)
+    monkeypatch.setattr(connection, "_LISTENS_S", 1.0)
+    with socket.create_server(("", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(UserError, match="no Ray cluster answers there .* answers no request of Ray"):
+            connection.connect(ClusterConfig(address=address))

@@ -229,7 +229,7 @@ def test_the_address_of_a_job_server_is_refused_with_an_explanation(here):
     environment = os.environ | {"RAY_ADDRESS": "http://127.0.0.1:1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 2, done.stderr
-    assert "error: cluster.address = http://127.0.0.1:1: no Ray cluster answers there" in done.stderr
+    assert "error: RAY_ADDRESS = http://127.0.0.1:1: no Ray cluster answers there" in done.stderr
 
 
 def test_the_message_names_what_is_needed_what_is_free_and_what_would_fit():
