@@ -58,8 +58,8 @@ def is_this_machine() -> bool:
 
 
 def _check_answers(address: str) -> None:
-    """Raise ConnectionError where no Ray answers at ``address`` within a minute; `ray.init` waits a quarter of
-    an hour. Raises ValueError for an address of another kind.
+    """Raise ConnectionError where no Ray answers at ``address`` within a minute; `ray.init` waits a quarter
+    of an hour. Raises ValueError for an address of another kind.
 
     A port that nobody listens on is asked again for some seconds: its cluster may be starting. Ray's own
     client then tells a cluster from other servers, in the time that it is allowed (40 s).

@@ -69,8 +69,9 @@ def _short_paths() -> dict[str, str]:
     short = next((path for path in _SHORT if os.access(path, os.W_OK | os.X_OK)), None)
     if short is None:
         raise UserError(
-            f"TMPDIR (or RAY_TMPDIR) = {wanted.parent}: Ray's sockets are below it, and their paths are longer "
-            f"than 107 bytes; set RAY_TMPDIR to a directory of at most {_LONGEST - len('/ray')} characters"
+            f"TMPDIR (or RAY_TMPDIR) = {wanted.parent}: Ray's sockets are below it, and their paths are "
+            f"longer than 107 bytes; set RAY_TMPDIR to a directory of at most {_LONGEST - len('/ray')} "
+            "characters"
         )
     os.environ.setdefault(_ENGINES, short)
     print_line(f"Ray's sockets and logs are in {short}/ray: the path of {wanted.parent} is too long for them")

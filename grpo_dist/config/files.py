@@ -1,7 +1,7 @@
 """Configuration files: OmegaConf reads, merges and interpolates; the typed tree of `config` validates the
 result.
 
-A file may name base files, relative to itself. Later base files override earlier ones, the file overrides its
+A file may name base files, relative to itself or in this project's configs/. Later base files override earlier ones, the file overrides its
 base files, and the command line overrides the file:
 
     defaults: [base.yaml, algorithms/grpo.yaml]
@@ -145,13 +145,20 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     if path.parent.name == PRESETS.name:
         loaded = _with_preset_name(loaded, path.stem)
     bases, own = _split_bases(loaded, path)
-    parts = [read_tree(path.parent / expanded(base), (*seen, resolved)) for base in bases]
+    parts = [read_tree(_base_file(path, base), (*seen, resolved)) for base in bases]
     try:
         merged = OmegaConf.merge(*parts, own)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be merged with its `defaults`: {parser_reason(error)}") from error
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _base_file(path: Path, base: str) -> Path:
+    """Return the file that `defaults` of ``path`` name: next to it, else in this project's configs/."""
+    file = expanded(base)
+    near = path.parent / file
+    return next((found for found in (near, PRESETS.parent / file) if found.is_file()), near)
 
 
 def _with_preset_name(tree: DictConfig, name: str) -> DictConfig:

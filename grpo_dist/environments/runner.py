@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from grpo_dist.config import EnvironmentsConfig, SandboxConfig
+from grpo_dist.config import EnvironmentsConfig
+from grpo_dist.config.secrets import masked_text
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.batches import BATCHES, BatchHost
 from grpo_dist.environments.program import PROGRAM, Program
@@ -27,6 +28,7 @@ from grpo_dist.environments.sandbox.failure import ProcessFailure
 from grpo_dist.environments.sandbox.host import ProcessHost
 from grpo_dist.environments.sandbox.limits import Limits
 from grpo_dist.environments.sandbox.python import PythonSandbox
+from grpo_dist.errors import UserError
 from grpo_dist.types import Task, ToolCall
 
 _CLOSE_S = 5.0  # deadline of an environment's `close`
@@ -110,11 +112,21 @@ class EpisodeRunner:
 
         Args:
             sandboxed: whether an environment has the tool `python`.
+
+        Raises:
+            UserError: no code can be run, for example because a sandbox service does not answer.
         """
         if not sandboxed:
             return []
-        self._sandbox = _sandbox_of(self._settings.sandbox)
-        return await self._sandbox.start()
+        self._sandbox = PythonSandbox(self._settings.sandbox)
+        try:
+            return await self._sandbox.start()
+        except (ProcessFailure, RuntimeError) as failure:
+            url = masked_text(self._settings.sandbox.url or "")
+            where, remedy = "`environments.sandbox`", "see the limits and the backend there"
+            if self._settings.sandbox.backend == "http":
+                where, remedy = f"`environments.sandbox.url` = {url}", "start the service, or correct the address"
+            raise UserError(f"{where}: no code can be run ({failure}); {remedy}") from failure
 
     async def begin(self, episode: str, task: Task, problem: Problem) -> None:
         """Start an episode's process before its first action, which raises the error of a failed start."""
@@ -203,10 +215,6 @@ class EpisodeRunner:
     async def _is_stateless(self, episode: str, known: _Episode) -> bool:
         described = await known.host.ask(episode, "describe", {}, timeout_s=self._settings.timeout_s)
         return bool(described["stateless"])
-
-
-def _sandbox_of(settings: SandboxConfig) -> PythonSandbox:
-    return PythonSandbox(settings)
 
 
 def _described(task: Task, failure: ProcessFailure) -> str:

@@ -154,7 +154,7 @@ def test_paths_of_sockets_stay_within_the_limit_of_the_kernel(monkeypatch, varia
 def test_without_a_directory_of_a_short_name_tmpdir_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(private_ray, "_SHORT", (str(tmp_path / "none"),))
     monkeypatch.setenv("RAY_TMPDIR", "/" + "j" * 50)
-    with pytest.raises(UserError, match="TMPDIR .* set RAY_TMPDIR to a directory of at most 39 characters"):
+    with pytest.raises(UserError, match=r"TMPDIR .* set RAY_TMPDIR to a directory of at most 39 characters"):
         private_ray.start()
 
 
@@ -182,5 +182,5 @@ def test_a_server_that_is_no_ray_is_refused_within_the_deadline_of_its_client(no
     monkeypatch.setattr(connection, "_LISTENS_S", 1.0)
     with socket.create_server(("", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(UserError, match="no Ray cluster answers there .* answers no request of Ray"):
+        with pytest.raises(UserError, match=r"no Ray cluster answers there .* answers no request of Ray"):
             connection.connect(ClusterConfig(address=address))

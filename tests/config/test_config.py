@@ -39,6 +39,18 @@ def test_defaults_are_merged_first_and_the_file_wins(base, tmp_path):
     assert (config.steps, config.name, config.batch.prompts_per_step) == (9, "x-9", 4)
 
 
+def test_a_file_anywhere_builds_on_the_presets_of_this_project(base, tmp_path):
+    """One next to the file comes first."""
+    base.write_text("defaults: [algorithms/gspo.yaml]\n" + base.read_text())
+    assert load_config(base).algorithm == load_config("configs/demo.yaml", ["+algorithm=gspo"]).algorithm
+    (tmp_path / "algorithms").mkdir()
+    (tmp_path / "algorithms/gspo.yaml").write_text("algorithm: {clip_low: 0.125}\n")
+    assert load_config(base).algorithm.clip_low == 0.125
+    base.write_text("defaults: [algorithms/none.yaml]\n")
+    with pytest.raises(ConfigError, match=f"{tmp_path}/algorithms/none.yaml: no such configuration file"):
+        load_config(base)
+
+
 def test_a_tilde_in_defaults_is_the_home(base, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.yaml").write_text("seed: 77\n")

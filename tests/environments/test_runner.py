@@ -19,6 +19,7 @@ from grpo_dist.environments.records import Action, Call, Observed
 from grpo_dist.environments.runner import EpisodeRunner, UnknownEpisode
 from grpo_dist.environments.sandbox.failure import ProcessFailure
 from grpo_dist.environments.sandbox.host import ProcessHost
+from grpo_dist.errors import UserError
 from grpo_dist.types import Task
 from tests.support.patience import HANG_S
 
@@ -542,3 +543,21 @@ def test_a_start_that_fails_names_its_row(settings: EnvironmentsConfig) -> None:
 def test_wrong_arguments_of_an_environment_are_refused(settings: EnvironmentsConfig) -> None:
     with pytest.raises(StartFailed, match="least"):
         _probe(settings, "guessing:Guess", least=3).questions([_PROBLEM])
+
+
+@pytest.mark.parametrize("backend", ["http", "process"])
+def test_a_sandbox_that_runs_no_code_is_one_sentence_with_its_key(monkeypatch, backend):
+    monkeypatch.setattr("grpo_dist.environments.sandbox.service._FIRST_PAUSE_S", 0.001)
+
+    async def fails():
+        raise RuntimeError("the trial of the sandbox failed: no fork")
+
+    monkeypatch.setattr("grpo_dist.environments.sandbox.python.find_isolation", fails)
+    sandbox = {"backend": backend} | ({"url": "http://127.0.0.1:9"} if backend == "http" else {})
+    runner = EpisodeRunner(EnvironmentsConfig.model_validate({"sandbox": sandbox}))
+    words = {
+        "http": r"`environments.sandbox.url` = http://127.0.0.1:9: no code can be run \(.*ConnectError",
+        "process": r"`environments.sandbox`: no code can be run \(the trial of the sandbox failed: no fork\)",
+    }
+    with pytest.raises(UserError, match=words[backend]):
+        asyncio.run(runner.start())

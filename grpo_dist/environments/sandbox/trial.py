@@ -12,7 +12,7 @@ import signal
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -51,19 +51,25 @@ async def find_isolation() -> tuple[Isolation, list[str]]:
         raise RuntimeError(f"the trial of the sandbox failed: {errors.decode(errors='replace')[-2000:]}")
     found = json.loads(output)
     isolation = Isolation(**found["isolation"] | {"spaces": tuple(found["isolation"]["spaces"])})
-    return isolation, [
-        *isolation.describe(),
-        *(f"sandbox: not used: {reason}" for reason in found["reasons"]),
-    ]
+    return isolation, [*isolation.describe(), *_left_out(isolation, found["reasons"])]
+
+
+def _left_out(isolation: Isolation, reasons: Sequence[str]) -> list[str]:
+    """Return a sentence with the layers that ``isolation`` lacks and why trials failed; none if it has all."""
+    spaces = [name for name in SPACES if name not in isolation.spaces]
+    layers = [f"{', '.join(spaces)} namespaces"] if spaces else []
+    layers += ["Landlock"] * (not isolation.landlock) + ["seccomp"] * (not isolation.seccomp)
+    if not layers:
+        return []
+    failures = dict.fromkeys(reason.partition(": ")[2] for reason in reasons)
+    return [f"sandbox: this machine does not allow {'; '.join(layers)} ({'; '.join(failures) or 'unknown'})"]
 
 
 def main() -> None:
-    """Print the isolation found, and why layers are not used, as JSON."""
+    """Print the isolation found, and why trials of others failed, as JSON."""
     reasons: list[str] = []
     isolation = choose(lambda candidate: try_out(candidate, reasons))
-    spaces = list(isolation.spaces)
-    left_out = reasons if not (spaces == list(SPACES) and isolation.landlock and isolation.seccomp) else []
-    print(json.dumps({"isolation": asdict(isolation), "reasons": list(dict.fromkeys(left_out))}))
+    print(json.dumps({"isolation": asdict(isolation), "reasons": reasons}))
 
 
 def choose(works: Callable[[Isolation], bool]) -> Isolation:

@@ -372,3 +372,12 @@ def interpret(program, architecture, number, arguments):
         else:
             test = {0x15: value == constant, 0x35: value >= constant, 0x45: bool(value & constant)}[code]
             at += true if test else false
+
+
+def test_what_a_machine_does_not_allow_is_one_sentence():
+    refusal = "PermissionError: [Errno 1] Operation not permitted"
+    reasons = [f"{layer} namespaces: {refusal}" for layer in SPACES] * 2
+    (told,) = trial._left_out(replace(FULL, spaces=("uts",), landlock=0), reasons)
+    assert told.startswith("sandbox: this machine does not allow mount, ") and "; Landlock (" in told
+    assert told.count(refusal) == 1 and "uts" not in told
+    assert trial._left_out(replace(FULL, spaces=SPACES, landlock=5, seccomp=True), reasons) == []
