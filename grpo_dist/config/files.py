@@ -1,8 +1,8 @@
 """Configuration files: OmegaConf reads, merges and interpolates; the typed tree of `config` validates the
 result.
 
-A file may name base files, relative to itself or in this project's configs/. Later base files override earlier ones, the file overrides its
-base files, and the command line overrides the file:
+A file may name base files, relative to itself or in this project's configs/. Later base files override
+earlier ones, the file overrides its base files, and the command line overrides the file:
 
     defaults: [base.yaml, algorithms/grpo.yaml]
     policy: {num_workers: 2}

@@ -122,10 +122,9 @@ class EpisodeRunner:
         try:
             return await self._sandbox.start()
         except (ProcessFailure, RuntimeError) as failure:
-            url = masked_text(self._settings.sandbox.url or "")
             where, remedy = "`environments.sandbox`", "see the limits and the backend there"
-            if self._settings.sandbox.backend == "http":
-                where, remedy = f"`environments.sandbox.url` = {url}", "start the service, or correct the address"
+            if url := masked_text(self._settings.sandbox.url or ""):
+                where, remedy = f"`environments.sandbox.url` = {url}", "start the service, or correct it"
             raise UserError(f"{where}: no code can be run ({failure}); {remedy}") from failure
 
     async def begin(self, episode: str, task: Task, problem: Problem) -> None:

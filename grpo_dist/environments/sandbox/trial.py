@@ -55,7 +55,7 @@ async def find_isolation() -> tuple[Isolation, list[str]]:
 
 
 def _left_out(isolation: Isolation, reasons: Sequence[str]) -> list[str]:
-    """Return a sentence with the layers that ``isolation`` lacks and why trials failed; none if it has all."""
+    """Return a sentence with the layers that ``isolation`` lacks and why trials failed, if it lacks any."""
     spaces = [name for name in SPACES if name not in isolation.spaces]
     layers = [f"{', '.join(spaces)} namespaces"] if spaces else []
     layers += ["Landlock"] * (not isolation.landlock) + ["seccomp"] * (not isolation.seccomp)
