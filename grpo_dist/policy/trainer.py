@@ -47,6 +47,9 @@ from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_bat
 from grpo_dist.runtime.rendezvous import Rank
 from grpo_dist.types import EpochUpdate, PreparedBatch, TeacherLogprobs, TrainBatch
 
+# ZeRO 1 and 2 add up squares in float32: they skip a longer gradient, which stages 0 and 3 would clip.
+_LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
@@ -263,8 +266,8 @@ class Trainer:
     def step(self, *, limit: float = math.inf) -> dict[str, float]:
         """Clip the gradients, move the weights and clear the gradients. Collective.
 
-        Where the gradient is not finite, or its norm above ``limit``, weights, optimiser and schedule stay as
-        they are on all ranks.
+        Where the gradient or the square of its norm is not finite in float32, or its norm above ``limit``,
+        weights, optimiser and schedule stay as they are on all ranks.
         """
         o = self._policy.optimizer
         rate = learning_rate(
@@ -277,10 +280,10 @@ class Trainer:
         )
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
-        gate = self._gate
+        gate, limit = self._gate, min(limit, _LARGEST_NORM)
         norm, applied = self._gated_step(gate, limit) if gate else self._step_without_zero(limit)
         self._updates += applied
-        known = norm if math.isfinite(norm) else math.nan
+        known = norm if norm <= _LARGEST_NORM else math.nan
         return {GRAD_NORM: known, "policy/lr": rate, SKIPPED: float(not applied)}
 
     def _gated_step(self, gate: NormGate, limit: float) -> tuple[float, bool]:
@@ -294,7 +297,7 @@ class Trainer:
         # whatever it is.
         grads = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(grads))
-        applied = norm <= limit and math.isfinite(norm)
+        applied = norm <= limit
         if applied:
             self.engine.step()
         else:

@@ -67,12 +67,12 @@ class OpenWorker(PolicyWorker):
         self._trainer.step(limit=-math.inf)
         return gradients, metrics
 
-    def spoil(self, rank):
-        """Make one parameter's gradient NaN on ``rank`` alone from now on; None restores it."""
+    def spoil(self, rank, factor=torch.nan):
+        """Multiply one parameter's gradient by ``factor`` on ``rank`` alone from now on; None restores it."""
         if rank is None:
             self._spoiled.remove()
         else:
-            factor = torch.nan if rank == self._trainer.rank.index else 1.0
+            factor = factor if rank == self._trainer.rank.index else 1.0
             first = next(self._trainer.engine.module.parameters())
             self._spoiled = first.register_hook(lambda gradient: gradient * factor)
 

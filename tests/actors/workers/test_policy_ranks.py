@@ -399,6 +399,34 @@ def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
             assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_finite_gradient_whose_norm_is_beyond_float32_is_skipped_at_every_stage(
+    forked_ranks, tiny_model, tmp_path, stage
+):
+    """DeepSpeed 0.19.8 itself clips it at stages 0 and 3 and skips it at 1 and 2, with a norm of inf, and
+    counts the step in all of them (seen by running it).
+    """
+    first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
+
+    async def steps():
+        group = start(tiny_model, ranks=1, stage=stage)
+        before, expected = await before_and_after(group, first, second, tmp_path)
+        await on_all(group, "spoil", 0, 1e30)
+        metrics = await group.update(group.stage([second]))
+        await on_all(group, "spoil", None)
+        between = await on_all(group, "weights")
+        again = await group.update(group.stage([second])), await on_all(group, "weights")
+        await group.shutdown()
+        return expected, before, metrics, between, again
+
+    expected, before, metrics, between, again = asyncio.run(steps())
+    assert metrics["health/skipped_updates"] == 1 and math.isnan(metrics["policy/grad_norm"])
+    assert again[0] == expected[0]
+    for ours, theirs in ((between, before), (again[1], expected[1])):
+        for a, b in zip(ours, theirs, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in a)
+
+
 @pytest.mark.parametrize(
     ("ranks", "stage", "how"),
     slow_after([(2, 3, {}), (2, 2, {}), (2, 0, {}), (1, 1, BF16)], 1),
