@@ -31,7 +31,14 @@ from grpo_dist.config.messages import readable
 from grpo_dist.config.presets import PRESETS
 from grpo_dist.config.secrets import masked, masked_setting, masked_text, shown_value
 from grpo_dist.config.suggestions import description, meaning, suggestion
-from grpo_dist.config.text import check_characters, check_comments, check_key, check_nesting, escaped
+from grpo_dist.config.text import (
+    check_characters,
+    check_comments,
+    check_key,
+    check_nesting,
+    check_numbers,
+    escaped,
+)
 from grpo_dist.errors import UserError, expanded
 
 _OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.\-\[\]]*=")
@@ -136,7 +143,9 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     if not is_file:
         raise ConfigError(f"{path}: no such configuration file; pass a YAML file, e.g. configs/demo.yaml")
     try:
-        check_nesting(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        check_nesting(text)
+        check_numbers(text)
         loaded = OmegaConf.load(path)
     except (YAMLError, OmegaConfBaseException, RecursionError, OSError, ValueError) as error:
         raise ConfigError(f"{path}: not valid YAML: {parser_reason(error)}") from error
@@ -237,6 +246,7 @@ def set_from_text(tree: DictConfig, override: str) -> None:
         check_characters(override)
         check_nesting(override[len(key) + 1 :])
         check_comments(override[len(key) + 1 :])
+        check_numbers(override[len(key) + 1 :])
         read = OmegaConf.from_dotlist([f"value={override[len(key) + 1 :]}"])
         value = OmegaConf.to_container(read, resolve=False)["value"]  # type: ignore[call-overload, index]
     except (YAMLError, OmegaConfBaseException, RecursionError, ValueError) as error:

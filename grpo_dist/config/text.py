@@ -1,6 +1,6 @@
 """Texts of a configuration: checks before its keys are read, of nesting that would overflow the stack of the
-YAML reader, of characters that a UTF-8 file cannot contain and of text that YAML drops, and the escape of
-``${``.
+YAML reader, of characters that a UTF-8 file cannot contain, of text that YAML drops and of numbers that it
+reads in another base, and the escape of ``${``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from typing import Any
 import yaml
 
 _DEEPEST = 32  # levels of mappings and lists; this project's tree has 6
+
+# Plain words that YAML 1.1, which OmegaConf reads, takes for numbers of another base.
+_OCTAL = re.compile(r"[-+]?0[0-7_]+")
+_SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 _ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")
@@ -71,6 +75,26 @@ def check_comments(text: str) -> None:
                     "put the text in quotes that the shell leaves, e.g. \"data.instruction='# Answer'\""
                 )
             end = token.end_mark.index
+    except yaml.YAMLError:
+        return
+
+
+def check_numbers(text: str) -> None:
+    """Raise ValueError for YAML with a plain word that is a number of base 8 or 60: ``steps=010`` would be 8
+    steps, ``1:30`` 90. The loader reports malformed YAML.
+    """
+    try:
+        for token in yaml.scan(text, Loader=yaml.SafeLoader):
+            word = token.value if isinstance(token, yaml.ScalarToken) and token.plain else ""
+            octal = _OCTAL.fullmatch(word) and int(word, 8) != int(word)
+            if octal or _SEXAGESIMAL.fullmatch(word):
+                value = yaml.safe_load(word)
+                if isinstance(value, str):  # 09:30
+                    continue
+                raise ValueError(
+                    f"line {token.start_mark.line + 1}: YAML reads {word} as {value}; write the number "
+                    f"that is meant, or put a text in quotes: '{word}'"
+                )
     except yaml.YAMLError:
         return
 

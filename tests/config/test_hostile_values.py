@@ -76,6 +76,8 @@ def refused(path, text, *overrides):
         (b"name: \xff\xfe", "not valid YAML"),
         (b"name: \xed\xa0\x80", "not valid YAML"),  # a lone surrogate
         ('name: "\\ud800"', "not valid YAML"),
+        ("steps: 010", "YAML reads 010 as 8; write the number that is meant"),
+        ("cluster: {timeouts: {start_s: 1:30}}", "YAML reads 1:30 as 90"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused_in_one_line(path, text, words):
@@ -96,11 +98,20 @@ def test_a_file_that_is_no_configuration_is_refused_in_one_line(path, text, word
         ("data.train.0.answer_pattern=#### (.+)", "begins a comment in YAML"),
         ("data.system_prompt=Solve. # Format: boxed", "begins a comment in YAML"),
         ("data.train=[{path: x, answer_pattern: #### (.+)}]", "put the text in quotes"),
+        ("steps=010", "YAML reads 010 as 8; write the number that is meant"),
+        ("seed=-0_10", "YAML reads -0_10 as -8"),
+        ("batch.prompts_per_step=1:30", "YAML reads 1:30 as 90"),
         ("data.instruction=# Answer", "e.g. \"data.instruction='# Answer'\""),
     ],
 )
 def test_an_override_that_cannot_be_set_is_refused_in_one_line(path, override, words):
     assert words in refused(path, BASE, override)
+
+
+@pytest.mark.parametrize(("value", "steps"), [("007", 7), ("1_0", 10), ("0x10", 16), ("8", 8)])
+def test_a_number_that_has_one_meaning_is_read(path, value, steps):
+    path.write_text(BASE)
+    assert load_config(path, [f"steps={value}", "name='010'", "data.train.0.name=09:30"]).steps == steps
 
 
 @pytest.mark.parametrize(
