@@ -4,11 +4,15 @@ that end themselves before their last step.
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 RERUN = "rerun the same command to resume from the last checkpoint"  # the remedy of messages
+
+_PACKAGE = str(Path(__file__).parent)
 
 
 class UserError(ValueError):
@@ -88,6 +92,22 @@ def expanded(path: str | Path) -> Path:
 def cause_of(error: BaseException) -> BaseException:
     """Return what an actor raised, without the remote traceback that Ray puts into its message."""
     return getattr(error, "cause", None) or error
+
+
+def raised(error: BaseException) -> str:
+    """Describe an exception of user code with the last line of that code: neither of this package, nor of the
+    standard library, nor, if there is another, of an installed package.
+
+        ZeroDivisionError: division by zero (/home/me/rewards.py:7 in score)
+    """
+    named = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<")]
+    installed, library = (sysconfig.get_path(name) for name in ("purelib", "stdlib"))
+    packages = [f for f in frames if f.filename.startswith(installed)]
+    own = [f for f in frames if f not in packages and not f.filename.startswith((_PACKAGE, library))]
+    if not (places := own or [f for f in packages if not f.filename.startswith(_PACKAGE)]):
+        return named
+    return f"{named} ({places[-1].filename}:{places[-1].lineno} in {places[-1].name})"
 
 
 @contextmanager

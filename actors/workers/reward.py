@@ -33,7 +33,7 @@ from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.types import Group, Prompt, Rollout
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("grpo_dist")
 
 # Actors that may be lost during the call for one group before it counts as not scored: one may be bad luck,
 # but a group that kills two would kill them all.
@@ -90,7 +90,14 @@ class RewardWorker(Metered, Probeable):
         )
         scorer = self._scorers.get(prompt.source, self._scorers[""])
         scores = scorer.score(completions, {name: m.rewards for name, m in modelled.items()})
-        group = Group(prompt, tuple(rollouts), scores.rewards, scores.parts, tuple(scores.outcomes))
+        group = Group(
+            prompt,
+            tuple(rollouts),
+            scores.rewards,
+            scores.parts,
+            tuple(scores.outcomes),
+            failures=scores.failures,
+        )
         if scores.steps is not None and self._tokenizer is not None:
             group = with_own_steps(group, scores.steps, self._tokenizer)
         degenerate = sum(is_degenerate(rollout.text) for rollout in rollouts)
@@ -155,6 +162,7 @@ class RewardPool:
             news = (f"reward: {_ATTEMPTS} workers were lost over prompt {prompt.uid} ({reason(error)})",)
             samples = await fetched(rollouts) if isinstance(rollouts, ray.ObjectRef) else rollouts
             group = with_steps(not_scored(prompt, samples, self._settings), modelled)
+            group = replace(group, failures=news)
         for detail in news:
             if detail not in self._logged:
                 self._logged.add(detail)

@@ -77,7 +77,12 @@ class HealthConfig(Section):
     idle_steps_above: PositiveInt | None = Field(
         50,
         description="most consecutive steps that trained on no token; above it the run ends for every "
-        "action. Rewards were equal in all groups, or no sample was scored, or all were truncated and masked",
+        "action. Rewards were equal in all groups, or all samples were truncated and masked",
+    )
+    unscored_steps_above: Count | None = Field(
+        0,
+        description="most consecutive steps in which no sample could be scored; above it the run ends for "
+        "every action, with the reason",
     )
     reward_below_share: Fraction | None = Field(
         None, description="mean reward as a share of the run's best (if that is above 0), e.g. 0.5"

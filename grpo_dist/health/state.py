@@ -22,6 +22,7 @@ class HealthState:
         avoid: steps that the run was rolled back from; they are not trained on.
         tracked: metrics that may drift, by name.
         idle: steps in a row that trained on no token.
+        unscored: steps in a row in which no sample could be scored.
     """
 
     best_reward: float | None = None
@@ -30,6 +31,7 @@ class HealthState:
     avoid: tuple[int, ...] = ()
     tracked: Mapping[str, TrackedMetric] = field(default_factory=dict)
     idle: int = 0
+    unscored: int = 0
 
 
 def to_json(state: HealthState) -> dict[str, Any]:

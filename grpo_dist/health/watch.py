@@ -9,9 +9,12 @@ run decides and warns the same.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
+
+import numpy as np
 
 from grpo_dist.config import Config
 from grpo_dist.config.checks import learns_from_equal_rewards
@@ -46,6 +49,8 @@ class HealthWatch:
         self._keeps_samples = config.tracking.samples  # then no batch needs quarantine to be kept
         self._needed = 0 if learns_from_equal_rewards(config) else config.health.min_signal_groups
         self._skips = config.health.action == "skip"
+        other_losses = config.distillation.teachers or config.demonstrations is not None
+        self._needs_scores = not (config.is_supervised or other_losses)
         self._tracks = not config.is_supervised  # learning demonstrations by heart costs nearly all entropy
         self.state = state
 
@@ -66,14 +71,20 @@ class HealthWatch:
                 "the log-prob of a token; if this persists, set `model.dtype` = float32 or another attention "
                 "backend in `rollout.engine`"
             )
+        needs_scores = self._needs_scores and not own_advantages
+        unscored = needs_scores and all(np.isnan(group.rewards).all() for group in groups)
+        self.state = replace(self.state, unscored=self.state.unscored + 1 if unscored else 0)
+        if unscored:
+            self._recorder.warn(f"step {step}: no sample could be scored: {_why_unscored(groups)}")
         if step in self.state.avoid:
             self._recorder.warn(f"step {step}: not trained on, the run was rolled back from it")
             return False, metrics
         if with_signal < self._needed and not own_advantages:
-            self._recorder.warn(
-                f"step {step}: not trained on, rewards differ within {with_signal} of {len(groups)} groups "
-                f"(`health.min_signal_groups` = {self._needed})"
-            )
+            if not unscored:
+                self._recorder.warn(
+                    f"step {step}: not trained on, rewards differ within {with_signal} of {len(groups)} "
+                    f"groups (`health.min_signal_groups` = {self._needed})"
+                )
             return False, metrics
         beyond = passed(of_batch(self._settings, self.state), metrics) if self._skips else []
         if beyond:
@@ -148,6 +159,7 @@ class HealthWatch:
         """
         for message in new_drifts(self.state.tracked, step):
             self._recorder.warn(f"step {step}: {message}")
+        self._stop_if_unscored(step, groups)
         self._stop_if_idle(step, metrics)
         if self._skips:
             alarms = passed(of_run(self._settings), metrics)
@@ -163,6 +175,18 @@ class HealthWatch:
             "same command resumes from the previous checkpoint, and will pass this bound again unless you "
             "change it",
         )  # fmt: skip
+
+    def _stop_if_unscored(self, step: int, groups: list[Group]) -> None:
+        """Raise Unhealthy if no sample was scored in too many steps in a row, whatever `health.action` is."""
+        most, steps = self._settings.unscored_steps_above, self.state.unscored
+        if most is None or steps <= most:
+            return
+        in_a_row = f"the last of {steps} steps in a row in which" if steps > 1 else "the first step in which"
+        raise Unhealthy(
+            f"step {step}: {in_a_row} no sample could be scored: {_why_unscored(groups)}. Stopped "
+            f"(`health.unscored_steps_above` = {most}). Correct the reward, try it with `grpo-dist check`, "
+            f"and {RERUN}"
+        )
 
     def _stop_if_idle(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raise Unhealthy if too many steps in a row trained on nothing, whatever `health.action` is.
@@ -194,6 +218,12 @@ class HealthWatch:
         if self._settings.action == "rollback" and len(self.state.avoid) < self._settings.max_rollbacks:
             raise Rollback(f"{found}; the batch is kept in {kept}, and not trained on", step)
         raise Unhealthy(f"{found}; the batch is kept in {kept}. {remedy}")
+
+
+def _why_unscored(groups: Sequence[Group]) -> str:
+    """Return up to three reasons, those of most groups first."""
+    reasons = Counter(reason for group in groups for reason in group.failures)
+    return "; ".join(reason for reason, _ in reasons.most_common(3)) or "the rewards gave no reason"
 
 
 def _describe(beyond: Sequence[Bound], metrics: Mapping[str, float]) -> str:

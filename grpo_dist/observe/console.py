@@ -75,9 +75,8 @@ def step_line(step: int, metrics: dict[str, float]) -> str:
     """
     parts = [f"step {step:4d}"]
     parts += [f"{label} {form.format(metrics[key])}" for label, key, form in _COLUMNS if key in metrics]
-    failed = sum(metrics.get(f"outcome/{o}", 0) for o in ("timeout", "error"))
-    if failed:
-        parts.append(f"unscored {failed:.0f}")
+    if unscored := metrics.get("reward/unscored"):
+        parts.append(f"not scored {unscored:.0f}")
     if extra := metrics.get("group/extra_prompts"):
         parts.append(f"extra prompts {extra:.0f}")
     phases = ", ".join(f"{label} {metrics[key]:.1f}" for label, key in _TIMES if key in metrics)

@@ -50,6 +50,7 @@ class LiveView:
         self._ends: deque[float] = deque(maxlen=_STEPS_AVERAGED + 1)
         self._phases: deque[dict[str, float]] = deque(maxlen=_STEPS_AVERAGED)
         self._rewards: deque[float] = deque(maxlen=_REWARDS_SHOWN)
+        self._unscored = 0.0  # samples of the last step
         self._used: dict[str, tuple[float, int]] = {}  # by role: mean busy share of the step, peak bytes
         self._replaced: dict[str, int] = {}
         self._states: Callable[[], Mapping[str, bool]] = dict
@@ -84,6 +85,7 @@ class LiveView:
             self._done = step
             self._ends.append(self._clock())
             self._rewards.append(metrics.get("reward/mean", math.nan))
+            self._unscored = metrics.get("reward/unscored", 0.0)
             for role in self._used:
                 self._replaced[role] = self._replaced.get(role, 0) + int(metrics.get(f"restarts/{role}", 0))
 
@@ -137,7 +139,8 @@ class LiveView:
     def _reward_line(self) -> Text:
         latest = self._rewards[-1]
         line = Text(sparkline(self._rewards), style="green")
-        return line.append(" unknown" if math.isnan(latest) else f" {latest:.3f}", style="default")
+        line.append("" if math.isnan(latest) else f" {latest:.3f}", style="default")
+        return line.append(f" {self._unscored:.0f} samples not scored" if self._unscored else "", style="red")
 
     def _actors(self) -> Iterator[Text]:
         """Draw a line for each role."""

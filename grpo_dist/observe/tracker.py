@@ -27,7 +27,7 @@ from types import TracebackType
 
 from grpo_dist.batch.token_values import ValuesOfSamples, has_tokens
 from grpo_dist.config import Config, SinkConfig
-from grpo_dist.errors import RunEnded
+from grpo_dist.errors import Preempted, RunEnded
 from grpo_dist.observe.completions import step_of, table_of
 from grpo_dist.observe.console import Console
 from grpo_dist.observe.metrics_file import METRICS, MetricsFile
@@ -203,6 +203,8 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _LOGGER.removeHandler(self._warned)
+        if isinstance(error, RunEnded) and not isinstance(error, Preempted):
+            self.note(f"the run ended: {error}")
         self._stages.end(failed=error is not None)
         failed = error
         try:

@@ -18,15 +18,17 @@ import math
 import os
 import pickle
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Set
 from contextlib import suppress
 from functools import cache, lru_cache, partial
 from typing import Any
 
+from grpo_dist.errors import raised
 from grpo_dist.runtime.address_space import limit_address_space
 from grpo_dist.runtime.guardian import die_with, fork_guarded
 from grpo_dist.runtime.imports import without_collections
 
+_REASON = 1000  # characters of why a call failed
 _CANCELLED_S = 1.0  # seconds that cancelled calls have to end
 
 
@@ -92,7 +94,7 @@ def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
     except MemoryError:
         return ["memory", f"out of memory: more than {memory_mb} MB above the process's size at start"]
     except BaseException as error:  # includes SystemExit: graded code must not end the process
-        return ["failed", f"{type(error).__name__}: {error}"[:500]]
+        return ["failed", raised(error)[:_REASON]]
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
@@ -126,9 +128,11 @@ def _call_for_all(path: str, keywords: dict[str, Any], size: int) -> list[float 
 def _numbers(path: str, values: Any, size: int) -> list[float | None]:
     """Return ``values`` as numbers. Raises ValueError where they are not ``size``."""
     try:
+        if isinstance(values, str | bytes | Mapping | Set):
+            raise TypeError("not in the order of the completions")
         given = list(values)
     except TypeError as error:
-        raise ValueError(f"{path} returned a {type(values).__name__}; expected {size} numbers") from error
+        raise ValueError(f"{path} returned {_shown(values)}; expected a list of {size} numbers") from error
     if len(given) != size:
         raise ValueError(f"{path} returned {len(given)} numbers; expected {size}")
     return [_number(path, value) for value in given]
@@ -174,7 +178,7 @@ def _outcome(path: str, task: asyncio.Future[Any], size: int | None) -> list[Any
         value = task.result()  # bounded: it is done
         return ["ok", _number(path, value) if size is None else _numbers(path, value, size)]
     except BaseException as error:  # as in `_answer`, and a cancelled task
-        return ["failed", f"{type(error).__name__}: {error}"[:500]]
+        return ["failed", raised(error)[:_REASON]]
 
 
 def _result(path: str, keywords: dict[str, Any]) -> Any:
@@ -193,15 +197,27 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def _number(path: str, value: Any) -> float | None:
-    """Return ``value`` as a number; None for None and NaN. Raises ValueError for anything else."""
+    """Return ``value``, a number or a truth value, as a number; None for None and NaN. Raises ValueError for
+    anything else.
+    """
     if value is None:
         return None
-    number = float(value)
+    try:
+        number = math.inf if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        number = math.inf
     if math.isinf(number):
         raise ValueError(
-            f"{path} returned {number}; expected a finite number, or None if it cannot be scored"
+            f"{path} returned {_shown(value)}; expected a finite number, or None if it cannot be scored"
         )
     return None if math.isnan(number) else number
+
+
+def _shown(value: Any) -> str:
+    """Describe what a function returned: None, inf, the text 'yes', a dict."""
+    if value is None or isinstance(value, float):
+        return str(value)
+    return f"the text {value[:80]!r}" if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 _KINDS: dict[str, Callable[..., Any]] = {
@@ -223,9 +239,7 @@ def load(path: str) -> tuple[Callable[..., Any], frozenset[str] | None]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise ValueError(
-            f"module `{module_name}` cannot be imported ({type(error).__name__}: {error})"
-        ) from error
+        raise ValueError(f"module `{module_name}` cannot be imported ({raised(error)})") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"module `{module_name}` has no function `{name}`")

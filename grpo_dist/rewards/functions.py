@@ -69,6 +69,11 @@ class OwnFunction:
         """Columns of the data without which no call succeeds: parameters that nothing else fills."""
         return tuple(sorted(self._signature.required - _OF_CALLS - set(self._kwargs)))
 
+    @property
+    def asked_columns(self) -> frozenset[str]:
+        """Columns of the data that it gets where a row has them: every parameter that nothing else fills."""
+        return self._signature.names - _OF_CALLS - set(self._kwargs)
+
     def score(self, group: CompletionGroup) -> tuple[list[float | Failure], StepScores | None]:
         """Return a number, or why there is none, for each completion, and the rewards of its steps if any."""
         if self._steps is not None:

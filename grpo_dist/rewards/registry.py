@@ -83,12 +83,14 @@ class Scores:
         parts: of each reward by name, before weights and gates.
         outcomes: [G] of the math grader, or of a judge in its place; "" if no reward used either.
         steps: of a function of kind process.
+        failures: why rewards gave no score, one reason of each.
     """
 
     rewards: Float32[np.ndarray, " G"]
     parts: dict[str, Float32[np.ndarray, " G"]]
     outcomes: list[str]
     steps: StepScores | None = None
+    failures: tuple[str, ...] = ()
 
 
 def reward_specs(settings: RewardsConfig) -> list[RewardSpec]:
@@ -229,6 +231,7 @@ class Scorer:
         self._terms = [*(spec.term for spec in specs), *models]
         self.failures: dict[str, Counter[str]] = {}
         self._news: list[str] = []
+        self._last: dict[str, str] = {}
         names = [term.name for term in self._terms]
         if len(set(names)) != len(names):
             raise ValueError(f"two rewards share a name: {names}; give each `name` once")
@@ -264,9 +267,15 @@ class Scorer:
         parts = {term.name: as_part(values[term.name]) for term in self._terms}
         for name, part in parts.items():
             self._note_overflow(name, values[name], part)
+        failures = tuple(
+            f"reward {term.name}: {self._latest(term.name)}"
+            for term in self._terms
+            if term.weight and np.isnan(parts[term.name]).any()
+        )
         judged = parts[self._judge].tolist() if self._judge else None
         outcomes = verdicts.outcomes if judged is None else judged_outcomes(judged, verdicts.outcomes)
-        return self._ended(group, Scores(combine(parts, self._terms), parts, outcomes, steps))
+        rewards = combine(parts, self._terms)
+        return self._ended(group, Scores(rewards, parts, outcomes, steps, failures))
 
     def news(self) -> tuple[str, ...]:
         """Return messages not returned before: why samples were not scored, and other notes of rewards."""
@@ -282,7 +291,7 @@ class Scorer:
         """Add what the ends of episodes are worth; samples that failed or were given up are not scored."""
         if not any(group.turns) and "error" not in group.finish_reasons:
             return scores
-        reasons, outcomes = group.finish_reasons, list(scores.outcomes)
+        reasons, outcomes, failures = group.finish_reasons, list(scores.outcomes), list(scores.failures)
         turns: Sequence[Turns] = group.turns or [()] * len(reasons)
         rewards = with_outcome_rewards(scores.rewards, reasons, turns, self._outcome_rewards)
         failed = np.equal(reasons, "error")
@@ -290,8 +299,15 @@ class Scorer:
             outcomes[i] = outcomes[i] and "error"
             if group.turns:
                 self._note("environment", failure_of(turns[i]))
+                failures.append(f"environment: {failure_of(turns[i])}")
         parts = {name: np.where(failed, np.float32(np.nan), part) for name, part in scores.parts.items()}
-        return Scores(np.where(failed, np.float32(np.nan), rewards), parts, outcomes, scores.steps)
+        rewards = np.where(failed, np.float32(np.nan), rewards)
+        return Scores(rewards, parts, outcomes, scores.steps, tuple(dict.fromkeys(failures)))
+
+    def _latest(self, name: str) -> str:
+        """Return the last reason why reward ``name`` gave no score."""
+        with self._lock:
+            return self._last.get(name, "it returned None or NaN, which mean that it could not be scored")
 
     def _note_overflow(self, name: str, values: Any, part: np.ndarray) -> None:
         """Note scores dropped because they are infinite. NaN and None are intended, so they need no note."""
@@ -301,6 +317,7 @@ class Scorer:
 
     def _note(self, name: str, detail: str) -> None:
         with self._lock:
+            self._last[name] = detail
             seen = self.failures.setdefault(name, Counter())
             new = detail not in seen
             if new and len(seen) >= _WARNINGS_PER_REWARD:

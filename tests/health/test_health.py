@@ -87,6 +87,62 @@ def test_every_step_is_trained_on_if_equal_rewards_give_advantages():
     assert len(world.updates) == 2 and not world.warnings
 
 
+def unscored_in(world, steps):
+    """The reward of ``world`` scores nothing in ``steps``, numbered from 0."""
+    reason = "reward mine:score: ZeroDivisionError: division by zero (/home/me/mine.py:2 in score)"
+
+    def rewards_of(step, index):
+        return [math.nan] * 2 if step in steps else [0.0, 1.0]
+
+    scored_by(world, rewards_of)
+    score = world.score
+
+    async def with_reasons(prompt, rollouts):
+        group = await score(prompt, rollouts)
+        return dataclasses.replace(group, failures=(reason,) if np.isnan(group.rewards).all() else ())
+
+    world.score = with_reasons
+    return reason
+
+
+def test_a_step_in_which_no_sample_is_scored_ends_the_run_with_the_reason():
+    """Under any action, and before the 50 steps of `idle_steps_above`."""
+    for action in ("skip", "warn", "stop", "rollback"):
+        world = fakes.World(jitter=False)
+        reason = unscored_in(world, {1})
+        with pytest.raises(Unhealthy) as ended:
+            train(world, fakes.config(steps=9, health={"action": action}))
+        assert ended.value.exit_code == 3 and len(world.updates) == 1
+        said = str(ended.value)
+        assert said.startswith(
+            f"step 2: the first step in which no sample could be scored: {reason}. Stopped"
+        )
+        assert world.warnings == [f"step 2: no sample could be scored: {reason}"]
+        assert world.logged[2]["reward/unscored"] == 8.0
+
+
+def test_a_key_allows_more_steps_in_which_no_sample_is_scored():
+    world = fakes.World(jitter=False)
+    unscored_in(world, {1, 3, 4})
+    train(world, fakes.config(steps=6, health={"unscored_steps_above": 2}))
+    assert len(world.updates) == 3
+    with pytest.raises(Unhealthy, match="step 5: the last of 2 steps in a row in which no sample could be"):
+        world = fakes.World(jitter=False)
+        unscored_in(world, {1, 3, 4})
+        train(world, fakes.config(steps=6, health={"unscored_steps_above": 1}))
+    world = fakes.World(jitter=False)
+    unscored_in(world, range(6))
+    train(world, fakes.config(steps=6, health={"unscored_steps_above": None}))
+    assert not world.updates
+
+
+def test_a_step_with_some_samples_scored_goes_on():
+    world = fakes.World(jitter=False)
+    scored_by(world, lambda step, index: [0.0, 1.0] if index == 2 else [math.nan] * 2)
+    train(world, fakes.config(steps=2))
+    assert len(world.updates) == 2 and world.logged[1]["reward/unscored"] == 6.0
+
+
 def test_the_kl_weight_stays_where_nothing_was_trained():
     world = fakes.World(jitter=False)
     scored_by(world, lambda step, index: [0.0, float(step != 1)])
@@ -277,6 +333,7 @@ def test_a_run_that_trains_on_no_token_for_too_many_steps_ends_whatever_the_acti
     idle = [1.0, 1.0] if why == "equal rewards" else [math.nan, math.nan]
     scored_by(world, lambda step, index: [0.0, 1.0] if step == 1 else idle)
     health = {"idle_steps_above": 2, "action": action, "min_signal_groups": int(why == "equal rewards")}
+    health |= {"unscored_steps_above": None}
     with pytest.raises(Unhealthy) as stop:
         train(world, fakes.config(steps=9, health=health))
     assert str(stop.value).startswith(

@@ -1,13 +1,17 @@
 """`events.jsonl` exists in every run and has the warnings from before the first step."""
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 
+from actors.workers import reward
 from grpo_dist.cli import main
+from grpo_dist.errors import Preempted, Unhealthy
 from grpo_dist.observe import EVENTS, Tracker
+from grpo_dist.observe.console import step_line
 from grpo_dist.runs import session
 from grpo_dist.tools.report.command import write_report
 from grpo_dist.tools.report.source import ReportLimits
@@ -70,3 +74,23 @@ def test_the_warning_about_held_out_training_problems_is_in_events_and_report(tr
     assert "held_out: 4 of 4 problems are also in the training set" in warning
     _, found = pieces(write_report([str(trained)], None, ReportLimits(), lambda message: None))
     assert [event[2] for event in found["0/events/0"]] == [warning]
+
+
+def test_why_a_run_ended_itself_is_its_last_event(tmp_path):
+    """What an actor's handle logs on the driver is one, too. A run that was asked to end is no event."""
+    with pytest.raises(Unhealthy), Tracker(fakes.config(tracking=OFF), tmp_path):
+        reward.logger.warning("reward mine:score: KeyError: 'x' (/home/me/mine.py:2 in score)")
+        raise Unhealthy("step 1: no sample could be scored")
+    first, last = events(tmp_path)
+    assert first.startswith("reward mine:score: KeyError") and last == (
+        "the run ended: step 1: no sample could be scored"
+    )
+    with pytest.raises(Preempted), Tracker(fakes.config(tracking=OFF), tmp_path):
+        raise Preempted("asked to end")
+    assert len(events(tmp_path)) == 2
+
+
+def test_the_line_of_a_step_counts_the_samples_that_were_not_scored():
+    metrics = {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 5.0, "reward/mean": math.nan}
+    assert "  reward nan  not scored 12  1.0 s" in step_line(3, metrics | {"reward/unscored": 12.0})
+    assert "not scored" not in step_line(3, metrics | {"reward/unscored": 0.0})

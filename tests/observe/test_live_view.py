@@ -108,8 +108,10 @@ def test_the_reward_is_shown_as_a_line_and_a_number(view, clock):
     for number, reward in enumerate((0.0, math.nan, 0.5, 1.0), start=11):
         step(view, number, clock, reward=reward)
     assert "▁ ▅█ 1.000" in shown(view) or "▁ ▄█ 1.000" in shown(view)
-    step(view, 15, clock, reward=math.nan)
-    assert "unknown" in shown(view)
+    view.step(15, {"reward/mean": math.nan, "reward/unscored": 12.0})
+    assert "12 samples not scored" in shown(view)
+    step(view, 16, clock, reward=1.0)
+    assert "not scored" not in shown(view)
 
 
 def test_actors_are_shown_with_readiness_load_and_replacements(view, clock):

@@ -1,5 +1,6 @@
 """Reward functions of users: of a whole group, asynchronous, of steps, and what their signatures ask for."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -36,6 +37,18 @@ def no_list(completions):
 
 def one_is_odd(completions):
     return [1.0, "x", 2.0]
+
+def no_order(completions):
+    return {text: 1.0 for text in completions}
+
+def letters(completions):
+    return "abc"
+
+def digit(completions):
+    return [1.0, "1", 2.0]
+
+def right(completion, answer):
+    return completion == answer
 
 def hangs(completions):
     while True:
@@ -93,6 +106,7 @@ async def picky_steps(steps):
         raise ValueError("a question")
     return [1.0 if step else None for step in steps][: 1 if "short" in steps[0] else None]
 """
+A_NUMBER = "expected a finite number, or None if it cannot be scored"
 code = code_directory(own_rewards=CODE)
 
 
@@ -125,14 +139,28 @@ def test_a_function_of_completions_is_called_once_for_the_group(pool):
     ("name", "reason"),
     [
         ("too_few", "ValueError: own_rewards:too_few returned 1 numbers; expected 3"),
-        ("no_list", "ValueError: own_rewards:no_list returned a float; expected 3 numbers"),
-        ("one_is_odd", "ValueError: could not convert string to float: 'x'"),
+        ("no_list", "ValueError: own_rewards:no_list returned 1.0; expected a list of 3 numbers"),
+        ("no_order", "ValueError: own_rewards:no_order returned a dict; expected a list of 3 numbers"),
+        ("letters", "ValueError: own_rewards:letters returned the text 'abc'; expected a list of 3 numbers"),
+        ("one_is_odd", f"ValueError: own_rewards:one_is_odd returned the text 'x'; {A_NUMBER}"),
+        ("digit", f"ValueError: own_rewards:digit returned the text '1'; {A_NUMBER}"),
     ],
 )
 def test_a_group_without_a_number_each_is_not_scored(pool, name, reason):
     scores, scorer = scored(pool, name, ["a", "b", "c"])
     assert np.isnan(scores.rewards).all()
     assert scorer.failures == {"own": {reason: 3}}
+
+
+def test_a_truth_value_is_a_score(pool):
+    scores, _ = scored(pool, "right", ["4", "5"])
+    assert scores.rewards.tolist() == [1.0, 0.0] and scores.failures == ()
+
+
+def test_none_is_a_reason_of_the_group_and_no_failure(pool):
+    scores, scorer = scored(pool, "longest", ["ab", "", "abc"])
+    assert scorer.failures == {} and len(scores.failures) == 1
+    assert scores.failures[0].startswith("reward own: it returned None or NaN, which mean that")
 
 
 def test_a_function_of_a_group_that_hangs_is_killed(code):
@@ -146,7 +174,9 @@ def test_asynchronous_calls_of_a_group_run_at_the_same_time(pool):
     """Ten calls in one process, each of which waits until all have started."""
     scores, scorer = scored(pool, "together", [*"abcdefg", "bad", "none", "xy"], kwargs={"count": 10})
     np.testing.assert_array_equal(scores.rewards, [1.0] * 7 + [np.nan, np.nan, 2.0])
-    assert scorer.failures == {"own": {"RuntimeError: bad one": 1}}
+    ((reason, count),) = scorer.failures["own"].items()
+    assert re.fullmatch(r"RuntimeError: bad one \(/.*/own_rewards\.py:\d+ in asked\)", reason) and count == 1
+    assert scores.failures == (f"reward own: {reason}",)
 
 
 @pytest.mark.slow
@@ -187,9 +217,9 @@ def test_steps_that_cannot_be_scored_are_nan_and_keep_their_ends(pool):
     scores, scorer = scored(pool, "picky_steps", ["a\n\nb?", "", "short\n\nb"], StepSettings("\n\n", "mean"))
     assert np.isnan(scores.rewards).all()
     assert [np.isnan(own).tolist() for own in scores.steps.rewards] == [[True, True], [True], [True, True]]
-    assert sorted(scorer.failures["own"]) == [
-        "ValueError: a question", "ValueError: own_rewards:picky_steps returned 1 numbers; expected 2",
-    ]  # fmt: skip
+    question, short = sorted(scorer.failures["own"])
+    assert re.fullmatch(r"ValueError: a question \(/.*/own_rewards\.py:\d+ in picky_steps\)", question)
+    assert short == "ValueError: own_rewards:picky_steps returned 1 numbers; expected 2"
 
 
 def test_asynchronous_step_rewards_of_a_group_are_awaited_together(pool):

@@ -44,7 +44,7 @@
     const mean = known.length ? known.reduce((sum, reward) => sum + reward, 0) / known.length : NaN;
     const parts = [
       report.runs.length > 1 ? part.run.label : "", `step ${part.entry.step}`, part.entry.kind, word("source", row), word("uid", row),
-      judged ? `${right} of ${rows.length} right` : `${rows.length} completions`, `mean reward ${report.number(mean)}`,
+      judged ? `${right} of ${rows.length} right` : `${rows.length} completions`, `mean reward ${report.score(mean)}`,
     ];
     byId("group-title").textContent = parts.filter(Boolean).join(" · ");
     byId("group-problem").textContent = texts ? report.visible(texts.problem[group]) : "The texts can no longer be read.";
@@ -98,9 +98,9 @@
     const known = (name) => (Number.isNaN(columns[name][row]) ? null : columns[name][row]);
     const facts = [
       ["found", word("found", row) ?? "none"],
-      ["reward", report.number(known("reward"))],
-      ...Object.entries(part.rewards).map(([name, values]) => [`· ${name}`, report.number(values[place])]),
-      ["advantage", known("advantage") === null ? "not recorded" : report.number(known("advantage"))],
+      ["reward", report.score(known("reward"))],
+      ...Object.entries(part.rewards).map(([name, values]) => [`· ${name}`, report.score(values[place])]),
+      ["advantage", known("advantage") !== null ? report.number(known("advantage")) : known("reward") === null ? "none: not scored" : "not recorded"],
       ["length", `${known("length") ?? "–"} tokens${known("given") ? `, ${known("given")} of them given` : ""}`],
     ];
     const turns = texts?.turns[place];

@@ -144,7 +144,7 @@
       { title: "problem", field: "problem", formatter: text, widthGrow: 3, minWidth: 140 },
       { title: "sample", field: "sample", ...right, width: 94 },
       { title: "outcome", field: "outcome", formatter: (cell) => (cell.getValue() ? report.badge(cell.getValue()) : "–"), width: 104 },
-      { title: "reward", field: "reward", ...right, width: 94 },
+      { title: "reward", field: "reward", ...right, formatter: (cell) => report.score(cell.getValue()), width: 94 },
       { title: "advantage", field: "advantage", ...right, width: 116 },
       { title: "length", field: "length", ...right, width: 92 },
       { title: "turns", field: "turns", ...right, width: 82, visible: hasEpisodes() },

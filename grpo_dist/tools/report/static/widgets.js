@@ -11,6 +11,8 @@ report.make = (tag, options = {}, ...inner) => {
 
 report.byId = (id) => document.getElementById(id);
 
+report.score = (value) => (Number.isFinite(value) ? report.number(value) : "not scored");
+
 // 0.1234 -> "0.1234", 1234567 -> "1,234,567", 1.2e-7 -> "1.2e-7", null -> "–"
 report.number = (value, digits = 4) => {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
