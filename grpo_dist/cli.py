@@ -158,30 +158,30 @@ def _bench(path: str | None, overrides: list[str], compare: list[str] | None) ->
         bench(config)
 
 
-def _plan(path: str, overrides: list[str], **options: Any) -> None:
+def _plan(
+    path: str,
+    overrides: list[str],
+    *,
+    cluster: str,
+    price: float | None,
+    timeline: str | None,
+    tail: bool,
+    bench: str | None,
+    **assumed: Any,
+) -> None:
     from grpo_dist.config.files import load_config, read_tree
 
     if "stages" in read_tree(Path(path)):
-        _plan_pipeline(path, overrides, **options)
-        return
+        raise UserError(
+            f"{path}: a pipeline of several stages, and a plan is of one run; `grpo-dist pipeline {path} --check` "
+            "reports the memory of each stage"
+        )
     config = load_config(path, overrides)
     from grpo_dist.tools.plan.command import PlanArguments, plan
+    from grpo_dist.tools.plan.setting import Assumptions
 
-    plan(config, PlanArguments(**options))
-
-
-def _plan_pipeline(path: str, overrides: list[str], **options: Any) -> None:
-    from grpo_dist.tools.plan.pipeline import PipelineArguments, plan_file
-
-    own = {name: options.pop(name) for name in ("cluster", "bench", "price", "prompt_tokens")}
-    usual = {"failure_hours": 0.0, "slow_engines": None, "slow_rank": 1.0, "sweep": False, "timeline": None}
-    usual |= {"shared_tokens": None, "turns": None, "tool_seconds": None, "tail": False, "accepted": None}
-    if given := [name for name, value in options.items() if value != usual[name]]:
-        flag = given[0].replace("_", "-")
-        raise UserError(
-            f"--{flag}: {path} is a pipeline, of which a plan has memory and hours alone; remove it"
-        )
-    plan_file(path, overrides, PipelineArguments(**own))
+    given = Assumptions(bench=Path(bench) if bench else None, **assumed)
+    plan(config, PlanArguments(cluster, given, price, timeline, tail))
 
 
 def _check(path: str, overrides: list[str], *, cluster: str | None, show_config: bool) -> None:
@@ -273,29 +273,15 @@ def _add_plan(commands: Any) -> None:
     sub.add_argument("--turns", type=int, help="turns of an episode, where prompts have environments")
     sub.add_argument("--tool-seconds", type=float, help="mean time of an environment's answer")
     sub.add_argument(
-        "--failure-hours", type=float, default=0.0, help="mean hours between failures of a GPU; 0: none fails"
-    )
-    sub.add_argument(
-        "--slow-engines",
-        metavar="COUNTxFACTOR",
-        help="slow down COUNT engines by FACTOR, e.g. 1x1.5",
-    )
-    sub.add_argument(
-        "--slow-rank",
-        type=float,
-        default=1.0,
-        metavar="FACTOR",
-        help="make one policy rank FACTOR times slower, e.g. 1.5",
-    )
-    sub.add_argument(
         "--accepted",
         type=float,
         metavar="N",
-        help="mean of the right tokens of a draft (rollout.speculation)",
+        help="mean accepted tokens per draft (rollout.speculation)",
     )
-    sub.add_argument("--sweep", action="store_true", help="also simulate other batch sizes and staleness")
     sub.add_argument(
-        "--tail", action="store_true", help="simulate ways to deal with the longest samples of a step instead"
+        "--tail",
+        action="store_true",
+        help="compare long-tail mitigations instead: carry-over, order by length, asynchronous",
     )
     sub.add_argument("--timeline", metavar="FILE", help="write the simulated steps as a trace for Perfetto")
 

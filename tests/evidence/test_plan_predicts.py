@@ -17,10 +17,10 @@ import pytest
 from grpo_dist.config.files import load_config
 from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.bench.run import bench
-from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import Sizes, rank_bytes, states
 from grpo_dist.tools.plan.models import from_config_json
+from grpo_dist.tools.plan.setting import Assumptions
 from tests.support.fakes import config
 from tests.support.patience import HANG_S
 
@@ -51,7 +51,7 @@ def calibration(tmp_path_factory):
 def test_a_plan_predicts_the_measured_times(case, calibration, tmp_path):
     settings = load_config(MEASURED, [*SHORT, *OTHERS[case], "bench.limits=false", f"output_dir={tmp_path}"])
     measured = BenchResult.read(bench(settings) / "bench.json").figures
-    run = make_plan(settings, "1x0xCPU", Assumptions(bench=calibration), splits="none").simulated.simulated
+    run = make_plan(settings, "1x0xCPU", Assumptions(bench=calibration), splits=False).simulated.simulated
     stages = {"sample": "generation/step_s", "update": "training/step_s", "sync": "sync/step_s"}
     for stage, figure in stages.items():
         print(f"{case}: {stage} planned {run.stage_s[stage]:.2f} s, measured {measured[figure]:.2f} s")

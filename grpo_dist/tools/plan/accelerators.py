@@ -1,4 +1,4 @@
-"""The cluster of a plan, and the data sheets of its accelerators.
+"""The cluster of a plan, the data sheets of its accelerators, and what a device could do by them.
 
 8x8xH100      8 nodes of 8 H100
 1x1xA100-40GB one card
@@ -172,3 +172,40 @@ def parse_cluster(text: str, *, price: float | None = None) -> ClusterShape:
         raise UserError(f"--cluster {text}: no GPU in a node; expected at least 1 in {_EXAMPLE}")
     card = ACCELERATORS[kind.lower()]
     return ClusterShape(nodes, gpus, card if price is None else replace(card, price=price))
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The peaks of a policy rank's device and of an engine's: a GPU, or the CPU threads of an actor.
+    ``node``: devices that share a node. ``host``: bytes a second between a GPU and host memory. ``fp8``,
+    ``float32``: operations in that type for each in half precision; of processors ``flops`` are in float32
+    anyway. ``thread_flops``: of one CPU thread; None where there are
+    GPUs.
+    """
+
+    flops: float
+    engine_flops: float
+    memory: float
+    link: float
+    network: float
+    node: int
+    host: float = 0.0
+    fp8: float = 1.0
+    float32: float = 1.0
+    thread_flops: float | None = None
+
+    @classmethod
+    def of(cls, cluster: ClusterShape) -> Peaks:
+        card = cluster.card
+        assert card is not None  # a machine without GPUs needs a benchmark
+        return cls(
+            card.flops,
+            card.flops,
+            card.hbm,
+            card.link,
+            card.network,
+            cluster.gpus_per_node,
+            host=card.pcie,
+            fp8=card.fp8,
+            float32=card.float32 / card.flops,
+        )

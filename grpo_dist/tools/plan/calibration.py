@@ -21,11 +21,10 @@ from grpo_dist.config import BatchConfig, Config, PolicyConfig
 from grpo_dist.config.files import ConfigError, checked
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult
-from grpo_dist.tools.plan.accelerators import ClusterShape, card_called
+from grpo_dist.tools.plan.accelerators import ClusterShape, Peaks, card_called
 from grpo_dist.tools.plan.engines import Engine, generate_episode
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.models import model_of
-from grpo_dist.tools.plan.peaks import Peaks
 from grpo_dist.tools.plan.rates import Rates, Reached, UpdateWork
 from grpo_dist.tools.plan.roles import Roles, roles_of
 from grpo_dist.tools.plan.virtual_clock import run_virtually

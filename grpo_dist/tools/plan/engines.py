@@ -28,10 +28,6 @@ class EngineTimes(Protocol):
     def prefill_s(self, tokens: float) -> float: ...
 
 
-class EngineLost(Exception):
-    """The engine failed while it had the request."""
-
-
 class Engine:
     """``capacity``: sequences that run at once; the others wait. The clock is that of the running loop."""
 
@@ -68,7 +64,7 @@ class Engine:
         cached: float = 0.0,
     ) -> None:
         """Return when all samples of a group are finished. Calls ``on_sample`` at the end of each. The prompt
-        is prefilled once; ``cached`` further tokens before it are in the cache. Raises EngineLost.
+        is prefilled once; ``cached`` further tokens before it are in the cache.
         """
         with self._meter():
             self._advance()
@@ -93,19 +89,6 @@ class Engine:
         self._paused = False
         if self._context:
             self._debt += self._times.prefill_s(self._context)
-        self._change()
-
-    def fail(self) -> None:
-        """Fail all requests."""
-        self._advance()
-        groups = {id(g): g for *_, g in self._running} | {id(g): g for *_, g in self._waiting}
-        self._running.clear()
-        self._waiting.clear()
-        self._context = self._debt = 0.0
-        self._end_span()
-        for group in groups.values():
-            if not group.finished.done():
-                group.finished.set_exception(EngineLost())
         self._change()
 
     def _advance(self) -> None:
@@ -183,7 +166,7 @@ class _Group:
     def sample_done(self) -> None:
         self._left -= 1
         self._on_sample()
-        if not self._left and not self.finished.done():
+        if not self._left:
             self.finished.set_result(None)
 
 

@@ -50,14 +50,14 @@ def tokens_of(samples: Sequence[Rollout]) -> tuple[int, ...]:
 
 
 def work_of(
-    batch: TrainBatch, shared_tokens: int, shown: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    batch: TrainBatch, shared_tokens: int, demonstrations: tuple[tuple[int, tuple[int, ...]], ...] = ()
 ) -> UpdateWork:
     """Return the lengths that the rows of ``batch`` represent. ``shared_tokens``: of all their prompts;
-    ``shown``: demonstrations of the same update.
+    ``demonstrations``: of the same update.
     """
     assert batch.group_ids is not None
     by_group: dict[int, list[list[int]]] = {}
     for number, row in zip(batch.group_ids.tolist(), batch.tokens.tolist(), strict=True):
         by_group.setdefault(number, []).append(row)
     groups = tuple((rows[0][0], tuple(row[1] for row in rows)) for rows in by_group.values())
-    return UpdateWork(groups, shared_tokens, shown)
+    return UpdateWork(groups, shared_tokens, demonstrations)

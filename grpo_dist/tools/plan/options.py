@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,47 +21,21 @@ from grpo_dist.config.files import changed
 from grpo_dist.policy.deepspeed_config import deepspeed_config
 from grpo_dist.runtime.hardware import GIB, resolve_dtype
 from grpo_dist.tools.plan import teachers
-from grpo_dist.tools.plan.accelerators import ClusterShape
-from grpo_dist.tools.plan.calibration import Calibration
+from grpo_dist.tools.plan.accelerators import ClusterShape, Peaks
 from grpo_dist.tools.plan.engine_memory import EngineFootprint, rollout_engine, with_snapshot
-from grpo_dist.tools.plan.failures import FailureRates
 from grpo_dist.tools.plan.memory import USABLE, Footprint, Sizes, policy_rank, reference_worker
 from grpo_dist.tools.plan.models import ModelShape, model_of
-from grpo_dist.tools.plan.peaks import Peaks
-from grpo_dist.tools.plan.rates import Rates, Reached
+from grpo_dist.tools.plan.rates import Rates
 from grpo_dist.tools.plan.reward_models import KnownRewardModel, reward_model_worker, role_of
 from grpo_dist.tools.plan.roles import Roles, roles_of
 from grpo_dist.tools.plan.scenario import Scenario
+from grpo_dist.tools.plan.setting import Setting
 from grpo_dist.tools.plan.sharing import REFRESH, SYNC, asleep, host_bytes, shared
 from grpo_dist.tools.plan.simulation import Simulated, simulate
-from grpo_dist.tools.plan.stragglers import NO_STRAGGLERS, Stragglers
 from grpo_dist.tools.plan.workload import Workload
 
 _EVALUATED_AT_ONCE = 256  # sequences of an engine of evaluation: see `EngineSpec.for_evaluation`
 _SIGNAL_SHARE = 0.6  # of groups under dynamic sampling: about half of the prompts of a fitting difficulty
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What all options of a plan share. ``failure_every_s``: mean time between failures of one GPU; 0: none
-    fails. ``reward_models``: those with known sizes; ``unplanned``: why the others, by name, have none.
-    ``accepted``: right tokens of a draft; None: see `Assumptions`.
-    """
-
-    cluster: ClusterShape
-    model: ModelShape
-    workload: Workload
-    calibration: Calibration | None
-    failure_every_s: float = 0.0
-    stragglers: Stragglers = NO_STRAGGLERS
-    reward_models: tuple[KnownRewardModel, ...] = ()
-    unplanned: Mapping[str, str] = field(default_factory=dict)
-    accepted: float | None = None
-
-    @property
-    def reached(self) -> Reached:
-        found = self.calibration.reached if self.calibration else Reached()
-        return found if self.accepted is None else replace(found, accepted=1.0 + self.accepted)
 
 
 @dataclass(frozen=True)
@@ -87,13 +61,11 @@ class Planned:
     simulated: Simulated
 
 
-def option_of(config: Config, setting: Setting, *, training: bool = True) -> Option:
-    """Plan ``config`` without simulating it. Without ``training`` there are only engines, graders and reward
-    models. Raises UserError where the cluster has too few devices.
-    """
+def option_of(config: Config, setting: Setting) -> Option:
+    """Plan ``config`` without simulating it. Raises UserError where the cluster has too few devices."""
     cluster, model, calibration = setting.cluster, setting.model, setting.calibration
     cpus = calibration.cpus if calibration else None
-    roles = roles_of(config, model, cluster, cpus=cpus, training=training)
+    roles = roles_of(config, model, cluster, cpus=cpus)
     sizes = Sizes.of(config, gpu=cluster.card is not None, memory=_card_memory(cluster))
     judges = tuple(judge.alone() if roles.sharing else judge for judge in setting.reward_models)
     memory = footprints(
@@ -114,13 +86,8 @@ def option_of(config: Config, setting: Setting, *, training: bool = True) -> Opt
         setting.workload,
         capacity=max(1, engine.mean),
         sharing=roles.sharing if cluster.gpus else frozenset(),  # on processors turns move nothing
-        reference_is_base=training and config.needs_reference and roles.reference_is_base,
+        reference_is_base=config.needs_reference and roles.reference_is_base,
         signal_share=_SIGNAL_SHARE if config.dynamic_sampling.enabled else 1.0,
-        # Engines that share GPUs with policy ranks fail with them: `rank_failures` counts those.
-        failures=FailureRates(
-            0.0 if roles.sharing else setting.failure_every_s / config.rollout.tensor_parallel_size
-        ),
-        stragglers=setting.stragglers,
         reward_models=judges,
     )
     problems = [

@@ -20,15 +20,17 @@ import numpy as np
 from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config import Config
 from grpo_dist.policy.offload import optimizer_device
-from grpo_dist.tools.plan.delta_shares import delta_share
+from grpo_dist.tools.plan.accelerators import Peaks
 from grpo_dist.tools.plan.engine_memory import is_quantised
 from grpo_dist.tools.plan.memory import Sizes, lora_parameters, states
 from grpo_dist.tools.plan.models import ModelShape
-from grpo_dist.tools.plan.peaks import Peaks
 from grpo_dist.tools.plan.reward_models import KnownRewardModel
 
 _HOP_S = 12e-6  # an all-reduce of few bytes within a node
 _CPU_ADAM = 4e9  # parameters a second of one node's processors
+# Share of the weights' bytes that `weight_sync.deltas` sends in bfloat16, by learning rate, as
+# grpo_dist/guides/weight_deltas.md measured it. In float32 nearly every weight changes.
+_DELTA_SHARES = ((1e-6, 0.019), (1e-5, 0.16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +72,16 @@ class Reached:
 @dataclass(frozen=True, slots=True)
 class UpdateWork:
     """Rows of one optimiser update: tokens of each prompt and its completions. ``shared``: tokens that all
-    prompts of ``groups`` begin with. ``shown``: demonstrations, which share nothing.
+    prompts of ``groups`` begin with. ``demonstrations`` share nothing.
     """
 
     groups: tuple[tuple[int, tuple[int, ...]], ...]
     shared: int = 0
-    shown: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    demonstrations: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def rows(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        return self.groups + self.shown
+        return self.groups + self.demonstrations
 
     @property
     def own_tokens(self) -> int:
@@ -316,3 +318,15 @@ class Rates:
         inside = min(self.config.policy.num_workers, self.peaks.node)
         sent = own * (4 + self.sizes.itemsize) / (self.peaks.host * self.reached.host)
         return own * inside / _CPU_ADAM + sent
+
+
+def delta_share(itemsize: int, lr: float) -> float:
+    """Return the share of the bytes of weights of ``itemsize`` bytes each that changes take at ``lr``.
+
+    Between the measured learning rates of bfloat16 it is interpolated, on logarithmic scales. Below them it
+    is that of the lowest, and above all weights are sent.
+    """
+    rates, shares = zip(*_DELTA_SHARES, strict=True)
+    if itemsize > 2 or lr > rates[-1] * (1 + 1e-9):
+        return 1.0
+    return float(np.exp(np.interp(np.log(lr), np.log(rates), np.log(shares))))

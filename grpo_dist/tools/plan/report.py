@@ -1,66 +1,160 @@
-"""Prints a plan: memory, times, cost, what bounds them, the best split, the timeline."""
+"""Prints a plan: the assumptions, memory, times, cost, what bounds them, and the best split."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
-from grpo_dist.config import (
-    CheckpointConfig,
-    ClusterConfig,
-    Config,
-    RewardsConfig,
-)
+from grpo_dist.config import Config, OptimizerConfig, RewardsConfig, SamplingConfig, WeightSyncConfig
 from grpo_dist.runtime.hardware import GIB
-from grpo_dist.runtime.tables import print_lines
+from grpo_dist.runtime.tables import make_table, print_lines
 from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan.accelerators import ClusterShape
-from grpo_dist.tools.plan.bottleneck import STAGES, reason
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
-from grpo_dist.tools.plan.elastic import elastic_lines
-from grpo_dist.tools.plan.memory import USABLE, Sizes
-from grpo_dist.tools.plan.options import Option, Planned, Setting, node_host_bytes
-from grpo_dist.tools.plan.rank_failures import RankFailures, rank_failures
-from grpo_dist.tools.plan.report_head import head_lines
-from grpo_dist.tools.plan.report_splits import cost_per_million, splits_lines, splits_table, wide_table
-from grpo_dist.tools.plan.result import Plan
+from grpo_dist.tools.plan.engine_memory import is_quantised
+from grpo_dist.tools.plan.memory import USABLE, Sizes, expert_bytes
+from grpo_dist.tools.plan.options import Option, Planned, node_host_bytes
+from grpo_dist.tools.plan.rates import delta_share
 from grpo_dist.tools.plan.reward_models import role_of
+from grpo_dist.tools.plan.search import STAGES, SearchResult, reason
+from grpo_dist.tools.plan.setting import Setting
 from grpo_dist.tools.plan.sharing import REFRESH, SYNC
-from grpo_dist.tools.plan.timeline import LEGEND, as_text
+from grpo_dist.tools.plan.simulation import Simulated
+from grpo_dist.tools.plan.supervised import demonstration_line
+from grpo_dist.tools.plan.whole_run import WholeRun
 
 _ENGINES = ("rollout", "evaluation")  # roles whose workers have `rollout.tensor_parallel_size` GPUs
-_NO_PROGRESS = 0.9  # share of the time that failures take; above it a run hardly advances
-_LIKELY = 0.01  # the least chance that is worth a warning
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``configured``: the configuration as it is, with ``simulated`` what it would do; None where ``refused``
+    is why it cannot run. ``search``: the splits. ``shown``: ``simulated``, or the best split; ``whole``: its
+    run. ``sampling``: of the run; all others are of its longest completions.
+    """
+
+    setting: Setting
+    configured: Option | None
+    simulated: Planned | None
+    refused: str
+    search: SearchResult
+    shown: Planned
+    whole: WholeRun
+    sampling: SamplingConfig
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print the whole plan: memory, times, cost, the splits that were tried, and a timeline."""
+    """Print the whole plan."""
     console = console or Console(highlight=False)
-    shown = plan.simulated or plan.found[0]
-    cluster = plan.setting.cluster
+    shown, cluster = plan.shown, plan.setting.cluster
     print_lines(console, head_lines(plan))
     if plan.refused:
         print_lines(console, [f"as configured: does not fit: {plan.refused}"])
     if plan.configured:
         console.print(_memory(plan.configured, cluster))
         print_lines(console, _host(plan.configured, cluster))
-    print_lines(console, _cold_start(plan.setting, (plan.configured or plan.found[0].option).config))
+    print_lines(console, _cold_start(plan.setting, (plan.configured or shown.option).config))
     if plan.simulated is None:
         console.print(_memory(shown.option, cluster, "best split"))
         print_lines(console, _host(shown.option, cluster))
     title = "as configured" if plan.simulated else "best split"
     print_lines(console, [f"{title}: {shown.option.roles.words}"])
     console.print(_times(shown))
-    failures = rank_failures_of(shown, plan.setting) is not None
-    print_lines(console, [*_slow(shown), *_summary(shown, plan.setting, plan.whole.step_s)])
-    print_lines(console, plan.whole.lines(price=cluster.price, failures=failures))
-    gpu_price = cluster.card.price if cluster.card else 0.0
-    print_lines(console, elastic_lines(shown, plan.whole, price=gpu_price))
+    print_lines(console, _summary(shown, plan.setting))
+    print_lines(console, plan.whole.lines(price=cluster.price))
     print_lines(console, warnings(shown, plan.setting))
-    if plan.found:
-        console.print(splits_table(plan))
     print_lines(console, splits_lines(plan))
-    print_lines(console, [LEGEND, *as_text(shown.simulated)])
+
+
+def head_lines(plan: Plan) -> list[str]:
+    """Return the model, the lengths, and what is assumed of them."""
+    setting, config = plan.setting, plan.shown.option.config
+    model, workload, calibration = setting.model, setting.workload, setting.calibration
+    itemsize = Sizes.of(config, gpu=setting.cluster.card is not None).itemsize
+    lines = [
+        f"{model.name}: {model.parameters / 1e9:,.3f} billion parameters on {setting.cluster}",
+        *_experts(config, setting, itemsize),
+        f"lengths: prompts of {workload.prompt_tokens}, completions of {workload.mean:,.0f} tokens on "
+        f"average, at most {workload.cap:,}",
+    ]
+    if workload.turns > 1:
+        lines.append(
+            f"episodes: {workload.turns} turns each, {workload.tool_s:g} s of an environment between two; "
+            "engines sample other episodes meanwhile"
+        )
+    lines += _drafts(setting, config)
+    lines.append(
+        f"times: {calibration.reached.source if calibration else 'data sheet with assumed efficiencies'}"
+    )
+    if plan.sampling.shortest != workload.cap:
+        lines.append(
+            f"upper bound: `sampling.max_new_tokens` begins with {plan.sampling.lengths[0]:,} tokens, but "
+            f"every step is planned with its longest, {workload.cap:,}"
+        )
+    if config.data.order == "length":
+        lines.append(
+            "assumed: the length of every prompt is known from an epoch before; in the first epoch steps "
+            "take as long as with `data.order`=epochs"
+        )
+    if workload.assumed:
+        lines.append(f"assumed: {workload.assumed}")
+    lines += demonstration_line(config.demonstrations, longest=config.max_length)
+    lines += delta_line(config.weight_sync, config.policy.optimizer, itemsize)
+    if setting.reward_models:
+        lines.append(
+            "assumed: reward models read as many tokens as the policy writes; their templates and step "
+            "marks are left out"
+        )
+    return lines
+
+
+def _drafts(setting: Setting, config: Config) -> list[str]:
+    """Describe what drafts gain, where engines draft."""
+    drafts, right = config.rollout.speculation, setting.reached.accepted - 1
+    if not drafts.tokens:
+        return []
+    assumed, source = "assumed: ", " (--accepted)"
+    if setting.accepted is not None:
+        assumed = ""
+    elif setting.calibration and right:
+        assumed, source = "", " (measured)"
+    return [
+        f"{assumed}drafts of {drafts.tokens} tokens, in every pass of an engine with at most "
+        f"{drafts.max_sequences} sequences; {right:g} of them are right{source}"
+    ]
+
+
+def _experts(config: Config, setting: Setting, itemsize: int) -> list[str]:
+    """Describe the experts of a mixture: their share of the memory of a policy rank and of an engine."""
+    model, shape = setting.model, setting.model.shape
+    if not shape.experts:
+        return []
+    engine = model.expert_parameters * (1 if is_quantised(config.rollout) else itemsize)
+    trained = expert_bytes(config.policy, model, itemsize) / GIB
+    held = engine / config.rollout.tensor_parallel_size / GIB
+    return [
+        f"experts: {model.expert_parameters / 1e9:,.3f} billion of these parameters, {shape.experts} in each "
+        f"of {shape.layers} layers, {shape.experts_per_token} of them for a token; they take {trained:,.1f} "
+        f"GiB of a policy rank and {held:,.1f} GiB of each device of an engine"
+    ]
+
+
+def delta_line(sync: WeightSyncConfig, optimizer: OptimizerConfig, itemsize: int) -> list[str]:
+    """Describe the share of the weights that a plan assumes syncs to send; [] without deltas."""
+    if sync.deltas is not True:
+        return []
+    lr, share = optimizer.lr, delta_share(itemsize, optimizer.lr)
+    what = "all of the weights' bytes"
+    if share < 1.0:
+        what = f"{100 * share:.2g} % of the weights' bytes"
+        why = f"bfloat16 at `policy.optimizer.lr` = {lr:g}, after the first steps"
+    elif itemsize > 2:
+        why = "in float32 nearly every weight changes"
+    else:
+        why = f"bfloat16 is measured up to 1e-5, `policy.optimizer.lr` = {lr:g}"
+    return [f"assumed: `weight_sync.deltas` sends {what} ({why})"]
 
 
 def warnings(planned: Planned, setting: Setting) -> list[str]:
@@ -78,35 +172,18 @@ def warnings(planned: Planned, setting: Setting) -> list[str]:
 
 
 def _about_reward_models(rewards: RewardsConfig, setting: Setting) -> list[str]:
-    lines = []
-    for model in rewards.models:
-        if why := setting.unplanned.get(model.name):
-            lines.append(
-                f"warning: reward model {model.name}: {why}; its {model.num_workers} worker(s) are "
-                "placed, but neither their memory nor their time is planned"
-            )
-    return lines
-
-
-def _slow(planned: Planned) -> list[str]:
-    config, slow, lines = planned.option.config, planned.option.scenario.stragglers, []
-    if slow.engines and slow.engine_factor > 1:
-        count = min(slow.engines, config.rollout.num_workers)
-        lines.append(
-            f"slow: {count} of {config.rollout.num_workers} engine(s): sampling takes "
-            f"{slow.engine_factor:g} times as long there"
-        )
-    if slow.rank_factor > 1:
-        lines.append(
-            f"slow: a policy rank: updates take {slow.rank_factor:g} times as long: all ranks wait for it"
-        )
-    return lines
+    return [
+        f"warning: reward model {model.name}: {why}; its {model.num_workers} worker(s) are placed, but "
+        "neither their memory nor their time is planned"
+        for model in rewards.models
+        if (why := setting.unplanned.get(model.name))
+    ]
 
 
 def _memory(option: Option, cluster: ClusterShape, title: str = "as configured") -> Table:
     limit = f", {cluster.card.memory * USABLE / GIB:.0f} GiB usable" if cluster.card else ""
     where = "a GPU" if cluster.card else "the machine"
-    table = wide_table(f"memory of {where}, GiB ({title}{limit})", "role", "parts", "total")
+    table = _wide_table(f"memory of {where}, GiB ({title}{limit})", "role", "parts", "total")
     for role, footprint in option.memory.items():
         parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in footprint.parts.items() if size)
         if footprint.total_host:
@@ -155,94 +232,39 @@ def _host(option: Option, cluster: ClusterShape) -> list[str]:
 
 def _times(planned: Planned) -> Table:
     run = planned.simulated
-    table = wide_table("times; stages may overlap", "stage", "in a step", "of the step")
+    table = _wide_table("times; stages may overlap", "stage", "in a step", "of the step")
     for stage, seconds in run.stage_s.items():
         table.add_row(STAGES[stage], written(seconds, "s"), written(seconds / run.step_s, "%"))
     table.add_row("[bold]step", written(run.step_s, "s"), "")
     return table
 
 
-def _summary(planned: Planned, setting: Setting, mean_s: float) -> list[str]:
-    """Describe rates, idle time and cost. ``mean_s``: of a step of the whole run."""
+def _summary(planned: Planned, setting: Setting) -> list[str]:
+    """Describe rates, idle time and cost."""
     run, steps, cluster = planned.simulated, planned.option.config.steps, setting.cluster
-    hours, engines, policy = run.step_s / 3600, *(written(run.idle[r], "%") for r in ("rollout", "policy"))
-    failures, all_hours = rank_failures_of(planned, setting, mean_s), steps * mean_s / 3600
+    step_h, engines, policy = run.step_s / 3600, *(written(run.idle[r], "%") for r in ("rollout", "policy"))
     lines = [
         f"{run.tokens_per_s:,.0f} tokens/s ({run.completion_tokens_per_s:,.0f} of completions), "
-        f"{run.samples / run.step_s:,.1f} samples/s; {steps} steps take {all_hours:,.1f} h",
+        f"{run.samples / run.step_s:,.1f} samples/s; {steps} steps take {steps * step_h:,.1f} h",
         f"idle: engines {engines}, policy {policy}: {reason(planned)}",
         f"an engine decodes {run.sequences:,.0f} sequences at once on average, and could decode "
         f"{planned.option.scenario.capacity:,}",
         f"driver: {written(run.driver_cpu_s, 's')} of CPU time a step for its own code; at most "
-        f"{run.queue:,} groups waited for an engine; mean staleness {run.staleness:.2f}"
-        + (f"; {run.failed_engines} engines failed and were replaced" if run.failed_engines else ""),
+        f"{run.queue:,} groups waited for an engine; mean staleness {run.staleness:.2f}",
     ]
-    if failures:
-        lines += _failures(
-            planned.option.config.checkpoint,
-            planned.option.config.cluster,
-            planned.option.config.steps,
-            failures,
-        )
     if cluster.card and cluster.price:
         price, unused = cluster.price, cluster.gpus - planned.option.roles.gpus
         lines.append(
-            f"cost: ${cost_per_million(run, cluster):.3g} a million tokens, ${price * hours:,.2f} a step, "
-            f"${price * all_hours:,.0f} the run"
-            + (f" without failures{_cost_with(failures, price)}" if failures else "")
-            + f" (steps alone), at ${cluster.card.price:g} an hour for each GPU"
-            + (f" ({unused} of {cluster.gpus} are paid for but not used)" if unused else "")
+            f"cost: ${cost_per_million(run, cluster):.3g} a million tokens, ${price * step_h:,.2f} a step, "
+            f"${price * steps * step_h:,.0f} the run (steps alone), at ${cluster.card.price:g} an hour for "
+            "each GPU" + (f" ({unused} of {cluster.gpus} are paid for but not used)" if unused else "")
         )
     return lines
 
 
-def rank_failures_of(planned: Planned, setting: Setting, step_s: float | None = None) -> RankFailures | None:
-    """Estimate what failing policy ranks cost; None without `--failure-hours`. An engine on the same GPU
-    notices a failure at once. ``step_s``: mean of the run; None: of the simulated steps.
-    """
-    run, scenario, config = planned.simulated, planned.option.scenario, planned.option.config
-    step_s = run.step_s if step_s is None else step_s
-    return rank_failures(
-        config.policy.num_workers,
-        config.checkpoint,
-        config.cluster.restarts,
-        steps=config.steps,
-        step_s=step_s,
-        unseen_s=0.0 if scenario.sharing else run.idle["policy"] * step_s,
-        failure_every_s=setting.failure_every_s,
-        restart_s=scenario.failures.restart_s,
-    )
-
-
-def _failures(
-    checkpoint: CheckpointConfig, cluster: ClusterConfig, steps: int, found: RankFailures
-) -> list[str]:
-    every = checkpoint.every
-    since = f"since the last checkpoint (`checkpoint.every` = {every})" if every else "since the first step"
-    line = (
-        f"failures of policy ranks: one every {found.every_s / 3600:,.1f} h; restarts (assumed: "
-        f"{found.restart_s / 60:,.1f} min each) and the steps repeated {since} take "
-        f"{written(found.share, '%')} of the time"
-    )
-    if found.share > _NO_PROGRESS:
-        remedy = "set `checkpoint.every`" if not every else "lower `checkpoint.every`" if every > 1 else ""
-        return [f"{line}: the run hardly advances{remedy and f'; {remedy}'}"]
-    hours = found.expected_s / 3600
-    lines = [
-        f"{line}: {steps} steps take {hours:,.1f} h with them (without the back-off of `cluster.restarts`)"
-    ]
-    if found.ends > _LIKELY:
-        most, window = cluster.restarts.max_per_worker, cluster.restarts.window_s
-        lines.append(
-            f"warning: with a chance of about {written(found.ends, '%')} more than "
-            f"`cluster.restarts.max_per_worker` = {most} of them come within `window_s` = {window:g} s, "
-            "which ends the run; raise it, or rerun the command to resume from the last checkpoint"
-        )
-    return lines
-
-
-def _cost_with(found: RankFailures, price: float) -> str:
-    return "" if found.share > _NO_PROGRESS else f" and ${price * found.expected_s / 3600:,.0f} with them"
+def cost_per_million(run: Simulated, cluster: ClusterShape) -> float:
+    """Return dollars per million tokens of prompts and completions; all GPUs of the cluster are paid for."""
+    return cluster.price / 3600 / run.tokens_per_s * 1e6
 
 
 def _cold_start(setting: Setting, config: Config) -> list[str]:
@@ -259,3 +281,62 @@ def _cold_start(setting: Setting, config: Config) -> list[str]:
     problem = cold_start_problem(need, setting.cluster)
     more = "; `check` uses the real lengths of the rows"
     return lines + ([f"warning: {problem}{more}"] if problem else [])
+
+
+def splits_lines(plan: Plan) -> list[str]:
+    """Describe the best split, and what was tried of each placement and ZeRO stage: how many splits, the
+    fastest, and what bounds it; [] where none was tried.
+    """
+    if not plan.search.tried:
+        return []
+    lines = [_best(plan, plan.search.best)] if plan.search.best else []
+    shares = "engines, policy, reference and reward models on the same GPUs"
+    lines.append(f"tried at this batch and staleness, with TP 1, 2, 4 and 8 (colocated: {shares}):")
+    for tried in plan.search.tried:
+        head = f"  {tried.placement}, ZeRO-{tried.zero_stage}: "
+        if tried.best is None:
+            lines.append(f"{head}none of {tried.splits} splits of GPUs can run: {tried.why}")
+            continue
+        c, run = tried.best.option.config, tried.best.simulated
+        others = tried.splits - tried.fitting
+        lines.append(
+            f"{head}{c.policy.num_workers} rank(s) and {c.rollout.num_workers} x TP "
+            f"{c.rollout.tensor_parallel_size} are the fastest of {tried.fitting}, {run.tokens_per_s:,.0f} "
+            f"tokens/s; {reason(tried.best)}"
+            + (f"; {others} more cannot run, e.g. {tried.why.partition('; ')[0]}" if others else "")
+        )
+    fixed = "other batches and staleness, other ZeRO stages, `policy.offload`, `policy.sequence_parallel`, "
+    fixed += "`weight_sync.mode`"
+    if plan.shown.option.config.needs_reference:
+        fixed += ", `reference.num_workers`"
+    return [*lines, f"not tried: {fixed} (set them and plan again)"]
+
+
+def _best(plan: Plan, best: Planned) -> str:
+    c, run = best.option.config, best.simulated
+    keys = (
+        f"rollout.num_workers={c.rollout.num_workers} "
+        f"rollout.tensor_parallel_size={c.rollout.tensor_parallel_size} "
+        f"policy.num_workers={c.policy.num_workers} policy.zero_stage={c.policy.zero_stage} "
+        f"cluster.placement={c.cluster.placement}"
+    )
+    gain = ""
+    if plan.simulated:
+        times = run.tokens_per_s / plan.simulated.simulated.tokens_per_s
+        gain = f", {times:.2f} times the tokens a second of the configuration as it is"
+    cost = ""
+    if plan.setting.cluster.price:
+        cost = f", ${cost_per_million(run, plan.setting.cluster):.3g} a million tokens"
+    return (
+        f"best split: {keys}: {written(run.step_s, 's')} a step, {run.tokens_per_s:,.0f} tokens/s{cost}{gain}"
+        f"; {reason(best)}"
+    )
+
+
+def _wide_table(title: str, first: str, *others: str) -> Table:
+    """Make a table whose columns are at least as wide as the words of their headings."""
+    table = make_table(title, (first, *others), left=(first, "parts"), bold=True)
+    table.caption_justify = "left"
+    for heading, column in zip(others, table.columns[1:], strict=True):
+        column.min_width = max(map(len, heading.split()))
+    return table

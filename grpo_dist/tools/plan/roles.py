@@ -39,18 +39,17 @@ class Roles:
         return "reference" not in self.workers
 
 
-def made_roles(config: Config, has: Resources, *, training: bool = True) -> Roles:
+def made_roles(config: Config, has: Resources) -> Roles:
     """Return the roles of ``config`` on devices of which ``has`` are there. Raises UserError for too few."""
-    demands = placement(config, has, training=training)
-    # Supervised training has no engine, and sampling alone no policy.
-    rollout, policy = demands.get("rollout"), demands.get("policy")
+    demands = placement(config, has, training=True)
+    rollout, policy = demands["rollout"], demands["policy"]
     shared = {role for role, demand in demands.items() if demand.shared}
     several = {"reward_models", "teachers"}  # each of them is a role of its own here
     workers = {role: demand.workers for role, demand in demands.items() if role not in several}
     for model in config.rewards.models:
         turns = policy if "reward_models" in shared else None
         workers[role_of(model)] = turns.workers if turns else model.num_workers
-    for teacher in config.distillation.of_own_models if policy else ():
+    for teacher in config.distillation.of_own_models:
         turns = policy if "teachers" in shared else None
         workers[teachers.role_of(teacher)] = turns.workers if turns else teacher.num_workers
     sharing = shared - several | {"policy"} if shared else set()
@@ -59,34 +58,25 @@ def made_roles(config: Config, has: Resources, *, training: bool = True) -> Role
     if "teachers" in shared:
         sharing |= {teachers.role_of(teacher) for teacher in config.distillation.of_own_models}
     return Roles(
-        rollout is not None and policy is not None and is_colocated(config, has),
+        is_colocated(config, has),
         sum(d.total_gpus for d in demands.values() if not d.shared),
-        rollout.threads if rollout else 1,
-        policy.threads if policy else 1,
+        rollout.threads,
+        policy.threads,
         describe(demands, has),
         frozenset(sharing),
         workers,
     )
 
 
-def roles_of(
-    config: Config,
-    model: ModelShape,
-    cluster: ClusterShape,
-    *,
-    cpus: int | None = None,
-    training: bool = True,
-) -> Roles:
-    """Place the roles of ``config``. ``cpus``: of a machine without GPUs. Without ``training``: those that
-    sample. Raises UserError for a misfit.
-    """
+def roles_of(config: Config, model: ModelShape, cluster: ClusterShape, *, cpus: int | None = None) -> Roles:
+    """Place the roles of ``config``. ``cpus``: of a machine without GPUs. Raises UserError for a misfit."""
     has = Resources(cpus or max(1, cluster.gpus * _CPUS_PER_GPU), cluster.gpus)
-    roles = made_roles(config, has, training=training)
+    roles = made_roles(config, has)
     if cluster.gpus:
         _check_shapes(config.policy, config.rollout, model, cluster)
         gpus, cores = cluster.gpus_per_node, _CPUS_PER_GPU * cluster.gpus_per_node
         nodes = [Node(f"node {i + 1}", cores, gpus, cores, gpus) for i in range(cluster.nodes)]
-        if problem := too_large(bundles(placement(config, has, training=training)), nodes):
+        if problem := too_large(bundles(placement(config, has, training=True)), nodes):
             raise UserError(f"{cluster}: {problem.partition(':')[0]}")
     return roles
 

@@ -1,4 +1,4 @@
-"""What `grpo-dist plan` simulates: a configuration, the speed of its workers, and what goes wrong."""
+"""What `grpo-dist plan` simulates: a configuration and the speed of its workers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Any
 from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config import Config, DataConfig, HealthConfig, TeacherConfig
 from grpo_dist.tools.plan import teachers
-from grpo_dist.tools.plan.failures import NO_FAILURES, FailureRates
 from grpo_dist.tools.plan.rates import Rates
 from grpo_dist.tools.plan.reward_models import KnownRewardModel, role_of
-from grpo_dist.tools.plan.stragglers import NO_STRAGGLERS, Stragglers
 from grpo_dist.tools.plan.workload import Workload
 
 # Rewards of fake records have one part and no steps. Which estimator reads them takes no time.
 _ESTIMATOR = {"advantage": "grpo", "std": None}
-_UNLIMITED = 10**9  # restarts
 _FOREVER_S = 1e9  # deadlines of a simulated run; the report compares its times with the configured ones
 
 
@@ -26,10 +23,8 @@ class Scenario:
 
     ``capacity``: sequences an engine decodes at once. ``sharing``: the roles that take turns on the policy's
     GPUs, see `Roles`. ``reference_is_base``: the policy ranks compute the reference. ``signal_share``: share
-    of the groups whose rewards differ. ``failures``: of engines, and of policy ranks, which all return to the
-    last checkpoint then. ``reward_models``: those whose sizes are known. ``epoch_steps``: the
-    prompts last so many steps at least. ``lengths_known``: with `data.order: length` an epoch before has
-    shown the length of every prompt, as in all epochs but the first.
+    of the groups whose rewards differ. ``reward_models``: those whose sizes are known. ``epoch_steps``: the
+    prompts last so many steps at least.
     """
 
     config: Config
@@ -39,13 +34,10 @@ class Scenario:
     sharing: frozenset[str] = frozenset()
     reference_is_base: bool = False
     signal_share: float = 1.0
-    failures: FailureRates = NO_FAILURES
-    stragglers: Stragglers = NO_STRAGGLERS
     reward_models: tuple[KnownRewardModel, ...] = ()
     warmup_steps: int = 1
     steps: int = 4
     epoch_steps: int = 1
-    lengths_known: bool = True
 
     @property
     def reference_workers(self) -> int:
@@ -71,24 +63,20 @@ def _without_sources(data: DataConfig) -> DataConfig:
 
 
 def as_planned(scenario: Scenario) -> Config:
-    """Return the configuration of ``scenario`` with steps alone: no evaluation, export, deadline or health.
+    """Return the configuration of ``scenario`` with steps alone: no evaluation, checkpoint, deadline, health.
 
     The last steps of a run that samples ahead have nothing more to sample, so further steps follow.
     """
     config = scenario.config
-    every = config.checkpoint.every if scenario.failures.rank_s else 0
     # One more answer of each prompt.
     greedy = "baselines" in estimator_of(config.algorithm.advantage).inputs
     timeouts = dict.fromkeys(type(config.cluster.timeouts).model_fields, _FOREVER_S)
-    cluster = config.cluster.model_copy(
-        update={
-            "timeouts": config.cluster.timeouts.model_copy(update=timeouts),
-            "restarts": config.cluster.restarts.model_copy(update={"max_per_worker": _UNLIMITED}),
-        }
-    )
     parts: dict[str, Any] = {
+        "cluster": config.cluster.model_copy(
+            update={"timeouts": config.cluster.timeouts.model_copy(update=timeouts)}
+        ),
         "evaluation": config.evaluation.model_copy(update={"before": False, "after": False, "every": 0}),
-        "checkpoint": config.checkpoint.model_copy(update={"every": every, "export": False}),
+        "checkpoint": config.checkpoint.model_copy(update={"every": 0, "export": False}),
         "health": HealthConfig(min_signal_groups=0),
         "reference": config.reference.model_copy(update={"refresh_every": 0}),
         "rewards": config.rewards.model_copy(update={"models": (), "shuffle": False}),
@@ -108,4 +96,4 @@ def as_planned(scenario: Scenario) -> Config:
         "tracking": config.tracking.model_copy(update={"samples": False}),
     }
     steps = scenario.warmup_steps + scenario.steps + 2 * config.max_staleness
-    return config.model_copy(update={"steps": steps, "cluster": cluster} | parts)
+    return config.model_copy(update={"steps": steps} | parts)

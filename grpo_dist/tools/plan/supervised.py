@@ -1,43 +1,22 @@
-"""Memory and time of a pipeline's sft stage: the policy's ranks alone, and one update a step.
+"""Demonstrations in a plan: a rank of an sft stage, and rows beside the samples of a step.
 
-The memory is that of a policy rank whose micro-batches hold demonstrations, which are taken to share no
-tokens, and no engine sleeps there. A step is the update of `rates`, a validation loss a forward pass over
-what is held out.
+The memory of an sft stage is that of a policy rank whose micro-batches hold demonstrations, which are taken
+to share no tokens, and no engine sleeps there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from grpo_dist.config import LengthsConfig, SupervisedConfig
-from grpo_dist.data.demonstrations import count_held_out
+from grpo_dist.config import DemonstrationStreamConfig, LengthsConfig, SupervisedConfig
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.memory import USABLE, Footprint, Sizes, policy_rank
 from grpo_dist.tools.plan.models import ModelShape
-from grpo_dist.tools.plan.peaks import Peaks
-from grpo_dist.tools.plan.rates import Rates, Reached, UpdateWork
 from grpo_dist.tools.plan.workload import Workload
 
 # Of `sft.max_length`, where no rows are known: mean tokens of a prompt and of a completion.
 _PROMPT_SHARE, _COMPLETION_SHARE = 1 / 8, 3 / 8
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisedTimes:
-    """``tokens``: of a step, with prompts. ``steps``: None with `sft.epochs`, where the rows are unknown."""
-
-    step_s: float
-    validation_s: float
-    tokens: float
-    steps: int | None
-    validations: int
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds of all steps and validation losses, without the start of the ranks."""
-        return None if self.steps is None else self.steps * self.step_s + self.validations * self.validation_s
 
 
 def supervised_rank(config: SupervisedConfig, model: ModelShape, sizes: Sizes) -> Footprint:
@@ -65,45 +44,29 @@ def supervised_problem(config: SupervisedConfig, need: Footprint, cluster: Clust
     )
 
 
-def supervised_times(
-    config: SupervisedConfig,
-    model: ModelShape,
-    sizes: Sizes,
-    peaks: Peaks,
-    reached: Reached,
-    *,
-    rows: Sequence[tuple[int, int]] = (),
-    demonstrations: int | None = None,
-) -> SupervisedTimes:
-    """Return the seconds of the stage.
-
-    Args:
-        rows: tokens of prompt and completion of some demonstrations; empty: assumed shares of
-            `sft.max_length`.
-        demonstrations: rows of all sources, with those that are held out; None: unknown.
-    """
-    sft = config.sft
-    assert sft is not None  # the configuration was checked
-    rows = rows or [assumed_row(sft.max_length)]
-    work = UpdateWork(tuple((p, (c,)) for p, c in _repeated(rows, sft.batch_size)))
-    rates = Rates(config, model, sizes, peaks, reached)
-    held_out = count_held_out(sft, demonstrations) if demonstrations else 0
-    steps = config.steps if sft.epochs is None else None
-    if steps is None and demonstrations:
-        steps = sft.steps_for(demonstrations - held_out)
-    every = sft.validate_every or (steps or 0)
-    validations = 2 + (((steps or 1) - 1) // every if every else 0) if held_out else 0
-    tokens = sum(p + c[0] for p, c in work.groups)
-    forward_s = rates.compute_s([work]) / (4 if config.model.gradient_checkpointing else 3)
-    step_s = rates.update_s([work]) + reached.overhead_s
-    return SupervisedTimes(step_s, forward_s * held_out / sft.batch_size, tokens, steps, validations)
-
-
 def assumed_row(max_length: int) -> tuple[int, int]:
     """Return the tokens of prompt and completion of a demonstration of which nothing but a bound is known."""
     return round(_PROMPT_SHARE * max_length), max(1, round(_COMPLETION_SHARE * max_length))
 
 
-def _repeated(rows: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]]:
-    """Return ``count`` rows, spread evenly over ``rows``."""
-    return [rows[i * len(rows) // count] for i in range(count)]
+def demonstration_rows(
+    settings: DemonstrationStreamConfig | None, *, updates: int, longest: int
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return the demonstrations of one of a step's ``updates``: tokens of prompt and completion of each; ()
+    without any. ``longest``: tokens of the run's longest sequence.
+    """
+    if settings is None:
+        return ()
+    prompt, completion = assumed_row(settings.max_length or longest)
+    return ((prompt, (completion,)),) * (settings.rows_per_step // updates)
+
+
+def demonstration_line(settings: DemonstrationStreamConfig | None, *, longest: int) -> list[str]:
+    """Describe what a plan assumes of demonstrations; [] without any."""
+    if settings is None:
+        return []
+    prompt, completion = assumed_row(settings.max_length or longest)
+    return [
+        f"assumed: each of the {settings.rows_per_step} demonstrations of a step has {prompt} + {completion} "
+        "tokens, half of the longest that may be (`demonstrations.max_length`)"
+    ]

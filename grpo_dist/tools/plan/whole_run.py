@@ -1,111 +1,133 @@
-"""A whole run: its steps, evaluations and checkpoints."""
+"""A whole run: its steps, evaluations and checkpoints.
+
+background      copy to host memory | next steps ......       the files are written meanwhile, which the
+                                    \\ write ..... published   next checkpoint and the end wait for
+in the loop     write .... published | next steps
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
-from grpo_dist.config import Config
+from grpo_dist.algorithms.schedules import is_due
+from grpo_dist.config import CheckpointConfig, Config, DataSourceConfig, EvaluationConfig
+from grpo_dist.data.readers import read, source_name
+from grpo_dist.errors import expanded
+from grpo_dist.loop.chores import evaluates_export
 from grpo_dist.tools.bench.table import written
-from grpo_dist.tools.plan.checkpoints import COPY, DISK, PlannedCheckpoints, planned_checkpoints
-from grpo_dist.tools.plan.evaluation import PlannedEvaluation, planned_evaluation
-from grpo_dist.tools.plan.options import Planned
-from grpo_dist.tools.plan.phases import Phase
+from grpo_dist.tools.plan.memory import rank_bytes
+from grpo_dist.tools.plan.options import Option, Planned
+from grpo_dist.tools.plan.scenario import Scenario
+from grpo_dist.tools.plan.simulation import evaluation_s
+
+# Assumed: a disk that all ranks write to at once, checksums included, and a rank's copy to pageable memory.
+# The plan prints both.
+DISK = 1e9  # bytes a second
+COPY = 5e9
+
+
+@dataclass(frozen=True)
+class PlannedEvaluation:
+    """``prompts``: of the sets whose sizes are known; ``seconds``: one evaluation of them, ``count``: how
+    many the run has. ``assumed``, ``left_out``: sets of unknown size, with a bound and without.
+    ``waited_s``: seconds that training waits for them; None: for all of them.
+    """
+
+    prompts: int
+    samples_per_prompt: int
+    seconds: float
+    count: int
+    assumed: tuple[str, ...]
+    left_out: tuple[str, ...]
+    waited_s: float | None = None
+
+    @property
+    def total_s(self) -> float:
+        return self.count * self.seconds if self.waited_s is None else self.waited_s
+
+
+@dataclass(frozen=True)
+class PlannedCheckpoints:
+    """``size``: bytes of one. The loop waits ``held_s`` at each, ``late_s`` more where the previous one
+    is still being written, and ``last_s`` at its end.
+    """
+
+    count: int
+    size: int
+    background: bool
+    held_s: float
+    late_s: float
+    last_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.count * self.held_s + (self.count - 1) * self.late_s + self.last_s
 
 
 @dataclass(frozen=True)
 class WholeRun:
-    """``phases``: all steps of the run. ``evaluation``: None where there is none."""
+    """``step_s``: of a step with the longest completions. ``evaluation``: None where there is none."""
 
     config: Config
-    phases: Sequence[Phase]
+    step_s: float
     evaluation: PlannedEvaluation | None
     checkpoints: PlannedCheckpoints
 
     @property
-    def steps_s(self) -> float:
-        """Seconds of all steps."""
-        return sum(phase.seconds for phase in self.phases)
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds of a step."""
-        return self.steps_s / self.config.steps
-
-    @property
-    def overhead_s(self) -> float:
-        """Seconds of evaluations and checkpoints."""
-        return self.checkpoints.total_s + (self.evaluation.total_s if self.evaluation else 0.0)
-
-    @property
     def seconds(self) -> float:
-        return self.steps_s + self.overhead_s
+        evaluations = self.evaluation.total_s if self.evaluation else 0.0
+        return self.config.steps * self.step_s + self.checkpoints.total_s + evaluations
 
-    def lines(self, *, price: float, failures: bool) -> list[str]:
-        """Describe evaluations, checkpoints and the total. ``price``: dollars an hour, 0: unknown.
-        ``failures``: the total leaves some out.
-        """
-        return [*self._steps(), *self._evaluations(), self._checkpoints(), self._all(price, failures)]
-
-    def _steps(self) -> list[str]:
-        """Describe the phases where there are several kinds of steps."""
-        if len({(phase.max_new_tokens, phase.in_first_epoch) for phase in self.phases}) == 1:
-            return []
-        parts = [
-            f"{phase.steps:,} with up to {phase.max_new_tokens:,} tokens take {written(phase.step_s, 's')}"
-            + (", in the first epoch, whose lengths are unknown" if phase.in_first_epoch else "")
-            for phase in self.phases
-        ]
-        return [f"steps: {'; '.join(parts)}; {self.steps_s / 3600:,.2f} h in all"]
+    def lines(self, *, price: float) -> list[str]:
+        """Describe evaluations, checkpoints and the total. ``price``: dollars an hour, 0: unknown."""
+        return [*self._evaluations(), self._checkpoints(), self._all(price)]
 
     def _evaluations(self) -> list[str]:
-        found, lines = self.evaluation, []
-        if found is None:
+        planned, lines = self.evaluation, []
+        if planned is None:
             return []
-        if found.prompts:
-            names = ", ".join(found.assumed)
+        if planned.prompts:
+            names = ", ".join(planned.assumed)
             guessed = f", as many prompts in {names} as `evaluation.max_prompts` or `max_rows` allows"
+            beside = ""
+            if planned.waited_s is not None:
+                beside = f", while training continues, which waits {written(planned.waited_s, 's')} in all"
             lines.append(
-                f"evaluation: {found.prompts:,} prompt(s) with {found.samples_per_prompt} sample(s) each "
-                f"take {written(found.seconds, 's')}, {found.count} time(s){self._beside(found)}: "
-                f"{self._share(found.total_s)}; "
+                f"evaluation: {planned.prompts:,} prompt(s) with {planned.samples_per_prompt} sample(s) each "
+                f"take {written(planned.seconds, 's')}, {planned.count} time(s){beside}: "
+                f"{self._share(planned.total_s)}; "
                 f"assumed: completions as long as in training{guessed if names else ''}"
             )
-        if found.left_out:
+        if planned.left_out:
             lines.append(
-                f"warning: evaluation of {', '.join(found.left_out)}, {found.count} time(s), is left out: "
-                "their number of prompts is unknown; plan with evaluation.max_prompts"
+                f"warning: evaluation of {', '.join(planned.left_out)}, {planned.count} time(s), is left "
+                "out: their number of prompts is unknown; plan with evaluation.max_prompts"
             )
         return lines
 
-    @staticmethod
-    def _beside(found: PlannedEvaluation) -> str:
-        if found.waited_s is None:
-            return ""
-        return f", while training continues, which waits {written(found.waited_s, 's')} in all"
-
     def _checkpoints(self) -> str:
-        found, disk = self.checkpoints, f"{DISK / 1e9:g} GB/s from all ranks to disk"
-        holds = f"block the loop for {written(found.held_s, 's')} each"
-        if found.background:
-            late = f", {written(found.late_s, 's')} more for the previous one" if found.late_s else ""
-            holds += f"{late}, and its end for {written(found.last_s, 's')}"
+        planned, disk = self.checkpoints, f"{DISK / 1e9:g} GB/s from all ranks to disk"
+        holds = f"block the loop for {written(planned.held_s, 's')} each"
+        if planned.background:
+            late = f", {written(planned.late_s, 's')} more for the previous one" if planned.late_s else ""
+            holds += f"{late}, and its end for {written(planned.last_s, 's')}"
             disk = f"{COPY / 1e9:g} GB/s from a rank to memory, {disk}"
         return (
-            f"checkpoints: {found.count} of {written(found.size, 'B')} {holds}: "
-            f"{self._share(found.total_s)}; assumed: {disk}"
+            f"checkpoints: {planned.count} of {written(planned.size, 'B')} {holds}: "
+            f"{self._share(planned.total_s)}; assumed: {disk}"
         )
 
-    def _all(self, price: float, failures: bool) -> str:
+    def _all(self, price: float) -> str:
         """Describe the total. What it leaves out is short in long runs, or has a warning."""
-        left_out, found = ["its start"], self.evaluation
-        if failures:
-            left_out.append("failures")
-        if found and found.left_out:
+        left_out, evaluation = ["its start"], self.evaluation
+        if evaluation and evaluation.left_out:
             left_out.append("evaluations (see the warning)")
         if self.config.checkpoint.export:
-            fresh = ", fresh engines for `evaluation.after`" if found and self.config.evaluation.after else ""
-            left_out.append(f"the export at its end{fresh}")
+            fresh = evaluation and self.config.evaluation.after
+            left_out.append(
+                f"the export at its end{', fresh engines for `evaluation.after`' if fresh else ''}"
+            )
         hours = self.seconds / 3600
         cost = f", ${price * hours:,.2f}" if price else ""
         return f"the whole run, with these: {hours:,.2f} h{cost}; left out: {', '.join(left_out)}"
@@ -114,8 +136,102 @@ class WholeRun:
         return f"{written(seconds / self.seconds, '%')} of the run's time"
 
 
-def whole_run(planned: Planned, phases: Sequence[Phase]) -> WholeRun:
-    """Return the run of ``planned``, whose steps are those of ``phases``."""
-    option, seconds = planned.option, sum(phase.seconds for phase in phases)
-    evaluation = planned_evaluation(option, seconds / option.config.steps)
-    return WholeRun(option.config, phases, evaluation, planned_checkpoints(planned))
+def whole_run(planned: Planned) -> WholeRun:
+    """Return the run of ``planned``."""
+    option, step_s = planned.option, planned.simulated.step_s
+    return WholeRun(option.config, step_s, planned_evaluation(option, step_s), planned_checkpoints(planned))
+
+
+def planned_evaluation(option: Option, step_s: float) -> PlannedEvaluation | None:
+    """Plan the evaluations of a run; None where it has none.
+
+    Set sizes come from local files and `demo:` sets, before too long prompts are dropped. Nothing is fetched.
+    """
+    config = option.config
+    count = evaluations(config.evaluation, config.checkpoint, config.steps)
+    if not count or not config.data.eval:
+        return None
+    sizes, assumed, left_out = [], [], []
+    for source in config.data.eval:
+        known, size = prompts_of(source, config.evaluation.max_prompts)
+        if size is None:
+            left_out.append(source_name(source))
+            continue
+        sizes.append(size)
+        if not known:
+            assumed.append(source_name(source))
+    each = config.evaluation.samples_per_prompt
+    seconds = evaluation_s(_evaluation_scenario(option), sizes) if sizes else 0.0
+    exported = config.evaluation.after and config.checkpoint.export
+    waited_s = None
+    if config.evaluation.num_workers:
+        every, steps_s = config.evaluation.every, config.steps * step_s
+        waited_s = waited(count - exported, seconds, every * step_s or steps_s) + exported * seconds
+    return PlannedEvaluation(sum(sizes), each, seconds, count, tuple(assumed), tuple(left_out), waited_s)
+
+
+def waited(count: int, seconds: float, between_s: float) -> float:
+    """Return the seconds that training waits for ``count`` evaluations of ``seconds`` on own engines:
+    what each takes beyond the ``between_s`` until the next, and all of one after the last step.
+    """
+    return max(0, count - 1) * max(0.0, seconds - between_s) + (seconds if count else 0.0)
+
+
+def evaluations(settings: EvaluationConfig, checkpoint: CheckpointConfig, steps: int) -> int:
+    """Return how often a run of ``steps`` evaluates its sets, in `driver.run` and around it."""
+    during = steps // settings.every if settings.every else 0
+    if is_due(steps, settings.every) and evaluates_export(settings, checkpoint):
+        during -= 1
+    return settings.before + during + (settings.after and checkpoint.export)
+
+
+def _evaluation_scenario(option: Option) -> Scenario:
+    """Return the training scenario with the evaluation's length limit and capacity."""
+    config, scenario = option.config, option.scenario
+    settings, workload = config.evaluation, scenario.workload
+    workload = replace(workload, cap=settings.max_new_tokens or workload.cap)
+    held = workload.prompt_tokens / settings.samples_per_prompt + workload.mean
+    if settings.num_workers:
+        rollout = config.rollout.model_copy(update={"num_workers": settings.num_workers})
+        config = config.model_copy(update={"rollout": rollout})
+        scenario = replace(scenario, config=config, sharing=frozenset())
+    return replace(scenario, workload=workload, capacity=max(1, option.engine.sequences_of(held)))
+
+
+def prompts_of(source: DataSourceConfig, most: int | None) -> tuple[bool, int | None]:
+    """Return whether the number of rows is known, and how many are evaluated; None: unbounded."""
+    bounds = [bound for bound in (source.max_rows, most) if bound is not None]
+    bound = min(bounds, default=None)
+    if source.path is not None and (source.path.startswith("demo:") or expanded(source.path).exists()):
+        try:
+            return True, len(read(source.model_copy(update={"max_rows": bound})))
+        except (OSError, ValueError):  # the run itself reports it
+            pass
+    return False, bound
+
+
+def planned_checkpoints(planned: Planned) -> PlannedCheckpoints:
+    """Plan the checkpoints, without groups sampled ahead: their tokens are few bytes next to the weights."""
+    config, scenario = planned.option.config, planned.option.scenario
+    settings, rates = config.checkpoint, scenario.rates
+    count = checkpoints(settings.every, config.steps)
+    ranks = rank_bytes(config.policy, rates.model, rates.sizes)
+    is_renewed = config.needs_reference and config.reference.refresh_every
+    reference = rates.model.parameters * rates.sizes.itemsize if is_renewed else 0
+    write_s = sum(ranks) / DISK
+    held_s = reference / DISK  # its worker writes them while the loop waits
+    if scenario.sharing:  # the policy returns to its GPUs, sends the engines their weights, and leaves
+        held_s += 2 * rates.turn_s() + rates.sync_s()
+    late_s = last_s = 0.0
+    if settings.background:
+        held_s += max(ranks) / COPY
+        late_s = max(0.0, write_s - settings.every * planned.simulated.step_s) if count > 1 else 0.0
+        last_s = write_s
+    else:
+        held_s += write_s
+    return PlannedCheckpoints(count, sum(ranks) + reference, settings.background, held_s, late_s, last_s)
+
+
+def checkpoints(every: int, steps: int) -> int:
+    """Return how many a run writes: those that are due, and one at its end."""
+    return math.ceil(steps / every) if every else 1

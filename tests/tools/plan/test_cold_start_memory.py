@@ -4,12 +4,12 @@ import pytest
 from rich.console import Console
 
 from grpo_dist.tools.plan.accelerators import parse_cluster
-from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
 from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.models import published
 from grpo_dist.tools.plan.report import print_plan
+from grpo_dist.tools.plan.setting import Assumptions
 from tests.support import fakes
 
 GIB = 2**30
@@ -50,7 +50,7 @@ def test_a_plan_counts_the_cold_start():
     assert is_trained_first(config().model, config().sft) and not is_trained_first(
         fakes.config().model, fakes.config().sft
     )
-    made = make_plan(config(), "1x8xH100", Assumptions(prompt_tokens=50), splits="none")
+    made = make_plan(config(), "1x8xH100", Assumptions(prompt_tokens=50), splits=False)
     console = Console(record=True, width=200, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
     print_plan(made, console)
     said = console.export_text()

@@ -11,28 +11,21 @@ from rich.console import Console
 
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.cli import main
-from grpo_dist.config import SamplingConfig
 from grpo_dist.config.files import changed, load_config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult, DecodeStep
-from grpo_dist.tools.plan.accelerators import ACCELERATORS, card_called, parse_cluster
-from grpo_dist.tools.plan.assumptions import Assumptions
-from grpo_dist.tools.plan.bottleneck import reason
+from grpo_dist.tools.plan.accelerators import ACCELERATORS, Peaks, card_called, parse_cluster
 from grpo_dist.tools.plan.calibration import calibrate
-from grpo_dist.tools.plan.command import _stragglers, made_setting, make_plan
-from grpo_dist.tools.plan.delta_shares import delta_line
+from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import Sizes
-from grpo_dist.tools.plan.options import Option, Setting, option_of, option_or_reason, planned
-from grpo_dist.tools.plan.peaks import Peaks
-from grpo_dist.tools.plan.phases import RunLengths
+from grpo_dist.tools.plan.options import Option, option_of, option_or_reason, planned
 from grpo_dist.tools.plan.rates import Rates, Reached, UpdateWork
-from grpo_dist.tools.plan.report import print_plan, rank_failures_of
-from grpo_dist.tools.plan.report_splits import cost_per_million
+from grpo_dist.tools.plan.report import cost_per_million, delta_line, print_plan
 from grpo_dist.tools.plan.scenario import Scenario
-from grpo_dist.tools.plan.shown_rows import shown_line, shown_rows
+from grpo_dist.tools.plan.search import bound, changes_of, longest_s, reason, search
+from grpo_dist.tools.plan.setting import Assumptions, Setting, build_setting
 from grpo_dist.tools.plan.simulation import simulate
-from grpo_dist.tools.plan.stragglers import Stragglers
-from grpo_dist.tools.plan.sweep import Cell, bound, changes_of, longest_s, search
+from grpo_dist.tools.plan.supervised import demonstration_line, demonstration_rows
 from grpo_dist.tools.plan.workload import Workload, workload_of
 from tests.support.fakes import config
 from tests.support.planned_models import model_of
@@ -198,10 +191,10 @@ def test_a_plan_with_demonstrations_takes_the_time_of_their_rows_and_says_what_i
     mixed = {"data": "demo:add3", "rows_per_step": 6, "max_length": 800}
     plain = rates(batch=batch, model=model)
     r = rates(batch=batch, model=model, demonstrations=mixed)
-    assert shown_rows(None, updates=2, longest=9) == () == tuple(shown_line(None, longest=9))
-    shown = shown_rows(r.config.demonstrations, updates=2, longest=4096)
+    assert demonstration_rows(None, updates=2, longest=9) == () == tuple(demonstration_line(None, longest=9))
+    shown = demonstration_rows(r.config.demonstrations, updates=2, longest=4096)
     assert shown == ((100, (300,)),) * 3, "of each of two updates"
-    (line,) = shown_line(r.config.demonstrations, longest=4096)
+    (line,) = demonstration_line(r.config.demonstrations, longest=4096)
     assert "6 demonstrations" in line and "100 + 300 tokens" in line
     times = [simulated(own).stage_s["update"] for own in (plain, r)]
     more = r.compute_s([UpdateWork(shown)] * 2)  # with the pass for old log-probs before the second
@@ -369,18 +362,17 @@ def wide(**changes):
     )
 
 
-def options(config, setting, cell):
-    """Return the options of ``cell`` that fit."""
-    made = [option_or_reason(config, changes, setting) for changes in changes_of(config, setting, cell)]
+def options(config, setting):
+    """Return the options that fit."""
+    made = [option_or_reason(config, changes, setting) for changes in changes_of(config, setting)]
     return [option for option in made if isinstance(option, Option)]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_best_split_equals_that_of_exhaustive_simulation(staleness):
     c = wide(max_staleness=staleness)
-    cell = Cell(16, staleness)
-    found = search(c, setting(c, "1x4xH100"), cell).best
-    everything = [planned(o, steps=2) for o in options(c, setting(c, "1x4xH100"), cell)]
+    found = search(c, setting(c, "1x4xH100")).best
+    everything = [planned(o, steps=2) for o in options(c, setting(c, "1x4xH100"))]
     assert len(everything) >= 4
     most = max(p.simulated.tokens_per_s for p in everything)
     again = planned(found.option, steps=2)
@@ -400,7 +392,7 @@ def test_every_placement_and_zero_stage_is_tried_and_named():
         sampling={"max_new_tokens": 1024},
         cluster={"placement": "separate"},
     )
-    found = search(c, setting(c), Cell(32, 0))
+    found = search(c, setting(c))
     tried = {(t.placement, t.zero_stage): t for t in found.tried}
     assert [*tried] == [("separate", 3), ("separate", 2), ("colocated", 3), ("colocated", 2)]
     best_of = {kind: t.best.simulated.tokens_per_s for kind, t in tried.items() if t.best}
@@ -410,42 +402,30 @@ def test_every_placement_and_zero_stage_is_tried_and_named():
     for kind in ("separate, ZeRO-3: ", "separate, ZeRO-2: ", "colocated, ZeRO-3: ", "colocated, ZeRO-2: "):
         assert f"\n  {kind}" in said
     assert "all take turns on the same GPUs: generation " in said
-    assert "not tried: other batches and staleness (--sweep does); other ZeRO stages" in said
+    assert "not tried: other batches and staleness, other ZeRO stages" in said
 
 
 def test_options_that_cannot_be_tried_give_the_reason():
     c = wide(max_staleness=1)
-    tried = search(c, setting(c, "1x4xH100"), Cell(16, 1)).tried
+    tried = search(c, setting(c, "1x4xH100")).tried
     why = next(t.why for t in tried if t.placement == "colocated")
     assert "`max_staleness` = 1 has sampling and training at the same time" in why
     assert all(0 <= t.fitting <= t.splits and (t.best is None) == (t.fitting == 0) for t in tried)
 
 
-@pytest.mark.slow
-def test_the_reference_is_named_where_more_of_it_would_shorten_the_step():
-    c = load_config(GPU, [])
-    made = make_plan(c, "1x8xA100", splits="none").simulated
-    said = reason(made)
-    assert said.startswith("the reference bounds the step: busy for ")
-    assert "with twice as many workers (`reference.num_workers`) a step takes " in said
-    more = make_plan(load_config(GPU, ["reference.num_workers=4"]), "2x8xA100", splits="none").simulated
-    assert more.simulated.step_s < 0.9 * made.simulated.step_s
-    assert "reference" not in reason(more)
-
-
 def test_alternatives_that_train_the_same_keep_batch_and_staleness():
     c = wide()
-    for option in options(c, setting(c, "1x4xH100"), Cell(32, 1)):
+    for option in options(c, setting(c, "1x4xH100")):
         own = option.config
-        assert (own.batch.prompts_per_step, own.max_staleness) == (32, 1) and not option.problems
+        assert (own.batch.prompts_per_step, own.max_staleness) == (16, 0) and not option.problems
         used = own.policy.num_workers + own.rollout.num_workers * own.rollout.tensor_parallel_size
-        assert used <= 4 and not option.roles.sharing
+        assert used <= (8 if option.roles.sharing else 4)
 
 
 def test_what_prompts_begin_with_is_neither_prefilled_nor_trained_again():
     long = wide(max_staleness=0)
     apart, alike = (
-        made_setting(long, parse_cluster("1x4xH100"), Assumptions(prompt_tokens=800, shared_tokens=shared))
+        build_setting(long, parse_cluster("1x4xH100"), Assumptions(prompt_tokens=800, shared_tokens=shared))
         for shared in (0, 700)
     )
     a, b = (planned(option_of(long, own)).simulated for own in (apart, alike))
@@ -456,7 +436,7 @@ def test_what_prompts_begin_with_is_neither_prefilled_nor_trained_again():
 
 def test_cost_is_the_price_of_all_cards_times_the_time():
     c = wide(max_staleness=1)
-    made = make_plan(c, "1x4xH100", Assumptions(prompt_tokens=100), price=2.0, splits="none")
+    made = make_plan(c, "1x4xH100", Assumptions(prompt_tokens=100), price=2.0, splits=False)
     run = made.simulated.simulated
     hours = run.step_s / 3600
     assert cost_per_million(run, made.setting.cluster) == pytest.approx(
@@ -664,7 +644,7 @@ def test_drafts_gain_what_a_benchmark_measured_or_the_option_says(tmp_path):
         (3, 4, "3 of them are right (--"),
     ):
         known = Assumptions(tmp_path / "bench.json", accepted=given)
-        made = make_plan(drafting, "1x0xCPU", known, splits="none")
+        made = make_plan(drafting, "1x0xCPU", known, splits=False)
         assert made.simulated.option.scenario.rates.reached.accepted == gained
         assert words in " ".join(printed(made).split())
 
@@ -673,7 +653,7 @@ def test_without_a_figure_a_plan_says_that_no_draft_is_right_and_one_without_dra
     drafting = wide(rollout={"speculation": {"tokens": 4}})
     found = {}
     for given in (None, 2.0):
-        made = make_plan(drafting, "1x4xH100", Assumptions(prompt_tokens=100, accepted=given), splits="none")
+        made = make_plan(drafting, "1x4xH100", Assumptions(prompt_tokens=100, accepted=given), splits=False)
         found[given] = made.simulated.simulated.step_s
         assert ("assumed: drafts of 4 tokens" in printed(made)) == (given is None)
     assert found[2.0] < found[None]
@@ -683,7 +663,7 @@ def test_without_a_figure_a_plan_says_that_no_draft_is_right_and_one_without_dra
         (drafting, math.nan, "--accepted nan"),
     ):
         with pytest.raises(UserError, match=words):
-            make_plan(config_, "1x4xH100", Assumptions(prompt_tokens=100, accepted=given), splits="none")
+            make_plan(config_, "1x4xH100", Assumptions(prompt_tokens=100, accepted=given), splits=False)
 
 
 # The command
@@ -700,46 +680,15 @@ def test_a_plan_of_a_steered_length_shows_that_it_is_an_upper_bound():
     texts = []
     for own in lengths:
         loaded = load_config(GPU, ["batch.prompts_per_step=16", own])
-        texts.append(printed(make_plan(loaded, "1x8xH100", splits="none")))
+        texts.append(printed(make_plan(loaded, "1x8xH100", splits=False)))
     words = "upper bound: `sampling.max_new_tokens` begins with 128 tokens"
     assert words in " ".join(texts[0].split()) and "upper bound" not in texts[1]
-
-
-def test_the_hours_of_a_length_schedule_are_those_of_its_phases():
-    """Those of a plan of each length alone, with the engines of the longest one."""
-    own = ["batch.prompts_per_step=16", "steps=100", "bench.lengths={kind: lognormal, mean: 150, sigma: 1}"]
-    schedule = "sampling.max_new_tokens={schedule: [[0, 128], [60, 256], [90, 192], [100, 512]]}"
-    made = make_plan(load_config(GPU, [*own, schedule]), "1x8xH100", splits="none")
-    alone = {}
-    for tokens in (128, 192, 256, 512):
-        plain = [*own, f"sampling.max_new_tokens={tokens}"]
-        alone[tokens] = make_plan(load_config(GPU, plain), "1x8xH100", splits="none")
-    expected = [(60, 128), (30, 256), (10, 192)]
-    assert [(p.steps, p.max_new_tokens) for p in made.whole.phases] == expected
-    assert made.simulated.simulated.step_s == alone[512].simulated.simulated.step_s
-    assert made.whole.steps_s == pytest.approx(
-        sum(steps * alone[tokens].simulated.simulated.step_s for steps, tokens in expected), rel=0.02
-    )
-    text = " ".join(printed(made).split())
-    assert "steps: 60 with up to 128 tokens take" in text and "upper bound" not in text
-    assert f"100 steps take {made.whole.steps_s / 3600:,.1f} h" in text
-    assert "with up to" not in printed(alone[512])
-
-
-def test_a_run_with_a_schedule_and_a_first_epoch_has_a_phase_for_each_kind_of_step():
-    fixed = SamplingConfig(max_new_tokens=8)
-    assert list(RunLengths(fixed).parts(5)) == [(5, 8, False)]
-    assert list(RunLengths(fixed, 9).parts(5)) == [(5, 8, True)]
-    schedule = SamplingConfig(max_new_tokens={"schedule": [[0, 8], [4, 16], [10, 32]]})
-    assert list(RunLengths(schedule, 6).parts(10)) == [(4, 8, True), (2, 16, True), (4, 16, False)]
-    steered = SamplingConfig(max_new_tokens={"start": 8, "largest": 32})
-    assert list(RunLengths(steered).parts(10)) == [(10, 32, False)]
 
 
 def test_the_head_of_a_plan_says_what_deltas_are_assumed_to_send():
     small = ["batch.prompts_per_step=16", "sampling.max_new_tokens=256", "policy.optimizer.lr=1e-5"]
     loaded = load_config(GPU, [*small, "weight_sync.deltas=true"])
-    text = " ".join(printed(make_plan(loaded, "1x8xH100", splits="none")).split())
+    text = " ".join(printed(make_plan(loaded, "1x8xH100", splits=False)).split())
     assert "assumed: `weight_sync.deltas` sends 16 % of the weights' bytes (bfloat16 at" in text
 
 
@@ -752,8 +701,7 @@ def test_the_command_prints_a_plan_and_writes_its_timeline(tmp_path, capsys):
     said = capsys.readouterr().out
     for words in (
         "1.544 billion parameters on 1x8xH100", "key-value cache", "tokens/s", "at $2 an hour",
-        "a million tokens", "best at this batch and staleness: rollout.num_workers=", "rollout-0 |",
-        "U update", "assumed: ",
+        "a million tokens", "best split: rollout.num_workers=", "assumed: ",
     ):  # fmt: skip
         assert words in said
     events = json.loads(trace.read_text())["traceEvents"]
@@ -768,7 +716,7 @@ def test_the_command_prints_a_plan_and_writes_its_timeline(tmp_path, capsys):
 def test_every_algorithm_can_be_planned(preset):
     small = ["batch.prompts_per_step=8", "bench.lengths.kind=fixed", "bench.lengths.tokens=20"]
     own = [f"+algorithm={preset}", *small, *PRESET_NEEDS.get(preset, [])]
-    made = make_plan(load_config(GPU, own), "1x9xH100", splits="none")
+    made = make_plan(load_config(GPU, own), "1x9xH100", splits=False)
     samples = made.simulated.simulated.samples
     put_aside = made.configured.config.dynamic_sampling.enabled
     assert not made.refused and (samples > 8 * 8 if put_aside else samples == 8 * 8)
@@ -794,125 +742,7 @@ def test_settings_that_every_policy_rank_refuses_are_refused_in_a_plan():
     """bfloat16 needs a ZeRO stage, which keeps float32 weights; CPUs use float32."""
     zero = {"policy": {"num_workers": 2, "zero_stage": 0}, "rollout": {"num_workers": 2}}
     with pytest.raises(UserError, match=r"`?policy\.zero_stage`? = 0"):
-        make_plan(wide(**zero), "1x4xH100", Assumptions(prompt_tokens=100), splits="none")
-
-
-@pytest.mark.slow
-def test_a_sweep_shows_the_best_of_every_batch_and_staleness():
-    c = wide()
-    made = make_plan(c, "1x2xH100", Assumptions(prompt_tokens=100), splits="sweep")
-    seen = [(p.option.config.batch.prompts_per_step, p.option.config.max_staleness) for p in made.found]
-    assert seen[0] == (16, 0) and set(seen) == {(b, n) for b in (8, 16, 32) for n in (0, 1)}
-    assert "best splits on 1x2xH100" in printed(made)
-
-
-def test_failures_are_part_of_the_plan():
-    slow = Stragglers(engines=1, engine_factor=2.0, rank_factor=1.5)
-    c = wide(checkpoint={"every": 10}, policy={"num_workers": 2}, steps=100)
-    calm = make_plan(c, "1x4xH100", Assumptions(prompt_tokens=100), splits="none")
-    made = make_plan(
-        c, "1x4xH100", Assumptions(prompt_tokens=100, stragglers=slow, failure_hours=20), splits="none"
-    )
-    assert made.simulated.simulated.step_s > 1.2 * calm.simulated.simulated.step_s
-    text = printed(made)
-    assert "slow: 1 of 1 engine(s): sampling takes 2 times as long there" in text
-    assert "slow: a policy rank: updates take 1.5 times as long" in text
-    assert "failures of policy ranks: one every 10.0 h; restarts (assumed: 2.0 min each)" in text
-    assert "without the back-off" in text and "warning" not in text
-    assert "slow" not in printed(calm) and "failures" not in printed(calm)
-
-
-def test_failures_add_to_the_hours_and_to_the_price():
-    c = wide(checkpoint={"every": 1000}, policy={"num_workers": 2}, steps=3000)
-    made = make_plan(c, "1x4xH100", Assumptions(prompt_tokens=100, failure_hours=0.5), splits="none")
-    found = rank_failures_of(made.simulated, made.setting)
-    assert found.every_s == 900 and found.planned_s == pytest.approx(3000 * made.simulated.simulated.step_s)
-    text = printed(made).replace("\n", " ")
-    planned_s, expected_s = found.planned_s / 3600, found.expected_s / 3600
-    assert expected_s > 1.3 * planned_s and f"3000 steps take {expected_s:,.1f} h with them" in text
-    price = made.setting.cluster.price
-    assert (
-        f"${price * planned_s:,.0f} the run without failures and ${price * expected_s:,.0f} with them" in text
-    )
-    assert "more than `cluster.restarts.max_per_worker` = 3 of them come within `window_s` = 3600 s" in text
-
-
-@pytest.mark.parametrize(
-    "every, remedy",
-    [(0, "; set `checkpoint.every`"), (3000, "; lower `checkpoint.every`"), (1, "")],
-)
-def test_a_run_that_cannot_advance_because_of_failures_is_reported(every, remedy):
-    c = wide(checkpoint={"every": every}, policy={"num_workers": 2}, steps=3000)
-    made = make_plan(
-        c,
-        "1x4xH100",
-        Assumptions(prompt_tokens=100, failure_hours=0.5 if every != 1 else 0.01),
-        splits="none",
-    )
-    line = next(x for x in printed(made).splitlines() if x.startswith("failures of policy ranks"))
-    assert line.endswith(f"the run hardly advances{remedy}") and "with them" not in printed(made)
-
-
-@pytest.mark.parametrize("placement, engines_s", [("colocated", 0.0), ("separate", 100 * 3600 / 2)])
-def test_engines_that_share_gpus_with_ranks_fail_with_them(placement, engines_s):
-    """They are not restarted alone and not counted twice."""
-    rollout = {"num_workers": 1, "tensor_parallel_size": 2}
-    c = wide(policy={"num_workers": 2, "zero_stage": 2}, rollout=rollout, cluster={"placement": placement})
-    option = option_of(c, setting(c, "1x4xH100", failure_every_s=100 * 3600.0))
-    assert option.roles.colocated == (placement == "colocated")
-    assert option.scenario.failures.engine_s == engines_s
-    made = make_plan(c, "1x4xH100", Assumptions(prompt_tokens=100, failure_hours=100), splits="none")
-    assert rank_failures_of(made.simulated, made.setting).every_s == 50 * 3600
-
-
-def test_the_plan_reports_waiting_for_slow_engines():
-    """One engine of four is three times slower; the longest completion may be on another."""
-    c = wide(rollout={"num_workers": 4}, policy={"num_workers": 2}, max_staleness=1)
-    even = make_plan(c, "1x6xH100", Assumptions(prompt_tokens=100), splits="none")
-    one = make_plan(
-        c,
-        "1x6xH100",
-        Assumptions(prompt_tokens=100, stragglers=Stragglers(engines=1, engine_factor=3.0)),
-        splits="none",
-    )
-    said = reason(one.simulated)
-    assert said.startswith("slow engines bound the step: they are idle for ") and "keep" in said
-    assert "slow" not in reason(even.simulated)
-    each = one.simulated.simulated.engines_idle
-    assert len(each) == 4 and max(each[1:]) - each[0] > 0.3
-    assert sum(each) / 4 == pytest.approx(one.simulated.simulated.idle["rollout"])
-    busy = replace(one.simulated.simulated, idle={"rollout": 0.5, "policy": 0.01})
-    assert not reason(replace(one.simulated, simulated=busy)).startswith("slow engines")
-    alone = longest_s(even.simulated.option.scenario)
-    every = make_plan(
-        c,
-        "1x6xH100",
-        Assumptions(prompt_tokens=100, stragglers=Stragglers(engines=6, engine_factor=3.0)),
-        splits="none",
-    )
-    assert longest_s(one.simulated.option.scenario) == alone
-    assert longest_s(every.simulated.option.scenario) == pytest.approx(3 * alone)
-    assert "slow: 4 of 4 engine(s)" in printed(every)  # six may be slow; the best split has four
-
-
-def test_the_plan_reports_waiting_for_a_slow_rank():
-    c = wide(max_staleness=1)
-    made = make_plan(
-        c, "1x4xH100", Assumptions(prompt_tokens=100, stragglers=Stragglers(rank_factor=2.0)), splits="none"
-    ).simulated
-    run = replace(made.simulated, step_s=100.0, idle={"rollout": 0.5, "policy": 0.01})
-    assert reason(replace(made, simulated=run)).endswith("50.0 % of it wait for the slow rank")
-
-
-def test_the_number_of_slow_engines_is_bounded_by_the_cluster():
-    c, eight = config(rollout={"num_workers": 2}), parse_cluster("1x8xH100")
-    assert _stragglers(c.rollout, eight, "8x2", 1.0) == Stragglers(8, 2.0, 1.0)
-    for cluster, count, words in (
-        (eight, 9, "up to 8 .of 1x8xH100"),
-        (parse_cluster("1x0xCPU"), 3, "up to 2"),
-    ):
-        with pytest.raises(UserError, match=words):
-            _stragglers(c.rollout, cluster, f"{count}x2", 1.0)
+        make_plan(wide(**zero), "1x4xH100", Assumptions(prompt_tokens=100), splits=False)
 
 
 @pytest.mark.parametrize(
@@ -932,20 +762,9 @@ def test_the_number_of_slow_engines_is_bounded_by_the_cluster():
         ),
         (["--cluster", "1x8xH100", "--turns", "2"], ["--turns", "no source of problems has an environment"]),
         (["--cluster", "1x8xH100", "--tool-seconds", "-1"], ["--tool-seconds -1", "expected 0 or more"]),
-        (["--cluster", "1x8xH100", "--failure-hours", "-2"], ["--failure-hours -2"]),
-        (["--cluster", "1x8xH100", "--failure-hours", "nan"], ["--failure-hours nan"]),
-        (["--cluster", "1x8xH100", "--failure-hours", "inf"], ["--failure-hours inf"]),
-        (["--cluster", "1x8xH100", "--slow-engines", "2"], ["--slow-engines 2", "COUNTxFACTOR"]),
-        (
-            ["--cluster", "1x8xH100", "--slow-engines", "99x2"],
-            ["--slow-engines 99x2", "up to 8 (of 1x8xH100)"],
-        ),
-        (["--cluster", "1x8xH100", "--slow-engines", "1x0.5"], ["--slow-engines 1x0.5", "1 or more"]),
-        (["--cluster", "1x8xH100", "--slow-rank", "nan"], ["--slow-rank nan"]),
         (["--cluster", "99999999999x8xH100"], ["99999999999x8xH100", "at most 10000 nodes"]),
         (["--cluster", f"1x{'9' * 5000}xH100"], ["at most 1024 GPUs in a node"]),
         (["--cluster", "1x8xH100", "--tail", "--timeline", "x"], ["--timeline: --tail", "remove it"]),
-        (["--cluster", "1x8xH100", "--tail", "--failure-hours", "9"], ["--failure-hours: --tail"]),
         (["--cluster", "1x8xH100", "--bench", "nothing.json"], ["nothing.json", "cannot be read"]),
         (["--cluster", "1x8xH100", "model.path=some/model"], ["some/model", "whose sizes are known"]),
         (["--cluster", "1x1xL4", "model.path=Qwen/Qwen2.5-72B"], ["gsm8k-qwen2.5-1.5b on 1x1xL4"]),
@@ -972,14 +791,14 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
 
 def test_the_reason_names_what_bounds_the_step():
     c = wide(max_staleness=1)
-    made = make_plan(c, "1x4xH100", Assumptions(prompt_tokens=100), splits="none").simulated
+    made = make_plan(c, "1x4xH100", Assumptions(prompt_tokens=100), splits=False).simulated
     run = replace(made.simulated, step_s=100.0)
     bounds = {"rollout": (0.01, 0.5, "generation bounds"), "policy": (0.5, 0.01, "training bounds")}
     for rollout, policy, words in bounds.values():
         idle = {"rollout": rollout, "policy": policy}
         assert reason(replace(made, simulated=replace(run, idle=idle))).startswith(words)
     slow = replace(run, stage_s={"sample": 1.0, "logprobs": 95.0})
-    assert reason(replace(made, simulated=slow)).startswith("the reference bounds the step")
+    assert reason(replace(made, simulated=slow)).startswith("reference bounds the step")
     tail = replace(run, step_s=longest_s(made.option.scenario))
     assert reason(replace(made, simulated=tail)).startswith("the longest completions bound the step")
     assert Workload(1, c.bench.lengths, 5, measured=(9,)).length(3, "p") == 5

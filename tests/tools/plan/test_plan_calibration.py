@@ -7,12 +7,12 @@ import pytest
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.plan.accelerators import parse_cluster
-from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.calibration import calibrate
-from grpo_dist.tools.plan.command import made_setting, make_plan
+from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.options import option_of, planned
 from grpo_dist.tools.plan.rates import Rates
+from grpo_dist.tools.plan.setting import Assumptions, build_setting
 from tests.support.planned_models import model_of
 from tests.tools.plan.test_plan import cpu_config, result
 
@@ -76,7 +76,7 @@ def test_a_plan_of_a_benchmark_with_tools_waits_for_them_as_often(tmp_path, step
     if not steps:
         measured = replace(measured, decode_steps=[])
     measured.write(tmp_path / "bench.json")
-    setting = made_setting(c, parse_cluster("1x0xCPU"), Assumptions(bench=tmp_path / "bench.json"))
+    setting = build_setting(c, parse_cluster("1x0xCPU"), Assumptions(bench=tmp_path / "bench.json"))
     assert setting.workload.turns == 3 and setting.workload.tool_s == pytest.approx(0.9)
     run = planned(option_of(c, setting)).simulated
     others = sum(run.stage_s[stage] for stage in ("update", "sync")) + 0.1 + 0.05  # scores, overhead

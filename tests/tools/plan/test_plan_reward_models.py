@@ -8,18 +8,16 @@ from rich.console import Console
 from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
 from grpo_dist.errors import UserError
-from grpo_dist.tools.plan.accelerators import parse_cluster
-from grpo_dist.tools.plan.assumptions import Assumptions
-from grpo_dist.tools.plan.bottleneck import reason
+from grpo_dist.tools.plan.accelerators import Peaks, parse_cluster
 from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import GIB, Sizes
 from grpo_dist.tools.plan.models import classifier_of, from_config_json, published
 from grpo_dist.tools.plan.options import Setting, option_of, planned
-from grpo_dist.tools.plan.peaks import Peaks
 from grpo_dist.tools.plan.rates import Rates, Reached
 from grpo_dist.tools.plan.report import print_plan, warnings
 from grpo_dist.tools.plan.reward_models import reward_model_worker, reward_models_of
-from grpo_dist.tools.plan.sweep import bound
+from grpo_dist.tools.plan.search import bound, reason
+from grpo_dist.tools.plan.setting import Assumptions
 from grpo_dist.tools.plan.workload import workload_of
 from tests.support.fakes import config
 from tests.support.made_classifiers import config as classifier_config
@@ -209,7 +207,7 @@ def test_sources_with_weights_and_temperatures_of_their_own_are_planned_as_one()
     weighed = [first | {"weight": 3}, second | {"weight": 1, "temperature": 0.5}]
     seconds = [
         make_plan(
-            judged(data={"train": train}), "1x4xH100", Assumptions(prompt_tokens=100), splits="none"
+            judged(data={"train": train}), "1x4xH100", Assumptions(prompt_tokens=100), splits=False
         ).simulated.simulated.step_s
         for train in ([first, second], weighed)
     ]
@@ -221,17 +219,17 @@ def test_sources_with_weights_and_temperatures_of_their_own_are_planned_as_one()
 
 def test_memory_and_times_are_shown():
     text = printed(
-        make_plan(judged({"num_workers": 2}), "1x4xH100", Assumptions(prompt_tokens=100), splits="none")
+        make_plan(judged({"num_workers": 2}), "1x4xH100", Assumptions(prompt_tokens=100), splits=False)
     )
     assert "reward model judge x 2" in text and "weights 13.2" in text
-    assert "scoring by models" in text and "reward-model-judge-1 |" in text
+    assert "scoring by models" in text
     assert "assumed: reward models read as many tokens as the policy writes" in text
     assert "warning: reward model" not in text
 
 
 def test_what_is_not_planned_is_named_and_nothing_is_refused():
     models = [{"path": "some/model"}, {"name": "exact", "dtype": "float32"}]
-    text = printed(make_plan(judged(*models), "1x4xH100", Assumptions(prompt_tokens=100), splits="none"))
+    text = printed(make_plan(judged(*models), "1x4xH100", Assumptions(prompt_tokens=100), splits=False))
     assert "warning: reward model judge: path = some/model: neither a directory here" in text
     assert "its 1 worker(s) are placed, but neither their memory nor their time is planned" in text
     assert "reward model exact x 1" in text and "reward model judge x" not in text
@@ -239,7 +237,7 @@ def test_what_is_not_planned_is_named_and_nothing_is_refused():
 
 
 def test_scoring_longer_than_its_deadline_causes_a_warning():
-    made = make_plan(judged({}), "1x4xH100", Assumptions(prompt_tokens=100), splits="none")
+    made = make_plan(judged({}), "1x4xH100", Assumptions(prompt_tokens=100), splits=False)
     run = made.simulated.simulated
     assert not warnings(made.simulated, made.setting)
     slow = replace(run, stage_s=run.stage_s | {"reward_model": 1900.0})
@@ -248,7 +246,7 @@ def test_scoring_longer_than_its_deadline_causes_a_warning():
 
 
 def test_without_reward_models_the_plan_does_not_mention_them():
-    text = printed(make_plan(judged(), "1x4xH100", Assumptions(prompt_tokens=100), splits="none"))
+    text = printed(make_plan(judged(), "1x4xH100", Assumptions(prompt_tokens=100), splits=False))
     assert "scoring by models" not in text and "reward models" not in text and "reward-model" not in text
 
 

@@ -4,22 +4,20 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_dist.config.files import changed
 from grpo_dist.tools.plan.accelerators import parse_cluster
-from grpo_dist.tools.plan.assumptions import Assumptions
-from grpo_dist.tools.plan.command import made_setting, make_plan
-from grpo_dist.tools.plan.options import Option, option_of, option_or_reason, planned
-from grpo_dist.tools.plan.report_splits import splits_lines
-from grpo_dist.tools.plan.sweep import bound, changes_of, own_cell
+from grpo_dist.tools.plan.command import make_plan
+from grpo_dist.tools.plan.options import Option, option_or_reason, planned
+from grpo_dist.tools.plan.search import SearchResult, bound, changes_of
+from grpo_dist.tools.plan.setting import Assumptions, build_setting
 from tests.tools.plan.test_plan import printed, wide
 
 ASSUMED = Assumptions(prompt_tokens=100)
 
 
 def tried(c, cluster):
-    """Yield the changes of each split in the configuration's own cell, with its option or a reason."""
-    setting = made_setting(c, parse_cluster(cluster), ASSUMED)
-    for changes in changes_of(c, setting, own_cell(c.batch, c.max_staleness)):
+    """Yield the changes of each split, with its option or a reason."""
+    setting = build_setting(c, parse_cluster(cluster), ASSUMED)
+    for changes in changes_of(c, setting):
         yield changes, option_or_reason(c, changes, setting)
 
 
@@ -68,24 +66,7 @@ def test_the_bound_of_a_split_holds_where_dynamic_sampling_discards_groups(stale
 
 def test_a_plan_in_which_no_split_can_run_gives_the_reasons():
     made = make_plan(wide(), "1x2xH100", ASSUMED)
-    tried = [replace(t, best=None, fitting=0, why="a reason") for t in made.tried]
-    said = printed(replace(made, found=[], tried=tried))
+    tried = [replace(t, best=None, fitting=0, why="a reason") for t in made.search.tried]
+    said = printed(replace(made, search=SearchResult(None, tried)))
     assert "tried at this batch and staleness" in said and "splits of GPUs can run: a reason" in said
     assert "best" not in said
-
-
-@pytest.mark.slow
-def test_the_best_split_of_a_sweep_can_be_set_where_the_configured_batch_and_staleness_has_none():
-    """Engines, policy and reference cannot have GPUs of their own on two, and one step ahead they must."""
-    c = wide(max_staleness=1, algorithm={"kl": {"coef": 0.01}}, bench={"lengths": {"kind": "fixed"}})
-    made = make_plan(c, "1x2xH100", ASSUMED, splits="sweep")
-    assert made.simulated is None and not made.is_own
-    (line,) = (line for line in splits_lines(made) if line.startswith("best at "))
-    head, _, rest = line.partition(": ")
-    assert head == "best at another batch and staleness"
-    changes = dict(pair.split("=") for pair in rest.partition(";")[0].split())
-    assert changes["max_staleness"] == "0" and "batch.prompts_per_step" in changes
-    option = option_of(
-        changed(c, {k: int(v) if v.isdigit() else v for k, v in changes.items()}), made.setting
-    )
-    assert not option.problems and bound(option) == bound(made.found[0].option)

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.accelerators import Peaks, parse_cluster
 from grpo_dist.tools.plan.engine_memory import rollout_engine
 from grpo_dist.tools.plan.memory import GIB, Footprint, Sizes, policy_rank, rank_bytes, states
 from grpo_dist.tools.plan.models import published
 from grpo_dist.tools.plan.options import Setting, memory_problems, node_host_bytes, option_of
-from grpo_dist.tools.plan.peaks import Peaks
 from grpo_dist.tools.plan.rates import Rates, Reached
 from grpo_dist.tools.plan.reward_models import KnownRewardModel
 from grpo_dist.tools.plan.scenario import Scenario

@@ -1,25 +1,17 @@
 """The simulated clock, engine and loop of `grpo-dist plan`, against times worked by hand."""
 
 import asyncio
-import math
 import time
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from grpo_dist.config import RestartsConfig
-from grpo_dist.runtime.restarts import Budget
-from grpo_dist.tools.plan import simulation, virtual_clock
-from grpo_dist.tools.plan.engines import Engine, EngineLost
-from grpo_dist.tools.plan.failures import FailureRates
-from grpo_dist.tools.plan.rank_failures import at_least, rank_failures
+from grpo_dist.tools.plan import virtual_clock
+from grpo_dist.tools.plan.engines import Engine
 from grpo_dist.tools.plan.rates import Reached
 from grpo_dist.tools.plan.scenario import Scenario
 from grpo_dist.tools.plan.simulation import simulate
-from grpo_dist.tools.plan.stragglers import Stragglers
-from grpo_dist.tools.plan.timeline import as_text
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config
@@ -34,21 +26,25 @@ def run(
     sharing=(),
     measured=(),
     steps=4,
-    goes_wrong=None,
+    reward_models=(),
     turns=(1, 0),
     **changes,
 ):
     changes = {"rewards": {"num_workers": 64}, "sampling": {"max_new_tokens": 1000}} | changes
     lengths, (turns, tool_s) = tuple(measured) or (length,), turns
     workload = Workload(20, config().bench.lengths, 1000, measured=lengths, turns=turns, tool_s=tool_s)
-    goes_wrong = goes_wrong or {}
     return simulate(
-        Scenario(config(**changes), times, workload, capacity, frozenset(sharing), steps=steps, **goes_wrong)
+        Scenario(
+            config(**changes),
+            times,
+            workload,
+            capacity,
+            frozenset(sharing),
+            steps=steps,
+            reward_models=reward_models,
+        )
     )
 
-
-# The delay doubles with every restart within the window, so the window is short, too.
-NO_BACK_OFF = {"restarts": {"backoff_s": 1e-6, "window_s": 1e-6}}
 
 # The clock
 
@@ -153,18 +149,6 @@ def test_a_paused_engine_resumes_after_its_cache_is_computed_again():
     assert found == [[pytest.approx(0.5 + 3 + 5 * 0.01 + 0.5)]]
 
 
-def test_a_failed_engine_loses_its_requests():
-    async def main():
-        engine = Engine(Times(), 10)
-        asyncio.get_running_loop().call_later(0.5, engine.fail)
-        with pytest.raises(EngineLost):
-            await engine.generate(5, [10, 2], on_sample=lambda: None)
-        await engine.generate(5, [10], on_sample=lambda: None)
-        return asyncio.get_running_loop().time()
-
-    assert run_virtually(main) == pytest.approx(0.5 + 1.0)
-
-
 # The loop
 
 
@@ -221,23 +205,20 @@ def test_reward_models_score_at_once_and_before_a_grader():
     been done by then. A grader follows.
     """
     times = Times(models={"slow": 0.75, "steps": 1.0})
-    found = run(times, goes_wrong=judges(slow=1, steps=2))
+    found = run(times, **judges(slow=1, steps=2))
     assert found.step_s == pytest.approx(1.0 + 4 * 0.75 + 0.5 + 2.0 + 0.3)
     assert found.stage_s["reward_model"] == pytest.approx(4 * 0.75)
     tracks = {name for name in found.bars if name.startswith("reward-model")}
     assert tracks == {"reward-model-slow-0", "reward-model-steps-0", "reward-model-steps-1"}
     own = found.bars["reward-model-slow-0"]
     assert all(a.end <= b.begin + 1e-9 for a, b in pairwise(own))
-    text = as_text(found)
-    line = next(line for line in text if "reward-model-slow-0 |" in line)
-    assert line.count("m") > 30 and len({len(line) for line in text[:-1]}) == 1
 
 
 def test_a_reward_model_that_is_too_slow_bounds_the_step():
     """One step ahead everything else hides behind it: 4 groups of 3 s on one worker, or 1.5 s on two."""
     for workers, step_s in ((1, 12.0), (2, 6.0)):
         times = Times(score=0.0, models={"slow": 3.0})
-        found = run(times, max_staleness=1, goes_wrong=judges(slow=workers))
+        found = run(times, max_staleness=1, **judges(slow=workers))
         # Mode drain: the next batch is scored before the sync of 0.3 s, and only then one more is sampled.
         assert found.step_s == pytest.approx(step_s + 1.0 + 0.3)
         assert found.idle["policy"] > 0.5 and found.idle["rollout"] > 0.8
@@ -271,190 +252,6 @@ def test_kept_samples_continue_under_new_weights_and_lose_nothing():
     found = run(times, measured=[5, 50], max_staleness=2, weight_sync={"mode": "keep"}, steps=6)
     assert found.samples == 8 and 0 < found.staleness <= 2
     assert found.step_s < 5.0 + 1.0 + 0.3  # not every step waits for the longest samples
-
-
-def test_failed_engines_are_replaced_and_no_sample_is_lost():
-    scenario = Scenario(
-        config(rollout={"num_workers": 3}, rewards={"num_workers": 9}, sampling={"max_new_tokens": 1000}),
-        Times(),
-        Workload(20, config().bench.lengths, 1000, measured=(30, 300)),
-        capacity=8,
-        failures=FailureRates(40.0, restart_s=25.0),
-        steps=8,
-    )
-    found = simulate(scenario)
-    assert found.failed_engines > 2 and found.samples == 8
-    assert any(span.stage == "restart" for spans in found.bars.values() for span in spans)
-    calm = run(Times(), measured=[30, 300], rollout={"num_workers": 3}, steps=8)
-    assert found.step_s > calm.step_s
-    assert simulate(scenario).ends == found.ends  # the same seed, the same failures
-
-
-def test_a_step_waits_for_stragglers():
-    """A step takes 1.0 s to sample, 0.5 to score, 2.0 to update and 0.3 to sync."""
-    two = {"rollout": {"num_workers": 2}}
-    assert run(Times(), **two).step_s == pytest.approx(3.8)
-    slow_engine = run(Times(), goes_wrong={"stragglers": Stragglers(engines=1, engine_factor=2.0)}, **two)
-    assert slow_engine.step_s == pytest.approx(4.8)
-    slow_rank = run(Times(), goes_wrong={"stragglers": Stragglers(rank_factor=1.5)}, **two)
-    assert slow_rank.step_s == pytest.approx(4.8)
-
-
-def failures_of(c, **times):
-    ranks, restarts = c.policy.num_workers, c.cluster.restarts
-    return rank_failures(ranks, c.checkpoint, restarts, steps=c.steps, **times)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [0.1, 0.5, 2.0])
-def test_the_predicted_cost_of_failed_ranks_is_what_the_loop_spends_on_them(share):
-    """Five steps of 3.8 s between checkpoints, ``share`` of the mean time between losses together; the policy
-    is asked for nothing in the first 1.5 s of a step. Each stretch is a sample of its own, so the mean of so
-    many is normal with the standard error of the stretches, and the seed is one of all.
-    """
-    stretches, every_s = {0.1: 80, 0.5: 60, 2.0: 50}[share], 5 * 3.8 / share
-    settings = {"checkpoint": {"every": 5}, "policy": {"num_workers": 2}}
-    wrong = {"failures": FailureRates(rank_s=every_s, restart_s=5.0), "warmup_steps": 0}
-    found = run(Times(), goes_wrong=wrong, steps=5 * stretches, cluster=NO_BACK_OFF, **settings)
-    each = np.diff([0.0, *found.ends[4::5]])
-    error = each.std(ddof=1) / stretches**0.5
-    formula = failures_of(
-        config(steps=5 * stretches, **settings),
-        step_s=3.8,
-        unseen_s=1.5,
-        failure_every_s=2 * every_s,
-        restart_s=5.0,
-    )
-    assert formula.every_s == every_s and formula.planned_s == pytest.approx(19.0 * stretches)
-    assert len(each) == stretches and each.mean() == pytest.approx(5 * found.step_s)
-    expected = formula.expected_s / stretches
-    assert abs(each.mean() - expected) < 3 * error and error < 0.15 * expected
-    half_of_the_steps = 19.0 * (1 + (5.0 + 9.5) / every_s)  # exact if failures are rare
-    assert (abs(each.mean() - half_of_the_steps) > 3 * error) == (share == 2.0)
-
-
-def test_the_cost_of_a_failure_agrees_with_dalys_formula():
-    settings = {"checkpoint": {"every": 10}, "policy": {"num_workers": 2}, "steps": 100}
-    at = {"step_s": 2.0, "failure_every_s": 80.0, "restart_s": 20.0}
-    found = failures_of(config(**settings), unseen_s=0.0, **at)
-    assert found.expected_s == pytest.approx(10 * 40 * math.exp(20 / 40) * (math.exp(20 / 40) - 1))
-    assert found.share == pytest.approx(1 - 200 / found.expected_s)
-    later = failures_of(config(**settings), unseen_s=1.0, **at)
-    assert found.expected_s < later.expected_s < found.expected_s * 1.02  # half of a second more, at most
-    rare = failures_of(config(**settings), unseen_s=0.0, **at | {"failure_every_s": 8e7})
-    assert rare.expected_s - 200 == pytest.approx(200 / 4e7 * (20 + 10), rel=1e-3)  # J. W. Young's, 1974
-    # Of 25 steps the last stretch has five; without checkpoints all is one, and a thousand are never done.
-    uneven = failures_of(config(**settings | {"steps": 25}), unseen_s=0.0, **at)
-    last = 40 * math.exp(20 / 40) * (math.exp(10 / 40) - 1)
-    assert uneven.expected_s == pytest.approx(found.expected_s / 10 * 2 + last)
-    none = failures_of(config(**settings | {"checkpoint": {"every": 0}}), unseen_s=0.0, **at)
-    assert none.expected_s == pytest.approx(40 * math.exp(20 / 40) * (math.exp(200 / 40) - 1))
-    never = failures_of(config(steps=10**6, checkpoint={"every": 0}), unseen_s=0.0, **at)
-    assert never.expected_s == math.inf and never.share == 1.0 == never.ends
-    assert failures_of(config(), unseen_s=0.0, **at | {"failure_every_s": 0.0}) is None
-
-
-def test_the_restart_budget_ends_a_run_with_the_poisson_probability():
-    assert at_least(0, 2.0) == 1.0 and at_least(1, 2.0) == pytest.approx(1 - math.exp(-2))
-    assert at_least(3, 0.5) == pytest.approx(1 - math.exp(-0.5) * (1 + 0.5 + 0.125))
-    assert at_least(10**9, 3.0) == 0.0 and at_least(3, 5000.0) == 1.0
-
-    def ends(**restarts):
-        c = config(steps=100, checkpoint={"every": 10}, cluster={"restarts": restarts})
-        return failures_of(c, step_s=2.0, unseen_s=0.0, failure_every_s=1e5, restart_s=20.0).ends
-
-    assert ends(max_per_worker=0) == pytest.approx(1 - math.exp(-200 / 1e5), rel=0.01)  # any failure
-    two = 200 / 1e5 * (1 - math.exp(-0.01))  # two failures within a thousand seconds
-    assert ends(max_per_worker=1, window_s=1000.0) == pytest.approx(two, rel=0.01)
-    assert ends(max_per_worker=3, window_s=1000.0) < 1e-8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("graders", [1, 2])
-def test_cancelled_graders_serve_the_next_group_and_their_time_is_in_the_timeline(graders):
-    """A lost rank cancels the batch that is sampled ahead, including groups in grading."""
-    found = run(
-        Times(), goes_wrong={"failures": FailureRates(rank_s=15.0, restart_s=5.0)}, steps=60, max_staleness=1,
-        rewards={"num_workers": graders}, cluster=NO_BACK_OFF, checkpoint={"every": 5},
-    )  # fmt: skip
-    graded = [span for i in range(graders) for span in found.bars[f"reward-{i}"]]
-    assert found.rank_restarts > 3 and len(found.ends) == 63
-    assert any(0 < span.end - span.begin < 0.499 for span in graded)  # grading takes half a second
-    for own in (found.bars[f"reward-{i}"] for i in range(graders)):
-        assert all(a.end <= b.begin + 1e-9 for a, b in pairwise(own))
-
-
-@pytest.mark.slow
-def test_groups_that_wait_when_a_rank_fails_stop_waiting():
-    """At most two batches of 16 groups are in flight, on an engine with capacity for one group."""
-    queue = {"batch": {"prompts_per_step": 16, "samples_per_prompt": 4}, "max_staleness": 1, "capacity": 2}
-    calm = run(Times(), steps=10, **queue)
-    found = run(
-        Times(), goes_wrong={"failures": FailureRates(rank_s=50.0, restart_s=5.0)}, steps=10,
-        cluster=NO_BACK_OFF, checkpoint={"every": 2}, **queue,
-    )  # fmt: skip
-    assert found.rank_restarts > 5 and calm.queue == found.queue == 31
-
-
-def test_an_engine_that_fails_while_the_ranks_restart_serves_when_its_own_restart_ends():
-    wrong = {"failures": FailureRates(rank_s=40.0, engine_s=60.0, restart_s=30.0)}
-    found = run(
-        Times(), capacity=4, steps=40, goes_wrong=wrong, cluster=NO_BACK_OFF, checkpoint={"every": 1}
-    )  # fmt: skip
-    own, ranks = found.bars["rollout-0"], found.bars["policy"]
-    restarts = [span for span in own if span.stage == "restart"]
-    together = [r for r in restarts if any(p.stage == "restart" and p.begin < r.begin < p.end for p in ranks)]
-    assert len(together) > 2
-    for down in restarts:
-        for sampled in (span for span in own if span.stage == "sample"):
-            assert sampled.end <= down.begin + 1e-9 or sampled.begin >= down.end - 1e-9
-
-
-def test_a_rank_that_fails_while_the_ranks_restart_makes_them_restart_again():
-    wrong = {"failures": FailureRates(rank_s=20.0, restart_s=20.0)}
-    found = run(Times(), steps=20, goes_wrong=wrong, cluster=NO_BACK_OFF, checkpoint={"every": 1})
-    restarts = [span for span in found.bars["policy"] if span.stage == "restart"]
-    lengths = [span.end - span.begin for span in restarts]
-    whole = [n for n in lengths if n == pytest.approx(20.0)]
-    assert len(restarts) == found.rank_restarts > len(whole) > 2 and max(lengths) < 20.0 + 1e-6
-    for one, then in pairwise(restarts):
-        if one.end - one.begin < 20.0 - 1e-6:
-            assert then.begin == pytest.approx(one.end, abs=1e-3)  # nothing else comes between them
-
-
-def test_figures_of_a_run_with_rollbacks_include_repeated_work(monkeypatch):
-    """Wasted work counts too: eight sequences at once, and the driver's time for each step made."""
-    spent = iter([0.0, 1000.0])
-    monkeypatch.setattr(simulation, "time", SimpleNamespace(process_time=lambda: next(spent)))
-    wrong = {"failures": FailureRates(rank_s=20.0, restart_s=5.0)}
-    found = run(Times(), steps=30, goes_wrong=wrong, cluster=NO_BACK_OFF, checkpoint={"every": 5})
-    made = sum(s.stage == "sync" and s.end - s.begin > 0.3 - 1e-9 for s in found.bars["policy"])
-    assert found.rank_restarts > 3 and made > len(found.ends) + 3
-    assert found.sequences == pytest.approx(8, rel=1e-3)
-    assert found.driver_cpu_s == pytest.approx(1000 / made, rel=0.01)
-
-
-def test_a_thousand_restarts_within_the_window_wait_a_minute_each():
-    often = RestartsConfig(max_per_worker=5000, backoff_s=0.5, window_s=1e8)
-    budget = Budget(often, clock=lambda: 0.0)
-    assert [budget.take() for _ in range(2000)][:8] == [0.5, 1, 2, 4, 8, 16, 32, 60]
-    assert budget.take() == 60.0
-
-
-@pytest.mark.slow
-def test_a_run_on_a_thousand_gpus_finishes_despite_lost_ranks():
-    lost = {"failures": FailureRates(rank_s=40.0, engine_s=3000.0, restart_s=15.0)}
-    shape = {"rollout": {"num_workers": 256, "tensor_parallel_size": 2}, "policy": {"num_workers": 512}}
-    assert 256 * 2 + 512 == 1024
-    batch = {"prompts_per_step": 512, "samples_per_prompt": 2}
-    found = run(
-        Times(step=0.02, score=0.1, update=8.0), measured=(50, 200), steps=4, capacity=1, goes_wrong=lost,
-        max_staleness=1, batch=batch, cluster=NO_BACK_OFF, checkpoint={"every": 2}, **shape,
-    )  # fmt: skip
-    assert found.rank_restarts > 0 and found.failed_engines > 0 and found.samples == 512 * 2
-    assert any(span.stage == "restart" for span in found.bars["policy"])
-    # Groups of two batches, one per engine, plus those of lost engines.
-    assert 512 < found.queue <= 2 * 512 - 256 + found.failed_engines
 
 
 def test_dynamic_sampling_draws_further_groups():

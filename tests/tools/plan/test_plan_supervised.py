@@ -8,9 +8,7 @@ from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.models import published
-from grpo_dist.tools.plan.peaks import Peaks
-from grpo_dist.tools.plan.rates import Reached
-from grpo_dist.tools.plan.supervised import supervised_problem, supervised_rank, supervised_times
+from grpo_dist.tools.plan.supervised import supervised_problem, supervised_rank
 from grpo_dist.tools.recipe.config import load_pipeline
 from tests.support import fakes
 from tests.support.documents import ROOT
@@ -43,10 +41,6 @@ def rank(settings):
     return supervised_rank(settings, SEVEN, Sizes.of(settings, gpu=True))
 
 
-def times(settings, **known):
-    return supervised_times(settings, SEVEN, Sizes.of(settings, gpu=True), Peaks.of(H100), Reached(), **known)
-
-
 def test_seven_billion_parameters_fit_on_eight_gpus_and_not_on_one_and_the_refusal_names_the_remedy():
     eight, one = config(), config(ranks=1, stage=1, model={"gradient_checkpointing": False})
     found = rank(eight)
@@ -70,27 +64,6 @@ def test_activations_are_those_of_a_micro_batch_or_of_one_row_that_is_longer():
     assert rank(config(batch={"micro_batch_tokens": 512})).parts["activations"] == small
     few = config(sft={"batch_size": 8, "max_length": 512})  # one row of 512 tokens a rank
     assert rank(few).parts["activations"] == pytest.approx(small / 8, rel=0.01)
-
-
-def test_time_is_that_of_the_operations_for_the_rows_that_are_known():
-    rows = [(100, 900)]
-    found = times(config(), rows=rows)
-    assert found.tokens == 64_000 and found.steps == 100 and found.validations == 0
-    weights = SEVEN.parameters - 2 * SEVEN.embedding  # the embedding is looked up, the head is on completions
-    operations = 2 * weights * 64_000 + 2 * SEVEN.embedding * 57_600
-    seconds = 4 * operations / (8 * H100.card.flops * Reached().training)
-    # Attention, collectives and the optimiser add a few percent.
-    assert found.step_s - Reached().overhead_s == pytest.approx(1.05 * seconds, rel=0.05)
-    assert found.seconds == pytest.approx(100 * found.step_s)
-
-
-def test_epochs_and_held_out_rows_count_once_the_rows_are_known():
-    settings = config(sft={"epochs": 2, "validation_share": 0.1, "validate_every": 10})
-    assert times(settings).steps is None and times(settings).seconds is None
-    found = times(settings, demonstrations=1000)
-    assert found.steps == 29  # twice 900 rows, 64 a step
-    assert found.validations == 4  # before the first step, after 10 and 20, and after the last
-    assert found.validation_s < found.step_s
 
 
 def test_every_supervised_stage_of_the_shipped_recipe_at_7b_fits_its_two_nodes():

@@ -8,15 +8,21 @@ from rich.console import Console
 from grpo_dist.config import LengthsConfig
 from grpo_dist.tools.bench.flops import Shape
 from grpo_dist.tools.plan.accelerators import parse_cluster
-from grpo_dist.tools.plan.assumptions import Assumptions
-from grpo_dist.tools.plan.checkpoints import checkpoints, planned_checkpoints
 from grpo_dist.tools.plan.command import make_plan
-from grpo_dist.tools.plan.evaluation import evaluation_s, evaluations, planned_evaluation, waited
 from grpo_dist.tools.plan.memory import Sizes, rank_bytes
 from grpo_dist.tools.plan.models import ModelShape, published
-from grpo_dist.tools.plan.options import Setting, option_of, planned
+from grpo_dist.tools.plan.options import option_of, planned
 from grpo_dist.tools.plan.report import print_plan
 from grpo_dist.tools.plan.scenario import Scenario
+from grpo_dist.tools.plan.setting import Assumptions, Setting
+from grpo_dist.tools.plan.simulation import evaluation_s
+from grpo_dist.tools.plan.whole_run import (
+    checkpoints,
+    evaluations,
+    planned_checkpoints,
+    planned_evaluation,
+    waited,
+)
 from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config
 from tests.support.made_times import Times, judges
@@ -195,7 +201,7 @@ def test_colocated_roles_change_turns_to_save():
 
 def test_the_whole_run_is_in_hours_and_price():
     data = {"evaluation": {"every": 50, "max_prompts": 64}, "checkpoint": {"every": 50}, "steps": 100} | EVAL
-    made = make_plan(wide(**data), "1x4xH100", Assumptions(prompt_tokens=100), splits="none")
+    made = make_plan(wide(**data), "1x4xH100", Assumptions(prompt_tokens=100), splits=False)
     whole, run = made.whole, made.simulated.simulated
     assert whole.evaluation.count == 3 and whole.evaluation.prompts == 64
     beside_s = 3 * whole.evaluation.seconds + whole.checkpoints.total_s
@@ -212,9 +218,9 @@ def test_the_whole_run_is_in_hours_and_price():
 
 
 def test_steps_tokens_and_price_a_token_are_those_without_evaluation():
-    plain = make_plan(wide(), "1x4xH100", Assumptions(prompt_tokens=100), splits="none")
+    plain = make_plan(wide(), "1x4xH100", Assumptions(prompt_tokens=100), splits=False)
     judged = make_plan(
-        wide(evaluation={"every": 1}, **EVAL), "1x4xH100", Assumptions(prompt_tokens=100), splits="none"
+        wide(evaluation={"every": 1}, **EVAL), "1x4xH100", Assumptions(prompt_tokens=100), splits=False
     )
     assert plain.simulated.simulated.step_s == pytest.approx(judged.simulated.simulated.step_s)
     assert plain.whole.evaluation is None and "evaluation" not in printed(plain)
@@ -225,7 +231,7 @@ def test_steps_tokens_and_price_a_token_are_those_without_evaluation():
 def test_sets_of_unknown_size_are_left_out_with_a_warning():
     data = {"train": [{"path": "demo:add3"}], "eval": [{"path": "some/set", "name": "hard"}]}
     made = make_plan(
-        wide(data=data, evaluation={"every": 1}), "1x4xH100", Assumptions(prompt_tokens=100), splits="none"
+        wide(data=data, evaluation={"every": 1}), "1x4xH100", Assumptions(prompt_tokens=100), splits=False
     )
     text = printed(made).replace("\n", " ")
     assert "warning: evaluation of hard, 7 time(s), is left out" in text

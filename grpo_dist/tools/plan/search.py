@@ -1,5 +1,5 @@
-"""Searches for the best split of GPUs between engines and policy, placement, ZeRO stage, tensor parallelism,
-staleness and batch.
+"""Searches for the best split of GPUs between engines and policy, placement, ZeRO stage and tensor
+parallelism, and says what bounds a step.
 
 Every option has an upper bound on its throughput: each stage at full load all the time. Options are simulated
 in the order of their bounds until the best result exceeds all remaining bounds. The result is the same as if
@@ -15,46 +15,41 @@ from dataclasses import dataclass
 import numpy as np
 
 from actors.placement.demands import Demand, Resources, demands_of
-from grpo_dist.config import BatchConfig, Config, PolicyConfig, WeightSyncConfig
+from grpo_dist.config import Config, PolicyConfig, WeightSyncConfig
+from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan import teachers
 from grpo_dist.tools.plan.accelerators import ClusterShape
-from grpo_dist.tools.plan.options import Option, Planned, Setting, option_or_reason, planned
+from grpo_dist.tools.plan.options import Option, Planned, option_or_reason, planned
 from grpo_dist.tools.plan.rates import UpdateWork
 from grpo_dist.tools.plan.reward_models import role_of
 from grpo_dist.tools.plan.scenario import Scenario
-from grpo_dist.tools.plan.shown_rows import shown_rows
-from grpo_dist.tools.plan.simulated_gpus import POLICY
+from grpo_dist.tools.plan.setting import Setting
+from grpo_dist.tools.plan.simulated_cluster import POLICY
+from grpo_dist.tools.plan.supervised import demonstration_rows
 
 _SPLITS = 16  # most numbers of policy ranks to try
 _TENSOR_PARALLEL = (1, 2, 4, 8)
 _SLACK = 1.05  # the lengths that are drawn may be shorter than the mean
 _STEPS = 2  # simulated steps of an option that is only compared
-_BATCHES = (0.5, 1, 2)
-_STALENESS = {"drain": (0, 1), "keep": (0, 1, 2, 4)}
+_TAIL = 0.7  # share of a step; a longest completion that takes more bounds it
+_FULL = 0.05  # idle share; workers that are idle for less bound the step
+STAGES = {
+    "sample": "generation",
+    "reward_model": "scoring by models",
+    "score": "scoring",
+    "logprobs": "reference",
+    "update": "training",
+    "sync": "weight sync",
+    "turn": "changes of turns",
+}
+# Stages between sampling and training, and what sets their workers.
+_HELPERS = {
+    "logprobs": "reference.num_workers",
+    "score": "rewards.num_workers",
+    "reward_model": "rewards.models.N.num_workers",
+}
 
 Changes = dict[str, int | str]  # of dotted keys
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Options that train alike, among which the search finds the best."""
-
-    prompts_per_step: int
-    staleness: int
-
-
-def own_cell(batch: BatchConfig, max_staleness: int) -> Cell:
-    return Cell(batch.prompts_per_step, max_staleness)
-
-
-def cells(batch: BatchConfig, max_staleness: int, sync: WeightSyncConfig, *, wide: bool) -> list[Cell]:
-    """Return the configuration's own cell; with ``wide`` also those of other batches and staleness."""
-    own = own_cell(batch, max_staleness)
-    if not wide:
-        return [own]
-    batches = {round(own.prompts_per_step * factor) for factor in _BATCHES} - {0}
-    ahead = {own.staleness, *_STALENESS[sync.mode]}
-    return [Cell(prompts, n) for prompts in sorted(batches) for n in sorted(ahead)]
 
 
 @dataclass(frozen=True)
@@ -79,37 +74,27 @@ class SearchResult:
     tried: list[Tried]
 
 
-def search(config: Config, setting: Setting, cell: Cell) -> SearchResult:
-    """Try all options of ``cell``. The option with the highest bound of each placement and ZeRO stage is
-    always simulated, so that the plan can say what bounds it.
+def search(config: Config, setting: Setting) -> SearchResult:
+    """Try all splits. The option with the highest bound of each placement and ZeRO stage is always simulated,
+    so that the plan can say what bounds it.
     """
-    made = [(c, option_or_reason(config, c, setting)) for c in changes_of(config, setting, cell)]
-    limits = {i: bound(option) for i, (_, option) in enumerate(made) if isinstance(option, Option)}
-    found: Planned | None = None
+    options = [(c, option_or_reason(config, c, setting)) for c in changes_of(config, setting)]
+    limits = {i: bound(option) for i, (_, option) in enumerate(options) if isinstance(option, Option)}
+    best: Planned | None = None
     fastest: dict[tuple[str, int], Planned] = {}
     for i, limit in sorted(limits.items(), key=lambda item: item[1], reverse=True):
-        changes, option = made[i]
+        changes, option = options[i]
         assert isinstance(option, Option)
         kind = _kind(changes)
-        is_beaten = found is not None and found.simulated.tokens_per_s >= _SLACK * limit
+        is_beaten = best is not None and best.simulated.tokens_per_s >= _SLACK * limit
         if is_beaten and kind in fastest:
             continue
         tried = planned(option, steps=_STEPS)
         if kind not in fastest or _is_faster(tried, fastest[kind]):
             fastest[kind] = tried
-        if found is None or _is_faster(tried, found):
-            found = tried
-    return SearchResult(found and planned(found.option), list(_tried(made, fastest)))
-
-
-def likeliest(config: Config, setting: Setting, cell: Cell) -> Option | str:
-    """Return the option of ``cell`` with the highest bound, without a simulation, or why none can run."""
-    made = [option_or_reason(config, c, setting) for c in changes_of(config, setting, cell)]
-    fitting = [option for option in made if isinstance(option, Option)]
-    if fitting:
-        return max(fitting, key=bound)
-    causes = Counter(reason for reason in made if isinstance(reason, str))
-    return causes.most_common(1)[0][0] if causes else "each role needs a GPU of its own"
+        if best is None or _is_faster(tried, best):
+            best = tried
+    return SearchResult(best and planned(best.option), list(_tried(options, fastest)))
 
 
 def _is_faster(one: Planned, other: Planned) -> bool:
@@ -117,23 +102,25 @@ def _is_faster(one: Planned, other: Planned) -> bool:
 
 
 def _tried(
-    made: Sequence[tuple[Changes, Option | str]], fastest: Mapping[tuple[str, int], Planned]
+    options: Sequence[tuple[Changes, Option | str]], fastest: Mapping[tuple[str, int], Planned]
 ) -> Iterator[Tried]:
-    for kind in dict.fromkeys(_kind(changes) for changes, _ in made):
-        own = [option for changes, option in made if _kind(changes) == kind]
-        reasons = [option for option in own if isinstance(option, str)]
+    for kind in dict.fromkeys(_kind(changes) for changes, _ in options):
+        same = [option for changes, option in options if _kind(changes) == kind]
+        reasons = [option for option in same if isinstance(option, str)]
         causes = Counter(reason.partition("; ")[0] for reason in reasons)
         most = causes.most_common(1)[0][0] if causes else ""
         why = next((reason for reason in reasons if reason.startswith(most)), "")
-        yield Tried(*kind, len(own), len(own) - len(reasons), fastest.get(kind), why)
+        yield Tried(*kind, len(same), len(same) - len(reasons), fastest.get(kind), why)
 
 
 def _kind(changes: Changes) -> tuple[str, int]:
     return str(changes["cluster.placement"]), int(changes["policy.zero_stage"])
 
 
-def changes_of(config: Config, setting: Setting, cell: Cell) -> Iterator[Changes]:
-    own = {"batch.prompts_per_step": cell.prompts_per_step, "max_staleness": cell.staleness}
+def changes_of(config: Config, setting: Setting) -> Iterator[Changes]:
+    """Yield the splits of ``config``'s cluster, each at the configured ZeRO stage, 2 and 3: all stages
+    compute the same gradient.
+    """
     cluster, rollout = setting.cluster, config.rollout
 
     def taken(tensor_parallel: int) -> tuple[int, int]:
@@ -143,17 +130,16 @@ def changes_of(config: Config, setting: Setting, cell: Cell) -> Iterator[Changes
 
     for changes in _splits(cluster, taken):
         for stage in stages(config.policy):
-            yield own | changes | {"policy.zero_stage": stage}
+            yield changes | {"policy.zero_stage": stage}
 
 
 def stages(policy: PolicyConfig) -> list[int]:
-    """Return the ZeRO stages to try: the configuration's, 2, and 3. All stages compute the same gradient."""
     return list(dict.fromkeys((policy.zero_stage, 2, 3)))
 
 
 def _splits(cluster: ClusterShape, taken: Callable[[int], tuple[int, int]]) -> Iterator[Changes]:
     """Yield the splits between engines and ranks of the GPUs that all other workers leave. ``taken``: see
-    `_taken`, for engines of so many GPUs.
+    `_taken`, by the GPUs of an engine.
     """
     if cluster.card is None:
         return
@@ -182,8 +168,8 @@ def _taken(demands: Mapping[str, Demand]) -> tuple[int, int]:
     """Return the GPUs of all workers but engines and ranks where each role has its own; and of those that
     have their own also where the others share theirs.
     """
-    own = {role: demand.total_gpus for role, demand in demands.items() if role not in ("rollout", "policy")}
-    return sum(own.values()), own.get("evaluation", 0)
+    gpus = {role: demand.total_gpus for role, demand in demands.items() if role not in ("rollout", "policy")}
+    return sum(gpus.values()), gpus.get("evaluation", 0)
 
 
 def _shared(most: int) -> list[int]:
@@ -213,24 +199,18 @@ def waits_for_longest(weight_sync: WeightSyncConfig, max_staleness: int) -> bool
 
 
 def longest_s(scenario: Scenario) -> float:
-    """Return the seconds of a step's longest completion alone on an engine, a lower bound. It counts as slow
-    only where all engines are.
-    """
-    batch, workload, slow = scenario.config.batch, scenario.workload, scenario.stragglers
+    """Return the seconds of a step's longest completion alone on an engine, a lower bound."""
+    batch, workload = scenario.config.batch, scenario.workload
     tokens = workload.longest_of(batch.prompts_per_step * batch.samples_per_prompt)
-    factor = slow.engine_factor if slow.engines >= scenario.config.rollout.num_workers else 1.0
-    return factor * tokens * scenario.rates.decode_step_s(1, workload.prompt_tokens + tokens / 2)
+    return tokens * scenario.rates.decode_step_s(1, workload.prompt_tokens + tokens / 2)
 
 
 def bound(option: Option) -> float:
     """Return an upper bound on the tokens a second of ``option``."""
     scenario, config = option.scenario, option.config
     rates, workload, batch = scenario.rates, scenario.workload, config.batch
-    mean, prompt, samples = (
-        workload.mean,
-        workload.prompt_tokens,
-        batch.prompts_per_step * batch.samples_per_prompt,
-    )
+    mean, prompt = workload.mean, workload.prompt_tokens
+    samples = batch.prompts_per_step * batch.samples_per_prompt
     sampled = samples * _sampled_for_each(scenario.signal_share, batch.prompts_per_step)
     in_flight = sampled * (1 + config.max_staleness) / config.rollout.num_workers
     held = prompt / batch.samples_per_prompt + mean / 2  # tokens in the cache of a sequence, half way
@@ -239,8 +219,10 @@ def bound(option: Option) -> float:
     sampling = sampled * mean / config.rollout.num_workers / rate
     each = (round(mean),) * batch.samples_per_prompt
     size = batch.prompts_per_step // batch.updates_per_step
-    shown = shown_rows(config.demonstrations, updates=batch.updates_per_step, longest=config.max_length)
-    update = UpdateWork(((prompt, each),) * size, workload.shared_tokens, shown)
+    rows = demonstration_rows(
+        config.demonstrations, updates=batch.updates_per_step, longest=config.max_length
+    )
+    update = UpdateWork(((prompt, each),) * size, workload.shared_tokens, rows)
     work = [update] * batch.updates_per_step
     training = rates.update_s(work) + rates.sync_s() + (2 * rates.turn_s() if scenario.sharing else 0.0)
     # Mean lengths give a bound: longer rows only add to attention.
@@ -248,10 +230,10 @@ def bound(option: Option) -> float:
         sampling = max(sampling, longest_s(scenario))
     between = _between_s(scenario, prompt, each)
     training += sum(seconds for role, seconds in between.items() if role in scenario.sharing)
-    stages = [sampling, training, *between.values()]
+    limits = [sampling, training, *between.values()]
     if waits_for_longest(config.weight_sync, config.max_staleness):
-        stages.append(sampling + rates.sync_s())
-    seconds = max(stages) if config.max_staleness else max(sampling + training, *stages)
+        limits.append(sampling + rates.sync_s())
+    seconds = max(limits) if config.max_staleness else max(sampling + training, *limits)
     return sampled * (prompt + mean) / seconds
 
 
@@ -267,21 +249,55 @@ def _between_s(scenario: Scenario, prompt: int, lengths: tuple[int, ...]) -> dic
     """Return the seconds of a step in the reference and in each reward model, by role. On shared GPUs their
     turns count, too.
     """
-    config, rates, found = scenario.config, scenario.rates, {}
-    groups = config.batch.prompts_per_step
+    config, rates, seconds = scenario.config, scenario.rates, dict[str, float]()
+    groups, work = config.batch.prompts_per_step, UpdateWork(((prompt, lengths),))
     if config.needs_reference:
-        group_s = rates.reference_s(UpdateWork(((prompt, lengths),)))
         role = POLICY if scenario.reference_is_base and scenario.sharing else "reference"
         turn_s = rates.reference_turn_s() if role in scenario.sharing - {POLICY} else 0.0
-        found[role] = group_s * groups / scenario.reference_workers + turn_s
+        seconds[role] = rates.reference_s(work) * groups / scenario.reference_workers + turn_s
     for teacher in config.distillation.of_own_models:
-        role, own = teachers.role_of(teacher), teachers.rates_of(teacher, rates)
-        turn_s = own.reference_turn_s() if role in scenario.sharing else 0.0
-        group_s = own.reference_s(UpdateWork(((prompt, lengths),)))
-        found[role] = group_s * groups / scenario.teacher_workers(teacher) + turn_s
+        role, of_teacher = teachers.role_of(teacher), teachers.rates_of(teacher, rates)
+        turn_s = of_teacher.reference_turn_s() if role in scenario.sharing else 0.0
+        seconds[role] = of_teacher.reference_s(work) * groups / scenario.teacher_workers(teacher) + turn_s
     for model in scenario.reward_models:
         role = role_of(model.settings)
         turn_s = rates.reward_model_turn_s(model) if role in scenario.sharing else 0.0
         group_s = rates.reward_model_s(model, prompt, lengths)
-        found[role] = group_s * groups / scenario.reward_model_workers(model) + turn_s
-    return found
+        seconds[role] = group_s * groups / scenario.reward_model_workers(model) + turn_s
+    return seconds
+
+
+def reason(planned: Planned) -> str:
+    """Return what bounds the step, in words."""
+    run, scenario = planned.simulated, planned.option.scenario
+    idle, times, alone = run.idle, run.stage_s, longest_s(scenario)
+    longest = max(times, key=times.__getitem__)
+    if longest in _HELPERS and not scenario.sharing and times[longest] > 0.9 * run.step_s:
+        return f"{STAGES[longest]} bounds the step: busy all the time; raise `{_HELPERS[longest]}`"
+    if (
+        waits_for_longest(scenario.config.weight_sync, scenario.config.max_staleness)
+        and alone > _TAIL * run.step_s
+    ):
+        return (
+            f"the longest completions bound the step: one alone takes {written(alone, 's')}; a larger "
+            "`rollout.tensor_parallel_size` shortens that, and `weight_sync.mode`=keep with more staleness "
+            "does not wait for it"
+        )
+    if scenario.sharing:
+        shares = sorted(times.items(), key=lambda item: item[1], reverse=True)
+        listed = ", ".join(f"{STAGES[stage]} {written(s / run.step_s, '%')}" for stage, s in shares)
+        return f"all take turns on the same GPUs: {listed} of the step"
+    if idle["rollout"] < _FULL < idle["policy"]:
+        return "generation bounds the step: engines are always busy, the policy waits for them"
+    if idle["policy"] < _FULL < idle["rollout"]:
+        return "training bounds the step: the policy is always busy, engines wait for it"
+    if max(idle.values()) < 2 * _FULL:
+        return "generation and training take about as long"
+    others = [stage for stage in _HELPERS if times.get(stage, 0.0) > 0.25 * run.step_s]
+    if others:
+        words = " and ".join(
+            f"{STAGES[stage]} ({written(times[stage] / run.step_s, '%')} of the step; `{_HELPERS[stage]}`)"
+            for stage in others
+        )
+        return f"engines and policy are both idle at times; between them lies {words}"
+    return "generation and training take turns, or wait for long completions: both are idle at times"
