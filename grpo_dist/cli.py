@@ -173,8 +173,8 @@ def _plan(
 
     if "stages" in read_tree(Path(path)):
         raise UserError(
-            f"{path}: a pipeline of several stages, and a plan is of one run; `grpo-dist pipeline {path} --check` "
-            "reports the memory of each stage"
+            f"{path}: a pipeline of several stages, and a plan is of one run; `grpo-dist pipeline {path} "
+            "--check` reports the memory of each stage"
         )
     config = load_config(path, overrides)
     from grpo_dist.tools.plan.command import PlanArguments, plan
