@@ -423,7 +423,8 @@ def test_alternatives_that_train_the_same_keep_batch_and_staleness():
 
 
 def test_what_prompts_begin_with_is_neither_prefilled_nor_trained_again():
-    long = wide(max_staleness=0)
+    data = {"train": [{"path": "demo:add3"}], "max_prompt_tokens": 1024}
+    long = wide(max_staleness=0, data=data)
     apart, alike = (
         build_setting(long, parse_cluster("1x4xH100"), Assumptions(prompt_tokens=800, shared_tokens=shared))
         for shared in (0, 700)
