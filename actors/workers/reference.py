@@ -24,6 +24,7 @@ from actors.transfer.transport import open_transport
 from grpo_dist.config import ModelConfig, ReferenceConfig, TeacherConfig, TransferBackend
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs
+from grpo_dist.policy.lora import base_weights
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs, load_causal_lm, reads_packed_rows
 from grpo_dist.policy.weight_buckets import ParameterSpec
@@ -107,28 +108,29 @@ class ReferenceWorker(Metered, Probeable):
         """Replace the weights by (1 - mix) of their own and mix of those received, computed in float32."""
         assert self._transport is not None, "open_transfer comes first"
         self._memory.forget()
-        parameters = dict(self._module.model.named_parameters())
+        weights = dict(base_weights(self._module.model))
         for bucket in receive(self._transport, specs, bucket_bytes):
             for name, new in bucket:
-                held = self._average.get(name, parameters[name].float())
+                held = self._average.get(name, weights[name].float())
                 mean = held.lerp(new.to(self._device, torch.float32), mix)
-                parameters[name].copy_(mean)
-                if parameters[name].dtype != torch.float32 and mix < 1.0:
+                weights[name].copy_(mean)
+                if weights[name].dtype != torch.float32 and mix < 1.0:
                     self._average[name] = mean  # small steps of a moving average vanish in half precision
 
     def save(self, path: str) -> None:
         """Write the current weights to ``path``, safetensors."""
-        save_file({n: self._average.get(n, p) for n, p in self._module.model.named_parameters()}, path)
+        save_file({n: self._average.get(n, t) for n, t in base_weights(self._module.model)}, path)
 
     @torch.no_grad()
     def load(self, path: str) -> None:
         """Load the weights that `save` wrote."""
         self._memory.forget()
         saved = load_file(path, device=str(self._device))
-        for name, parameter in self._module.model.named_parameters():
-            if saved[name].dtype != parameter.dtype:
-                self._average[name] = saved[name]
-            parameter.copy_(saved[name])
+        weights = dict(base_weights(self._module.model))
+        for name, value in saved.items():
+            if value.dtype != weights[name].dtype:
+                self._average[name] = value
+            weights[name].copy_(value)
 
     @metered("logprobs")
     def logprobs(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[np.ndarray]:

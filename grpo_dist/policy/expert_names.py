@@ -9,15 +9,13 @@ experts back into those; for a checkpoint of another format (MXFP4 blocks of gpt
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from grpo_dist.policy.checkpoint_format import CheckpointFormat
 from grpo_dist.policy.weight_buckets import ParameterSpec
+from grpo_dist.runtime.model_files import stored_tensors
 
 _EXPERTS = re.compile(r"\bexperts\..*")
 _KNOWN = "Qwen2-MoE, Qwen3-MoE and Mixtral work"
@@ -27,7 +25,7 @@ def check_expert_names(model: Any, model_dir: Path) -> None:
     """Raise ValueError for a ``model`` (transformers, without weights) whose experts have other names in the
     files of ``model_dir`` than in a weight sync. Files other than safetensors are not looked at.
     """
-    stored = {kind: name for name in _stored_names(model_dir) if (kind := _kind(name))}
+    stored = {kind: name for name in stored_tensors(model_dir) if (kind := _kind(name))}
     each = {kind: (name, p) for name, p in model.named_parameters() if (kind := _kind(name))}
     if not stored or not each:
         return
@@ -48,14 +46,3 @@ def _kind(name: str) -> str | None:
     """Return the name without layer and expert: experts.N.w1.weight; None for what is no expert's."""
     found = _EXPERTS.search(name)
     return re.sub(r"\.\d+\.", ".N.", found[0]) if found else None
-
-
-def _stored_names(model_dir: Path) -> list[str]:
-    index = model_dir / "model.safetensors.index.json"
-    if index.is_file():
-        return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    file = model_dir / "model.safetensors"
-    if not file.is_file():
-        return []
-    with safe_open(file, framework="pt") as tensors:
-        return list(tensors.keys())

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_dist.policy.lora import write_adapter
+from grpo_dist.policy.text_model import restore_wrapper
 from grpo_dist.runtime.files import clear, keep_backup, publish
 from grpo_dist.runtime.json_files import read_json
 
@@ -49,6 +50,7 @@ def write_model(
     model.config.use_cache = False
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=trust_remote_code)
     tokenizer.save_pretrained(partial)
+    restore_wrapper(Path(tokenizer_dir), partial)
     if low_rank:
         write_adapter(model, low_rank, partial / _ADAPTER, base_model=tokenizer_dir)
     files = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if not path.is_dir())

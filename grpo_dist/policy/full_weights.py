@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from grpo_dist.config import PolicyConfig
 from grpo_dist.policy.checkpoint_format import CheckpointFormat, owners
 from grpo_dist.policy.export import write_model
-from grpo_dist.policy.lora import adapter_parameters, adapters, base_parameters
+from grpo_dist.policy.lora import adapter_parameters, adapters, base_weights
 from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
 
 
@@ -28,11 +28,11 @@ class FullWeights:
         self._lora_scale = policy.lora.scale if policy.lora else 0.0
         self._format = CheckpointFormat(model, self._parameters())
 
-    def named_parameters(self, adapters_only: bool = False) -> list[tuple[str, nn.Parameter]]:
-        """Return (name as in the checkpoint, parameter), each parameter once; or the low-rank adapters, which
-        no checkpoint has.
+    def named_weights(self, adapters_only: bool = False) -> Sequence[tuple[str, Tensor]]:
+        """Return (name as in the checkpoint, tensor), each once; or the low-rank adapters, which no
+        checkpoint has.
         """
-        return (adapter_parameters if adapters_only else base_parameters)(self._model)
+        return (adapter_parameters if adapters_only else base_weights)(self._model)
 
     def specs(self, *, adapters_only: bool = False, as_held: bool = False) -> list[ParameterSpec]:
         """Return what `buckets` yields, in order: every parameter once, tied ones under the checkpoint's
@@ -54,8 +54,8 @@ class FullWeights:
             as_held: yield the parameters as transformers' model has them, where its checkpoint names them
                 otherwise or splits fused experts.
         """
-        parameters = dict(self.named_parameters(adapters_only))
-        low_rank = {} if adapters_only else adapters(self.named_parameters(adapters_only=True))
+        parameters = dict(self.named_weights(adapters_only))
+        low_rank = {} if adapters_only else adapters(self.named_weights(adapters_only=True))
         specs, plain = self._specs(adapters_only, as_held), adapters_only or as_held
         owner, left = owners(specs), dict.fromkeys(specs)
         pending: dict[str, Tensor] = {}  # of parameters that are gathered, not yet sent
@@ -107,5 +107,5 @@ class FullWeights:
     def _parameters(self, adapters_only: bool = False) -> dict[str, ParameterSpec]:
         return {
             name: ParameterSpec.of(name, p, getattr(p, "ds_shape", None))
-            for name, p in self.named_parameters(adapters_only)
+            for name, p in self.named_weights(adapters_only)
         }

@@ -63,7 +63,7 @@ def add_adapters(model: Any, settings: LoRAConfig, *, seed: int) -> None:
         torch.manual_seed(seed)
         inject_adapter_in_model(config, holder, _ADAPTER)
     model.peft_config = holder.peft_config
-    unknown = set(adapters(adapter_parameters(model))) - {name for name, _ in base_parameters(model)}
+    unknown = set(adapters(adapter_parameters(model))) - {name for name, _ in base_weights(model)}
     if unknown:
         raise ValueError(
             f"`policy.lora.target_modules`: {min(unknown)} is no weight of a linear layer of the model; name "
@@ -123,13 +123,19 @@ def empty_model(model_dir: Path | str, *, trust_remote_code: bool) -> Any:
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def base_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return (name as in the checkpoint, parameter) of all parameters but adapters, each once."""
-    return [
-        (name.replace(".base_layer.", "."), p)
-        for name, p in model.named_parameters()
-        if not _is_adapter(name)
-    ]
+def base_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return (name as in the checkpoint, tensor) of all that a checkpoint has: parameters, each once, without
+    adapters, and buffers, such as the bias by which GLM-4-MoE and DeepSeek choose experts.
+    """
+    parameters = [(name, p) for name, p in model.named_parameters() if not _is_adapter(name)]
+    return [(name.replace(".base_layer.", "."), t) for name, t in (*parameters, *_stored_buffers(model))]
+
+
+def _stored_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".removeprefix("."), buffer
 
 
 def adapter_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

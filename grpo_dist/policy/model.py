@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
+from psutil import virtual_memory
 from torch import Tensor, nn
 
 from grpo_dist.policy.attention import NAME, attention_layers, register
@@ -19,6 +23,7 @@ from grpo_dist.policy.packing import Layout
 from grpo_dist.policy.packing_problem import packing_problem
 from grpo_dist.policy.sequence_parallel import SequenceGroup
 from grpo_dist.runtime.hardware import device_type, quiet_libraries
+from grpo_dist.runtime.model_files import weight_files
 
 logger = logging.getLogger("grpo_dist")
 HeadOutputs = tuple[Tensor, Tensor | None, Tensor | None]  # see `TokenLogprobs.forward`
@@ -38,15 +43,23 @@ def load_causal_lm(
 ) -> Any:
     """Load the transformers model in ``model_dir``; with ``packing`` one that reads packed rows, unless its
     architecture cannot: see `reads_packed_rows`. Raises ValueError for heads whose logits are not hidden @
-    weight, and as `use_kernels`.
+    weight, for a checkpoint that lacks weights, or is in a file that the memory does not hold, and as
+    `use_kernels`.
     """
     quiet_libraries()
     from transformers import AutoModelForCausalLM
 
     implementation = None if attention == "auto" else attention
-    model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code
-    )
+    with _enough_memory(Path(model_dir)):
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )  # fmt: skip
+    if missing := sorted(loading["missing_keys"]):  # transformers has filled them at random
+        raise ValueError(
+            f"model {model_dir}: its files have no weights for {missing[0]} ({len(missing)} such); its "
+            "config.json is another model's, or files are missing: use a whole checkpoint"
+        )
     keep_used_conversions(model)
     check_supported(model, model_dir)
     use_kernels(model, kernels, device_type())
@@ -60,6 +73,26 @@ def load_causal_lm(
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+@contextmanager
+def _enough_memory(model_dir: Path) -> Iterator[None]:
+    """Name the memory and the largest file where weights cannot be mapped or allocated inside the block."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not re.search(
+            r"unable to mmap|can't allocate memory", str(error)
+        ):
+            raise
+        gib = 2.0**30
+        largest = max((file.stat().st_size for file in weight_files(model_dir)), default=0) / gib
+        raise ValueError(
+            f"model {model_dir}: this machine's memory, {virtual_memory().total / gib:.0f} GiB, does not "
+            f"hold its weights, whose largest file has {largest:.0f} GiB; use more memory, more nodes with "
+            "policy.zero_stage=3, or a smaller model. A file larger than the memory cannot be mapped: split "
+            'it once, save_pretrained(..., max_shard_size="5GB")'
+        ) from error
 
 
 def reads_packed_rows(model: Any) -> bool:

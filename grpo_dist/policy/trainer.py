@@ -260,7 +260,8 @@ class Trainer:
         """
         from deepspeed.utils import safe_get_full_grad  # optional: only ranks need it
 
-        trained = self.weights.named_parameters(adapters_only=self._policy.lora is not None)
+        weights = self.weights.named_weights(adapters_only=self._policy.lora is not None)
+        trained = ((name, p) for name, p in weights if p.requires_grad)
         return {name: safe_get_full_grad(p).detach().float().cpu().clone() for name, p in trained}
 
     def step(self, *, limit: float = math.inf) -> dict[str, float]:

@@ -24,6 +24,7 @@ from grpo_dist.errors import expanded
 from grpo_dist.policy.export import save_pretrained
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.model import load_causal_lm
+from grpo_dist.policy.usable_model import usable_model
 from grpo_dist.runtime.cache import cached, fingerprint
 from grpo_dist.runtime.freed_memory import return_freed_memory
 from grpo_dist.runtime.hardware import available_cpus, device_type, resolve_dtype
@@ -171,9 +172,9 @@ def base_model(settings: SFTConfig, say: Callable[[str], None]) -> Path:
     if made := made_model(settings.model, "sft.model", say, seed=settings.seed):
         return made
     path = expanded(settings.model)
-    if not (path / "config.json").is_file():
+    if not path.is_dir():
         raise ValueError(
             f"sft.model = {settings.model}: no model directory; expected one with config.json, a GGUF "
             "file, or demo:tiny"
         )
-    return path.resolve()
+    return usable_model(path.resolve(), f"sft.model = {settings.model}", say)

@@ -4,7 +4,6 @@ directory.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from grpo_dist.demo.model import made_model, random_model
 from grpo_dist.errors import expanded
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.loop.admission import Drawn
+from grpo_dist.policy.usable_model import usable_model
 from grpo_dist.rewards.combinations import combination_problems
 from grpo_dist.rewards.data_columns import column_problems
 from grpo_dist.rewards.gold import count_unreadable
@@ -225,45 +225,31 @@ def resolve_model(
     GGUF file, local, or downloaded from the hub.
     """
     quiet_libraries()
-    path = model.path
+    path, trusted = model.path, model.trust_remote_code
+
+    def usable(directory: Path) -> Path:
+        return usable_model(directory, f"model.path = {path}", say, trust_remote_code=trusted)
+
     if path == "sft":
         assert sft is not None  # the configuration was checked
         return run_sft(sft, say) if train_first else base_model(sft, say)
     if made := made_model(path, "model.path", say, seed=seed):
         return made
     if path.startswith("random:"):
-        return random_model(expanded(path.removeprefix("random:")), seed=seed)
+        return usable(random_model(expanded(path.removeprefix("random:")), seed=seed))
     local = expanded(path)
     if local.is_dir():
-        if not (local / "config.json").is_file():
-            raise ValueError(
-                f"model.path = {path}: the directory has no config.json; expected a Hugging Face model "
-                f"directory"
-            )
-        if not any(local.glob("*.safetensors")) and not any(local.glob("*.bin")):
-            raise ValueError(
-                f"model.path = {path}: it has no weights; expected *.safetensors next to config.json"
-            )
-        _check_shards(local)
-        return local.resolve()
+        return usable(local.resolve())
+    if local.is_file():
+        raise ValueError(
+            f"model.path = {path}: a file; expected the directory that holds it with config.json, or a GGUF "
+            "file"
+        )
     if local.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
         raise ValueError(
             f"model.path = {path}: no such directory; expected a local model directory or a hub id owner/name"
         )
-    return download(path, model.revision, "model.path")
-
-
-def _check_shards(model_dir: Path) -> None:
-    """Raise ValueError where files that the index names are missing, as after an interrupted download."""
-    index = model_dir / "model.safetensors.index.json"
-    if index.is_file():
-        named = set(json.loads(index.read_text())["weight_map"].values())
-        missing = sorted(name for name in named if not (model_dir / name).is_file())
-        if missing:
-            raise ValueError(
-                f"model.path = {model_dir}: {len(missing)} of {len(named)} weight files are missing, e.g. "
-                f"{missing[0]}; download the model again"
-            )
+    return usable(download(path, model.revision, "model.path"))
 
 
 def download(hub_id: str, revision: str | None, key: str) -> Path:

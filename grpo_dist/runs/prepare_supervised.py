@@ -16,6 +16,7 @@ from grpo_dist.data.demonstrations import (
 )
 from grpo_dist.demo.model import is_made
 from grpo_dist.errors import expanded
+from grpo_dist.policy.usable_model import usable_model
 from grpo_dist.runs.cold_start import base_model
 from grpo_dist.runs.prepare import Prepared, download, load_tokenizer, refuse
 from grpo_dist.runs.start_checks import model_problems, setting_problems
@@ -77,4 +78,6 @@ def starting_model(sft: SFTConfig, say: Callable[[str], None]) -> Path:
     local = expanded(sft.model)
     is_here = is_made(sft.model) or sft.model.startswith((".", "~", "/")) or local.exists()
     is_hub_id = sft.model.count("/") == 1 and not is_here
-    return download(sft.model, None, "sft.model") if is_hub_id else base_model(sft, say)
+    if not is_hub_id:
+        return base_model(sft, say)
+    return usable_model(download(sft.model, None, "sft.model"), f"sft.model = {sft.model}", say)

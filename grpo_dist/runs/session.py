@@ -23,6 +23,7 @@ from grpo_dist.observe import Tracker
 from grpo_dist.observe.console import print_before_after
 from grpo_dist.observe.settings import check_trackers
 from grpo_dist.policy.export import why_no_export
+from grpo_dist.policy.usable_model import usable_model
 from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, newest_whole, remove_partial
 from grpo_dist.runs.directories import check_writable, choose_run_dir, resumed_by_name, with_resume_settings
 from grpo_dist.runs.environment import write_environment
@@ -224,10 +225,11 @@ async def _restore(run: Run, point: ResumePoint, workers: Workers) -> None:
 
 async def _evaluate_export(run: Run, cluster: Cluster) -> dict[str, float]:
     """Evaluate the exported files on a new engine: the reported number is that of the model a user gets."""
-    config, stuck = run.config, cluster.where_stuck
-    limit_s = config.cluster.timeouts.up_s
+    config, stuck, directory = run.config, cluster.where_stuck, run.directory / MODEL
+    limit_s, trusted = config.cluster.timeouts.up_s, config.model.trust_remote_code
+    model_dir = usable_model(directory, f"the export {directory}", print_line, trust_remote_code=trusted)
     async with deadline(limit_s, "start: engine on the exported model", explain=stuck):
-        samplers = await cluster.start_evaluation(run.directory / MODEL)
+        samplers = await cluster.start_evaluation(model_dir)
     with stage("final evaluation", "of the exported model"):
         final = await evaluate(
             config, samplers, run.prepared.eval_sets, run.tracker, step=config.steps, explain=stuck

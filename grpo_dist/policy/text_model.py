@@ -1,0 +1,177 @@
+"""The text model inside a vision-language checkpoint, as a model of its own, and the way back.
+
+A checkpoint such as Gemma 3's wraps a text model:
+
+    checkpoint                                     text model
+    language_model.model.layers.0...     <->       model.layers.0...
+    language_model.lm_head.weight        <->       lm_head.weight, unless tied to the embedding
+    vision_tower..., projector...        <->       wrapper/model.safetensors
+
+A run trains the text model: engine, reference and adapters see nothing else. An export has its weights under
+the names of the checkpoint, and the bytes of all others as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_dist.policy.checkpoint_format import CheckpointFormat
+from grpo_dist.policy.lora import base_weights
+from grpo_dist.policy.weight_buckets import ParameterSpec
+from grpo_dist.runtime.cache import cached, fingerprint
+from grpo_dist.runtime.json_files import read_json
+from grpo_dist.runtime.model_files import StoredTensor, stored_tensors, write_tensors
+
+_VERSION = 1  # of the files this module writes; raise it when they change
+_WRAPPER = "wrapper"  # folder of the text model's directory: all that is not text, and the names
+_NAMES = "names.json"
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_TEXT = "model."  # what transformers' text models call their decoder
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pth", "*.gguf")
+
+
+def text_model(directory: Path, config: Any, where: str) -> Path:
+    """Return the directory of the text model in ``directory``, cached; it needs as much disk.
+
+    Args:
+        config: transformers' configuration of the whole.
+        where: the key and its value, for messages: ``model.path = some/model``.
+
+    Raises:
+        ValueError: the text model cannot be had on its own.
+    """
+    text, stored = deepcopy(config.get_text_config()), stored_tensors(directory)
+    try:
+        model_class = _text_class(text)
+        prefix, head = _decoder_and_head(stored)
+        # As transformers ties on loading: a head that is stored, and differs, is one of its own.
+        tied = head is None or (
+            config.tie_word_embeddings and stored[head].equals(stored[prefix + _EMBEDDING])
+        )
+        text.tie_word_embeddings = tied
+        names = {name: _TEXT + name.removeprefix(prefix) for name in stored if name.startswith(prefix)}
+        if head is not None:
+            names[head] = _TEXT + _EMBEDDING if tied else _HEAD
+        _check_whole(model_class, text, set(names.values()))
+    except _Inseparable as error:
+        raise ValueError(
+            f"{where}: a {config.model_type} model, and only the text model inside can be trained, which "
+            f"cannot be had on its own: {error}; use the text model's own checkpoint, or a wrapper such as "
+            "Gemma 3, Mistral 3 or Qwen3.5"
+        ) from error
+    text.architectures = [model_class.__name__]
+    for key in ("dtype", "bos_token_id", "eos_token_id", "pad_token_id"):
+        if (value := getattr(config, key, None)) is not None:  # the wrapper's, where it has its own
+            setattr(text, key, value)
+    decides = {"version": _VERSION, "directory": str(directory), "files": fingerprint(directory)}
+
+    def write(made: Path) -> None:
+        _write_text(directory, made, text, stored, names)
+        _write_rest(directory, made / _WRAPPER, stored, names)
+
+    return cached(f"text-{directory.name}", decides, write)
+
+
+def wrapper_of(model_dir: Path) -> str:
+    """Return the model type of the checkpoint whose text model `text_model` put in ``model_dir``; "": it is
+    none.
+    """
+    file = model_dir / _WRAPPER / "config.json"
+    return str(read_json(file)["model_type"]) if file.is_file() else ""
+
+
+class _Inseparable(Exception):
+    """Why a text model cannot be taken out of a checkpoint."""
+
+
+def _text_class(text: Any) -> Any:
+    """Return transformers' class for the configuration ``text``."""
+    from transformers import AutoModelForCausalLM  # slow to import
+
+    if type(text) not in AutoModelForCausalLM._model_mapping:
+        raise _Inseparable(f"transformers has no causal language model of type {text.model_type}")
+    return AutoModelForCausalLM._model_mapping[type(text)]
+
+
+def _decoder_and_head(stored: Mapping[str, StoredTensor]) -> tuple[str, str | None]:
+    """Return what the names of the decoder's tensors begin with, and that of the head; None: there is none."""
+    if not stored:
+        raise _Inseparable("its weights are not safetensors")
+    prefixes = [
+        name.removesuffix(_EMBEDDING)
+        for name in stored
+        if name.endswith(_EMBEDDING) and name.removesuffix(_EMBEDDING) + "norm.weight" in stored
+    ]
+    heads = [name for name in stored if name == _HEAD or name.endswith(f".{_HEAD}")]
+    if len(prefixes) != 1 or len(heads) > 1:
+        raise _Inseparable("its names show no single decoder with embedding, layers and norm")
+    return prefixes[0], next(iter(heads), None)
+
+
+def _check_whole(model_class: Any, text: Any, names: set[str]) -> None:
+    """Raise _Inseparable unless ``names`` are those of the text model, with experts fused or one by one."""
+    with torch.device("meta"):
+        model = model_class(text)
+    held = {name: ParameterSpec.of(name, tensor) for name, tensor in base_weights(model)}
+    stored_as = {
+        name: {spec.name for spec in specs} for name, specs in CheckpointFormat(model, held).specs.items()
+    }
+    if unknown := sorted(names - set(stored_as).union(*stored_as.values())):
+        raise _Inseparable(f"transformers' text model has no {unknown[0]}")
+    if missing := [name for name, ways in stored_as.items() if not (name in names or ways <= names)]:
+        raise _Inseparable(f"the checkpoint has no {missing[0]}")
+
+
+def _write_text(
+    source: Path, made: Path, text: Any, stored: Mapping[str, StoredTensor], names: Mapping[str, str]
+) -> None:
+    """Write the text model: its weights, configuration, and what else lies beside them, as the tokenizer."""
+    for file in source.iterdir():
+        if file.is_file() and not any(map(file.match, (*_WEIGHTS, "*processor_config.json"))):
+            shutil.copyfile(file, made / file.name)
+    write_tensors(made, {names[name]: tensor for name, tensor in stored.items() if name in names})
+    text.save_pretrained(made)
+
+
+def _write_rest(
+    source: Path, wrapper: Path, stored: Mapping[str, StoredTensor], names: Mapping[str, str]
+) -> None:
+    """Write all that an export needs beside the text model's weights."""
+    wrapper.mkdir()
+    for file in (source / "config.json", *source.glob("*processor_config.json")):
+        shutil.copyfile(file, wrapper / file.name)
+    write_tensors(wrapper, {name: tensor for name, tensor in stored.items() if name not in names})
+    (wrapper / _NAMES).write_text(json.dumps(names))
+
+
+def restore_wrapper(model_dir: Path, export: Path) -> None:
+    """Make ``export``, a text model that was trained from ``model_dir``, the whole checkpoint again. Does
+    nothing where `text_model` did not make ``model_dir``.
+    """
+    wrapper = model_dir / _WRAPPER
+    if not wrapper_of(model_dir):
+        return
+    trained, names = stored_tensors(export), read_json(wrapper / _NAMES)
+    whole = {name: trained[text] for name, text in names.items()} | stored_tensors(wrapper)
+    config, dtype = read_json(wrapper / "config.json"), read_json(export / "config.json").get("dtype")
+    for section in (config, config.get("text_config")):
+        for key in {"dtype", "torch_dtype"} & set(section or ()):
+            section[key] = dtype  # that of the trained weights
+    trained_files = [*export.glob("*.safetensors"), *export.glob("*.safetensors.index.json")]
+    with tempfile.TemporaryDirectory(dir=export) as folder:
+        write_tensors(Path(folder), whole)
+        for file in trained_files:
+            file.unlink()
+        for file in Path(folder).iterdir():
+            file.rename(export / file.name)
+    for file in wrapper.glob("*processor_config.json"):
+        shutil.copyfile(file, export / file.name)
+    (export / "config.json").write_text(json.dumps(config, indent=2))

@@ -1,0 +1,347 @@
+"""What lies in a directory that someone names as a model: whole weights in Hugging Face format, or something
+else, which a message can name. Reads names, configurations and the headers of safetensors files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+from grpo_dist.runtime.json_files import read_json
+
+INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+# What transformers loads, in its order.
+_WEIGHTS = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_POINTER = b"version https://git-lfs"
+_PART = 16 << 20  # bytes
+_SHARD = 5 * 10**9  # bytes
+_LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a safetensors file. ``start``, ``end``: of its bytes in ``file``."""
+
+    file: Path
+    dtype: str  # as the format names it: BF16
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Return whether both have the same type, shape and bytes."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        return all(mine == theirs for mine, theirs in zip(self._parts(), other._parts(), strict=True))
+
+    def copy_to(self, out: IO[bytes]) -> None:
+        for part in self._parts():
+            out.write(part)
+
+    def _parts(self) -> Iterator[bytes]:
+        """Yield the bytes in order, some MiB at a time."""
+        with self.file.open("rb") as opened:
+            opened.seek(self.start)
+            for at in range(self.start, self.end, _PART):
+                yield opened.read(min(_PART, self.end - at))
+
+
+def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of the model in ``model_dir`` by name; {}: its weights are not safetensors.
+
+    Only headers are read: mapping a file that is larger than the machine's memory may fail. Raises ValueError
+    for a file that is missing, cut short or no safetensors file.
+    """
+    return {name: tensor for file in weight_files(model_dir) for name, tensor in _header(file)}
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """Return the safetensors files of the model. Raises ValueError where one that the index names is missing,
+    as after an interrupted download.
+    """
+    index, single = model_dir / INDEX, model_dir / "model.safetensors"
+    if single.is_file() or not index.is_file():  # transformers prefers the single file, too
+        return [single] if single.is_file() else []
+    try:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index}: no index of weights ({error!r}); download the model again") from error
+    if missing := [name for name in names if not (model_dir / name).is_file()]:
+        raise ValueError(
+            f"{model_dir}: {len(missing)} of {len(names)} weight files are missing, e.g. {missing[0]}; "
+            "download the model again"
+        )
+    return [model_dir / name for name in names]
+
+
+def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield what the header of ``file`` lists. Raises ValueError as `stored_tensors`."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        first = opened.read(8)
+        if _POINTER.startswith(first) and first:
+            raise ValueError(f"{file}: a Git LFS pointer in place of weights; run `git lfs pull` there")
+        length = int.from_bytes(first, "little")
+        damaged = f"{file}: damaged, or no safetensors file; download the model again"
+        if len(first) < 8 or not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+            raise ValueError(damaged)
+        try:
+            entries: dict[str, Any] = json.loads(opened.read(length))
+        except ValueError as error:
+            raise ValueError(damaged) from error
+    entries.pop("__metadata__", None)
+    last = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    if size < last:
+        raise ValueError(f"{file}: cut short, {size:,} of {last:,} bytes; download the model again")
+    for name, entry in entries.items():
+        start, end = (8 + length + offset for offset in entry["data_offsets"])
+        yield name, StoredTensor(file, entry["dtype"], tuple(entry["shape"]), start, end)
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Copy ``tensors`` to `directory/model.safetensors`, or to several files with their index, under the
+    names that they have in the mapping.
+    """
+    shards: list[dict[str, StoredTensor]] = [{}]
+    room = _SHARD
+    for name, tensor in tensors.items():
+        if tensor.end - tensor.start > room and shards[-1]:
+            shards.append({})
+            room = _SHARD
+        shards[-1][name] = tensor
+        room -= tensor.end - tensor.start
+    count = len(shards)
+    files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    if count == 1:
+        files = ["model.safetensors"]
+    for file, shard in zip(files, shards, strict=True):
+        _write_shard(directory / file, shard)
+    if count > 1:
+        places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        total = sum(tensor.end - tensor.start for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (directory / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def _write_shard(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in tensors.items():
+        end = at + tensor.end - tensor.start
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns tensors
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            tensor.copy_to(out)
+
+
+def check_directory(directory: Path, where: str) -> None:
+    """Raise ValueError, with what ``directory`` is and what to do, unless it has a config.json and whole,
+    unquantised weights.
+
+    Args:
+        where: the key and its value, for messages: ``model.path = some/model``.
+    """
+    key = where.partition(" = ")[0]
+    config_file = directory / "config.json"
+    if not config_file.is_file():
+        problem = _what_else(directory, key) or (
+            "the directory has no config.json; expected a Hugging Face model directory"
+        )
+        raise ValueError(f"{where}: {problem}")
+    if not any((directory / name).is_file() for name in _WEIGHTS):
+        problem = _what_else(directory, key) or (
+            "it has no weights; expected model.safetensors, or several with their index, next to config.json"
+        )
+        raise ValueError(f"{where}: {problem}")
+    try:
+        config = read_json(config_file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{where}: its config.json cannot be read ({error}); download it again") from error
+    try:
+        problem = quantization(directory, config)
+    except ValueError as error:  # of its weight files
+        raise ValueError(f"{where}: {error}") from error
+    if problem:
+        raise ValueError(f"{where}: {problem}")
+
+
+def quantization(directory: Path, config: Any) -> str:
+    """Return what is wrong with a checkpoint whose weights are quantised; "": they are not.
+
+    Updates of quantised weights would be rounded away, and the engine would compute with other weights than
+    the trainer.
+    """
+    method = ""
+    for section in _sections(config):
+        settings = section.get("quantization_config") or section.get("compression_config")
+        if isinstance(settings, dict):
+            bits = settings.get("bits") or ("4" if settings.get("load_in_4bit") else "")
+            name = settings.get("quant_method") or settings.get("format") or "unknown method"
+            method = f"{name}, {bits} bits" if bits else str(name)
+    stored = stored_tensors(directory)  # also where the method is known: damage is found here
+    if not method:
+        # Matrices: buffers, such as positions, are whole numbers in many checkpoints.
+        packed = (
+            (name, tensor)
+            for name, tensor in stored.items()
+            if tensor.dtype not in _FLOATS and len(tensor.shape) > 1 and prod(tensor.shape) > 1 << 16
+        )
+        if (first := next(packed, None)) is None:
+            return ""
+        method = f"{first[0]} has type {first[1].dtype}"
+    return (
+        f"its weights are quantised ({method}), and quantised weights cannot be trained; use the checkpoint "
+        "that it was made from (usually the name without -FP8, -AWQ, -GPTQ, -bnb-4bit), or de-quantise it "
+        "once to two bytes a weight (transformers: model.dequantize(), save_pretrained); engines can sample "
+        "with weights in 8 bits all the same: `rollout.quantization`"
+    )
+
+
+def _sections(config: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(config, dict):
+        yield config
+        for inner in config.values():
+            yield from _sections(inner) if isinstance(inner, dict) else ()
+
+
+def _what_else(directory: Path, key: str) -> str:
+    """Return what a directory without a whole model is, and what to do; "": nothing that is known."""
+    here = sorted(os.listdir(directory))
+    for describe in (_adapter, _of_a_run, _models_below, _sharded, _weights_of_others):
+        if problem := describe(directory, here, key):
+            return problem
+    if "config.json" not in here and any(name in here for name in _WEIGHTS):
+        return (
+            "it has weights, but no config.json; copy config.json and the tokenizer's files from the model "
+            "that it was trained from"
+        )
+    if any(name in here for name in ("optimizer.pt", "optimizer.bin", "scheduler.pt", "training_args.bin")):
+        return (
+            "it holds the state of a trainer (optimizer, scheduler) without the model's weights; name the "
+            "directory to which that trainer saved the model"
+        )
+    return ""
+
+
+def _adapter(directory: Path, here: list[str], key: str) -> str:
+    """Describe a directory with adapters of peft."""
+    if ADAPTER_CONFIG not in here:
+        return ""
+    what = f"it is a LoRA adapter of {base_of_adapter(directory) or 'another model'}, not a whole model"
+    if key == "model.path":
+        return f"{what}; set `model.path` to the model that it adapts and `model.adapter` to {directory}"
+    return f"{what}; merge it (peft: merge_and_unload, save_pretrained) and name the result"
+
+
+def base_of_adapter(directory: Path) -> str:
+    """Return the model that an adapter of peft names as its base; "": none."""
+    try:
+        return str(read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
+    except (OSError, ValueError, AttributeError):
+        return ""
+
+
+# Files of a trainer's shards or states, by a regular expression of their names; what they are, and how they
+# become a model. `{dir}`: the directory that holds them.
+_SHARDS = (
+    (
+        r"model_world_size_\d+_rank_\d+\.pt",
+        "FSDP shards of verl",
+        "python -m verl.model_merger merge --backend fsdp --local_dir {dir} --target_dir OUT",
+    ),
+    (
+        r"zero_to_fp32\.py|.*_model_states\.pt|.*_optim_states\.pt|zero_pp_rank_.*",
+        "shards of a DeepSpeed checkpoint",
+        "python {dir}/zero_to_fp32.py {dir} OUT --safe_serialization, then copy config.json and the "
+        "tokenizer's files of the model that it was trained from to OUT",
+    ),
+    (
+        r"latest_checkpointed_iteration\.txt|mp_rank_\d+.*|model_optim_rng\.pt|dist_ckpt",
+        "a Megatron checkpoint",
+        "Megatron's or its trainer's own converter to Hugging Face format (Megatron Bridge: "
+        "AutoBridge.export_ckpt; verl: python -m verl.model_merger merge --backend megatron)",
+    ),
+    (
+        r".*\.distcp|pytorch_model_fsdp_\d+",
+        "shards of torch's distributed checkpoints (FSDP)",
+        "accelerate merge-weights {dir} OUT, then copy config.json and the tokenizer's files of the model "
+        "that it was trained from to OUT",
+    ),
+)
+_BELOW = re.compile(r"actor|policy|model|(global_)?step_?\d+|iter_\d+|checkpoint-\d+")  # folders of shards
+
+
+def _sharded(directory: Path, here: list[str], key: str) -> str:
+    """Describe a checkpoint of another trainer, also one level below, as in global_step_100/actor."""
+    below = [directory / name for name in here if _BELOW.fullmatch(name) and (directory / name).is_dir()]
+    for level in (directory, *below):
+        names = sorted(os.listdir(level))
+        for pattern, what, remedy in _SHARDS:
+            if any(re.fullmatch(pattern, name) for name in names):
+                return f"it holds {what}, not a model; make one with {remedy.format(dir=level)}; name OUT"
+    return ""
+
+
+def _weights_of_others(directory: Path, here: list[str], key: str) -> str:
+    """Describe weights in formats that transformers does not load."""
+    if files := [name for name in here if name.lower().endswith(".gguf")]:
+        return f"it holds GGUF files; name one: {directory / files[0]}"
+    if "model_index.json" in here:
+        return "it is a diffusion pipeline, not a language model"
+    if any(name.startswith("consolidated") for name in here):
+        return (
+            "it holds weights in the format of the model's own authors (consolidated.*, params.json); use "
+            "the checkpoint in Hugging Face format, which the same hub page or its -hf twin has"
+        )
+    others = {"tf_model.h5": "TensorFlow", "flax_model.msgpack": "Flax", "weights.npz": "MLX"}
+    others |= {name: "ONNX" for name in here if name.endswith(".onnx")}
+    for name, kind in others.items():
+        if name in here:
+            return f"it holds weights for {kind} alone ({name}); expected safetensors"
+    return ""
+
+
+def _of_a_run(directory: Path, here: list[str], key: str) -> str:
+    """Describe the directory of a run of this project, one of its checkpoints, or the folder of them."""
+    runs = [run for run in (directory, *directory.absolute().parents[:2]) if (run / "checkpoints").is_dir()]
+    if not runs or not (directory == runs[0] or {"manifest.json", "checkpoints"} & {*here, directory.name}):
+        return ""
+    what = "the directory of a run" if directory == runs[0] else "of a run, to resume it"
+    if (model := runs[0] / "model").joinpath("config.json").is_file():
+        return f"it is {what}, and the model of that run is in `model`; set `{key}` to {model}"
+    return (
+        f"it is {what}, and that run has not written its model yet; run it to its end, or resume it with "
+        f"`steps` set to the step of its last checkpoint, and set `{key}` to {model}"
+    )
+
+
+def _models_below(directory: Path, here: list[str], key: str) -> str:
+    """Name the models and adapters in folders of the directory, as trainers write them at each checkpoint."""
+
+    def latest(names: list[str]) -> Path:
+        return directory / max(names, key=lambda name: [int(n) for n in re.findall(r"\d+", name)] or [-1])
+
+    whole = [n for n in here if any((directory / n / file).is_file() for file in _WEIGHTS)]
+    if models := [name for name in whole if (directory / name / "config.json").is_file()]:
+        return (
+            f"it holds no model, but these folders do: {', '.join(models[:5])}; set `{key}` to one, e.g. "
+            f"{latest(models)}"
+        )
+    if adapters := [name for name in here if (directory / name / ADAPTER_CONFIG).is_file()]:
+        return (
+            f"it holds no model, but LoRA adapters in {', '.join(adapters[:5])}; set `model.path` to the "
+            f"model that they adapt and `model.adapter` to one, e.g. {latest(adapters)}"
+        )
+    return ""

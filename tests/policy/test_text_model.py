@@ -1,0 +1,174 @@
+"""The text model inside a vision-language checkpoint: the same numbers out, the same names and bytes back."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+from grpo_dist.demo.tokenizer import character_tokenizer
+from grpo_dist.policy.export import write_model
+from grpo_dist.policy.lora import base_weights
+from grpo_dist.policy.usable_model import usable_model
+from grpo_dist.runtime import model_files
+from tests.support.wrappers import SHAPES, wrapper
+
+TOKENS = torch.arange(11, 43)[None]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def usable(directory):
+    notes = []
+    return usable_model(directory, f"model.path = {directory}", notes.append), notes
+
+
+def trained_export(text_dir, out):
+    """Export the text model after a change of every weight; return the changed model."""
+    model = AutoModelForCausalLM.from_pretrained(text_dir, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=generator))
+    weights = {name: tensor.detach() for name, tensor in base_weights(model)}
+    write_model(model, weights, {}, out, str(text_dir), False)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_wrapped_text_model_computes_the_same_and_returns_under_its_names(cache, kind):
+    source, out = cache / kind, cache / "out"
+    whole = wrapper(source, kind)
+    text_dir, notes = usable(source)
+    assert f"{kind} wraps a text model" in notes[0]
+    text = AutoModelForCausalLM.from_pretrained(text_dir, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = whole(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS)).logits
+        assert torch.allclose(text(input_ids=TOKENS).logits, expected, atol=1e-5)
+        assert float(expected.std()) > 0.01
+    changed = trained_export(text_dir, out)
+
+    before, after = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    assert sorted(after) == sorted(before)
+    kept = {name for name in before if any(part in name for part in ("vis", "projector", "scalar"))}
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert kept and moved == set(before) - kept
+    again = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.allclose(again(input_ids=TOKENS).logits, changed(input_ids=TOKENS).logits, atol=1e-5)
+        assert not torch.allclose(changed(input_ids=TOKENS).logits, expected, atol=1e-2)
+    assert (out / "preprocessor_config.json").is_file()
+    assert len(AutoTokenizer.from_pretrained(out)) == len(AutoTokenizer.from_pretrained(source))
+    assert usable(out)[0] != out  # trains on
+
+
+def test_a_stored_head_that_equals_the_embedding_is_trained_and_returned_as_one(cache):
+    """Mistral's wrapper ties by default, and checkpoints have the head all the same."""
+    source, out = cache / "m", cache / "out"
+    wrapper(source, "mistral3")
+    weights, head, embedding = (
+        load_file(source / "model.safetensors"),
+        *(f"language_model.{name}.weight" for name in ("lm_head", "model.embed_tokens")),
+    )
+    assert head not in weights
+    save_file(weights | {head: weights[embedding].clone()}, source / "model.safetensors", {"format": "pt"})
+    changed = trained_export(usable(source)[0], out)
+    after = load_file(out / "model.safetensors")
+    assert torch.equal(after[head], after[embedding])
+    assert torch.equal(after[head], changed.get_input_embeddings().weight)
+
+    other = weights[embedding] + torch.randn(weights[embedding].shape)
+    save_file(weights | {head: other}, source / "model.safetensors", {"format": "pt"})
+    text_dir, _ = usable(source)
+    untied = trained_export(text_dir, cache / "untied")
+    after = load_file(cache / "untied" / "model.safetensors")
+    assert torch.equal(after[head], untied.lm_head.weight.detach())
+    assert not torch.equal(after[head], after[embedding])
+
+
+def test_large_models_are_written_in_several_files(cache, monkeypatch):
+    monkeypatch.setattr(model_files, "_SHARD", 100_000)
+    source, out = cache / "m", cache / "out"
+    wrapper(source, "gemma3")
+    changed = trained_export(usable(source)[0], out)
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 3
+    again = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.allclose(again(input_ids=TOKENS).logits, changed(input_ids=TOKENS).logits, atol=1e-5)
+
+
+def test_buffers_of_a_checkpoint_are_exported(cache):
+    """GLM-4-MoE and DeepSeek choose experts by a bias that is no parameter."""
+    shape = {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+        "tie_word_embeddings": False,
+        "vocab_size": 272, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 32, "pad_token_id": 0,
+    }  # fmt: skip
+    source, out = cache / "m", cache / "out"
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **shape), dtype=torch.float32)
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    bias.copy_(torch.tensor([0.5, -0.25, 0.125, 1.0]))
+    model.save_pretrained(source)
+    character_tokenizer(ascii_only=True).save_pretrained(source)
+    trained_export(source, out)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(load_file(out / "model.safetensors")[name], bias)
+
+
+def with_another_text_name(directory):
+    wrapper(directory, "gemma3")
+    weights = load_file(directory / "model.safetensors")
+    weights["language_model.model.layers.0.gate.weight"] = torch.zeros(1)
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+
+
+def with_a_missing_layer(directory):
+    wrapper(directory, "gemma3")
+    weights = load_file(directory / "model.safetensors")
+    del weights["language_model.model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (with_another_text_name, "transformers' text model has no model.layers.0.gate.weight"),
+        (with_a_missing_layer, "the checkpoint has no model.layers.1.mlp.up_proj.weight"),
+    ],
+)
+def test_a_text_model_that_is_not_whole_is_refused(cache, damage, words):
+    damage(cache / "m")
+    with pytest.raises(ValueError, match=re.escape(words)) as raised:
+        usable(cache / "m")
+    assert "\n" not in str(raised.value) and "model.path = " in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "qwen3_vl"}, "no causal language model of type qwen3_vl_text"),
+        ({"model_type": "t5"}, "t5 is an encoder with a decoder"),
+        ({"model_type": "clip"}, "clip"),
+        ({"model_type": "resnet"}, "resnet is no causal language model"),
+        ({"model_type": "whisper9"}, "model_type = whisper9, which transformers"),
+        ({"model_type": "own", "auto_map": {}}, "set model.trust_remote_code=true"),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+            "LlamaForSequenceClassification is a classifier, such as a reward model",
+        ),
+    ],
+)
+def test_what_is_no_causal_language_model_is_refused_in_one_line(cache, config, words):
+    (cache / "config.json").write_text(json.dumps(config))
+    save_file({"w": torch.zeros(1)}, cache / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(words)) as raised:
+        usable(cache)
+    assert len(str(raised.value)) < 500 and "\n" not in str(raised.value)
