@@ -102,7 +102,7 @@ def _text_class(text: Any) -> Any:
 
 
 def _decoder_and_head(stored: Mapping[str, StoredTensor]) -> tuple[str, str | None]:
-    """Return what the names of the decoder's tensors begin with, and that of the head; None: there is none."""
+    """Return what names of the decoder begin with, and the name of the head; None: there is none."""
     if not stored:
         raise _Inseparable("its weights are not safetensors")
     prefixes = [
