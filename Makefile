@@ -13,7 +13,7 @@ PACKAGES := .venv-packages/.ready
 .PHONY: setup demo demo-short demo-real demo-tools pipeline bench gpu-check test test-all chaos evidence install-check reference lint clean
 setup: $(READY)
 
-$(READY): pyproject.toml launch/setup.sh
+$(READY): pyproject.toml launch/setup.sh $(wildcard docker/constraints-$(EXTRA).txt)
 	EXTRA=$(EXTRA) PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) bash launch/setup.sh
 	touch $@
 

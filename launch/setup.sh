@@ -2,13 +2,13 @@
 # Makes .venv with everything in it.
 #   EXTRA=cpu (default) or gpu   the build of the engine
 #   DEV=yes (default) or no      with what tests and lint need
-#   CONSTRAINTS=FILE             versions of packages, e.g. docker/constraints-cpu.txt; default the newest that fit
+#   CONSTRAINTS=FILE             versions of packages; default docker/constraints-EXTRA.txt; /dev/null: the newest that fit
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 EXTRA=${EXTRA:-cpu}
 DEV=${DEV:-yes}
-CONSTRAINTS=${CONSTRAINTS:-}
+CONSTRAINTS=${CONSTRAINTS:-docker/constraints-$EXTRA.txt}
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 
 "$PYTHON" - <<'CHECK'
@@ -37,7 +37,7 @@ if [ "$EXTRA" = cpu ]; then
 else
     echo "torch==2.13.0" > .venv/constraints.txt
 fi
-[ -z "$CONSTRAINTS" ] || cat "$CONSTRAINTS" >> .venv/constraints.txt
+cat "$CONSTRAINTS" >> .venv/constraints.txt
 extras=$EXTRA
 [ "$DEV" = no ] || extras+=,dev
 "${pip[@]}" install --quiet -c .venv/constraints.txt -e ".[$extras]"
