@@ -47,7 +47,7 @@ bench: $(READY)
 
 # What holds on this machine's GPUs, in at most 10 minutes: make gpu-check EXTRA=gpu. Without a GPU: ARGS=--rehearse
 gpu-check: $(READY)
-	$(BIN)/grpo-dist gpu-check $(ARGS)
+	$(BIN)/python -m pytest --confcutdir=tests/gpu -q -m gpu tests/gpu/test_gpu.py $(ARGS)
 
 # Both halves of the suite at once, the same tests every time; test-all has the slow ones too: hours on two cores. Python keeps what it compiled: the suite starts a thousand processes.
 test test-all: export PYTHONDONTWRITEBYTECODE :=

@@ -1,7 +1,7 @@
 """The command line: ``grpo-dist train|sft|sample|check|bench|plan|submit CONFIG [key=value ...]``,
-``grpo-dist eval MODEL DATA``, ``grpo-dist score COMPLETIONS``, ``grpo-dist pipeline FILE``, ``grpo-dist
-gpu-check``, ``grpo-dist status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Heavy imports are
-inside the commands.
+``grpo-dist eval MODEL DATA``, ``grpo-dist score COMPLETIONS``, ``grpo-dist pipeline FILE``,
+``grpo-dist status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Heavy imports are inside the
+commands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from grpo_dist.runtime.unread_output import unread_output_dropped
 from grpo_dist.runtime.version import __version__
 from grpo_dist.tools.arguments import add_command, add_inputs, parse
 from grpo_dist.tools.evaluate.arguments import add_commands as add_evaluation
-from grpo_dist.tools.gpu_check.command import add_gpu_check
 from grpo_dist.tools.report.arguments import add_report
 from grpo_dist.tools.scoring.arguments import add_commands as add_scoring
 from grpo_dist.tools.submit.arguments import add_commands as add_submission
@@ -221,7 +220,6 @@ def command_parser() -> argparse.ArgumentParser:
         add_inputs(sub, "YAML file, e.g. configs/demo.yaml", "e.g. steps=50 policy.optimizer.lr=1e-5")
     _add_check(commands)
     _add_bench(commands)
-    add_gpu_check(commands)
     _add_plan(commands)
     _add_recipes(commands)
     add_evaluation(commands)

@@ -35,12 +35,6 @@ class Unhealthy(RunEnded):
     exit_code = 3
 
 
-class IncompleteCheck(RunEnded):
-    """Nothing that was checked fails, and the time did not suffice for all checks."""
-
-    exit_code = 4
-
-
 class Preempted(RunEnded):
     """The run was asked to end, and ended in order."""
 

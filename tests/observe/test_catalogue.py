@@ -25,8 +25,8 @@ from grpo_dist.types import PreparedBatch
 from tests.support import fakes
 
 ROOT = Path(__file__).resolve().parents[2]
-# Records of a benchmark, a check of GPUs, a plan, a submission or a pipeline are no metrics of a run.
-ELSEWHERE = ("bench", "gpu_check", "plan", "recipe", "submit")
+# Records of a benchmark, a plan, a submission or a pipeline are no metrics of a run.
+ELSEWHERE = ("bench", "plan", "recipe", "submit")
 LISTS = ("metric_list.py", "machine_metrics.py")
 FAMILIES = {m.name.partition("/")[0] for m in METRICS}
 NAME = re.compile(r"[a-z_]+(/[a-z0-9_@<>{}]+)+")

@@ -120,15 +120,6 @@ WRITERS = {
         "environments/sandbox/cells.py:_trim",
         "tools/submit/kuberay.py:_size",
     ],
-    "the figures of a measurement, collected in its record": [
-        "tools/gpu_check/jobs/device.py:_of_card",
-        "tools/gpu_check/jobs/engine.py:_sleep",
-        "tools/gpu_check/jobs/engine.py:_started",
-        "tools/gpu_check/jobs/head.py:_speed_and_memory",
-        "tools/gpu_check/jobs/tensor_parallel.py:_samples",
-        "tools/gpu_check/jobs/update.py:_memory",
-        "tools/gpu_check/jobs/update.py:_states",
-    ],
 }
 
 

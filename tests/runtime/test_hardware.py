@@ -88,20 +88,18 @@ def test_without_gpus_nothing_is_said(old_driver, monkeypatch):
     assert usable_gpus() == 0
 
 
-def test_a_run_a_check_and_a_gpu_check_refuse_such_a_driver(old_driver, tmp_path, monkeypatch):
+def test_a_run_and_a_check_refuse_such_a_driver(old_driver, monkeypatch):
     import ray
 
     from actors.connection import connect, local_resources
     from grpo_dist.config import ClusterConfig
     from grpo_dist.tools.check.devices import this_machine
-    from grpo_dist.tools.gpu_check.run import CheckOptions, run_check
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     for ask in (
         lambda: local_resources(ClusterConfig()),
         lambda: connect(ClusterConfig(address="local")),
         this_machine,
-        lambda: run_check(CheckOptions(tmp_path / "out"), print),
     ):
         with pytest.raises(UserError, match=r"driver 535\.54\.03"):
             ask()

@@ -43,7 +43,6 @@ def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(arguments,
         ("train a.yaml steps=3", "a.yaml", ["steps=3"]),
         ("plan a.yaml --cluster 1x8xH100 steps=3", "a.yaml", ["steps=3"]),
         ("bench --compare a.json b.json", None, []),
-        ("gpu-check --list steps=3", None, ["steps=3"]),
     ],
 )
 def test_words_behind_an_option_are_those_of_the_command(line, config, overrides):

@@ -75,7 +75,7 @@ class BenchResult:
 
     @classmethod
     def read(cls, path: Path) -> BenchResult:
-        """Read `bench.json`, or the benchmark in the record of `grpo-dist gpu-check`. Raises UserError for
+        """Read `bench.json`, or the benchmark in the record of `make gpu-check`. Raises UserError for
         another kind of file, or another schema.
         """
         try:
@@ -123,7 +123,7 @@ def _benchmark_of(record: dict[str, Any], path: Path) -> Any:
     if not record.get("bench"):
         raise UserError(
             f"{path}: this check has no benchmark, because its line `bench` was left out or failed; run "
-            "`grpo-dist gpu-check --only bench`, or pass the bench.json of a run"
+            "`make gpu-check ARGS=\"-k bench\"`, or pass the bench.json of a run"
         )
     device = {name: value for name, value in record.get("figures", {}).items() if name.startswith("device/")}
     return record["bench"] | {"figures": device | record["bench"]["figures"]}

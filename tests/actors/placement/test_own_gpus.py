@@ -78,7 +78,7 @@ def test_a_worker_that_sees_others_names_the_variable_and_the_remedy(actor, give
 
 
 def test_outside_of_ray_nothing_is_compared(monkeypatch):
-    """As in `gpu-check`, which starts an engine in its own process."""
+    """As in `make gpu-check`, which starts an engine in its own process."""
     monkeypatch.delenv(SHARED, raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     check_gpus()

@@ -9,8 +9,6 @@ import torch
 from grpo_dist.errors import UserError
 from grpo_dist.policy.attention import BlockKernel
 from grpo_dist.policy.varlen_attention import VarlenKernel
-from grpo_dist.tools.gpu_check.lines import CheckTask
-from grpo_dist.tools.gpu_check.sizes import MEMORY, UpdateSize, planned, update_config
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.engine_memory import rollout_engine, with_snapshot
 from grpo_dist.tools.plan.memory import (
@@ -27,12 +25,14 @@ from grpo_dist.tools.plan.memory import (
 from grpo_dist.tools.plan.models import from_config_json, published
 from grpo_dist.tools.plan.sharing import host_bytes
 from grpo_dist.tools.plan.workload import Workload, workload_of
+from tests.gpu.process import CheckTask
+from tests.gpu.sizes import MEMORY, UpdateSize, planned, update_config
 from tests.support.fakes import config
 from tests.support.kept_tensors import SHAPE, kept_for_backward, varlen_that_keeps
 from tests.support.planned_models import model_of
 
 ROOT = Path(__file__).resolve().parents[3]
-MEASURED = ROOT / "grpo_dist" / "tools" / "gpu_check" / "measured"
+MEASURED = ROOT / "tests/gpu/measured"
 LENGTHS = Workload(100, config().bench.lengths, 1000, measured=(300,))
 
 

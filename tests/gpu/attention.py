@@ -12,18 +12,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.tools.bench.table import written
-from grpo_dist.tools.gpu_check.clock import device, fastest_of
-from grpo_dist.tools.gpu_check.dtypes import ROUNDING
-from grpo_dist.tools.gpu_check.findings import Findings
-from grpo_dist.tools.gpu_check.lines import CheckTask
-from grpo_dist.tools.gpu_check.sizes import dtype_of
+from tests.gpu.device import fastest_of, this_device
+from tests.gpu.findings import Findings
+from tests.gpu.process import CheckTask
+from tests.gpu.sizes import ROUNDING, dtype_of
 
 _HEADS = ((14, 2, 64), (12, 2, 128))  # queries, keys and values, size: those of 0.5B and 1.5B
 _PROMPT = 37  # tokens that the first two rows share
 _NAMES = ("output", "gradient of queries", "gradient of keys", "gradient of values")
 
 
-def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+def attention(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     found, lengths = Findings(), [5, 33, 60, 1] if task.rehearsal else [5, 130, 700, 1]
     dtype = getattr(torch, dtype_of(task))
     worst = np.zeros(len(_NAMES))
@@ -63,14 +62,16 @@ def _errors(
     queries, keys, width = heads
     generator = torch.Generator().manual_seed(len(rows) + queries)
     q, k, v = (
-        torch.randn(size, h, width, generator=generator).to(device(), dtype).requires_grad_()
+        torch.randn(size, h, width, generator=generator).to(this_device(), dtype).requires_grad_()
         for h in (queries, keys, keys)
     )
-    weight = torch.randn(size, queries, width, generator=generator).to(device())
-    read = torch.zeros(size, 1, 1, device=device())
-    read[torch.from_numpy(np.unique(np.concatenate(rows))).to(device())] = 1.0  # the others are arbitrary
+    weight = torch.randn(size, queries, width, generator=generator).to(this_device())
+    read = torch.zeros(size, 1, 1, device=this_device())
+    read[torch.from_numpy(np.unique(np.concatenate(rows))).to(this_device())] = (
+        1.0  # the others are arbitrary
+    )
     groups = [*range(len(lengths)), 1]  # the last row shares its beginning with the second
-    spans = choose_kernel("auto", device(), dtype).spans(rows, groups, size, device())
+    spans = choose_kernel("auto", this_device(), dtype).spans(rows, groups, size, this_device())
     scale = width**-0.5
     out = spans.attend(q, k, v, scale=scale, window=window, dropout=0.0) * read
     own = torch.autograd.grad((out.float() * weight).sum(), (q, k, v))
@@ -106,11 +107,13 @@ def _speed(task: CheckTask, dtype: torch.dtype) -> dict[str, float]:
     """Return the rate of forward and backward over rows of one length: operations of causal attention."""
     (rows, length), (queries, keys, width) = ((2, 512) if task.rehearsal else (32, 2048)), _HEADS[0]
     q, k, v = (
-        torch.randn(rows * length, h, width, device=device()).to(dtype).requires_grad_()
+        torch.randn(rows * length, h, width, device=this_device()).to(dtype).requires_grad_()
         for h in (queries, keys, keys)
     )
     indices = [np.arange(i * length, (i + 1) * length) for i in range(rows)]
-    spans = choose_kernel("auto", device(), dtype).spans(indices, range(rows), rows * length, device())
+    spans = choose_kernel("auto", this_device(), dtype).spans(
+        indices, range(rows), rows * length, this_device()
+    )
 
     upstream = torch.ones_like(q)
 

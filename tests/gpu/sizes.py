@@ -1,17 +1,22 @@
-"""How large the work of a check is: 0.5B and full micro-batches on GPUs, tiny ones in a rehearsal."""
+"""How large the work of a check is: 0.5B and full micro-batches on GPUs, tiny ones in a rehearsal; and the
+bounds on differences that rounding explains.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from grpo_dist.config import Config
 from grpo_dist.tools.bench.needed import NeededWork
-from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.plan.memory import Footprint, Sizes, policy_rank
 from grpo_dist.tools.plan.models import model_of
 from grpo_dist.tools.plan.workload import workload_of
+from tests.gpu.process import CheckTask
 
 _SHARED: dict[str, Any] = {
     "model_type": "qwen2", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
@@ -32,6 +37,10 @@ _MICRO_BATCHES = 2  # of an update
 _FILLED = 0.85  # of a GPU's memory, that an update may take
 # Of every engine: vLLM compiles anew for another number of sequences or another length.
 _ENGINE_SEQUENCES, _ENGINE_TOKENS = 256, 576
+
+# Largest relative error of rounding a number once.
+ROUNDING = {torch.bfloat16: 2.0**-9, torch.float32: 2.0**-24}
+_PER_LAYER = 24  # results that are rounded in a layer, forward and backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +143,17 @@ def planned(task: CheckTask, config: Config, size: UpdateSize) -> Footprint:
     workload, memory = workload_of(config, prompt_tokens=size.prompt), int(task.known.get(MEMORY, 0))
     model = model_of(config.model, config.sft, config.seed)
     return policy_rank(config, model, Sizes.of(config, gpu=True, memory=memory), workload)
+
+
+def gradient_bound(dtype: str, *, layers: int, widest: int) -> tuple[float, str]:
+    """Return the bound on the relative difference of two correct gradients, and why.
+
+    Two computations round `_PER_LAYER` results in each of ``layers``, independently of each other. Sums are
+    float32 in both dtypes: in bfloat16 only their results are rounded, in float32 each of the ``widest``
+    terms, too.
+    """
+    each, results = ROUNDING[getattr(torch, dtype)], _PER_LAYER * layers
+    if dtype == "float32":
+        each *= math.sqrt(widest)
+    why = f"two computations, {results} roundings each of {each:.1e}, independent"
+    return 2 * math.sqrt(results) * each, why

@@ -1,8 +1,14 @@
-"""Runs one job in its own process, and ends it with everything that it started."""
+"""Runs one job in its own process, and ends it with everything that it started.
+
+The process is ``python -m tests.gpu.process DIRECTORY NAME``. It reads NAME.task and writes NAME.found, one
+JSON object a line of the check, as soon as that is known.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import importlib
 import json
 import math
 import os
@@ -12,15 +18,31 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpo_dist.runtime.guardian import kill_marked
-from grpo_dist.runtime.stacks import look
-from grpo_dist.tools.gpu_check.findings import Findings
-from grpo_dist.tools.gpu_check.lines import CheckJob, CheckTask
+from grpo_dist.runtime.stacks import listen, look
+from tests.gpu.findings import Findings
+
+if TYPE_CHECKING:
+    from tests.gpu.check import CheckJob
 
 _MARK = "GRPO_DIST_GPU_CHECK"  # in the environment of a job's processes, Ray's and an engine's among them
+_ROOT = Path(__file__).resolve().parents[2]
 _POLL_S, _END_S = 0.05, 30.0
 _TAIL = 4000  # characters of a job's output in its error
+
+
+@dataclass(frozen=True, slots=True)
+class CheckTask:
+    """What a job is given. ``rehearsal``: without a GPU, tiny. ``directory``: for its files. ``known``: the
+    figures of the line `device`.
+    """
+
+    argument: str
+    rehearsal: bool
+    directory: Path
+    known: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +63,18 @@ def run_job(job: CheckJob, task: CheckTask, *, limit_s: float, left_s: float = m
     """
     begin, directory = time.monotonic(), task.directory
     (directory / f"{job.name}.found").unlink(missing_ok=True)
-    asked = {"module": job.module, "argument": task.argument} | {
-        "rehearsal": task.rehearsal,
-        "known": task.known,
-    }
+    asked = {
+        "function": job.function, "argument": task.argument, "rehearsal": task.rehearsal, "known": task.known
+    }  # fmt: skip
     (directory / f"{job.name}.task").write_text(json.dumps(asked))
     mark = uuid.uuid4().hex
-    environment = os.environ | {_MARK: mark} | ({"CUDA_VISIBLE_DEVICES": ""} if task.rehearsal else {})
-    command = [sys.executable, "-m", "grpo_dist.tools.gpu_check.child", str(directory), job.name]
+    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = (
+        os.environ
+        | {_MARK: mark, "PYTHONPATH": path}
+        | ({"CUDA_VISIBLE_DEVICES": ""} if task.rehearsal else {})
+    )
+    command = [sys.executable, "-m", "tests.gpu.process", str(directory), job.name]
     with (directory / f"{job.name}.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -100,3 +126,20 @@ def _read(file: Path) -> dict[str, Findings]:
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     plain = [json.loads(line) for line in lines if line.endswith("\n")]
     return {own.pop("line"): Findings.of(own) for own in plain}
+
+
+def main(directory: Path, name: str) -> None:
+    faulthandler.enable()  # a crash in C leaves a stack, too
+    listen()
+    asked = json.loads((directory / f"{name}.task").read_text())
+    module, _, function = asked["function"].partition(":")
+    measure = getattr(importlib.import_module(f"tests.gpu.{module}"), function)
+    task = CheckTask(asked["argument"], asked["rehearsal"], directory, asked["known"])
+    with (directory / f"{name}.found").open("w") as file:
+        for line, found in measure(task):
+            file.write(json.dumps({"line": line, **found.plain()}) + "\n")
+            file.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,10 +1,10 @@
-"""What the GPU reaches without this project: a large matrix product, and copies."""
+"""What the GPU reaches without this project: a large matrix product and copies; and how its work is timed."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -13,19 +13,18 @@ from grpo_dist.tools.bench.flops import card_peak
 from grpo_dist.tools.bench.limit_training import matmul_rate
 from grpo_dist.tools.bench.machine import machine_facts
 from grpo_dist.tools.bench.table import written
-from grpo_dist.tools.gpu_check.clock import device, fastest_of
-from grpo_dist.tools.gpu_check.findings import Findings
-from grpo_dist.tools.gpu_check.lines import MACHINE, CheckTask
 from grpo_dist.tools.plan.accelerators import card_called
+from tests.gpu.findings import Findings
+from tests.gpu.process import CheckTask
 
 _BYTES = {"cuda": 1 << 30, "cpu": 1 << 22}
 _REPEATS = 5
 _OTHER = "a healthy card reaches two thirds and more; less: shared, capped or throttled"
 
 
-def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+def device(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     kind, found = device_type(), Findings()
-    (task.directory / MACHINE).write_text(json.dumps(machine_facts()))
+    (task.directory / "machine.json").write_text(json.dumps(machine_facts()))
     dtype = resolve_dtype("auto")
     host, pinning = _host_memory(_BYTES[kind])
     rate, (within, to_host, from_host) = matmul_rate(dtype), _copies(host)
@@ -65,7 +64,7 @@ def _of_card(found: Findings, dtype: torch.dtype) -> None:
 
 def _host_memory(size: int) -> tuple[torch.Tensor, float]:
     """Return pinned host memory and the bytes per second at which it was pinned, without the CUDA context."""
-    torch.ones(1, device=device())
+    torch.ones(1, device=this_device())
     begin = time.perf_counter()
     host = torch.empty(size, dtype=torch.uint8, pin_memory=device_type() == "cuda")
     rate = size / (time.perf_counter() - begin)
@@ -74,9 +73,47 @@ def _host_memory(size: int) -> tuple[torch.Tensor, float]:
 
 def _copies(host: torch.Tensor) -> tuple[float, float, float]:
     """Return bytes per second of copies within the device, to ``host``, and from it."""
-    own, other = (torch.ones(len(host), dtype=torch.uint8, device=device()) for _ in range(2))
+    own, other = (torch.ones(len(host), dtype=torch.uint8, device=this_device()) for _ in range(2))
 
     def rate(into: torch.Tensor, out: torch.Tensor) -> float:
         return len(host) / fastest_of(_REPEATS, lambda: into.copy_(out, non_blocking=True))
 
     return rate(other, own), rate(host, own), rate(own, host)
+
+
+def this_device() -> torch.device:
+    return torch.device(device_type())
+
+
+def synchronize() -> None:
+    """Wait for all work of the device."""
+    if device_type() == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return the seconds of one call of ``work``, with all that it started on the device."""
+    synchronize()
+    begin = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def fastest_of(repeats: int, work: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of several calls; a first one is not counted."""
+    work()
+    return min(seconds_of(work) for _ in range(repeats))
+
+
+def peak_bytes_of(work: Callable[[], object]) -> int:
+    """Return the most bytes that torch held on the GPU during ``work``, above those before it; 0 on a CPU."""
+    if device_type() == "cpu":
+        work()
+        return 0
+    synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    synchronize()
+    return torch.cuda.max_memory_allocated() - before

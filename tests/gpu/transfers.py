@@ -1,4 +1,4 @@
-"""One process of a transfer group: rank 0 sends made weights, rank 1 receives them and once drops out."""
+"""Weights from one GPU to another: rank 0 sends made weights, rank 1 receives them and once drops out."""
 
 from __future__ import annotations
 
@@ -11,16 +11,24 @@ import torch
 from torch import Tensor
 
 from actors.transfer.connections import Seat
+from actors.transfer.handshake import new_secret
 from actors.transfer.stream import receive, send
-from actors.transfer.transport import open_broadcasts
+from actors.transfer.transport import free_port, open_broadcasts
 from grpo_dist.errors import TransferLost
 from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
 from grpo_dist.runtime.hardware import device_type
 from grpo_dist.tools.bench.child import Barrier
-from grpo_dist.tools.gpu_check.clock import device, seconds_of
+from grpo_dist.tools.bench.limits import run_jobs
+from grpo_dist.tools.bench.table import written
+from tests.gpu.device import seconds_of, this_device
+from tests.gpu.findings import Findings
+from tests.gpu.process import CheckTask
 
 _PARAMETERS, _BUCKETS = 16, 4
 _TIMES = 3
+_BYTES, _BYTES_REHEARSED = 1 << 30, 1 << 22
+NOTICED_S = 10.0  # in which a sender finds out that the receiver is gone
+_DEADLINE_S = 60.0  # of a transfer: noticing by it would be no noticing
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,7 @@ def _receiver(barrier: Barrier, plan: TransferPlan) -> dict[str, Any]:
 
 
 def _weights(plan: TransferPlan) -> dict[str, Tensor]:
-    target = device() if plan.backend == "nccl" else torch.device("cpu")
+    target = this_device() if plan.backend == "nccl" else torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     numbers = (torch.randn(spec.shape, generator=generator) for spec in plan.specs)
     return {spec.name: own.to(target, torch.bfloat16) for spec, own in zip(plan.specs, numbers, strict=True)}
@@ -127,3 +135,32 @@ def _received(transport: Any, plan: TransferPlan) -> bool:
     if device_type() == "cuda":
         torch.cuda.synchronize()
     return count == len(plan.specs)
+
+
+def nccl(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+    """Time a transfer, one that is cut off, and the group after it."""
+    found, size = Findings(), _BYTES_REHEARSED if task.rehearsal else _BYTES
+    plan = TransferPlan(
+        "nccl" if device_type() == "cuda" else "gloo",
+        free_port("127.0.0.1"),
+        free_port("127.0.0.1"),
+        new_secret(),
+        size,
+        _DEADLINE_S,
+    )
+    jobs: list[dict[str, Any]] = [{"plan": plan, "rank": rank} for rank in range(2)]
+    sent, received = run_jobs(__name__, jobs, threads=1, gpus=1)
+    rate, limit = size / min(sent["seconds"]), size / min(sent["raw_seconds"])
+    found.figures |= {
+        "nccl/bytes_per_s": rate,
+        "nccl/raw_bytes_per_s": limit,
+        "nccl/of_raw": rate / limit,
+        "nccl/noticed_s": sent["noticed_s"],
+        "nccl/reconnect_s": sent["reconnect_s"],
+    }
+    found.notes.append(f"{written(rate, 'B/s')}, {written(rate / limit, '%')} of one broadcast")
+    found.true("all bytes arrive", received["whole"], "the receiver compares checksums")
+    found.true("a cut transfer is reported as lost", sent["lost"], "TransferLost, not the deadline")
+    found.at_most("seconds until then", sent["noticed_s"], NOTICED_S, "the connection next to it closes")
+    found.true("all bytes arrive in the next group", received["whole_again"], "a new communicator")
+    yield "nccl", found

@@ -1,8 +1,9 @@
-"""The lines of `grpo-dist gpu-check`: their device-independent halves, and what they conclude from numbers
+"""The lines of `make gpu-check`: their device-independent halves, and what they conclude from numbers
 made here for a machine with GPUs.
 """
 
 import asyncio
+import json
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -18,39 +19,26 @@ from grpo_dist.tools.bench.flops import Shape
 from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import StepRecord
 from grpo_dist.tools.bench.result import BenchResult, DecodeStep
-from grpo_dist.tools.gpu_check import loops
-from grpo_dist.tools.gpu_check.dtypes import gradient_bound
-from grpo_dist.tools.gpu_check.jobs import (
-    attention,
-    device,
-    engine,
-    head,
-    loop,
-    nccl,
-    sequence_parallel,
-    short_bench,
-    speed,
-    update,
-)
-from grpo_dist.tools.gpu_check.lines import JOBS, CheckTask
-from grpo_dist.tools.gpu_check.loops import as_they_come, loop_config
-from grpo_dist.tools.gpu_check.loops import steps_of as steps_of_loop
-from grpo_dist.tools.gpu_check.process import run_job
-from grpo_dist.tools.gpu_check.record import CheckRecord
-from grpo_dist.tools.gpu_check.sizes import (
-    _REAL_UPDATES,
-    SHAPE_OF,
-    UpdateSize,
-    planned,
-    update_config,
-    update_size,
-)
-from grpo_dist.tools.gpu_check.trainer_job import _digest, made_batch
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.calibration import calibrate
 from grpo_dist.tools.plan.memory import attended
 from grpo_dist.tools.plan.models import published
 from grpo_dist.tools.plan.workload import workload_of
+from tests.gpu import attention, device, engines, head, loop, transfers, updates
+from tests.gpu.check import JOBS
+from tests.gpu.loop import as_they_come, loop_config
+from tests.gpu.loop import steps_of as steps_of_loop
+from tests.gpu.process import CheckTask, run_job
+from tests.gpu.sizes import (
+    _REAL_UPDATES,
+    SHAPE_OF,
+    UpdateSize,
+    gradient_bound,
+    planned,
+    update_config,
+    update_size,
+)
+from tests.gpu.trainer_job import _digest, made_batch
 from tests.support.engine_arguments import QWEN
 from tests.support.patience import HANG_S
 from tests.support.planned_models import model_of
@@ -191,8 +179,8 @@ def test_an_update_is_held_to_plan_to_padded_rows_and_to_its_own_states(
         given = dict(changes)
         return [moved(expected * given.pop("peak", 1.0), **given) if timed else trained()]
 
-    monkeypatch.setattr(update, "run_trainers", run)
-    found = only(update.measure(task))
+    monkeypatch.setattr(updates, "run_trainers", run)
+    found = only(updates.zero(task))
     assert broken(found) == wrong
     assert found.figures[f"zero{stage}/rows"] == 64
     parts = {key: v for key, v in found.figures.items() if key.startswith(f"zero{stage}/offload_")}
@@ -209,21 +197,21 @@ def test_without_zero_an_update_is_in_float32(tmp_path, monkeypatch):
         dtypes.append(sections.model.dtype)
         return [moved(1.0) if timed else trained()]
 
-    monkeypatch.setattr(update, "run_trainers", run)
-    only(update.measure(on_gpu(tmp_path, "0")))
+    monkeypatch.setattr(updates, "run_trainers", run)
+    only(updates.zero(on_gpu(tmp_path, "0")))
     assert dtypes == ["float32", "float32"]
 
 
 def test_the_speed_is_a_share_of_the_bare_loop_on_the_tokens_that_the_rows_need(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(speed, "model_dir_of", lambda *_: "made")
-    monkeypatch.setattr(speed, "run_trainers", lambda *_, timed: [moved(1.0, update_s=0.8)])
+    monkeypatch.setattr(updates, "model_dir_of", lambda *_: "made")
+    monkeypatch.setattr(updates, "run_trainers", lambda *_, timed: [moved(1.0, update_s=0.8)])
     monkeypatch.setattr(
-        speed,
+        updates,
         "run_jobs",
         lambda _, jobs, **__: asked.append(jobs[0]) or [{"seconds": [0.5, 0.4], "matmul": 7e14}],
     )
-    found = only(speed.measure(on_gpu(tmp_path)))
+    found = only(updates.speed(on_gpu(tmp_path)))
     assert found.holds
     assert found.figures["speed/tokens_per_s"] == pytest.approx(64 * 608 / 0.8)
     needed = NeededWork(8 * 128 + 64 * 480, 8 * 128 * 129 // 2 + 64 * sum(range(129, 609)), 64 * 480)
@@ -232,8 +220,8 @@ def test_the_speed_is_a_share_of_the_bare_loop_on_the_tokens_that_the_rows_need(
     assert found.figures["speed/of_limit"] == pytest.approx(0.4 / computed / 0.8)
     assert asked[0]["trained_share"] == pytest.approx(64 * 480 / needed.tokens)
     assert found.figures["speed/of_matrix_rate"] == pytest.approx(needed.flops(Shape(**SHAPE)) / 7e14 / 0.8)
-    monkeypatch.setattr(speed, "run_trainers", lambda *_, timed: [moved(1.0, update_s=1.0)])
-    assert broken(only(speed.measure(on_gpu(tmp_path)))) == ["speed, share of a bare loop"]
+    monkeypatch.setattr(updates, "run_trainers", lambda *_, timed: [moved(1.0, update_s=1.0)])
+    assert broken(only(updates.speed(on_gpu(tmp_path)))) == ["speed, share of a bare loop"]
 
 
 STEP = {
@@ -262,7 +250,7 @@ def steps_of(tmp_path, monkeypatch, argument="bfloat16", cut_after=3, **changes)
     monkeypatch.setattr(loop, "steps_of", run)
     found = {}
     with nullcontext() if cut_after == 3 else pytest.raises(RuntimeError, match="cut"):
-        for line, own in loop.measure(task):
+        for line, own in loop.loop(task):
             found[line] = own
     return found
 
@@ -327,9 +315,9 @@ class LoopOnFakes:
         self.events, self._error = [], error
         monkeypatch.setattr("actors.cluster.Cluster", lambda *_: self)
         monkeypatch.setattr(
-            loops, "prepare", lambda *_, **__: SimpleNamespace(teacher_dirs={}, model_dir="", prompts=[])
+            loop, "prepare", lambda *_, **__: SimpleNamespace(teacher_dirs={}, model_dir="", prompts=[])
         )
-        monkeypatch.setattr(loops.driver, "run", self.run)
+        monkeypatch.setattr(loop.driver, "run", self.run)
 
     async def __aenter__(self):
         return self
@@ -350,7 +338,7 @@ class LoopOnFakes:
 
 @pytest.mark.parametrize("error", [None, RuntimeError("lost")])
 def test_records_are_there_after_each_step_and_the_workers_end(tmp_path, monkeypatch, error):
-    monkeypatch.setattr(loops, "step_line", lambda *_: "")
+    monkeypatch.setattr(loop, "step_line", lambda *_: "")
     fake, task = LoopOnFakes(monkeypatch, error), on_cpu(tmp_path)
     config, seen = loop_config(task, dtype="float32"), []
     with pytest.raises(RuntimeError, match="lost") if error else nullcontext():
@@ -364,11 +352,11 @@ def test_engines_of_the_check_share_what_vllm_compiles(tmp_path, monkeypatch):
     """vLLM's key has all arguments but those left out here: see `compute_hash` in vllm.config."""
     from actors.workers.engine_settings import EngineSpec, engine_arguments
 
-    monkeypatch.setattr(short_bench, "bench", lambda config: configs.append(config) or tmp_path)
-    task, configs = on_gpu(tmp_path), [engine.engine_config(on_gpu(tmp_path), eager=False)]
+    monkeypatch.setattr(loop, "bench", lambda config: configs.append(config) or tmp_path)
+    task, configs = on_gpu(tmp_path), [engines.engine_config(on_gpu(tmp_path), eager=False)]
     configs.append(loop_config(task, dtype="bfloat16"))
     with pytest.raises(FileNotFoundError):
-        list(short_bench.measure(task))
+        list(loop.short_bench(task))
     made = []
     for config in configs:
         spec = EngineSpec.of(config, tmp_path, colocated=True)
@@ -409,21 +397,21 @@ def test_nccl_reports_losses_and_rates(tmp_path, monkeypatch):
         "reconnect_s": 0.2,
     }
     received = {"whole": True, "whole_again": True}
-    monkeypatch.setattr(nccl, "run_jobs", lambda *_, **__: [sent, received])
-    found = only(nccl.measure(on_gpu(tmp_path)))
+    monkeypatch.setattr(transfers, "run_jobs", lambda *_, **__: [sent, received])
+    found = only(transfers.nccl(on_gpu(tmp_path)))
     assert found.holds and found.figures["nccl/of_raw"] == pytest.approx(0.8)
     monkeypatch.setattr(
-        nccl, "run_jobs", lambda *_, **__: [sent | {"lost": False, "noticed_s": 61.0}, received]
+        transfers, "run_jobs", lambda *_, **__: [sent | {"lost": False, "noticed_s": 61.0}, received]
     )
-    assert len(broken(only(nccl.measure(on_gpu(tmp_path))))) == 2
+    assert len(broken(only(transfers.nccl(on_gpu(tmp_path))))) == 2
 
 
 def test_ranks_that_share_sequences_are_held_to_one_rank(tmp_path, monkeypatch):
     def run(sections, size, *, timed=False):
         return [moved(1.0)] * sections.policy.num_workers
 
-    monkeypatch.setattr(sequence_parallel, "run_trainers", run)
-    assert only(sequence_parallel.measure(on_gpu(tmp_path))).holds
+    monkeypatch.setattr(updates, "run_trainers", run)
+    assert only(updates.sequence_parallel(on_gpu(tmp_path))).holds
 
 
 def a_benchmark(config, **figures):
@@ -459,8 +447,8 @@ def benchmarked(tmp_path, monkeypatch):
             a_benchmark(config, **figures).write(tmp_path / "bench.json")
             return tmp_path
 
-        monkeypatch.setattr(short_bench, "bench", bench)
-        return only(short_bench.measure(on_gpu(tmp_path)))
+        monkeypatch.setattr(loop, "bench", bench)
+        return only(loop.short_bench(on_gpu(tmp_path)))
 
     return run
 
@@ -473,7 +461,8 @@ def test_a_benchmark_at_half_of_its_limits_does_not_hold(benchmarked):
 def test_plan_is_calibrated_with_the_record_of_another_machine(tmp_path, benchmarked):
     """The measured model has no file there: its shape is known by name."""
     found = benchmarked()
-    CheckRecord(False, {}, {}, bench=found.bench).write(tmp_path / "gpu-check.json")
+    record = {"kind": "gpu-check", "schema": 3, "bench": found.bench, "figures": {}}
+    (tmp_path / "gpu-check.json").write_text(json.dumps(record))
     (tmp_path / "qwen2_0.5b.json").unlink()
     result = BenchResult.read(tmp_path / "gpu-check.json")
     assert Config.model_validate(result.config).model.path == SHAPE_OF
@@ -505,17 +494,17 @@ def test_a_sleeping_engine_frees_its_weights_and_its_cache(tmp_path, monkeypatch
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30)
     )
-    config = engine.engine_config(on_gpu(tmp_path), eager=True)
+    config = engines.engine_config(on_gpu(tmp_path), eager=True)
     assert isinstance(config, Config) and config.rollout.gpu_memory_utilization == 0.3
     for freed, wrong in ((20 * 2**30, []), (2**30, ["bytes freed asleep"])):
-        found = engine.Findings()
+        found = engines.Findings()
         weights = 2 * model_of(config).parameters
-        asyncio.run(engine._sleep(Engine(), weights, found, "engine-eager", keep_weights=True))
+        asyncio.run(engines._sleep(Engine(), weights, found, "engine-eager", keep_weights=True))
         assert broken(found) == wrong and found.figures["engine-eager/freed_bytes"] == freed
 
 
 def test_attention_is_rehearsed(tmp_path):
-    found = only(attention.measure(on_cpu(tmp_path)))
+    found = only(attention.attention(on_cpu(tmp_path)))
     assert found.holds and len(found.claims) == 4
 
 
@@ -527,11 +516,11 @@ def test_attention_that_looks_ahead_does_not_hold(tmp_path, monkeypatch):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
 
     monkeypatch.setattr(product, "_causal", all_to_all)
-    assert len(broken(only(attention.measure(on_cpu(tmp_path))))) == 4
+    assert len(broken(only(attention.attention(on_cpu(tmp_path))))) == 4
 
 
 def test_the_head_is_rehearsed(tmp_path):
-    assert only(head.measure(on_cpu(tmp_path))).holds
+    assert only(head.head(on_cpu(tmp_path))).holds
 
 
 def test_a_head_with_logits_in_bfloat16_does_not_hold(tmp_path, monkeypatch):
@@ -544,7 +533,7 @@ def test_a_head_with_logits_in_bfloat16_does_not_hold(tmp_path, monkeypatch):
         return out.bfloat16().float() if rows.dtype == torch.bfloat16 else out
 
     monkeypatch.setattr(logprobs._Head, "logits", rounded)
-    found = only(head.measure(on_cpu(tmp_path)))
+    found = only(head.head(on_cpu(tmp_path)))
     assert "log-probs, largest error in nats" in broken(found)
 
 
@@ -555,18 +544,18 @@ def test_speed_and_memory_of_the_head_are_measured_by_the_same_code(tmp_path):
 
 
 def test_rates_of_this_machine_are_rehearsed(tmp_path):
-    found = only(device.measure(on_cpu(tmp_path)))
+    found = only(device.device(on_cpu(tmp_path)))
     assert found.holds and (tmp_path / "machine.json").exists()
     assert found.figures["device/copy_bytes_per_s"] > 0
 
 
 def rehearsed(directory, name):
     """Run the job of line ``name`` as a rehearsal, in its own process."""
-    job = next(job for job in JOBS if name in [line.name for line in job.lines])
+    job = next(job for job in JOBS if name in job.lines)
     own = on_cpu(directory, job.argument)
     end = run_job(job, own, limit_s=HANG_S)
     assert end.error == ""
-    assert set(end.found) == {line.name for line in job.lines}
+    assert set(end.found) == set(job.lines)
     assert {line: broken(found) for line, found in end.found.items() if not found.holds} == {}
     return end.found
 
@@ -603,5 +592,5 @@ def test_three_steps_of_the_real_loop_are_rehearsed(tmp_path):
 
 def test_every_line_is_rehearsed_by_a_test():
     ran = {"device", "attention", "head", "nccl", "steps"} | {*ENGINES} | {name for (name,) in RANKS}
-    jobs = {job.name for job in JOBS for line in job.lines if line.name in ran}
+    jobs = {job.name for job in JOBS for line in job.lines if line in ran}
     assert jobs == {job.name for job in JOBS}

@@ -1,4 +1,4 @@
-"""A job of `grpo-dist gpu-check` that ends as its argument says."""
+"""A job of `make gpu-check` that ends as its argument says."""
 
 import ctypes
 import json
@@ -6,15 +6,14 @@ import subprocess
 import sys
 import time
 
-from grpo_dist.tools.gpu_check.findings import Findings
-from grpo_dist.tools.gpu_check.lines import MACHINE
+from tests.gpu.findings import Findings
 
 LEFT = "import time; time.sleep(600)"
 
 
 def measure(task):
     if task.argument == "device":
-        (task.directory / MACHINE).write_text(json.dumps({"gpu": "NVIDIA H100 80GB HBM3", "gpus": 1}))
+        (task.directory / "machine.json").write_text(json.dumps({"gpu": "NVIDIA H100 80GB HBM3", "gpus": 1}))
     held = Findings({"made/number": 2.0})
     held.at_most("number", 2.0, 3.0, "made")
     yield "first", held

@@ -1,4 +1,6 @@
-"""An update at one ZeRO stage: packed against padded, its memory against plan, and states off and on."""
+"""Updates: at one ZeRO stage packed against padded, memory against plan, states off and on; on two ranks that
+share sequences; and against a bare loop.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +12,31 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.loop.sync_probe import BOUNDS
+from grpo_dist.runtime.hardware import available_cpus, resolve_dtype
+from grpo_dist.tools.bench.limits import run_jobs
 from grpo_dist.tools.bench.table import written
-from grpo_dist.tools.gpu_check.dtypes import gradient_bound
-from grpo_dist.tools.gpu_check.findings import Findings
-from grpo_dist.tools.gpu_check.lines import CheckTask
-from grpo_dist.tools.gpu_check.sizes import (
+from grpo_dist.tools.plan.models import model_of
+from tests.gpu.findings import Findings
+from tests.gpu.process import CheckTask
+from tests.gpu.sizes import (
     dtype_of,
+    gradient_bound,
     model_shape,
     planned,
     update_config,
     update_size,
 )
-from grpo_dist.tools.gpu_check.trainers import run_trainers, trainer_sections
+from tests.gpu.trainer_job import model_dir_of, run_trainers, trainer_sections
 
 _PINNED = "through memory that is not pinned a copy reaches a fifth or so of the measured rate"
 
+_REPEATS = 3
+_OTHER = (
+    "it has the bare loop's products, and a copy of the gradients: at half its speed it takes another path"
+)
 
-def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+
+def zero(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     stage, found = int(task.argument), Findings()
     dtype = dtype_of(task) if stage else "float32"
     size = update_size(task, dtype=dtype, zero_stage=stage)
@@ -104,3 +114,67 @@ def offload_parts(name: str, parts: Mapping[str, float], total: float) -> dict[s
     """
     figures = {f"{name}/{key.removeprefix('time/')}": seconds for key, seconds in parts.items()}
     return figures | {f"{name}/offload_rest_s": total - sum(parts.values())}
+
+
+def sequence_parallel(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+    found, dtype = Findings(), dtype_of(task)
+    size = update_size(task, dtype=dtype, zero_stage=2)
+    alone = update_config(task, size, dtype=dtype, zero_stage=2)
+    shared = update_config(task, size, dtype=dtype, zero_stage=2, num_workers=2, sequence_parallel=2)
+    (one,) = run_trainers(trainer_sections(alone), size, timed=True)
+    two = run_trainers(trainer_sections(shared), size, timed=True)
+    compare(task, found, two[0], one, dtype=dtype, what="two ranks and one")
+    found.true("norms of both ranks, the same", two[0]["norm"] == two[1]["norm"], "one gradient")
+    found.figures |= {
+        "sequence-parallel/update_s": two[0]["update_s"],
+        "sequence-parallel/of_one_rank": one["update_s"] / two[0]["update_s"],
+        "sequence-parallel/peak_bytes": float(two[0]["peak_bytes"]),
+    }
+    faster = written(one["update_s"] / two[0]["update_s"], "x")
+    found.notes.append(f"{faster} as fast as one rank")
+    yield "sequence-parallel", found
+
+
+def speed(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+    """Compare the trainer's tokens per second with a bare loop's, each in its own process.
+
+    The bare loop has rows that share nothing, with as many tokens and as much attention as the trainer's rows
+    need: a prompt once for its group.
+    """
+    found, dtype = Findings(), dtype_of(task)
+    size = update_size(task, dtype=dtype, zero_stage=1)
+    config = update_config(task, size, dtype=dtype, zero_stage=1)
+    (own,) = run_trainers(trainer_sections(config), size, timed=True)
+    needed = size.work
+    row = needed.row_tokens(size.row)
+    rows = round(needed.tokens / row)
+    job = {
+        "model_dir": model_dir_of(config.model, config.seed),
+        "dtype": resolve_dtype(config.model.dtype),
+        "rows": rows,
+        "row_tokens": row,
+        "trained_share": needed.trained / needed.tokens,
+        "repeats": _REPEATS,
+    }
+    (bare,) = run_jobs("grpo_dist.tools.bench.limit_training", [job], threads=available_cpus(), gpus=1)
+    tokens, update_s = size.rows * size.row, own["update_s"]
+    limit_s = min(bare["seconds"]) * needed.tokens / (rows * row)
+    model = model_of(config.model, config.sft, config.seed)
+    work = needed.flops(model.shape)
+    found.figures |= {
+        "speed/tokens_per_s": tokens / update_s,
+        "speed/limit_tokens_per_s": tokens / limit_s,
+        "speed/of_limit": limit_s / update_s,
+        "speed/of_matrix_rate": work / update_s / bare["matmul"],
+        "speed/limit_of_matrix_rate": work / limit_s / bare["matmul"],
+    }
+    of_limit, of_matrices = (
+        written(found.figures[f"speed/{name}"], "%") for name in ("of_limit", "of_matrix_rate")
+    )
+    rate = written(tokens / update_s, "tokens/s")
+    found.notes.append(f"{rate}, {of_limit} of a bare loop, {of_matrices} of the matrix rate")
+    if task.rehearsal:
+        found.at_least("tokens per second", tokens / update_s, 1.0, "it trains")
+    else:
+        found.at_least("speed, share of a bare loop", limit_s / update_s, 0.5, _OTHER)
+    yield "speed", found

@@ -12,11 +12,10 @@ from torch import Tensor
 from grpo_dist.policy.logprobs import selected_logprobs
 from grpo_dist.runtime.hardware import logprob_chunk_mib
 from grpo_dist.tools.bench.table import written
-from grpo_dist.tools.gpu_check.clock import device, peak_bytes_of, seconds_of
-from grpo_dist.tools.gpu_check.dtypes import ROUNDING
-from grpo_dist.tools.gpu_check.findings import Findings
-from grpo_dist.tools.gpu_check.lines import CheckTask
-from grpo_dist.tools.gpu_check.sizes import dtype_of, model_shape, planned, update_config, update_size
+from tests.gpu.device import peak_bytes_of, seconds_of, this_device
+from tests.gpu.findings import Findings
+from tests.gpu.process import CheckTask
+from tests.gpu.sizes import ROUNDING, dtype_of, model_shape, planned, update_config, update_size
 
 _TEMPERATURE = 0.9
 _COMPARED, _TIMED = 2048, 8192  # tokens
@@ -39,10 +38,10 @@ class _Operands:
         shape = model_shape(task)
         width, vocabulary = shape["hidden_size"], shape["vocab_size"]
         generator = torch.Generator().manual_seed(0)
-        rows = torch.randn(tokens, width, generator=generator).to(device(), torch.bfloat16)
-        weight = (torch.randn(vocabulary, width, generator=generator) / width**0.5).to(device())
-        targets = torch.randint(vocabulary, (tokens,), generator=generator).to(device())
-        chunk = logprob_chunk_mib(None, device().type) * 2**20 // (4 * vocabulary)  # type: ignore[arg-type]
+        rows = torch.randn(tokens, width, generator=generator).to(this_device(), torch.bfloat16)
+        weight = (torch.randn(vocabulary, width, generator=generator) / width**0.5).to(this_device())
+        targets = torch.randint(vocabulary, (tokens,), generator=generator).to(this_device())
+        chunk = logprob_chunk_mib(None, this_device().type) * 2**20 // (4 * vocabulary)  # type: ignore[arg-type]
         return cls(rows.requires_grad_(), weight.bfloat16().requires_grad_(), targets, max(1, chunk))
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -58,17 +57,17 @@ class _Operands:
         return values, entropies
 
 
-def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+def head(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     found = Findings()
     _values(task, found)
-    if device().type == "cuda":
+    if this_device().type == "cuda":
         _speed_and_memory(task, found)
     yield "head", found
 
 
 def _values(task: CheckTask, found: Findings) -> None:
     own = _Operands.made(task, 64 if task.rehearsal else _COMPARED)
-    factor = torch.linspace(-1, 1, len(own.targets), device=device())
+    factor = torch.linspace(-1, 1, len(own.targets), device=this_device())
     values, entropies = own.forward()
     (values * factor).sum().backward()
     exact, exact_entropies, *gradients = _exact(own, factor)

@@ -1,28 +1,33 @@
-"""One rank of a trainer in a process of its own: gradients, log-probs, seconds and memory of an update."""
+"""Ranks of a trainer, each in a process of its own: gradients, log-probs, seconds and memory of an update."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from actors.transfer.transport import free_port
 from grpo_dist.batch.rows import make_batch
-from grpo_dist.config import ModelConfig, PolicyConfig
+from grpo_dist.config import Config, ModelConfig, PolicyConfig
+from grpo_dist.demo.model import random_model
 from grpo_dist.policy.extensions import build_in_own_directory
+from grpo_dist.policy.loss import LossSettings
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
 from grpo_dist.policy.weight_buckets import Checksum
-from grpo_dist.runtime.hardware import device_type
+from grpo_dist.runtime.hardware import available_cpus, device_type
 from grpo_dist.runtime.imports import freeze_loaded
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.rendezvous import Rank
 from grpo_dist.tools.bench.child import Barrier
-from grpo_dist.tools.gpu_check.clock import peak_bytes_of, seconds_of, synchronize
-from grpo_dist.tools.gpu_check.sizes import UpdateSize
+from grpo_dist.tools.bench.limits import run_jobs
 from grpo_dist.types import Group, PreparedBatch, Prompt, Rollout, TrainBatch
+from tests.gpu.device import peak_bytes_of, seconds_of, synchronize
+from tests.gpu.sizes import UpdateSize
 
 _ROWS = 8  # whose log-probs are compared
 _ELEMENTS = 2**16  # of each gradient that are compared
@@ -54,13 +59,20 @@ def measure(
     sections: TrainerSections,
     model_dir: str,
     ranks: Ranks,
-    size: UpdateSize,
-    timed: bool,
-) -> dict[str, Any]:
-    """Return `norm`, `logprobs` and `gradients` of a first update; if ``timed`` also the seconds and the peak
+    size: UpdateSize | None = None,
+    timed: bool = False,
+    batch: TrainBatch | None = None,
+) -> Any:
+    """Return the log-probs of ``batch``, float32 [B, T], nats, of the tokens in its loss mask. Without
+    it: `norm`, `logprobs` and `gradients` of a first update; if ``timed`` also the seconds and the peak
     bytes of a later one, and what moving the states does. Peaks and moves are of GPUs alone.
     """
     trainer = make_trainer(sections, model_dir, ranks)
+    if batch is not None:
+        logprobs: np.ndarray = trainer.logprobs(batch)[0].numpy()
+        trainer.close()
+        return logprobs
+    assert size is not None
     freeze_loaded()  # as the worker of a run does
     batch = made_batch(size, trainer.engine.module.model.config.vocab_size)
     found: dict[str, Any] = {"logprobs": _logprobs(trainer, batch)}
@@ -170,3 +182,40 @@ def _checksum(tensor: Tensor) -> int:
     checksum = Checksum()
     checksum.add(tensor.detach().contiguous().flatten().view(torch.uint8))
     return checksum.value
+
+
+def model_dir_of(model: ModelConfig, seed: int) -> str:
+    """Return the directory of the measured model, which is made if it is not there."""
+    return str(random_model(Path(model.path.removeprefix("random:")), seed=seed))
+
+
+def trainer_sections(config: Config) -> TrainerSections:
+    """Return what the trainer of a run with ``config`` is made from."""
+    settings = TrainerSettings(
+        loss=LossSettings(),
+        temperature=config.sampling.first_temperature,
+        token_budget=config.batch.micro_batch_tokens,
+        epochs=1,
+        total_updates=10,
+        seed=config.seed,
+    )
+    return TrainerSections(config.policy, config.model, settings)
+
+
+def run_trainers(sections: TrainerSections, size: UpdateSize, *, timed: bool = False) -> list[dict[str, Any]]:
+    """Run `measure` on all ranks of the policy; return what each found."""
+    count, port = sections.policy.num_workers, free_port("127.0.0.1")
+    model_dir = model_dir_of(sections.model, sections.settings.seed)
+    common = {"sections": sections, "model_dir": model_dir, "size": size, "timed": timed}
+    jobs = [{"ranks": Ranks(index, count, port), **common} for index in range(count)]
+    threads = max(1, available_cpus() // count)
+    return run_jobs(__name__, jobs, threads=threads, gpus=1)
+
+
+def trainer_logprobs(sections: TrainerSections, batch: TrainBatch) -> np.ndarray:
+    """Return the trainer's log-probs of the tokens in the loss mask of ``batch``, float32 [B, T]."""
+    model_dir = model_dir_of(sections.model, sections.settings.seed)
+    ranks = Ranks(0, 1, free_port("127.0.0.1"))
+    job = {"sections": sections, "model_dir": model_dir, "ranks": ranks, "batch": batch}
+    (found,) = run_jobs(__name__, [job], threads=available_cpus(), gpus=1)
+    return found

@@ -1,25 +1,34 @@
-"""An engine of this project in this process: it starts, samples, sleeps and wakes."""
+"""Engines: one in this process starts, samples, sleeps and wakes; one on a cluster is killed; one
+over two GPUs computes what the trainer computes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import psutil
 import torch
 
-from grpo_dist.config import Config, SamplingConfig
+from grpo_dist.batch.rows import make_batch
+from grpo_dist.config import ClusterConfig, Config, SamplingConfig
+from grpo_dist.loop.sync_probe import BOUNDS
+from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type
 from grpo_dist.tools.bench.table import written
-from grpo_dist.tools.gpu_check.findings import Findings
-from grpo_dist.tools.gpu_check.lines import CheckTask
-from grpo_dist.tools.gpu_check.sampling import PROMPT, same
-from grpo_dist.tools.gpu_check.sizes import dtype_of, engine_sections
-from grpo_dist.tools.gpu_check.trainers import model_dir_of
 from grpo_dist.tools.plan.models import model_of
-from grpo_dist.types import Rollout, Sampling
+from grpo_dist.types import Group, Prompt, Rollout, Sampling
+from tests.gpu.findings import Findings
+from tests.gpu.process import CheckTask
+from tests.gpu.sizes import dtype_of, engine_sections
+from tests.gpu.trainer_job import TrainerSections, model_dir_of, trainer_logprobs, trainer_sections
 
 if TYPE_CHECKING:
     from actors.workers.engine_settings import EngineSpec
@@ -28,6 +37,11 @@ _TOKENS, _TOKENS_REHEARSED = 128, 12
 _AT_ONCE = 16
 _SHARE = 0.3  # of the GPU's memory that the engine takes
 _ALONE = "one request at a time: the same kernels on the same shapes"
+
+PROMPT = Prompt("p", np.arange(7, 16, dtype=np.int32), "", "gpu-check")  # less than a block of the cache
+_INTO_S = 0.05  # of the second sampling, when the engine is killed
+_TOKENS_KILLED = 512  # of the sample: no engine makes so many in that time
+_SEEDS = (1, 2, 3, 4)
 
 
 def engine_config(task: CheckTask, *, eager: bool, tokens: int | None = None, **rollout: Any) -> Config:
@@ -46,7 +60,7 @@ def engine_config(task: CheckTask, *, eager: bool, tokens: int | None = None, **
     )
 
 
-def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+def engine(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     from actors.workers.engine_settings import EngineSpec  # needs an engine, which other lines do not
 
     eager = task.argument == "eager"
@@ -142,3 +156,106 @@ async def _sleep(engine: Any, weights: int, found: Findings, name: str, *, keep_
     # The engine's share holds weights, cache and what a step computes with.
     expected = 0.5 * (_SHARE * total - weights) + weights
     found.at_least("bytes freed asleep", freed, expected, "the weights, and most of the engine's share")
+
+
+@asynccontextmanager
+async def sampling_engines(config: Config) -> AsyncIterator[Any]:
+    """Yield the handle of the engines of ``config``."""
+    from actors.cluster import Cluster  # needs Ray, which other jobs do not
+
+    async with Cluster(config) as cluster:
+        async with deadline(config.cluster.timeouts.up_s, "start: engines up and models loaded"):
+            samplers = await cluster.start_evaluation(Path(model_dir_of(config.model, config.seed)))
+        yield samplers.rollouts
+
+
+async def sampled(
+    rollouts: Any, cluster: ClusterConfig, settings: SamplingConfig, seeds: Sequence[int]
+) -> list[Rollout]:
+    """Return a sample of `PROMPT` for each of ``seeds``, of `sampling.max_new_tokens` tokens."""
+    tokens, limit_s = settings.longest, cluster.timeouts.sample_s
+    sampling = Sampling(max_new_tokens=tokens, lengths=(tokens,) * len(seeds))
+    async with deadline(limit_s, "samples of the check"):
+        return list(await (await rollouts.sample(PROMPT, seeds=list(seeds), sampling=sampling)))
+
+
+def same(a: Sequence[Rollout], b: Sequence[Rollout]) -> bool:
+    """Return whether the samples have the same tokens."""
+    return all(np.array_equal(x.completion_ids, y.completion_ids) for x, y in zip(a, b, strict=True))
+
+
+def replace(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+    yield "replace", asyncio.run(_replaced(task))
+
+
+async def _replaced(task: CheckTask) -> Findings:
+    found, config = Findings(), engine_config(task, eager=True, tokens=_TOKENS_KILLED)
+    async with sampling_engines(config) as rollouts:
+        before = await sampled(rollouts, config.cluster, config.sampling, [1])
+        pending = asyncio.create_task(
+            sampled(rollouts, config.cluster, config.sampling, [1]), name="samples of a killed engine"
+        )
+        await asyncio.sleep(_INTO_S)
+        begin = time.perf_counter()
+        engines = _engine_processes()
+        for process in engines:
+            os.kill(process, signal.SIGKILL)
+        after = await pending  # bounded: by the deadline of `sampled`
+        found.figures["replace/sampled_again_s"] = time.perf_counter() - begin
+        seconds = written(found.figures["replace/sampled_again_s"], "s")
+        found.notes.append(f"samples of the new engine {seconds} after the kill")
+        found.equal("engines killed", len(engines), 1, "the only one")
+        found.equal("engines replaced", rollouts.team.restarted(), 1, "it was lost once")
+        found.true("the same samples from the new engine", same(before, after), "the same seed, alone")
+    return found
+
+
+def _engine_processes() -> list[int]:
+    """Return the engines' actors, which Ray started for this process."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            title = " ".join(process.cmdline())
+        except psutil.Error:  # it has ended
+            continue
+        if title.startswith("ray::RolloutWorker"):
+            found.append(process.pid)
+    return found
+
+
+def tensor_parallel(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+    found = Findings()
+    # A CPU's engine has no tensor parallelism; all the rest is the same.
+    config = engine_config(task, eager=True, tensor_parallel_size=1 if task.rehearsal else 2)
+    rollouts = asyncio.run(_samples(sampling_engines(config), config.cluster, config.sampling, found))
+    bound, why = BOUNDS[dtype_of(task)], "the sync probe's bound"
+    apart = _differences(trainer_sections(config), rollouts, longest=config.sampling.longest)
+    found.at_most("log-probs of trainer and engine: nats a token", float(np.abs(apart).mean()), bound, why)
+    yield "tensor-parallel", found
+
+
+async def _samples(
+    engines: AbstractAsyncContextManager[Any],
+    cluster: ClusterConfig,
+    sampling: SamplingConfig,
+    found: Findings,
+) -> list[Rollout]:
+    begin = time.perf_counter()
+    async with engines as rollouts:
+        found.figures["tensor-parallel/start_s"] = time.perf_counter() - begin
+        samples = await sampled(rollouts, cluster, sampling, _SEEDS)
+        one, again = (
+            await sampled(rollouts, cluster, sampling, [1]),
+            await sampled(rollouts, cluster, sampling, [1]),
+        )
+        found.true("the same seed, the same tokens", same(one, again), "one request at a time")
+    return samples
+
+
+def _differences(sections: TrainerSections, rollouts: Sequence[Rollout], *, longest: int) -> np.ndarray:
+    """Return trainer - engine of every sampled token, in nats."""
+    rewards = np.zeros(len(rollouts), np.float32)
+    group = Group(PROMPT, tuple(rollouts), rewards, {}, ("",) * len(rollouts))
+    batch = make_batch([group], [rewards], ref_logprobs=None, max_new_tokens=longest)
+    own: np.ndarray = trainer_logprobs(sections, batch) - batch.rollout_logprobs.numpy()
+    return own[batch.loss_mask.numpy()]

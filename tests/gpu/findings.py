@@ -18,6 +18,10 @@ class Claim:
     why: str
     holds: bool
 
+    def __str__(self) -> str:
+        value = ("yes" if self.holds else "no") if self.bound == YES else f"{number(self.value)} {self.bound}"
+        return f"{'' if self.holds else 'FAILS: '}{self.what}: {value} ({self.why})"
+
 
 @dataclass(slots=True)
 class Findings:

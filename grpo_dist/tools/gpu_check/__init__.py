@@ -1,1 +1,0 @@
-"""Checks of a machine with GPUs, one command: what holds here, and what does not."""
