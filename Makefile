@@ -39,11 +39,10 @@ demo-tools: $(READY)
 pipeline: $(READY)
 	$(BIN)/grpo-dist pipeline configs/pipelines/r1_demo.yaml $(ARGS)
 
-# Speed of the loop on this machine, and of each stage against its limit, for several workloads, on CPUs in 25 minutes to an hour.
-# One of them, in minutes: make bench BENCH=configs/bench/cpu_13m.yaml
-BENCH ?= configs/bench/sets/$(EXTRA).yaml
+# Speed of the loop on this machine, and of each stage against its limit, for each workload in some minutes.
+BENCH ?= $(if $(filter gpu,$(EXTRA)),configs/bench/gpu_0.5b.yaml,configs/bench/cpu_13m.yaml configs/bench/cpu_13m_lognormal.yaml)
 bench: $(READY)
-	$(BIN)/grpo-dist bench $(BENCH) $(ARGS)
+	for config in $(BENCH); do $(BIN)/grpo-dist bench $$config $(ARGS) || exit; done
 
 # What holds on this machine's GPUs, in at most 10 minutes: make gpu-check EXTRA=gpu. Without a GPU: ARGS=--rehearse
 gpu-check: $(READY)

@@ -1,7 +1,7 @@
 """The command line: ``grpo-dist train|sft|sample|check|bench|plan|submit CONFIG [key=value ...]``,
-``grpo-dist eval MODEL DATA``, ``grpo-dist score COMPLETIONS``, ``grpo-dist pipeline FILE``,
-``grpo-dist status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Heavy imports are inside the
-commands.
+``grpo-dist eval MODEL DATA``, ``grpo-dist score COMPLETIONS``, ``grpo-dist pipeline FILE``, ``grpo-dist
+status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Heavy imports are
+inside the commands.
 """
 
 from __future__ import annotations
@@ -142,13 +142,8 @@ def _bench(path: str | None, overrides: list[str], compare: list[str] | None) ->
 
         compare_results(Path(compare[0]), Path(compare[1]))
         return
-    from grpo_dist.config.files import load_config, read_tree
+    from grpo_dist.config.files import load_config
 
-    if "runs" in read_tree(Path(str(path))):
-        from grpo_dist.tools.bench.several import bench_set
-
-        bench_set(Path(str(path)), overrides)
-        return
     config = load_config(str(path), overrides)
     with stages_logged():
         with libraries_loaded():

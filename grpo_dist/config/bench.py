@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -45,9 +45,4 @@ class BenchConfig(Section):
     warmup_steps: PositiveInt = Field(2, description="untimed steps before the measurement")
     steps: PositiveInt = Field(5, description="timed steps")
     lengths: LengthsConfig = LengthsConfig()
-    other_kwargs: dict[str, Any] = Field(
-        {},
-        description="`environment_kwargs` in place of those of the sources, in every other step: the result "
-        "has the ratio of steps with and without; `steps` then counts pairs; {}: all steps are the same",
-    )
     limits: bool = Field(True, description="also measure the limits of the machine")

@@ -33,7 +33,6 @@ def contradictions(config: Sections) -> Iterator[str]:
     yield from _batch_divides(config)
     yield from _lengths_fit(config)
     yield from _bench_lengths_fit(config)
-    yield from _bench_pairs(config)
     yield from algorithm_contradictions(config)
     yield from episode_contradictions(config)
     yield from distillation_contradictions(config)
@@ -282,21 +281,6 @@ def _bench_lengths_fit(config: Sections) -> Iterator[str]:
         yield (
             f"`bench.lengths.tokens` = {tokens} is above `sampling.max_new_tokens` = "
             f"{config.sampling.longest}; lower the first or raise the second"
-        )
-
-
-def _bench_pairs(config: Sections) -> Iterator[str]:
-    if not config.bench.other_kwargs:
-        return
-    if not any(map(config.data.environment_of, config.data.train)):
-        yield (
-            f"`bench.other_kwargs` = {config.bench.other_kwargs} needs sources with an environment; set "
-            "`data.environment`, or remove it"
-        )
-    if config.max_staleness:
-        yield (
-            f"`bench.other_kwargs` needs `max_staleness` = 0, not {config.max_staleness}: steps that sample "
-            "ahead of each other have no time of their own"
         )
 
 

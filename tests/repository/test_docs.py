@@ -18,7 +18,6 @@ from grpo_dist.cli import command_parser
 from grpo_dist.config import Config
 from grpo_dist.config.files import checked, load_config
 from grpo_dist.observe.catalogue import described
-from grpo_dist.tools.bench.several import load_set
 from grpo_dist.tools.recipe.config import PipelineFile
 from tests.support.documents import COMMANDS, ROOT, Block, blocks, documents, inline_commands
 from tests.support.patience import HANG_S
@@ -134,9 +133,7 @@ def check_own(words: list[str], document: Path) -> None:
     given = [w for w in words[3:] if "=" in w and not w.startswith("-")]
     overrides = [w for w in given if not w.partition("=")[2].isupper()]  # NAME is a placeholder
     own = next((b for b in blocks(document) if b.file == words[2]), None)
-    if words[2].startswith("configs/bench/sets/"):
-        load_set(ROOT / words[2], overrides)
-    elif words[2].startswith("configs/"):
+    if words[2].startswith("configs/"):
         load_config(ROOT / words[2], overrides)
     elif own is None:
         load_config(ROOT / "configs/demo.yaml", overrides)

@@ -88,7 +88,7 @@ def test_targets_use_the_environment_that_is_there(checkout, there, given, used)
     command = ["make", "-n", "-C", checkout, "bench", *([f"EXTRA={given}"] if given else [])]
     plain = {n: v for n, v in os.environ.items() if n != "EXTRA" and not n.startswith("MAKE")}
     would = subprocess.run(command, env=plain, capture_output=True, text=True, check=True).stdout
-    assert f"configs/bench/sets/{used}.yaml" in would and (ROOT / f"configs/bench/sets/{used}.yaml").is_file()
+    assert f"configs/bench/{used}_" in would
     assert ("launch/setup.sh" in would) == (used != there)
     assert "launch/setup.sh" not in would or f"EXTRA={used} " in would
 

@@ -33,7 +33,6 @@ REASONS = {
     "flash_attn": "optional",
     "mlflow": "optional",
     "wandb": "optional",
-    "matplotlib": "optional",
     "pynvml": "installed on machines with GPUs alone",
     "psutil": "only where an engine starts",
     "httpx": "only where a service is asked",

@@ -52,8 +52,7 @@ class DecodeStep:
 class BenchResult:
     """``figures``: by name, rates per second, shares of 1, seconds of a step. ``steps``: a few of each timed
     step. ``timeline``: of the median step. ``lengths``: of the completions of the timed steps, step after
-    step. ``decode_steps``: of an engine alone; none where no limits were measured. ``pairs``: of each pair,
-    the step over the one with `bench.other_kwargs`; none without them.
+    step. ``decode_steps``: of an engine alone; none where no limits were measured.
     """
 
     name: str
@@ -68,7 +67,6 @@ class BenchResult:
     timeline_s: float
     lengths: list[int] = field(default_factory=list)
     decode_steps: list[DecodeStep] = field(default_factory=list)
-    pairs: list[float] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
         write_text(path, json.dumps({"schema": SCHEMA, **without_nan(asdict(self))}, indent=1) + "\n")
@@ -123,7 +121,7 @@ def _benchmark_of(record: dict[str, Any], path: Path) -> Any:
     if not record.get("bench"):
         raise UserError(
             f"{path}: this check has no benchmark, because its line `bench` was left out or failed; run "
-            "`make gpu-check ARGS=\"-k bench\"`, or pass the bench.json of a run"
+            '`make gpu-check ARGS="-k bench"`, or pass the bench.json of a run'
         )
     device = {name: value for name, value in record.get("figures", {}).items() if name.startswith("device/")}
     return record["bench"] | {"figures": device | record["bench"]["figures"]}

@@ -17,10 +17,8 @@ import torch
 
 from grpo_dist import driver
 from grpo_dist.batch.shared_prefixes import common_length
-from grpo_dist.config import BatchConfig, BenchConfig, Config, DataConfig, EnvironmentsConfig
+from grpo_dist.config import BatchConfig, BenchConfig, Config
 from grpo_dist.config.secrets import masked
-from grpo_dist.environments.base import Problem
-from grpo_dist.environments.preparation import EnvironmentProbe, StartFailed
 from grpo_dist.errors import expanded, refusals
 from grpo_dist.observe.console import step_line
 from grpo_dist.runs.directories import check_writable, make_free_directory
@@ -28,7 +26,6 @@ from grpo_dist.runs.prepare import Prepared, prepare
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type, resolve_dtype
 from grpo_dist.runtime.stage_log import print_line, stage
-from grpo_dist.tools.bench.alternate import AlternatingEnvironments, divide, pair_figures, ratios_of
 from grpo_dist.tools.bench.figures import figures
 from grpo_dist.tools.bench.flops import Shape, card_peak
 from grpo_dist.tools.bench.lengths import ForcedLengths
@@ -37,7 +34,6 @@ from grpo_dist.tools.bench.machine_limits import MachineLimits, limit_threads, m
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, StepRecord
 from grpo_dist.tools.bench.result import ActorMemory, Bar, BenchResult
 from grpo_dist.tools.bench.table import print_result
-from grpo_dist.workers import RolloutHandle
 
 
 def bench(config: Config) -> Path:
@@ -51,20 +47,15 @@ def bench(config: Config) -> Path:
         check_writable(base.parent)
         has = fit(config)
         prepared = prepare(config, print_line, device="cuda" if has.gpus else "cpu")
-        _check_other_kwargs(config.bench, config.data, config.environments)
         threads = limit_threads(config, has.gpus) if config.bench.limits else {}
         directory = make_free_directory(base)  # before the measurement, which takes minutes
     with _removed_without_result(directory):
         steps = timed(config.bench, asyncio.run(_loop(config, prepared, directory)))
-        steps, others = divide(steps) if config.bench.other_kwargs else (steps, [])
         limits = measured_limits(config, prepared.model_dir, steps, threads) if threads else MachineLimits()
-        result = measured(config, prepared.model_dir, steps, others, limits)
+        result = measured(config, prepared.model_dir, steps, limits)
     result.write(directory / "bench.json")
-    from grpo_dist.tools.bench.picture import draw  # imports matplotlib
-
-    draw(result, directory / "bench.png")
     print_result(result)
-    print_line(f"written: {directory}/bench.json, {directory}/bench.png")
+    print_line(f"written: {directory}/bench.json")
     return directory
 
 
@@ -83,7 +74,7 @@ def as_benchmark(config: Config) -> Config:
     """Return ``config`` with the benchmark's steps, without evaluations and checkpoints. Where sampling runs
     ahead, the last steps have nothing more to sample and are not timed.
     """
-    steps = config.bench.warmup_steps + _timed_count(config.bench) + config.max_staleness
+    steps = config.bench.warmup_steps + config.bench.steps + config.max_staleness
     evaluation = config.evaluation.model_copy(update={"before": False, "after": False, "every": 0})
     checkpoint = config.checkpoint.model_copy(update={"every": 0, "export": False, "resume": "never"})
     health = config.health.model_copy(update={"min_signal_groups": 0})  # every step does the same work
@@ -96,25 +87,7 @@ def as_benchmark(config: Config) -> Config:
 
 def timed(bench: BenchConfig, steps: Sequence[StepRecord]) -> list[StepRecord]:
     warmup = bench.warmup_steps
-    return list(steps[warmup : warmup + _timed_count(bench)])
-
-
-def _timed_count(bench: BenchConfig) -> int:
-    return bench.steps * (2 if bench.other_kwargs else 1)
-
-
-def _check_other_kwargs(bench: BenchConfig, data: DataConfig, settings: EnvironmentsConfig) -> None:
-    """Raise ValueError for `bench.other_kwargs` that an environment of a source does not take."""
-    for source in data.train if bench.other_kwargs else ():
-        if name := data.environment_of(source):
-            kwargs = {**source.environment_kwargs, **bench.other_kwargs}
-            try:
-                EnvironmentProbe(name, kwargs, settings).questions([Problem("", "")])
-            except StartFailed as error:
-                raise ValueError(
-                    f"`bench.other_kwargs` = {bench.other_kwargs}: {error.reason}; expected arguments "
-                    f"of {name}"
-                ) from error
+    return list(steps[warmup : warmup + bench.steps])
 
 
 async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[StepRecord]:
@@ -124,13 +97,7 @@ async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[Ste
         async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded"):
             workers = await cluster.start_training(prepared.model_dir)
         recorder = BenchRecorder(config.seed, directory, lambda step, m: print_line(step_line(step, m)))
-        rollouts: RolloutHandle = ForcedLengths(workers.rollouts, config.bench.lengths)
-        if kwargs := config.bench.other_kwargs:
-            samples, warmup = config.batch.samples_per_prompt, config.bench.warmup_steps
-            rollouts = AlternatingEnvironments(
-                rollouts, kwargs, seed=config.seed, samples=samples, warmup_steps=warmup
-            )
-        forced = replace(workers, rollouts=rollouts)
+        forced = replace(workers, rollouts=ForcedLengths(workers.rollouts, config.bench.lengths))
         beside = prepared.demonstrations
         await driver.run(
             config, forced, prepared.prompts, [], recorder, NoCheckpoints(), demonstrations=beside
@@ -142,12 +109,9 @@ def measured(
     config: Config,
     model_dir: Path,
     steps: Sequence[StepRecord],
-    others: Sequence[StepRecord],
     limits: MachineLimits,
 ) -> BenchResult:
-    """Return the result of the timed ``steps``. ``others``: the partner of each with `bench.other_kwargs`, or
-    none.
-    """
+    """Return the result of the timed ``steps``."""
     peak = limits.matmul_flops
     settings = dict(limits.stages.settings) if limits.stages else {}
     if card := _card():
@@ -160,8 +124,6 @@ def measured(
         overlapped=config.max_staleness > 0,
         frozen=config.policy.lora is not None,
     )
-    if others:
-        found |= pair_figures(steps, others)
     middle = sorted(steps, key=lambda s: s.seconds)[len(steps) // 2]
     return BenchResult(
         name=config.name,
@@ -176,7 +138,6 @@ def measured(
         timeline_s=middle.seconds,
         lengths=[request.length for step in steps for request in step.requests],
         decode_steps=limits.decode_steps,
-        pairs=ratios_of(steps, others) if others else [],
     )
 
 

@@ -33,13 +33,6 @@ FIGURES: dict[str, Figure] = {
     "episodes/turns": Figure("turns of a sample", "turns", 0),
     "episodes/tool_wait_s": Figure("wait for an environment, a turn", "s", -1),
     "episodes/cached_share": Figure("prompt of later turns, from the cache", "%", 1),
-    "pairs/median_ratio": Figure("median step, over that with bench.other_kwargs", "x", -1),
-    "pairs/median_ratio_low": Figure("the same, lower end of its spread", "x", 0),
-    "pairs/median_ratio_high": Figure("the same, upper end of its spread", "x", 0),
-    "pairs/step_ratio": Figure("step, over one with bench.other_kwargs: median of pairs", "x", -1),
-    "pairs/step_ratio_mean": Figure("step, over one with bench.other_kwargs: mean of pairs", "x", -1),
-    "pairs/other_step_median_s": Figure("step with bench.other_kwargs, median", "s", 0),
-    "pairs/generation_extra_s": Figure("generation, more than with bench.other_kwargs", "s", -1),
     "tail/staleness": Figure("staleness, mean", "steps", 0),
     "tail/waited_steps": Figure("groups carried over, steps", "steps", 0),
     "tail/length_bias": Figure("length bias", "%", 0),
@@ -162,17 +155,6 @@ def _summary(result: BenchResult) -> list[str]:
         lines.append(
             f"drafts: {show(found, 'generation/acceptance_length')} of a pass with a draft, the drawn one too"
         )
-    if result.pairs:
-        other = ", ".join(f"{key}={value}" for key, value in result.config["bench"]["other_kwargs"].items())
-        lines += [
-            f"median step over that with {other}: {found['pairs/median_ratio']:.3f} ("
-            f"{show(found, 'loop/step_median_s')} and {show(found, 'pairs/other_step_median_s')}, generation "
-            f"{show(found, 'pairs/generation_extra_s')} longer); 90 % of "
-            f"{len(result.pairs)} resampled pairs: {found['pairs/median_ratio_low']:.3f} to "
-            f"{found['pairs/median_ratio_high']:.3f}",
-            f"each pair: {', '.join(f'{ratio:.3f}' for ratio in result.pairs)}; median "
-            f"{found['pairs/step_ratio']:.3f}, mean {found['pairs/step_ratio_mean']:.3f}",
-        ]
     if "training/mfu" in found:
         lines.append(
             f"trainer: {show(found, 'training/mfu')} of {show(found, 'training/peak_flops')}"

@@ -1,6 +1,6 @@
 """Bytes and seconds of a weight sync with and without deltas, between two processes of this machine.
 
-    python -m grpo_dist.tools.bench.weight_deltas --parameters 100e6 --lr 1e-6 --dtype bfloat16
+    python -m tests.evidence.weight_deltas --parameters 100e6 --lr 1e-6 --dtype bfloat16
 
 AdamW updates float32 weights (normal, standard deviation 0.02) with random gradients, and their copy in the
 type that is sent is synced after each step: changes first, then the same weights whole. What an engine does
