@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def check(request: pytest.FixtureRequest) -> Check:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job's processes end with the check
     config, option = request.config, request.config.getoption
     config.stash[_CHECK] = check = new_check(option("rehearse"), option("minutes"), Path(option("output")))
     return check
