@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -24,6 +24,20 @@ _TEMPLATE_ARGUMENTS = frozenset(
     )
 )  # fmt: skip
 _OWN_PATH = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")  # module:name
+# Endings of the files that `grpo_dist.data.files` reads; those of text may be followed by .gz.
+TEXT_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+DATA_FILES = (*TEXT_FILES, ".parquet", ".arrow")
+_SLICE = re.compile(r"[\[\](+]")
+
+
+def data_ending(path: str | Path) -> str:
+    """Return the ending that says how a data file is read; "" where it is none.
+
+    set.parquet -> .parquet, set.jsonl.gz -> .jsonl, openai/gsm8k-v1.5 -> ""
+    """
+    plain = PurePath(str(path).removesuffix(".gz"))
+    endings = TEXT_FILES if str(path).endswith(".gz") else DATA_FILES
+    return plain.suffix if plain.suffix in endings else ""
 
 
 class ModelConfig(Section):
@@ -65,21 +79,42 @@ class DataSourceConfig(Section):
 
     path: str | None = Field(
         None,
-        description="JSONL or Parquet file, local data set directory, hub id, `demo:<name>`, or "
-        "`reasoning_gym:<task>`, or your own source `my_module:rows`; null: the environment brings the "
-        "problems",
+        description="file (.jsonl, .json, .csv, .tsv, also .gz; .parquet, .arrow), directory of these, data "
+        "set of `save_to_disk`, hub id, `demo:<name>`, `reasoning_gym:<task>`, or your own source "
+        "`my_module:rows`; null: the environment brings the problems",
     )
-    split: str = Field("train", description="split of the data set, if it has several")
+    split: str = Field(
+        "train",
+        description="split of the data set, if it has several, or a part: `train[:5%]`, `train[100:]+test`",
+    )
     name: str | None = Field(
         None,
         pattern="^[^/]+$",
         description="label in metrics and samples; null: the file's or data set's name",
     )
     subset: str | None = Field(None, description="configuration name of a hub data set or data set directory")
-    problem_column: str = Field("problem", description="column with the text of the problem")
-    answer_column: str = Field("answer", description="column with the answer, or text that ends with it")
+    problem_column: str = Field(
+        "problem",
+        description="column with the problem: text, or chat messages, whose system prompt and earlier turns "
+        "are kept; dots lead into nested columns: `extra_info.question`, `messages.0.content`",
+    )
+    problem_template: str | None = Field(
+        None,
+        description="text of the problem with {columns}, in place of problem_column: `Make {target} of "
+        "{nums}.`",
+    )
+    answer_column: str = Field(
+        "answer",
+        description="column with the answer, or text that ends with it: `reward_model.ground_truth`; of "
+        "several answers in a list any is right, see multiple_answers",
+    )
     answer_pattern: str | None = Field(None, description="regular expression; its group 1 is the answer")
-    columns: tuple[str, ...] = Field((), description="further columns passed to rewards")
+    multiple_answers: Literal["any", "all"] = Field(
+        "any", description="of a list of answers: any of them is right, or all together are the answer"
+    )
+    columns: tuple[str, ...] = Field(
+        (), description="further columns passed to rewards, of any kind; nested ones with dots"
+    )
     weight: PositiveFloat | None = Field(
         None,
         description="training: share of the prompts drawn from this source, relative to the weights of the "
@@ -111,8 +146,9 @@ class DataSourceConfig(Section):
         kind, _, rest = self.path.partition(":")
         if kind in ("demo", "reasoning_gym") or self.is_own:
             return rest
-        path = Path(self.path)  # a hub id may end in -v1.5
-        return path.stem if path.suffix in (".jsonl", ".json", ".parquet") else path.name
+        name = Path(self.path).name  # a hub id may end in -v1.5
+        ending = data_ending(name)
+        return name.removesuffix(".gz").removesuffix(ending) if ending else name
 
     @property
     def is_generated_by_reasoning_gym(self) -> bool:
@@ -136,6 +172,18 @@ class DataSourceConfig(Section):
             yield (
                 f"kwargs = {self.kwargs} are settings of a path `reasoning_gym:<task>`, but path = "
                 f"{self.path}; remove them (an environment has `environment_kwargs`)"
+            )
+        if _SLICE.search(self.split) and (
+            self.path is None or self.is_own or self.is_generated_by_reasoning_gym
+        ):
+            yield (
+                f"split = {self.split} takes a part of a file or data set, but path = {self.path} makes its "
+                "rows; limit them with `max_rows`, or by an argument of your function"
+            )
+        if self.problem_template is not None and self.problem_column != "problem":
+            yield (
+                f"problem_template takes the place of problem_column = {self.problem_column}; remove one of "
+                "them"
             )
         if "size" in self.kwargs and not self.is_own:
             yield f"kwargs.size = {self.kwargs['size']}: expected `max_rows` for it; set that"
@@ -192,6 +240,11 @@ class DataConfig(Section):
     )
     pools: PoolsConfig | None = Field(
         None, description="pools of `order`; with any order, the metrics of each pool (`pool/...`)"
+    )
+    deduplicate: bool = Field(
+        False,
+        description="keep the first of the rows with the same problem: of all training sources, and of each "
+        "evaluation set",
     )
     overlap: Literal["refuse", "warn"] = Field(
         "warn", description="what to do with evaluation problems found in the training set"

@@ -44,7 +44,10 @@ class RejectionConfig(Section):
 class DemonstrationsConfig(Section):
     """One source of (prompt, completion) pairs; null takes the value of the `sft` section."""
 
-    path: str = Field(description="JSONL file with `prompt` and `completion`, or `demo:<name>`")
+    path: str = Field(
+        description="data file with `prompt` and `completion`, or `messages`, or a directory of these, or "
+        "`demo:<name>`"
+    )
     examples: PositiveInt | None = Field(None, description="examples used, from the start; null: as in `sft`")
     noise: Fraction | None = Field(None, description="as `sft.noise`")
 

@@ -1,6 +1,6 @@
 r"""Reads the sources of an `sft` or a `demonstrations` section into tokenised (prompt, completion) pairs.
 
-A row of a JSONL file is one of
+A row of a data file, such as JSON Lines or Parquet, is one of
 
     {"prompt": ..., "completion": ...}                                  user turn and the answer to it
     {"system": "Be brief.", "prompt": ..., "completion": ...}           with a system prompt
@@ -31,18 +31,21 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from grpo_dist.config import DemonstrationsConfig, DemonstrationStreamConfig, SFTConfig
-from grpo_dist.data.json_rows import json_lines
+from grpo_dist.config import DataSourceConfig, DemonstrationsConfig, DemonstrationStreamConfig, SFTConfig
+from grpo_dist.config.data import data_ending
+from grpo_dist.data.files import file_rows
 from grpo_dist.data.made_problems import demonstrations
+from grpo_dist.data.messages import read_messages
 from grpo_dist.data.order import shuffled
 from grpo_dist.data.prompts import PromptFormat, tokenise_messages
 from grpo_dist.data.segments import (
     Pair,
-    check_messages,
+    check_answered,
     conversation,
     pair_of,
     read_completion,
 )
+from grpo_dist.data.sources import records
 from grpo_dist.errors import expanded
 from grpo_dist.runtime.cache import fingerprint
 from grpo_dist.types import Group, Prompt, Rollout
@@ -154,10 +157,10 @@ def contents(settings: SFTConfig) -> list[Any]:
 
 def data_file(source: DemonstrationsConfig, settings: Sources) -> Path:
     path = expanded(source.path)
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(
-            f"{settings.section}.data = {source.path}: no such file; expected a .jsonl file, demo:add3 or "
-            "demo:products"
+            f"{settings.section}.data = {source.path}: no such file; expected a .jsonl file or another data "
+            "file, a directory of these, demo:add3 or demo:products"
         )
     return path
 
@@ -174,20 +177,26 @@ def _records(source: DemonstrationsConfig, settings: Sources) -> Iterator[tuple[
         made = demonstrations(name, examples or EXAMPLES, noise=noise, seed=settings.seed)
         yield from ((f"{source.path}:{i}", record) for i, record in enumerate(made, 1))
         return
-    for where, record in islice(json_lines(data_file(source, settings)), examples):
-        _check(record, where)
-        yield where, record
+    path = data_file(source, settings)
+    is_listed = path.is_dir() or data_ending(path)  # any other file is read as JSON Lines
+    rows = records(DataSourceConfig(path=str(path))) if is_listed else file_rows(path)
+    yield from ((where, _checked(record, where)) for where, record in islice(rows, examples))
 
 
-def _check(record: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for a row that has none of the module's forms."""
+def _checked(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return a row without keys that are None, which a table has. Raises ValueError for one that has none of
+    the module's forms.
+    """
+    record = {key: value for key, value in record.items() if value is not None}
     if "messages" not in record and (not isinstance(record.get("prompt"), str) or not record["prompt"]):
         raise ValueError(
             f"{where}: `prompt` is missing or not text; expected an object with `prompt` and `completion`"
         )
     try:
         if "messages" in record:
-            check_messages(record["messages"], answered="completion" not in record)
+            record["messages"] = read_messages(record["messages"], "messages")
+            if "completion" not in record:
+                check_answered(record["messages"])
         if "messages" not in record or "completion" in record:
             read_completion(record.get("completion"))
     except ValueError as error:
@@ -205,6 +214,7 @@ def _check(record: Mapping[str, Any], where: str) -> None:
             f"{where}: `messages` and `{(doubled or ['chat_template'])[0]}` exclude each other; give "
             "the conversation once"
         )
+    return record
 
 
 def _tokenise(record: Mapping[str, Any], tokenizer: Any, settings: Sources, where: str) -> Pair:

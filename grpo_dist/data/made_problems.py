@@ -57,6 +57,7 @@ from functools import lru_cache, partial
 from typing import Any, Literal
 
 Split = Literal["train", "test"]
+SPLITS: tuple[Split, ...] = ("train", "test")
 _SIZES: dict[str, int] = {"train": 8000, "test": 1000}
 _PLACES = {"add2": 2, "add3": 3, "add4": 4}
 _SIZES_OF_SUMS2: dict[str, int] = {"train": 7000, "test": 360}  # of 8100 problems, 363 of the test split

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -57,24 +58,36 @@ class PromptFormat:
         """Read the format from section `data` of the configuration."""
         return cls(data.system_prompt, data.instruction, data.chat_template == "model", data.template_kwargs)
 
-    def text(self, problem: str, tokenizer: Any) -> str:
-        """Render the prompt of ``problem``, up to where the model's answer begins."""
-        messages = self.messages(problem)
+    def asked(self, problem: str, messages: Sequence[Message] = ()) -> str | Sequence[Message]:
+        """Return what a prompt asks: ``problem``, or the row's ``messages`` with ``problem`` and the
+        instruction as the last user message.
+        """
+        if not messages:
+            return problem
+        last = max(i for i, message in enumerate(messages) if message["role"] == "user")
+        question = {**messages[last], "content": user_content(problem, self.instruction)}
+        return [*messages[:last], question, *messages[last + 1 :]]
+
+    def text(self, asked: str | Sequence[Message], tokenizer: Any) -> str:
+        """Render the prompt that asks ``asked``, up to where the model's answer begins."""
+        messages = self.messages(asked)
         if not self.use_chat_template:
-            return _plain_text(messages)
+            return plain_text(messages)
         return render_messages(messages, tokenizer, self.template_kwargs, keys=self.keys)
 
     def messages(self, asked: str | Sequence[Message]) -> list[Message]:
-        """Return the messages of a prompt: ``asked`` is the problem, or messages that get no instruction."""
+        """Return the messages of a prompt: ``asked`` is the problem, or messages that get no instruction. A
+        system prompt among them takes the place of the configured one.
+        """
         if isinstance(asked, str):
             asked = [{"role": "user", "content": user_content(asked, self.instruction)}]
         if self.system_prompt and all(message["role"] != "system" for message in asked):
             return [{"role": "system", "content": self.system_prompt}, *asked]
         return list(asked)
 
-    def token_ids(self, problem: str, tokenizer: Any) -> list[int]:
-        """Tokenise the prompt of ``problem``, up to where the model's answer begins."""
-        return _ids(self.text(problem, tokenizer), tokenizer, self.use_chat_template)
+    def token_ids(self, asked: str | Sequence[Message], tokenizer: Any) -> list[int]:
+        """Tokenise the prompt that asks ``asked``, up to where the model's answer begins."""
+        return _ids(self.text(asked, tokenizer), tokenizer, self.use_chat_template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +160,8 @@ def build_prompts(
         unique = uid if counts[uid] == 1 else f"{uid}-{counts[uid]}"
         ids, columns = np.asarray(token_ids, np.int32), dict(row.columns)
         thought = thoughts.of(text)
-        prompts.append(Prompt(unique, ids, row.answer, row.source, row.problem, columns, thought, task))
+        how = {"thought": thought, "task": task, "messages": row.messages}
+        prompts.append(Prompt(unique, ids, row.answer, row.source, row.problem, columns, **how))
     if dropped and not prompts:
         raise ValueError(
             f"{dropped[0].reason}, and so has every one of the {len(dropped)} prompts; raise the limit"
@@ -155,18 +169,20 @@ def build_prompts(
     return BuiltPrompts(prompts, dropped, counts)
 
 
-def _plain_text(messages: Sequence[Message]) -> str:
+def plain_text(messages: Sequence[Message]) -> str:
+    """Return the text of ``messages`` where there is no chat template."""
     return "\n".join(str(message["content"]) for message in messages)
 
 
 def _task_and_text(
     row: DataRow, index: int, prompt_format: PromptFormat, tokenizer: Any, tasks: SourceTasks | None
 ) -> tuple[Task | None, str]:
+    asked = prompt_format.asked(row.problem, row.messages)
     if tasks is None:
-        return None, prompt_format.text(row.problem, tokenizer)
-    messages = prompt_format.messages(tasks.questions[index])
+        return None, prompt_format.text(asked, tokenizer)
+    messages = prompt_format.messages(tasks.questions[index] if tasks.questions else asked)
     if not prompt_format.use_chat_template:
-        return tasks.task, _plain_text(messages)
+        return tasks.task, plain_text(messages)
     task = tasks.task_of(messages)
     try:
         return task, tasks.renderer.prompt(task)
@@ -257,7 +273,8 @@ def check_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str:
 
 def _uid(row: DataRow) -> str:
     """Return an identifier that is stable across runs and row order."""
-    digest = hashlib.blake2b(f"{row.problem}\x1f{row.answer}".encode(), digest_size=8).hexdigest()
+    asked = json.dumps(row.messages, sort_keys=True) if row.messages else row.problem
+    digest = hashlib.blake2b(f"{asked}\x1f{row.answer}".encode(), digest_size=8).hexdigest()
     return f"{row.source}-{digest}"
 
 

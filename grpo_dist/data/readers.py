@@ -3,40 +3,46 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import DataSourceConfig
-from grpo_dist.data.json_rows import json_lines, json_rows
-from grpo_dist.data.made_problems import problems
-from grpo_dist.environments.registry import load_environment
-from grpo_dist.errors import expanded
+from grpo_dist.data.messages import is_conversation, read_messages
+from grpo_dist.data.sources import OwnProblems, records
+from grpo_dist.environments.base import Message
 from grpo_dist.runtime.patterns import PatternSearch, PatternTimeout
 
-# Yields location and record of every row of a source without a `path`, or with that of a user's function.
-OwnProblems = Callable[[DataSourceConfig], Iterator[tuple[str, Mapping[str, Any]]]]
-
 PATTERN_S = 10.0  # deadline of answer_pattern on one row
-_JSON = (".jsonl", ".json")  # read here: `datasets` gives mixed columns other types, and texts like dates
-_PARQUET = ".parquet"
+_PLACE = re.compile(r"\{(\w+(?:\.[\w-]+)*)\}")  # of a column in `problem_template`
+_LONGEST_JSON = 10_000  # characters of text in which nested columns are looked for, for messages
+_NAMED = 30  # columns that a message lists
 
 
 @dataclass(frozen=True, slots=True)
 class DataRow:
-    """One problem of a data source; ``location`` is for messages: ``gsm8k.jsonl:17``."""
+    """One problem of a data source.
+
+    Attributes:
+        problem: its text; of messages that of the last user message.
+        location: for messages: ``gsm8k.jsonl:17``.
+        messages: the conversation that the prompt is, where it has more than the problem.
+        left_out: the assistant's message behind it, which the policy writes in its place; "": none.
+    """
 
     problem: str
     answer: str
     source: str
     location: str
     columns: Mapping[str, Any]
+    messages: tuple[Message, ...] = ()
+    left_out: str = ""
 
 
 def read(source: DataSourceConfig, own: OwnProblems | None = None) -> list[DataRow]:
@@ -48,10 +54,18 @@ def read(source: DataSourceConfig, own: OwnProblems | None = None) -> list[DataR
     Raises ValueError for a missing file or split, a malformed row, a missing column, a row without problem or
     answer, or an empty data set. The message names the file and the row.
     """
+    columns = () if brings_columns(source) else _top_columns(source)
+    try:
+        return _read(source, own, columns)
+    except _WrongKind:  # a table gave only what is needed, and the message names all that there is
+        return _read(source, own, ())
+
+
+def _read(source: DataSourceConfig, own: OwnProblems | None, columns: Sequence[str]) -> list[DataRow]:
     label = source_name(source)
     rows: list[DataRow] = []
     with PatternSearch(source.answer_pattern or "()", timeout_s=PATTERN_S) as pattern:
-        for location, record in _records(source, own):
+        for location, record in records(source, own, columns):
             if source.max_rows is not None and len(rows) >= source.max_rows:
                 break
             rows.append(_row(record, location, source, label, pattern))
@@ -61,6 +75,10 @@ def read(source: DataSourceConfig, own: OwnProblems | None = None) -> list[DataR
             f"`{source.answer_column}`"
         )
     return rows
+
+
+class _WrongKind(ValueError):
+    """A column has other values than text or numbers."""
 
 
 class MissingColumn(ValueError):
@@ -95,20 +113,22 @@ def count_rows(source: DataSourceConfig) -> int:
     """Return the rows of ``source``, at most ``max_rows``, whatever their columns. Raises ValueError for what
     cannot be read, like `read`.
     """
-    return sum(1 for _ in islice(_records(source), source.max_rows))
+    return sum(1 for _ in islice(records(source), source.max_rows))
 
 
 def first_record(source: DataSourceConfig) -> Mapping[str, Any]:
     """Return the raw first row; {} without rows. Raises ValueError like `read`."""
-    return next((record for _, record in _records(source)), {})
+    return next((record for _, record in records(source)), {})
 
 
 def common_columns(source: DataSourceConfig, own: OwnProblems | None = None) -> list[str]:
-    """Return the columns that all rows have; [] without rows. Raises ValueError like `read`."""
-    records = (record for _, record in islice(_records(source, own), source.max_rows))
-    names = dict.fromkeys(next(records, {}))
-    for record in records:
-        names = {name: None for name in names if name in record}
+    """Return the columns that all rows have, with nested ones; [] without rows. Raises ValueError like
+    `read`.
+    """
+    rows = (record for _, record in islice(records(source, own), source.max_rows))
+    names = dict.fromkeys(column_names(next(rows, {})))
+    for record in rows:
+        names = {name: None for name in names if has_column(record, name)}
     return list(names)
 
 
@@ -124,184 +144,212 @@ def source_name(source: DataSourceConfig) -> str:
     return source.label
 
 
-def _records(
-    source: DataSourceConfig, own: OwnProblems | None = None
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if source.path is None or source.is_own:
-        if own is None:
-            raise ValueError(
-                f"a data source with path = {source.path}: nothing here runs environments and your own code; "
-                "name a file"
-            )
-        yield from own(source)
-        return
-    if source.is_generated_by_reasoning_gym:
-        # The package is optional; the adapter that imports it is the environment's.
-        adapter = load_environment(source.path)
-        rows = adapter.problems(source.split, source.max_rows, **source.kwargs)
-        yield from ((f"{source.path}/{source.split}:{i}", row) for i, row in enumerate(rows, 1))
-        return
-    if source.path.startswith("demo:"):
-        name = source.path.removeprefix("demo:")
-        yield from ((f"{name}/{source.split}:{i}", r) for i, r in enumerate(problems(name, source.split), 1))
-        return
-    path = expanded(source.path)
-    if path.suffix in _JSON and os.path.isfile(path):  # False for a name that is too long
-        _check_no_subset(source, "a single file")
-        yield from json_rows(path) if path.suffix == ".json" else json_lines(path)
-    else:
-        yield from ((f"{path.name}:{i}", record) for i, record in _counted(_dataset(path, source), source))
+# Columns
 
 
-def _dataset(path: Path, source: DataSourceConfig) -> Iterable[Mapping[str, Any]]:
-    """Load Parquet files, saved data sets, directories and hub ids through the `datasets` library."""
-    import datasets  # heavy: JSON and generated problems do not need it
-
-    assert source.path is not None  # `_records` has seen to it
-    datasets.disable_progress_bars()
-    if os.path.isfile(path):
-        if path.suffix != _PARQUET:
-            raise ValueError(f"{path}: unknown file type {path.suffix!r}; expected .jsonl, .json or .parquet")
-        _check_no_subset(source, "a single file")
-        if _guard(lambda: _parquet_rows(path), source) == 0:  # which `datasets` cannot read
-            return []
-        # Streaming reads the file itself: no cache can go stale, and nothing is written.
-        return _guard(
-            lambda: datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True),
-            source,
-        )
-    if os.path.isdir(path):
-        if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-            _check_no_subset(source, "a saved data set")
-            return _split(_guard(lambda: datasets.load_from_disk(str(path)), source), source)
-        return _guard(
-            lambda: datasets.load_dataset(str(path), source.subset, split=source.split, streaming=True),
-            source,
-        )
-    if (
-        path.is_absolute()
-        or source.path.startswith((".", "~"))
-        or source.path.count("/") > 1
-        or path.suffix in (*_JSON, _PARQUET)
-    ):
-        raise ValueError(
-            f"{source.path}: no such file or directory; expected a .jsonl or .parquet file, a data set "
-            "directory, or a hub id such as openai/gsm8k"
-        )
-    return _guard(lambda: datasets.load_dataset(source.path, source.subset, split=source.split), source)
-
-
-def _parquet_rows(path: Path) -> int:
-    """Return how many rows the Parquet file ``path`` has."""
-    from pyarrow.parquet import read_metadata  # heavy: JSON and generated problems do not need it
-
-    return int(read_metadata(path).num_rows)
-
-
-def _check_no_subset(source: DataSourceConfig, kind: str) -> None:
-    if source.subset is not None:
-        raise ValueError(
-            f"{source.path}: `subset` = {source.subset}, but {kind} has no configurations; remove `subset`, "
-            "or name the directory or hub id that has them"
-        )
-
-
-def _counted(
-    records: Iterable[Mapping[str, Any]], source: DataSourceConfig
-) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Number rows from 1. Streamed rows are only read here, so a damaged file fails here."""
-    iterator, number = iter(records), 0
-    while (record := _guard(lambda: next(iterator, None), source)) is not None:
-        number += 1
-        yield number, record
-
-
-def _split(loaded: Any, source: DataSourceConfig) -> Any:
-    if not isinstance(loaded, Mapping):
-        return loaded
-    if source.split not in loaded:
-        raise ValueError(f"{source.path}: no split `{source.split}`; it has {', '.join(loaded)}")
-    return loaded[source.split]
-
-
-def _guard(load: Callable[[], Any], source: DataSourceConfig) -> Any:
+def has_column(record: Mapping[str, Any], name: str) -> bool:
+    """Return whether a row has the column ``name``, which may be nested."""
     try:
-        return load()
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"{source.path}: the data set cannot be loaded ({reason}); check the path or hub id, `split` = "
-            f"{source.split}, `subset` = {source.subset} and the network"
-        ) from error
+        column(record, name)
+    except KeyError:
+        return False
+    return True
+
+
+def column(record: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a column. Dots lead into objects, also those stored as JSON text, and lists.
+
+        {"reward_model": {"ground_truth": "7"}}, "reward_model.ground_truth" -> "7"
+        {"messages": [{"content": "1+1="}]}, "messages.-1.content" -> "1+1="
+
+    None where an object on the way is None. Raises KeyError for a column that the row lacks.
+    """
+    return record[name] if name in record else _nested(record, name.split("."))
+
+
+def _nested(value: Any, path: Sequence[str]) -> Any:
+    if not path or value is None:
+        return value
+    if isinstance(value, str):
+        value = _json_inside(value)
+    if isinstance(value, Mapping):
+        for size in range(1, len(path) + 1):  # names may have dots of their own
+            if (name := ".".join(path[:size])) in value:
+                return _nested(value[name], path[size:])
+    elif isinstance(value, list) and re.fullmatch(r"-?\d+", path[0]):
+        try:
+            return _nested(value[int(path[0])], path[1:])
+        except IndexError:
+            pass
+    raise KeyError(".".join(path))
+
+
+def _json_inside(text: str) -> Any:
+    """Return the object or list that ``text`` is as JSON; None for other text."""
+    if text[:1] not in ("{", "["):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def column_names(record: Mapping[str, Any]) -> list[str]:
+    """Return the names of the columns of a row, those of objects followed by those in them.
+
+    {"prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"ground_truth": "2"}}
+    -> prompt, prompt.0.role, prompt.0.content, reward_model, reward_model.ground_truth
+    """
+    names = []
+    for name, value in record.items():
+        names.append(str(name))
+        if isinstance(value, str):
+            value = _json_inside(value) if len(value) <= _LONGEST_JSON else None
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            value = {"0": value[0]}
+            names += [f"{name}.{inner}" for inner in column_names(value)[1:]]
+        elif isinstance(value, Mapping):
+            names += [f"{name}.{inner}" for inner in column_names(value)]
+    return names
+
+
+def _top_columns(source: DataSourceConfig) -> list[str]:
+    """Return the columns of a table that ``source`` reads."""
+    template = source.problem_template
+    problem = [source.problem_column] if template is None else _PLACE.findall(template)
+    names = [*problem, source.answer_column, *source.columns]
+    return list(dict.fromkeys(name.partition(".")[0] for name in names))
+
+
+def _column(record: Mapping[str, Any], name: str, location: str, setting: str) -> Any:
+    try:
+        return column(record, name)
+    except KeyError:
+        pass
+    names = column_names(record)
+    last = name.rpartition(".")[2]
+    near = [known for known in names if known.rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean `{near[0]}`?" if near else "."
+    settings = {"columns": "`columns`", "problem_template": "`problem_template`"}
+    wanted = settings.get(setting, "`problem_column` and `answer_column`")
+    raise MissingColumn(
+        f"{location}: no column `{name}`{hint} The row has: {_listed(names)}. Set {wanted} of the data "
+        "source",
+        setting,
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+# Rows
 
 
 def _row(
     record: Mapping[str, Any], location: str, source: DataSourceConfig, label: str, pattern: PatternSearch
 ) -> DataRow:
+    problem, messages, left_out = _problem(record, location, source)
+    if not problem.strip():
+        name = source.problem_column if source.problem_template is None else "problem_template"
+        raise ValueError(f"{location}: `{name}` is empty; expected the text of a problem")
     if brings_columns(source):  # it may also score without an answer
-        return _own_row(record, location, source, label)
-    problem = _text(record, source.problem_column, location, "problem_column")
-    answer = _text(record, source.answer_column, location, "answer_column").strip()
-    answer = _answer(answer, location, source, pattern)
-    if not problem.strip():
-        raise ValueError(f"{location}: `{source.problem_column}` is empty; expected the text of a problem")
-    columns = {name: _column(record, name, location, "columns") for name in source.columns}
-    return DataRow(problem, answer, label, location, columns)
+        record = {source.answer_column: "", **record}
+        answer = _text(record, source.answer_column, location, "answer_column").strip()
+        taken = (source.problem_column, source.answer_column)
+        columns = {name: value for name, value in record.items() if name not in taken}
+    else:
+        answer = _answer(record, location, source, pattern)
+        columns = {name: _column(record, name, location, "columns") for name in source.columns}
+    return DataRow(problem, answer, label, location, columns, messages, left_out)
 
 
-def _own_row(record: Mapping[str, Any], location: str, source: DataSourceConfig, label: str) -> DataRow:
-    problem = _text(record, source.problem_column, location, "problem_column")
-    if not problem.strip():
-        raise ValueError(f"{location}: `{source.problem_column}` is empty; expected the text of a problem")
-    answer = _text({source.answer_column: "", **record}, source.answer_column, location, "answer_column")
-    taken = (source.problem_column, source.answer_column)
-    columns = {name: value for name, value in record.items() if name not in taken}
-    return DataRow(problem, answer.strip(), label, location, columns)
-
-
-def _column(record: Mapping[str, Any], name: str, location: str, setting: str) -> Any:
-    if name not in record:
-        near = difflib.get_close_matches(name, record, n=1)
-        hint = f"; did you mean `{near[0]}`?" if near else "."
-        has = ", ".join(map(str, record))
-        names = "`columns`" if setting == "columns" else "`problem_column` and `answer_column`"
-        raise MissingColumn(
-            f"{location}: no column `{name}`{hint} The row has: {has}. Set {names} of the data source",
-            setting,
-        )
-    return record[name]
-
-
-def _answer(answer: str, location: str, source: DataSourceConfig, pattern: PatternSearch) -> str:
-    if source.answer_pattern is not None:
-        try:
-            found = pattern.search(answer)
-        except PatternTimeout:
-            raise ValueError(
-                f"{location}: answer_pattern {source.answer_pattern!r} does not finish within "
-                f"{pattern.timeout_s:g} s on `{source.answer_column}` ({len(answer)} characters): "
-                f"...{answer[-60:]!r}; use a pattern without nested repetitions ((a+)+ is one)"
-            ) from None
-        if found is None:
-            raise ValueError(
-                f"{location}: `{source.answer_column}` does not match answer_pattern "
-                f"{source.answer_pattern!r}: ...{answer[-60:]!r}; fix the row or the pattern"
-            )
-        answer = (found[0] or "").strip()
-    if not answer:
+def _problem(
+    record: Mapping[str, Any], location: str, source: DataSourceConfig
+) -> tuple[str, tuple[Message, ...], str]:
+    """Return the text of the problem, the conversation around it, and the answer to it that is left out."""
+    if (template := source.problem_template) is not None:
+        return _PLACE.sub(lambda place: _filled(record, place[1], location), template), (), ""
+    name = source.problem_column
+    value = _column(record, name, location, "problem_column")
+    if not is_conversation(value):
+        return _as_text(value, name, location, record), (), ""
+    try:
+        messages, left_out = read_messages(value, name), ""
+    except ValueError as error:
+        raise ValueError(f"{location}: {error}") from error
+    while messages and messages[-1]["role"] == "assistant":
+        left_out = str(messages.pop()["content"] or "tool calls")
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    if not asked:
         raise ValueError(
-            f"{location}: `{source.answer_column}` is empty; a problem without an answer cannot be "
-            "graded: remove the row"
+            f"{location}: `{name}` has no message of the user; expected one, behind which the policy answers"
         )
-    return answer
+    is_lone = len(messages) == 1 and set(messages[0]) == {"role", "content"}
+    return asked[-1], () if is_lone else tuple(messages), left_out
+
+
+def _filled(record: Mapping[str, Any], name: str, location: str) -> str:
+    value = _column(record, name, location, "problem_template")
+    if isinstance(value, list | Mapping):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return _as_text(value, name, location, record)
+
+
+def _answer(
+    record: Mapping[str, Any], location: str, source: DataSourceConfig, pattern: PatternSearch
+) -> str:
+    name = source.answer_column
+    value = _column(record, name, location, "answer_column")
+    if isinstance(value, str) and value.startswith('["') and source.answer_pattern is None:
+        values = _json_inside(value)  # Skywork-OR1's golds are lists of texts, as JSON
+        value = values if isinstance(values, list) and all(isinstance(v, str) for v in values) else value
+    values = value if isinstance(value, list) else [value]
+    texts = [_as_text(value, name, location, record).strip() for value in values]
+    answers = list(dict.fromkeys(_matched(text, location, source, pattern) for text in texts))
+    if not answers or not all(answers):
+        raise ValueError(
+            f"{location}: `{name}` is empty; a problem without an answer cannot be graded: remove the row"
+        )
+    if len(answers) == 1:
+        return answers[0]
+    # As `grpo_dist.rewards.text.alternatives` reads it.
+    return ", ".join(answers) if source.multiple_answers == "all" else json.dumps(answers, ensure_ascii=False)
+
+
+def _matched(answer: str, location: str, source: DataSourceConfig, pattern: PatternSearch) -> str:
+    """Return what `answer_pattern` finds in ``answer``."""
+    if source.answer_pattern is None:
+        return answer
+    try:
+        found = pattern.search(answer)
+    except PatternTimeout:
+        raise ValueError(
+            f"{location}: answer_pattern {source.answer_pattern!r} does not finish within "
+            f"{pattern.timeout_s:g} s on `{source.answer_column}` ({len(answer)} characters): "
+            f"...{answer[-60:]!r}; use a pattern without nested repetitions ((a+)+ is one)"
+        ) from None
+    if found is None:
+        raise ValueError(
+            f"{location}: `{source.answer_column}` does not match answer_pattern "
+            f"{source.answer_pattern!r}: ...{answer[-60:]!r}; fix the row or the pattern"
+        )
+    return (found[0] or "").strip()
 
 
 def _text(record: Mapping[str, Any], name: str, location: str, setting: str) -> str:
-    """Return a column as text: 8 and 8.0 are "8", None is "".
+    return _as_text(_column(record, name, location, setting), name, location, record)
+
+
+def _as_text(value: Any, name: str, location: str, record: Mapping[str, Any]) -> str:
+    """Return a value of the column ``name`` as text: 8 and 8.0 are "8", None is "".
 
     Raises ValueError for an infinite number, a boolean, a list or an object.
     """
-    value = _column(record, name, location, setting)
+    if isinstance(value, str):
+        return value
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, float) and math.isinf(value):
@@ -311,15 +359,20 @@ def _text(record: Mapping[str, Any], name: str, location: str, setting: str) -> 
     if isinstance(value, Decimal) and value.is_finite():
         shown = format(value, "f")
         return shown.rstrip("0").rstrip(".") if "." in shown else shown
-    if isinstance(value, str | int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
+    kind = type(value).__name__
     if isinstance(value, date):
         raise ValueError(
-            f"{location}: `{name}` is a {type(value).__name__} ({value}); expected text or a number; "
-            "store it as text. (Of a directory or hub id, `datasets` reads JSON text that looks like a date "
-            "as one: name the file itself)"
+            f"{location}: `{name}` is a {kind} ({value}); expected text or a number; store it as text"
         )
-    raise ValueError(
-        f"{location}: `{name}` is a {type(value).__name__} ({str(value)[:60]}); expected text or a number; "
-        "set `problem_column` and `answer_column` to columns of text"
+    readable = [known for known in column_names(record) if _is_readable(column(record, known))]
+    raise _WrongKind(
+        f"{location}: `{name}` is a {kind} ({str(value)[:60]}); expected text or a number; set "
+        f"`problem_column` and `answer_column` to columns that have them ({_listed(readable) or 'none'}), "
+        "or write the problem from columns with `problem_template`"
     )
+
+
+def _is_readable(value: Any) -> bool:
+    return is_conversation(value) or (isinstance(value, str | int | float) and not isinstance(value, bool))

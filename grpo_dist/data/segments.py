@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist.data.prompts import render_messages
+from grpo_dist.environments.base import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +68,13 @@ def read_completion(completion: Any) -> list[Segment]:
     return segments
 
 
-def check_messages(messages: Any, *, answered: bool) -> None:
-    """Raise ValueError for a conversation that cannot be rendered.
-
-    ``answered``: it has the answers to learn, those of the assistant, and ends with one.
-    """
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise ValueError(
-            "`messages` must be a list of objects with `role` and `content`, both text (an assistant's "
-            "message with `tool_calls` may have no `content`)"
-        )
-    if answered and (len(messages) < 2 or messages[-1]["role"] != "assistant"):
+def check_answered(messages: Sequence[Message]) -> None:
+    """Raise ValueError for a conversation without answers to learn, those of the assistant, at its end."""
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ValueError(
             "`messages` without `completion` must end with the assistant's message after others; the "
             f"assistant's messages are learned, and the last message has the role {messages[-1]['role']!r}"
         )
-
-
-def _is_message(message: Any) -> bool:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return False
-    calls = message["role"] == "assistant" and message.get("tool_calls")
-    return isinstance(message.get("content"), str) or bool(message.get("content") is None and calls)
 
 
 def conversation(

@@ -9,12 +9,17 @@ from typing import Any
 from jinja2 import TemplateError
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
-from grpo_dist.data.own_source import own_rows
-from grpo_dist.data.readers import DataRow, OwnProblems
+from grpo_dist.data.files import Located
+from grpo_dist.data.readers import DataRow
+from grpo_dist.data.sources import OwnProblems
 from grpo_dist.environments.base import Message, Problem
 from grpo_dist.environments.calls import missing_tokens
 from grpo_dist.environments.preparation import Description, EnvironmentProbe, StartFailed
 from grpo_dist.environments.rendering import Renderer, result_messages
+from grpo_dist.plugins.calling import call, check_signature
+from grpo_dist.plugins.inputs import SourceInputs
+from grpo_dist.plugins.kinds import SOURCE
+from grpo_dist.plugins.loading import load
 from grpo_dist.types import Task
 
 _RESULT = "7361927"  # shown by a template that knows tool messages
@@ -25,8 +30,8 @@ class SourceTasks:
     """The task of each row of a source, and what is asked.
 
     Attributes:
-        questions: text, to which the instruction and the system prompt are added, or messages. What an
-            environment asks in its own words holds no control tokens.
+        questions: what an environment asks in its own words, which holds no control tokens: text, to which
+            the instruction and the system prompt are added, or messages; (): it asks the problem as it is.
     """
 
     task: Task
@@ -42,9 +47,9 @@ def own_problems(data: DataConfig, environments: EnvironmentsConfig) -> OwnProbl
     environment brings the problems.
     """
 
-    def records(source: DataSourceConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def records(source: DataSourceConfig) -> Iterator[Located]:
         if source.is_own:
-            yield from own_rows(source, environments.code_paths)
+            yield from _rows_of_function(source, environments.code_paths)
             return
         name = data.environment_of(source)
         if name is None:
@@ -57,6 +62,28 @@ def own_problems(data: DataConfig, environments: EnvironmentsConfig) -> OwnProbl
         yield from ((f"{name}/{source.split}:{number}", row) for number, row in enumerate(rows, 1))
 
     return records
+
+
+def _rows_of_function(source: DataSourceConfig, code_paths: Sequence[str]) -> Iterator[Located]:
+    """Yield location and columns of every row. Raises ValueError for a function that cannot be used, that
+    fails, or that yields something else.
+    """
+    name = str(source.path)
+    function = load(SOURCE, name, code_paths)
+    check_signature(function, SourceInputs, source.kwargs, f"{SOURCE.title} {name}", "data.train.N.kwargs")
+    number = 0
+    try:
+        for number, row in enumerate(
+            call(function, SourceInputs(source.split, source.max_rows), source.kwargs), 1
+        ):
+            if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
+                raise TypeError(f"{row!r} is no mapping of column names to values")
+            yield f"{name}/{source.split}:{number}", row
+    except Exception as error:  # a user's function may raise anything
+        raise ValueError(
+            f"{SOURCE.title} {name} failed after row {number} ({type(error).__name__}: {error}); expected it "
+            "to yield a mapping of column names to values for each row"
+        ) from error
 
 
 def source_tasks(
@@ -86,9 +113,15 @@ def source_tasks(
     _check_format(renderer, tokenizer, described, name)
     if renderer.has_template:
         _check_template(renderer, replace(task, messages=({"role": "user", "content": "1+1?"},)), described)
-    if described.asks:
-        questions = [_harmless(renderer, question) for question in questions]
-    return SourceTasks(task, questions, renderer)
+    if not described.asks:
+        return SourceTasks(task, (), renderer)
+    if row := next((row for row in rows if row.messages), None):
+        raise ValueError(
+            f"{row.location}: environment {name} asks in its own words, which would drop the system prompt "
+            "and earlier turns of the row's messages; name a column of text in `problem_column`, such as "
+            f"{source.problem_column}.-1.content"
+        )
+    return SourceTasks(task, [_harmless(renderer, question) for question in questions], renderer)
 
 
 def _harmless(renderer: Renderer, asked: Any) -> Any:

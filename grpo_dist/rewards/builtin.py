@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from grpo_dist.rewards.language import SCRIPTS, Script, script_share
 from grpo_dist.rewards.length import cosine_length, overlong_punishment, relative_length
 from grpo_dist.rewards.match import exact_match, numeric_match
 from grpo_dist.rewards.repetition import repeated_share
+from grpo_dist.rewards.text import alternatives
 
 Note = Callable[[str], None]  # receives the reason why a sample could not be scored
 
@@ -149,7 +151,11 @@ class Exact(Binary):
     ignore_case: bool = True
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
-        return [exact_match(c, group.gold, ignore_case=self.ignore_case) for c in group.graded_texts]
+        golds = alternatives(group.gold)
+        return [
+            max(exact_match(c, gold, ignore_case=self.ignore_case) for gold in golds)
+            for c in group.graded_texts
+        ]
 
 
 class Numeric(Binary):
@@ -159,10 +165,12 @@ class Numeric(Binary):
     absolute: NonNegative = 1e-8
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
-        return [
-            numeric_match(c, group.gold, relative=self.relative, absolute=self.absolute)
+        golds = alternatives(group.gold)
+        scores = [
+            [numeric_match(c, gold, relative=self.relative, absolute=self.absolute) for gold in golds]
             for c in group.graded_texts
         ]
+        return [max(each, key=lambda score: -1.0 if math.isnan(score) else score) for each in scores]
 
 
 class Repetition(Builtin):

@@ -21,7 +21,7 @@ from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.math import gold_text
 from grpo_dist.rewards.served import ChatReward
 from grpo_dist.rewards.template import asked_for, fill, placeholders
-from grpo_dist.rewards.text import boxes
+from grpo_dist.rewards.text import alternatives, boxes
 from grpo_dist.rewards.thought import behind_thought, final_text
 from grpo_dist.rewards.verdict_cache import VerdictCache
 
@@ -118,7 +118,8 @@ class LLMJudge(ChatReward):
         accepted = [False] * len(group.completions)
         if self.only_when == "wrong":
             accepted = [correct == 1.0 for correct in verdicts.correct]
-        gold, problem = gold_text(group.gold), str(group.columns.get("problem", ""))
+        gold = " or ".join(gold_text(one) for one in alternatives(group.gold))
+        problem = str(group.columns.get("problem", ""))
         candidates = [
             None if right else candidate(completion, gold)
             for right, completion in zip(accepted, group.graded_texts, strict=True)

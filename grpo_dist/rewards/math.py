@@ -36,7 +36,16 @@ from grpo_dist.rewards.marks import (
     worded_numbers,
 )
 from grpo_dist.rewards.reading import Reading, read
-from grpo_dist.rewards.text import boxes, normalise, percent, same_list, spellings, tagged_answer, tidy
+from grpo_dist.rewards.text import (
+    alternatives,
+    boxes,
+    normalise,
+    percent,
+    same_list,
+    spellings,
+    tagged_answer,
+    tidy,
+)
 from grpo_dist.rewards.thought import behind_thought, outside_thought
 from grpo_dist.rewards.wording import (
     changes_value,
@@ -79,7 +88,7 @@ def grade(completion: str, answer: str, *, accept_arithmetic: bool = False) -> G
     """Compare the answer that ``completion`` gives with the gold ``answer`` (text or LaTeX, boxed or not).
 
     With ``accept_arithmetic``, ``\\boxed{3+5}`` is correct for a gold of 8. Text in an unclosed thought is
-    not an answer.
+    not an answer. Of several golds, see `alternatives`, any is right.
 
         grade("so it is \\boxed{8}.", "8")         correct
         grade("so it is \\boxed{7}.", "8")         wrong
@@ -88,6 +97,9 @@ def grade(completion: str, answer: str, *, accept_arithmetic: bool = False) -> G
 
     Only the pool returns ``timeout`` or ``error``. Raises only MemoryError.
     """
+    if len(golds := alternatives(answer)) > 1:
+        grades = [grade(completion, gold, accept_arithmetic=accept_arithmetic) for gold in golds]
+        return next((one for one in grades if one.outcome == "correct"), grades[0])
     completion = _response(completion)
     found = boxes(completion)
     gold = gold_text(answer)
@@ -159,7 +171,7 @@ def gold_text(answer: str) -> str:
 
 def gold_is_parsable(answer: str) -> bool:
     """Return whether ``answer`` parses as mathematics; otherwise it is only compared as text."""
-    return bool(_readings_of_gold(gold_text(answer)))
+    return all(bool(_readings_of_gold(gold_text(gold))) for gold in alternatives(answer))
 
 
 def _is_option(gold: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from fractions import Fraction
@@ -76,6 +77,20 @@ def boxes(text: str) -> list[str]:
             found.append(_without_inner_boxes(text[match.end() : end].strip()))
             position = end + 1
     return found
+
+
+def alternatives(gold: str) -> list[str]:
+    """Return the golds of which each is right: those of a JSON list of texts, else ``gold`` alone.
+
+    '["1/2", "50%"]' -> 1/2, 50%      "[1, 2]" -> [1, 2]
+    """
+    if not gold.startswith('["'):
+        return [gold]
+    try:
+        golds = json.loads(gold)
+    except (ValueError, RecursionError):
+        return [gold]
+    return golds if all(isinstance(text, str) for text in golds) else [gold]
 
 
 def tagged_answer(text: str) -> str | None:

@@ -20,6 +20,7 @@ from grpo_dist.config import (
     SFTConfig,
 )
 from grpo_dist.data.demonstrations import Demonstration
+from grpo_dist.data.duplicates import SourceRows, find_duplicates
 from grpo_dist.data.mixture import check_weights, most_at_once
 from grpo_dist.data.pools import check_pools
 from grpo_dist.data.prompts import BuiltPrompts, Dropped, PromptFormat, build_prompts, check_overlap
@@ -174,6 +175,7 @@ def train_prompts(
     say: Callable[[str], None],
 ) -> BuiltPrompts:
     """Turn the rows of all ``sources`` into prompts, in order. No two have the same uid."""
+    sources = without_duplicates(sections.data, sources, "data.train", say)
     prompts: list[Prompt] = []
     dropped: list[Dropped] = []
     uid_counts: Mapping[str, int] = {}
@@ -183,6 +185,18 @@ def train_prompts(
         dropped += built.dropped
         uid_counts = built.uid_counts
     return BuiltPrompts(prompts, dropped, uid_counts)
+
+
+def without_duplicates(
+    data: DataConfig, sources: Sequence[SourceRows], key: str, say: Callable[[str], None]
+) -> list[SourceRows]:
+    """Say which rows repeat a problem; with `data.deduplicate` return the first row of each alone."""
+    found = find_duplicates(data, sources)
+    for warning in found.warnings(key, deduplicated=data.deduplicate):
+        say(warning)
+    if not data.deduplicate:
+        return list(sources)
+    return [(source, rows) for source, rows in found.first if rows]
 
 
 def prepare_eval(
@@ -197,10 +211,9 @@ def prepare_eval(
     """
     data, eval_sets = sections.data, []
     for source, rows in sources:
-        eval_set = EvalSet(
-            source_name(source),
-            load_prompts(sections, source, rows, tokenizer, say).prompts,
-        )
+        name = source_name(source)
+        ((_, rows),) = without_duplicates(data, [(source, rows)], f"data.eval {name}", say)
+        eval_set = EvalSet(name, load_prompts(sections, source, rows, tokenizer, say).prompts)
         overlap = check_overlap(prompts, eval_set.prompts)
         if overlap and data.overlap == "refuse":
             raise ValueError(f"data.eval {eval_set.name}: {overlap}; remove them, or set data.overlap=warn")
@@ -315,6 +328,12 @@ def load_prompts(
         tasks=source_tasks(data, sections.environments, source, rows, tokenizer),
     )
     prompts, dropped = built.prompts, built.dropped
+    if answered := [row for row in rows if row.left_out]:
+        example = f"{answered[0].location}: {answered[0].left_out[:60]!r}"
+        say(
+            f"{source_name(source)}: {len(answered)} of {len(rows)} rows end with the assistant's message, "
+            f"which is left out: the policy writes it; e.g. {example}"
+        )
     if dropped:
         say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}")
     unreadable, looked_at = count_unreadable([p.answer for p in prompts], sections.rewards)

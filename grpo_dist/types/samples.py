@@ -62,6 +62,7 @@ class Prompt:
     task: Task | None = None  # None: one completion and no environment
     # int32 [P] by the name of a teacher: what it reads in place of ``token_ids``; no entry: the same
     teacher_ids: Mapping[str, np.ndarray] = field(default_factory=dict)
+    messages: tuple[Mapping[str, Any], ...] = ()  # those of the row where they are more than ``text``
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the tokens as bytes: every call for a group carries a prompt, and an array costs the driver
@@ -71,14 +72,15 @@ class Prompt:
         thought = None if self.thought == NO_THOUGHT else self.thought
         return _prompt, (
             *(self.uid, ids, self.answer, self.source, self.text, self.columns),
-            *(thought, self.task, self.teacher_ids),
+            *(thought, self.task, self.teacher_ids, self.messages),
         )
 
 
 def _prompt(uid: str, ids: Any, answer: str, source: str, text: str, columns: Any, *how: Any) -> Prompt:
     token_ids = np.frombuffer(ids, np.int32) if isinstance(ids, bytes) else ids
-    thought, task, teacher_ids = how
-    return Prompt(uid, token_ids, answer, source, text, columns, thought or NO_THOUGHT, task, teacher_ids)
+    thought, task, teacher_ids, messages = how
+    thought = thought or NO_THOUGHT
+    return Prompt(uid, token_ids, answer, source, text, columns, thought, task, teacher_ids, messages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,14 @@ def test_jsonl_parquet_saved_sets_and_directories_give_the_same_rows(tmp_path):
     datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "saved_splits")
     (tmp_path / "directory").mkdir()
     jsonl(tmp_path / "directory" / "train.jsonl", *records)
-    for name in ("set.jsonl", "set.parquet", "saved", "saved_splits", "directory"):
+    forms = {
+        "set.jsonl": "set.jsonl:3",
+        "set.parquet": "set.parquet:3",
+        "saved": "saved:3",
+        "saved_splits": "saved_splits/train:3",
+        "directory": "directory/train.jsonl:3",
+    }
+    for name, third in forms.items():
         found = read(
             DataSourceConfig(
                 path=str(tmp_path / name), problem_column="q", answer_column="a", columns=("level",), name="n"
@@ -119,7 +126,7 @@ def test_jsonl_parquet_saved_sets_and_directories_give_the_same_rows(tmp_path):
         )
         got = [(r.problem, r.answer, r.source, r.columns) for r in found]
         assert got == [(f"{i}+1=", str(i + 1), "n", {"level": "easy"}) for i in range(5)], name
-        assert found[2].location.endswith(f"{name}:3")
+        assert found[2].location == str(tmp_path / third)
 
 
 def test_reading_writes_no_files_and_sees_every_change(tmp_path):
@@ -165,8 +172,9 @@ def test_answer_pattern_extracts_group_one(tmp_path):
         ({"problem": "p", "answer": "  "}, {}, ["`answer` is empty"]),
         ({"problem": "p", "answer": float("nan")}, {}, ["`answer` is empty"]),
         ({"problem": " ", "answer": "1"}, {}, ["`problem` is empty"]),
-        ({"problem": "p", "answer": ["1"]}, {}, ["`answer` is a list", "text or a number"]),
-        ({"problem": [{"role": "user"}], "answer": "1"}, {}, ["`problem` is a list"]),
+        ({"problem": "p", "answer": [["1"]]}, {}, ["`answer` is a list", "text or a number"]),
+        ({"problem": ["p"], "answer": "1"}, {}, ["`problem` is a list", "(answer)", "`problem_template`"]),
+        ({"problem": [{"role": "user"}], "answer": "1"}, {}, ["`problem`: message 0 has the content 'None'"]),
         (GOOD, {"answer_pattern": "#### (.+)"}, ["does not match answer_pattern '#### (.+)'"]),
         (GOOD, {"columns": ["level"]}, ["no column `level`"]),
         ('{"problem": "\ud800"', {}, ["not UTF-8"]),
@@ -197,7 +205,7 @@ def test_a_bad_row_is_refused_with_file_and_line(tmp_path, line, settings, words
         ("none.jsonl", None, ["no such file"]),
         ("none.parquet", None, ["no such file"]),
         ("empty.jsonl", b"", ["no rows", "`problem`"]),
-        ("set.csv", b"a,b\n", ["unknown file type '.csv'", ".parquet"]),
+        ("set.docx", b"a,b\n", ["unknown file type '.docx'", ".parquet"]),
         ("set.parquet", b"PAR1 no more", ["cannot be loaded"]),
     ],
 )

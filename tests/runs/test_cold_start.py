@@ -185,7 +185,7 @@ def test_the_callers_thread_settings_are_restored(tmp_path, monkeypatch):
             ["`chat_template` = 'x'", "model", "none"],
         ),
         ({"messages": [{"role": "user"}], "completion": "b"}, ["`messages`", "`role` and `content`"]),
-        ({"messages": [], "completion": "b"}, ["`messages` must be a list of objects"]),
+        ({"messages": [], "completion": "b"}, ["is no conversation; expected a list of objects"]),
         (
             {"messages": [{"role": "user", "content": "a"}], "prompt": "a", "completion": "b"},
             ["`messages` and `prompt` exclude each other"],

@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from grpo_dist.config import Config, DataSourceConfig
-from grpo_dist.data.readers import DataRow
+from grpo_dist.config import Config
+from grpo_dist.data.duplicates import SourceRows
 from grpo_dist.errors import UserError
 from grpo_dist.runs.prepare import Prepared
 from grpo_dist.runtime.hardware import DeviceType, device_type
@@ -23,7 +23,6 @@ from grpo_dist.tools.plan.models import ModelShape, model_of
 if TYPE_CHECKING:
     from actors.fit import Fit
 
-SourceRows = tuple[DataSourceConfig, list[DataRow]]
 TrainAndEvalRows = tuple[list[SourceRows], list[SourceRows]]
 T = TypeVar("T")
 

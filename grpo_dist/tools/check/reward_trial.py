@@ -8,6 +8,7 @@ import numpy as np
 
 from grpo_dist.config import RewardsConfig, SamplingConfig
 from grpo_dist.rewards.registry import REWARDS, placed
+from grpo_dist.rewards.text import alternatives
 from grpo_dist.rewards.thought import thought_for
 from grpo_dist.types import Prompt, Rollout, Thought
 
@@ -72,10 +73,10 @@ def try_rewards(rewards: RewardsConfig, sampling: SamplingConfig, prompt: Prompt
     worker = RewardWorker(settings, max_new_tokens=sampling.longest)
     # A user's function may return None for a form of answer that it does not know.
     own = {f.name or f.function for f in functions if ":" in f.function}
-    tried: list[RewardTrial] = []
+    right, tried = alternatives(prompt.answer)[0], list[RewardTrial]()
     try:
         for before, form in _forms(thought_for(prompt.thought, rewards)):
-            texts = before + form.format(answer=prompt.answer), before + form.format(answer=_WRONG)
+            texts = before + form.format(answer=right), before + form.format(answer=_WRONG)
             group, news = worker.score(prompt, [_as_rollout(prompt, i, t) for i, t in enumerate(texts)], {})
             parts = {name: (float(part[0]), float(part[1])) for name, part in group.reward_parts.items()}
             totals = float(group.rewards[0]), float(group.rewards[1])

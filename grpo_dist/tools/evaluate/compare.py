@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.config.differences import changes
-from grpo_dist.data.json_rows import json_lines
+from grpo_dist.data.files import json_lines
 from grpo_dist.evaluation.estimates import Z95, student
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.json_files import read_json

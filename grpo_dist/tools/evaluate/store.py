@@ -24,7 +24,7 @@ from typing import Any
 from grpo_dist.config import Config, DataConfig, EnvironmentsConfig, ModelConfig, RewardsConfig
 from grpo_dist.config.differences import changes, listed
 from grpo_dist.config.secrets import masked
-from grpo_dist.data.json_rows import json_lines
+from grpo_dist.data.files import json_lines
 from grpo_dist.errors import expanded
 from grpo_dist.evaluation.sampling import Draw
 from grpo_dist.observe.samples import write_groups

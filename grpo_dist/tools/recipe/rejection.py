@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.config import DataConfig, RejectionConfig
-from grpo_dist.data.prompts import user_content
+from grpo_dist.data.prompts import PromptFormat, plain_text, user_content
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.tools.recipe.episodes import cannot_be_shown, is_respelled, question_of, segments_of
 from grpo_dist.types import Group, Prompt, Rollout
@@ -110,9 +110,10 @@ class Selection:
         text = "".join(part["text"] for part in self._segments(rollout))
         if not rollout.text or "\N{REPLACEMENT CHARACTER}" in text:
             return "no_text"  # empty, or incomplete characters
-        if (prompt.text, text) in self._seen:
+        asked = f"{prompt.text}{prompt.messages or ''}"
+        if (asked, text) in self._seen:
             return "duplicate"
-        self._seen.add((prompt.text, text))
+        self._seen.add((asked, text))
         return ""
 
     def _segments(self, rollout: Rollout) -> list[dict[str, Any]]:
@@ -157,8 +158,14 @@ class Selection:
         data = self._data
         if prompt.task is not None:
             return question_of(prompt, data, self._tokenizer)
-        asked: dict[str, Any] = {"prompt": user_content(prompt.text, data.instruction)}
-        if data.system_prompt:
+        if prompt.messages:
+            form = PromptFormat.of(data)
+            messages = form.messages(form.asked(prompt.text, prompt.messages))
+            key = "messages" if form.use_chat_template else "prompt"
+            asked: dict[str, Any] = {key: messages if form.use_chat_template else plain_text(messages)}
+        else:
+            asked = {"prompt": user_content(prompt.text, data.instruction)}
+        if data.system_prompt and not prompt.messages:
             asked["system"] = data.system_prompt
         if data.chat_template == "none":
             asked["chat_template"] = "none"

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_dist.data.json_rows import json_lines
+from grpo_dist.data.files import json_lines
 from grpo_dist.errors import UserError
 from grpo_dist.rewards.episodes import Turns
 

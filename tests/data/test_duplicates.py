@@ -1,0 +1,83 @@
+"""Rows that repeat a problem are counted and named; `data.deduplicate` keeps the first of each."""
+
+import pytest
+
+from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, RewardsConfig
+from grpo_dist.data.duplicates import find_duplicates
+from grpo_dist.data.readers import DataRow
+from grpo_dist.demo.tokenizer import character_tokenizer
+from grpo_dist.runs.prepare import PromptSections, prepare_eval, train_prompts
+
+ONE, TWO = (DataSourceConfig(path=f"{name}.jsonl") for name in ("one", "two"))
+
+
+def rows(name, *pairs, messages=()):
+    return [
+        DataRow(problem, answer, name, f"{name}.jsonl:{i}", {}, messages)
+        for i, (problem, answer) in enumerate(pairs, 1)
+    ]
+
+
+def sections(**data):
+    config = DataConfig(train=(ONE, TWO), max_prompt_tokens=99, **data)
+    return PromptSections(config, RewardsConfig(), EnvironmentsConfig())
+
+
+SOURCES = [
+    (ONE, rows("one", ("1+1=", "2"), ("2+2=", "4"), ("1+1=", "2"))),
+    (TWO, rows("two", (" 1+1=\n", "3"), ("3+3=", "6"), ("1+1=", "2"))),
+]
+COUNTED = "warning: data.train: 3 of 6 rows repeat the problem of an earlier row (3 distinct), e.g. "
+EXAMPLE = "one.jsonl:3 that of one.jsonl:1; "
+DISAGREE = (
+    "warning: data.train: 1 problems have rows with different answers, e.g. '2' at one.jsonl:1 and '3' at "
+    "two.jsonl:1; remove the wrong rows"
+)
+
+
+def test_repeated_problems_are_named_also_of_another_source_and_with_another_answer():
+    said = []
+    built = train_prompts(sections(), SOURCES, character_tokenizer(), said.append)
+    remedy = "data.deduplicate=true keeps only the first of each"
+    assert said == [COUNTED + EXAMPLE + remedy, DISAGREE]
+    assert len(built.prompts) == 6  # nothing is left out unasked, and every uid differs
+    assert len({prompt.uid for prompt in built.prompts}) == 6
+
+
+def test_one_key_keeps_the_first_row_of_each_problem():
+    said = []
+    built = train_prompts(sections(deduplicate=True), SOURCES, character_tokenizer(), said.append)
+    assert said == [COUNTED + EXAMPLE + "only the first of each is kept", DISAGREE]
+    kept = [(prompt.text, prompt.answer, prompt.source) for prompt in built.prompts]
+    assert kept == [("1+1=", "2", "one"), ("2+2=", "4", "one"), ("3+3=", "6", "two")]
+    plain = train_prompts(sections(), SOURCES, character_tokenizer(), said.append).prompts
+    assert [prompt.uid for prompt in built.prompts] == [plain[i].uid for i in (0, 1, 4)]
+
+
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_each_evaluation_set_is_looked_at_by_itself(deduplicate):
+    said = []
+    sets = prepare_eval(sections(deduplicate=deduplicate), SOURCES, character_tokenizer(), [], said.append)
+    assert [len(found.prompts) for found in sets] == ([2, 2] if deduplicate else [3, 3])
+    assert [text.partition(" rows")[0] for text in said if "repeat" in text] == [
+        "warning: data.eval one: 1 of 3",
+        "warning: data.eval two: 1 of 3",
+    ]
+
+
+def test_sets_without_repeats_say_nothing():
+    said = []
+    train_prompts(
+        sections(), [(ONE, rows("one", ("a", "1"), ("b", "1")))], character_tokenizer(), said.append
+    )
+    assert said == []
+
+
+def test_problems_differ_by_their_conversation_and_by_the_environment_that_asks_them():
+    turns = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="})
+    others = ({"role": "system", "content": "Be kind."}, turns[1])
+    plain = (ONE, rows("one", ("1+1=", "2")))
+    in_chat = [(TWO, rows("two", ("1+1=", "2"), messages=chat)) for chat in (turns, others, turns)]
+    asked = (TWO.model_copy(update={"environment": "python"}), rows("two", ("1+1=", "2")))
+    found = find_duplicates(sections().data, [plain, *in_chat, asked])
+    assert (found.rows, found.repeats) == (5, 1)
