@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from decimal import Decimal
 
 import pyarrow as pa
@@ -10,6 +13,7 @@ import pytest
 
 from grpo_dist.config import DataSourceConfig
 from grpo_dist.data.readers import read
+from tests.support.fake_hub import hub_with
 
 ROWS = [
     {"problem": "1", "answer": "yes", "meta": {"t": ["x"]}},
@@ -261,3 +265,60 @@ def test_a_part_of_generated_problems_is_read_or_refused():
     ):
         with pytest.raises(ValueError, match=r"split = train\[:5%\] takes a part of a file or data set"):
             DataSourceConfig(split="train[:5%]", **settings)
+
+
+CARD = b"""---
+configs:
+- config_name: main
+  data_files: [{split: train, path: main/train*}, {split: test, path: main/test*}]
+---
+"""
+READ = """
+import sys
+from grpo_dist.config import DataSourceConfig
+from grpo_dist.data.readers import read
+
+for split in ("train", "train[1:3]+test", "dev"):
+    try:
+        rows = read(DataSourceConfig(path="me/sums", subset="main", split=split))
+        print([row.answer for row in rows], rows[-1].location, rows[0].source)
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_data_set_of_the_hub_is_read_like_its_files_also_later_without_a_network(tmp_path):
+    files = {
+        "README.md": CARD,
+        "main/train.jsonl": MIXED_LINES.encode(),
+        "main/test.jsonl.gz": gzip.compress(b'{"problem": "p", "answer": "007"}\n'),
+    }
+    caches = {"HF_HOME": str(tmp_path / "hf"), "GRPO_DIST_CACHE": str(tmp_path / "cache")}
+    with hub_with("me/sums", files) as address:
+        online = _read_from_hub(caches | {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"})
+    assert online == [
+        f"{AS_TEXT} me/sums/main/train.jsonl:12 sums",
+        f"{[*AS_TEXT[1:3], '007']} me/sums/main/test.jsonl.gz:1 sums",
+        "me/sums: no split `dev`; it has train, test",
+    ]
+    assert _read_from_hub(caches | {"HF_HUB_OFFLINE": "1"}) == online
+    (absent, *_) = _read_from_hub(
+        {name: f"{path}_empty" for name, path in caches.items()} | {"HF_HUB_OFFLINE": "1"}
+    )
+    assert absent.startswith("me/sums: the data set cannot be loaded (") and absent.endswith(
+        "and the network"
+    )
+
+
+def _read_from_hub(environment):
+    """In a process of its own: the address of the hub is read on import."""
+    done = subprocess.run(
+        [sys.executable, "-c", READ],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
