@@ -189,7 +189,7 @@ def test_a_csv_file_may_quote_and_its_lines_are_counted_as_an_editor_does(tmp_pa
         ("set.csv", b"", ": no rows; expected at least one"),
         ("set.csv", b"problem,answer\n", ": no rows; expected at least one"),
         ("set.jsonl.gz", b"no gzip", ": the file cannot be loaded (Not a gzipped file"),
-        ("set.jsonl.gz", gzip.compress(b'{"answer": 1}\n' * 99)[:-9], ": the file cannot be loaded ("),
+        ("set.jsonl.gz", gzip.compress(MIXED_LINES.encode())[:-9], ": the file cannot be loaded ("),
         ("set.json.gz", gzip.compress(b"[1]"), ":1: a JSON int; expected one list of objects"),
         ("set.arrow", b"ARROW1 no more", ": the file cannot be loaded ("),
         ("set.parquet.gz", b"", ": unknown file type '.gz'; expected .jsonl"),
