@@ -134,7 +134,6 @@ def _list_files(name: str, subset: str | None, *, keep: bool) -> tuple[dict[str,
     if listed and getattr(builder.config, "field", None) is None:
         files = {str(split): list(map(str, names)) for split, names in listed.items()}
         if keep:
-            kept.parent.mkdir(parents=True, exist_ok=True)
             write_text(kept, json.dumps(files))
         return files, type(builder).__module__.rpartition(".")[2]
     return (json.loads(kept.read_text()) if keep and kept.is_file() else {}), ""

@@ -36,6 +36,7 @@ from grpo_dist.rewards.data_columns import column_problems
 from grpo_dist.rewards.gold import count_unreadable
 from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.registry import graded_problems, reward_problems
+from grpo_dist.rewards.text import alternatives
 from grpo_dist.runs.cold_start import base_model, run_sft
 from grpo_dist.runs.own_code import shadowed
 from grpo_dist.runs.own_trials import own_code_problems
@@ -328,6 +329,13 @@ def load_prompts(
         tasks=source_tasks(data, sections.environments, source, rows, tokenizer),
     )
     prompts, dropped = built.prompts, built.dropped
+    if several := [row for row in rows if len(alternatives(row.answer)) > 1]:
+        example = f"{several[0].location}: {several[0].answer[:60]}"
+        say(
+            f"{source_name(source)}: {len(several)} of {len(rows)} rows have several answers, of which any "
+            f"is right, e.g. {example}; set `multiple_answers` of the source to all where they are the answer "
+            "together"
+        )
     if answered := [row for row in rows if row.left_out]:
         example = f"{answered[0].location}: {answered[0].left_out[:60]!r}"
         say(

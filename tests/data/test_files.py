@@ -136,6 +136,9 @@ def test_golds_in_a_column_of_mixed_kinds_are_what_the_file_says(tmp_path):
     names = ("packed.jsonl.gz", "directory", "directory_of_packed", "set.csv", "set.tsv", "directory_of_csv")
     for name in names:
         assert golds(tmp_path / name) == AS_TEXT, name
+    for path in (plain, packed, tmp_path / "directory"):
+        found = read(DataSourceConfig(path=str(path), columns=("answer",)))
+        assert [row.columns["answer"] for row in found] == [row["answer"] for row in MIXED]
 
 
 def test_golds_that_datasets_stored_as_json_are_texts_again(tmp_path):

@@ -108,6 +108,21 @@ def test_an_answer_at_the_end_of_the_messages_is_left_out_and_named(tmp_path):
     ]
 
 
+def test_several_answers_are_named_with_the_rule_for_them(tmp_path):
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"problem": "p", "answer": ["5", "five"]}\n{"problem": "q", "answer": ["6"]}\n')
+    said, data = [], DataConfig(train=(DataSourceConfig(path=str(path)),))
+    for rule in ("any", "all"):
+        source = DataSourceConfig(path=str(path), multiple_answers=rule)
+        sections = PromptSections(data, RewardsConfig(), EnvironmentsConfig())
+        load_prompts(sections, source, read(source), character_tokenizer(), said.append)
+    about = [text for text in said if "several answers" in text]
+    assert about == [
+        f'set: 1 of 2 rows have several answers, of which any is right, e.g. {path}:1: ["5", "five"]; set '
+        "`multiple_answers` of the source to all where they are the answer together"
+    ]
+
+
 CODE = '''
 from grpo_dist.environments.base import Environment, Step
 

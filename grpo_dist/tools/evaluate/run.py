@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import Config, DataSourceConfig, EvaluationConfig
-from grpo_dist.data.readers import DataRow, OwnProblems, brings_columns, common_columns, read_all
+from grpo_dist.data.readers import DataRow, brings_columns, column, common_columns, read_all
+from grpo_dist.data.sources import OwnProblems
 from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import STAGE, Draw, EvalSet, EvaluationHandles, sample_chunks
@@ -158,7 +159,7 @@ def _split(
     found: EvalSet, source: DataSourceConfig, by: Sequence[str], evaluation: EvaluationConfig
 ) -> Asked:
     prompts = found.prompts[: evaluation.max_prompts]
-    values = {p.uid: {name: str(p.columns[name]) for name in by} for p in prompts}
+    values = {p.uid: {name: str(column(p.columns, name)) for name in by} for p in prompts}
     if not brings_columns(source):
         prompts = [replace(p, columns={name: p.columns[name] for name in source.columns}) for p in prompts]
     return Asked(found.name, prompts, values)

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.config.files import read_tree, set_key, validated, with_overrides
-from grpo_dist.data.readers import PATTERN_S, first_record
+from grpo_dist.data.readers import PATTERN_S, column, first_record, has_column
 from grpo_dist.errors import UserError, expanded, refusals
 from grpo_dist.runtime.patterns import PatternSearch, PatternTimeout
 from grpo_dist.tools.evaluate.benchmarks import BENCHMARKS, data_source
@@ -28,7 +28,7 @@ from grpo_dist.tools.evaluate.benchmarks import BENCHMARKS, data_source
 # For a bare model; the grader looks for a box first.
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 _TEXTS = ("problem_column", "answer_column")
-_COLUMNS = (*_TEXTS, "answer_pattern", "columns")
+_COLUMNS = (*_TEXTS, "answer_pattern", "multiple_answers", "columns")
 _MODEL: dict[str, Any] = {
     "data": {"instruction": INSTRUCTION, "max_prompt_tokens": 1024},
     "sampling": {"max_new_tokens": 2048},
@@ -131,11 +131,11 @@ def _with_columns(source: dict[str, Any], known: list[dict[str, Any]]) -> dict[s
         return source
     for own in known:
         columns = {name: own.get(name, DataSourceConfig.model_fields[name].default) for name in _TEXTS}
-        if not all(column in first for column in columns.values()):
+        if not all(has_column(first, name) for name in columns.values()):
             continue
-        pattern, answer = own.get("answer_pattern"), str(first[columns["answer_column"]])
+        pattern, answer = own.get("answer_pattern"), str(column(first, columns["answer_column"]))
         if pattern is not None and not _finds(str(pattern), answer):
             own = {name: value for name, value in own.items() if name != "answer_pattern"}
-        further = [name for name in own.get("columns", ()) if name in first]
+        further = [name for name in own.get("columns", ()) if has_column(first, name)]
         return source | own | ({"columns": further} if "columns" in own else {})
     return source

@@ -160,6 +160,17 @@ def test_other_data_for_a_run_is_read_with_the_runs_columns(run, tmp_path):
     assert asked(run, tmp_path, row, "data.eval.0.answer_pattern='so (.+)'").answer_pattern == "so (.+)"
 
 
+def test_other_data_for_a_run_is_read_with_its_nested_columns(run, tmp_path):
+    nested = OWN.replace("question", "extra_info.question").replace("solution", "reward_model.ground_truth")
+    (run / "config.yaml").write_text(nested.replace("[level]", "[extra_info.level]"))
+    row = {
+        "reward_model": {"ground_truth": "so #### 2"},
+        "extra_info": {"question": "1+1", "level": 3},
+    }
+    (found,) = read(asked(run, tmp_path, row))
+    assert (found.problem, found.answer, found.columns) == ("1+1", "2", {"extra_info.level": 3})
+
+
 def test_data_with_other_columns_or_without_a_pattern_are_read_unchanged(run, tmp_path):
     (run / "config.yaml").write_text(OWN)
     source = asked(run, tmp_path, {"problem": "1+1", "answer": "2"})
