@@ -333,8 +333,8 @@ def load_prompts(
         example = f"{several[0].location}: {several[0].answer[:60]}"
         say(
             f"{source_name(source)}: {len(several)} of {len(rows)} rows have several answers, of which any "
-            f"is right, e.g. {example}; set `multiple_answers` of the source to all where they are the answer "
-            "together"
+            f"is right, e.g. {example}; set `multiple_answers` of the source to all where they are the "
+            "answer together"
         )
     if answered := [row for row in rows if row.left_out]:
         example = f"{answered[0].location}: {answered[0].left_out[:60]!r}"
