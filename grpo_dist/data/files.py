@@ -61,7 +61,7 @@ def file_rows(path: Path, name: str = "", columns: Sequence[str] = ()) -> Iterat
 def count_file_rows(path: Path, name: str) -> int:
     """Count the rows of a data file. Arguments and errors are those of `file_rows`."""
     if data_ending(name) == ".parquet":
-        from pyarrow.parquet import read_metadata
+        from pyarrow.parquet import read_metadata  # heavy: text files do not need it
 
         with _readable_table(name):
             return int(read_metadata(path).num_rows)
@@ -192,7 +192,7 @@ def _lines(file: Iterable[Any], name: str) -> Iterator[Any]:
 
 
 def _batches(path: Path, name: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    import pyarrow as pa
+    import pyarrow as pa  # heavy, as above
     from pyarrow.parquet import ParquetFile
 
     with _readable_table(name):
@@ -212,7 +212,7 @@ def _batches(path: Path, name: str, columns: Sequence[str]) -> Iterator[pa.Recor
 
 @contextmanager
 def _readable_table(name: str) -> Iterator[None]:
-    import pyarrow as pa
+    import pyarrow as pa  # heavy, as above
 
     try:
         yield
@@ -235,7 +235,7 @@ def _decoder(kind: pa.DataType) -> Callable[[Any], Any] | None:
 
     `datasets` stores a column with values of several kinds as JSON.
     """
-    import pyarrow as pa
+    import pyarrow as pa  # heavy, as above
 
     if isinstance(kind, pa.JsonType):
         return _from_json

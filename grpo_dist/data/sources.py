@@ -184,7 +184,7 @@ def _downloaded(url: str) -> Path:
         from datasets import DownloadManager  # heavy, as above
 
         return Path(DownloadManager().download(url))
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download  # heavy, as above
 
     repository, revision, file = place.groups()
     # No network is needed for a file that is here: the revision is a commit.

@@ -1,9 +1,15 @@
 """The rows of demonstrations that the documentation shows are read as it says."""
 
+import csv
+import gzip
 import json
 import re
 from itertools import groupby
 from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
 
 from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import load_pairs
@@ -33,3 +39,62 @@ def test_every_documented_form_of_a_row_is_read_and_its_given_parts_are_marked(t
         ),
         ("<|user|>2+2=<|assistant|>", "[add(2, 2)<|end|>]<|tool|>4<|assistant|>[4<|end|>]"),
     ]
+
+
+ROWS = [
+    {"system": "Be brief.", "prompt": "2+2=", "completion": "4"},
+    {"system": None, "prompt": "007+1=", "completion": "008"},
+]
+
+
+@pytest.mark.parametrize(
+    "name", ["sft.jsonl", "sft.jsonl.gz", "sft.json", "sft.parquet", "sft.csv", "directory"]
+)
+def test_demonstrations_are_read_from_data_files_of_every_kind(tmp_path, name):
+    path, tokenizer = tmp_path / name, character_tokenizer()
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    rows = [row | {"system": row["system"] or ""} for row in ROWS]  # CSV has no null
+    if name == "directory":
+        path.mkdir()
+        (path / "train.jsonl").write_text(lines)
+    elif name == "sft.parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), path)
+    elif name == "sft.csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        text = json.dumps(ROWS) if name == "sft.json" else lines
+        path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    pairs = load_pairs(SFTConfig.model_validate({"model": "demo:tiny", "data": str(path)}), tokenizer)
+    assert [(tokenizer.decode(pair.prompt), tokenizer.decode(pair.completion)) for pair in pairs] == [
+        ("<|system|>Be brief.<|user|>2+2=<|assistant|>", "4<|end|>"),
+        ("<|user|>007+1=<|assistant|>", "008<|end|>"),
+    ]
+
+
+def test_a_conversation_in_a_table_is_learned_like_one_in_a_file(tmp_path):
+    """A table has the keys of all messages in each, None where it lacks one; ShareGPT has other names."""
+    tokenizer = character_tokenizer()
+    turns = [
+        {"role": "user", "content": "2+2="},
+        {"role": "assistant", "content": "add", "name": "adder"},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "4"},
+    ]
+    shared = [
+        {"from": f, "value": m["content"]}
+        for f, m in zip(("human", "gpt", "observation", "gpt"), turns, strict=True)
+    ]
+    (tmp_path / "plain.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    (tmp_path / "shared.jsonl").write_text(json.dumps({"messages": shared}) + "\n")
+    pq.write_table(pa.Table.from_pylist([{"messages": turns, "prompt": None}]), tmp_path / "table.parquet")
+    found = [
+        load_pairs(SFTConfig.model_validate({"model": "demo:tiny", "data": str(path)}), tokenizer)
+        for path in sorted(tmp_path.iterdir())
+    ]
+    assert found[0] == found[1] == found[2]
+    (pair,) = found[0]
+    given = [token for token, sampled in zip(pair.completion, pair.sampled, strict=True) if not sampled]
+    assert tokenizer.decode(given) == "<|tool|>4<|assistant|>"

@@ -32,8 +32,15 @@ def config(rejection=(), **data) -> Config:
     )
 
 
-def prompts(tokenizer, data, *problems) -> list[Prompt]:
-    rows = [DataRow(problem, "1", "made", f"made:{i}", {}) for i, problem in enumerate(problems)]
+CHAT = (
+    {"role": "user", "content": "2+2="},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "1+1="},
+)
+
+
+def prompts(tokenizer, data, *problems, turns=()) -> list[Prompt]:
+    rows = [DataRow(problem, "1", "made", f"made:{i}", {}, turns) for i, problem in enumerate(problems)]
     return build_prompts(rows, tokenizer, PromptFormat.of(data), max_prompt_tokens=200).prompts
 
 
@@ -160,9 +167,12 @@ def test_unscored_samples_do_not_enter_the_pass_rate(tokenizer):
         {"chat_template": "none", "system_prompt": "You add.", "instruction": "Think first."},
     ],
 )
-def test_supervised_training_gets_the_policys_own_prompt_and_completion_tokens(tokenizer, tmp_path, data):
+@pytest.mark.parametrize("turns", [(), CHAT])
+def test_supervised_training_gets_the_policys_own_prompt_and_completion_tokens(
+    tokenizer, tmp_path, data, turns
+):
     settings = config(**data)
-    prompt = prompts(tokenizer, settings.data, "1+1=")[0]
+    prompt = prompts(tokenizer, settings.data, "1+1=", turns=turns)[0]
     sampled = group(tokenizer, prompt, ("<think>é</think>\\boxed{2}", 1.0))
     selection = Selection(settings.rejection, settings.data, tokenizer, seed=0)
     path = tmp_path / "sft.jsonl"
