@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -160,8 +160,8 @@ def build_prompts(
         unique = uid if counts[uid] == 1 else f"{uid}-{counts[uid]}"
         ids, columns = np.asarray(token_ids, np.int32), dict(row.columns)
         thought = thoughts.of(text)
-        how = {"thought": thought, "task": task, "messages": row.messages}
-        prompts.append(Prompt(unique, ids, row.answer, row.source, row.problem, columns, **how))
+        prompt = Prompt(unique, ids, row.answer, row.source, row.problem, columns, thought, task)
+        prompts.append(replace(prompt, messages=row.messages) if row.messages else prompt)
     if dropped and not prompts:
         raise ValueError(
             f"{dropped[0].reason}, and so has every one of the {len(dropped)} prompts; raise the limit"

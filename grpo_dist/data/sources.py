@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -169,7 +170,7 @@ def _files_split(files: Sequence[str], columns: Sequence[str], source: DataSourc
 
     def paths() -> Iterator[tuple[Path, str]]:
         for file, name in zip(files, names, strict=True):
-            yield (_guard(lambda file=file: _downloaded(file), source) if "://" in file else Path(file)), name
+            yield (_guard(partial(_downloaded, file), source) if "://" in file else Path(file)), name
 
     def rows() -> Iterator[Located]:
         for path, name in paths():
