@@ -137,17 +137,6 @@ class WandbConfig(Section):
     )
 
 
-class MlflowConfig(Section):
-    """MLflow, if it is installed."""
-
-    enabled: bool = Field(False, description="also log to MLflow")
-    uri: str | None = Field(
-        None,
-        description="tracking server or store; null: MLFLOW_TRACKING_URI, else `mlflow.db` in `output_dir`",
-    )
-    experiment: str = Field("grpo-dist", description="experiment of the run")
-
-
 class MetricConfig(Section):
     """A metric of your own, logged as `own/<name>` after each step; `own/<name>/<key>` for each value of a
     mapping.
@@ -180,7 +169,6 @@ class TrackingConfig(Section):
     console: bool = Field(True, description="print a line per step in the terminal")
     tensorboard: bool = Field(True, description="write `tensorboard/` in the run directory")
     wandb: WandbConfig = WandbConfig()
-    mlflow: MlflowConfig = MlflowConfig()
     metrics: tuple[MetricConfig, ...] = Field((), description="metrics of your own")
     sinks: tuple[SinkConfig, ...] = Field((), description="sinks of your own")
     samples: bool = Field(

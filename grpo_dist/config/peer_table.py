@@ -241,7 +241,7 @@ PEER_TABLE = (
         "ckpt_path", roll="logging_dir base_dir"),
     row("name", verl="trainer.experiment_name", trl="run_name",
         openrlhf="logger.wandb.run_name wandb_run_name", roll="exp_name"),
-    row("tracking.wandb.enabled", "also `tracking.tensorboard`, `tracking.mlflow.enabled`",
+    row("tracking.wandb.enabled", "also `tracking.tensorboard`, `tracking.sinks`",
         verl="trainer.logger", trl="report_to", openrlhf="logger.wandb.key use_wandb", roll="track_with"),
     row("tracking.wandb.project", verl="trainer.project_name", openrlhf="logger.wandb.project wandb_project",
         roll="tracker_kwargs.project"),

@@ -20,7 +20,6 @@ def check_trackers(tracking: TrackingConfig) -> str:
     wanted = {
         "tensorboard": ("tracking.tensorboard", tracking.tensorboard),
         "wandb": ("tracking.wandb.enabled", tracking.wandb.enabled),
-        "mlflow": ("tracking.mlflow.enabled", tracking.mlflow.enabled),
     }
     on = {package: key for package, (key, is_on) in wanted.items() if is_on}
     for package, key in on.items():

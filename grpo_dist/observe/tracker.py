@@ -31,7 +31,6 @@ from grpo_dist.errors import Preempted, RunEnded
 from grpo_dist.observe.completions import step_of, table_of
 from grpo_dist.observe.console import Console
 from grpo_dist.observe.metrics_file import METRICS, MetricsFile
-from grpo_dist.observe.mlflow_run import MlflowRun
 from grpo_dist.observe.profiling import TIMELINE, write_timeline
 from grpo_dist.observe.samples import remove_after, write_groups
 from grpo_dist.observe.settings import ShownConfig
@@ -233,8 +232,6 @@ def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str
         found["TensorBoard"] = lambda _: TensorBoard(directory, shown, purge_step=purge)
     if settings.wandb.enabled:
         found["wandb"] = partial(WandbRun, settings.wandb, shown, run_dir, run_id)
-    if settings.mlflow.enabled:
-        found["MLflow"] = lambda _: MlflowRun(settings.mlflow, shown, run_dir, run_id)
     for i, own in enumerate(settings.sinks):
         inputs = SinkInputs(run_dir, config.name, run_id, start, shown.flat())
         name = f"tracking.sinks.{i} {own.function}" if own.function in found else own.function

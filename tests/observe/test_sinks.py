@@ -137,9 +137,9 @@ def test_a_run_whose_trackers_all_fail_has_its_record(tmp_path, monkeypatch, cap
     def broken(*arguments, **options):
         raise OSError("nobody is there")
 
-    for name in ("TensorBoard", "WandbRun", "MlflowRun"):
+    for name in ("TensorBoard", "WandbRun"):
         monkeypatch.setattr(f"grpo_dist.observe.tracker.{name}", broken)
-    on = {"console": True, "tensorboard": True, "wandb": {"enabled": True}, "mlflow": {"enabled": True}}
+    on = {"console": True, "tensorboard": True, "wandb": {"enabled": True}}
     with Tracker(fakes.config(tracking=on), tmp_path) as tracker:
         monkeypatch.setattr(tracker._console, "log", broken)
         for step in (1, 2, 3):
@@ -148,7 +148,7 @@ def test_a_run_whose_trackers_all_fail_has_its_record(tmp_path, monkeypatch, cap
     record = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["reward/mean"] for line in record] == [1.0, 2.0, 3.0]
     told = [json.loads(line)["message"] for line in (tmp_path / EVENTS).read_text().splitlines()]
-    for name in ("TensorBoard", "wandb", "MLflow"):
+    for name in ("TensorBoard", "wandb"):
         assert sum(m.startswith(f"{name}: cannot be started") for m in told) == 1
     assert sum("terminal output failed and is off from now on" in m for m in told) == 1
     assert (tmp_path / "samples/eval_x_step_000003.parquet").exists()
@@ -227,9 +227,9 @@ def test_trackers_get_every_key_and_no_secret():
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_start(monkeypatch):
-    settings = fakes.config(tracking={"mlflow": {"enabled": True}}).tracking
-    monkeypatch.setattr("grpo_dist.observe.settings.find_spec", lambda name: None if name == "mlflow" else 1)
-    with pytest.raises(UserError, match=r"`tracking\.mlflow\.enabled` = true.*pip install mlflow"):
+    settings = fakes.config(tracking={"wandb": {"enabled": True}}).tracking
+    monkeypatch.setattr("grpo_dist.observe.settings.find_spec", lambda name: None if name == "wandb" else 1)
+    with pytest.raises(UserError, match=r"`tracking\.wandb\.enabled` = true.*pip install wandb"):
         check_trackers(settings)
     assert check_trackers(fakes.config().tracking) == "metrics.jsonl, tensorboard"
 
@@ -343,49 +343,6 @@ def test_a_server_of_wandb_that_never_answers_leaves_an_offline_run(tmp_path):
     assert "wandb: Failed to authenticate" in later and "`wandb sync`" in done.stderr
     rows = wandb_file.history(wandb_file.offline_run(tmp_path / "wandb"))
     assert [row["reward/mean"] for row in rows] == [1.0, 2.0, 3.0]
-
-
-@pytest.mark.slow
-def test_mlflow_has_metrics_tables_parameters_and_files_of_one_run(tmp_path, monkeypatch):
-    from mlflow.tracking import MlflowClient
-
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.chdir(tmp_path)
-    directory = tmp_path / "runs" / "one"
-    directory.mkdir(parents=True)
-    (directory / "config.yaml").write_text("steps: 6\n")
-    config = fakes.config(tracking=OFF | {"mlflow": {"enabled": True, "experiment": "tests"}})
-    monkeypatch.setattr(sinks, "_CLOSE_S", 120.0)  # its first use creates a database
-    made = group(0, np.random.default_rng(0), rewards=[0, 1, 0.5, np.nan])
-    with Tracker(config, directory) as first:
-        first.samples("eval_held_step_000000", [made])
-        first.log(1, {"reward/mean": 0.5, "eval/held/pass@1": 0.75, "loss/total": float("nan")})
-    longer = fakes.config(steps=7, tracking=OFF | {"mlflow": {"enabled": True, "experiment": "tests"}})
-    with (
-        pytest.raises(RuntimeError, match="its own"),
-        Tracker(longer, directory, start=1, wandb_id=first.wandb_id) as second,
-    ):
-        second.log(2, {"reward/mean": 0.6})
-        second.samples("eval_held_step_000000", [made])  # a step that is repeated
-        second.samples("eval_held_step_000001", [made])
-        raise RuntimeError("its own")
-    assert (directory / EVENTS).read_text() == ""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs/mlflow.db")
-    client = MlflowClient()
-    (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
-    rewards = client.get_metric_history(run.info.run_id, "reward/mean")
-    assert [(m.step, m.value) for m in rewards] == [(1, 0.5), (2, 0.6)]
-    assert run.data.metrics["eval/held/pass_at_1"] == 0.75 and np.isnan(run.data.metrics["loss/total"])
-    assert run.data.params["policy.optimizer.lr"] == "1e-06" and run.data.params["steps"] == "6"
-    assert run.info.status == "FAILED" and run.info.run_name == config.name
-    files = {f.path for f in client.list_artifacts(run.info.run_id)}
-    assert files >= {"config.yaml", "metrics.jsonl", "completions"}
-    experiment, held = run.info.experiment_id, "completions/held/step_000000.json"
-    shown = client.load_table(experiment, artifact_file=held, run_ids=[run.info.run_id])
-    assert shown["reward"].tolist()[:3] == [0.0, 1.0, 0.5] and len(shown) == 4
-    named = json.loads(run.data.tags["mlflow.loggedArtifacts"])
-    assert [table["path"][-11:] for table in named] == ["000000.json", "000001.json"]
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # and no mlruns in the current directory
 
 
 def test_an_episode_is_a_transcript_of_turns_calls_and_observations():

@@ -224,7 +224,7 @@ IN_A_FILE = [
     'rewards: {functions: [{function: judge, kwargs: {api_key: "${SESAME"}}]}',
     "a: {api_key: !SESAME x}",
     "tracking: {wandb: {enabled: {api_key: SESAME}}}",
-    'tracking: {mlflow: {enabled: "http://me:SESAME@host/"}}',
+    'tracking: {wandb: {enabled: "http://me:SESAME@host/"}}',
 ]
 AS_OVERRIDES = [
     "rewards.functions.0.kwargs.api_key=SESAME",

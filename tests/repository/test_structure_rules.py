@@ -31,7 +31,6 @@ REASONS = {
     "peft": "only for adapters",
     "gguf": "only for GGUF files",
     "flash_attn": "optional",
-    "mlflow": "optional",
     "wandb": "optional",
     "pynvml": "installed on machines with GPUs alone",
     "psutil": "only where an engine starts",
