@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.demo.smollm2 import NAME as SMOLLM2
 from grpo_dist.demo.smollm2 import smollm2
-from grpo_dist.demo.tokenizer import character_tokenizer, word_tokenizer
+from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.errors import expanded
 from grpo_dist.policy.gguf_model import gguf_model, is_gguf, loss_of
 from grpo_dist.runtime.cache import cached
@@ -27,7 +27,6 @@ _SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 1,
     },
 }
-_WORDS = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6}
 
 
 def cached_model(name: str, *, seed: int) -> Path:
@@ -120,11 +119,6 @@ def _write_random(shape: dict[str, Any], seed: int, directory: Path, file: Path)
         ) from error
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-
-
-def write_word_model(texts: Sequence[str], directory: Path, *, seed: int) -> None:
-    """Write a random model for word problems to ``directory``, with word pieces learned from ``texts``."""
-    _write(_WORDS, word_tokenizer(texts, pieces=1536), 2560, seed, directory)
 
 
 def _make(name: str, seed: int, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Prepares SVAMP and MAWPS word problems for a small model that is trained from scratch, then with GRPO.
+"""Prepares SVAMP and MAWPS word problems for a cold start and GRPO of a small model.
 
     python -m grpo_dist.demo.word_problems SOURCE_DIR OUT_DIR
 
@@ -8,7 +8,6 @@ reads ``svamp.jsonl`` and ``mawps.jsonl`` (``problem``, ``answer``; SVAMP's ``Eq
     sft.jsonl                 prompt, completion: demonstrations on some of the training problems
     gsm8k_easier.jsonl        problem, answer: of ``gsm8k_test.jsonl``, where that is there, problems whose
                               solution has at most two steps; for evaluation alone
-    model/                    a small Qwen2 with random weights, and a tokenizer trained on the training text
 
     problem      There are 87 oranges and 290 bananas in Philip's collection. If the bananas are organized ...
     completion   <think>87,290,2,93</think>\\boxed{290/2}
@@ -41,7 +40,6 @@ from typing import TypeAlias
 
 from grpo_dist.config import DataSourceConfig
 from grpo_dist.data.readers import read
-from grpo_dist.demo.model import write_word_model
 
 FILES = ("svamp.jsonl", "mawps.jsonl")
 GSM8K = "gsm8k_test.jsonl"
@@ -248,7 +246,6 @@ def write(source_dir: Path, out_dir: Path) -> dict[str, int]:
     for name, rows in files.items():
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (out_dir / name).write_text(lines, encoding="utf-8")
-    write_word_model([p.problem for p in train], out_dir / "model", seed=0)
     return {name: len(rows) for name, rows in files.items()}
 
 
