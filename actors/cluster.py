@@ -125,6 +125,7 @@ class Cluster:
 
     async def _start_training(self, model_dir: Path) -> Workers:
         await self._reserve(training=True)
+        await self._build_kernels()
         policy = self._create_policy(model_dir)
         shared = await self._shared_devices(policy)
         samplers = self._create_samplers(model_dir, shared)
@@ -296,6 +297,21 @@ class Cluster:
         together = [wait_until_ready_colocated(colocation, sharing)] if colocation else []
         with refusals():
             await gather([*(wait_until_ready(handle) for handle in own), *together])
+
+    async def _build_kernels(self) -> None:
+        """Compile DeepSpeed's kernels on this machine, where that is the cluster, before ranks wait for them:
+        elsewhere the first rank of a node does. Raises UserError where one cannot be built.
+        """
+        if self._shared:
+            return
+        # torch's part for kernels imports setuptools.
+        from grpo_dist.policy.extensions import build_kernels_here, kernels_of, unbuilt
+
+        device = "cuda" if self._factory.demands["policy"].gpus else "cpu"
+        if missing := unbuilt(kernels_of(self._config.policy, device)):
+            what = f"DeepSpeed's {', '.join(missing)} are compiled, once on a machine; this can take minutes"
+            with stage("kernels", what):
+                await build_kernels_here(missing)
 
     def _create_policy(self, model_dir: Path) -> PolicyGroup:
         policy = self._factory.policy(model_dir, generation=self._generation)

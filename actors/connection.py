@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 from ray._private.services import canonicalize_bootstrap_address
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import RayError
 
 from actors import private_ray

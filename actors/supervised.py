@@ -15,6 +15,7 @@ class SupervisedCluster(Cluster):
 
     async def _start_training(self, model_dir: Path) -> Workers:
         await self._reserve(training=True)
+        await self._build_kernels()
         policy = self._create_policy(model_dir)
         await self._ready(None)
         limit_s = self._config.cluster.timeouts.sync_s

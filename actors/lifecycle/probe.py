@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Self
+
+from ray.exceptions import RayError
 
 from actors.lifecycle.calls import PARALLEL
 from grpo_dist.runtime.stacks import listen
+
+_PORTABLE = "_raises_portable_errors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +30,17 @@ class Health:
 
 class Probeable:
     """A worker with a health check, with stack dumps for when it does not answer, and with named phases of
-    its start.
+    its start. Exceptions of its public methods reach the driver: see `portable`.
     """
 
     _phases: list[tuple[str, float]]  # name, begin in seconds of `time.perf_counter`
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        for name in dir(cls):
+            method = inspect.getattr_static(cls, name)
+            if not name.startswith("_") and inspect.isfunction(method) and not hasattr(method, _PORTABLE):
+                setattr(cls, name, _with_portable_errors(method))
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         listen()  # before the constructor runs, which may hang, too
@@ -52,6 +67,47 @@ class Probeable:
     def health(self) -> Health:
         """Return the worker's progress. Raises when it cannot continue."""
         return Health(phases=self.phases())
+
+
+def portable(error: Exception) -> Exception:
+    """Return ``error``, or its type and text where another process could not read it: that of a class which
+    takes other arguments than it hands to its base. Ray would deliver an error without type or cause.
+    """
+    if isinstance(error, RayError):  # of an actor that this one called
+        return error
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _with_portable_errors(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``method``, which raises only what `portable` returns."""
+
+    @wraps(method)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return method(*arguments, **keywords)
+        except Exception as error:
+            if (sent := portable(error)) is error:
+                raise
+            raise sent from error
+
+    @wraps(method)
+    async def wait(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return await method(*arguments, **keywords)
+        except Exception as error:
+            if (sent := portable(error)) is error:
+                raise
+            raise sent from error
+
+    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        return method
+    wrapped = wait if inspect.iscoroutinefunction(method) else call
+    setattr(wrapped, _PORTABLE, True)
+    return wrapped
 
 
 def ask_in_parallel(worker: Any) -> Any:

@@ -30,11 +30,11 @@ from grpo_dist.config import (
 from grpo_dist.health.bounds import Bound
 from grpo_dist.observe.profiling import profiled, trace_path
 from grpo_dist.plugins.algorithm_pieces import OwnCode
-from grpo_dist.policy.extensions import build_in_own_directory
+from grpo_dist.policy.extensions import build_in_own_directory, build_kernels, kernels_of
 from grpo_dist.policy.loss import LossSettings
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
 from grpo_dist.runtime.cache import check_on_node
-from grpo_dist.runtime.hardware import DeviceType
+from grpo_dist.runtime.hardware import DeviceType, device_type
 from grpo_dist.runtime.imports import freeze_loaded
 from grpo_dist.runtime.metering import metered
 from grpo_dist.runtime.rendezvous import Rank
@@ -75,10 +75,11 @@ class PolicyWorker(WeightSender, Probeable):
         """
         check_gpus()
         check_on_node(model_dir)
-        self.begin("model and DeepSpeed")
         build_in_own_directory()
         # DeepSpeed's autotuner, unused here, would import mlflow if installed: two seconds of each start.
         sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
+        build_kernels(kernels_of(policy, device_type()), self.begin)
+        self.begin("model and DeepSpeed")
         self._trainer = Trainer(with_store(rank), policy, model=model, model_dir=model_dir, settings=settings)
         freeze_loaded()  # each offload collects garbage
         self.begin("")

@@ -7,13 +7,13 @@ for vLLM: the error is a part of the reply, and is raised once all replies are r
 
 from __future__ import annotations
 
-import pickle
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from actors.lifecycle.probe import portable
 from grpo_dist.errors import TransferLost
 
 T = TypeVar("T")
@@ -48,15 +48,4 @@ def _reply(function: Callable[[Any], Any], worker: Any) -> _Reply:
     try:
         return _Reply(function(worker))
     except Exception as error:
-        return _Reply(error=_portable(error), trace=traceback.format_exc())
-
-
-def _portable(error: Exception) -> Exception:
-    """Return ``error``, or its text where another process could not read it: vLLM's worker would then send
-    no reply at all.
-    """
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        return _Reply(error=portable(error), trace=traceback.format_exc())

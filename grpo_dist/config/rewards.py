@@ -175,11 +175,19 @@ class OverlongBufferConfig(Section):
         return (own.model_copy(update={"name": "overlong", "weight": self.penalty}),)
 
 
+class RewardTrialConfig(Section):
+    """Two completions of the first problem, scored before a run; `{answer}` in them is its answer."""
+
+    right: str = Field(description="one that must get more in all, e.g. `<SOLUTION>{answer}</SOLUTION>`")
+    wrong: str = Field(description="one that must get less, e.g. `<SOLUTION>no</SOLUTION>`")
+
+
 class SourceRewardsConfig(Section):
     """The rewards of one source, in place of those of `rewards`."""
 
     functions: tuple[RewardConfig, ...] = ()
     models: tuple[str, ...] = Field((), description="names of those of rewards.models that score this source")
+    trial: RewardTrialConfig | None = None
 
 
 class RewardsConfig(Section):
@@ -210,6 +218,11 @@ class RewardsConfig(Section):
     prompt_opens_thought: bool | None = Field(
         None,
         description="whether the prompt ends with the opening tag; null: detect in the rendered prompt",
+    )
+    trial: RewardTrialConfig | None = Field(
+        None,
+        description="a right and a wrong completion for the trial of the rewards; null: usual forms of an "
+        "answer, of which your own functions may know none",
     )
     shuffle: bool = Field(False, description="control: shuffle each step's rewards among its samples")
 
@@ -291,7 +304,7 @@ class RewardsConfig(Section):
             return self.model_copy(update=alone | {"functions": functions})
         models = tuple(model for model in self.models if model.name in own.models)
         functions = (*own.functions, *self.overlong_buffer.functions)
-        return self.model_copy(update=alone | {"functions": functions, "models": models})
+        return self.model_copy(update=alone | {"functions": functions, "models": models, "trial": own.trial})
 
     @property
     def variants(self) -> dict[str, RewardsConfig]:

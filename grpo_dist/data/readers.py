@@ -6,8 +6,8 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from decimal import Decimal
 from itertools import islice
@@ -45,30 +45,37 @@ class DataRow:
     left_out: str = ""
 
 
-def read(source: DataSourceConfig, own: OwnProblems | None = None) -> list[DataRow]:
+def read(
+    source: DataSourceConfig, own: OwnProblems | None = None, *, asked: Collection[str] = ()
+) -> list[DataRow]:
     """Read the rows of ``source``, at most ``max_rows``.
 
     Args:
         own: reads a source without a `path`, whose environment brings the problems.
+        asked: columns that rows keep, where they have them, besides those of `columns`.
 
     Raises ValueError for a missing file or split, a malformed row, a missing column, a row without problem or
     answer, or an empty data set. The message names the file and the row.
     """
-    columns = () if brings_columns(source) else _top_columns(source)
+    columns = () if asked or brings_columns(source) else _top_columns(source)
     try:
-        return _read(source, own, columns)
+        return _read(source, own, columns, asked)
     except _WrongKind:  # a table gave only what is needed, and the message names all that there is
-        return _read(source, own, ())
+        return _read(source, own, (), asked)
 
 
-def _read(source: DataSourceConfig, own: OwnProblems | None, columns: Sequence[str]) -> list[DataRow]:
+def _read(
+    source: DataSourceConfig, own: OwnProblems | None, columns: Sequence[str], asked: Collection[str]
+) -> list[DataRow]:
     label = source_name(source)
     rows: list[DataRow] = []
     with PatternSearch(source.answer_pattern or "()", timeout_s=PATTERN_S) as pattern:
         for location, record in records(source, own, columns):
             if source.max_rows is not None and len(rows) >= source.max_rows:
                 break
-            rows.append(_row(record, location, source, label, pattern))
+            row = _row(record, location, source, label, pattern)
+            more = {name: record[name] for name in asked if name in record and name not in row.columns}
+            rows.append(replace(row, columns={**row.columns, **more}) if more else row)
     if not rows:
         raise ValueError(
             f"{source.path or label}: no rows; expected at least one with `{source.problem_column}` and "
@@ -93,15 +100,20 @@ class MissingColumn(ValueError):
 
 
 def read_all(
-    sources: Sequence[DataSourceConfig], key: str = "", own: OwnProblems | None = None
+    sources: Sequence[DataSourceConfig],
+    key: str = "",
+    own: OwnProblems | None = None,
+    *,
+    asked: Collection[str] = (),
+    first: int = 0,
 ) -> list[tuple[DataSourceConfig, list[DataRow]]]:
-    """Read every source. ``key`` is the configuration key of the sources, for messages; ``own`` as in
-    `read`.
+    """Read every source. ``key`` is the configuration key of the sources, the first of which is number
+    ``first`` there, for messages; ``own`` and ``asked`` as in `read`.
     """
     found = []
-    for number, source in enumerate(sources):
+    for number, source in enumerate(sources, first):
         try:
-            found.append((source, read(source, own)))
+            found.append((source, read(source, own, asked=asked)))
         except MissingColumn as error:
             if not key:
                 raise

@@ -44,7 +44,11 @@ class VerifiersEnvironment(Environment):
         return self._asked
 
     async def step(self, action: str) -> Step:
-        """Score the answer with the task's rewards, and end the episode."""
+        """Score the answer with the task's rewards, and end the episode.
+
+        Raises ValueError where one of them gave no number: verifiers' sum of the others is no reward. One
+        that raises, or returns None, is verifiers' TaskError. Either way the sample is not scored.
+        """
         task = self._task
         trace = vf.Trace(
             task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
@@ -61,6 +65,10 @@ class VerifiersEnvironment(Environment):
             is_last = number == len(messages) - 1
             trace.nodes.append(vf.MessageNode(parent=parent, message=own, sampled=is_last))
         await task.score(trace)
+        if missing := [name for name, reward in trace.rewards.items() if reward is None] or trace.errors:
+            raise ValueError(f"verifiers:{self.target} did not score the answer: {missing}")
+        if not trace.rewards:
+            raise ValueError(f"verifiers:{self.target} has no reward that it scores outside of its harness")
         return Step(reward=float(trace.reward), done=True)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Kernels that DeepSpeed compiles at first use: one process at a time, and a killed one blocks no other.
+"""Kernels that DeepSpeed compiles at first use: once, by one process, and a killed one blocks no other.
 
 torch marks a build with a file that its builder removes at the end. A killed builder leaves the file, and
 every later process of that user waits for it forever. Here the mark is a lock that ends with its process.
@@ -6,18 +6,37 @@ every later process of that user waits for it forever. Here the mark is a lock t
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import hashlib
 import os
 import platform
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch.utils import cpp_extension
 
-_DEADLINE_S = 540.0  # of one build by another process; less than the start of a run has by default
+from grpo_dist.config import PolicyConfig
+from grpo_dist.errors import UserError
+from grpo_dist.policy.offload import offload_devices
+from grpo_dist.runtime.child_python import child_command
+
+_DEADLINE_S = 3600.0  # of one build by another process: a busy machine takes minutes for one file
+_REFUSED = "REFUSED: "  # before the message of a build that failed
+_OUTPUT = 4000  # characters of a compiler's output, from its end
+_NAMES = {
+    "CPUAdamBuilder": "cpu_adam", "AsyncIOBuilder": "async_io", "QuantizerBuilder": "quantizer",
+    "PinMemoryBuilder": "pin_memory", "ShareMemCommBuilder": "deepspeed_shm_comm",
+}  # fmt: skip
+# What is missing where a build says this.
+_MISSING = {
+    "Python.h": "the headers of Python (python3-dev)", "libaio": "libaio-dev", "aio.h": "libaio-dev",
+    "ninja": "ninja (pip install ninja)", "CUDA_HOME": "the CUDA toolkit, and set CUDA_HOME",
+    "nvcc": "the CUDA toolkit, and set CUDA_HOME",
+}  # fmt: skip
 
 
 class BuildLock:
@@ -60,9 +79,101 @@ def build_in_own_directory() -> None:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     if cpp_extension.FileBaton is BuildLock:
         return
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(kernel_directory())
+    cpp_extension.FileBaton = BuildLock  # type: ignore[misc,assignment]
+
+
+def kernel_directory() -> Path:
+    """Return the directory of this environment's kernels."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    if cpp_extension.FileBaton is BuildLock:  # `build_in_own_directory` has set it
+        return root
     # Environments have headers of their own, so each builds its own kernels.
     environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
     kind = f"py{platform.python_version()}-torch{torch.__version__}-{platform.machine()}-{environment}"
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(root / "grpo-dist" / kind)
-    cpp_extension.FileBaton = BuildLock  # type: ignore[misc,assignment]
+    return root / "grpo-dist" / kind
+
+
+def kernels_of(policy: PolicyConfig, device: str) -> list[str]:
+    """Return the builders of DeepSpeed's kernels that the ranks of ``policy`` load. ``device``: of the ranks.
+
+    Its fused Adam is none of them: the optimiser on GPUs is torch's.
+    """
+    where = offload_devices(policy)
+    zero = policy.deepspeed.get("zero_optimization", {})
+    wanted = {
+        "ShareMemCommBuilder": device == "cpu",
+        "CPUAdamBuilder": where["optimizer"] != "none",
+        "AsyncIOBuilder": "nvme" in where.values(),
+        "QuantizerBuilder": any(value for key, value in zero.items() if key.startswith("zero_quantized_")),
+        "PinMemoryBuilder": os.environ.get("DS_PIN_MEMORY_BACKEND") == "native",
+    }
+    return [name for name, is_wanted in wanted.items() if is_wanted]
+
+
+def unbuilt(builders: Sequence[str]) -> list[str]:
+    """Return those of ``builders`` whose kernels this machine does not have yet. A file may be damaged, or of
+    other settings: the ranks find out.
+    """
+    directory = kernel_directory()
+    return [name for name in builders if not (directory / _NAMES[name] / f"{_NAMES[name]}.so").exists()]
+
+
+def build_kernels(builders: Sequence[str], begin: Callable[[str], None] = lambda _: None) -> None:
+    """Build and load kernels, or wait for the process that builds them. Call `build_in_own_directory` first.
+
+    ``begin`` is told the name of each. Raises UserError with the compiler's output and what to install.
+    """
+    from deepspeed.accelerator import get_accelerator  # heavy, and only ranks and builds need it
+
+    for name in builders:
+        builder = get_accelerator().create_op_builder(name)
+        if builder is None or (name == "ShareMemCommBuilder" and not builder.is_compatible(verbose=False)):
+            continue  # DeepSpeed does without it
+        begin(f"kernel {_NAMES[name]}")
+        try:
+            builder.load(verbose=False)
+        except Exception as error:
+            raise UserError(_why_not_built(_NAMES[name], error)) from error
+
+
+def _why_not_built(kernel: str, error: Exception) -> str:
+    output = str(error).strip()
+    missing = next((what for word, what in _MISSING.items() if word in output), "a C++ compiler (g++)")
+    return (
+        f"DeepSpeed's kernel {kernel} cannot be built for Python {platform.python_version()} and torch "
+        f"{torch.__version__} in {kernel_directory()}; install {missing}, and start again. "
+        "The compiler says:\n"
+        f"{output[-_OUTPUT:]}"
+    )
+
+
+async def build_kernels_here(builders: Sequence[str]) -> None:
+    """Build what this machine lacks of ``builders``, in a process of its own, before ranks start: a build may
+    take longer than the start of an actor. Raises UserError as `build_kernels`, TimeoutError after an hour.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *child_command("grpo_dist.policy.extensions", *builders),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            _, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        _, _, refused = errors.decode(errors="replace").rpartition(_REFUSED)
+        raise UserError(refused.strip()[-2 * _OUTPUT :])
+
+
+def main() -> None:
+    """Build the kernels of the builders in sys.argv. Writes why one cannot be built to standard error."""
+    build_in_own_directory()
+    try:
+        build_kernels(sys.argv[1:])
+    except UserError as error:
+        print(f"{_REFUSED}{error}", file=sys.stderr)
+        sys.exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from grpo_dist.config import RewardsConfig
@@ -48,6 +49,21 @@ def own_column_problems(
     for spec in reward_specs(settings.of(rows[0].source)) if rows else ():
         if spec.function not in REWARDS:
             yield from _missing(spec.name, own_function(spec, pool).data_columns, rows, remedy)
+
+
+def asked_columns(settings: RewardsConfig) -> frozenset[str]:
+    """Return the columns that users' functions name as parameters: rows keep them, if they have them.
+
+    Loads the functions. One that cannot be loaded asks for nothing here: `reward_problems` reports it.
+    """
+    specs = {spec.function: spec for own in settings.variants.values() for spec in reward_specs(own)}
+    asked: set[str] = set()
+    if custom := [spec for function, spec in specs.items() if function not in REWARDS]:
+        with GraderPool(1, code_paths=settings.code_paths) as pool:
+            for spec in custom:
+                with suppress(ValueError):
+                    asked |= own_function(spec, pool).asked_columns
+    return frozenset(asked)
 
 
 def _missing(name: str, columns: Sequence[str], rows: Sequence[HasColumns], remedy: str) -> Iterator[str]:

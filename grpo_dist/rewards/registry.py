@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -151,10 +151,13 @@ def check_rewards(settings: RewardsConfig, *, max_new_tokens: int) -> None:
         raise ValueError(problem)
 
 
-def reward_problems(settings: RewardsConfig, *, max_new_tokens: int) -> Iterator[str]:
+def reward_problems(
+    settings: RewardsConfig, *, max_new_tokens: int, pool: GraderPool | None = None
+) -> Iterator[str]:
     """Yield a message for every reward that cannot be used.
 
-    Loads user functions in a separate process and asks each judge one question.
+    Loads user functions in a process of ``pool``, None: of a pool of its own, and asks each judge one
+    question.
     """
     custom, seen = [], list[tuple[str, Mapping[str, Any]]]()
     for source, own in settings.variants.items():
@@ -172,10 +175,10 @@ def reward_problems(settings: RewardsConfig, *, max_new_tokens: int) -> Iterator
                 yield f"{key} {spec.name}: {error}"
     if not custom:
         return
-    with GraderPool(1, code_paths=settings.code_paths) as pool:
+    with nullcontext(pool) if pool else GraderPool(1, code_paths=settings.code_paths) as own:
         for spec in custom:
             try:
-                own_function(spec, pool)
+                own_function(spec, own)
             except ValueError as error:
                 yield str(error)
 

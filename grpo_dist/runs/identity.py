@@ -36,6 +36,7 @@ _FREE_KEYS = (
     "data.overlap", "algorithm.preset", "weight_sync.probe_every", "weight_sync.probe_above",
     # What the files there hold is compared (`CheckpointState.code`), wherever they are.
     "rewards.code_paths", "environments.code_paths",
+    "rewards.trial", "rewards.by_source.*.trial",
 )  # fmt: skip
 # How the policy's state is sharded, and where it is.
 _SHARDING = (
@@ -91,7 +92,8 @@ class Change:
             return self.key == "health.min_signal_groups"
         if section == "sft":
             return config.model.path == "sft" and key not in FREE_SFT
-        return not self.is_layout and section not in _FREE and self.key not in _FREE_KEYS
+        is_free = any(fnmatchcase(f"{self.key}.", f"{pattern}.*") for pattern in _FREE_KEYS)
+        return not self.is_layout and section not in _FREE and not is_free
 
 
 def fingerprint(config: Config) -> str:
@@ -170,10 +172,12 @@ def without_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without(tree: Any, path: Sequence[str]) -> Any:
-    """Return ``tree`` without the entry at ``path``. "*" stands for each entry of a list."""
+    """Return ``tree`` without the entry at ``path``. "*" stands for each entry of a list or a mapping."""
     name, *rest = path
     if name == "*" and isinstance(tree, list):
         return [_without(inner, rest) for inner in tree]
+    if name == "*" and isinstance(tree, dict):
+        return {key: _without(inner, rest) for key, inner in tree.items()}
     if not isinstance(tree, dict) or name not in tree:
         return tree
     if rest:

@@ -24,8 +24,8 @@ from grpo_dist.data.duplicates import SourceRows, find_duplicates
 from grpo_dist.data.mixture import check_weights, most_at_once
 from grpo_dist.data.pools import check_pools
 from grpo_dist.data.prompts import BuiltPrompts, Dropped, PromptFormat, build_prompts, check_overlap
-from grpo_dist.data.readers import DataRow, read_all, source_name
-from grpo_dist.data.tasks import own_problems, source_tasks
+from grpo_dist.data.readers import DataRow, source_name
+from grpo_dist.data.tasks import source_tasks
 from grpo_dist.demo.model import made_model, random_model
 from grpo_dist.errors import expanded
 from grpo_dist.evaluation.sampling import EvalSet
@@ -35,14 +35,14 @@ from grpo_dist.rewards.combinations import combination_problems
 from grpo_dist.rewards.data_columns import column_problems
 from grpo_dist.rewards.gold import count_unreadable
 from grpo_dist.rewards.models import check_model
+from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import graded_problems, reward_problems
 from grpo_dist.rewards.text import alternatives
 from grpo_dist.runs.cold_start import base_model, run_sft
-from grpo_dist.runs.own_code import shadowed
 from grpo_dist.runs.own_trials import own_code_problems
 from grpo_dist.runs.prepare_teachers import load_stream, load_teachers
-from grpo_dist.runs.start_checks import model_problems, readable_model, setting_problems
-from grpo_dist.runtime.hardware import DeviceType, device_type, quiet_libraries
+from grpo_dist.runs.start_checks import readable_model
+from grpo_dist.runtime.hardware import quiet_libraries
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.types import Prompt
 
@@ -70,36 +70,6 @@ class Prepared:
     def trained(self) -> list[Prompt]:
         """Return all that is trained on: prompts and demonstrations."""
         return [*self.prompts, *self.demonstrations]
-
-
-def prepare(
-    config: Config, say: Callable[[str], None], *, train_first: bool = True, device: DeviceType | None = None
-) -> Prepared:
-    """Load and check the model's files and all data. Raises ValueError with one message for input that cannot
-    be used.
-
-    Args:
-        train_first: False skips a cold start: the model is then the one it would start from.
-        device: of the run's workers; None: as on this machine.
-    """
-    device = device or device_type()
-    with stage("own code", "is tried on made inputs", quiet=not config.own_pieces):
-        refuse(own_code_problems(config.own_pieces, config.code_paths))
-    for warning in shadowed():
-        say(f"warning: {warning}")
-    check_scoring(config.rewards, config.sampling, config.algorithm.advantage)
-    refuse(setting_problems(config, device))
-    # Rows first: a mistake in them should show before a cold start or a download.
-    with stage("data", "problems are read"):
-        own = own_problems(config.data, config.environments)
-        train_rows = read_all(config.data.train, "data.train", own)
-        eval_rows = read_all(config.data.eval, "data.eval", own)
-    cold = config.model.path == "sft" and train_first
-    with stage("cold start" if cold else "model", "supervised, unless cached" if cold else config.model.path):
-        model_dir = resolve_model(config.model, config.sft, config.seed, say, train_first=train_first)
-    with stage("model files", "are checked"):
-        refuse(model_problems(config, device, model_dir))
-    return prepared(config, model_dir, train_rows, eval_rows, say)
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -287,11 +257,15 @@ def check_scoring(rewards: RewardsConfig, sampling: SamplingConfig, advantage: s
     refuse(scoring_problems(rewards, sampling, advantage))
 
 
-def scoring_problems(rewards: RewardsConfig, sampling: SamplingConfig, advantage: str = "") -> Iterator[str]:
-    """Yield a message for every reward that cannot be used, also by estimator ``advantage``; "": by none."""
+def scoring_problems(
+    rewards: RewardsConfig, sampling: SamplingConfig, advantage: str = "", pool: GraderPool | None = None
+) -> Iterator[str]:
+    """Yield a message for every reward that cannot be used, also by estimator ``advantage``; "": by none.
+    ``pool``: loads user functions; None: one of its own.
+    """
     yield from graded_problems(rewards, advantage)
     yield from combination_problems(rewards)
-    yield from reward_problems(rewards, max_new_tokens=sampling.shortest)
+    yield from reward_problems(rewards, max_new_tokens=sampling.shortest, pool=pool)
     for model in rewards.models:
         try:
             check_model(model)

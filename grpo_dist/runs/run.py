@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
@@ -13,7 +13,13 @@ from grpo_dist.config import CheckpointConfig, Config
 from grpo_dist.errors import RERUN, RunEnded, UserError
 from grpo_dist.observe import Tracker
 from grpo_dist.policy.export import why_no_export
-from grpo_dist.runs.checkpoint import CHECKPOINTS, Checkpoints, list_checkpoints, newest_whole
+from grpo_dist.runs.checkpoint import (
+    CHECKPOINTS,
+    Checkpoints,
+    CheckpointState,
+    list_checkpoints,
+    newest_whole,
+)
 from grpo_dist.runs.prepare import Prepared
 from grpo_dist.runs.resume import ResumePoint, load_resume_point, load_state
 from grpo_dist.runtime.concurrency import deadline, in_thread
@@ -105,6 +111,22 @@ def exclusive_directory(run_dir: Path, existing: Path) -> Iterator[None]:
                     with suppress(OSError):  # another process has put something into it by now
                         parent.rmdir()
             raise
+
+
+def find_resume_state(
+    config: Config, identity: Config, run_dir: Path, say: Callable[[str], None]
+) -> tuple[Path | None, CheckpointState | None]:
+    """Return the newest undamaged checkpoint of the run in ``run_dir`` and its state; None, None: it begins.
+
+    ``say`` gets a warning for each damaged one. Raises ValueError where the checkpoint is that of another
+    run, the run is complete, or its export would delete what is no earlier one.
+    """
+    resumes = config.checkpoint.resume == "auto"
+    newest = newest_whole(run_dir / CHECKPOINTS, say) if resumes else None
+    state = load_state(newest, identity) if newest else None
+    check_unfinished(config.steps, run_dir, state.step if state else 0)
+    check_exportable(config.checkpoint, run_dir)
+    return newest, state
 
 
 def check_unfinished(steps: int, run_dir: Path, step: int) -> None:

@@ -24,31 +24,30 @@ from grpo_dist.observe.console import print_before_after
 from grpo_dist.observe.settings import check_trackers
 from grpo_dist.policy.export import why_no_export
 from grpo_dist.policy.usable_model import usable_model
-from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, newest_whole, remove_partial
+from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, remove_partial
 from grpo_dist.runs.directories import check_writable, choose_run_dir, resumed_by_name, with_resume_settings
 from grpo_dist.runs.environment import write_environment
 from grpo_dist.runs.ledger_check import audit
 from grpo_dist.runs.own_code import digest_of_run
 from grpo_dist.runs.preemption import Interruption, ended_by_sigterm
-from grpo_dist.runs.prepare import Prepared, prepare
+from grpo_dist.runs.prepare import Prepared
 from grpo_dist.runs.prepare_supervised import PreparedDemonstrations, prepare_supervised
 from grpo_dist.runs.recovery import Recovery
 from grpo_dist.runs.resume import (
     ResumePoint,
     changes_since,
     load_resume_point,
-    load_state,
     other_code,
     other_layout,
 )
 from grpo_dist.runs.run import (
     MODEL,
     Run,
-    check_exportable,
-    check_unfinished,
     exclusive_directory,
+    find_resume_state,
     mark_finished,
 )
+from grpo_dist.runs.start import prepare
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.files import check_room, keep_backup, write_text
 from grpo_dist.runtime.stage_log import log_ready, print_line, stage, stages_logged
@@ -100,11 +99,7 @@ def _prepare(run_dir: Path, config: Config, identity: Config) -> tuple[Prepared,
 
     with refusals():
         with stage("checks", f"checkpoints in {run_dir}, placement"):
-            resumes = config.checkpoint.resume == "auto"
-            newest = newest_whole(run_dir / CHECKPOINTS, print_line) if resumes else None
-            state = load_state(newest, identity) if newest else None
-            check_unfinished(config.steps, run_dir, state.step if state else 0)
-            check_exportable(config.checkpoint, run_dir)
+            newest, state = find_resume_state(config, identity, run_dir, print_line)
             has = fit(config)
         load = prepare_supervised if config.is_supervised else prepare
         prepared = load(config, print_line, device="cuda" if has.gpus else "cpu")

@@ -21,7 +21,7 @@ from grpo_dist.config import Config, DataConfig
 from grpo_dist.config.files import load_config
 from grpo_dist.data.order import step_prompts
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.runs.prepare import prepare
+from grpo_dist.runs.start import prepare
 from grpo_dist.runtime.seeds import request_seed
 from grpo_dist.tools.bench.lengths import length_of
 from grpo_dist.types import Prompt

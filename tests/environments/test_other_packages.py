@@ -87,6 +87,23 @@ def test_a_taskset_of_verifiers_gives_prompts_and_weighted_rewards(tmp_path: Pat
         assert (observed.reward, observed.done, observed.failed) == (reward, True, "")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("return 1 / 0", "division by zero"), ("return None", "NoneType"), ("raise TimeoutError", "timed out")],
+)
+def test_a_reward_of_verifiers_that_fails_is_not_scored(tmp_path: Path, fault: str, words: str) -> None:
+    """The sum of the other rewards, or 0, would be taken for one."""
+    made = taskset("reply == answer", metric="right", short=4)
+    (tmp_path / "my_sums.py").write_text(made.replace("return float(reply == answer)", fault))
+    environments = EnvironmentsConfig(
+        python=interpreter_with("verifiers"), code_paths=(str(tmp_path),), timeout_s=HANG_S
+    )
+    (prompt, *_) = _prompts(environments, environment="verifiers:my_sums", environment_kwargs={"last": 4})
+    (observed,) = _play(environments, prompt, ["2"])
+    assert observed.reward is None and words in observed.failed
+
+
 _LOADS = """
 import my_sums
 from grpo_dist.environments.base import Problem

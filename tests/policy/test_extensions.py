@@ -1,5 +1,6 @@
 """Kernels are compiled at first use, by processes that may be killed meanwhile."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -7,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_dist.config import PolicyConfig
+from grpo_dist.errors import UserError
+from grpo_dist.policy.extensions import build_kernels_here, kernels_of, unbuilt
 from tests.support.patience import HANG_S
 
 BUILD = """
@@ -70,3 +74,48 @@ def test_a_kernel_that_is_never_built_is_reported(tmp_path, monkeypatch):
         extensions.BuildLock(path, wait_seconds=0.05).try_acquire()
     holder.release()
     assert extensions.BuildLock(path).try_acquire()
+
+
+def offloaded(optimizer="none", parameters="none", **zero):
+    offload = {"optimizer": optimizer, "parameters": parameters, "nvme_path": "/tmp"}
+    return PolicyConfig(zero_stage=3, offload=offload, deepspeed={"zero_optimization": zero})
+
+
+def test_a_configuration_names_every_kernel_that_its_ranks_load(monkeypatch):
+    assert kernels_of(offloaded(), "cuda") == []
+    assert kernels_of(offloaded(), "cpu") == ["ShareMemCommBuilder"]
+    assert kernels_of(offloaded("cpu"), "cuda") == ["CPUAdamBuilder"]
+    assert kernels_of(offloaded("nvme"), "cuda") == ["CPUAdamBuilder", "AsyncIOBuilder"]
+    assert kernels_of(offloaded(parameters="nvme"), "cuda") == ["AsyncIOBuilder"]
+    assert kernels_of(offloaded(offload_optimizer={"device": "cpu"}), "cuda") == ["CPUAdamBuilder"]
+    assert kernels_of(offloaded(zero_quantized_weights=True), "cuda") == ["QuantizerBuilder"]
+    monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")
+    assert kernels_of(offloaded(), "cuda") == ["PinMemoryBuilder"]
+
+
+def test_a_kernel_that_cannot_be_built_is_refused_with_the_compilers_output(tmp_path, monkeypatch):
+    compiler = tmp_path / "c++"
+    failing = "echo 'fatal error: Python.h: No such file or directory'; exit 1"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *version*) exec c++ "$@";; esac\n{failing}\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with pytest.raises(UserError) as refused:
+        asyncio.run(build_kernels_here(["CPUAdamBuilder"]))
+    said = str(refused.value)
+    assert said.startswith("DeepSpeed's kernel cpu_adam cannot be built for Python ")
+    assert "install the headers of Python (python3-dev)" in said
+    assert "fatal error: Python.h: No such file or directory" in said.partition("The compiler says:")[2]
+
+
+@pytest.mark.slow
+def test_a_kernel_is_built_once_and_found_by_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    builders = ["ShareMemCommBuilder"]
+    assert unbuilt(builders) == builders
+    asyncio.run(build_kernels_here(builders))
+    assert unbuilt(builders) == []
+    (library,) = tmp_path.rglob("deepspeed_shm_comm.so")
+    built = library.stat().st_mtime_ns
+    asyncio.run(build_kernels_here(builders))
+    assert library.stat().st_mtime_ns == built

@@ -415,5 +415,6 @@ def test_stages_before_the_actors_are_printed_from_the_first_second(tmp_path, mo
         "model files",
         "tokenizer",
         "prompts",
+        "reward",
     ]
     assert sum("done in" in line for line in lines) == len(started)

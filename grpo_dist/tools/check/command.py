@@ -1,58 +1,47 @@
 """`grpo-dist check`: finds every problem of a run without starting anything or touching an accelerator.
 
-Checks are independent, so one pass reports every problem. A check is skipped, and reported as such, where an
-earlier one could not read its input: one missing model is one problem.
+The checks are those that a run makes before it starts (`runs.start`), and what only estimates it or looks at
+this machine. They are independent, so one pass reports every problem. A check is skipped, and reported as
+such, where an earlier one could not read its input: one missing model is one problem.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 from grpo_dist.config import Config
 from grpo_dist.config.secrets import masked
 from grpo_dist.errors import UserError
-from grpo_dist.tools.check.data import check_cold_start, check_data, check_model, check_prompts
-from grpo_dist.tools.check.devices import check_memory, check_placement
-from grpo_dist.tools.check.environments import check_environments
-from grpo_dist.tools.check.inputs import (
-    CheckedRun,
-    CheckFailed,
-    CheckSkipped,
-    Inputs,
-    NotApplicable,
-    ReadInput,
-    fail,
-)
+from grpo_dist.runs.checking import CheckFailed, CheckSkipped, Start
+from grpo_dist.runs.start import CHECKS as CHECKS_OF_A_RUN
+from grpo_dist.tools.check.devices import Place, check_memory, check_placement
 from grpo_dist.tools.check.machine import check_disk, check_ports, check_resume, check_shared_memory
-from grpo_dist.tools.check.own_code import check_own_code
-from grpo_dist.tools.check.rewards import check_reward
-from grpo_dist.tools.check.settings import check_batch, check_settings, check_tracking, check_versions
+from grpo_dist.tools.check.settings import check_batch, check_tracking, check_versions
 
-# In the order in which they are made: of the settings, then of what they name, which is read, and of all.
-_OF_THE_TARGET: dict[str, Callable[[CheckedRun], str]] = {
-    "versions": check_versions,
-    "settings": check_settings,
-    "own code": check_own_code,
-}
-_OF_THE_INPUTS: dict[str, Callable[[Inputs], str]] = {
-    "environments": check_environments,
-    "batch": check_batch,
-    "reward": check_reward,
+_Check = Callable[[Start, Place], str]
+
+
+def _of_a_run(check: Callable[[Start], str]) -> _Check:
+    return lambda start, place: check(start)
+
+
+# In the order in which they are made.
+_CHECKS: dict[str, _Check] = {
+    "versions": _of_a_run(check_versions),
+    **{name: _of_a_run(check) for name, check in CHECKS_OF_A_RUN.items()},
+    "batch": _of_a_run(check_batch),
     "placement": check_placement,
     "memory": check_memory,
-    "disk": check_disk,
-    "resume": check_resume,
-    "shared memory": check_shared_memory,
-    "ports": check_ports,
-    "trackers": check_tracking,
+    "disk": _of_a_run(check_disk),
+    "resume": _of_a_run(check_resume),
+    "shared memory": _of_a_run(check_shared_memory),
+    "ports": _of_a_run(check_ports),
+    "trackers": _of_a_run(check_tracking),
 }
-CHECKS = (*_OF_THE_TARGET, "data", "model", "cold start", "prompts", *_OF_THE_INPUTS)
+CHECKS = tuple(_CHECKS)
 _OF_THIS_MACHINE = ("disk", "resume", "shared memory", "ports")
-
-T = TypeVar("T")
+_NO_PROBLEM_ELSEWHERE = ("disk", "shared memory", "ports")
 
 
 @dataclass(frozen=True)
@@ -73,55 +62,28 @@ def run_checks(config: Config, *, cluster: str | None) -> Iterator[CheckResult]:
     """Yield each result as soon as it is known. ``cluster``: where the run will be, as `plan` takes it; None:
     this machine, or the Ray cluster that the configuration names.
     """
-    target = CheckedRun(config, cluster)
-    reporter = _Reporter(elsewhere=cluster is not None or target.is_elsewhere)
-    for name, check in _OF_THE_TARGET.items():
-        yield from reporter.words(name, partial(check, target))
-    rows = yield from reporter.reading("data", partial(check_data, target))
-    model_dir = yield from reporter.reading("model", partial(check_model, target))
-    longest = yield from reporter.reading("cold start", partial(check_cold_start, target, model_dir))
-    prepared = yield from reporter.reading("prompts", partial(check_prompts, target, rows, model_dir))
-    inputs = Inputs(target, rows, model_dir, longest, prepared)
-    for name, check_of_inputs in _OF_THE_INPUTS.items():
-        yield from reporter.words(name, partial(check_of_inputs, inputs))
-
-
-class _Reporter:
-    """Makes checks and yields their results; a problem that was reported is not repeated.
-
-    Args:
-        elsewhere: the run may be on another machine than this one.
-    """
-
-    def __init__(self, *, elsewhere: bool) -> None:
-        self._elsewhere = elsewhere
-        self._reported: set[str] = set()
-
-    def words(self, name: str, check: Callable[[], str]) -> Iterator[CheckResult]:
-        yield from self.reading(name, lambda: ReadInput(check(), None))
-
-    def reading(self, name: str, check: Callable[[], ReadInput[T]]) -> Generator[CheckResult, None, T | None]:
-        """Yield the results of ``check``; return the value that it has read, None where it could not."""
-        where = "on this machine, which may not be a node of the run: "
-        where = where if self._elsewhere and name in _OF_THIS_MACHINE else ""
-        value = None
+    notes: list[str] = []
+    place = Place(config, cluster)
+    start = Start(config, notes.append, find_device=lambda: place.device)
+    reported: set[str] = set()
+    for name, check in _CHECKS.items():
+        elsewhere = name in _OF_THIS_MACHINE and place.may_be_elsewhere
+        where = "on this machine, which may not be a node of the run: " if elsewhere else ""
+        notes.clear()
         try:
-            found = check()
-            value = found.value
-            fail(found.problems)
-            yield CheckResult(name, where + found.words)
-        except NotApplicable:
-            pass
-        except CheckSkipped as error:
-            yield CheckResult(name, str(error), skipped=True)
-        except (CheckFailed, UserError, ValueError, OSError) as error:
+            if detail := "\n    ".join(filter(None, [check(start, place), *notes])):
+                yield CheckResult(name, where + detail)
+        except CheckSkipped as reason:
+            yield CheckResult(name, str(reason), skipped=True)
+        except (UserError, ValueError, OSError) as error:
             problems = error.problems if isinstance(error, CheckFailed) else [str(error)]
-            fresh = [problem for problem in problems if problem not in self._reported]
-            self._reported.update(fresh)
+            fresh = [problem for problem in problems if problem not in reported]
+            reported.update(fresh)
             if not fresh:
                 yield CheckResult(name, "fix the same problem above first", skipped=True)
-            yield from (CheckResult(name, where + problem, problem=True) for problem in fresh)
-        return value
+            is_note = elsewhere and name in _NO_PROBLEM_ELSEWHERE
+            for problem in fresh:
+                yield CheckResult(name, f"{where}{problem}", problem=not is_note)
 
 
 def problems(results: Sequence[CheckResult]) -> UserError | None:

@@ -3,44 +3,96 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import psutil
 
 from actors.placement.demands import Resources
 from grpo_dist.config import Config, SupervisedConfig
 from grpo_dist.errors import UserError
-from grpo_dist.runtime.hardware import GIB, usable_gpus
-from grpo_dist.tools.check.inputs import CheckFailed, CheckSkipped, Inputs, fail
+from grpo_dist.runs.checking import CheckFailed, CheckSkipped, Start, fail
+from grpo_dist.runtime.hardware import GIB, DeviceType, device_type, usable_gpus
 from grpo_dist.tools.plan.accelerators import ClusterShape, card_called, parse_cluster
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
 from grpo_dist.tools.plan.memory import Footprint, Sizes
-from grpo_dist.tools.plan.models import model_of
+from grpo_dist.tools.plan.models import ModelShape, model_of
 from grpo_dist.tools.plan.options import footprints, memory_problems, node_host_bytes
 from grpo_dist.tools.plan.reward_models import reward_models_of
 from grpo_dist.tools.plan.roles import Roles, made_roles, roles_of
 from grpo_dist.tools.plan.supervised import supervised_problem, supervised_rank
 from grpo_dist.tools.plan.workload import workload_of
 
+if TYPE_CHECKING:  # Ray takes seconds to import
+    from actors.fit import Fit
+
 _PLENTY = 10**6  # of CPUs and GPUs
 
 
-def check_placement(inputs: Inputs) -> str:
-    target = inputs.target
-    if target.cluster is None:
-        if isinstance(target.fit, UserError):
-            raise target.fit
-        return target.fit.words
-    return roles_of(inputs.config, inputs.shape(), parse_cluster(target.cluster)).words
+@dataclass(frozen=True)
+class Place:
+    """Where the run will be. ``cluster``: as `plan` takes it; None: this machine, or the Ray cluster that the
+    configuration names.
+    """
+
+    config: Config
+    cluster: str | None
+
+    @cached_property
+    def fit(self) -> Fit | UserError:
+        """The placement on the cluster that the run would join now, or why it does not fit."""
+        from actors.fit import fit  # Ray takes seconds to import
+
+        try:
+            return fit(self.config)
+        except UserError as error:
+            return error
+
+    @cached_property
+    def is_elsewhere(self) -> bool:
+        """True where the configuration names a Ray cluster and this machine has no GPU: a login node, say."""
+        from actors.connection import address_of  # Ray, as above
+
+        return address_of(self.config.cluster) != "local" and device_type() == "cpu"
+
+    @property
+    def may_be_elsewhere(self) -> bool:
+        return self.cluster is not None or self.is_elsewhere
+
+    @property
+    def device(self) -> DeviceType:
+        """The device of the run's workers."""
+        if self.cluster is not None:
+            return "cuda" if parse_cluster(self.cluster).card else "cpu"
+        if isinstance(self.fit, UserError):
+            return device_type()
+        return "cuda" if self.fit.gpus else "cpu"
 
 
-def check_memory(inputs: Inputs) -> str:
+def shape_of(start: Start) -> ModelShape:
+    """Return the sizes of the model. Raises CheckSkipped where they are unknown."""
+    try:
+        return model_of(start.config.model, start.config.sft, start.config.seed)
+    except UserError as error:
+        why = str(error) if start.model_dir is not None else "the model cannot be read"
+        raise CheckSkipped(why) from error
+
+
+def check_placement(start: Start, place: Place) -> str:
+    if place.cluster is None:
+        if isinstance(place.fit, UserError):
+            raise place.fit
+        return place.fit.words
+    return roles_of(start.config, shape_of(start), parse_cluster(place.cluster)).words
+
+
+def check_memory(start: Start, place: Place) -> str:
     """List the memory of one worker of each role by purpose, and compare it with what there is."""
-    target = inputs.target
-    if target.cluster is None and target.is_elsewhere:
+    if place.cluster is None and place.is_elsewhere:
         raise CheckSkipped("this machine has no GPU; say what the cluster has, e.g. --cluster 8x8xH100")
-    config, model = inputs.config, inputs.shape()
-    cluster = parse_cluster(target.cluster) if target.cluster else this_machine()
+    config, model = start.config, shape_of(start)
+    cluster = parse_cluster(place.cluster) if place.cluster else this_machine()
     card = cluster.card
     memory, roles = card.memory if card else 0, _roles(config, cluster.gpus)
     found = footprints(
@@ -57,12 +109,12 @@ def check_memory(inputs: Inputs) -> str:
     first = None
     if config.sft is not None and is_trained_first(config.model, config.sft):
         sizes = Sizes.of(config, gpu=card is not None)
-        first = cold_start(config.sft, model, sizes, longest=inputs.longest_demonstration)
+        first = cold_start(config.sft, model, sizes, longest=start.longest_demonstration)
         lines.append(f"cold start, before all others: {first.total / GIB:.1f} GiB ({_parts(first)})")
         wrong += [why] if (why := cold_start_problem(first, cluster)) else []
     lines += _as_stage(config, cluster)
     fail(wrong)
-    if target.cluster is None or card is None:
+    if place.cluster is None or card is None:
         lines += _of_this_machine(found, first, roles, cluster)
     return "\n    ".join([f"of one worker, on {cluster}", *lines])
 

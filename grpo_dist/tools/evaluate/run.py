@@ -21,6 +21,7 @@ from grpo_dist.data.sources import OwnProblems
 from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import STAGE, Draw, EvalSet, EvaluationHandles, sample_chunks
+from grpo_dist.rewards.data_columns import asked_columns
 from grpo_dist.runs.directories import check_writable
 from grpo_dist.runs.prepare import (
     PromptSections,
@@ -135,7 +136,7 @@ def _asked(
         s.model_copy(update={"columns": tuple(dict.fromkeys([*s.columns, *found]))})
         for s, found in zip(sets, columns, strict=True)
     ]
-    read = read_all(sources, "data.eval", own)
+    read = read_all(sources, "data.eval", own, asked=asked_columns(sections.rewards))
     scored = [_as_scored(source, rows) for source, (_, rows) in zip(sets, read, strict=True)]
     check_columns(sections.rewards, scored, "data.eval")
     loaded = prepare_eval(sections, read, tokenizer, [], say)

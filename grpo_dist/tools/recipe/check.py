@@ -31,13 +31,13 @@ from grpo_dist.runs.prepare import (
     PromptSections,
     check_scoring,
     load_tokenizer,
-    prepare,
     prepare_eval,
     refuse,
     resolve_model,
     train_prompts,
 )
 from grpo_dist.runs.prepare_supervised import starting_model
+from grpo_dist.runs.start import prepare
 from grpo_dist.runs.start_checks import check_backend, check_length, model_problems, setting_problems
 from grpo_dist.runtime import stage_log
 from grpo_dist.runtime.hardware import DeviceType

@@ -24,6 +24,7 @@ from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import Draw, EvaluationHandles, sample_chunks
 from grpo_dist.observe.samples import read_groups, write_groups
+from grpo_dist.rewards.data_columns import asked_columns
 from grpo_dist.runs.prepare import PromptSections, load_tokenizer, resolve_model, train_prompts
 from grpo_dist.runs.start_checks import check_length
 from grpo_dist.runtime.files import write_text
@@ -48,7 +49,8 @@ def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) ->
         tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
         own = own_problems(config.data, config.environments)
         sections = PromptSections(config.data, config.rewards, config.environments)
-        found = train_prompts(sections, read_all(config.data.train, own=own), tokenizer, say).prompts
+        read = read_all(config.data.train, own=own, asked=asked_columns(config.rewards))
+        found = train_prompts(sections, read, tokenizer, say).prompts
         chunks = _chunks(config.rejection, _drawn(found, config.rejection.max_prompts, config.seed))
     sample_s = config.cluster.timeouts.sample_s
     draw = Draw.of(config.rejection, config.sampling, seed=config.seed, sample_s=sample_s)

@@ -585,7 +585,7 @@ def test_a_short_real_benchmark_adds_up(tmp_path, capsys):
     f = found.figures
     # The work is known in advance: the lengths follow from the seeds.
     from grpo_dist.data.order import step_prompts
-    from grpo_dist.runs.prepare import prepare
+    from grpo_dist.runs.start import prepare
     from grpo_dist.runtime.seeds import request_seed
     from grpo_dist.tools.bench.lengths import length_of
 

@@ -17,7 +17,9 @@ from grpo_dist.config.files import dump_config, load_config
 from grpo_dist.rewards.unit_tests import UnitTests
 from grpo_dist.runs.checkpoint import CheckpointState
 from grpo_dist.runs.identity import data_digest, fingerprint
-from grpo_dist.runs.prepare import prepare, resolve_model
+from grpo_dist.runs.manifest import write_manifest
+from grpo_dist.runs.prepare import resolve_model
+from grpo_dist.runs.start import prepare
 from grpo_dist.tools.check import devices, machine, settings
 from grpo_dist.tools.check.command import CHECKS, CheckResult, problems, run_checks
 from grpo_dist.tools.plan.accelerators import parse_cluster
@@ -109,16 +111,19 @@ def test_a_run_that_would_resume_is_checked_too(here):
     state = CheckpointState(3, fingerprint(config), data_digest(prompts))
     (checkpoint / "state.json").write_text(json.dumps(asdict(state)))
     (checkpoint / "config.yaml").write_text(dump_config(config))
+    write_manifest(checkpoint)
     resumes = f"resumes from step 3 of {config.steps}, {checkpoint}"
     assert results()["resume"].detail == resumes
     told = results(*other)["resume"]
     assert not told.problem and f"{resumes}, with another layout (`policy.zero_stage` = 1 was" in told.detail
-    newer = Path("runs/run/checkpoints/step_000004")
-    newer.mkdir()
-    (newer / "state.json").write_text('{"step": 4, "fing')
+    newer = shutil.copytree(checkpoint, "runs/run/checkpoints/step_000004")
+    (Path(newer) / "config.yaml").write_text("damaged later\n")
     told = results()["resume"]
     assert not told.problem and told.detail.startswith(resumes)
-    assert f"{newer} is damaged, and not used: state.json cannot be read" in told.detail
+    assert f"warning: damaged checkpoint, not used: {newer}: config.yaml has 14 bytes" in told.detail
+    (checkpoint / "state.json").write_text("{}")
+    assert "all checkpoints of this run are damaged" in wrong(results())["resume"]
+    (checkpoint / "state.json").write_text(json.dumps(asdict(state)))
     shutil.rmtree(newer)
     assert "`seed` = 7 was 0" in wrong(results("seed=7"))["resume"]
     assert "`steps` = 2: runs/run has done 3 already" in wrong(results("steps=2"))["resume"]
@@ -184,23 +189,9 @@ def test_a_reward_that_raises_and_one_that_prefers_wrong_answers_are_found(here)
         "rewards.functions=[{function: math}, {function: 'mine:broken'}]", f"rewards.code_paths=[{here}]"
     )
     said = wrong(found)["reward"]
-    assert "`mine:broken` gave no score" in said and "division" in said
+    assert f"not scored: reward mine:broken: ZeroDivisionError: division by zero ({here}/mine.py:2 in" in said
     write("train.jsonl", [{"problem": f"{i} + 1", "answer": "-987654321"} for i in range(20)])
     assert "the right one must get more" in wrong(results())["reward"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("body", "right", "wrong_one"),
-    [("1.0 if '987654321' in completion else 0.0", "0", "1"), ("0.5", "0.5", "0.5")],
-)
-def test_a_wrong_answer_that_scores_as_much_as_the_right_one_is_a_problem(here, body, right, wrong_one):
-    (here / "mine.py").write_text(f"def mine(completion, answer):\n    return {body}\n")
-    own = "rewards.functions=[{function: 'mine:mine'}]", f"rewards.code_paths=[{here}]"
-    said = wrong(results(*own))["reward"]
-    assert f"| right, {right} in all: 'The answer is \\\\boxed{{1}}.'" in said
-    assert f"| wrong, {wrong_one} in all: 'The answer is \\\\boxed{{-987654321}}.'" in said
-    assert "the right one must get more in all" in said
 
 
 @pytest.mark.slow
@@ -226,17 +217,6 @@ def test_weights_that_invert_a_reward_are_found(here):
 
 
 @pytest.mark.slow
-def test_a_wrong_answer_that_scores_above_the_right_one_in_one_form_is_a_problem(here):
-    (here / "mine.py").write_text(
-        "def mine(completion, answer):\n"
-        "    right = completion.strip().endswith('#### ' + answer)\n"
-        "    return 1.0 if right else 0.5 if 'boxed{-987654321}' in completion else 0.0\n"
-    )
-    own = "rewards.functions=[{function: 'mine:mine'}]", f"rewards.code_paths=[{here}]"
-    assert "| wrong, 0.5 in all" in wrong(results(*own))["reward"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["<answer>{}</answer>", "#### {}"])
 def test_a_reward_may_expect_answers_of_another_form(here, form):
     (here / "mine.py").write_text(
@@ -255,7 +235,7 @@ def test_a_thought_opened_by_the_prompt_is_closed_before_the_trial_answer(here):
 
 @pytest.mark.slow
 def test_every_source_with_wrong_rewards_is_reported_with_those_only_evaluated(here):
-    (here / "mine.py").write_text("def mine(completion, answer):\n    return 0.5\n")
+    (here / "mine.py").write_text("def mine(completion, answer):\n    return 'half'\n")
     write("other.jsonl", GOOD)
     write("held.jsonl", [{"problem": f"{i} - 1", "answer": str(i - 1)} for i in range(20, 25)])
     wrong_one = "{functions: [{function: 'mine:mine'}]}"
@@ -418,7 +398,10 @@ def test_checks_of_this_machine_are_labelled_if_the_run_goes_elsewhere(here, mon
         assert other[name].detail.startswith(ELSEWHERE)
         assert not own[name].detail.startswith("on this machine")
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
-    assert wrong(results(cluster="1x1xH100"))["disk"].startswith(ELSEWHERE)
+    assert {"disk", "shared memory"} <= wrong(results()).keys()
+    there = results(cluster="1x1xH100")
+    assert not {"disk", "shared memory"} & wrong(there).keys()  # a note: the run's nodes have other disks
+    assert there["disk"].detail.startswith(f"{ELSEWHERE}0.1 GiB free in")
 
 
 @pytest.mark.slow

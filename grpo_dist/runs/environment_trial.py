@@ -14,29 +14,35 @@ from grpo_dist.environments.preparation import Description, EnvironmentProbe
 from grpo_dist.environments.records import Action, Call, Observed
 from grpo_dist.environments.rendering import template_text
 from grpo_dist.environments.runner import EpisodeRunner
+from grpo_dist.runs.checking import CheckFailed, CheckSkipped, Start
 from grpo_dist.runs.prepare import load_tokenizer
-from grpo_dist.tools.check.inputs import CheckFailed, CheckSkipped, Inputs, NotApplicable
+from grpo_dist.runtime.stage_log import stage
 from grpo_dist.types import Prompt, Task
 
 _SHOWN = 200  # characters of an observation
 # Calls that the tools of this package answer with 42.
+_HARMLESS = ("ok", "malformed")  # made arguments may not fit what a type does not say
 _TRIALS = {"python": "print(6 * 7)", "calculator": "6 * 7"}
 
 
-def check_environments(inputs: Inputs) -> str:
-    """Play a trial episode with each environment, and say how the policy's code is confined."""
-    config = inputs.config
+def check_environments(start: Start) -> str:
+    """Play a trial episode with each environment, in which each tool is called once, and say how the policy's
+    code is confined.
+    """
+    config = start.config
     if not config.has_environments:
-        raise NotApplicable
-    if inputs.prepared is None:
+        return ""
+    if start.prepared is None:
         raise CheckSkipped("the prompts cannot be prepared")
-    prompts = [*inputs.prepared.prompts, *(p for own in inputs.prepared.eval_sets for p in own.prompts)]
+    prompts = [*start.prepared.prompts, *(p for own in start.prepared.eval_sets for p in own.prompts)]
     first = _first_of_each(prompts)
-    described = [
-        EnvironmentProbe(task.environment, task.kwargs, config.environments).describe() for task, _ in first
-    ]
-    notes, answers = asyncio.run(_played(config.environments, first, described))
-    tokenizer = load_tokenizer(inputs.prepared.model_dir, config.model.trust_remote_code)
+    with stage("environments", "each plays a trial episode"):
+        described = [
+            EnvironmentProbe(task.environment, task.kwargs, config.environments).describe()
+            for task, _ in first
+        ]
+        notes, answers = asyncio.run(_played(config.environments, first, described))
+    tokenizer = load_tokenizer(start.prepared.model_dir, config.model.trust_remote_code)
     form = resolve_format(config.environments.call_format, template_text(tokenizer, config.data))
     lines = [*notes]
     failed: list[str] = []
@@ -47,6 +53,12 @@ def check_environments(inputs: Inputs) -> str:
         lines += _not_told(own, tokenizer.decode(prompt.token_ids.tolist()))
         lines += [f"  | {action.text!r} is answered with {_shown(observed)}" for action, observed in answered]
         failed += [f"a trial action failed: {o.failed}" for _, o in answered if o.failed]
+        for call in (call for _, o in answered for call in o.calls if call.outcome not in _HARMLESS):
+            start.warn(
+                f"environment {task.environment}: a call of {call.name} with {call.arguments} gives "
+                f"{call.outcome}: {call.result[:_SHOWN]}; the policy reads that as its result: correct the "
+                "tool, unless such arguments are wrong"
+            )
     if failed:
         raise CheckFailed(*failed)
     return "\n    ".join(lines)
@@ -83,9 +95,41 @@ async def _played(
 
 
 def _trial_calls(described: Description) -> list[Action]:
-    """Return a call of each tool of this package; those of users may do anything."""
-    names = [tool["function"]["name"] for tool in described.tools]
-    return [Action(_TRIALS[n], (Call(n, _TRIALS[n], raw=True),)) for n in names if n in _TRIALS]
+    """Return a call of each tool, those of users with made arguments of the types that they declare."""
+    return [_trial_call(tool["function"]) for tool in described.tools]
+
+
+def _trial_call(function: Mapping[str, Any]) -> Action:
+    if (name := function["name"]) in _TRIALS:
+        return Action(_TRIALS[name], (Call(name, _TRIALS[name], raw=True),))
+    made = json.dumps(_example(function["parameters"], function["parameters"].get("$defs", {})))
+    return Action(f"{name}({made})", (Call(name, made),))
+
+
+def _example(schema: Mapping[str, Any], defined: Mapping[str, Any]) -> Any:
+    """Return a small value of the JSON ``schema`` with all that it requires. ``defined``: by name."""
+    if "$ref" in schema:
+        return _example(defined.get(schema["$ref"].rpartition("/")[2], {}), {})
+    for key in ("const", "default"):
+        if key in schema:
+            return schema[key]
+    if choices := schema.get("enum") or schema.get("examples"):
+        return choices[0]
+    if inner := schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf"):
+        return _example(inner[0], defined)
+    match schema.get("type"):
+        case "object":
+            properties = schema.get("properties", {})
+            return {name: _example(properties.get(name, {}), defined) for name in schema.get("required", ())}
+        case "array":
+            return [_example(schema.get("items", {}), defined)] * max(1, schema.get("minItems", 1))
+        case "integer" | "number":
+            return max(1, schema.get("minimum", 1), schema.get("exclusiveMinimum", 0) + 1)
+        case "boolean":
+            return True
+        case "null":
+            return None
+    return "1"
 
 
 def _signature(schema: Mapping[str, Any]) -> str:

@@ -1,0 +1,249 @@
+"""The trial of the rewards: a right and a wrong answer are scored before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_dist.config import RewardsConfig, SamplingConfig
+from grpo_dist.rewards.data_columns import own_column_problems
+from grpo_dist.rewards.group import CompletionGroup
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import REWARDS, Scorer, reward_specs
+from grpo_dist.rewards.text import alternatives
+from grpo_dist.rewards.thought import thought_for
+from grpo_dist.runs.checking import CheckFailed, CheckSkipped, Start, fail
+from grpo_dist.runs.prepare import scoring_problems
+from grpo_dist.runtime.stage_log import stage
+from grpo_dist.types import Prompt, Rollout, Thought
+
+ENVIRONMENT = "environment"  # the reward that the environment gives; two texts have no turns
+_WRONG = "-987654321"
+# Forms of an answer: a reward may ask for any of them. The two texts differ only in the answer.
+_ANSWERS = ("The answer is \\boxed{{{answer}}}.", "I work it out step by step.\n#### {answer}", "{answer}")
+_THOUGHT_ANSWERS = ("<answer>The answer is \\boxed{{{answer}}}.</answer>", "<answer>{answer}</answer>")
+_REMEDY = (
+    "give a right and a wrong completion of the first problem in `rewards.trial`, and the trial is decisive: "
+    "{right: ..., wrong: ...}, with {answer} for the answer"
+)
+
+
+@dataclass(frozen=True)
+class RewardTrial:
+    """``texts``, ``totals``: of the right and of the wrong answer; ``parts``: each reward's two scores.
+    ``failures``: why rewards gave no score. ``raised``: one of them did not return None or NaN.
+    """
+
+    texts: tuple[str, str]
+    totals: tuple[float, float]
+    parts: dict[str, tuple[float, float]]
+    failures: tuple[str, ...]
+    raised: bool
+
+    @property
+    def separates(self) -> bool:
+        """True where the right answer gets more."""
+        return self.totals[0] > self.totals[1]
+
+    @property
+    def inverts(self) -> bool:
+        """True where the wrong answer gets more."""
+        return self.totals[0] < self.totals[1]
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {right:g} and {wrong:g}" for name, (right, wrong) in self.parts.items())
+        lines = [f"a right and a wrong answer get {parts}"]
+        for word, total, text in zip(("right", "wrong"), self.totals, self.texts, strict=True):
+            lines.append(f"  | {word}, {total:g} in all: {text!r}")
+        return "\n    ".join(lines)
+
+
+def check_reward(start: Start) -> str:
+    """Score a right and a wrong answer to the first prompt with the graders of the run, and to the first of
+    each source of training and evaluation, where sources have rewards of their own.
+
+    Rewards that fail, in every form of an answer, are a problem. So are scores of a right answer that are not
+    above those of a wrong one, if all rewards are built in or `rewards.trial` has the two; else of those
+    answers no more is known than that they are usual, and it is a warning.
+    """
+    rewards = start.config.rewards
+    with (
+        stage("reward", "a right and a wrong answer are scored"),
+        GraderPool(
+            2,
+            timeout_s=rewards.timeout_s,
+            memory_mb=rewards.memory_mb,
+            code_paths=rewards.code_paths,
+            accept_arithmetic=rewards.accept_arithmetic,
+        ) as pool,
+    ):
+        return _check_all(start, pool)
+
+
+def _check_all(start: Start, pool: GraderPool) -> str:
+    rewards = start.config.rewards
+    fail(scoring_problems(rewards, start.config.sampling, start.config.algorithm.advantage, pool))
+    if not rewards.all_functions:
+        raise CheckSkipped("`rewards.functions` is empty, and reward models are not asked before a run")
+    fail(
+        problem
+        for sources in start.rows or ()
+        for _, rows in sources
+        for problem in own_column_problems(rewards, rows, "add it to the data", pool)
+    )
+    if not rewards.by_source:
+        return _check_source(start, rewards, _first_prompt(start), pool)
+    if start.prepared is None:
+        raise CheckSkipped("the data cannot be read, so there is no problem of each source to answer")
+    first: dict[str, Prompt] = {}
+    for prompts in (start.prepared.prompts, *(own.prompts for own in start.prepared.eval_sets)):
+        for prompt in prompts:
+            first.setdefault(prompt.source, prompt)
+    said, failed, skipped = [], [], []
+    for source, prompt in first.items():
+        try:
+            said.append(f"source {source}: {_check_source(start, rewards.of(source), prompt, pool)}")
+        except CheckFailed as error:
+            failed.append(f"source {source}: {error}")
+        except CheckSkipped as reason:
+            skipped.append(f"source {source}: {reason}")
+    fail(failed)
+    if not said:
+        raise CheckSkipped("; ".join(skipped))
+    return "\n    ".join([*said, *(f"not checked: {text}" for text in skipped)])
+
+
+def _user_functions(rewards: RewardsConfig) -> set[str]:
+    return {f.function for f in rewards.all_functions if f.function not in REWARDS}
+
+
+def _check_source(start: Start, rewards: RewardsConfig, prompt: Prompt | None, pool: GraderPool) -> str:
+    if not rewards.functions:
+        raise CheckSkipped("reward models are not asked before a run")
+    if all(reward.function == ENVIRONMENT for reward in rewards.functions):
+        raise CheckSkipped("the reward is the sum of what the environment gives for each turn")
+    if prompt is None:
+        raise CheckSkipped("the data cannot be read, so there is no problem to answer")
+    trial = try_rewards(rewards, start.config.sampling, prompt, pool)
+    text = f"{trial}\n    reward models are not asked" if rewards.models else str(trial)
+    reasons = "; ".join(trial.failures)
+    decisive = rewards.trial is not None or not _user_functions(rewards)
+    if trial.failures and (trial.raised or decisive):
+        raise CheckFailed(f"{text}\n    not scored: {reasons}")
+    unknown = without_right_answers(rewards)
+    if unknown and rewards.trial is None and not trial.separates and not trial.inverts:
+        names = ", ".join(f"`{name}`" for name in unknown)
+        raise CheckSkipped(f"no right answer to {names} is known before a run, so it is not tried")
+    if trial.separates:
+        return text
+    if is_blind(rewards) and rewards.trial is None:
+        return f"{text}\n    no reward here looks at whether an answer is right"
+    if decisive:
+        raise CheckFailed(
+            f"{text}\n    the right one must get more in all: look at the answer {prompt.answer!r} of the "
+            "data, and at `rewards.functions`, their weights and the form in which they expect an answer"
+        )
+    why = f"was not scored: {reasons}" if reasons else "got no more than a wrong one"
+    start.warn(
+        f"rewards: a right answer in its usual forms {why}. Where that is not as you want it, {_REMEDY}"
+    )
+    return text
+
+
+def try_rewards(
+    rewards: RewardsConfig, sampling: SamplingConfig, prompt: Prompt, pool: GraderPool
+) -> RewardTrial:
+    """Try each form of an answer until the right answer gets more than the wrong one, or less.
+
+    Where neither happens, returns the first form that all rewards score. Reward models and environments are
+    not asked. Raises ValueError for rewards that cannot be used.
+    """
+    # Functions that a reward model or the environment gates are scored without their gate.
+    absent = [model.name for model in rewards.models]
+    absent += [f.name or f.function for f in rewards.functions if f.function == ENVIRONMENT]
+    functions = tuple(
+        f.model_copy(update={"gate": None}) if f.gate in absent else f
+        for f in rewards.functions
+        if f.function != ENVIRONMENT
+    )
+    settings = rewards.model_copy(update={"functions": functions, "models": (), "by_source": {}})
+    tried: list[RewardTrial] = []
+    scorer = Scorer(reward_specs(settings), pool)
+    try:
+        for texts in _answers(rewards, prompt):
+            tried.append(_tried(scorer, settings, sampling, prompt, texts))
+            if tried[-1].separates or tried[-1].inverts:
+                return tried[-1]
+    finally:
+        scorer.close()
+    return next((trial for trial in tried if not trial.failures), tried[0])
+
+
+def _tried(
+    scorer: Scorer, settings: RewardsConfig, sampling: SamplingConfig, prompt: Prompt, texts: tuple[str, str]
+) -> RewardTrial:
+    before = {name: counts.total() for name, counts in scorer.failures.items()}
+    rollouts = [_as_rollout(prompt, i, text) for i, text in enumerate(texts)]
+    longest = sampling.longest
+    scores = scorer.score(CompletionGroup.of(prompt, rollouts, max_new_tokens=longest, settings=settings))
+    raised = any(counts.total() > before.get(name, 0) for name, counts in scorer.failures.items())
+    parts = {name: (float(part[0]), float(part[1])) for name, part in scores.parts.items()}
+    return RewardTrial(
+        texts, (float(scores.rewards[0]), float(scores.rewards[1])), parts, scores.failures, raised
+    )
+
+
+def _answers(rewards: RewardsConfig, prompt: Prompt) -> list[tuple[str, str]]:
+    """Return pairs of a right and a wrong completion: the user's, or a pair of each usual form."""
+    right = alternatives(prompt.answer)[0]
+    if (trial := rewards.trial) is not None:
+        return [(_filled(trial.right, right), _filled(trial.wrong, right))]
+    return [
+        (before + form.format(answer=right), before + form.format(answer=_WRONG))
+        for before, form in _forms(thought_for(prompt.thought, rewards))
+    ]
+
+
+def _filled(completion: str, answer: str) -> str:
+    return completion.replace("{answer}", answer)
+
+
+def _forms(thought: Thought) -> list[tuple[str, str]]:
+    """Return pairs of a thought, closed where the prompt opens it, and a form of the answer."""
+    opening = "" if thought.prompt == "opens" else f"{thought.opening}\n"
+    closed = f"{opening}I work it out step by step.\n{thought.closing}\n"
+    before = "" if thought.prompt == "closes" else closed
+    plain = before if thought.prompt == "opens" else ""
+    first, *others = [(plain, form) for form in _ANSWERS]
+    return [first, *((before, form) for form in _THOUGHT_ANSWERS), *others]
+
+
+def is_blind(rewards: RewardsConfig) -> bool:
+    """Return True where no reward function depends on the answer, so that both may score the same."""
+    builtin = [REWARDS.get(reward.function) for reward in rewards.functions]
+    return all(own is not None and own.is_blind for own in builtin)
+
+
+def without_right_answers(rewards: RewardsConfig) -> list[str]:
+    """Return the functions to which no right answer is known before a run."""
+    functions = dict.fromkeys(reward.function for reward in rewards.functions)
+    return [name for name in functions if name in REWARDS and not REWARDS[name].knows_right_answers]
+
+
+def _as_rollout(prompt: Prompt, sample: int, text: str) -> Rollout:
+    """Make a rollout of ``text`` with one token per word."""
+    ids = np.arange(3, 3 + len(text.split()), dtype=np.int32)
+    return Rollout(
+        prompt.uid, sample, ids, np.zeros(len(ids), np.float32), "stop", text, np.zeros(len(ids), np.int32)
+    )
+
+
+def _first_prompt(start: Start) -> Prompt | None:
+    """Return the first prompt; the first row with made-up tokens where there is no tokenizer."""
+    if start.prepared is not None:
+        return start.prepared.prompts[0]
+    if start.rows is None:
+        return None
+    row = start.rows[0][0][1][0]
+    return Prompt("first", np.array([1], np.int32), row.answer, row.source, row.problem, dict(row.columns))

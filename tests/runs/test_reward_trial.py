@@ -1,0 +1,129 @@
+"""Guarantees: a reward that fails or prefers wrong answers is known before an engine starts."""
+
+import pytest
+
+from grpo_dist.data.readers import DataRow
+from grpo_dist.runs.checking import CheckFailed, Start
+from grpo_dist.runs.reward_trial import check_reward
+from tests.support import fakes
+from tests.support.reward_code import code_directory
+
+CODE = """
+import math, numpy
+
+def raises(completion, answer):
+    return 1 / 0
+
+def returns_text(completion):
+    return "0.5"
+
+def returns_a_list(completion):
+    return [1.0]
+
+def returns_none(completion):
+    return None
+
+def returns_nan(completions):
+    return [math.nan for _ in completions]
+
+def too_long(completions):
+    return [0.0] * 7
+
+def equal(completion):
+    return 0.5
+
+def inverted(completion):
+    return "987654321" in completion
+
+def solution(completion, answer):
+    return completion == f"<SOLUTION>{answer}</SOLUTION>"
+
+def countdown(completion):
+    value = eval(completion.split("<answer>")[1].split("</answer>")[0])
+    return float(value == 1)
+
+def of_topic(completion, topic):
+    return float(topic in completion)
+
+def right(completion, answer):
+    return numpy.bool_(answer in completion)
+"""
+code = code_directory(trial_rewards=CODE)
+
+
+def tried(code, function, trial=None, columns=None, **more):
+    """Return what the check says, and its warnings."""
+    own = [{"function": f"trial_rewards:{function}"}]
+    rewards = {"functions": own, "trial": trial, "code_paths": [code]} | more
+    rows = [DataRow("1 + 0 = ?", "1", "sums", "sums.jsonl:1", columns or {})]
+    start = Start(fakes.config(rewards=rewards), lambda message: None)
+    start.rows = ([(start.config.data.train[0], rows)], [])
+    return check_reward(start), start.warnings
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("raises", r"ZeroDivisionError: division by zero \(.*/trial_rewards\.py:5 in raises\)"),
+        ("returns_text", "returned the text '0.5'; expected a finite number, or None"),
+        ("returns_a_list", "returned a list; expected a finite number, or None"),
+        ("too_long", "returned 7 numbers; expected 2"),
+    ],
+)
+def test_a_reward_that_fails_on_every_form_of_an_answer_is_refused_with_the_reason(code, function, words):
+    with pytest.raises(CheckFailed, match=words):
+        tried(code, function)
+
+
+@pytest.mark.parametrize("function", ["returns_none", "returns_nan"])
+def test_none_and_nan_are_no_scores_which_is_a_warning_and_with_a_trial_a_problem(code, function):
+    _, (warning,) = tried(code, function)
+    assert f"was not scored: reward trial_rewards:{function}: it returned None or NaN" in warning
+    assert "rewards.trial" in warning and not warning.endswith("; ")
+    with pytest.raises(CheckFailed, match=f"not scored: reward trial_rewards:{function}: it returned None"):
+        tried(code, function, {"right": "1", "wrong": "2"})
+
+
+@pytest.mark.parametrize("function", ["equal", "inverted", "solution"])
+def test_usual_answers_that_a_users_reward_does_not_know_are_a_warning(code, function):
+    """An honest reward may ask for a form that nobody guesses."""
+    said, (warning,) = tried(code, function)
+    assert "a right answer in its usual forms got no more than a wrong one" in warning
+    assert "| right, " in said and "| wrong, " in said
+
+
+def test_with_a_right_and_a_wrong_completion_the_trial_is_decisive(code):
+    trial = {"right": "<SOLUTION>{answer}</SOLUTION>", "wrong": "<SOLUTION>no</SOLUTION>"}
+    said, warnings = tried(code, "solution", trial)
+    assert not warnings and "| right, 1 in all: '<SOLUTION>1</SOLUTION>'" in said
+    with pytest.raises(CheckFailed, match="the right one must get more in all"):
+        tried(code, "solution", {"right": trial["wrong"], "wrong": trial["right"]})
+    honest = {"right": "<answer>(1+2)/3</answer>", "wrong": "<answer>(1+2)*3</answer>"}
+    assert tried(code, "countdown", honest)[1] == []
+    with pytest.raises(CheckFailed, match="IndexError: list index out of range"):
+        tried(code, "countdown", {"right": "1", "wrong": "2"})
+
+
+def test_each_source_has_a_trial_of_its_own(code):
+    """That of `rewards` is not for a source with rewards of its own."""
+    rewards = {"functions": [{"function": "trial_rewards:right"}], "code_paths": [code]}
+    own = {"functions": [{"function": "trial_rewards:solution"}]}
+    rewards |= {"trial": {"right": "1", "wrong": "2"}, "by_source": {"add3": own}}
+    assert fakes.config(rewards=rewards).rewards.of("other").trial.right == "1"
+    assert fakes.config(rewards=rewards).rewards.of("add3").trial is None
+
+
+def test_a_column_that_no_row_has_is_named_with_the_row(code):
+    with pytest.raises(CheckFailed, match=r"trial_rewards:of_topic reads column `topic`, but sums\.jsonl:1"):
+        tried(code, "of_topic")
+    assert tried(code, "of_topic", {"right": "1 sum", "wrong": "2"}, {"topic": "sum"})[1] == []
+
+
+def test_truth_values_of_numpy_are_scores(code):
+    said, warnings = tried(code, "right")
+    assert not warnings and "trial_rewards:right 1 and 0" in said
+
+
+def test_a_built_in_reward_that_prefers_wrong_answers_is_refused(code):
+    with pytest.raises(CheckFailed, match="the right one must get more in all"):
+        tried(code, "right", functions=[{"function": "exact", "weight": -1.0}])
