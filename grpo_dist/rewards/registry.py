@@ -175,10 +175,10 @@ def reward_problems(
                 yield f"{key} {spec.name}: {error}"
     if not custom:
         return
-    with nullcontext(pool) if pool else GraderPool(1, code_paths=settings.code_paths) as own:
+    with nullcontext(pool) if pool else GraderPool(1, code_paths=settings.code_paths) as loading:
         for spec in custom:
             try:
-                own_function(spec, own)
+                own_function(spec, loading)
             except ValueError as error:
                 yield str(error)
 

@@ -46,7 +46,7 @@ def of_topic(completion, topic):
     return float(topic in completion)
 
 def right(completion, answer):
-    return numpy.bool_(answer in completion)
+    return numpy.bool_("{" + answer + "}" in completion)
 """
 code = code_directory(trial_rewards=CODE)
 
