@@ -105,6 +105,12 @@ WRITERS = {
         "policy/trainer.py:_gated_step",
         "policy/varlen_attention.py:forward",
     ],
+    "what checks have read, for those behind them": [
+        "runs/start.py:check_cold_start",
+        "runs/start.py:check_data",
+        "runs/start.py:check_model",
+        "runs/start.py:check_prompts",
+    ],
     "handles that are connected with each other": [
         "actors/colocated_handles.py:colocated",
         "actors/colocation.py:__init__",
