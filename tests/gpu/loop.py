@@ -15,7 +15,7 @@ from grpo_dist.config import Config
 from grpo_dist.health.watch import BAD_WEIGHTS, SKIPPED
 from grpo_dist.loop.sync_probe import BOUNDS
 from grpo_dist.observe.console import step_line
-from grpo_dist.runs.prepare import prepare
+from grpo_dist.runs.start import prepare
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type, resolve_dtype
 from grpo_dist.runtime.stage_log import print_line
