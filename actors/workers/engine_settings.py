@@ -27,6 +27,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.policy.router_replay import replay_problem
 from grpo_dist.runtime.cache import cache_dir
 from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
+from grpo_dist.runtime.model_config import heads_of_layers
 from grpo_dist.types import Sampling
 
 # Sequences decoded at once by default. Fewer make an evaluation slow; beyond the upper bound a step of the
@@ -140,6 +141,8 @@ def set_environment() -> None:
     """Set the variables that vLLM reads at import, and its processes when they start."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # vLLM would refuse the positions that YaRN adds; `position_limit` has checked the length.
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     # This sampler knows neither seeds nor the log-probs of the distribution sampled from. vLLM would load it,
     # compile it for some GPUs, and never sample with it.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -320,7 +323,4 @@ def kv_bytes_per_token(model: Any, itemsize: int) -> int:
     """Return the bytes of one token's keys and values over all layers: 24 layers x 2 heads of size 64 in
     float32 are 2 * 24 * 2 * 64 * 4 = 24,576.
     """
-    text = model.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * size * itemsize
+    return 2 * itemsize * sum(h.keys * h.size for h in heads_of_layers(model.get_text_config()))

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_dist.policy.logit_rows import RowSums
+from grpo_dist.runtime.logit_transform import IDENTITY, LogitTransform
 
 _BLOCK = 4096  # logits that a program holds at once
 _WARPS = 8
@@ -55,6 +56,7 @@ class KernelLogitRows:
         entropy_grad: Float[Tensor, " N"] | None,
         dtype: torch.dtype,
         total: Float[Tensor, " N"] | None = None,
+        transform: LogitTransform = IDENTITY,
     ) -> Float[Tensor, "N V"]:
         logits, targets = logits.contiguous(), targets.contiguous()
         out, each = torch.empty_like(logits, dtype=dtype), _each(temperature, sums.largest)
@@ -66,7 +68,8 @@ class KernelLogitRows:
             if len(logits):
                 _backward[(len(logits),)](
                     logits, targets, each, *(t.contiguous() for t in sums.tensors), *upstream, out,
-                    logits.shape[1], BLOCK=_BLOCK, num_warps=_WARPS,
+                    transform.slope, transform.cap or 1.0, logits.shape[1],
+                    CAPPED=transform.cap is not None, BLOCK=_BLOCK, num_warps=_WARPS,
                 )  # fmt: skip
         return out
 
@@ -111,7 +114,7 @@ def _forward(  # type: ignore[no-untyped-def]  # Triton reads annotations as its
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
     logits, targets, temperatures, entropies, largest, logarithms, grads, totals, entropy_grads, out,
-    vocabulary, BLOCK: tl.constexpr,
+    slope, cap, vocabulary, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature, target = tl.load(temperatures + row), tl.load(targets + row)
@@ -121,8 +124,12 @@ def _backward(  # type: ignore[no-untyped-def]
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         mask = columns < vocabulary
-        x = tl.load(logits + row * vocabulary + columns, mask=mask, other=0.0) / temperature - top - logarithm
+        logit = tl.load(logits + row * vocabulary + columns, mask=mask, other=0.0)
+        x = logit / temperature - top - logarithm
         p = tl.exp(x)
         d = -p * tl.where(p > 0, total + entropy_grad * (x + entropy), 0.0)  # 0 for a logit of -inf
         d += tl.where(columns == target, grad, 0.0)
+        d *= slope  # `LogitTransform.derivative`
+        if CAPPED:
+            d *= 1.0 - (logit / cap) * (logit / cap)
         tl.store(out + row * vocabulary + columns, d.to(out.dtype.element_ty), mask=mask)

@@ -3,6 +3,7 @@
 With p the softmax of a row at its temperature, H its entropy, g, h the incoming gradients of its log-prob and
 its entropy, and s the sum of those of all its log-probs, g and those of further tokens,
 d logits = (g onehot(target) - s p - h p (log p + H)) / temperature, and at a further token that plus its own.
+The gradient of the LM head's outputs is that times the derivative of the `LogitTransform` behind the head.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from grpo_dist.runtime.logit_transform import IDENTITY, LogitTransform
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,10 @@ class LogitRows(Protocol):
         entropy_grad: Tensor | None,
         dtype: torch.dtype,
         total: Tensor | None = None,
+        transform: LogitTransform = IDENTITY,
     ) -> Tensor:
-        """Return the gradient of ``logits`` [N, V] in ``dtype``. ``grad``, ``entropy_grad`` [N]: of the
+        """Return the gradient of the LM head's outputs [N, V] that ``transform`` has turned into ``logits``,
+        in ``dtype``. ``grad``, ``entropy_grad`` [N]: of the
         log-probs and of the entropies; None: 0. ``total`` [N]: sum of the gradients of all log-probs of a
         row; None: ``grad``. What is returned at further tokens lacks their own; the caller replaces it.
         """
@@ -72,7 +77,7 @@ class LogitRows(Protocol):
 
 
 class TorchLogitRows:
-    """Two blocks [N, V] exist at once, the logits among them."""
+    """Two blocks [N, V] exist at once, the logits among them; with a cap behind the head three."""
 
     def logprobs(
         self,
@@ -103,7 +108,9 @@ class TorchLogitRows:
         entropy_grad: Float[Tensor, " N"] | None,
         dtype: torch.dtype,
         total: Float[Tensor, " N"] | None = None,
+        transform: LogitTransform = IDENTITY,
     ) -> Float[Tensor, "N V"]:
+        slopes = transform.derivative(logits)
         logits = _scaled(logits, temperature)
         logits -= sums.largest[:, None]
         logits -= sums.logarithms[:, None]
@@ -117,7 +124,10 @@ class TorchLogitRows:
             logits *= -(entropy_grad / temperature)[:, None]
             logits -= total[:, None]
             out *= logits
-        return out.scatter_add_(1, targets[:, None], grad[:, None].to(out.dtype)).to(dtype)
+        out.scatter_add_(1, targets[:, None], grad[:, None].to(out.dtype))
+        if not transform.is_identity:
+            out *= slopes
+        return out.to(dtype)
 
 
 def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from grpo_dist.policy.logit_rows import LogitRows, RowSums, TorchLogitRows
 from grpo_dist.policy.packing import padded
+from grpo_dist.runtime.logit_transform import IDENTITY, LogitTransform
 
 
 def token_logprobs(
@@ -28,16 +29,19 @@ def token_logprobs(
     temperature: float | int,
     chunk_tokens: int,
     bias: Float[Tensor, " V"] | None = None,
+    transform: LogitTransform = IDENTITY,
     with_entropy: bool = False,
     mask: Bool[Tensor, "B T"] | None = None,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
-    """Return the log-softmax of ``(hidden @ lm_head_weight.T + bias) / temperature`` at the next token.
+    """Return the log-softmax of ``transform(hidden @ lm_head_weight.T + bias) / temperature`` at the next
+    token.
 
     Args:
         hidden: last hidden states, of any floating type. Logits, sums and the gradient of the weight are
             float32 for half precision too (float64 where ``hidden`` is).
         temperature: that of the sampling distribution; above 0.
         chunk_tokens: rows of logits [chunk_tokens, V] made at once, at least 1.
+        transform: what the model does to logits behind the LM head.
         with_entropy: return the entropy of each distribution too.
         mask: tokens whose log-prob is wanted; None: all but the first, which nothing predicts. What stands in
             ``hidden`` or ``tokens`` for others is never looked at.
@@ -57,6 +61,7 @@ def token_logprobs(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         bias=bias,
+        transform=transform,
         with_entropy=with_entropy,
     )
     return layout.as_rows(values), None if entropies is None else layout.as_rows(entropies)
@@ -70,14 +75,22 @@ def selected_logprobs(
     temperature: float | int | Float[Tensor, " M"],
     chunk_tokens: int,
     bias: Float[Tensor, " V"] | None = None,
+    transform: LogitTransform = IDENTITY,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
     """Do as `token_logprobs`, for hidden states and the tokens they predict; ``temperature`` may be one for
     each of them.
     """
-    how: dict[str, Any] = {"temperature": temperature, "chunk_tokens": chunk_tokens, "bias": bias}
     values, entropies, _ = logprobs_with_candidates(
-        rows, lm_head_weight, targets, None, with_entropy=with_entropy, **how
+        rows,
+        lm_head_weight,
+        targets,
+        None,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        bias=bias,
+        transform=transform,
+        with_entropy=with_entropy,
     )
     return values, entropies
 
@@ -91,6 +104,7 @@ def logprobs_with_candidates(
     temperature: float | int | Float[Tensor, " M"],
     chunk_tokens: int,
     bias: Float[Tensor, " V"] | None = None,
+    transform: LogitTransform = IDENTITY,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None, Float[Tensor, "M K"] | None]:
     """Do as `selected_logprobs`; also return the log-probs of ``candidates`` at each place, int64, with
@@ -98,7 +112,7 @@ def logprobs_with_candidates(
     """
     _check(temperature, chunk_tokens)
     values, entropies, of_candidates = _ChunkedLogprobs.apply(
-        rows, lm_head_weight, bias, targets, candidates, temperature, chunk_tokens, with_entropy
+        rows, lm_head_weight, bias, targets, candidates, temperature, chunk_tokens, with_entropy, transform
     )
     return values, entropies if with_entropy else None, of_candidates
 
@@ -114,6 +128,7 @@ def top_logprobs(
     temperature: float | int | Float[Tensor, " M"],
     chunk_tokens: int,
     bias: Float[Tensor, " V"] | None = None,
+    transform: LogitTransform = IDENTITY,
 ) -> tuple[Float[Tensor, " M"], Int[Tensor, "M K"], Float[Tensor, "M K"]]:
     """Return the log-probs of ``targets``, and at each place the ``count`` likeliest tokens, int32, the
     likeliest first, and their log-probs. Without gradients.
@@ -123,7 +138,7 @@ def top_logprobs(
             distribution in any case.
     """
     _check(temperature, chunk_tokens)
-    head = _Head(rows, lm_head_weight, bias)
+    head = _Head(rows, lm_head_weight, bias, transform)
     values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
     top = values.new_empty(len(rows), count)
     ids, kernel = torch.empty_like(top, dtype=torch.int32), rows_for(values)
@@ -140,7 +155,7 @@ def top_logprobs(
 def selected_score_norms(
     rows: Float[Tensor, "M D"], lm_head_weight: Float[Tensor, "V D"], targets: Int[Tensor, " M"], *,
     temperature: float | int | Float[Tensor, " M"], chunk_tokens: int,
-    bias: Float[Tensor, " V"] | None = None,
+    bias: Float[Tensor, " V"] | None = None, transform: LogitTransform = IDENTITY,
 ) -> Float[Tensor, " M"]:  # fmt: skip
     """Return the squared norm of the gradient of log p(target) by the logits at ``temperature``:
     |onehot(target) - p|^2 = 1 - 2 p(target) + sum of p^2, in [0, 2], without a gradient.
@@ -149,7 +164,7 @@ def selected_score_norms(
     `selected_logprobs`; one block of [chunk_tokens, V] exists at once.
     """
     _check(temperature, chunk_tokens)
-    head = _Head(rows, lm_head_weight, bias)
+    head = _Head(rows, lm_head_weight, bias, transform)
     norms = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
     for part in _parts(len(rows), chunk_tokens):
         own = _of(temperature, part)
@@ -217,8 +232,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperature: float | Tensor,
         chunk: int,
         with_entropy: bool,
+        transform: LogitTransform,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        head = _Head(rows, weight, bias)
+        head = _Head(rows, weight, bias, transform)
         values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
         of_candidates = None if candidates is None else values.new_empty(candidates.shape)
         sums, kernel = RowSums.empty_like(values), rows_for(values)
@@ -230,7 +246,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 of_candidates[part] = _normalised(raw, own, sums[part])
             del logits  # before the next block is made
         ctx.save_for_backward(rows, weight, bias, targets, candidates, of_candidates, *sums.tensors)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.transform = temperature, chunk, transform
         ctx.set_materialize_grads(False)
         return values, sums.entropies, of_candidates
 
@@ -245,16 +261,20 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if candidate_grad is not None:
             total = candidate_grad.sum(dim=1) if grad is None else candidate_grad.sum(dim=1) + grad
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        head, kernel = _Head(rows, weight, bias), rows_for(sums.largest)
+        transform: LogitTransform = ctx.transform
+        head, kernel = _Head(rows, weight, bias, transform), rows_for(sums.largest)
         grad_rows = torch.empty_like(rows) if needs_rows else None
         grad_weight = torch.zeros_like(weight, dtype=head.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=head.dtype) if needs_bias else None
         for part in _parts(len(rows), ctx.chunk):
             own = _of(ctx.temperature, part)
-            d_logits = kernel.gradient(
-                head.logits(rows[part]), targets[part], own, sums[part],
-                _some(grad, part), _some(entropy_grad, part), head.operand_dtype, _some(total, part),
+            logits = head.logits(rows[part])
+            slopes = None if total is None else transform.derivative(logits.gather(1, candidates[part]))
+            d_outputs = kernel.gradient(
+                logits, targets[part], own, sums[part], _some(grad, part), _some(entropy_grad, part),
+                head.operand_dtype, _some(total, part), transform,
             )  # fmt: skip
+            del logits
             if total is not None and candidate_grad is not None:
                 exact = candidate_grad[part] - total[part, None] * of_candidates[part].exp()
                 if grad is not None:
@@ -263,37 +283,39 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     known = of_candidates[part]
                     inner = torch.where(known > -torch.inf, known + sums.entropies[part, None], 0.0)
                     exact -= entropy_grad[part, None] * known.exp() * inner
-                d_logits.scatter_(1, candidates[part], _over(exact, own).to(d_logits.dtype))
+                exact *= slopes
+                d_outputs.scatter_(1, candidates[part], _over(exact, own).to(d_outputs.dtype))
             if grad_bias is not None:
-                grad_bias += d_logits.sum(dim=0, dtype=head.dtype)
+                grad_bias += d_outputs.sum(dim=0, dtype=head.dtype)
             if grad_rows is not None:
-                grad_rows[part] = head.product(d_logits, head.weight)
+                grad_rows[part] = head.product(d_outputs, head.weight)
             if grad_weight is not None:
-                head.add_product(grad_weight, d_logits.T, rows[part])
-            del d_logits  # before the next block is made
+                head.add_product(grad_weight, d_outputs.T, rows[part])
+            del d_outputs  # before the next block is made
         return (
             grad_rows,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None, None, None, None, None,
+            None, None, None, None, None, None,
         )  # fmt: skip
 
 
 class _Head:
-    """The LM head's products in float32 (float64 for float64), whatever type its operands have.
+    """The LM head's products in float32 (float64 for float64), whatever type its operands have, and what the
+    model does to them before they are logits.
 
     bfloat16 logits would carry an error of 2^-9 of their size, hundreds of times the difference between two
     correct engines. On CUDA bfloat16 operands go to the tensor cores as they are, with sums and results in
-    float32; only the gradient of the logits is rounded to bfloat16 there, also for the gradient of the bias.
-    Elsewhere operands are widened.
+    float32; only the gradient of the products is rounded to bfloat16 there, also for the gradient of the
+    bias. Elsewhere operands are widened.
     """
 
-    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform) -> None:
         self.dtype = torch.promote_types(rows.dtype, torch.float32)
         self._tensor_cores = rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16
         self._operand = weight.dtype if self._tensor_cores else self.dtype
         self.weight = self.operand(weight)
-        self._bias = bias
+        self._bias, self._transform = bias, transform
 
     @property
     def operand_dtype(self) -> torch.dtype:
@@ -304,7 +326,7 @@ class _Head:
         out = self.product(rows, self.weight.T)
         if self._bias is not None:
             out += self._bias
-        return out
+        return self._transform.apply_(out)
 
     def operand(self, t: Tensor) -> Tensor:
         """Return ``t`` in the `operand_dtype`."""

@@ -23,6 +23,8 @@ from grpo_dist.policy.packing import Layout
 from grpo_dist.policy.packing_problem import packing_problem
 from grpo_dist.policy.sequence_parallel import SequenceGroup
 from grpo_dist.runtime.hardware import device_type, quiet_libraries
+from grpo_dist.runtime.logit_transform import LogitTransform
+from grpo_dist.runtime.model_config import heads_of_layers, keep_attention_cap
 from grpo_dist.runtime.model_files import weight_files
 
 logger = logging.getLogger("grpo_dist")
@@ -42,9 +44,8 @@ def load_causal_lm(
     kernels: str = "torch",
 ) -> Any:
     """Load the transformers model in ``model_dir``; with ``packing`` one that reads packed rows, unless its
-    architecture cannot: see `reads_packed_rows`. Raises ValueError for heads whose logits are not hidden @
-    weight, for a checkpoint that lacks weights, or is in a file that the memory does not hold, and as
-    `use_kernels`.
+    architecture cannot: see `reads_packed_rows`. Raises ValueError for a checkpoint that lacks weights, or is
+    in a file that the memory does not hold, and as `check_supported` and `use_kernels`.
     """
     quiet_libraries()
     from transformers import AutoModelForCausalLM
@@ -61,6 +62,7 @@ def load_causal_lm(
             "config.json is another model's, or files are missing: use a whole checkpoint"
         )
     keep_used_conversions(model)
+    keep_attention_cap(model)
     check_supported(model, model_dir)
     use_kernels(model, kernels, device_type())
     if packing and (problem := packing_problem(model)):
@@ -112,19 +114,18 @@ def check_supported(model: Any, model_dir: str) -> None:
     """Raise ValueError for a ``model`` (transformers, with or without weights) whose log-probs
     `TokenLogprobs` would not compute.
     """
-    text_config = model.config.get_text_config()
-    if why := _SAMPLES.get(text_config.model_type):
+    if why := _SAMPLES.get(model.config.get_text_config().model_type):
         raise ValueError(
             f"model {model_dir}: {why} while it trains, and no setting turns that off, so the trainer's "
             "log-probs would not be the engine's; use another mixture of experts (Qwen, Mixtral, OLMoE)"
         )
-    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
-        if getattr(text_config, key, None) not in (None, 1, 1.0):
-            raise ValueError(
-                f"model {model_dir}: {key} = {getattr(text_config, key)} changes the logits after the LM "
-                "head, which the trainer's log-probs do not follow; use a model without it (Qwen, Llama, "
-                "Mistral, OLMo and their like)"
-            )
+    try:
+        LogitTransform.from_model(model)
+    except ValueError as error:
+        raise ValueError(
+            f"model {model_dir}: {error}, which the trainer's log-probs do not follow; use another model "
+            "(Qwen, Llama, Mistral, OLMo, Gemma and their like)"
+        ) from error
 
 
 def switch_off_noise(model: nn.Module) -> None:
@@ -175,8 +176,8 @@ def attention_cost(model: Any) -> float:
     average.
     """
     config = model.config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    pairs = attention_layers(config) * config.num_attention_heads * size
+    heads = heads_of_layers(config)
+    pairs = attention_layers(config) * sum(h.queries * h.size for h in heads) / len(heads)
     per_token = getattr(config, "num_experts_per_tok", None)
     parameters = 0.0
     for name, p in model.named_parameters():
@@ -207,7 +208,8 @@ class TokenLogprobs(nn.Module):
         self._ranks = ranks
         # `model` is registered first, so that `named_parameters` names shared weights as the checkpoint does.
         self.model = model
-        self.head = _LMHead(model.get_output_embeddings(), temperature, chunk_mib, vocabulary)
+        transform = LogitTransform.from_model(model)
+        self.head = _LMHead(model.get_output_embeddings(), transform, temperature, chunk_mib, vocabulary)
 
     def forward(
         self, layout: Layout, with_entropy: bool = False, score_norms: bool = False, top_k: int = 0
@@ -247,9 +249,16 @@ class _LMHead(nn.Module):
     called.
     """
 
-    def __init__(self, lm_head: Any, temperature: float, chunk_mib: int, vocabulary: int | None) -> None:
+    def __init__(
+        self,
+        lm_head: Any,
+        transform: LogitTransform,
+        temperature: float,
+        chunk_mib: int,
+        vocabulary: int | None,
+    ) -> None:
         super().__init__()
-        self._vocabulary = vocabulary
+        self._vocabulary, self._transform = vocabulary, transform
         self.weight = lm_head.weight
         self.bias = getattr(lm_head, "bias", None)
         self._temperature, self._chunk_bytes = temperature, chunk_mib * 2**20
@@ -267,6 +276,7 @@ class _LMHead(nn.Module):
             "temperature": self._temperature if own is None else own,
             "chunk_tokens": max(1, self._chunk_bytes // (4 * self.weight.shape[0])),
             "bias": self.bias,
+            "transform": self._transform,
         }
         if score_norms:
             return selected_score_norms(rows, self.weight, targets, **how), None, None

@@ -19,21 +19,21 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from grpo_dist.config import RewardModelConfig
+from grpo_dist.runtime.logit_transform import IDENTITY, LogitTransform
 
 VERDICTS = ("+", "-")  # good and bad, where `verdict_tokens` is null
 _PREFIXES = {"qwen": "score.", "skywork": "v_head.summary."}
-_CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 class StepHead(nn.Module):
     """Probability in [0, 1] that a step is good, from the hidden state at its end. Computes in float32."""
 
-    def __init__(self, layers: nn.Module, good: int | None) -> None:
+    def __init__(self, layers: nn.Module, good: int | None, transform: LogitTransform = IDENTITY) -> None:
         super().__init__()
-        self.layers, self._good = layers.float(), good
+        self.layers, self._good, self._transform = layers.float(), good, transform
 
     def forward(self, hidden: Float[Tensor, "N H"]) -> Float[Tensor, " N"]:
-        logits = self.layers(hidden.float())
+        logits = self._transform.apply_(self.layers(hidden.float()))
         return logits[:, 0].sigmoid() if self._good is None else logits.softmax(-1)[:, self._good]
 
 
@@ -61,11 +61,17 @@ def load_with_head(
         )
     if not of_verdicts:
         return model, _own_head(settings, source, model.config.get_text_config().hidden_size)
-    weight = model.get_output_embeddings().weight
-    weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # of a split model
-    layers = nn.Linear(weight.shape[1], 2, bias=False)
-    layers.weight = nn.Parameter(weight[verdict_ids(settings, tokenizer)].detach().float().clone())
-    return model.base_model, StepHead(layers, good=0)
+    lm_head, ids = model.get_output_embeddings(), verdict_ids(settings, tokenizer)
+
+    def rows(values: Tensor) -> nn.Parameter:
+        values = values.full_tensor() if hasattr(values, "full_tensor") else values  # of a split model
+        return nn.Parameter(values[ids].detach().float().clone())
+
+    layers = nn.Linear(lm_head.weight.shape[1], 2, bias=getattr(lm_head, "bias", None) is not None)
+    layers.weight = rows(lm_head.weight)
+    if layers.bias is not None:
+        layers.bias = rows(lm_head.bias)
+    return model.base_model, StepHead(layers, good=0, transform=verdict_transform(model.config))
 
 
 def verdict_ids(settings: RewardModelConfig, tokenizer: Any) -> list[int]:
@@ -108,12 +114,15 @@ def check_split(config: Any, size: int) -> None:
             )
 
 
-def check_logits(config: Any) -> None:
-    """Raise ValueError for a model that changes its logits behind the LM head, which is not followed here."""
-    text = config.get_text_config()
-    for key in _CHANGES_LOGITS:
-        if getattr(text, key, None) not in (None, 1, 1.0):
-            raise ValueError(f"{key} = {getattr(text, key)} changes the verdicts' logits; use another model")
+def verdict_transform(config: Any) -> LogitTransform:
+    """Return what a model of ``config`` does to the logits of verdicts behind its LM head. Reads no weights.
+    Raises ValueError where that is not known.
+    """
+    from transformers import AutoModelForCausalLM  # heavy, as above
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return LogitTransform.from_model(model)
 
 
 def _own_head(settings: RewardModelConfig, source: str, hidden: int) -> StepHead:

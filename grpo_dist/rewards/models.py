@@ -26,16 +26,17 @@ from grpo_dist.errors import expanded
 from grpo_dist.rewards.group import ModelScores
 from grpo_dist.rewards.model_heads import (
     StepHead,
-    check_logits,
     check_split,
     load_with_head,
     split_over,
     verdict_ids,
+    verdict_transform,
 )
 from grpo_dist.rewards.model_inputs import ModelInput, Steps, check_inputs, conversation, process_inputs
 from grpo_dist.rewards.steps import REDUCE, decoded_length, split_steps, token_ends
 from grpo_dist.runtime.hardware import device_type, limit_gpu_memory, quiet_libraries, resolve_dtype
 from grpo_dist.runtime.host_copies import HostCopies, release_cache
+from grpo_dist.runtime.model_config import keep_attention_cap, position_limit
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Classifier:
             model = _load_model(settings, dtype)
         # Nothing is generated, so a cache of keys and values of all layers would only take memory.
         model.config.get_text_config().use_cache = model.config.use_cache = False
+        keep_attention_cap(model)
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._longest = _longest(model.config, self._tokenizer)
         self._memory, self._warned = HostCopies(self._device, constant=True), False
@@ -211,7 +213,7 @@ def _check_format(settings: RewardModelConfig, config: Any, tokenizer: Any) -> N
     if process:
         check_inputs(settings, tokenizer)
     if process and settings.format in ("math_shepherd", "rlhflow"):
-        check_logits(config)
+        verdict_transform(config)
         verdict_ids(settings, tokenizer)
     head = _HEADS[settings.format if process else "outcome"]
     if head is None:
@@ -263,7 +265,9 @@ def _source(settings: RewardModelConfig) -> str:
 
 def _longest(config: Any, tokenizer: Any) -> int:
     """Return the largest number of tokens of a row."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = config.get_text_config().to_dict()
+    # Scaled positions that follow the longest row are one model's own affair here.
+    positions = max(position_limit(text) or 0, text.get("max_position_embeddings") or 0)
     return min(positions or tokenizer.model_max_length, tokenizer.model_max_length)
 
 

@@ -28,6 +28,7 @@ from grpo_dist.policy.usable_model import usable_model
 from grpo_dist.runtime.cache import cached, fingerprint
 from grpo_dist.runtime.freed_memory import return_freed_memory
 from grpo_dist.runtime.hardware import available_cpus, device_type, resolve_dtype
+from grpo_dist.runtime.logit_transform import LogitTransform
 
 _VERSION = 4  # of the result; raise it when a change here alters the result
 LOGIT_TOKENS = 4096  # tokens whose logits exist at once
@@ -130,6 +131,7 @@ def response_loss(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
         temperature=1.0,
         chunk_tokens=LOGIT_TOKENS,
         bias=getattr(head, "bias", None),
+        transform=LogitTransform.from_model(model),
         mask=mask,
     )
     return -logprobs.sum() / mask.sum()

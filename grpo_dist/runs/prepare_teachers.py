@@ -179,8 +179,8 @@ def teacher_problems(
             remedy = "lower data.max_prompt_tokens" if teacher.prompt is None else "shorten its `prompt`"
             yield (
                 f"{key_of(teacher)}: it reads up to {read} tokens of a prompt and {longest} of a completion, "
-                f"but {directory.name} has max_position_embeddings = {limit}; {remedy}, or lower "
-                "sampling.max_new_tokens"
+                f"but {directory.name} takes at most {limit} positions (max_position_embeddings and rope "
+                f"scaling in its config.json); {remedy}, or lower sampling.max_new_tokens"
             )
         if teacher.has_workers:
             yield from _foreign_tokens(teacher, tokenizers[teacher.name], tokenizer)

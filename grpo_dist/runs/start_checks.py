@@ -27,6 +27,7 @@ from grpo_dist.policy.packing_problem import recurrent_layers
 from grpo_dist.policy.router_replay import replay_problem
 from grpo_dist.policy.sequence_parallel import check_heads
 from grpo_dist.runs.vllm_arguments import call_format_problems, vllm_problems
+from grpo_dist.runtime import model_config
 from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
 
 _PLUGINS = "vllm.general_plugins"
@@ -144,12 +145,12 @@ def check_backend(weight_sync: WeightSyncConfig, device: DeviceType) -> None:
 
 
 def position_limit(settings: ModelConfig, model_dir: Path) -> int | None:
-    """Return the most tokens of a sequence; None where the model's configuration does not say."""
+    """Return `model_config.position_limit` of the model in ``model_dir``."""
     from transformers import AutoConfig
 
     with readable_model(model_dir, "configuration"):
         model = AutoConfig.from_pretrained(model_dir, trust_remote_code=settings.trust_remote_code)
-    return getattr(model.get_text_config(), "max_position_embeddings", None)
+    return model_config.position_limit(model.get_text_config().to_dict())
 
 
 def check_length(model: ModelConfig, model_dir: Path, longest: int, *, supervised: bool = False) -> None:
@@ -157,30 +158,20 @@ def check_length(model: ModelConfig, model_dir: Path, longest: int, *, supervise
     are demonstrations, not prompts with their completions.
     """
     limit = position_limit(model, model_dir)
-    if limit is None or longest <= limit:
-        return
-    if not supervised:
-        raise ValueError(
-            f"prompt + completion may be {longest} tokens (data.max_prompt_tokens + "
-            f"sampling.max_new_tokens), but {model_dir.name} has max_position_embeddings = {limit}; "
-            "lower one of the two"
-        )
-    raise ValueError(
-        f"sft.max_length = {longest}, but the model in {model_dir} has max_position_embeddings = {limit}; "
-        "lower it"
-    )
+    if problem := model_config.length_problem(limit, longest, model_dir.name, supervised=supervised):
+        raise ValueError(problem)
 
 
 def _tensor_parallel(rollout: RolloutConfig, model: Any) -> Iterator[str]:
-    size, decoder = rollout.tensor_parallel_size, model.config.get_text_config()
-    heads = decoder.num_attention_heads
-    if heads % size:
-        yield (
-            f"`rollout.tensor_parallel_size` = {size} does not divide the {heads} attention heads of the "
-            "model, which vLLM needs; use a divisor of them"
-        )
-    elif problem := head_problem(size, getattr(decoder, "num_key_value_heads", None) or heads):
-        yield problem
+    size = rollout.tensor_parallel_size
+    for heads in dict.fromkeys(model_config.heads_of_layers(model.config.get_text_config())):
+        if heads.queries % size:
+            yield (
+                f"`rollout.tensor_parallel_size` = {size} does not divide the {heads.queries} attention "
+                "heads of the model, which vLLM needs; use a divisor of them"
+            )
+        elif problem := head_problem(size, heads.keys):
+            yield problem
 
 
 def _refusal(check: Callable[[], Any]) -> Iterator[str]:

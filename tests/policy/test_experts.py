@@ -9,8 +9,6 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from grpo_dist.config import LoRAConfig
-from grpo_dist.errors import UserError
-from grpo_dist.policy.attention import BlockKernel
 from grpo_dist.policy.checkpoint_format import CheckpointFormat, keep_used_conversions
 from grpo_dist.policy.expert_names import check_expert_names
 from grpo_dist.policy.lora import (
@@ -240,7 +238,12 @@ def test_published_mixtures_have_their_published_sizes(hub_id, parameters, activ
     assert model.read_for(1000) == pytest.approx(model.parameters - model.embedding, rel=1e-3)
 
 
-def test_a_mixture_with_dense_layers_is_not_planned():
-    shape = {"model_type": "qwen3_moe", "mlp_only_layers": [0]} | SHAPES["qwen3_moe"]
-    with pytest.raises(UserError, match="`mlp_only_layers` or `decoder_sparse_step` makes some layers dense"):
-        from_config_json(shape, "m")
+def test_a_mixture_with_dense_layers_is_counted_layer_by_layer():
+    """Of two layers one is dense: half of the experts, and on average half of what its MLP has."""
+    shape = {"model_type": "qwen3_moe"} | SHAPES["qwen3_moe"]
+    alike = from_config_json(shape, "m")
+    mixed = from_config_json(shape | {"mlp_only_layers": [0]}, "m")
+    assert mixed.expert_parameters == alike.expert_parameters // 2 == 4 * 3 * 96 * 128
+    dense, routed = 3 * 192 * 128, 4 * 128 + 2 * 3 * 96 * 128
+    assert 2 * (alike.shape.layer_weights - mixed.shape.layer_weights) == routed - dense
+    assert mixed.parameters == alike.parameters - 4 * 128 - 4 * 3 * 96 * 128 + dense

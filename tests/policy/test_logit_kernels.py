@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CASES = {
     "one block", "no gradient of entropies", "no gradient of log-probs", "three blocks", "certain",
     "the largest logits first", "the largest logits last",
-    "a masked logit", "a masked block", "a masked end",
+    "scaled", "capped", "a masked logit", "a masked block", "a masked end",
 }  # fmt: skip
 
 
@@ -41,8 +41,9 @@ def test_a_gradient_in_bfloat16_is_rounded_once(interpreted):
     assert max(values, entropies) < 2e-6 and 0 < gradient <= 2**-7
 
 
-def test_the_head_has_the_same_gradients_as_by_torchs_operations(interpreted):
-    assert len(interpreted["whole"]) == 6 and max(interpreted["whole"]) < 2e-6
+@pytest.mark.parametrize("case", ["whole", "whole, capped"])
+def test_the_head_has_the_same_gradients_as_by_torchs_operations(interpreted, case):
+    assert len(interpreted[case]) == 6 and max(interpreted[case]) < 2e-6
 
 
 def test_no_rows_have_no_results(interpreted):

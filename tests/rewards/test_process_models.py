@@ -2,8 +2,6 @@
 a plain forward pass in the layout of the model's card, one row at a time.
 """
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -17,6 +15,7 @@ from grpo_dist.rewards.models import Classifier, check_model
 from tests.support import made_classifiers
 from tests.support.made_process_models import (
     MADE,
+    made_capped_shepherd,
     made_math_shepherd,
     made_qwen_prm,
     made_rlhflow,
@@ -71,8 +70,9 @@ def test_a_completion_cannot_write_scores_of_its_own(tmp_path):
 
 
 @torch.no_grad()
-def test_math_shepherd_is_read_by_its_verdicts_at_the_step_tag(tmp_path):
-    model, expected = made_math_shepherd(tmp_path), []
+@pytest.mark.parametrize("make", [made_math_shepherd, made_capped_shepherd])
+def test_math_shepherd_is_read_by_its_verdicts_at_the_step_tag(tmp_path, make):
+    model, expected = make(tmp_path), []
     verdicts = TOKENIZER.convert_tokens_to_ids(["+", "-"])
     for steps in STEPS:
         ids = encode(f"{PROBLEM} " + "\n".join(f"Step {i}: {s} ки" for i, s in enumerate(steps, 1)))
@@ -167,10 +167,6 @@ def test_models_of_another_format_are_refused_without_loading(tmp_path):
     assert "no single token '<extra_0>'" in refused(outcome, "qwen")
     message = refused(tmp_path / "shepherd", "math_shepherd", verdict_tokens=("+", "+"))
     assert "does not tell the verdicts ['+', '+'] apart" in message
-    made_math_shepherd(tmp_path / "capped")
-    file = tmp_path / "capped" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"final_logit_softcapping": 30.0}))
-    assert "final_logit_softcapping = 30.0" in refused(tmp_path / "capped", "math_shepherd")
 
 
 def test_a_model_without_the_head_of_its_format_is_refused(tmp_path):

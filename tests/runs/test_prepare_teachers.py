@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from transformers import Qwen2Config
+from transformers import PhimoeConfig, Qwen2Config
 
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.runs.prepare import load_tokenizer
@@ -26,9 +26,10 @@ def models(tmp_path_factory):
         ("foreign", foreign, rows + 1, {}),
         ("fewer", tokenizer, rows - 1, {}),
         ("more", tokenizer, rows + 8, {}),
-        ("scaled", tokenizer, rows, {"logit_scale": 0.5}),
+        ("noisy", tokenizer, rows, {}),
     ):
-        shape = Qwen2Config(
+        kind = PhimoeConfig if name == "noisy" else Qwen2Config
+        shape = kind(
             vocab_size=embeddings, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
             num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=LIMIT, **further,
         )  # fmt: skip
@@ -79,13 +80,13 @@ def load(models):
             ["teachers t0", "another tokenizer", "1 tokens differ", "'seven'", "missing here"],
         ),
         ([{"model": "fewer"}], ["teachers t0", "106 token embeddings", "policy 107", "at least as many"]),
-        ([{"model": "scaled"}], ["teachers t0", "logit_scale = 0.5"]),
+        ([{"model": "noisy"}], ["teachers t0", "draws experts at random"]),
         ([{"model": "sft"}], ["teachers t0", "use reference"]),
         ([{"sources": ["even", "prime"]}], ["teachers t0", "`sources` has prime", "expected even, odd"]),
         ([{"prompt": "{problem} {solution}"}], ["{solution}", "no such column", "answer, hint, problem"]),
         (
             [{"prompt": "x" * 60}],
-            ["teachers t0", "and 8 of a completion", "max_position_embeddings = 64", "shorten its `prompt`"],
+            ["teachers t0", "and 8 of a completion", "takes at most 64 positions", "shorten its `prompt`"],
         ),
         ([{}, {"model": "fewer"}, {"model": "foreign"}], ["teachers t1", "teachers t2"]),
     ],

@@ -32,7 +32,7 @@ def refusal(capsys, *overrides, command="train"):
         ),
         (["batch.prompts_per_step=64"], ["20 prompts", "`batch.prompts_per_step` = 64", "at most 20"]),
         (["policy.num_workers=3"], ["`policy.num_workers` = 3", "use 2 or 4"]),
-        (["sampling.max_new_tokens=4096"], ["max_position_embeddings = 1024", "lower one"]),
+        (["sampling.max_new_tokens=4096"], ["takes at most 1024 positions", "lower one"]),
         (
             ["policy.lora.target_modules=[q_proj,w_proj]"],
             ["`policy.lora.target_modules` = w_proj", "no such layer", "down_proj, gate_proj"],

@@ -9,9 +9,17 @@ _COMMON = {
     "initializer_range": 0.1, "tie_word_embeddings": False,
 }  # fmt: skip
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_YARN = {"rope_type": "yarn", "factor": 4.0}
+_YARN = {"rope_type": "yarn", "factor": 8.0}
 _ROPE = {"original_max_position_embeddings": 64, "rope_theta": 10000.0}
 _ALL_HEADS = {"num_key_value_heads": 4}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
+# A window, and caps that change attention and logits of a random model.
+_GEMMA2 = {
+    "head_dim": 32,
+    "sliding_window": 16,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 1.0,
+}
 
 # Model type and what differs, by the name of the case.
 SHAPES = {
@@ -19,8 +27,14 @@ SHAPES = {
     "exaone4": ("exaone4", {"sliding_window": 16, "sliding_window_pattern": 2}),
     "gemma": ("gemma", {"head_dim": 32}),
     "glm4": ("glm4", {"pad_token_id": 0}),
+    "cohere2, scaled logits": ("cohere2", {"sliding_window": 16, "logit_scale": 0.25}),
+    "gemma2, capped logits": ("gemma2", _GEMMA2),
+    "gemma3": ("gemma3_text", {"head_dim": 32, "sliding_window": 16}),
+    "gemma4, capped logits": ("gemma4_text", {"head_dim": 32, "final_logit_softcapping": 1.0}),
+    "glm4_moe": ("glm4_moe", _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "head_dim": 32}),
     "gpt_neox": ("gpt_neox", _ALL_HEADS),
-    "granite": ("granite", {"logits_scaling": 1.0}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}),
+    "granite, scaled logits": ("granite", {"logits_scaling": 4.0}),
     "hunyuan": ("hunyuan_v1_dense", {"head_dim": 32}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, scaled positions": ("llama", {"rope_parameters": _LLAMA3 | _ROPE}),
@@ -31,7 +45,7 @@ SHAPES = {
     "olmo3, sliding window": ("olmo3", {"sliding_window": 16}),
     "phi": ("phi", {}),
     "phi3": ("phi3", {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}),
-    "qwen2, yarn": ("qwen2", {"rope_parameters": _YARN | _ROPE}),
+    "qwen2, yarn": ("qwen2", {"rope_parameters": _YARN | _ROPE, "max_position_embeddings": 64}),
     "qwen3": ("qwen3", {"head_dim": 64}),
     "seed_oss": ("seed_oss", {"head_dim": 32}),
     "smollm3": ("smollm3", {"pad_token_id": 0}),

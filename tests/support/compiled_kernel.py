@@ -11,13 +11,18 @@ from triton.compiler import ASTSource
 
 from grpo_dist.policy import logit_kernels
 
-TYPES = {"targets": "*i64", "out": "*bf16", "vocabulary": "i32", "BLOCK": "constexpr"}
+TYPES = {
+    "targets": "*i64", "out": "*bf16", "vocabulary": "i32", "slope": "fp32", "cap": "fp32",
+    "CAPPED": "constexpr", "BLOCK": "constexpr",
+}  # fmt: skip
 
 
 def main():
     kernel = getattr(logit_kernels, sys.argv[1])
     signature = {name: TYPES.get(name, "*fp32") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constexprs={"BLOCK": logit_kernels._BLOCK})
+    constants = {"CAPPED": True, "BLOCK": logit_kernels._BLOCK}
+    constants = {name: value for name, value in constants.items() if name in signature}
+    source = ASTSource(kernel, signature, constexprs=constants)
     made = triton.compile(
         source, target=GPUTarget("cuda", 90, 32), options={"num_warps": logit_kernels._WARPS}
     )

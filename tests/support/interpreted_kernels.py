@@ -12,13 +12,18 @@ import torch
 
 from grpo_dist.policy import logprobs
 from grpo_dist.policy.logit_kernels import _BLOCK, KernelLogitRows
+from grpo_dist.policy.logit_rows import TorchLogitRows
+from grpo_dist.runtime.logit_transform import IDENTITY, LogitTransform
 
 
-def exact(logits, targets, temperature, grad, entropy_grad):
-    """Log-probs, entropies and the gradient of the logits by the definition, float64."""
-    leaf = logits.double().requires_grad_()
+def exact(outputs, targets, temperature, grad, entropy_grad, transform=IDENTITY):
+    """Log-probs, entropies and the gradient of the head's outputs by the definition, float64."""
+    leaf = outputs.double().requires_grad_()
+    logits = leaf * transform.slope
+    if transform.cap is not None:
+        logits = torch.tanh(logits / transform.cap) * transform.cap
     temperature = temperature.double()[:, None] if isinstance(temperature, torch.Tensor) else temperature
-    logp = (leaf / temperature).log_softmax(-1)
+    logp = (logits / temperature).log_softmax(-1)
     values = logp.gather(1, targets[:, None])[:, 0]
     entropies = -(logp.exp() * logp).sum(-1)
     total = sum(
@@ -36,15 +41,18 @@ def problem(vocabulary, scale, order=None, rows=6):
     return logits, torch.randint(vocabulary, (rows,), generator=generator), generator
 
 
-def errors(vocabulary, scale, temperature, grad, entropy_grad, dtype=torch.float32, order=None):
+def errors(
+    vocabulary, scale, temperature, grad, entropy_grad, dtype=torch.float32, order=None, transform=IDENTITY
+):
     logits, targets, generator = problem(vocabulary, scale, order)
     rows = len(logits)
     if temperature == "each":
         temperature = torch.rand(rows, generator=generator) + 0.5
     grad = torch.randn(rows, generator=generator) if grad else None
     entropy_grad = torch.randn(rows, generator=generator) if entropy_grad else None
-    expected = exact(logits, targets, temperature, grad, entropy_grad)
-    *found, d = results(logits, targets, temperature, grad, entropy_grad, dtype)
+    expected = exact(logits, targets, temperature, grad, entropy_grad, transform)
+    logits = transform.apply_(logits)
+    *found, d = results(logits, targets, temperature, grad, entropy_grad, dtype, transform)
     assert d.dtype == dtype
     return largest([*found, d], expected)
 
@@ -54,13 +62,13 @@ def largest(own, expected):
     return [float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(own, expected, strict=True)]
 
 
-def results(logits, targets, temperature, grad, entropy_grad, dtype=torch.float32):
+def results(logits, targets, temperature, grad, entropy_grad, dtype=torch.float32, transform=IDENTITY):
     kernels = KernelLogitRows()
     values, sums = kernels.logprobs(logits, targets, temperature, with_entropy=True)
     return (
         values,
         sums.entropies,
-        kernels.gradient(logits, targets, temperature, sums, grad, entropy_grad, dtype),
+        kernels.gradient(logits, targets, temperature, sums, grad, entropy_grad, dtype, transform=transform),
     )
 
 
@@ -105,9 +113,9 @@ def layouts():
     return [float((a - b).abs().max()) for a, b in zip(own, plain, strict=True)]
 
 
-def whole(use_kernels):
+def whole(use_kernels, transform=IDENTITY):
     """Values, and the gradients of rows, weight and bias through `logprobs_with_candidates`, in blocks."""
-    logprobs.rows_for = (lambda values: KernelLogitRows()) if use_kernels else logprobs.rows_for
+    logprobs.rows_for = lambda values: KernelLogitRows() if use_kernels else TorchLogitRows()
     generator = torch.Generator().manual_seed(0)
     rows, weight, bias = (
         torch.randn(*shape, generator=generator).requires_grad_() for shape in ((7, 8), (50, 8), (50,))
@@ -117,7 +125,15 @@ def whole(use_kernels):
     of_candidates = of_candidates.view(7, 3)
     candidates[::2, 0] = targets[::2]
     values, entropies, found = logprobs.logprobs_with_candidates(
-        rows, weight, targets, candidates, temperature=0.8, chunk_tokens=3, bias=bias, with_entropy=True
+        rows,
+        weight,
+        targets,
+        candidates,
+        temperature=0.8,
+        chunk_tokens=3,
+        bias=bias,
+        with_entropy=True,
+        transform=transform,
     )
     ((values * upstream[0] + entropies * upstream[1]).sum() + (found * of_candidates).sum()).backward()
     return [values.detach(), entropies.detach(), found.detach(), rows.grad, weight.grad, bias.grad]
@@ -132,10 +148,13 @@ def main():
         "the largest logits first": errors(2 * _BLOCK, 5.0, 1.0, True, True, order="falling"),
         "the largest logits last": errors(2 * _BLOCK, 5.0, 1.0, True, True, order="rising"),
         "certain": errors(300, 100.0, 1.0, True, False),
+        "scaled": errors(300, 3.0, 0.7, True, True, transform=LogitTransform(slope=0.25)),
+        "capped": errors(300, 3.0, "each", True, True, transform=LogitTransform(0.5, cap=1.5)),
         "bfloat16": errors(_BLOCK + 1, 3.0, 1.0, True, True, torch.bfloat16),
     }
-    torchs, kernels = whole(False), whole(True)
-    found["whole"] = [float((a - b).norm() / b.norm()) for a, b in zip(kernels, torchs, strict=True)]
+    for name, transform in (("whole", IDENTITY), ("whole, capped", LogitTransform(0.5, cap=1.5))):
+        torchs, kernels = whole(False, transform), whole(True, transform)
+        found[name] = [float((a - b).norm() / b.norm()) for a, b in zip(kernels, torchs, strict=True)]
     found |= {
         "a masked logit": masked([5]),
         "a masked block": masked(slice(0, _BLOCK)),

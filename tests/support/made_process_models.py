@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from torch import nn
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -57,6 +59,13 @@ def made_qwen_prm(directory: Path) -> Qwen2ForProcessRewardModel:
 def made_math_shepherd(directory: Path, **changes) -> MistralForCausalLM:
     settings = MistralConfig(**_SIZES | {"sliding_window": None} | changes)
     return _saved(_random(lambda: MistralForCausalLM(settings)), directory)
+
+
+def made_capped_shepherd(directory: Path) -> Gemma2ForCausalLM:
+    """As `made_math_shepherd`, of a model that caps its logits, and those of attention."""
+    caps = {"final_logit_softcapping": 0.5, "attn_logit_softcapping": 0.5}
+    settings = Gemma2Config(**_SIZES, **caps, head_dim=4, attn_implementation="eager")
+    return _saved(_random(lambda: Gemma2ForCausalLM(settings)), directory)
 
 
 def made_rlhflow(directory: Path) -> LlamaForCausalLM:

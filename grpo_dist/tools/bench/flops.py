@@ -25,6 +25,10 @@ class Shape:
 
     ``intermediate``: of the MLPs that a token uses, added up: 2 of 4 experts of width 96 and a shared one
     of 160 are 352. ``experts`` of width ``expert_width`` are in each layer, 0 in a dense model.
+
+    Of a decoder of other parts ``matrices`` are the weights that multiply every token in one layer on
+    average, and ``intermediate`` and ``expert_width`` the widths of gated MLPs of as many weights.
+    ``norms``: of the hidden states, in one layer.
     """
 
     hidden: int
@@ -38,6 +42,8 @@ class Shape:
     experts_per_token: int = 0
     expert_width: int = 0
     shared_width: int = 0
+    matrices: int = 0
+    norms: int = 2
 
     @classmethod
     def of(cls, model_dir: Path) -> Shape:
@@ -70,6 +76,8 @@ class Shape:
     @property
     def layer_weights(self) -> int:
         """Weights that multiply every token in one layer."""
+        if self.matrices:
+            return self.matrices
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         gates = self.experts + (1 if self.shared_width else 0)
         return attention + self.hidden * (3 * self.intermediate + gates)

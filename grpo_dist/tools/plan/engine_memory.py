@@ -95,8 +95,7 @@ def rollout_engine(
     rollout, tensor_parallel, b = config.rollout, config.rollout.tensor_parallel_size, sizes.itemsize
     s = model.shape
     sequences = EngineSpec.of(config, Path(), colocated=asleep > 0).max_num_seqs
-    heads = max(1, s.kv_heads // tensor_parallel)
-    token_bytes = 2 * s.layers * heads * s.head_dim * b
+    token_bytes = model.kv_values(tensor_parallel) * b
     batched = max(_BATCHED_TOKENS, config.max_length if not sizes.gpu else 0)
     parts = {
         "weights": model.weight_bytes(b, fp8=is_quantised(config.rollout)) // tensor_parallel,

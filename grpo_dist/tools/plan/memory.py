@@ -100,20 +100,11 @@ def lora_parameters(policy: PolicyConfig, model: ModelShape) -> int:
     """Return the parameters of the adapters; all weights where there are none. An adapter of a matrix
     [out, in] has rank * (in + out).
     """
-    lora, s = policy.lora, model.shape
+    lora, sides = policy.lora, model.linear_sides
     if lora is None:
         return model.parameters
-    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-    width = s.shared_width if s.experts else s.intermediate  # experts are not linear layers
-    sides = {
-        "q_proj": s.hidden + q, "k_proj": s.hidden + kv, "v_proj": s.hidden + kv, "o_proj": q + s.hidden,
-    }  # fmt: skip
-    if width:
-        sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), s.hidden + width)
-    if s.shared_width:
-        sides["shared_expert_gate"] = s.hidden + 1
     names = sides if isinstance(lora.target_modules, str) else [n for n in sides if n in lora.target_modules]
-    return s.layers * lora.rank * sum(sides[name] for name in names)
+    return lora.rank * sum(sides[name] for name in names)
 
 
 def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workload) -> Footprint:
@@ -189,7 +180,7 @@ def activation_bytes(
     """Return the bytes that the forward pass of ``tokens`` keeps for the backward pass. ``attended``: tokens
     that go through attention.
 
-    A layer keeps of each token the input and the result of two norms, in float32 and in the weights' type;
+    A layer keeps of each token the input and the result of its norms, in float32 and in the weights' type;
     the attention's output; gate, its activation, up, and their product; and of each attended token queries,
     keys, values, the output and a float32 of the softmax; and of each of a token's experts the input and two
     copies of the output. Attention by a variable-length kernel keeps keys and values alone of each attended
@@ -203,7 +194,7 @@ def activation_bytes(
     norm = (2 * b if fused else 4 + 2 * b) * s.hidden + 4  # the input in float32, which float32 has anyway
     gate = (3 if fused else 4) * b * s.intermediate
     experts = 3 * b * s.experts_per_token * s.hidden
-    layer = tokens * (2 * norm + gate + b * query + experts)
+    layer = tokens * (s.norms * norm + gate + b * query + experts)
     if sizes.varlen:
         layer += tokens * (b * query + 4 * s.heads) + attended * 2 * b * key
     else:  # blocks of rows, for which the heads of keys are repeated

@@ -1,24 +1,38 @@
-"""The sizes of a model, from its config.json, or from a table of the families that recipes use."""
+"""The sizes of a model, from its config.json, transformers' model without weights, or a table of the models
+that recipes use.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import ModelConfig, RewardModelConfig, SFTConfig
 from grpo_dist.errors import UserError, expanded
+from grpo_dist.policy.attention import attention_layers
 from grpo_dist.policy.gguf_model import gguf_config, is_gguf
+from grpo_dist.runtime.cache import cached
 from grpo_dist.runtime.json_files import read_json
+from grpo_dist.runtime.model_config import heads_of_layers, position_limit
 from grpo_dist.tools.bench.flops import Shape
 
-# What a layer has in addition to the matrices of `Shape`, by model_type: biases of query, key and value;
-# norms of query and key.
+# Types of decoders whose weights are counted from config.json alone: plans of them import no library for
+# models. Biases of query, key and value; norms of query and key.
 _BIAS = ("qwen2", "qwen2_moe")
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
 _DENSE = ("qwen2", "qwen3", "llama", "mistral")
 _EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral")
+# Keys with which such a decoder has further biases, or layers of two kinds.
+_OTHERWISE = ("attention_bias", "mlp_bias", "mlp_only_layers")
+# Names of how many experts a token uses.
+_USED_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
+_MEASURED_VERSION = 1  # of what the cache keeps; raise it when a measurement changes
+_MIXES_TOKENS = re.compile(r"attn|attention|mamba|mixer|conv|recurrent|router|\.gate\.")  # in a path
 _NOWHERE = "neither a directory here, nor in the Hugging Face cache, nor a family whose sizes are known"
 
 
@@ -31,12 +45,20 @@ class ModelShape:
         shape: layers, widths and heads.
         parameters: each counted once, without a tied head.
         tied: embedding and LM head are one matrix.
+        expert_parameters: of the routed experts of all layers, without shared ones.
+        linear_sides: inputs and outputs of the linear layers of each name, added up over all layers.
+        cached: numbers in the key-value cache for one token.
+        positions: most tokens of a sequence; None: not known.
     """
 
     name: str
     shape: Shape
     parameters: int
     tied: bool
+    expert_parameters: int = 0
+    linear_sides: Mapping[str, int] = field(default_factory=dict)
+    cached: int = 0
+    positions: int | None = None
 
     @property
     def embedding(self) -> int:
@@ -73,12 +95,6 @@ class ModelShape:
         return self.parameters if self.tied else self.parameters - self.embedding
 
     @property
-    def expert_parameters(self) -> int:
-        """Parameters of the routed experts of all layers, without shared ones."""
-        s = self.shape
-        return 3 * s.layers * s.experts * s.expert_width * s.hidden
-
-    @property
     def route_numbers(self) -> int:
         """Numbers in the routes of one token: an expert for each layer and choice."""
         return self.shape.layers * self.shape.experts_per_token
@@ -88,31 +104,40 @@ class ModelShape:
         """Bytes of the routes of one token, as `types.routes` keeps them."""
         return self.route_numbers * (1 if self.shape.experts <= 256 else 2)
 
-    def kv_values(self) -> int:
-        """Numbers in the key-value cache for one token."""
-        return 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim
+    def kv_values(self, tensor_parallel: int = 1) -> int:
+        """Return the numbers in the key-value cache for one token on each of ``tensor_parallel`` GPUs, which
+        share key heads but not a head.
+        """
+        heads = self.shape.kv_heads
+        return self.cached * max(1, heads // tensor_parallel) // heads
 
 
 def from_config_json(c: dict[str, Any], name: str) -> ModelShape:
-    """Read a Hugging Face config.json. Raises UserError unless it is a decoder of a known type."""
-    c = c.get("text_config", c)
+    """Read the sizes of the decoder of a Hugging Face config.json: from its keys where these decide them all,
+    else from transformers' model without weights. Raises UserError where neither knows it.
+    """
+    whole, c = c, dict(c.get("text_config") or c)
+    if "tie_word_embeddings" in whole:
+        c.setdefault("tie_word_embeddings", whole["tie_word_embeddings"])
     kind = c.get("model_type")
-    if kind not in _DENSE + _EXPERTS:
-        raise UserError(
-            f"model {name}: `model_type` = {kind}; a plan knows the weights of {', '.join(_DENSE)} (dense "
-            f"decoders with gated MLPs) and {', '.join(_EXPERTS)} (mixtures of experts)"
-        )
-    if kind in _EXPERTS and (c.get("mlp_only_layers") or c.get("decoder_sparse_step", 1) != 1):
-        raise UserError(
-            f"model {name}: `mlp_only_layers` or `decoder_sparse_step` makes some layers dense; a plan knows "
-            "mixtures of experts whose layers are all alike"
-        )
+    is_alike = not any(c.get(key) for key in _OTHERWISE) and c.get("decoder_sparse_step", 1) == 1
+    if kind not in _DENSE + _EXPERTS or not is_alike:
+        return replace(_measured(c, name), name=name)
     try:
         shape = Shape.from_config(c)
     except KeyError as error:
         raise UserError(f"model {name}: its config.json has no {error}; expected a whole one") from error
     tied = bool(c.get("tie_word_embeddings", False))
-    return ModelShape(name, shape, _count(shape, kind, tied), tied)
+    return ModelShape(
+        name,
+        shape,
+        _count(shape, kind, tied),
+        tied,
+        expert_parameters=3 * shape.layers * shape.experts * shape.expert_width * shape.hidden,
+        linear_sides=_linear_sides(shape),
+        cached=2 * shape.layers * shape.kv_heads * shape.head_dim,
+        positions=position_limit(c),
+    )
 
 
 def _count(s: Shape, kind: str, tied: bool) -> int:
@@ -122,6 +147,120 @@ def _count(s: Shape, kind: str, tied: bool) -> int:
     if kind in _HEAD_NORMS:
         layer += 2 * s.head_dim
     return s.layers * layer + s.hidden + (1 if tied else 2) * s.vocabulary * s.hidden
+
+
+def _linear_sides(s: Shape) -> dict[str, int]:
+    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    width = s.shared_width if s.experts else s.intermediate  # experts are not linear layers
+    sides = {
+        "q_proj": s.hidden + q, "k_proj": s.hidden + kv, "v_proj": s.hidden + kv, "o_proj": q + s.hidden,
+    }  # fmt: skip
+    if width:
+        sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), s.hidden + width)
+    if s.shared_width:
+        sides["shared_expert_gate"] = s.hidden + 1
+    return {name: s.layers * both for name, both in sides.items()}
+
+
+def _measured(c: dict[str, Any], name: str) -> ModelShape:
+    """Do as `_measure`, once for each configuration: importing transformers takes seconds."""
+    decides = {"config": c, "transformers": version("transformers"), "version": _MEASURED_VERSION}
+
+    def write(directory: Path) -> None:
+        (directory / "sizes.json").write_text(json.dumps(asdict(_measure(c, name))))
+
+    sizes = read_json(cached("model-sizes", decides, write) / "sizes.json")
+    return ModelShape(**sizes | {"shape": Shape(**sizes["shape"])})
+
+
+def _measure(c: dict[str, Any], name: str) -> ModelShape:
+    """Count the parameters of transformers' model of the configuration ``c``, which has no values.
+
+    Weights of experts count for a token by the share of experts that it uses. What is neither attention, or
+    what stands in for it, nor a norm is taken for gated MLPs of as many weights.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM  # heavy: only for types that are not known here
+
+    kind = c.get("model_type")
+    try:
+        config = AutoConfig.for_model(kind, **{key: value for key, value in c.items() if key != "model_type"})
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        text = config.get_text_config()
+        hidden, layers, attention = text.hidden_size, text.num_hidden_layers, heads_of_layers(text)
+    except Exception as error:  # whatever a type's code runs into
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"model {name}: `model_type` = {kind}: transformers makes no decoder with attention of its "
+            f"config.json ({reason}); plan with the sizes of a similar model: model.path=random:config.json"
+        ) from error
+    tables = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+    all_modules = dict(model.named_modules())
+    experts, of_experts, dense, mlps = 0, 0, 0, 0
+    for path, parameter in model.named_parameters():
+        owner = all_modules[path.rpartition(".")[0]]
+        if parameter in tables or parameter.ndim < 2 or isinstance(owner, torch.nn.Embedding):
+            continue
+        index = re.search(r"\.experts\.(\d+)\.", path)
+        if index or ".experts." in path or (parameter.ndim == 3 and not isinstance(owner, torch.nn.Conv1d)):
+            experts = max(experts, int(index[1]) + 1 if index else parameter.shape[0])
+            of_experts += parameter.numel()
+            continue
+        dense += parameter.numel()
+        mlps += 0 if _MIXES_TOKENS.search(path) else parameter.numel()
+    used = next((int(n) for key in _USED_EXPERTS if (n := getattr(text, key, None))), 0) if experts else 0
+    if experts and not used:
+        raise UserError(f"model {name}: its config.json does not say how many experts a token uses")
+    active = of_experts * used // max(1, experts)
+    linears = {
+        path: module
+        for path, module in all_modules.items()
+        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings()
+    }
+    sides: dict[str, int] = {}
+    for path, linear in linears.items():
+        last = path.rpartition(".")[2]
+        sides[last] = sides.get(last, 0) + linear.in_features + linear.out_features
+    if latent := getattr(text, "kv_lora_rank", None):
+        # One vector for all heads is kept; queries and keys, and values, are made of other sizes.
+        size = (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) // 2
+        attention = [replace(heads, size=size) for heads in attention]
+        cached_values = layers * (latent + text.qk_rope_head_dim)
+    else:
+        keys = sum(linear.out_features for path, linear in linears.items() if path.endswith(".k_proj"))
+        each = sum(heads.keys * heads.size for heads in attention) / layers
+        cached_values = round(2 * (keys or attention_layers(text) * each))
+    norms = sum("Norm" in type(m).__name__ and _width(m) in (hidden, None) for m in all_modules.values()) - 1
+    shape = Shape(
+        hidden=hidden,
+        layers=layers,
+        heads=attention[0].queries,
+        kv_heads=1 if latent else attention[0].keys,
+        head_dim=round(sum(h.size for h in attention) / layers),
+        intermediate=round((mlps + active) / (3 * hidden * layers)),
+        vocabulary=model.get_output_embeddings().weight.shape[0],
+        experts=experts,
+        experts_per_token=used,
+        expert_width=round(of_experts / (3 * hidden * layers * experts)) if experts else 0,
+        matrices=(dense + active) // layers,
+        norms=max(0, round(norms / layers)),
+    )
+    return ModelShape(
+        name,
+        shape,
+        sum(p.numel() for p in model.parameters()),
+        tied=len(tables) == 1,
+        expert_parameters=of_experts,
+        linear_sides=sides,
+        cached=cached_values,
+        positions=position_limit(text.to_dict()),
+    )
+
+
+def _width(norm: Any) -> int | None:
+    weight = getattr(norm, "weight", None)
+    return None if weight is None else weight.numel()
 
 
 def _known(kind: str, *sizes: int, tied: bool, head_dim: int | None = None, **experts: int) -> dict[str, Any]:

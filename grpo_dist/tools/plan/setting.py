@@ -10,6 +10,7 @@ from pathlib import Path
 from grpo_dist.config import Config, DataConfig
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import BenchResult
+from grpo_dist.runtime.model_config import length_problem
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.calibration import Calibration, calibrate
 from grpo_dist.tools.plan.models import ModelShape, model_of
@@ -124,6 +125,10 @@ def build_setting(
     _check_prompts(workload, config.data, assumed)
     known, unplanned = reward_models_of(config.rewards)
     model = model_of(config.model, config.sft, config.seed)
+    supervised = config.is_supervised and config.sft is not None
+    longest = config.sft.max_length if supervised and config.sft else config.max_length
+    if problem := length_problem(model.positions, longest, model.name, supervised=supervised):
+        raise UserError(problem)
     return Setting(cluster, model, workload, calibration, known, unplanned, assumed.accepted)
 
 

@@ -27,6 +27,7 @@ from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
+from tests.support.architectures import architecture
 from tests.support.real_ranks import (
     ALGORITHM,
     STREAMS,
@@ -64,7 +65,8 @@ def reference(tiny_model, batch):
 
 def gradient_of_the_whole(tiny_model, batch, loss_of=None):
     """Compute it at once, in float64, in this process, without DeepSpeed."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    how = {"dtype": torch.float64, "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, **how)
     module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
     loss = loss_of_the_whole(module, batch, loss_of or loss_settings(ALGORITHM))
     loss.backward()
@@ -101,6 +103,21 @@ def test_gradient_is_that_of_the_whole_batch(
     assert relative(flat(gradients), expected) < 1e-5
     assert metrics["policy/grad_norm"] == pytest.approx(float(expected.norm()), rel=1e-3)
     assert metrics["policy/ratio_mean"] == metrics["policy/ratio_max"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("gemma2, capped logits", {"stage": 3}), ("granite, scaled logits", {"stage": 2, "shared": 2})],
+)
+def test_so_it_is_where_a_model_changes_logits_behind_its_head(forked_ranks, batch, tmp_path, name, how):
+    """Gathered weights of ZeRO-3, and ranks that share sequences."""
+    model_dir = architecture(tmp_path, name)
+    (gradients, metrics), _ = asyncio.run(
+        gradients_of(model_dir, batch, ranks=2, micro_batch_tokens=40, **how)
+    )
+    loss, expected = gradient_of_the_whole(model_dir, batch)
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-5)
+    assert relative(flat(gradients), expected) < 1e-5
 
 
 @pytest.mark.parametrize(

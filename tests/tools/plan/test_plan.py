@@ -780,7 +780,8 @@ def test_a_run_that_cannot_be_planned_is_refused_in_one_line(arguments, words, c
 def test_a_model_of_another_kind_is_refused(tmp_path):
     file = tmp_path / "config.json"
     for content, words in (
-        ('{"model_type": "mamba2"}', "`model_type` = mamba2; a plan knows"),
+        ('{"model_type": "sparkle"}', "`model_type` = sparkle: transformers makes no decoder with attention"),
+        ('{"model_type": "mamba2"}', "`model_type` = mamba2: transformers makes no decoder with attention"),
         ('{"model_type": "qwen2"}', "no 'num_attention_heads'"),
         ("[]", "is no object"),
         ("{", "cannot be read"),

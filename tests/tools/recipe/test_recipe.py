@@ -464,7 +464,7 @@ def test_finished_stages_are_read_under_the_lock(world, monkeypatch):
         ),
         (1, {"data.train": [{"path": "none.jsonl"}]}, ["stage `reason`", "none.jsonl: no such file"]),
         (1, {"batch.prompts_per_step": 64}, ["stage `reason`", "4 prompts", "`batch.prompts_per_step` = 64"]),
-        (1, {"sampling.max_new_tokens": 4096}, ["stage `reason`", "max_position_embeddings = 1024"]),
+        (1, {"sampling.max_new_tokens": 4096}, ["stage `reason`", "takes at most 1024 positions"]),
         (
             1,
             {"policy.num_workers": 512, "batch.samples_per_prompt": 256},
@@ -473,7 +473,7 @@ def test_finished_stages_are_read_under_the_lock(world, monkeypatch):
         (1, {"rewards.models": [{"name": "q", "path": "none"}]}, ["stage `reason`", "path = none"]),
         (2, {"rewards.models": [{"name": "q", "path": "none"}]}, ["stage `reject`", "path = none"]),
         (3, {"rewards.models": [{"name": "q", "path": "none"}]}, ["stage `again`", "path = none"]),
-        (3, {"sft.max_length": 1025}, ["stage `again`", "= 1025", "max_position_embeddings = 1024"]),
+        (3, {"sft.max_length": 1025}, ["stage `again`", "= 1025", "takes at most 1024 positions"]),
         (
             3,
             {"sft.max_length": 1023},

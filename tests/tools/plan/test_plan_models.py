@@ -1,0 +1,132 @@
+"""Sizes of models of any type in a plan, against transformers' own models."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config
+
+from grpo_dist.config import LoRAConfig
+from grpo_dist.errors import UserError
+from grpo_dist.policy.lora import add_adapters
+from grpo_dist.tools.plan import models
+from grpo_dist.tools.plan.assumptions import Assumptions
+from grpo_dist.tools.plan.command import make_plan
+from grpo_dist.tools.plan.memory import lora_parameters
+from grpo_dist.tools.plan.models import from_config_json
+from tests.support.expert_models import SHAPES
+from tests.support.fakes import config
+from tests.support.kept_tensors import SHAPE
+from tests.support.planned_models import model_of
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+MEASURED = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "cohere2": {},
+    "gemma": {"head_dim": 32},
+    "gemma2": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 32},
+    "gemma4_text": {"head_dim": 32, "hidden_size_per_layer_input": 16},
+    "glm4": {"head_dim": 16, "pad_token_id": 0},
+    "glm4_moe": EXPERTS | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": {},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "phi": {},
+    "phi3": {"pad_token_id": 0},
+    "qwen3_next": EXPERTS
+    | {"num_experts": 4, "head_dim": 16, "layer_types": ["linear_attention"] * 2 + ["full_attention"]},
+}
+
+
+def real_model(kind, **changes):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE | changes | {"model_type": kind}))
+
+
+@pytest.mark.parametrize("kind", list(MEASURED))
+def test_models_of_other_types_are_counted_from_their_own_shapes(kind):
+    """Weights, those of experts and those that a token meets, and adapters as peft makes them."""
+    changes = {"tie_word_embeddings": False} | MEASURED[kind]
+    found = from_config_json(SHAPE | changes | {"model_type": kind}, "made")
+    real = real_model(kind, **changes)
+    assert found.parameters == sum(p.numel() for p in real.parameters())
+    routed = [p for p in real.parameters() if p.ndim == 3 and p.shape[1] != 1]  # no convolutions
+    biases = [p for name, p in real.named_parameters() if "experts" in name and name.endswith("bias")]
+    assert found.expert_parameters == sum(p.numel() for p in routed + biases)
+    matrices = sum(p.numel() for p in real.parameters() if p.ndim > 1)
+    matrices -= sum(m.weight.numel() for m in real.modules() if isinstance(m, torch.nn.Embedding))
+    s = found.shape
+    idle = found.expert_parameters * (1 - s.experts_per_token / max(1, s.experts))
+    assert found.computing == pytest.approx(matrices - idle, rel=1e-3)
+    assert s.layers * s.idle_weights == pytest.approx(idle, rel=0.03)
+    add_adapters(real, LoRAConfig(rank=4), seed=0)
+    counted = lora_parameters(config(policy={"lora": {"rank": 4}}).policy, found)
+    assert counted == sum(p.numel() for p in real.parameters() if p.requires_grad)
+
+
+def test_the_cache_of_a_token_is_what_its_layers_keep():
+    hybrid = SHAPE | MEASURED["qwen3_next"] | {"model_type": "qwen3_next"}
+    assert from_config_json(hybrid, "m").kv_values() == 2 * 2 * 16  # keys and values, heads, size: one layer
+    gemma4 = {"num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 32, "num_kv_shared_layers": 0}
+    shape = SHAPE | gemma4 | {"model_type": "gemma4_text"}
+    assert from_config_json(shape, "m").kv_values() == 2 * 2 * (5 * 16 + 32)
+    latent = {
+        "model_type": "deepseek_v3", "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+        "v_head_dim": 16, "q_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+    }  # fmt: skip
+    found = from_config_json(SHAPE | EXPERTS | latent, "m")
+    assert found.kv_values() == found.kv_values(4) == 3 * (24 + 8)
+    assert from_config_json(SHAPE | {"model_type": "qwen2"}, "m").kv_values(4) == 2 * 3 * 16
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_wrapper_is_counted_as_its_text_model(tied):
+    text = SHAPE | {"head_dim": 32, "model_type": "gemma3_text"}
+    whole = Gemma3Config(text_config=text).to_dict()
+    del whole["text_config"]["tie_word_embeddings"]  # as published: the wrapper's says it
+    found = from_config_json(whole | {"tie_word_embeddings": tied}, "made")
+    real = real_model("gemma3_text", head_dim=32, tie_word_embeddings=tied)
+    assert found.tied == tied and found.parameters == sum(p.numel() for p in real.parameters())
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", *SHAPES])
+def test_types_that_are_known_here_are_counted_as_their_models_are(kind, monkeypatch):
+    """Without transformers, which takes seconds to import."""
+    c = SHAPES.get(kind, SHAPE) | {"model_type": kind, "max_position_embeddings": 64}
+    c |= {"tie_word_embeddings": False}
+    measured = models._measure(c, "m")
+    monkeypatch.setattr(models, "_measure", None)
+    counted = from_config_json(c, "m")
+    names = ("parameters", "tied", "expert_parameters", "linear_sides", "cached", "positions", "computing")
+    assert [getattr(counted, n) for n in names] == [getattr(measured, n) for n in names]
+    assert counted.shape.idle_weights == measured.shape.idle_weights
+    assert counted.shape.intermediate == pytest.approx(measured.shape.intermediate, abs=1)
+
+
+def test_a_model_is_measured_once(monkeypatch):
+    c = SHAPE | {"model_type": "olmo2"}
+    first = from_config_json(c, "one")
+    monkeypatch.setattr(models, "_measure", None)
+    assert from_config_json(c, "other") == replace(first, name="other")
+
+
+def test_a_row_longer_than_the_models_positions_is_not_planned(tmp_path):
+    file = tmp_path / "config.json"
+    yarn = {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 8.0}}
+    file.write_text(json.dumps(SHAPE | {"model_type": "qwen2"} | yarn))
+
+    def planned(tokens):
+        c = config(
+            model={"path": f"random:{file}"},
+            data={"train": [{"path": "demo:add3"}], "max_prompt_tokens": 64},
+            sampling={"max_new_tokens": tokens},
+        )
+        assert model_of(c).positions == 512
+        return make_plan(c, "1x1xH100", Assumptions(prompt_tokens=10), splits="none")
+
+    assert planned(448).simulated
+    with pytest.raises(UserError, match=r"may be 513 tokens .*takes at most 512 positions"):
+        planned(449)
