@@ -58,7 +58,7 @@ def test_plan_knows_what_a_forward_pass_keeps_with_them(interpreted, index, item
     kept, stream, rows = interpreted["kept"][index]
     sizes = Sizes(True, itemsize, 0, 0, 0, varlen=itemsize == 2, kernels=True)
     shape = from_config_json(SHAPE, "")
-    found = activation_bytes(shape, sizes, tokens=stream, attended=rows, checkpointing=False)
+    found = activation_bytes(shape, sizes, tokens=stream, attended=rows, longest=128, checkpointing=False)
     assert found == pytest.approx(kept, rel=0.02)
 
 

@@ -5,7 +5,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_dist.policy.attention import NAME, register
 from grpo_dist.policy.model import TokenLogprobs
-from grpo_dist.policy.packing import packed
+from grpo_dist.policy.packing import packed, padded
 from grpo_dist.types import Rows
 
 SHAPE = {
@@ -20,19 +20,34 @@ def kept_for_backward(shape, dtype, kernel, *, checkpointing, prompt, total, cha
     and of its rows. ``change``: is called with the model before.
     """
     register()
-    settings = {name: value for name, value in shape.items() if name != "model_type"}
-    made = AutoConfig.for_model(shape["model_type"], **settings)
-    model = AutoModelForCausalLM.from_config(made, attn_implementation=NAME).to(dtype)
+    model = _made(shape, dtype, NAME)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     change(model)
-    module = TokenLogprobs(model.train(), temperature=1.0, chunk_mib=1)
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     tokens = torch.randint(0, 1000, (2, total))
     tokens[1, :prompt] = tokens[0, :prompt]
     wanted = torch.arange(total).expand(2, -1) >= prompt
     groups = torch.zeros(2, dtype=torch.long)
     layout = packed(Rows(tokens, torch.full((2,), total), wanted, groups, torch.full((2,), prompt)), kernel)
+    return _kept(model, layout), layout.tokens.numel(), 2 * total
+
+
+def kept_by_padded_rows(shape, dtype, *, total):
+    """Do as `kept_for_backward`, for two rows of ``total`` tokens and transformers' own operations."""
+    model = _made(shape, dtype, "eager")
+    tokens = torch.randint(0, 1000, (2, total))
+    return _kept(model, padded(tokens, torch.ones_like(tokens, dtype=torch.bool)))
+
+
+def _made(shape, dtype, attention):
+    settings = {name: value for name, value in shape.items() if name != "model_type"}
+    made = AutoConfig.for_model(shape["model_type"], **settings)
+    return AutoModelForCausalLM.from_config(made, attn_implementation=attention).to(dtype)
+
+
+def _kept(model, layout):
+    module = TokenLogprobs(model.train(), temperature=1.0, chunk_mib=1)
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept = {}
 
     def keep(tensor):
@@ -43,7 +58,7 @@ def kept_for_backward(shape, dtype, kernel, *, checkpointing, prompt, total, cha
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         module(layout)
-    return sum(s.nbytes() for s in kept.values()), layout.tokens.numel(), 2 * total
+    return sum(s.nbytes() for s in kept.values())
 
 
 class _FlashAttention(torch.autograd.Function):

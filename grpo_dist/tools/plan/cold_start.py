@@ -36,7 +36,12 @@ def cold_start(sft: SFTConfig, model: ModelShape, sizes: Sizes, *, longest: int 
             "gradients": _FLOAT32 * model.parameters,
             "optimiser": 2 * _FLOAT32 * model.parameters,
             "activations": activation_bytes(
-                model, sizes, tokens=tokens, attended=tokens, checkpointing=False
+                model,
+                sizes,
+                tokens=tokens,
+                attended=tokens,
+                longest=longest or sft.max_length,
+                checkpointing=False,
             ),
             "logits": 2 * block + _FLOAT32 * model.embedding,
             "runtime": round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["policy"]),

@@ -127,6 +127,7 @@ def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workl
         sizes,
         tokens=tokens,
         attended=attended(config.batch, config.model, workload, tokens),
+        longest=config.max_length,
         checkpointing=config.model.gradient_checkpointing,
     )
     if policy.router_replay:
@@ -175,10 +176,10 @@ def reference_worker(max_length: int, model: ModelShape, sizes: Sizes, workload:
 
 
 def activation_bytes(
-    model: ModelShape, sizes: Sizes, *, tokens: float, attended: float, checkpointing: bool
+    model: ModelShape, sizes: Sizes, *, tokens: float, attended: float, longest: int, checkpointing: bool
 ) -> int:
     """Return the bytes that the forward pass of ``tokens`` keeps for the backward pass. ``attended``: tokens
-    that go through attention.
+    that go through attention; ``longest``: tokens of a row.
 
     A layer keeps of each token the input and the result of its norms, in float32 and in the weights' type;
     the attention's output; gate, its activation, up, and their product; and of each attended token queries,
@@ -187,6 +188,9 @@ def activation_bytes(
     token, and its output is the one that is kept. liger-kernel's norms keep nothing in float32, and its
     gate computes the activation again. With checkpointing only the input of each layer is kept, and one whole
     layer at a time.
+
+    Attention with sinks keeps the softmax of each pair of tokens, and eager attention 8 bytes: the softmax in
+    float32, and where that is another type that of the weights, and what a cap makes.
     """
     s, b = model.shape, sizes.itemsize
     query, key = s.heads * s.head_dim, s.kv_heads * s.head_dim
@@ -199,6 +203,8 @@ def activation_bytes(
         layer += tokens * (b * query + 4 * s.heads) + attended * 2 * b * key
     else:  # blocks of rows, for which the heads of keys are repeated
         layer += attended * (4 * b * query + 4 * s.heads)
+    pair = {"fused": 0, "sinks": b, "eager": 8}[model.attention]
+    layer += pair * s.heads * attended * min(longest, attended)
     last = tokens * (norm + b * s.hidden)
     if checkpointing:
         return round(s.layers * tokens * b * s.hidden + layer + last)

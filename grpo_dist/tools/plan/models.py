@@ -18,7 +18,7 @@ from grpo_dist.policy.attention import attention_layers
 from grpo_dist.policy.gguf_model import gguf_config, is_gguf
 from grpo_dist.runtime.cache import cached
 from grpo_dist.runtime.json_files import read_json
-from grpo_dist.runtime.model_config import heads_of_layers, position_limit
+from grpo_dist.runtime.model_config import heads_of_layers, keep_attention_cap, position_limit
 from grpo_dist.tools.bench.flops import Shape
 
 # Types of decoders whose weights are counted from config.json alone: plans of them import no library for
@@ -31,7 +31,7 @@ _EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral")
 _OTHERWISE = ("attention_bias", "mlp_bias", "mlp_only_layers")
 # Names of how many experts a token uses.
 _USED_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
-_MEASURED_VERSION = 1  # of what the cache keeps; raise it when a measurement changes
+_MEASURED_VERSION = 2  # of what the cache keeps; raise it when a measurement changes
 _MIXES_TOKENS = re.compile(r"attn|attention|mamba|mixer|conv|recurrent|router|\.gate\.")  # in a path
 _NOWHERE = "neither a directory here, nor in the Hugging Face cache, nor a family whose sizes are known"
 
@@ -49,6 +49,8 @@ class ModelShape:
         linear_sides: inputs and outputs of the linear layers of each name, added up over all layers.
         cached: numbers in the key-value cache for one token.
         positions: most tokens of a sequence; None: not known.
+        attention: "fused"; "eager" where it keeps numbers for each pair of tokens, as with a cap; "sinks",
+            which keeps fewer.
     """
 
     name: str
@@ -59,6 +61,7 @@ class ModelShape:
     linear_sides: Mapping[str, int] = field(default_factory=dict)
     cached: int = 0
     positions: int | None = None
+    attention: str = "fused"
 
     @property
     def embedding(self) -> int:
@@ -187,6 +190,7 @@ def _measure(c: dict[str, Any], name: str) -> ModelShape:
         config = AutoConfig.for_model(kind, **{key: value for key, value in c.items() if key != "model_type"})
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
+        keep_attention_cap(model)
         text = config.get_text_config()
         hidden, layers, attention = text.hidden_size, text.num_hidden_layers, heads_of_layers(text)
     except Exception as error:  # whatever a type's code runs into
@@ -255,7 +259,14 @@ def _measure(c: dict[str, Any], name: str) -> ModelShape:
         linear_sides=sides,
         cached=cached_values,
         positions=position_limit(text.to_dict()),
+        attention=_attention(model),
     )
+
+
+def _attention(model: Any) -> str:
+    if model.config._attn_implementation != "eager":
+        return "fused"
+    return "sinks" if any(name.endswith(".sinks") for name, _ in model.named_parameters()) else "eager"
 
 
 def _width(norm: Any) -> int | None:

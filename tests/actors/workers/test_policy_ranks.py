@@ -107,7 +107,9 @@ def test_gradient_is_that_of_the_whole_batch(
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [("gemma2, capped logits", {"stage": 3}), ("granite, scaled logits", {"stage": 2, "shared": 2})],
+    slow_after(
+        [("gemma2, capped logits", {"stage": 3}), ("granite, scaled logits", {"stage": 2, "shared": 2})], 1
+    ),
 )
 def test_so_it_is_where_a_model_changes_logits_behind_its_head(forked_ranks, batch, tmp_path, name, how):
     """Gathered weights of ZeRO-3, and ranks that share sequences."""

@@ -155,7 +155,7 @@ def test_activations_are_those_that_a_real_forward_pass_keeps(dtype, itemsize, k
     kept, stream, rows = kept_for_backward(shape, dtype, BlockKernel(), **how)
     sizes = Sizes(False, itemsize, 0, 0, 0)
     found = activation_bytes(
-        from_config_json(shape, ""), sizes, tokens=stream, attended=rows, checkpointing=False
+        from_config_json(shape, ""), sizes, tokens=stream, attended=rows, longest=128, checkpointing=False
     )
     assert found == pytest.approx(kept, rel=0.02)
 
@@ -169,7 +169,7 @@ def test_activations_on_gpus_are_those_of_a_variable_length_kernel(prompt):
     )
     sizes = Sizes(True, 2, 0, 0, 0, varlen=True)
     found = activation_bytes(
-        from_config_json(shape, ""), sizes, tokens=stream, attended=rows, checkpointing=False
+        from_config_json(shape, ""), sizes, tokens=stream, attended=rows, longest=128, checkpointing=False
     )
     assert found == pytest.approx(kept, rel=0.02)
 
@@ -180,7 +180,9 @@ def test_with_checkpointing_a_layer_keeps_its_input_and_one_is_computed_again():
     kept = [kept_for_backward(s, torch.bfloat16, BlockKernel(), **how) for s in (few, many)]
     sizes = Sizes(False, 2, 0, 0, 0)
     found = [
-        activation_bytes(from_config_json(s, ""), sizes, tokens=k[1], attended=k[2], checkpointing=True)
+        activation_bytes(
+            from_config_json(s, ""), sizes, tokens=k[1], attended=k[2], longest=128, checkpointing=True
+        )
         for s, k in zip((few, many), kept, strict=True)
     ]
     # Saved tensors exclude the layer that the backward pass recomputes.

@@ -13,11 +13,11 @@ from grpo_dist.policy.lora import add_adapters
 from grpo_dist.tools.plan import models
 from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.command import make_plan
-from grpo_dist.tools.plan.memory import lora_parameters
+from grpo_dist.tools.plan.memory import Sizes, activation_bytes, lora_parameters
 from grpo_dist.tools.plan.models import from_config_json
 from tests.support.expert_models import SHAPES
 from tests.support.fakes import config
-from tests.support.kept_tensors import SHAPE
+from tests.support.kept_tensors import SHAPE, kept_by_padded_rows
 from tests.support.planned_models import model_of
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -43,7 +43,8 @@ MEASURED = {
 
 def real_model(kind, **changes):
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE | changes | {"model_type": kind}))
+        settings = AutoConfig.for_model(**SHAPE | changes | {"model_type": kind})
+        return AutoModelForCausalLM.from_config(settings)
 
 
 @pytest.mark.parametrize("kind", list(MEASURED))
@@ -65,6 +66,26 @@ def test_models_of_other_types_are_counted_from_their_own_shapes(kind):
     add_adapters(real, LoRAConfig(rank=4), seed=0)
     counted = lora_parameters(config(policy={"lora": {"rank": 4}}).policy, found)
     assert counted == sum(p.numel() for p in real.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("dtype, itemsize", [(torch.float32, 4), (torch.bfloat16, 2)])
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_attention_without_a_kernel_keeps_what_it_computes_for_each_pair_of_tokens(kind, dtype, itemsize):
+    """Twice the length of the rows: what grows with its square is what a real forward pass keeps."""
+    shape = SHAPE | MEASURED[kind] | {"model_type": kind, "num_hidden_layers": 2}
+    found = from_config_json(shape, "m")
+    sizes = Sizes(False, itemsize, 0, 0, 0)
+
+    def planned(total):
+        return activation_bytes(
+            found, sizes, tokens=2 * total, attended=2 * total, longest=total, checkpointing=False
+        )
+
+    real, plan = (
+        [bytes_of(total) for total in (256, 512)]
+        for bytes_of in (lambda total: kept_by_padded_rows(shape, dtype, total=total), planned)
+    )
+    assert plan[1] - 2 * plan[0] == pytest.approx(real[1] - 2 * real[0], rel=0.01)
 
 
 def test_the_cache_of_a_token_is_what_its_layers_keep():
