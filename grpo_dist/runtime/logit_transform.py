@@ -111,32 +111,43 @@ def _run_behind_decoder(model: Any, head: nn.Module, hidden: Tensor, outputs: Te
     """Return the logits [V] that ``model`` makes of ``outputs`` [V] of its head, and by how much it scales
     the decoder's ``hidden`` [D] before the head. Raises ValueError where it does anything else to them.
     """
-    taken: list[Tensor] = []
-
-    def project(rows: Tensor) -> Tensor:
-        taken.append(rows)
-        return outputs.expand(*rows.shape[:-1], -1).clone()
-
     tokens = torch.ones(1, 1, dtype=torch.long, device=hidden.device)
     problem: Exception | None = None
     # A wrapper with further towers computes around its decoder, which needs values that it may not have.
     for inner in (model.get_decoder(), model.base_model):
         if inner is model:
             continue
-        decoded = _Decoded(hidden[None, None].clone())
-        with _replaced(inner, lambda *_, **__: decoded), _replaced(head, project), torch.no_grad():  # noqa: B023
+        decoder = _Known(_Decoded(hidden[None, None].clone()))
+        projection = _Known(outputs[None, None].clone())
+        with _replaced(inner, decoder), _replaced(head, projection), torch.no_grad():
             try:
                 logits = model(input_ids=tokens, use_cache=False).logits[0, -1]
             except Exception as error:  # whatever its code runs into without a decoder
                 problem = error
                 continue
-        if len(taken) != 1 or taken[0].shape != (1, 1, len(hidden)) or taken[0].is_meta:
-            break
-        scales = taken[0][0, 0].double() / hidden
-        if torch.allclose(scales, scales[0], rtol=1e-6, atol=0.0) and scales[0] > 0:
-            return logits, float(scales[0])
+        if len(projection.taken) == 1 and (scale := _scale(projection.taken[0], hidden)):
+            return logits, scale
         break
     raise ValueError("its logits are not hidden states @ the LM head's weight") from problem
+
+
+class _Known:
+    """A forward pass that returns ``value``, and remembers what it was called with."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.taken = value, list[Any]()
+
+    def __call__(self, *inputs: Any, **_: Any) -> Any:
+        self.taken += inputs
+        return self.value
+
+
+def _scale(rows: Tensor, hidden: Tensor) -> float | None:
+    """Return the number that ``hidden`` [D] times is ``rows`` [1, 1, D], above 0; None if there is none."""
+    if rows.shape != (1, 1, len(hidden)) or rows.is_meta:
+        return None
+    scales = rows[0, 0].double() / hidden
+    return float(scales[0]) if torch.allclose(scales, scales[0], rtol=1e-6) and scales[0] > 0 else None
 
 
 @contextmanager
