@@ -8,7 +8,7 @@ and v_proj that vLLM fuses it with.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from grpo_dist.policy.weight_deltas import HeldWeights
+
+_COPIES_WEIGHTS = ("GptOssForCausalLM",)
 
 
 class Layers:
@@ -89,9 +91,37 @@ def begin_reload(model: nn.Module, layers: Collection[nn.Module] | None = None) 
         scope = Layers(model.modules())
     else:  # attention may derive what it computes with from the weights of linear layers
         scope = Layers(m for m in model.modules() if m in layers or is_deferred_attention_layer(m))
+    if type(model).__name__ in _COPIES_WEIGHTS:
+        # Their sinks are written in place, as no reload notices.
+        scope = Layers(layer for layer in scope.modules() if "sinks" not in layer._parameters)
     repack_experts(scope)
     initialize_layerwise_reload(scope)
+    if type(model).__name__ in _COPIES_WEIGHTS:
+        notice_copies(scope)
     return scope
+
+
+def notice_copies(scope: Layers) -> None:
+    """Have the reload notice weights of experts that a model copies into their parameters.
+
+    vLLM 0.32's GPT-OSS calls `copy_` and no loader, which on the reload's parameters without memory does
+    nothing: the engine would go on with the old experts.
+    """
+    for layer in scope.modules():
+        if not isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
+            continue
+        for name, parameter in get_layer_tensors(layer).items():
+            parameter.weight_loader = _copy_whole
+            parameter.weight_loader = make_online_process_loader(layer, name)
+            parameter.copy_ = partial(_load_copied, parameter)
+
+
+def _copy_whole(param: Tensor, loaded_weight: Tensor) -> None:
+    param.data.copy_(loaded_weight)
+
+
+def _load_copied(param: Any, loaded_weight: Tensor) -> None:
+    param.weight_loader(param, loaded_weight)  # which may have been wrapped meanwhile
 
 
 def end_reload(model: nn.Module, scope: Layers, config: Any) -> None:
@@ -147,12 +177,14 @@ def refresh_tied_head(model: nn.Module, scope: Layers) -> None:
     weights from then on.
     """
     heads = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
-    embeddings = [
-        m
-        for m in model.modules()
-        if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)
-    ]
     for head in heads:
+        embeddings = [  # of its shape: Gemma 4 has one for the inputs of its layers, too
+            m
+            for m in model.modules()
+            if isinstance(m, VocabParallelEmbedding)
+            and not isinstance(m, ParallelLMHead)
+            and m.weight.shape == head.weight.shape
+        ]
         if len(embeddings) != 1:
             raise RuntimeError(
                 f"weight sync: a tied LM head with {len(embeddings)} embeddings is not supported"

@@ -54,6 +54,8 @@ LONG = {"short_factor": [1.0], "long_factor": [2.0]}
             131072,
         ),
         ({"max_position_embeddings": 2048, "rope_scaling": None, "rope_parameters": {}}, 2048),
+        ({"model_type": "cohere2", "max_position_embeddings": 132096, "sliding_window": 4096}, 4096),
+        ({"model_type": "gemma2", "max_position_embeddings": 8192, "sliding_window": 4096}, 8192),
     ],
 )
 def test_the_longest_sequence_follows_the_scaling_of_positions(text_config, limit):

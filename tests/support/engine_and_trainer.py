@@ -25,7 +25,8 @@ def differences(model_dir, settings, engine=EAGER):
     """
     world = World(model_dir, settings, UpdatedWorker, **engine)
     try:
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        how = {"dtype": torch.float32, "attn_implementation": "eager"}  # caps attention's logits, too
+        model = AutoModelForCausalLM.from_pretrained(model_dir, **how)
         sampled = world.sample_all()
         own, moved = [largest(model, sampled)], []
         for seed in (1, 2):
