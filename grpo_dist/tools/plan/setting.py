@@ -9,8 +9,8 @@ from pathlib import Path
 
 from grpo_dist.config import Config, DataConfig
 from grpo_dist.errors import UserError
-from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.runtime.model_config import length_problem
+from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.calibration import Calibration, calibrate
 from grpo_dist.tools.plan.models import ModelShape, model_of

@@ -11,10 +11,10 @@ from grpo_dist.config import LoRAConfig
 from grpo_dist.errors import UserError
 from grpo_dist.policy.lora import add_adapters
 from grpo_dist.tools.plan import models
-from grpo_dist.tools.plan.assumptions import Assumptions
 from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import Sizes, activation_bytes, lora_parameters
 from grpo_dist.tools.plan.models import from_config_json
+from grpo_dist.tools.plan.setting import Assumptions
 from tests.support.expert_models import SHAPES
 from tests.support.fakes import config
 from tests.support.kept_tensors import SHAPE, kept_by_padded_rows
@@ -146,7 +146,7 @@ def test_a_row_longer_than_the_models_positions_is_not_planned(tmp_path):
             sampling={"max_new_tokens": tokens},
         )
         assert model_of(c).positions == 512
-        return make_plan(c, "1x1xH100", Assumptions(prompt_tokens=10), splits="none")
+        return make_plan(c, "1x1xH100", Assumptions(prompt_tokens=10), splits=False)
 
     assert planned(448).simulated
     with pytest.raises(UserError, match=r"may be 513 tokens .*takes at most 512 positions"):
