@@ -104,6 +104,7 @@ WRITERS = {
         "policy/lora.py:add_adapters",
         "policy/trainer.py:_gated_step",
         "policy/varlen_attention.py:forward",
+        "runtime/logit_transform.py:_replaced",  # restored before it returns
     ],
     "what checks have read, for those behind them": [
         "runs/start.py:check_cold_start",
