@@ -24,8 +24,6 @@ _TIED = {"sliding_window": 16, "tie_word_embeddings": True}
 # Caps that change the attention and the logits of a random model.
 _GEMMA2 = _TIED | {"head_dim": 32, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.0}
 
-_GEMMA4 = _TIED | {"head_dim": 32, "final_logit_softcapping": 1.0, "initializer_range": 0.05}
-
 # Model type and what differs, by the name of the case.
 SHAPES = {
     "cohere2, scaled logits": ("cohere2", _TIED | {"sliding_window": 256, "logit_scale": 0.25}),
@@ -35,7 +33,6 @@ SHAPES = {
     "glm4": ("glm4", {"pad_token_id": 0}),
     "gemma2, capped logits": ("gemma2", _GEMMA2),
     "gemma3": ("gemma3_text", _TIED | {"head_dim": 32}),
-    "gemma4, capped logits": ("gemma4_text", _GEMMA4),
     "glm4_moe": ("glm4_moe", _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "head_dim": 32}),
     "gpt_neox": ("gpt_neox", _ALL_HEADS),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32}),
