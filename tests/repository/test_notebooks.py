@@ -25,10 +25,9 @@ def execute(name: str, directory: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_there_are_six_and_the_guides_list_them() -> None:
+def test_the_guides_list_all() -> None:
     listed = (ROOT / "grpo_dist/guides/notebooks/README.md").read_text()
-    assert len(NOTEBOOKS) == 6
-    assert all(f"]({path.name})" in listed for path in NOTEBOOKS)
+    assert NOTEBOOKS and all(f"]({path.name})" in listed for path in NOTEBOOKS)
 
 
 @pytest.mark.slow
@@ -41,18 +40,12 @@ def test_marimo_finds_nothing_wrong(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())) is None  # marimo would remove it
 
 
-@pytest.mark.slow
-def test_plan_and_submit_without_a_cluster(tmp_path: Path) -> None:
-    execute("scaling", tmp_path)
-
-
 @pytest.mark.machine
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_first_run_and_its_report(tmp_path: Path) -> None:
+def test_a_first_run(tmp_path: Path) -> None:
     execute("first_run", tmp_path, "--steps", "4")
-    execute("reading_a_report", tmp_path)
-    assert (tmp_path / "runs/first_run/report.html").is_file()
+    assert (tmp_path / "runs/first_run/DONE").is_file()
 
 
 @pytest.mark.machine
@@ -60,13 +53,6 @@ def test_a_first_run_and_its_report(tmp_path: Path) -> None:
 def test_a_reward_and_a_loop_of_ones_own(tmp_path: Path) -> None:
     execute("own_reward", tmp_path, "--steps", "3")
     assert (tmp_path / "own_reward_model/model.safetensors").is_file()
-
-
-@pytest.mark.machine
-@pytest.mark.slow
-def test_an_environment_of_ones_own(tmp_path: Path) -> None:
-    execute("own_environment", tmp_path, "--steps", "1")
-    assert (tmp_path / "runs/guess/DONE").is_file()
 
 
 @pytest.mark.machine
