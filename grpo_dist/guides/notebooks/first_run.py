@@ -148,7 +148,7 @@ def _(metrics, mo, pq, run):
 @app.cell(hide_code=True)
 def _(mo):
     mo.md("""
-    Next: [your own reward](own_reward.py), and [reading a report](reading_a_report.py) of this run.
+    Next: [your own reward](own_reward.py), and [the report](../../tools/report/README.md) of this run.
     """)
     return
 
