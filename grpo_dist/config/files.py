@@ -167,7 +167,10 @@ def _base_file(path: Path, base: str) -> Path:
     """Return the file that `defaults` of ``path`` name: next to it, else in this project's configs/."""
     file = expanded(base)
     near = path.parent / file
-    return next((found for found in (near, PRESETS.parent / file) if found.is_file()), near)
+    try:
+        return next((found for found in (near, PRESETS.parent / file) if found.is_file()), near)
+    except (OSError, ValueError):  # no file name: refused where it is read
+        return near
 
 
 def _with_preset_name(tree: DictConfig, name: str) -> DictConfig:
