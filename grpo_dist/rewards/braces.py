@@ -44,6 +44,54 @@ def without_commands(text: str, commands: re.Pattern[str], replacement: str = " 
     return "".join([*kept, text[done:]])
 
 
+_SYMBOL = r"[A-Za-z]|\\(?:circ|prime|top|pi|infty|alpha|beta|gamma|theta|lambda|mu|phi|omega)(?![A-Za-z])"
+_BARE = re.compile(  # the argument of an index, an exponent or a root
+    rf"\\text[a-z]*\s*\{{[^{{}}]*\}}|(\\log\s*_)\s*(\d)|([\^_])\s*(\d+(?:\.\d+)?|{_SYMBOL})"
+    r"|(\\sqrt(?:\s*\[[^\[\]]*\])?)\s*(\d+|(?<=[\s\]])[A-Za-z])"
+)
+_CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])\s*([^{}]*)\}")
+_TWO_PARTS = re.compile(r"\\(?:[dtc]?frac|[dt]?binom)(?![A-Za-z])\s*")
+_PART = re.compile(rf"\s*(\d|{_SYMBOL})")
+
+
+def with_braces(text: str) -> str:
+    """Put braces around the arguments of indices, exponents, roots and fractions that have none.
+
+        x_i^2 -> x_{i}^{2}     \\log_2 8 -> \\log_{2} 8     \\frac1{23} -> \\frac{1}{23}
+
+    An exponent, an index or a root takes a whole number (x^10 is meant as x^{10}); a fraction and the base of
+    a logarithm take one digit.
+    """
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
+    text = _BARE.sub(
+        lambda match: "{}{{{}}}".format(*filter(None, match.groups())) if match.lastindex else match.group(),
+        text,
+    )
+    for match in reversed(list(_TWO_PARTS.finditer(text))):
+        position, parts = match.end(), []
+        while len(parts) < 2:
+            if (part := _PART.match(text, position)) is not None:
+                parts.append(f"{{{part[1]}}}")
+                position = part.end()
+            elif (end := matching_braces(text).get(position)) is not None:
+                parts.append(text[position : end + 1])
+                position = end + 1
+            else:
+                break
+        text = "".join([text[: match.end()].rstrip(), *parts, text[position:]])
+    return text
+
+
+def without_outer_braces(text: str) -> str:
+    """Remove braces around the whole: ``{(2,3)}`` -> ``(2,3)``."""
+    begin, end = 0, len(text)
+    if text.startswith("{"):
+        closed = matching_braces(text)
+        while begin < end and closed.get(begin) == end - 1:
+            begin, end = begin + 1, end - 1
+    return text[begin:end].strip()
+
+
 def _end_of_argument(text: str, begin: int, closed: dict[int, int]) -> int | None:
     """Return the end of the argument that begins at or behind ``begin``; None without one."""
     token = _TOKEN.match(text, begin)

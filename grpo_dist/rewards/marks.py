@@ -9,7 +9,7 @@ from fractions import Fraction
 from math import gcd
 from string import ascii_uppercase
 
-from grpo_dist.rewards.text import DEGREES, LABEL, latex, normalise, percent, quantity, tidy
+from grpo_dist.rewards.text import CURRENCY, DEGREES, LABEL, latex, normalise, percent, quantity, tidy
 
 _BASES = {
     "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
@@ -21,7 +21,7 @@ def label(answer: str) -> str | None:
     """Return the left-hand side of a single equation: ``x = 5`` -> ``X``, ``f(t) = t^2`` -> ``F``."""
     plain = tidy(answer)
     match = LABEL.match(plain) if plain.count("=") == 1 else None
-    return normalise(re.sub(r"\(.*", "", match.group(1))) if match else None
+    return normalise(re.sub(r"\(\s*[A-Za-z]\s*\)", "", match.group(1))) if match else None
 
 
 def unit(answer: str) -> str | None:
@@ -36,11 +36,11 @@ def unit(answer: str) -> str | None:
         return "%"
     if subscripts(plain):
         return "base"
+    if (sign := re.search(CURRENCY, plain)) is not None:
+        return _unit_named(_CURRENCIES[sign.group().lstrip("\\")])
     measured = quantity(plain)
-    if measured is None:
+    if measured is None or not measured[1]:
         return None
-    if not measured[1]:
-        return "dollar" if plain.startswith("\\$") else None
     return "deg" if re.fullmatch(DEGREES, measured[1]) else _unit_named(normalise(measured[1]).lower())
 
 
@@ -74,6 +74,10 @@ def _factor(text: str) -> tuple[Fraction, str, int] | None:
     return size**exponent, base, power * exponent
 
 
+_CURRENCIES = {
+    "$": "dollar", "€": "euro", "euro": "euro", "£": "pound", "pounds": "pound", "¥": "yen", "yen": "yen",
+    "₹": "rupee", "₩": "won", "₽": "rouble",
+}  # fmt: skip
 _LONGEST_UNIT = 4  # parts of a quotient
 _COMPOUNDS = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h", "fps": "ft/s"}
 _PER = re.compile(r"/|(?<=[a-z\d}])per(?=[a-z])")
@@ -92,7 +96,9 @@ _UNITS = {
         ("s sec second", "1", "s", 1), ("min minute", "60", "s", 1), ("h hr hrs hour", "3600", "s", 1),
         ("day", "86400", "s", 1), ("week", "604800", "s", 1), ("month", "1", "month", 1),
         ("year", "12", "month", 1), ("deg degree", "1", "deg", 1), ("rad radian", "1", "rad", 1),
-        ("dollar", "1", "dollar", 1), ("cent", "0.01", "dollar", 1),
+        ("dollar usd", "1", "dollar", 1), ("cent", "0.01", "dollar", 1), ("euro eur", "1", "euro", 1),
+        ("yen jpy", "1", "yen", 1), ("yuan rmb cny", "1", "yuan", 1), ("rupee inr rs", "1", "rupee", 1),
+        ("won", "1", "won", 1), ("rouble ruble", "1", "rouble", 1),
     )
     for name in names.split()
     for alias in (name, name + "s" * (len(name) > 2))

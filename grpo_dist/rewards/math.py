@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from grpo_dist.rewards.arithmetic import is_unsolved
 from grpo_dist.rewards.choice import marked_option, stated_choice
+from grpo_dist.rewards.equality import is_formula, same, value
 from grpo_dist.rewards.marks import (
     cases_apart,
     half_of_day,
@@ -35,12 +36,14 @@ from grpo_dist.rewards.marks import (
     without_percent,
     worded_numbers,
 )
-from grpo_dist.rewards.reading import Reading, read
+from grpo_dist.rewards.reading import Reading, is_known_to_math_verify, read
 from grpo_dist.rewards.text import (
     alternatives,
+    behind_boxes,
     boxes,
+    in_english,
     normalise,
-    percent,
+    quantity,
     same_list,
     spellings,
     tagged_answer,
@@ -54,7 +57,6 @@ from grpo_dist.rewards.wording import (
     is_negated_before,
     is_one_quantity,
     is_sentence,
-    numbers_apart,
 )
 
 Outcome = Literal["correct", "wrong", "no_answer", "timeout", "error"]
@@ -63,9 +65,8 @@ _LONGEST_PHRASE = 100  # characters up to which a tagged answer is one phrase an
 _LONGEST_RESPONSE = 20_000  # last characters that are searched in a response without a box
 _LONGEST_COMPLETION = 200_000  # last characters that are searched for boxes
 _RELATIVE = 1e-4  # largest relative difference of equal numbers
-_ROUNDING = 1e-12  # relative rounding error of decimal arithmetic in double precision
 _FORMULA = re.compile(r"\$([^$]+)\$")
-_WHOLE = re.compile(r"\s*[-+]?\d{1,300}\s*")
+_DECIMAL_COMMA = re.compile(r"-?\d+,(?!\d{3}$)\d+|-?0,\d+")
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no timeout; the pool has
 
@@ -104,6 +105,8 @@ def grade(completion: str, answer: str, *, accept_arithmetic: bool = False) -> G
     found = boxes(completion)
     gold = gold_text(answer)
     if found:
+        if _is_option(gold) and (choice := _option_beside_box(completion, found[-1])) is not None:
+            return Grade.of("correct" if choice == normalise(gold) else "wrong")
         return Grade.of("correct" if _box_is_right(found, gold, accept_arithmetic) else "wrong")
     tagged = tagged_answer(completion) or ""
     tail = tagged or completion[-_LONGEST_RESPONSE:]
@@ -135,13 +138,23 @@ def answer_found(completion: str) -> str | None:
     """
     completion = _response(completion)
     if found := boxes(completion):
-        return found[-1]
+        return _option_beside_box(completion, found[-1]) or found[-1]
     tagged = tagged_answer(completion) or ""
     if phrase := _phrase(tagged):
         formula = _FORMULA.fullmatch(phrase)
         return formula[1] if formula else phrase
     reading = read(tagged or completion[-_LONGEST_RESPONSE:])
     return reading.text if reading is not None else tagged or stated_choice(completion)
+
+
+def _option_beside_box(completion: str, box: str) -> str | None:
+    """Return the option that is stated behind the last box, else before it, if the box holds no option.
+
+    ``So \\boxed{12}. The answer is (C).`` -> C     ``Answer: C. No: \\boxed{D}`` -> None
+    """
+    if _is_option(box) or marked_option(box):
+        return None
+    return stated_choice(behind_boxes(completion)) or stated_choice(completion)
 
 
 def _phrase(tagged: str) -> str:
@@ -154,7 +167,7 @@ def _phrase(tagged: str) -> str:
 
 def _response(completion: str) -> str:
     """Return the text behind the last closed thought where it decides, else all but an unclosed thought."""
-    completion = outside_thought(completion)[-_LONGEST_COMPLETION:]
+    completion = in_english(outside_thought(completion)[-_LONGEST_COMPLETION:])
     behind = behind_thought(completion)
     if behind is None:
         return completion
@@ -165,13 +178,24 @@ def _response(completion: str) -> str:
 
 
 def gold_text(answer: str) -> str:
-    """Return the answer of a gold that may be boxed or a whole solution."""
-    return ", ".join(boxes(answer)) or answer
+    """Return the answer of a gold that may be boxed or a whole solution: ``... = 4\\n#### 4`` -> ``4``."""
+    if found := boxes(answer):
+        return ", ".join(found)
+    if "\\boxed{" in answer:  # never closed
+        return answer.rpartition("\\boxed{")[2].strip()
+    if "####" in answer:
+        return answer.rpartition("####")[2].strip()
+    if len(answer) > _LONGEST_PHRASE and is_sentence(tidy(answer)) and (reading := read(answer)) is not None:
+        return reading.text
+    return answer
 
 
 def gold_is_parsable(answer: str) -> bool:
     """Return whether ``answer`` parses as mathematics; otherwise it is only compared as text."""
-    return all(bool(_readings_of_gold(gold_text(gold))) for gold in alternatives(answer))
+    return all(
+        any(is_formula(text) or _reading_of(text) for text in spellings(gold_text(gold)))
+        for gold in alternatives(answer)
+    )
 
 
 def _is_option(gold: str) -> bool:
@@ -194,25 +218,38 @@ def _plain_box_is_right(found: list[str], gold: str, accept_arithmetic: bool) ->
     last = found[-1]
     if len(last) > max(_LONGEST_ANSWER, 4 * len(gold)):
         return False
-    if _same_text(last, gold) or same_list(gold, last):
+    if _same_text(last, gold) or same_list(gold, last) or _differ_in_decimal_comma(gold, last):
         return True
     if len(last) > _LONGEST_ANSWER or _is_disqualified(gold, last, accept_arithmetic):
         return False
-    if "=" not in gold and _contradicts_itself(tidy(last)):
-        return False
     if (same := same_between_colons(gold, last)) is not None:
         return same
-    gold, last = cases_apart(gold, last)
     for ours, theirs in without_percent(gold, last, share=lambda: _is_share(gold)):
-        known = _readings_of_gold(ours)
+        if _same_spellings(ours, theirs):
+            return True
+    return len(found) > 1 and "," in gold and _same_spellings(gold, ", ".join(found)[-_LONGEST_ANSWER:])
+
+
+def _same_spellings(gold: str, answer: str) -> bool:
+    """Return whether a spelling of the answer equals one of the gold.
+
+    They are compared by value, and by math-verify where `equality` does not know one of the two and
+    math-verify reads both whole.
+    """
+    undecided = []
+    for ours, theirs in product(spellings(gold), spellings(answer)):
+        equal = same(ours, theirs)
+        if equal:
+            return True
+        if equal is None and is_known_to_math_verify(ours) and is_known_to_math_verify(theirs):
+            undecided.append(cases_apart(ours, theirs))
+    for ours, theirs in undecided:
+        known = _reading_of(ours)
         # As a formula first, then as a box, which math-verify parses more leniently.
-        for text in (f.format(spelling) for spelling in spellings(theirs) for f in ("${}$", "\\boxed{{{}}}")):
-            if (reading := read(text)) is not None and _equal(ours, known, [reading]):
+        for text in (f"${theirs}$", f"\\boxed{{{theirs}}}"):
+            if known and (reading := read(text)) is not None and _equal(gold, known, [reading]):
                 return True
-    if len(found) == 1 or "," not in gold:
-        return False
-    merged = read(" and ".join(f"$\\boxed{{{box}}}$" for box in found)[-_LONGEST_RESPONSE:])
-    return merged is not None and _equal(gold, _readings_of_gold(gold), [merged])
+    return False
 
 
 def _reading_is_right(reading: Reading, gold: str, accept_arithmetic: bool) -> bool:
@@ -220,12 +257,20 @@ def _reading_is_right(reading: Reading, gold: str, accept_arithmetic: bool) -> b
     if is_negated_before(reading.before) and not is_negated_before(gold):
         return False
     whole = in_context(reading.before, reading.text, reading.after)
-    rewritten = numbers_apart(whole) != whole or cases_apart(gold, whole) != (gold, whole)
-    if whole != reading.text or rewritten or percent(tidy(whole)) is not None:
-        return _box_is_right([whole], gold, accept_arithmetic)
-    if _is_disqualified(gold, reading.text, accept_arithmetic):
-        return False
-    return _equal(gold, _readings_of_gold(gold), [reading])
+    return _box_is_right([whole], gold, accept_arithmetic)
+
+
+def _differ_in_decimal_comma(gold: str, answer: str) -> bool:
+    """Return whether one is ``2,74`` and the other ``2.74``."""
+    texts = [_number_alone(text) for text in (gold, answer)]
+    commas = [text for text in texts if _DECIMAL_COMMA.fullmatch(text)]
+    return len(commas) == 1 and texts[0].replace(",", ".") == texts[1].replace(",", ".")
+
+
+def _number_alone(answer: str) -> str:
+    plain = tidy(answer)
+    measured = quantity(plain)
+    return measured[0] if measured else plain
 
 
 def _is_disqualified(gold: str, answer: str, accept_arithmetic: bool) -> bool:
@@ -233,17 +278,6 @@ def _is_disqualified(gold: str, answer: str, accept_arithmetic: bool) -> bool:
     if _differs_in_marks(gold, answer) or changes_value(tidy(gold), tidy(answer)):
         return True
     return not accept_arithmetic and is_unsolved(gold, answer)
-
-
-def _contradicts_itself(answer: str) -> bool:
-    """Return whether two sides of an equation are different whole numbers: ``17=18``, ``x=17=18``.
-
-    math-verify takes the right side alone. Other sides do not count: ``x^2=18`` may be what is asked for, and
-    ``50/3=17`` rounds.
-    """
-    if re.search(r"[,;:]", answer):
-        return False
-    return len({int(side) for side in answer.split("=") if _WHOLE.fullmatch(side)}) > 1
 
 
 def _same_text(answer: str, gold: str) -> bool:
@@ -272,28 +306,11 @@ def _equal(gold: str, known: tuple[Reading, ...], answers: list[Reading]) -> boo
             )
             if equal and _close(ours.expression, theirs.expression):
                 return True
-            if _same_number(ours.expression, theirs.expression):
-                return True
         except MemoryError:
             raise
         except Exception:  # sympy fails in many ways on odd input; none makes an answer correct
             continue
     return False
-
-
-def _same_number(ours: Any, theirs: Any) -> bool:
-    """Return whether two numbers are equal up to decimal rounding: to math-verify 0.3 - 0.2 differs from 0.1.
-
-    Exact numbers do not round: 10^100 and 10^100 + 1 differ.
-    """
-    from sympy import Float  # heavy, as in `_equal`
-
-    if not any(getattr(number, "has", lambda _: False)(Float) for number in (ours, theirs)):
-        return False
-    ours_value, theirs_value = _value(ours), _value(theirs)
-    if ours_value is None or theirs_value is None:
-        return False
-    return abs(ours_value - theirs_value) <= _ROUNDING * max(abs(ours_value), abs(theirs_value))
 
 
 def _close(ours: Any, theirs: Any) -> bool:
@@ -339,14 +356,12 @@ def _parts(expression: Any) -> list[Any]:
 
 
 @lru_cache(maxsize=4096)
-def _readings_of_gold(gold: str) -> tuple[Reading, ...]:
-    """Parse every spelling of the gold; an answer may equal any of them."""
-    readings = (read(f"${text}$") for text in spellings(gold))
-    return tuple(reading for reading in readings if reading is not None)
+def _reading_of(spelling: str) -> tuple[Reading, ...]:
+    reading = read(f"${spelling}$")
+    return () if reading is None else (reading,)
 
 
 def _is_share(gold: str) -> bool:
     """Return whether ``gold`` is a number of at most 1, or not a number."""
-    values = (_value(reading.expression) for reading in _readings_of_gold(gold))
-    first = next((value for value in values if value is not None), None)
-    return first is None or abs(first) <= 1
+    number = next((found for text in spellings(gold) if (found := value(text)) is not None), None)
+    return number is None or abs(number) <= 1

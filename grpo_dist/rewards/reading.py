@@ -15,6 +15,33 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+from grpo_dist.rewards.formula import is_word
+
+_IN_TEXT = re.compile(r"\\(?:text[a-z]*|mbox|mathrm)\s*\{[^{}]*\}")
+_RELATION = r"(?:[<>]|!\s*=|\\(?:n?[lg]eq?(?:slant)?|[lg]t|neq?|not|in)(?![A-Za-z]))"
+_DROPPED = re.compile(  # signs that it skips, and a formula that begins or ends with an operator
+    rf"['’?&]|[^\x00-\x7f]|=/=|\.\.\.|\\[lcd]?dots|\^\s*\{{?\s*(?:\\prime|[-+]\s*(?:\}}|$))|\\\\|^\s*{_RELATION}|[-+*/^_=<>]\s*$"
+)
+_VALUE_IN_TEXT = re.compile(r"\\text[a-z]*\s*\{[^{}A-Za-z=]*[\d?][^{}A-Za-z=]*\}")
+_BARS = re.compile(r"\||\\[lr]?vert(?![a-z])")
+_COMMAND = re.compile(r"\\([A-Za-z]+)")
+_RUN = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_MATRIX = re.compile(r"\\begin\{[a-z]+\}.*?\\end\{[a-z]+\}", re.DOTALL)
+_READ = frozenset(  # commands of its grammar
+    re.findall(
+        r"\w+",
+        """
+    frac dfrac tfrac cfrac sqrt binom dbinom tbinom sin cos tan cot sec csc arcsin arccos arctan sinh
+    cosh tanh log ln exp gcd lcm max min int iint sum prod lim to infty pi alpha beta gamma delta
+    epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi varphi chi
+    psi omega Gamma Delta Theta Lambda Xi Sigma Upsilon Phi Psi Omega begin end left right cdot times
+    div pm mp le leq leqslant ge geq geqslant lt gt ne neq in notin cup cap setminus emptyset varnothing
+    mathbb mathbf overline bar lfloor rfloor lceil rceil langle rangle lvert rvert vert big Big bigl
+    bigr displaystyle quad qquad circ degree mid subset subseteq approx mathcal vec boldsymbol limits
+        """,
+    )
+)
+_LONGEST = 1500  # characters, besides digits, of a formula that is parsed
 _CONTEXT = 40  # characters that are kept on each side of a match
 
 
@@ -26,6 +53,22 @@ class Reading:
     text: str
     before: str = ""
     after: str = ""
+
+
+def is_known_to_math_verify(text: str) -> bool:
+    """Return whether math-verify reads every sign of a formula.
+
+    It drops commands, primes and marks that it does not know: ``\\dim 3`` would be 3. Words in ``\\text{}``
+    are not looked at.
+    """
+    rest = _IN_TEXT.sub(" ", _MATRIX.sub(" ", text))
+    if (
+        len(_BARS.findall(rest)) % 2
+        or _VALUE_IN_TEXT.search(text)
+        or any(is_word(letters) for letters in _RUN.findall(rest))
+    ):
+        return False
+    return not _DROPPED.search(rest) and {match[1] for match in _COMMAND.finditer(rest)} <= _READ
 
 
 def read(text: str) -> Reading | None:
@@ -71,6 +114,8 @@ def _parsed(match: re.Match[str], kind: Any) -> tuple[Any, str]:
     from math_verify.parser import extract_match, parse_latex_cached  # heavy, as in `_patterns`
 
     written = match.groupdict().get("expr")
+    if len(re.sub(r"\d", "", match.group())) > _LONGEST:
+        return None, ""
     try:
         if not written:
             return extract_match(match, kind)

@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 import sympy.parsing.sympy_parser
+import sympy.physics.units  # evaluates names of units when it is imported, which sympy does late
 
 from grpo_dist.rewards import reading
 from grpo_dist.rewards.format import think_answer_format

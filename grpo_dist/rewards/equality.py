@@ -1,0 +1,733 @@
+"""Compares two formulas by value: exact fractions, else 60 digits, with random numbers for the variables.
+
+What cannot be read whole or evaluated is not compared here (None), and never as a part of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import product
+
+from mpmath import mp, mpc, mpf
+
+from grpo_dist.rewards.formula import Node, Unread, parse
+from grpo_dist.rewards.formula_values import (
+    DIGITS,
+    FUNCTIONS,
+    Number,
+    TooLarge,
+    Values,
+    close,
+    combined,
+    evaluate,
+    inexact,
+    is_zero,
+    real,
+)
+
+_MAX_ELEMENTS = 64  # of lists that are compared in any order
+_ROUNDED = 1e-4  # largest relative difference of a decimal number that stands for an exact one
+_PLACES, _PLACES_IN_TUPLE = 6, 4  # decimals of such a number, alone and as an end or coordinate
+
+
+def same(gold: str, answer: str) -> bool | None:
+    """Return whether two formulas are equal; None if one is not read whole, or they are of kinds that are not
+    compared here.
+
+        "x_{i}^{2}", "x_i^2"       True        "\\log_2 8", "3"              True
+        "f(2)", "f'(2)"            False       "x<1 \\land x>2", "x<1 \\lor x>2"   False
+        "x=y", "y=x"               True        "\\int x dx", "x"             None
+    """
+    ours, theirs = _tree(gold), _tree(answer)
+    if ours is None or theirs is None:
+        return None
+    with mp.workdps(DIGITS):
+        try:
+            return _same_statement(*_cases_folded(*_parameters_renamed(ours, theirs)))
+        except (Unread, ArithmeticError, ValueError, RecursionError):
+            return None
+
+
+@lru_cache(maxsize=4096)
+def _tree(text: str) -> Node | None:
+    try:
+        return parse(text)
+    except (Unread, RecursionError):
+        return None
+
+
+def is_formula(text: str) -> bool:
+    """Return whether a text is read whole."""
+    return _tree(text) is not None
+
+
+def value(text: str) -> complex | None:
+    """Return the value of a constant formula; None for any other text."""
+    tree = _tree(text)
+    if tree is None or any(node.kind == "symbol" for node in _nodes(tree)):
+        return None
+    with mp.workdps(DIGITS):
+        try:
+            return complex(inexact(evaluate(tree, {})))
+        except (Unread, ArithmeticError, ValueError, TypeError, RecursionError):
+            return None
+
+
+def _nodes(tree: Node) -> Iterator[Node]:
+    yield tree
+    for part in tree.parts:
+        yield from _nodes(part)
+
+
+def _cases_folded(ours: Node, theirs: Node) -> tuple[Node, Node]:
+    """Rename letters to lower case, if no formula has both cases: ``3R^2`` may be meant by 3r^2."""
+    letters = [{node.name[0] for node in _nodes(tree) if _is_letter(node)} for tree in (ours, theirs)]
+    folded = {
+        letter
+        for letter in letters[0] | letters[1]
+        if not any(letter.swapcase() in s and letter in s for s in letters)
+    }
+
+    def renamed(node: Node) -> Node:
+        name = node.name
+        if _is_letter(node) and name[0] in folded:
+            name = name[0].lower() + name[1:]
+        return node._replace(name=name, parts=tuple(renamed(part) for part in node.parts))
+
+    return renamed(ours), renamed(theirs)
+
+
+def _parameters_renamed(ours: Node, theirs: Node) -> tuple[Node, Node]:
+    """Give the whole number of a general solution one name: ``k\\pi`` and ``n\\pi``."""
+    names = [
+        _variables(tree.parts[1] if _is_equation(tree) and len(tree.parts) == 2 else tree)
+        for tree in (ours, theirs)
+    ]
+    periodic = all(
+        any(node.kind == "constant" and node.name == "pi" for node in _nodes(tree)) for tree in (ours, theirs)
+    )
+    if not periodic or names[0] == names[1] or any(len(n) != 1 or not n <= set("kmnl") for n in names):
+        return ours, theirs
+    return ours, _renamed(theirs, *names[1], *names[0])
+
+
+def _renamed(node: Node, old: str, new: str) -> Node:
+    name = new if node.kind == "symbol" and node.name == old else node.name
+    return node._replace(name=name, parts=tuple(_renamed(part, old, new) for part in node.parts))
+
+
+def _is_letter(node: Node) -> bool:
+    """Return whether a node is a variable or a function named by a letter: ``x_1``, ``f'``, not ``A^T``."""
+    return (
+        node.kind in ("symbol", "call")
+        and node.name[0].isalpha()
+        and not node.name[1:2].isalpha()
+        and "^" not in node.name
+    )
+
+
+# Statements: equations, inequalities, congruences, and lists of them.
+
+
+def _same_statement(ours: Node, theirs: Node) -> bool | None:
+    ours, theirs = (_alternatives(_without_domains(_worked_out(node))) for node in (ours, theirs))
+    ours, theirs = _spread(ours, theirs), _spread(theirs, ours)
+    if "congruence" in (ours.kind, theirs.kind):
+        return _same_congruence(ours, theirs)
+    sets = _as_sets(ours, theirs)
+    if sets is not None:
+        return sets
+    if _is_equation(theirs) and not _is_statement(ours):
+        return _equals_side(ours, theirs)
+    if _is_equation(ours) and not _is_statement(theirs):
+        return (
+            _same_statement(ours.parts[1], theirs)
+            if len(ours.parts) == 2 and _is_name(ours.parts[0])
+            else None
+        )
+    if _is_equation(ours) and _is_equation(theirs):
+        return _same_equation(ours, theirs)
+    if ours.kind == theirs.kind == "relation":
+        return _same_relation(ours, theirs)
+    if ours.kind in _COLLECTIONS or theirs.kind in _COLLECTIONS:
+        return _same_collection(ours, theirs)
+    if _is_statement(ours) or _is_statement(theirs):
+        return False
+    return _same_value(ours, theirs)
+
+
+_COLLECTIONS = ("list", "set", "tuple", "interval", "matrix", "or", "and")
+
+
+def _without_domains(node: Node) -> Node:
+    """Remove what a list says of the numbers that its variables stand for: ``2n, n \\in \\mathbb{Z}``."""
+    if node.kind != "list":
+        return node
+    kept = [
+        p
+        for p in node.parts
+        if not (p.kind == "relation" and p.name == "in" and p.parts[1].kind == "constant")
+    ]
+    return node if not kept else kept[0] if len(kept) == 1 else node._replace(parts=tuple(kept))
+
+
+def _spread(node: Node, other: Node) -> Node:
+    """Turn ``(a,b)=(1,2)`` into ``a=1, b=2`` where the other formula is such a list."""
+    if (
+        node.kind != "relation"
+        or node.name != "="
+        or other.kind not in ("list", "and")
+        or not _is_statement(other)
+    ):
+        return node
+    names, values = node.parts
+    if names.kind == values.kind == "tuple" and len(names.parts) == len(values.parts):
+        return Node(
+            "list", tuple(Node("relation", pair, "=") for pair in zip(names.parts, values.parts, strict=True))
+        )
+    return node
+
+
+def _is_statement(node: Node) -> bool:
+    return node.kind in ("relation", "congruence", "and", "or") or (
+        node.kind == "list" and any(_is_statement(part) for part in node.parts)
+    )
+
+
+def _is_equation(node: Node) -> bool:
+    return node.kind == "relation" and set(node.name.split()) <= {"=", "~"}
+
+
+def _is_name(node: Node) -> bool:
+    """Return whether a side of an equation names the other: ``x``, ``a_{n+1}``, ``f(2)``, ``(x,y)``."""
+    if node.kind == "tuple":
+        return all(_is_name(part) for part in node.parts)
+    return node.kind == "symbol" or (
+        node.kind == "call" and node.name.rstrip("'_").isalpha() and node.name not in FUNCTIONS
+    )
+
+
+def _equals_side(ours: Node, equation: Node) -> bool | None:
+    """Compare a value with an equation, which is its right side: a problem may ask for any left side."""
+    sides = equation.parts
+    numbers = {evaluate(side, {}) for side in sides if _digits(side)}
+    if len([number for number in numbers if number.denominator == 1]) > 1:
+        return False
+    signs = equation.name.split()
+    exact = signs.index("~") if "~" in signs else len(signs)  # 1/3 \approx 0.3 is 1/3
+    side = sides[exact] if exact or not _is_name(sides[0]) else sides[-1]
+    side = sides[0] if _is_name(side) and not _is_name(sides[0]) else side
+    return _same_statement(ours, side)
+
+
+def _same_equation(ours: Node, theirs: Node) -> bool | None:
+    """Compare equations of two sides up to a factor: ``2x+4y=6``, ``x+2y=3``; of more, the last two sides."""
+    a, b = (
+        Node("relation", node.parts[-2:], "=") if len(node.parts) > 2 else node for node in (ours, theirs)
+    )
+    if any(part.kind in _COLLECTIONS for node in (a, b) for part in node.parts):
+        same_names = _same_statement(a.parts[0], b.parts[0])
+        return _same_statement(a.parts[1], b.parts[1]) if same_names else same_names
+    if len(ours.parts) > 2 or len(theirs.parts) > 2:
+        values = _same_statement(a.parts[1], b.parts[1])
+        return values if values is not True else _same_statement(ours.parts[0], theirs.parts[0]) or None
+    names = [node.parts[0] for node in (a, b)]
+    if names[0].name == names[1].name and all(
+        _is_letter(n) and n.kind == "call" and [p.kind for p in n.parts] == ["symbol"] for n in names
+    ):
+        b = _renamed(b, names[1].parts[0].name, names[0].parts[0].name)  # f(t)=t^2 is f(x)=x^2
+    return _proportional(_difference(a.parts), _difference(b.parts), signed=False)
+
+
+def _difference(sides: Sequence[Node]) -> Node:
+    return Node("add", (sides[0], Node("negative", (sides[1],))))
+
+
+def _same_relation(ours: Node, theirs: Node) -> bool | None:
+    """Compare chains of inequalities or other relations, sign by sign."""
+    a, b = _ascending(ours), _ascending(theirs)
+    signs, other_signs = a.name.split(), b.name.split()
+    if signs != other_signs:
+        return False if {*signs, *other_signs} <= {"<", "<=", "=", "!="} else None
+    if set(signs) <= {"<", "<=", "!="} and len(signs) == 1:
+        return _proportional(_difference(a.parts), _difference(b.parts), signed=signs != ["!="])
+    verdicts = [_same_statement(x, y) for x, y in zip(a.parts, b.parts, strict=True)]
+    return None if None in verdicts else all(verdicts)
+
+
+def _ascending(chain: Node) -> Node:
+    """Turn ``a > b`` into ``b < a``."""
+    signs = chain.name.split()
+    if not set(signs) & {">", ">="}:
+        return chain
+    turned = [{">": "<", ">=": "<=", "<": ">", "<=": ">="}.get(sign, sign) for sign in reversed(signs)]
+    return Node("relation", tuple(reversed(chain.parts)), " ".join(turned))
+
+
+def _proportional(ours: Node, theirs: Node, *, signed: bool) -> bool:
+    """Return whether two formulas differ by a constant factor, which is positive if ``signed``."""
+    ratios = []
+    for values in _values_of_variables(ours, theirs):
+        a, b = evaluate(ours, values), evaluate(theirs, values)
+        if is_zero(a) or is_zero(b):
+            if is_zero(a) != is_zero(b):
+                return False
+            continue
+        ratios.append(combined(a, b, lambda x, y: x / y))
+    if not all(close(ratio, ratios[0]) for ratio in ratios):
+        return False
+    return not (signed and ratios and real(ratios[0]) < 0)
+
+
+def _same_congruence(ours: Node, theirs: Node) -> bool:
+    """Compare ``n = 3 (mod 5)`` with ``n = -2 (mod 5)``, or residues."""
+    if ours.kind == theirs.kind == "congruence" and len(ours.parts) == len(theirs.parts) == 2:
+        ours, theirs = (node._replace(parts=(Node("number"), *node.parts)) for node in (ours, theirs))
+    if ours.kind == theirs.kind == "congruence" and len(ours.parts) == len(theirs.parts):
+        modulus = _whole(ours.parts[2])
+        if modulus != _whole(theirs.parts[2]) or modulus == 0:
+            return False
+        a, b = (_difference(node.parts) for node in (ours, theirs))
+        turned = [Node("add", (a, b))] if _variables(a) else []  # 3 = n for n = 3
+        return any(
+            _is_constant_multiple(n, modulus) for n in (Node("add", (a, Node("negative", (b,)))), *turned)
+        )
+    return False
+
+
+def _is_constant_multiple(node: Node, modulus: int) -> bool:
+    found = [evaluate(node, values) for values in _values_of_variables(node, node)]
+    return all(close(number, found[0]) for number in found) and is_zero(
+        Fraction(round(real(found[0]))) - found[0]
+    ) and round(real(found[0])) % modulus == 0  # fmt: skip
+
+
+def _whole(node: Node) -> int:
+    number = evaluate(node, {})
+    if not isinstance(number, Fraction) or number.denominator != 1:
+        raise Unread("no whole number")
+    return abs(int(number))
+
+
+# Collections.
+
+
+def _alternatives(node: Node) -> Node:
+    """Replace plus-minus by the list of its values: independent in tuples, together in a formula."""
+    if not any(part.kind == "signs" for part in _nodes(node)):
+        return node
+    if node.kind in ("list", "set", "or", "and"):
+        parts = [part for element in node.parts for part in _parts_of(_alternatives(element))]
+        return Node("set" if node.kind == "set" else "list", tuple(parts))
+    if node.kind in ("tuple", "interval"):
+        choices = [_parts_of(_alternatives(part)) for part in node.parts]
+        found = [node._replace(parts=tuple(choice)) for choice in product(*choices)]
+    else:
+        found = [_with_sign(node, upper) for upper in (True, False)]
+    if len(found) > _MAX_ELEMENTS:
+        raise Unread("many signs")
+    return Node("list", tuple(found))
+
+
+def _parts_of(node: Node) -> tuple[Node, ...]:
+    return node.parts if node.kind == "list" else (node,)
+
+
+def _with_sign(node: Node, upper: bool) -> Node:
+    parts = tuple(_with_sign(part, upper) for part in node.parts)
+    if node.kind != "signs":
+        return node._replace(parts=parts)
+    return parts[0] if (node.name == "pm") == upper else Node("negative", parts)
+
+
+def _same_collection(ours: Node, theirs: Node) -> bool | None:
+    ordered = ("tuple", "interval", "matrix")
+    if ours.kind in ordered or theirs.kind in ordered:
+        ours, theirs = _in_order(ours, theirs), _in_order(theirs, ours)
+        if ours.kind != theirs.kind:
+            return _matrix_and_tuple(ours, theirs)
+        if ours.name != theirs.name or len(ours.parts) != len(theirs.parts):
+            return False
+        return _all_same(ours.parts, theirs.parts)
+    ours, theirs = (_without_names(node) if other.kind in ("set", "list") and not _is_statement(other)
+                    else node
+                    for node, other in ((ours, theirs), (theirs, ours)))  # fmt: skip
+    if {ours.kind, theirs.kind} == {"and", "or"} and not all(
+        _is_constant(part) for part in (*ours.parts, *theirs.parts)
+    ):
+        return False
+    a, b = (node.parts if node.kind in _COLLECTIONS else (node,) for node in (ours, theirs))
+    if len(a) > _MAX_ELEMENTS or len(b) > _MAX_ELEMENTS:
+        return None
+    return _same_in_any_order(a, b)
+
+
+def _worked_out(node: Node) -> Node:
+    """Replace sums and products of matrices by one matrix."""
+    if not any(part.kind == "matrix" for part in _nodes(node)) or node.kind == "matrix":
+        return node
+    parts = [_worked_out(part) for part in node.parts]
+    rows = [[row.parts for row in part.parts] if part.kind == "matrix" else None for part in parts]
+    a, b = (rows[0], rows[-1])
+    if node.kind == "multiply" and a and b:
+        if len(a[0]) != len(b):
+            raise Unread("shapes of matrices")
+        products = [
+            [
+                tuple(Node("multiply", pair) for pair in zip(row, column, strict=True))
+                for column in zip(*b, strict=True)
+            ]
+            for row in a
+        ]
+        return _matrix([[Node("add", terms) for terms in row] for row in products])
+    if node.kind == "add" and all(rows) and len({(len(r), len(r[0])) for r in rows if r}) == 1:
+        return _matrix(
+            [
+                [Node("add", entry) for entry in zip(*same, strict=True)]
+                for same in zip(*[r for r in rows if r], strict=True)
+            ]
+        )
+    if node.kind in ("negative", "multiply", "divide") and len([r for r in rows if r]) == 1:
+        at = 0 if a else 1
+        if node.kind == "divide" and at:
+            raise Unread("division by a matrix")
+        return _matrix(
+            [
+                [node._replace(parts=(*parts[:at], entry, *parts[at + 1 :])) for entry in row]
+                for row in rows[at] or []
+            ]
+        )
+    return node._replace(parts=tuple(parts))
+
+
+def _matrix(rows: Sequence[Sequence[Node]]) -> Node:
+    return Node("matrix", tuple(Node("tuple", tuple(row)) for row in rows))
+
+
+def _in_order(node: Node, other: Node) -> Node:
+    """Turn ``p=5, q=2`` into (5, 2) where the other formula is a tuple."""
+    if (
+        other.kind != "tuple"
+        or node.kind not in ("list", "and")
+        or not all(_is_equation(part) for part in node.parts)
+    ):
+        return node
+    names = {part.parts[0] for part in node.parts}
+    if len(names) < len(node.parts) or not all(_is_name(name) for name in names):
+        return node
+    return Node("tuple", tuple(part.parts[-1] for part in node.parts))
+
+
+def _is_constant(node: Node) -> bool:
+    """Return whether a part of "and" or "or" is a number or ``x=2``: solutions, of which both make lists."""
+    return not _variables(node.parts[1] if _is_equation(node) else node)
+
+
+def _matrix_and_tuple(ours: Node, theirs: Node) -> bool | None:
+    """Compare a column with a tuple; a matrix is never a number."""
+    kinds = {ours.kind, theirs.kind}
+    matrix, other = (ours, theirs) if ours.kind == "matrix" else (theirs, ours)
+    if kinds == {"matrix", "tuple"}:
+        column = [row.parts[0] for row in matrix.parts if len(row.parts) == 1]
+        return (
+            _all_same(column, other.parts) if len(column) == len(matrix.parts) == len(other.parts) else None
+        )
+    if kinds & {"list", "set", "interval"} or any(part.kind == "matrix" for part in _nodes(other)):
+        return None
+    return False
+
+
+def _all_same(ours: Sequence[Node], theirs: Sequence[Node]) -> bool | None:
+    verdicts = [
+        _same_value(a, b, places=_places(a, b))
+        if not (_is_compound(a) or _is_compound(b))
+        else _same_statement(a, b)
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    return False if False in verdicts else None if None in verdicts else True
+
+
+def _is_compound(node: Node) -> bool:
+    return node.kind in _COLLECTIONS or _is_statement(node)
+
+
+def _without_names(node: Node) -> Node:
+    """Turn ``x=2 or x=3`` into the list 2, 3: equations of one name."""
+    parts = node.parts if node.kind in ("list", "or", "and") else (node,)
+    if not all(_is_equation(part) and len(part.parts) == 2 and _is_name(part.parts[0]) for part in parts):
+        return node
+    return (
+        Node("list", tuple(part.parts[1] for part in parts))
+        if len({part.parts[0] for part in parts}) == 1
+        else node
+    )
+
+
+def _same_in_any_order(ours: Sequence[Node], theirs: Sequence[Node]) -> bool | None:
+    unknown = False
+
+    def covered(elements: Sequence[Node], others: Sequence[Node], swap: bool) -> bool:
+        nonlocal unknown
+        for element in elements:
+            verdicts = [
+                _same_statement(*((other, element) if swap else (element, other))) for other in others
+            ]
+            if True not in verdicts:
+                unknown = unknown or None in verdicts
+                return False
+        return True
+
+    if covered(ours, theirs, False) and covered(theirs, ours, True):
+        return True
+    return None if unknown else False
+
+
+# Sets of real numbers.
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """An interval of real numbers; ``low`` and ``high`` are infinite or numbers."""
+
+    low: Number
+    low_closed: bool
+    high: Number
+    high_closed: bool
+
+
+def _as_sets(ours: Node, theirs: Node) -> bool | None:
+    """Compare as sets of real numbers if one side is an interval, a union or an inequality."""
+    if not any(_is_set(node) for node in (ours, theirs)):
+        return None
+    for node, other in ((ours, theirs), (theirs, ours)):
+        if node.kind == "tuple" and len(node.parts) != 2:
+            return None
+        if node.kind == other.kind == "relation" and len({*_variables(node), *_variables(other)}) > 1:
+            return None  # their names, and more than one variable, count
+    names = [_solved_for(node) for node in (ours, theirs)]
+    if None not in names and names[0] != names[1]:
+        return False
+    verdicts = []
+    for values in _values_of_variables(ours, theirs):
+        try:
+            sets = [_pieces(node, values) for node in (ours, theirs)]
+        except Unread:
+            return None
+        places = _places(ours, theirs)
+        verdicts.append(
+            len(sets[0]) == len(sets[1])
+            and all(_same_piece(a, b, places) for a, b in zip(*sets, strict=True))
+        )
+    return all(verdicts)
+
+
+def _is_set(node: Node) -> bool:
+    if node.kind in ("and", "or", "list"):
+        return any(_is_set(part) for part in node.parts)
+    if node.kind == "relation":
+        return bool({*node.name.split()} & {"<", ">", "<=", ">=", "!=", "in"})
+    return node.kind in ("interval", "union", "intersection", "difference") or (
+        node.kind == "constant" and node.name == "R"
+    )
+
+
+def _variables(node: Node) -> set[str]:
+    return {part.name for part in _nodes(node) if part.kind == "symbol" and part.name not in ("e", "i")}
+
+
+def _solved_for(node: Node) -> str | None:
+    names = {
+        part.name for statement in _nodes(node) if statement.kind == "relation"
+        for part in statement.parts if part.kind == "symbol"
+    }  # fmt: skip
+    return next(iter(names)) if len(names) == 1 else None
+
+
+def _pieces(node: Node, values: Values) -> list[_Piece]:
+    if node.kind == "constant" and node.name == "R":
+        return [_Piece(-mp.inf, False, mp.inf, False)]
+    if node.kind in ("interval", "tuple") and len(node.parts) == 2:
+        low, high = (_end(part, values) for part in node.parts)
+        return _united([_Piece(low, node.name.startswith("["), high, node.name.endswith("]"))])
+    if node.kind == "set":
+        points = [_end(part, values) for part in node.parts]
+        return _united([_Piece(point, True, point, True) for point in points])
+    if node.kind in ("union", "or"):
+        return _united([piece for part in node.parts for piece in _pieces(part, values)])
+    if node.kind in ("intersection", "and"):
+        found = _pieces(node.parts[0], values)
+        for part in node.parts[1:]:
+            found = _intersected(found, _pieces(part, values))
+        return found
+    if node.kind == "list":  # inequalities that exclude each other are alternatives
+        both = _pieces(Node("and", node.parts), values)
+        return both or _pieces(Node("or", node.parts), values)
+    if node.kind == "difference" or (
+        node.kind == "add" and len(node.parts) == 2 and node.parts[1].kind == "negative"
+    ):
+        other = node.parts[1] if node.kind == "difference" else node.parts[1].parts[0]
+        return _intersected(_pieces(node.parts[0], values), _complement(_pieces(other, values)))
+    if node.kind == "relation":
+        return _pieces_of_relation(node, values)
+    raise Unread("no set")
+
+
+def _pieces_of_relation(node: Node, values: Values) -> list[_Piece]:
+    """Solve ``a < x <= b``, ``x != a``, ``x in S``: the variable stands alone."""
+    signs = node.name.split()
+    if signs == ["in"] and node.parts[0].kind == "symbol":
+        return _pieces(node.parts[1], values)
+    found = [_Piece(-mp.inf, False, mp.inf, False)]
+    unknown = [part for part in node.parts if _is_name(part)]
+    if len(unknown) != 1 or any(
+        part == unknown[0] for side in node.parts if side is not unknown[0] for part in _nodes(side)
+    ):
+        raise Unread("no variable stands alone")
+    at = node.parts.index(unknown[0])
+    if len(node.parts) > 3 or (len(node.parts) == 3 and at != 1):
+        raise Unread("a chain")
+    for place, sign in enumerate(signs):
+        left, right = node.parts[place], node.parts[place + 1]
+        if left is not unknown[0]:
+            left, right = right, left
+            sign = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}.get(sign, sign)
+        end = _end(right, values)
+        pieces = {
+            "<": [_Piece(-mp.inf, False, end, False)], "<=": [_Piece(-mp.inf, False, end, True)],
+            ">": [_Piece(end, False, mp.inf, False)], ">=": [_Piece(end, True, mp.inf, False)],
+            "!=": _complement([_Piece(end, True, end, True)]), "=": [_Piece(end, True, end, True)],
+        }.get(sign)  # fmt: skip
+        if pieces is None:
+            raise Unread(sign)
+        found = _intersected(found, pieces)
+    return found
+
+
+def _end(node: Node, values: Values) -> Number:
+    number = evaluate(node, values)
+    if isinstance(number, mpc) and number.imag:
+        raise Unread("no real number")
+    return number
+
+
+def _is_empty(piece: _Piece) -> bool:
+    if close(piece.low, piece.high):
+        return not (piece.low_closed and piece.high_closed) or mp.isinf(inexact(piece.low))
+    return bool(real(piece.low) > real(piece.high))
+
+
+def _united(pieces: list[_Piece]) -> list[_Piece]:
+    found: list[_Piece] = []
+    kept = (piece for piece in pieces if not _is_empty(piece))
+    for piece in sorted(kept, key=lambda piece: (real(piece.low), not piece.low_closed)):
+        last = found[-1] if found else None
+        touches = last is not None and (
+            real(piece.low) < real(last.high)
+            or (close(piece.low, last.high) and (piece.low_closed or last.high_closed))
+        )
+        if last is None or not touches:
+            found.append(piece)
+        elif close(piece.high, last.high):
+            closed = piece.high_closed or last.high_closed
+            found[-1] = _Piece(last.low, last.low_closed, last.high, closed)
+        elif real(piece.high) > real(last.high):
+            found[-1] = _Piece(last.low, last.low_closed, piece.high, piece.high_closed)
+    return found
+
+
+def _complement(pieces: list[_Piece]) -> list[_Piece]:
+    found, low, closed = [], -mp.inf, False
+    for piece in pieces:
+        found.append(_Piece(low, closed, piece.low, not piece.low_closed))
+        low, closed = piece.high, not piece.high_closed
+    return _united([*found, _Piece(low, closed and low != mp.inf, mp.inf, False)])
+
+
+def _intersected(ours: list[_Piece], theirs: list[_Piece]) -> list[_Piece]:
+    return _complement(_united([*_complement(ours), *_complement(theirs)]))
+
+
+def _same_piece(a: _Piece, b: _Piece, places: int) -> bool:
+    def same_end(x: Number, closed: bool, y: Number, other_closed: bool) -> bool:
+        if mp.isinf(inexact(x)) or mp.isinf(inexact(y)):
+            return bool(inexact(x) == inexact(y))
+        return closed == other_closed and (close(x, y) or _rounds_to(x, y, places))
+
+    return same_end(a.low, a.low_closed, b.low, b.low_closed) and same_end(
+        a.high, a.high_closed, b.high, b.high_closed
+    )
+
+
+# Values.
+
+
+def _same_value(ours: Node, theirs: Node, *, places: int = _PLACES) -> bool | None:
+    decimals = [len(_digits(tree).partition(".")[2]) for tree in (ours, theirs) if "." in _digits(tree)]
+    decimal = bool(decimals) and min(decimals) >= places
+    for values in _values_of_variables(ours, theirs):
+        try:
+            a, b = evaluate(ours, values), evaluate(theirs, values)
+        except TooLarge:
+            return ours == theirs
+        if not (
+            close(a, b)
+            or (decimal and _rounds_to(a, b, places))
+            or _both_vanish((ours, theirs), (a, b), values)
+        ):
+            return False
+    return True
+
+
+def _both_vanish(trees: Sequence[Node], found: Sequence[Number], values: Values) -> bool:
+    """Return whether tiny numbers are rounding errors of zero: they shrink with more digits."""
+    if any(abs(inexact(number)) > mpf(10) ** -40 for number in found):
+        return False
+    with mp.workdps(2 * DIGITS):
+        again = [inexact(evaluate(tree, values)) for tree in trees]
+    return all(
+        abs(more) <= abs(inexact(number)) * mpf(10) ** -30 for more, number in zip(again, found, strict=True)
+    )
+
+
+def _digits(tree: Node) -> str:
+    """Return the digits of a plain number, "" for any other formula."""
+    number = tree.parts[0] if tree.kind == "negative" else tree
+    return number.name if number.kind == "number" else ""
+
+
+def _is_decimal(tree: Node) -> bool:
+    return any(node.kind == "number" and "." in node.name for node in _nodes(tree))
+
+
+def _places(ours: Node, theirs: Node) -> int:
+    """Return to how many decimals an answer may round an end or a coordinate of the gold."""
+    return _PLACES_IN_TUPLE if _is_decimal(theirs) and not _is_decimal(ours) else _PLACES
+
+
+def _values_of_variables(*trees: Node) -> Iterator[Values]:
+    """Yield sets of values of the variables: positive, negative, mixed. Once if there is no variable."""
+    names = sorted(
+        {node.name for tree in trees for node in _nodes(tree) if node.kind == "symbol"} - {"e", "i"}
+    )
+    if not names:
+        yield {}
+        return
+    for trial in range(3):
+        values = {}
+        for name in names:
+            drawn = int.from_bytes(blake2b(f"{trial} {name}".encode(), digest_size=4).digest(), "big")
+            values[name] = Fraction(drawn % 4001 + 700, 1009) * (1, -1, -1 if drawn & 4096 else 1)[trial]
+        yield values
+
+
+def _rounds_to(exact: Number, rounded: Number, places: int) -> bool:
+    """Return whether one number is the other rounded to so many decimals or more."""
+    a, b = inexact(exact), inexact(rounded)
+    if isinstance(a, mpc) or isinstance(b, mpc) or mp.isinf(a) or mp.isinf(b):
+        return False
+    near = abs(a - b) <= _ROUNDED * max(abs(a), abs(b))
+    return bool(near and abs(a - b) <= mpf(10) ** -places / 2)

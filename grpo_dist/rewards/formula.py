@@ -1,0 +1,656 @@
+"""Reads a formula whole, or not at all: every letter, sign and command of the text is in the tree.
+
+`equality` compares trees. What is no formula here (prose, an integral, a sign without a meaning) is `Unread`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from typing import NamedTuple
+
+_MAX_DEPTH = 60  # nested groups
+_MAX_TOKENS = 4000
+
+
+class Unread(Exception):
+    """The text is no formula that is known here."""
+
+
+class Node(NamedTuple):
+    """A formula: its kind, its parts, and a name or a sign.
+
+    number (``value``), symbol (``name``), call (``name``, arguments), add, multiply, divide, power, negative,
+    signs (``+-`` or ``-+``), tuple, interval (``name``: its brackets), set, list, matrix, relation (``name``:
+    its signs), congruence (left, right, modulus), and, or, union, intersection, difference, sum, product.
+    """
+
+    kind: str
+    parts: tuple[Node, ...] = ()
+    name: str = ""
+    value: Fraction = Fraction(0)
+
+
+FUNCTIONS = re.findall(
+    r"\w+",
+    """
+    sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh coth sech csch arcsinh
+    arccosh arctanh ln log exp sqrt abs floor ceil gcd lcm max min sgn Re Im arg det dim ker rank tr deg Pr
+    """,
+)
+SAME_FUNCTION = {
+    "tg": "tan", "ctg": "cot", "cotg": "cot", "cosec": "csc", "arctg": "arctan", "arcctg": "arccot",
+    "asin": "arcsin", "acos": "arccos", "atan": "arctan", "acot": "arccot", "asinh": "arcsinh",
+    "acosh": "arccosh", "atanh": "arctanh", "arsinh": "arcsinh", "arcosh": "arccosh", "artanh": "arctanh",
+    "sh": "sinh", "ch": "cosh", "th": "tanh", "cth": "coth", "sign": "sgn", "ceiling": "ceil", "trace": "tr",
+    "rk": "rank", "hcf": "gcd", "gcf": "gcd",
+}  # fmt: skip
+_LOGARITHMS = {"lg": 10, "lb": 2, "ld": 2}  # names with a base of their own
+_FUNCTION_NAMES = frozenset([*FUNCTIONS, *SAME_FUNCTION, *_LOGARITHMS])
+_IN_PLAIN_TEXT = sorted(_FUNCTION_NAMES - {"ch", "sh", "th", "lb", "ld", "rk"}, key=len, reverse=True)
+GREEK = frozenset(
+    re.findall(
+        r"\w+",
+        """
+    alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma
+    varsigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega
+    ell hbar
+        """,
+    )
+)
+_OTHER_RELATIONS = re.findall(
+    r"\w+",
+    "notin ni subset subseteq supset supseteq subsetneq sim cong parallel perp propto mid nmid to mapsto "
+    "rightarrow Rightarrow implies iff Leftrightarrow leftrightarrow prec succ preceq succeq",
+)
+RELATIONS = {
+    "=": "=", "<": "<", ">": ">", "\\lt": "<", "\\gt": ">", "\\le": "<=", "\\leq": "<=", "\\leqslant": "<=",
+    "\\ge": ">=", "\\geq": ">=", "\\geqslant": ">=", "\\ne": "!=", "\\neq": "!=", "\\in": "in",
+    "\\equiv": "mod", "\\approx": "~", "\\simeq": "~",
+    **{f"\\{name}": name for name in _OTHER_RELATIONS},
+}  # fmt: skip
+_SET_SIGNS = {
+    "\\cup": "union", "\\cap": "intersection", "\\setminus": "difference", "\\backslash": "difference",
+}  # fmt: skip
+_TIMES = {"*", "\\cdot", "\\times", "\\ast"}
+_OVER = {"/", "\\div"}
+_CONNECTIVES = {"\\land": "and", "\\wedge": "and", "\\lor": "or", "\\vee": "or"}
+_FONTS = {
+    "mathbf",
+    "mathit",
+    "mathrm",
+    "mathsf",
+    "mathcal",
+    "boldsymbol",
+    "bm",
+    "vec",
+    "mathop",
+    "rm",
+    "bf",
+    "it",
+}
+_IN_FONT = re.compile(r"\\(?P<font>[a-z]+)\*?\s*\{(?P<content>[^{}]*)\}")
+_MARKS = {"bar", "overline", "hat", "widehat", "tilde", "widetilde", "dot", "ddot", "overrightarrow",
+          "underline",           "angle", "triangle", "widearc", "overarc", "measuredangle"}  # fmt: skip
+_IGNORED = frozenset(
+    re.findall(
+        r"\w+",
+        "left right mleft mright big Big bigg Bigg bigl bigr Bigl Bigr displaystyle textstyle limits "
+        "nolimits quad qquad",
+    )
+)
+_CLOSING = {"(": ")]", "[": ")]", "{": "}", "\\{": ["\\}"], "\\lfloor": ["\\rfloor"], "\\lceil": ["\\rceil"]}
+_TOKEN = re.compile(
+    r"(?P<space>\s+|\\[,;:!> ]|~)"
+    r"|(?P<words>\\(?:text[a-z]*|mbox|operatorname|math(?:bf|it|rm|sf|cal|op)|boldsymbol|bm|vec)\*?\s*\{[^{}]*\})"
+    r"|(?P<environment>\\(?:begin|end)\s*\{[a-z]+\})|(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<command>\\(?:[A-Za-z]+|.))"
+    r"|(?P<word>[A-Za-z]+)|(?P<sign>.)",
+    re.DOTALL,
+)
+_GROUPED = re.compile(r"(?<=\d)\{,\}(?=\d{3})")
+_SCIENTIFIC = re.compile(r"(?<![\w.)}\]])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})(?=\s*(?:[,;)\]}]|\\[\]})]|$))")
+_NAMED_INDEX = re.compile(r"_\s*\{\s*([A-Za-z]{2,})\s*\}")
+_DERIVATIVE = re.compile(
+    r"\\[dt]?frac\s*\{\s*(?:d|\\partial)(?![A-Za-z]{2})[^{}]*\}\s*\{\s*(?:d|\\partial)\s*[a-z]"
+)
+
+
+class _Token(NamedTuple):
+    kind: str
+    text: str
+    spaced: bool  # whether white space precedes it
+
+
+def is_word(letters: str) -> bool:
+    """Return whether a run of letters is text rather than a product of variables.
+
+    ``abc``, ``xyz`` and ``mnp`` are products: they are in alphabetical order or have no vowel.
+    """
+    plain = letters.lower()
+    return len(plain) > 2 and list(plain) != sorted(plain) and any(letter in "aeiou" for letter in plain)
+
+
+def parse(text: str) -> Node:
+    """Return the tree of a formula in LaTeX or in plain notation (``x**2``, ``sqrt(2)``, ``exp(2)``).
+
+    Raises Unread.
+    """
+    if _DERIVATIVE.search(text):
+        raise Unread(text)
+    text = _NAMED_INDEX.sub(r"_{\\text{\1}}", text)
+    plain = _SCIENTIFIC.sub(r"(\1*10^{\2})", _GROUPED.sub("", text.replace("**", "^")))
+    parser = _Parser(list(_tokens(plain)))
+    tree = parser.elements()
+    if parser.ahead is not None:
+        raise Unread(parser.ahead.text)
+    return tree
+
+
+def _tokens(text: str) -> Iterator[_Token]:
+    spaced = False
+    for count, match in enumerate(_TOKEN.finditer(text)):
+        kind, token = str(match.lastgroup), match.group()
+        if count > _MAX_TOKENS:
+            raise Unread("too long")
+        if kind == "space" or (kind == "command" and token[1:] in _IGNORED):
+            spaced = True
+            continue
+        if kind == "word":
+            yield from _of_letters(token, spaced)
+        elif kind == "words":
+            yield from _of_font(token, spaced)
+        else:
+            yield _Token(kind, token, spaced)
+        spaced = False
+
+
+def _of_letters(letters: str, spaced: bool) -> Iterator[_Token]:
+    if letters in ("or", "and"):
+        yield _Token("command", "\\lor" if letters == "or" else "\\land", spaced)
+        return
+    if letters in ("pi", "infty", "infinity", "inf", "oo"):
+        yield _Token("command", "\\pi" if letters == "pi" else "\\infty", spaced)
+        return
+    for name in _IN_PLAIN_TEXT:
+        if letters == name or (letters.startswith(name) and len(letters) == len(name) + 1 and len(name) > 1):
+            yield _Token("command", f"\\{name}", spaced)
+            if letters != name:
+                yield _Token("letter", letters[-1], False)
+            return
+    if is_word(letters):
+        raise Unread(letters)
+    for place, letter in enumerate(letters):
+        yield _Token("letter", letter, spaced and not place)
+
+
+def _of_font(command: str, spaced: bool) -> Iterator[_Token]:
+    """Yield the tokens of an operator's name, of a letter in another font, or of the words of an index."""
+    match = _IN_FONT.fullmatch(command)
+    if match is None:
+        raise Unread(command)
+    words = match["content"].strip()
+    if words in _FUNCTION_NAMES:
+        yield _Token("command", f"\\{words}", spaced)
+    elif words in ("or", "and") or (len(words) == 1 and words.isalpha()):
+        yield from _of_letters(words, spaced)
+    elif match["font"] == "operatorname" and words.isalpha():
+        yield _Token("function", words, spaced)
+    elif match["font"].startswith("text") or match["font"] in ("mbox", "operatorname") or words.isalpha():
+        yield _Token("words", words, spaced)
+    else:
+        yield _Token("sign", "(", spaced)
+        yield from _tokens(words)
+        yield _Token("sign", ")", False)
+
+
+class _Parser:
+    def __init__(self, tokens: list[_Token]) -> None:
+        self._tokens, self._place, self._depth, self._bars = tokens, 0, 0, 0
+
+    @property
+    def ahead(self) -> _Token | None:
+        return self._tokens[self._place] if self._place < len(self._tokens) else None
+
+    def _next(self) -> _Token:
+        token = self.ahead
+        if token is None:
+            raise Unread("ends early")
+        self._place += 1
+        return token
+
+    def _sees(self, *texts: str) -> bool:
+        return self.ahead is not None and self.ahead.text in texts
+
+    def _accept(self, *texts: str) -> str:
+        return self._next().text if self._sees(*texts) else ""
+
+    def _expect(self, *texts: str) -> str:
+        return self._accept(*texts) or self._refuse()
+
+    def _refuse(self) -> str:
+        raise Unread(self.ahead.text if self.ahead else "ends early")
+
+    def elements(self) -> Node:
+        """Parse a list separated by semicolons, of lists separated by commas; alone, the only element."""
+        return self._separated(";", lambda: self._separated(",", lambda: self._statement("or")))
+
+    def _separated(self, sign: str, below: Callable[[], Node]) -> Node:
+        elements = [below()]
+        while self._accept(sign):
+            elements.append(below())
+        return elements[0] if len(elements) == 1 else Node("list", tuple(elements))
+
+    def _statement(self, connective: str) -> Node:
+        below: Callable[[], Node] = (lambda: self._statement("and")) if connective == "or" else self._relation
+        parts = [below()]
+        while self.ahead is not None and _CONNECTIVES.get(self.ahead.text) == connective:
+            self._next()
+            parts.append(below())
+        return parts[0] if len(parts) == 1 else Node(connective, tuple(parts))
+
+    def _relation(self) -> Node:
+        parts, signs = [self._set()], []
+        while self.ahead is not None and (
+            self.ahead.text in RELATIONS or (self.ahead.text == "!" and self._follows("="))
+        ):
+            sign = self._next().text
+            if sign == "!":
+                self._next()
+            name = "!=" if sign == "!" else RELATIONS[sign]
+            if name in "<>" and self._accept("="):
+                name += "="
+            if name == "=" and self._accept("="):
+                name = "="
+            signs.append(name)
+            parts.append(self._set())
+        if (modulus := self._modulus()) is not None:
+            if signs not in ([], ["mod"], ["="]):
+                raise Unread("a modulus")
+            return Node("congruence", (*parts, modulus))
+        return parts[0] if not signs else Node("relation", tuple(parts), " ".join(signs))
+
+    def _follows(self, text: str) -> bool:
+        behind = self._place + 1
+        return behind < len(self._tokens) and self._tokens[behind].text == text
+
+    def _modulus(self) -> Node | None:
+        if self._accept("\\pmod", "\\mod", "\\pod"):
+            return self._argument()
+        if self._sees("(") and (self._follows("\\mod") or self._follows("\\bmod")):
+            self._next(), self._next()
+            modulus = self._sum()
+            self._expect(")")
+            return modulus
+        return None
+
+    def _set(self) -> Node:
+        left = self._sum()
+        while self.ahead is not None and self.ahead.text in _SET_SIGNS:
+            sign = self._next().text
+            left = Node(_SET_SIGNS[sign], (left, self._sum()))
+        return left
+
+    def _sum(self) -> Node:
+        terms = []
+        sign = self._accept("+", "-", "\\pm", "\\mp")
+        while True:
+            term = self._term()
+            if sign == "-":
+                term = Node("negative", (term,))
+            elif sign in ("\\pm", "\\mp"):
+                term = Node("signs", (term,), sign[1:])
+            terms.append(term)
+            sign = self._accept("+", "-", "\\pm", "\\mp")
+            if not sign:
+                return terms[0] if len(terms) == 1 else Node("add", tuple(terms))
+
+    def _term(self) -> Node:
+        value = self._signed_factor()
+        while self.ahead is not None:
+            if self.ahead.text in _TIMES:
+                self._next()
+                value = Node("multiply", (value, self._signed_factor()))
+            elif self.ahead.text in _OVER:
+                self._next()
+                value = Node("divide", (value, self._signed_factor()))
+            elif self.ahead.text == "\\bmod":
+                self._next()
+                value = Node("call", (value, self._signed_factor()), "mod")
+            elif self._starts_factor():
+                if value.kind in ("tuple", "set", "interval", "list"):
+                    raise Unread("a product of sets")
+                value = Node("multiply", (value, self._factor()))
+            else:
+                return value
+        return value
+
+    def _signed_factor(self) -> Node:
+        sign = self._accept("+", "-")
+        factor = self._factor()
+        return Node("negative", (factor,)) if sign == "-" else factor
+
+    def _starts_factor(self) -> bool:
+        token = self.ahead
+        if token is None:
+            return False
+        if token.kind == "number":  # "2 3" and ")3" are no products that people write
+            before = self._tokens[self._place - 1]
+            return before.kind == "letter" or before.text in ("}", "\\pi") or before.text.startswith("\\")
+        if token.text in ("|", "\\vert", "\\lvert"):
+            return not self._bars
+        if token.text == "(":
+            return not (self._follows("\\mod") or self._follows("\\bmod"))
+        begins = token.text.startswith("\\begin")
+        return (
+            token.kind in ("letter", "function")
+            or begins
+            or token.text == "{"
+            or self._starts_by_command(token)
+        )
+
+    @staticmethod
+    def _starts_by_command(token: _Token) -> bool:
+        name = token.text[1:]
+        return token.kind == "command" and (
+            name in _FUNCTION_NAMES | GREEK | _FONTS | _MARKS
+            or name in ("frac", "dfrac", "tfrac", "cfrac", "sqrt", "pi", "infty", "binom", "dbinom", "tbinom",
+                        "lfloor",                         "lceil", "sum", "prod", "mathbb")
+        )  # fmt: skip
+
+    def _factor(self) -> Node:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise Unread("too deep")
+        base = self._primary()
+        while self.ahead is not None:
+            if self._accept("^"):
+                base = self._raised(base)
+            elif self._accept("_"):
+                base = self._indexed(base)
+            elif self._sees("'", "’", "\\prime"):
+                self._next()
+                base = self._primed(base, "'")
+            elif self._sees("!") and not self._follows("="):
+                self._next()
+                twice = self._accept("!")
+                base = Node("call", (base,), "!!" if twice else "!")
+            else:
+                break
+        self._depth -= 1
+        return base
+
+    def _primed(self, base: Node, prime: str) -> Node:
+        if base.kind != "symbol":
+            raise Unread("a prime")
+        return self._applied(base._replace(name=base.name + prime))
+
+    def _raised(self, base: Node) -> Node:
+        braced = self._sees("{")
+        begin = self._place
+        inside = self._raw_group() if braced else [self._next()]
+        texts = [token.text for token in inside]
+        if texts == ["\\circ"] or texts == ["\\degree"]:
+            return Node("multiply", (base, Node("call", (), "degree")))
+        if texts and set(texts) <= {"\\prime", "'"}:
+            return self._primed(base, "'" * len(texts))
+        if (
+            base.kind == "symbol"
+            and texts
+            and texts[0] in ("(", "\\top", "\\intercal", "*", "\\ast", "\\dagger", "\\dag")
+        ):
+            if texts[0] == "(" and braced and len(texts) == 3 and texts[1].isdigit():
+                return self._primed(base, "'" * min(int(texts[1]), 99))
+            if texts[0] != "(":
+                mark = "*" if texts[0] == "\\ast" else texts[0]
+                return base._replace(name=f"{base.name}^{mark}")
+        if texts == ["-", "1"] and self._sees("(") and base.kind == "symbol" and base.name in "fghFGH":
+            return self._applied(base._replace(name=f"{base.name}'^-1"))
+        self._place = begin
+        if not braced and self._sees("-"):
+            self._next()
+            return Node("power", (base, Node("negative", (self._argument(),))))
+        return Node("power", (base, self._argument()))
+
+    def _indexed(self, base: Node) -> Node:
+        if base.kind == "power" and base.parts[0].kind == "symbol":  # x^2_n
+            return base._replace(parts=(self._indexed(base.parts[0]), base.parts[1]))
+        if base.kind != "symbol":
+            raise Unread("an index")
+        begin = self._place
+        texts = self._raw_group() if self._sees("{") else [self._next()]
+        name = "".join(token.text for token in texts)
+        if not re.search(r"[\\+\-*/^(,]", name):
+            return self._applied(base._replace(name=f"{base.name}_{name}"))
+        end, self._place = self._place, begin
+        try:
+            index = self._argument()
+        except Unread:
+            self._place = end
+            return self._applied(base._replace(name=f"{base.name}_{name}"))
+        return Node("call", (index,), f"{base.name}_")
+
+    def _raw_group(self) -> list[_Token]:
+        self._expect("{")
+        inside: list[_Token] = []
+        depth = 1
+        while True:
+            token = self._next()
+            depth += (token.text == "{") - (token.text == "}")
+            if not depth:
+                return inside
+            inside.append(token)
+
+    def _applied(self, function: Node) -> Node:
+        """Return a function's value where arguments in parentheses follow; ``a(b+c)`` is a product."""
+        named = re.match(r"[fghFGHP]('|_|\Z)|.*'", function.name) or self._sees_argument(function.name)
+        if self._sees("(") and named:
+            self._next()
+            arguments = self.elements()
+            self._expect(")")
+            return Node("call", _arguments(arguments), function.name)
+        return function
+
+    def _sees_argument(self, name: str) -> bool:
+        """Return whether a capital, p or q is followed by a variable alone: ``W(n)``, ``p(x)``."""
+        ahead = [token.text for token in self._tokens[self._place : self._place + 3]]
+        return (
+            bool(re.fullmatch("[A-Zpq]", name))
+            and len(ahead) == 3
+            and ahead[1] in tuple("xyztnmk")
+            and ahead[2] == ")"
+        )
+
+    def _argument(self) -> Node:
+        """Parse the argument of a command: a group in braces, or one token with its own arguments."""
+        if self._accept("{"):
+            inside = self.elements()
+            self._expect("}")
+            return inside
+        token = self._next()
+        if token.kind == "number":
+            return Node("number", value=Fraction(token.text), name=token.text)
+        self._place -= 1
+        return self._primary()
+
+    def _primary(self) -> Node:
+        token = self._next()
+        if token.kind == "number":
+            return Node("number", value=_exact(token.text), name=token.text)
+        if token.kind == "letter":
+            return self._applied(Node("symbol", name=token.text))
+        if token.kind == "environment" and token.text.startswith("\\begin"):
+            return self._matrix(token.text.partition("{")[2].rstrip("}"))
+        if token.kind == "function":
+            return self._function(token.text)
+        if token.kind == "command" and (found := self._command(token.text[1:])) is not None:
+            return found
+        if token.text in ("|", "\\vert", "\\lvert"):
+            self._bars += 1
+            inside = self.elements()
+            self._expect("|", "\\vert", "\\rvert")
+            self._bars -= 1
+            return Node("call", (inside,), "abs")
+        if token.text in _CLOSING:
+            return self._group(token.text)
+        self._place -= 1
+        self._refuse()
+        raise AssertionError
+
+    def _group(self, opening: str) -> Node:
+        bars, self._bars = self._bars, 0
+        if opening == "\\{" and self._accept("\\}"):
+            return Node("set")
+        inside = self.elements()
+        closing = self._expect(*_CLOSING[opening])
+        self._bars = bars
+        if opening in ("\\lfloor", "\\lceil"):
+            return Node("call", (inside,), "floor" if "floor" in opening else "ceil")
+        if opening == "\\{":
+            return Node("set", _arguments(inside))
+        if inside.kind == "list" and opening in "([":
+            elements = inside.parts
+            if len(elements) == 2 and opening + closing != "()":
+                return Node("interval", elements, opening + closing)
+            if opening + closing not in ("()", "[]"):
+                raise Unread("brackets")
+            return Node("tuple", elements)
+        if opening + closing not in ("()", "[]", "{}"):
+            raise Unread("brackets")
+        return inside
+
+    def _command(self, name: str) -> Node | None:
+        if name in GREEK:  # \varphi is \phi
+            return self._applied(Node("symbol", name=f"\\{name.removeprefix('var')}"))
+        if name in ("pi", "infty"):
+            return Node("constant", name=name)
+        if name in ("emptyset", "varnothing"):
+            return Node("set")
+        if name == "mathbb":
+            return Node("constant", name="".join(token.text for token in self._raw_group()))
+        if name in ("frac", "dfrac", "tfrac", "cfrac"):
+            return Node("divide", (self._fraction_part(), self._fraction_part()))
+        if name in ("binom", "dbinom", "tbinom"):
+            return Node("call", (self._fraction_part(), self._fraction_part()), "binom")
+        if name == "sqrt":
+            return self._root()
+        if name in ("sum", "prod"):
+            return self._repeated(name)
+        if name in _MARKS:
+            return self._marked(name)
+        if name in _FONTS:
+            return self._primary()
+        return self._function(name) if name in _FUNCTION_NAMES else None
+
+    def _fraction_part(self) -> Node:
+        """Parse an argument of a fraction: without braces, a single digit."""
+        token = self.ahead
+        if token is not None and token.kind == "number" and len(token.text) > 1:
+            self._tokens[self._place : self._place + 1] = [
+                token._replace(text=digits) for digits in (token.text[0], token.text[1:])
+            ]
+        return self._argument()
+
+    def _root(self) -> Node:
+        degree = Node("number", value=Fraction(2))
+        if self._accept("["):
+            degree = self._sum()
+            self._expect("]")
+        if self._sees("("):
+            return Node("call", (self._primary(), degree), "root")
+        return Node("call", (self._argument(), degree), "root")
+
+    def _repeated(self, name: str) -> Node:
+        self._expect("_")
+        lower = self._argument()
+        self._expect("^")
+        upper = self._argument()
+        if lower.kind != "relation" or lower.name != "=" or lower.parts[0].kind != "symbol":
+            raise Unread(name)
+        return Node(name, (lower.parts[1], upper, self._term()), lower.parts[0].name)
+
+    def _matrix(self, kind: str) -> Node:
+        if kind not in ("pmatrix", "bmatrix", "matrix", "vmatrix", "smallmatrix"):
+            raise Unread(kind)
+        rows: list[list[Node]] = [[]]
+        while not self._ends():
+            rows[-1].append(self._statement("or"))
+            if self._accept("\\\\"):
+                rows.append([])
+            elif not self._accept("&") and not (self.ahead and self.ahead.kind == "environment"):
+                self._refuse()
+        rows = rows if rows[-1] else rows[:-1]
+        if len({len(row) for row in rows}) != 1:
+            raise Unread("rows of several lengths")
+        matrix = Node("matrix", tuple(Node("tuple", tuple(row)) for row in rows))
+        return Node("call", (matrix,), "det") if kind == "vmatrix" else matrix
+
+    def _ends(self) -> bool:
+        if self.ahead is None or self.ahead.kind != "environment":
+            return False
+        return self._next().text.startswith("\\end")
+
+    def _marked(self, name: str) -> Node:
+        tokens = self._raw_group() if self._sees("{") else self._run_of_letters()
+        if name == "overline" and len(tokens) == 1:
+            name = "bar"
+        return Node("symbol", name=f"\\{name} {''.join(token.text for token in tokens)}")
+
+    def _run_of_letters(self) -> list[_Token]:
+        tokens = [self._next()]
+        while self.ahead is not None and self.ahead.kind == "letter" and not self.ahead.spaced:
+            tokens.append(self._next())
+        return tokens
+
+    def _function(self, name: str) -> Node:
+        name = SAME_FUNCTION.get(name, name)
+        if name == "sqrt":
+            return self._root()
+        base, exponent, primes = None, None, ""
+        while True:
+            if self._accept("_"):
+                base = self._argument()
+            elif self._accept("^"):
+                exponent = Node("negative", (self._argument(),)) if self._accept("-") else self._argument()
+            elif self._accept("'"):
+                primes += "'"
+            else:
+                break
+        if name in _LOGARITHMS:
+            name, base = "log", base or Node("number", value=Fraction(_LOGARITHMS[name]))
+        arguments = self._arguments_of_function()
+        call = Node("call", (*arguments, *([base] if base is not None else [])), name + primes)
+        if exponent is None:
+            return call
+        if exponent == Node("negative", (Node("number", value=Fraction(1), name="1"),)):
+            return call._replace(name=f"arc{name}" if f"arc{name}" in FUNCTIONS else f"{name}^-1")
+        return Node("power", (call, exponent))
+
+    def _arguments_of_function(self) -> tuple[Node, ...]:
+        if self._sees("(", "[", "{", "\\{", "|"):
+            return _arguments(self._primary())
+        sign = self._accept("-", "+")
+        argument = self._factor()
+        while self._starts_factor() and self.ahead is not None and not self._is_function(self.ahead):
+            if self.ahead.text in ("(", "{") and argument.kind not in ("number", "symbol"):
+                break
+            argument = Node("multiply", (argument, self._factor()))
+        if self._sees("/") and argument.kind in ("number", "constant", "symbol", "multiply"):
+            self._next()
+            argument = Node("divide", (argument, self._factor()))
+        return (Node("negative", (argument,)) if sign == "-" else argument,)
+
+    @staticmethod
+    def _is_function(token: _Token) -> bool:
+        return (
+            token.kind == "command" and token.text[1:] in _FUNCTION_NAMES - {"sqrt"}
+        ) or token.kind == "function"
+
+
+def _arguments(inside: Node) -> tuple[Node, ...]:
+    return inside.parts if inside.kind in ("list", "tuple", "set") else (inside,)
+
+
+def _exact(digits: str) -> Fraction:
+    return Fraction(Decimal(digits))  # int() refuses more than 4300 digits
