@@ -22,7 +22,7 @@ from functools import lru_cache
 import numpy as np
 
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.text import boxes, normalise
+from grpo_dist.rewards.text import boxes, normalise, percent, tidy
 from grpo_dist.rewards.thought import final_text
 
 NO_ANSWER = -1
@@ -109,7 +109,8 @@ def numbered(answers: Sequence[str], correct: Sequence[float], pool: Callable[[]
     """Number the answers: each gets the index of the first that it equals as mathematics; -1 for "".
 
     All right answers have one number: they equal the gold answer. The others are compared as text, as plain
-    numbers, and then by the math grader; an answer on which it times out equals nothing.
+    numbers, and then by the math grader, in both directions; an answer on which it times out equals nothing.
+    A percentage is a share: 50\\% votes with 0.5 and not with 50, so that equality is transitive.
 
         ["0.5", "\\frac12", "", "3", "x"], correct [1, 1, 0, 0, 0]  ->  [0, 0, -1, 3, 4]
     """
@@ -144,8 +145,16 @@ def _same(answer: str, known: dict[int, str], pool: Callable[[], GraderPool]) ->
             return number
     if not asked:
         return None
-    grades = pool().grade([(f"\\boxed{{{answer}}}", known[number]) for number in asked])
-    return next((n for n, grade in zip(asked, grades, strict=True) if grade.outcome == "correct"), None)
+    pairs = [(_as_share(answer), _as_share(known[number])) for number in asked]
+    both_ways = [(f"\\boxed{{{a}}}", b) for pair in pairs for a, b in (pair, pair[::-1])]
+    equal = [grade.outcome == "correct" for grade in pool().grade(both_ways)]
+    return next((n for n, *ways in zip(asked, equal[::2], equal[1::2], strict=True) if all(ways)), None)
+
+
+def _as_share(answer: str) -> str:
+    """Turn ``50\\%`` into ``\\frac{50}{100}``: a gold may mean 50 or 1/2 by it, a vote is for one of them."""
+    number = percent(tidy(answer))
+    return answer if number is None else f"\\frac{{{number}}}{{100}}"
 
 
 def _number(answer: str) -> Fraction | None:

@@ -33,7 +33,7 @@ from grpo_dist.loop.admission import Drawn
 from grpo_dist.policy.usable_model import usable_model
 from grpo_dist.rewards.combinations import combination_problems
 from grpo_dist.rewards.data_columns import column_problems
-from grpo_dist.rewards.gold import count_unreadable
+from grpo_dist.rewards.gold import count_unreadable, describe_no_answers
 from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import graded_problems, reward_problems
@@ -318,6 +318,11 @@ def load_prompts(
         )
     if dropped:
         say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}")
+    if no_answers := describe_no_answers((row.location, row.answer) for row in rows):
+        say(
+            f"warning: {source_name(source)}: gold answers that are no answers: {no_answers}; a policy is "
+            "rewarded for writing these words; remove the rows"
+        )
     unreadable, looked_at = count_unreadable([p.answer for p in prompts], sections.rewards)
     if unreadable:
         say(

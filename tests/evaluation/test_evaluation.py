@@ -285,6 +285,15 @@ def test_numbers_and_equal_texts_are_compared_without_a_process():
     assert final_answers(["\\boxed{7}", "\\boxed{3}?</think>\\boxed{4}"], never) == ["7", "4"]
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 0)])
+def test_a_percentage_votes_with_its_share_in_any_order(order: tuple[int, ...]) -> None:
+    """A gold of 50 and one of 0.5 both accept 50 %, so equality by golds is not transitive."""
+    answers = [("0.5", "50\\%", "50")[i] for i in order]
+    with GraderPool(1, timeout_s=HANG_S) as pool:
+        found = dict(zip(answers, numbered(answers, [0.0] * 3, lambda: pool), strict=True))
+    assert found["0.5"] == found["50\\%"] != found["50"]
+
+
 # Intervals
 
 
