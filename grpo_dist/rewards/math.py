@@ -65,6 +65,8 @@ _LONGEST_PHRASE = 100  # characters up to which a tagged answer is one phrase an
 _LONGEST_RESPONSE = 20_000  # last characters that are searched in a response without a box
 _LONGEST_COMPLETION = 200_000  # last characters that are searched for boxes
 _RELATIVE = 1e-4  # largest relative difference of equal numbers
+_PROSE = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{3,}")
+_FEW_WORDS = 25  # a gold with more of them is a solution that ends in its answer
 _FORMULA = re.compile(r"\$([^$]+)\$")
 _DECIMAL_COMMA = re.compile(r"-?\d+,(?!\d{3}$)\d+|-?0,\d+")
 
@@ -185,7 +187,8 @@ def gold_text(answer: str) -> str:
         return answer.rpartition("\\boxed{")[2].strip()
     if "####" in answer:
         return answer.rpartition("####")[2].strip()
-    if len(answer) > _LONGEST_PHRASE and is_sentence(tidy(answer)) and (reading := read(answer)) is not None:
+    is_solution = len(answer) > _LONGEST_PHRASE and len(_PROSE.findall(answer)) > _FEW_WORDS
+    if is_solution and (reading := read(answer)) is not None:
         return reading.text
     return answer
 

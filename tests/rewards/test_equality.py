@@ -182,6 +182,17 @@ def test_a_product_of_letters_is_a_formula() -> None:
     assert graded("zyx", "x y z") == "correct"
 
 
+def test_a_long_gold_is_no_solution_unless_it_has_many_words() -> None:
+    rows = " \\\\ ".join(["\\frac{1}{3} & -\\frac{2}{3} & \\frac{2}{3}"] * 3)
+    matrix = f"\\begin{{pmatrix}} {rows} \\end{{pmatrix}}"
+    assert graded(matrix, matrix) == "correct"
+    assert graded("\\frac{2}{3}", matrix) == "wrong"
+    solution = (
+        "First we add all the numbers that are given, and then we halve the sum. " * 3 + "The answer is $7$."
+    )
+    assert graded("7", solution) == "correct"
+
+
 LONG = "7" * 3999
 PAIRS_OF_LONG_NUMBERS = [
     (f"{LONG}1", f"{LONG}2"), (f"{LONG}1x", f"{LONG}2x"), (f"0.{LONG}1", f"{LONG}2"),
