@@ -64,10 +64,10 @@ class EngineSpec:
     ``max_length``: prompt and completion together, tokens. ``in_flight``: training samples on one engine at
     once. ``engines``: of the run, training's and evaluation's. ``colocated``: it shares the GPUs of policy
     ranks, and sleeps while they train. ``sampling``: each way in which the run samples, with which the engine
-    is warmed up. ``environments``, and ``data`` with the chat template's settings: None where no prompt has
-    an environment. ``niceness``: added to that of its process where it computes on CPUs. ``router_replay``:
-    it returns the experts of every token. ``trains``: its samples are trained on, so they keep these; else
-    only those of the sync probe do. ``code_paths``: of a rollout function of the user's own.
+    is warmed up. ``data``: the chat template's settings; None: prompts are plain text. ``environments``: None
+    where no prompt has one. ``niceness``: added to that of its process where it computes on CPUs.
+    ``router_replay``: it returns the experts of every token. ``trains``: its samples are trained on, so they
+    keep these; else only those of the sync probe do. ``code_paths``: of a rollout function of the user's own.
     """
 
     rollout: RolloutConfig
@@ -115,7 +115,7 @@ class EngineSpec:
             colocated=colocated,
             sampling=_ways_to_sample(config.sampling, config.evaluation, config.rejection),
             environments=config.environments if config.has_environments else None,
-            data=config.data if config.has_environments else None,
+            data=config.data,
             router_replay=config.policy.router_replay,
             code_paths=config.code_paths,
         )

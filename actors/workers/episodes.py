@@ -114,22 +114,11 @@ def episode_sampler(spec: EngineSpec, tokenizer: Any, generate: Generate, meter:
     """Return the sampler of an engine whose prompts have environments. Raises ValueError for tool calls that
     cannot be read.
     """
-    assert spec.environments is not None and spec.data is not None, "no prompt has an environment"
+    assert spec.environments is not None, "no prompt has an environment"
     call_format = resolve_format(spec.environments.call_format, template_text(tokenizer, spec.data))
     parser = call_parser(call_format, tokenizer)
-    renderer = Renderer(tokenizer, spec.data, spec.environments, parser, end_ids=_end_ids(spec.model_dir))
+    renderer = Renderer(tokenizer, spec.data, spec.environments, parser)
     return EpisodeSampler(generate, renderer, spec.environments, meter)
-
-
-def _end_ids(model_dir: str) -> list[int]:
-    """Return the tokens that end an action, in addition to the tokenizer's EOS: vLLM stops at those, too."""
-    from transformers import GenerationConfig
-
-    try:
-        found = GenerationConfig.from_pretrained(model_dir).eos_token_id
-    except OSError:  # the model has no such file
-        return []
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
 class _Ends:

@@ -25,6 +25,7 @@ from actors.workers.environment import EnvironmentAddresses
 from actors.workers.episodes import EpisodeSampler, episode_sampler
 from actors.workers.stored_routes import stored
 from actors.workers.weight_receiver import WeightReceiver
+from grpo_dist.chat.ends import SampleEnds, ends_of
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.own_rollout import OwnRollout
 from grpo_dist.errors import SamplesFailed
@@ -51,6 +52,7 @@ class RolloutWorker(WeightReceiver, Probeable):
         self._progress = asyncio.Condition()
         self._engine: Any = None
         self._tokenizer: Any = None
+        self._ends = SampleEnds(frozenset(), None)
         self._episodes: EpisodeSampler | None = None  # None: no prompt has an environment
         self._own = OwnRollout.of(spec.rollout, spec.code_paths)
         self._compiled = 0  # graphs
@@ -72,6 +74,7 @@ class RolloutWorker(WeightReceiver, Probeable):
         self._tokenizer = AutoTokenizer.from_pretrained(
             self._spec.model_dir, trust_remote_code=self._spec.model.trust_remote_code
         )
+        self._ends = ends_of(self._spec.data, self._tokenizer)
         if environments is not None:
             self._episodes = episode_sampler(self._spec, self._tokenizer, self._generate, self.meter)
             self._episodes.workers.use(environments)
@@ -223,7 +226,8 @@ class RolloutWorker(WeightReceiver, Probeable):
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=max_tokens,
-            ignore_eos=exact,
+            ignore_eos=True,  # vLLM's own list of ends, to which `SampleEnds` may add one
+            stop_token_ids=[] if exact else sorted(self._ends.ids),
             seed=seed,
             logprobs=0,  # the sampled token's own
             flat_logprobs=True,
@@ -238,14 +242,16 @@ class RolloutWorker(WeightReceiver, Probeable):
         return generation
 
     def _rollout(self, uid: str, sample: int, output: Generation) -> Rollout:
-        ids = output.token_ids
+        ids, text_ids = output.token_ids, self._ends.without(output.token_ids)
         return Rollout(
             prompt_uid=uid,
             sample=sample,
             completion_ids=np.asarray(ids, dtype=np.int32),
             logprobs=output.logprobs,
             finish_reason=output.finish_reason,
-            text=self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+            text=self._tokenizer.decode(
+                text_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ),
             policy_versions=output.versions,
             routes=output.routes,
         )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import Section, Temperature, choices
 from grpo_dist.errors import expanded
@@ -38,6 +39,13 @@ def data_ending(path: str | Path) -> str:
     plain = PurePath(str(path).removesuffix(".gz"))
     endings = TEXT_FILES if str(path).endswith(".gz") else DATA_FILES
     return plain.suffix if plain.suffix in endings else ""
+
+
+def _check_date(value: str) -> str:
+    try:
+        return date.fromisoformat(value).isoformat()
+    except ValueError:
+        raise ValueError(f"{value!r} is no date; expected year-month-day, e.g. 2026-07-31") from None
 
 
 class ModelConfig(Section):
@@ -221,6 +229,11 @@ class DataConfig(Section):
     instruction: str | None = Field(None, description="appended to every problem")
     chat_template: Literal["model", "none"] = Field("model", description="none: the plain problem text")
     template_kwargs: dict[str, Any] = Field({}, description="further arguments of the chat template")
+    template_date: Annotated[str, AfterValidator(_check_date)] | None = Field(
+        None,
+        description="what a chat template that writes today's date (`strftime_now`) writes, as 2026-07-31; "
+        "null: the day on which the run, evaluation or pipeline began, kept where it resumes",
+    )
     max_prompt_tokens: PositiveInt = Field(512, description="longest prompt, including the chat template")
     overlong: Literal["refuse", "drop"] = Field("refuse", description="what to do with longer prompts")
     order: Literal["epochs", "length", "pass_rate", "pools"] | OwnOrder = Field(
@@ -249,6 +262,11 @@ class DataConfig(Section):
     overlap: Literal["refuse", "warn"] = Field(
         "warn", description="what to do with evaluation problems found in the training set"
     )
+
+    @property
+    def day(self) -> date | None:
+        """The date that chat templates write; None: today."""
+        return None if self.template_date is None else date.fromisoformat(self.template_date)
 
     @property
     def weights(self) -> dict[str, float]:

@@ -6,13 +6,15 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from typing import Any, Literal
 
 import numpy as np
-from jinja2 import TemplateError
 
+from grpo_dist.chat.parts import PartsCheck
+from grpo_dist.chat.template import REJECTED, ControlTokens, added_ids, encode, encode_prompt, render
 from grpo_dist.config import DataConfig
 from grpo_dist.data.readers import DataRow
 from grpo_dist.data.tasks import SourceTasks
@@ -45,6 +47,7 @@ class PromptFormat:
         use_chat_template: False for the plain text.
         template_kwargs: further arguments of the chat template.
         keys: what to check where the template fails, for messages.
+        day: what the chat template writes as today's date; None: today.
     """
 
     system_prompt: str | None = None
@@ -52,11 +55,18 @@ class PromptFormat:
     use_chat_template: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     keys: str = KEYS_OF_DATA
+    day: date | None = None
 
     @classmethod
     def of(cls, data: DataConfig) -> PromptFormat:
         """Read the format from section `data` of the configuration."""
-        return cls(data.system_prompt, data.instruction, data.chat_template == "model", data.template_kwargs)
+        return cls(
+            data.system_prompt,
+            data.instruction,
+            data.chat_template == "model",
+            data.template_kwargs,
+            day=data.day,
+        )
 
     def asked(self, problem: str, messages: Sequence[Message] = ()) -> str | Sequence[Message]:
         """Return what a prompt asks: ``problem``, or the row's ``messages`` with ``problem`` and the
@@ -73,7 +83,7 @@ class PromptFormat:
         messages = self.messages(asked)
         if not self.use_chat_template:
             return plain_text(messages)
-        return render_messages(messages, tokenizer, self.template_kwargs, keys=self.keys)
+        return render_messages(messages, tokenizer, self.template_kwargs, day=self.day, keys=self.keys)
 
     def messages(self, asked: str | Sequence[Message]) -> list[Message]:
         """Return the messages of a prompt: ``asked`` is the problem, or messages that get no instruction. A
@@ -87,7 +97,13 @@ class PromptFormat:
 
     def token_ids(self, asked: str | Sequence[Message], tokenizer: Any) -> list[int]:
         """Tokenise the prompt that asks ``asked``, up to where the model's answer begins."""
-        return _ids(self.text(asked, tokenizer), tokenizer, self.use_chat_template)
+        if self.use_chat_template:
+            asked = ControlTokens(tokenizer).as_text(asked)
+        return self.encode(self.text(asked, tokenizer), tokenizer)
+
+    def encode(self, text: str, tokenizer: Any) -> list[int]:
+        """Tokenise a rendered prompt; a chat template has written its special tokens already."""
+        return encode(text, tokenizer) if self.use_chat_template else encode_prompt(text, tokenizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +116,19 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class BuiltPrompts:
-    """Prompts in row order, the rows dropped, and how often each uid has been given so far."""
+    """Prompts in row order, and the rows dropped.
+
+    Attributes:
+        uid_counts: how often each uid has been given so far.
+        row_uids: of every row, dropped ones too: they depend on no tokenizer.
+        warnings: on special tokens that nobody asked for, with their rows.
+    """
 
     prompts: list[Prompt]
     dropped: list[Dropped]
     uid_counts: Mapping[str, int]
+    row_uids: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 def build_prompts(
@@ -125,8 +149,9 @@ def build_prompts(
         tasks: of the rows' environment; None: they have none.
 
     Raises:
-        ValueError: the tokenizer lacks the chat template or the template rejects the messages; a prompt has
-            no tokens; a prompt is overlong with ``overlong="refuse"``; or every prompt is dropped.
+        ValueError: the tokenizer lacks the chat template, or the template rejects the messages or drops a
+            part of them; a prompt has no tokens; a prompt is overlong with ``overlong="refuse"``; or every
+            prompt is dropped.
     """
     if prompt_format.use_chat_template and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
@@ -137,14 +162,23 @@ def build_prompts(
     dropped: list[Dropped] = []
     counts = Counter(uid_counts or {})
     thoughts = _Thoughts(tokenizer, prompt_format.use_chat_template)
+    parts, specials = PartsCheck(tokenizer, day=prompt_format.day), _SpecialTokens(tokenizer, prompt_format)
+    row_uids = [_uid(row) for row in rows]
     for index, row in enumerate(rows):
-        task, text = _task_and_text(row, index, prompt_format, tokenizer, tasks)
-        token_ids = _ids(text, tokenizer, prompt_format.use_chat_template)
+        question = prompt_format.asked(row.problem, row.messages)
+        if tasks is not None and tasks.questions:
+            question = tasks.questions[index]
+        asked = specials.as_text(question, row)
+        task, text = _task_and_text(row, asked, prompt_format, tokenizer, tasks)
+        token_ids = prompt_format.encode(text, tokenizer)
+        specials.count_ends(token_ids, row)
         if not len(token_ids):
             raise ValueError(
                 f"{row.location}: the prompt {row.problem[:80]!r} has no tokens, expected at least one; "
                 "check the model's tokenizer and chat template (`data.chat_template`), or remove the row"
             )
+        if prompt_format.use_chat_template:
+            _check_parts(parts, prompt_format, asked, row)
         if len(token_ids) > max_prompt_tokens:
             reason = (
                 f"{row.location}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens = "
@@ -154,7 +188,7 @@ def build_prompts(
                 raise ValueError(f"{reason}; raise the limit, remove the row, or set data.overlong=drop")
             dropped.append(Dropped(row.location, reason))
             continue
-        uid = _uid(row)
+        uid = row_uids[index]
         counts[uid] += 1
         # A row that occurs again gets a number as suffix.
         unique = uid if counts[uid] == 1 else f"{uid}-{counts[uid]}"
@@ -166,7 +200,7 @@ def build_prompts(
         raise ValueError(
             f"{dropped[0].reason}, and so has every one of the {len(dropped)} prompts; raise the limit"
         )
-    return BuiltPrompts(prompts, dropped, counts)
+    return BuiltPrompts(prompts, dropped, counts, row_uids, specials.warnings(len(rows)))
 
 
 def plain_text(messages: Sequence[Message]) -> str:
@@ -174,30 +208,100 @@ def plain_text(messages: Sequence[Message]) -> str:
     return "\n".join(str(message["content"]) for message in messages)
 
 
+def _check_parts(
+    parts: PartsCheck, prompt_format: PromptFormat, asked: str | Sequence[Message], row: DataRow
+) -> None:
+    """Raise ValueError where the chat template drops a part of the prompt, on its first row of this shape."""
+    try:
+        dropped = parts.dropped(prompt_format.messages(asked), prompt_format.template_kwargs)
+    except REJECTED:  # so it does the row itself, which is reported with the row's own text
+        return
+    if dropped:
+        keys = {"the system prompt": " (`data.system_prompt`, or the row's own)"}
+        raise ValueError(
+            f"{row.location}: the model's chat template does not show {dropped}{keys.get(dropped, '')}: the "
+            "policy would never read it; write that text into the problem (`data.instruction`), use a model "
+            "whose chat template has it, or set data.chat_template=none"
+        )
+
+
+class _SpecialTokens:
+    """Counts special tokens that nobody asked for in the prompts of one source, by row.
+
+    With a chat template, control tokens in the text of a row are broken: text of data is text. Without one
+    the text of a row is the prompt, which may have been rendered, so that they stay.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_format: PromptFormat) -> None:
+        self._tokenizer, self._templated = tokenizer, prompt_format.use_chat_template
+        self._controls = ControlTokens(tokenizer)
+        self._found: Counter[str] = Counter()
+        self._written: list[str] = []  # rows with control tokens in their text
+        self._ended: list[str] = []  # rows whose prompts end with EOS
+
+    def as_text(self, asked: Any, row: DataRow) -> Any:
+        """Return ``asked``, what a prompt asks, as it is rendered."""
+        if found := set(self._controls.find(str(asked))):
+            self._found.update(found)
+            self._written.append(row.location)
+        return self._controls.as_text(asked) if self._templated else asked
+
+    def count_ends(self, token_ids: Sequence[int], row: DataRow) -> None:
+        """Note a prompt behind whose end the policy would go on."""
+        if len(token_ids) and token_ids[-1] == self._tokenizer.eos_token_id:
+            self._ended.append(row.location)
+
+    def warnings(self, rows: int) -> list[str]:
+        """Return what to tell the user of ``rows`` rows."""
+        return [*self._of_texts(rows), *self._of_ends(rows), *self._of_tokenizer()]
+
+    def _of_texts(self, rows: int) -> Iterator[str]:
+        if not self._written:
+            return
+        names = ", ".join(repr(name) for name, _ in self._found.most_common(3))
+        treated = (
+            "each is broken by a space, so that it stays text" if self._templated
+            else "`data.chat_template` = none takes a row as the rendered prompt, so they are read as tokens"
+        )  # fmt: skip
+        yield (
+            f"warning: the text of {len(self._written)} of {rows} rows has special tokens of the tokenizer "
+            f"({names}), e.g. {self._written[0]}; {treated}"
+        )
+
+    def _of_ends(self, rows: int) -> Iterator[str]:
+        if self._ended:
+            yield (
+                f"warning: {len(self._ended)} of {rows} prompts end with the EOS token "
+                f"{self._tokenizer.eos_token!r}, e.g. {self._ended[0]}; the policy goes on behind the end of "
+                "a text: remove it from the row, or use a chat template that begins the answer"
+            )
+
+    def _of_tokenizer(self) -> Iterator[str]:
+        if not self._templated and (behind := added_ids(self._tokenizer)[1]):
+            names = ", ".join(map(repr, self._tokenizer.convert_ids_to_tokens(behind)))
+            yield (
+                f"note: the tokenizer puts {names} behind every text (`add_eos_token`); prompts are made "
+                "without it"
+            )
+
+
 def _task_and_text(
-    row: DataRow, index: int, prompt_format: PromptFormat, tokenizer: Any, tasks: SourceTasks | None
+    row: DataRow,
+    asked: str | Sequence[Message],
+    prompt_format: PromptFormat,
+    tokenizer: Any,
+    tasks: SourceTasks | None,
 ) -> tuple[Task | None, str]:
-    asked = prompt_format.asked(row.problem, row.messages)
-    if tasks is None:
-        return None, prompt_format.text(asked, tokenizer)
-    messages = prompt_format.messages(tasks.questions[index] if tasks.questions else asked)
-    if not prompt_format.use_chat_template:
-        return tasks.task, plain_text(messages)
-    task = tasks.task_of(messages)
+    if tasks is None or not prompt_format.use_chat_template:
+        return tasks and tasks.task, prompt_format.text(asked, tokenizer)
+    task = tasks.task_of(prompt_format.messages(asked))
     try:
         return task, tasks.renderer.prompt(task)
-    except (TemplateError, TypeError) as error:
+    except REJECTED as error:
         raise ValueError(
             f"{row.location}: the model's chat template rejects the messages that environment "
             f"{task.environment} asks with ({error}); change what `start` returns, or data.template_kwargs"
         ) from error
-
-
-def _ids(text: str, tokenizer: Any, use_chat_template: bool) -> list[int]:
-    """Tokenise ``text``; a rendered chat template already contains the special tokens."""
-    if use_chat_template:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokenizer(text)["input_ids"]
 
 
 class _Thoughts:
@@ -232,10 +336,11 @@ def tokenise_messages(
     tokenizer: Any,
     template_kwargs: Mapping[str, Any],
     *,
+    day: date | None,
     keys: str = KEYS_OF_DATA,
 ) -> list[int]:
     """Tokenise a conversation, up to where the model's answer begins."""
-    return _ids(render_messages(messages, tokenizer, template_kwargs, keys=keys), tokenizer, True)
+    return encode(render_messages(messages, tokenizer, template_kwargs, day=day, keys=keys), tokenizer)
 
 
 def render_messages(
@@ -243,18 +348,17 @@ def render_messages(
     tokenizer: Any,
     template_kwargs: Mapping[str, Any],
     *,
+    day: date | None,
     open_turn: bool = True,
     keys: str = KEYS_OF_DATA,
 ) -> str:
-    """Render a conversation; with ``open_turn`` up to where the model's answer begins.
+    """Render a conversation, see `render`.
 
     Raises ValueError for messages or arguments that the chat template rejects; it names ``keys``.
     """
     try:
-        return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=open_turn, **template_kwargs
-        )
-    except (TemplateError, TypeError, ValueError) as error:
+        return render(tokenizer, messages, template_kwargs, day=day, open_turn=open_turn)
+    except REJECTED as error:
         raise ValueError(
             f"the model's chat template rejects the {' and '.join(m['role'] for m in messages)} messages "
             f"({error}); check {keys}"

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
+from grpo_dist.chat.ends import SampleEnds
+from grpo_dist.chat.template import encode
 from grpo_dist.data.prompts import render_messages
 from grpo_dist.environments.base import Message
 
@@ -38,8 +41,8 @@ class Segment:
 
 
 def pair_of(prompt: list[int], segments: Sequence[Segment], tokenizer: Any) -> Pair:
-    """Tokenise ``segments``, without an EOS token behind them."""
-    ids = [tokenizer(s.text, add_special_tokens=False)["input_ids"] for s in segments]
+    """Tokenise ``segments``, without an end behind them."""
+    ids = [encode(s.text, tokenizer) for s in segments]
     sampled = [not s.given for s, own in zip(segments, ids, strict=True) for _ in own]
     return Pair(prompt, [token for own in ids for token in own], sampled)
 
@@ -81,19 +84,23 @@ def conversation(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Any,
     template_kwargs: Mapping[str, Any],
+    ends: SampleEnds,
     *,
+    day: date | None,
     keys: str,
 ) -> tuple[str, list[Segment]]:
     """Return the text before the assistant's first message, and the segments from there on: those of the
-    assistant, each with the EOS token, and what the chat template puts between them, given.
+    assistant, each with the token that ends it, and what the chat template puts between them, given.
 
-    Raises ValueError for a template that rewrites earlier messages, or ends a message otherwise; and for one
-    that rejects them, as `render_messages`.
+    ``day``: as `render` takes it. Raises ValueError for a template that rewrites earlier messages, or ends a
+    message otherwise; and for one that rejects them, as `render_messages`.
     """
 
     def rendered(count: int, *, open_turn: bool) -> str:
         own = messages[:count]
-        return render_messages(own, tokenizer, template_kwargs, open_turn=open_turn, keys=keys)
+        return render_messages(own, tokenizer, template_kwargs, day=day, open_turn=open_turn, keys=keys)
+
+    end_texts = [tokenizer.decode([token]) for token in sorted(ends.ids, key=lambda t: t != ends.learned)]
 
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     prompt = done = rendered(answers[0], open_turn=True)
@@ -106,14 +113,25 @@ def conversation(
                 "follows; write a row for each answer, with the earlier messages in `messages` and the "
                 "answer in `completion`"
             )
-        text, end, _ = after[len(before) :].partition(tokenizer.eos_token)
+        text, end = _ended(after[len(before) :], end_texts)
+        if not end:  # some templates have no end but what begins the next message
+            further = messages[index + 1 :]
+            follows = rendered(index + 2, open_turn=False)[len(after) :] if further else end_texts[0]
+            end = next((found for found in end_texts if follows.startswith(found)), "")
         if not end:
             raise ValueError(
-                f"the chat template does not end the assistant's message {index} with the EOS token "
-                f"{tokenizer.eos_token!r}; give the answer in `completion`"
+                f"the chat template does not end the assistant's message {index} with a token that ends a "
+                f"sample ({', '.join(map(repr, end_texts))}); give the answer in `completion`"
             )
         if before != done:
             segments.append(Segment(before[len(done) :], given=True))
         segments.append(Segment(text + end))
         done = before + text + end
     return prompt, segments
+
+
+def _ended(rendered: str, end_texts: Sequence[str]) -> tuple[str, str]:
+    """Return what stands before the first end in ``rendered``, and that end; "" where it has none."""
+    places = [(rendered.find(end), end) for end in end_texts if end in rendered]
+    place, end = min(places, default=(len(rendered), ""))
+    return rendered[:place], end

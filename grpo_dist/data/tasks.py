@@ -121,16 +121,7 @@ def source_tasks(
             "and earlier turns of the row's messages; name a column of text in `problem_column`, such as "
             f"{source.problem_column}.-1.content"
         )
-    return SourceTasks(task, [_harmless(renderer, question) for question in questions], renderer)
-
-
-def _harmless(renderer: Renderer, asked: Any) -> Any:
-    """Return text, or messages, without the control tokens in any text of it."""
-    if isinstance(asked, str):
-        return renderer.harmless(asked)
-    if isinstance(asked, Mapping):
-        return {name: _harmless(renderer, value) for name, value in asked.items()}
-    return [_harmless(renderer, part) for part in asked] if isinstance(asked, list) else asked
+    return SourceTasks(task, [renderer.controls.as_text(question) for question in questions], renderer)
 
 
 def _check_format(renderer: Renderer, tokenizer: Any, described: Description, name: str) -> None:

@@ -133,7 +133,7 @@ class Dialogue:
         given = observed.observation
         if isinstance(given, str):
             given = [{"role": "user", "content": given}] if given else []
-        return [{**message, "content": self._renderer.harmless(_text(message))} for message in given]
+        return [{**message, "content": self._renderer.controls.as_text(_text(message))} for message in given]
 
     def _end_turn(self, observation: str, calls: tuple[ToolCall, ...], reward: float | None) -> None:
         assert self._action is not None, "an observation without an action"
@@ -191,7 +191,7 @@ class Dialogue:
         if not self._renderer.ended(self._action_ids):
             return ids
         for index, token in enumerate(ids[:3]):
-            if token in self._renderer.end_ids:
+            if token in self._renderer.ends.ids:
                 return ids[index + 1 :]
             if self._renderer.text([token]).strip():
                 break

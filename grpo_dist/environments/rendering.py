@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
+from grpo_dist.chat.ends import ends_of
+from grpo_dist.chat.template import ControlTokens, encode, render
 from grpo_dist.config import DataConfig, EnvironmentsConfig
 from grpo_dist.environments.base import Message
 from grpo_dist.environments.calls import CODE, CODE_STOP, CallParser, read_chat, read_code, resolve_format
@@ -43,20 +43,18 @@ class Renderer:
         data: DataConfig,
         settings: EnvironmentsConfig,
         parser: CallParser | None = None,
-        *,
-        end_ids: Collection[int] = (),
     ) -> None:
-        """
-        Args:
-            parser: of calls in the form `environments.call_format`; not needed for code blocks.
-            end_ids: tokens that end an action, in addition to the tokenizer's EOS.
+        """``parser``: of calls in the form `environments.call_format`; not needed for code blocks. Raises
+        ValueError where no token ends an action.
         """
         self._tokenizer, self._parser = tokenizer, parser
         self.has_template = data.chat_template == "model"
-        self._kwargs = dict(data.template_kwargs)
+        self._kwargs, self._day = dict(data.template_kwargs), data.day
         self.call_format = resolve_format(settings.call_format, template_text(tokenizer, data))
         self._max_tool_tokens = settings.max_tool_tokens
-        self.end_ids = frozenset(end_ids) | {tokenizer.eos_token_id}
+        self.ends = ends_of(data, tokenizer)
+        self.ends.check()  # a text of `sampling.stop` ends no action
+        self.controls = ControlTokens(tokenizer)
 
     @property
     def in_place(self) -> bool:
@@ -88,21 +86,22 @@ class Renderer:
 
     def ended(self, ids: Sequence[int]) -> bool:
         """Return whether the policy ended its message."""
-        return bool(ids) and ids[-1] in self.end_ids
+        return self.ends.ended(ids)
 
     def raw(self, ids: Sequence[int]) -> str:
         """Decode an action with its special tokens, without the one that ends it."""
-        kept = ids[:-1] if self.ended(ids) else ids
         return self._tokenizer.decode(
-            list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            self.ends.without(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
     def text(self, ids: Sequence[int]) -> str:
-        """Decode an action without special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """Decode an action without special tokens, and without the one that ends it."""
+        return self._tokenizer.decode(
+            self.ends.without(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
     def ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return encode(text, self._tokenizer)
 
     def prompt(self, task: Task) -> str:
         """Render the prompt of ``task``, up to where the first action begins."""
@@ -122,13 +121,9 @@ class Renderer:
             )
         return Rendered(text, before, tail)
 
-    def harmless(self, text: str) -> str:
-        """Break control tokens in text of an environment, which could otherwise start a turn."""
-        return self._controls.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
-
     def cut(self, result: str) -> str:
         """Return a tool's result with at most `environments.max_tool_tokens` tokens: its middle is cut."""
-        result = self.harmless(result)
+        result = self.controls.as_text(result)
         limit = self._max_tool_tokens
         half = (
             len(result) // 2 if len(result) <= 64 * limit else 32 * limit
@@ -142,22 +137,9 @@ class Renderer:
                 return self._tokenizer.decode(self.ids(shown)[:limit], skip_special_tokens=True)
             half = min(half - 1, int(half * limit / count))
 
-    @cached_property
-    def _controls(self) -> re.Pattern[str]:
-        added = self._tokenizer.added_tokens_decoder.values()
-        names = {str(token) for token in added if token.special} | set(self._tokenizer.all_special_tokens)
-        whole = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, whole)) or r"(?!)")
-
     def _render(self, messages: Sequence[Message], task: Task) -> str:
         tools = [dict(tool) for tool in task.tools] if task.tools and not self.in_place else None
-        return self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=True,
-            **self._kwargs,
-        )
+        return render(self._tokenizer, messages, self._kwargs, day=self._day, tools=tools)
 
 
 def template_text(tokenizer: Any, data: DataConfig) -> str | None:

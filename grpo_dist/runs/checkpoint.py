@@ -5,10 +5,10 @@
         reference.safetensors  the reference, where it is refreshed during the run
         ahead/*.parquet finished groups of batches launched ahead of training (max_staleness > 0), of whole
                         and of unfinished batches
-        state.json      step, fingerprints of configuration, data and columns, KL coefficient, prompts taken
-                        and their order, how launched batches are sampled, hashes of own code, tracker run
-                        id, state of the health checks, moments of all rewards so far, evaluations that were
-                        not finished
+        state.json      step, fingerprints of configuration, data, their origin and columns, KL coefficient,
+                        prompts taken and their order, how launched batches are sampled, hashes of own code,
+                        tracker run id, state of the health checks, moments of all rewards so far,
+                        evaluations that were not finished
         config.yaml     the configuration of the run
         manifest.json   size and checksum of every other file
 
@@ -35,7 +35,7 @@ from grpo_dist.health import state as health_state
 from grpo_dist.loop.progress import Progress
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.plugins.sources import changed_code
-from grpo_dist.runs.identity import columns_digest, data_digest, fingerprint
+from grpo_dist.runs.identity import DataOrigin, columns_digest, data_digest, fingerprint
 from grpo_dist.runs.manifest import find_damage, write_manifest
 from grpo_dist.runs.own_code import digest_of_run
 from grpo_dist.runtime.concurrency import deadline, in_thread
@@ -71,6 +71,7 @@ class CheckpointState:
     # Hashes of the user's own code, see `own_code.digest_of_run`; None: written before they were kept.
     code: Mapping[str, str] | None = None
     columns: str | None = None  # digest of the training prompts' columns; None: written before it was kept
+    origin: Mapping[str, Any] | None = None  # `DataOrigin` of the training prompts; None: as above
 
     def changed_code(self, own: Mapping[str, str]) -> list[str]:
         """Return what differs in ``own``, the hashes of own code now; [] where none were kept."""
@@ -88,8 +89,10 @@ class Checkpoints:
         *,
         identity: Config | None = None,
         wandb_id: str | None = None,
+        origin: DataOrigin | None = None,
     ) -> None:
-        """``identity``: see `load_state`."""
+        """``identity``: see `load_state`. ``origin``: of ``prompts``, see `check_data`."""
+        self._origin = origin and asdict(origin)
         self._directory, self._config, self._wandb_id = directory, config, wandb_id
         self._fingerprint = fingerprint(identity or config)
         self._data, self._columns = data_digest(prompts), columns_digest(prompts)
@@ -168,6 +171,7 @@ class Checkpoints:
             pipeline.lengths,
             self._code,
             self._columns,
+            self._origin,
         )
         (partial / STATE).write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))

@@ -81,7 +81,7 @@ def _train(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str],
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    pairs = load_pairs(settings, tokenizer)
+    pairs = load_pairs(settings, tokenizer, say=say)
     settings = settings.model_copy(update={"steps": settings.steps_for(len(pairs))})
     device = torch.device(device_type())
     model = load_causal_lm(

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import date, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from fnmatch import fnmatchcase
-from pathlib import PurePath
+from importlib.metadata import version
+from pathlib import Path, PurePath
 from typing import Any
 from uuid import UUID
 
 import numpy as np
 import yaml
 
-from grpo_dist.config import AlgorithmConfig, Config
+from grpo_dist.chat.template import writes_date
+from grpo_dist.config import AlgorithmConfig, Config, DataConfig
 from grpo_dist.config.differences import flat, has_place
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.text import unescaped
@@ -34,6 +36,7 @@ _FREE = (
 )  # fmt: skip
 _FREE_KEYS = (
     "data.overlap", "algorithm.preset", "weight_sync.probe_every", "weight_sync.probe_above",
+    "data.template_date",  # where a chat template writes it, the prompts' tokens are compared
     # What the files there hold is compared (`CheckpointState.code`), wherever they are.
     "rewards.code_paths", "environments.code_paths",
     "rewards.trial", "rewards.by_source.*.trial",
@@ -61,6 +64,10 @@ _LAYOUT = (
 FREE_SFT = ("threads", "validate_every")
 _SUPERVISED = {"seed", "steps", "model", "policy", "sft"}
 _DESCRIBED = 3  # differences a message names
+_TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "special_tokens_map.json",
+    "added_tokens.json", "tekken.json", "chat_template*", "additional_chat_templates/*",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +131,46 @@ def data_digest(prompts: Sequence[Prompt]) -> str:
         digest.update(prompt.token_ids.tobytes())
         for teacher, token_ids in sorted(prompt.teacher_ids.items()):
             digest.update(teacher.encode() + token_ids.tobytes())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class DataOrigin:
+    """What training prompts are made of.
+
+    Attributes:
+        rows: hash of what the rows say, in order, which depends on no tokenizer.
+        reading: what else decides their tokens, by its name in messages.
+    """
+
+    rows: str = ""
+    reading: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, row_uids: Iterable[str], tokenizer: Any, model_dir: Path, data: DataConfig) -> DataOrigin:
+        """Return the origin of prompts, or demonstrations, made of the rows ``row_uids``."""
+        reading = {f"version of {name}": version(name) for name in ("transformers", "tokenizers")}
+        reading["content of the model's tokenizer files"] = _files_digest(model_dir)
+        if writes_date(tokenizer) and data.template_date is not None:
+            reading["date that the chat template writes (`data.template_date`)"] = data.template_date
+        digest = hashlib.sha256("\n".join(row_uids).encode()).hexdigest()[:16]
+        return cls(digest, reading)
+
+    def changes(self, reading: Mapping[str, str]) -> list[str]:
+        """Describe what has changed since ``reading``."""
+        names = sorted({*self.reading, *reading})
+        return [
+            f"the {name} was {reading.get(name, 'unknown')} and is {self.reading.get(name, 'none')}"
+            for name in names
+            if self.reading.get(name) != reading.get(name)
+        ]
+
+
+def _files_digest(model_dir: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted({file for pattern in _TOKENIZER_FILES for file in model_dir.glob(pattern)}):
+        if file.is_file():
+            digest.update(file.name.encode() + b"\n" + file.read_bytes())
     return digest.hexdigest()[:16]
 
 

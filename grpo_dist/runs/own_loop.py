@@ -22,6 +22,7 @@ import numpy as np
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.loop.groups import ScoredGroup
+from grpo_dist.runs.dated import dated
 from grpo_dist.runs.prepare import Prepared
 from grpo_dist.runs.start import prepare
 from grpo_dist.runs.verbs import SampledGroup, Verbs
@@ -188,6 +189,7 @@ class TrainingCluster:
         with stage("actors", "their code is loaded"):
             from actors.cluster import Cluster  # Ray takes seconds to import
             from actors.fit import fit
+        self._config = dated(self._config)
         with refusals():
             has = fit(self._config)
             prepared = prepare(self._config, print_line, device="cuda" if has.gpus else "cpu")

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.chat.ends import ends_of
+from grpo_dist.chat.template import writes_date
 from grpo_dist.config import (
     Config,
     DataConfig,
@@ -39,6 +41,7 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import graded_problems, reward_problems
 from grpo_dist.rewards.text import alternatives
 from grpo_dist.runs.cold_start import base_model, run_sft
+from grpo_dist.runs.identity import DataOrigin
 from grpo_dist.runs.own_trials import own_code_problems
 from grpo_dist.runs.prepare_teachers import load_stream, load_teachers
 from grpo_dist.runs.start_checks import readable_model
@@ -65,6 +68,7 @@ class Prepared:
     warnings: list[str] = field(default_factory=list)  # about the data; they have been printed
     teacher_dirs: Mapping[str, Path] = field(default_factory=dict)  # of the teachers' models, by name
     demonstrations: Sequence[Demonstration] = ()  # of `config.demonstrations`
+    origin: DataOrigin = field(default_factory=DataOrigin)  # of all that is trained on
 
     @property
     def trained(self) -> list[Prompt]:
@@ -97,6 +101,7 @@ def prepared(
         say(message)
         warnings.append(message)
 
+    check_rendering(config.data, config.sampling, tokenizer, warn)
     sections = PromptSections(config.data, config.rewards, config.environments)
     with stage("prompts", "are tokenized"):
         loaded = train_prompts(sections, train_rows, tokenizer, warn)
@@ -124,8 +129,29 @@ def prepared(
             resolve=lambda model: resolve_model(model, None, config.seed, say),
             tokenizer_of=lambda path: load_tokenizer(path, config.model.trust_remote_code),
         )
-        shown = load_stream(config.demonstrations, config.max_length, tokenizer)
-    return Prepared(model_dir, prompts, eval_sets, loaded.dropped, warnings, teacher_dirs, shown)
+        shown = load_stream(
+            config.demonstrations, config.max_length, tokenizer, day=config.data.day, say=warn
+        )
+    row_uids = [*loaded.row_uids, *(row.row_uid for row in shown)]
+    origin = DataOrigin.of(row_uids, tokenizer, model_dir, config.data)
+    return Prepared(model_dir, prompts, eval_sets, loaded.dropped, warnings, teacher_dirs, shown, origin)
+
+
+def check_rendering(
+    data: DataConfig, sampling: SamplingConfig, tokenizer: Any, say: Callable[[str], None]
+) -> None:
+    """Raise ValueError where nothing ends a sample, and tell where the chat template alone names its end, and
+    which date it writes.
+    """
+    ends = ends_of(data, tokenizer)
+    ends.check(sampling.stop)
+    if ends.note:
+        say(ends.note)
+    if data.chat_template == "model" and data.day is not None and writes_date(tokenizer):
+        say(
+            f"note: the chat template writes the date into every prompt: {data.day} (`data.template_date`), "
+            "also where the run resumes on another day"
+        )
 
 
 def check_columns(rewards: RewardsConfig, sources: Iterable[Sequence[DataRow]], key: str) -> None:
@@ -149,13 +175,15 @@ def train_prompts(
     sources = without_duplicates(sections.data, sources, "data.train", say)
     prompts: list[Prompt] = []
     dropped: list[Dropped] = []
+    row_uids: list[str] = []
     uid_counts: Mapping[str, int] = {}
     for source, rows in sources:
         built = load_prompts(sections, source, rows, tokenizer, say, uid_counts)
         prompts += built.prompts
         dropped += built.dropped
+        row_uids += built.row_uids
         uid_counts = built.uid_counts
-    return BuiltPrompts(prompts, dropped, uid_counts)
+    return BuiltPrompts(prompts, dropped, uid_counts, row_uids)
 
 
 def without_duplicates(
@@ -316,6 +344,8 @@ def load_prompts(
             f"{source_name(source)}: {len(answered)} of {len(rows)} rows end with the assistant's message, "
             f"which is left out: the policy writes it; e.g. {example}"
         )
+    for warning in built.warnings:
+        say(f"{source_name(source)}: {warning}")
     if dropped:
         say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}")
     if no_answers := describe_no_answers((row.location, row.answer) for row in rows):

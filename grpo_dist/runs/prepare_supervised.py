@@ -18,6 +18,7 @@ from grpo_dist.demo.model import is_made
 from grpo_dist.errors import expanded
 from grpo_dist.policy.usable_model import usable_model
 from grpo_dist.runs.cold_start import base_model
+from grpo_dist.runs.identity import DataOrigin
 from grpo_dist.runs.prepare import Prepared, download, load_tokenizer, refuse
 from grpo_dist.runs.start_checks import model_problems, setting_problems
 from grpo_dist.runtime.hardware import DeviceType, device_type
@@ -63,12 +64,14 @@ def prepare_supervised(
     with stage("tokenizer", "is loaded"):
         tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
     with stage("demonstrations", "are tokenized"):
-        trained, held_out = split(load_demonstrations(sft, tokenizer), sft)
+        rows = load_demonstrations(sft, tokenizer, day=config.data.day, say=say)
+        trained, held_out = split(rows, sft)
     say(
         f"{len(trained)} demonstrations, {config.steps} steps of {sft.batch_size}"
         + (f"; {len(held_out)} more for the validation loss" if held_out else "")
     )
-    return PreparedDemonstrations(model_dir, trained, [], held_out=held_out)
+    origin = DataOrigin.of((row.row_uid for row in trained), tokenizer, model_dir, config.data)
+    return PreparedDemonstrations(model_dir, trained, [], held_out=held_out, origin=origin)
 
 
 def starting_model(sft: SFTConfig, say: Callable[[str], None]) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +66,23 @@ def load_teachers(
 
 
 def load_stream(
-    settings: DemonstrationStreamConfig | None, max_length: int, tokenizer: Any
+    settings: DemonstrationStreamConfig | None,
+    max_length: int,
+    tokenizer: Any,
+    *,
+    day: date | None,
+    say: Callable[[str], None],
 ) -> list[Demonstration]:
     """Return the demonstrations that are mixed into the batches; none without ``settings``.
 
-    Raises ValueError for a row that cannot be used. ``max_length``: of the run's sequences.
+    ``max_length``: of the run's sequences. ``day``, ``say``: as `load_pairs` takes them. Raises ValueError
+    for a row that cannot be used.
     """
     if settings is None:
         return []
     longest = settings.max_length or max_length
-    return load_demonstrations(settings.model_copy(update={"max_length": longest}), tokenizer)
+    bounded = settings.model_copy(update={"max_length": longest})
+    return load_demonstrations(bounded, tokenizer, day=day, say=say)
 
 
 def _directory(policy: ModelConfig, teacher: TeacherConfig, resolve: Callable[[ModelConfig], Path]) -> Path:

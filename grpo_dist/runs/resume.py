@@ -20,7 +20,15 @@ from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch, Sched
 from grpo_dist.observe.samples import read_groups
 from grpo_dist.policy.offload import offload_devices
 from grpo_dist.runs.checkpoint import STATE, CheckpointState
-from grpo_dist.runs.identity import Change, changes, columns_digest, data_digest, describe, fingerprint
+from grpo_dist.runs.identity import (
+    Change,
+    DataOrigin,
+    changes,
+    columns_digest,
+    data_digest,
+    describe,
+    fingerprint,
+)
 from grpo_dist.runs.own_code import check_code, digest_of_run
 from grpo_dist.types import Prompt, Sampling
 
@@ -125,20 +133,36 @@ def changes_since(checkpoint: Path, config: Config) -> list[Change] | None:
 
 
 def load_resume_point(
-    checkpoint: Path | None, state: CheckpointState | None, prompts: Sequence[Prompt]
+    checkpoint: Path | None,
+    state: CheckpointState | None,
+    prompts: Sequence[Prompt],
+    origin: DataOrigin | None = None,
 ) -> ResumePoint:
-    """Return the point of ``checkpoint`` with its ``state``, or the beginning without one. Raises
-    ValueError where the checkpoint was made with other training prompts, or columns of them.
+    """Return the point of ``checkpoint`` with its ``state``, or the beginning without one. Raises ValueError
+    as `check_data`.
     """
     if checkpoint is None or state is None:
         return ResumePoint()
-    check_data(checkpoint, state, prompts)
+    check_data(checkpoint, state, prompts, origin)
     return ResumePoint(checkpoint, load_progress(checkpoint, state, prompts), state.wandb_id)
 
 
-def check_data(checkpoint: Path, state: CheckpointState, prompts: Sequence[Prompt]) -> None:
-    """Raise ValueError where the checkpoint was made with other training prompts, or columns of them."""
+def check_data(
+    checkpoint: Path, state: CheckpointState, prompts: Sequence[Prompt], origin: DataOrigin | None = None
+) -> None:
+    """Raise ValueError where the checkpoint was made with other training prompts, or columns of them.
+
+    ``origin``: of ``prompts``; it tells other rows from rows that are tokenised otherwise.
+    """
     if state.data != data_digest(prompts):
+        if origin is not None and state.origin and state.origin["rows"] == origin.rows:
+            changed = (
+                "; ".join(origin.changes(state.origin["reading"])) or "the tokenizer gives them otherwise"
+            )
+            raise ValueError(
+                f"{checkpoint}: made of the same rows, but with other tokens: {changed}. Restore that, "
+                "choose another `name`, or set `checkpoint.resume=never`"
+            )
         raise ValueError(
             f"{checkpoint}: made with other training prompts; the files behind `data.train` have changed. "
             "Restore them, choose another `name`, or set `checkpoint.resume=never`"

@@ -72,7 +72,7 @@ class Run:
         def find() -> ResumePoint:
             checkpoint = newest_whole(self.directory / CHECKPOINTS, damaged.append)
             state = load_state(checkpoint, self.identity) if checkpoint else None
-            return load_resume_point(checkpoint, state, self.prepared.trained)
+            return load_resume_point(checkpoint, state, self.prepared.trained, self.prepared.origin)
 
         limit_s = self.config.cluster.timeouts.save_s * written
         try:

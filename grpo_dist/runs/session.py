@@ -25,6 +25,7 @@ from grpo_dist.observe.settings import check_trackers
 from grpo_dist.policy.export import why_no_export
 from grpo_dist.policy.usable_model import usable_model
 from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, remove_partial
+from grpo_dist.runs.dated import date_of_run, dated
 from grpo_dist.runs.directories import check_writable, choose_run_dir, resumed_by_name, with_resume_settings
 from grpo_dist.runs.environment import write_environment
 from grpo_dist.runs.ledger_check import audit
@@ -68,6 +69,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
             check_trackers(config.tracking)
             run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
             existing = check_writable(run_dir)
+            config = dated(config, date_of_run(run_dir))
         with resumed_by_name(config.checkpoint, run_dir), exclusive_directory(run_dir, existing):
             prepared, point = _prepare(run_dir, config, identity)
             with _open_tracker(run_dir, config, prepared, point) as tracker:
@@ -79,6 +81,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
                     prepared.trained,
                     identity=identity,
                     wandb_id=tracker.wandb_id,
+                    origin=prepared.origin,
                 )
                 run = Run(config, identity, prepared, run_dir, tracker, checkpoints)
                 final = asyncio.run(_session(run, point))
@@ -104,7 +107,7 @@ def _prepare(run_dir: Path, config: Config, identity: Config) -> tuple[Prepared,
         load = prepare_supervised if config.is_supervised else prepare
         prepared = load(config, print_line, device="cuda" if has.gpus else "cpu")
         with stage("resume point", quiet=True):
-            point = load_resume_point(newest, state, prepared.trained)
+            point = load_resume_point(newest, state, prepared.trained, prepared.origin)
     return prepared, point
 
 

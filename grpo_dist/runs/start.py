@@ -92,7 +92,7 @@ def check_cold_start(start: Start) -> str:
     pairs, wrong = [], []
     for source in sft.data:
         try:
-            pairs += source_pairs(source, sft, tokenizer)
+            pairs += source_pairs(source, sft, tokenizer, day=start.config.data.day, say=start.say)
         except (ValueError, OSError) as error:
             wrong.append(str(error))
     fail(wrong)

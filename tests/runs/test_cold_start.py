@@ -304,9 +304,23 @@ def test_a_template_that_rewrites_earlier_messages_is_refused_with_file_and_line
     path = pairs_file(tmp_path / "a.jsonl", {"messages": [{"role": r, "content": c} for r, c in turns]})
     with pytest.raises(ValueError, match=r"a\.jsonl:1: the chat template renders .* message 3 otherwise"):
         load_pairs(settings(data=path), tokenizer)
-    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "")
-    path = pairs_file(tmp_path / "b.jsonl", {"messages": [{"role": r, "content": "c"} for r, _ in turns[:2]]})
-    with pytest.raises(ValueError, match=r"b\.jsonl:1: .* does not end .* message 1 with the EOS token"):
+
+
+def test_where_a_template_has_no_end_the_next_message_begins_with_it(tmp_path):
+    """As GLM's: the model ends an answer with <|user|>, and a call with the token of the tool's result."""
+    tokenizer = AutoTokenizer.from_pretrained(cached_model("tiny", seed=0))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
+    path = pairs_file(tmp_path / "a.jsonl", {"messages": [{"role": r, "content": c} for r, c in turns]})
+    [pair] = load_pairs(settings(data=path), tokenizer)
+    assert tokenizer.decode(pair.completion) == "2<|user|>3<|assistant|>4<|user|>"
+    assert pair.sampled == [True, True, False, False, True, True]
+    turns[2] = ("tool", "3")
+    path = pairs_file(tmp_path / "b.jsonl", {"messages": [{"role": r, "content": c} for r, c in turns]})
+    with pytest.raises(ValueError, match=r"b\.jsonl:1: .* does not end .* message 1 with a token that ends"):
         load_pairs(settings(data=path), tokenizer)
 
 

@@ -21,7 +21,9 @@ _TRL = {
     "deepseek-r1-distill": ("deepseek_r1_distill.jinja", "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>"),
 }
 TEMPLATES = (*_TRL, "smollm2")
-_CONTROLS = re.compile(r"<\|\w+\|>|<｜[\w▁]+｜>")
+_CONTROLS = re.compile(
+    r"<\|[\w./]+\|>|<｜[\w▁]+｜>|<\w+_of_\w+>|<\|turn>|<turn\|>|\[gMASK\]|<sop>|</?s>|<bos>|<eos>"
+)
 
 
 def real_tokenizer(name: str) -> Any:
@@ -31,6 +33,11 @@ def real_tokenizer(name: str) -> Any:
     else:
         file, eos, bos = _TRL[name]
         template = (_package("trl") / "chat_templates" / file).read_text()
+    return templated_tokenizer(template, eos, bos)
+
+
+def templated_tokenizer(template: str, eos: str, bos: str | None = None) -> Any:
+    """Return a tokenizer of characters with ``template`` and the control tokens that stand in it."""
     tokenizer = character_tokenizer()
     controls = dict.fromkeys([*_CONTROLS.findall(template), eos, *([bos] if bos else [])])
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in controls])
@@ -39,6 +46,12 @@ def real_tokenizer(name: str) -> Any:
         tokenizer.bos_token = bos
     tokenizer.chat_template = template
     return tokenizer
+
+
+def trl_templates() -> dict[str, str]:
+    """Return the chat templates of models that TRL ships, by name."""
+    files = sorted((_package("trl") / "chat_templates").glob("*.jinja"))
+    return {file.stem: file.read_text() for file in files if not file.stem.endswith("_training")}
 
 
 def _package(name: str) -> Path:

@@ -21,6 +21,7 @@ from grpo_dist.config import BatchConfig, BenchConfig, Config
 from grpo_dist.config.secrets import masked
 from grpo_dist.errors import expanded, refusals
 from grpo_dist.observe.console import step_line
+from grpo_dist.runs.dated import dated
 from grpo_dist.runs.directories import check_writable, make_free_directory
 from grpo_dist.runs.prepare import Prepared
 from grpo_dist.runs.start import prepare
@@ -42,7 +43,7 @@ def bench(config: Config) -> Path:
     with stage("actors", "their code is loaded"):
         from actors.fit import fit  # imports Ray
 
-    config = as_benchmark(config)
+    config = dated(as_benchmark(config))
     with refusals():
         base = expanded(config.output_dir) / config.name
         check_writable(base.parent)

@@ -14,6 +14,8 @@ from grpo_dist.config import Config
 from grpo_dist.config.secrets import masked
 from grpo_dist.errors import UserError
 from grpo_dist.runs.checking import CheckFailed, CheckSkipped, Start
+from grpo_dist.runs.dated import date_of_run, dated
+from grpo_dist.runs.directories import choose_run_dir
 from grpo_dist.runs.start import CHECKS as CHECKS_OF_A_RUN
 from grpo_dist.tools.check.devices import Place, check_memory, check_placement
 from grpo_dist.tools.check.machine import check_disk, check_ports, check_resume, check_shared_memory
@@ -62,6 +64,8 @@ def run_checks(config: Config, *, cluster: str | None) -> Iterator[CheckResult]:
     """Yield each result as soon as it is known. ``cluster``: where the run will be, as `plan` takes it; None:
     this machine, or the Ray cluster that the configuration names.
     """
+    run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
+    config = dated(config, date_of_run(run_dir))
     notes: list[str] = []
     place = Place(config, cluster)
     start = Start(config, notes.append, find_device=lambda: place.device)

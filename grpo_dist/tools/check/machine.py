@@ -48,7 +48,7 @@ def check_resume(start: Start) -> str:
     if newest is None or state is None:
         return f"a new run, in {run_dir}"
     if start.prepared is not None:
-        check_data(newest, state, start.prepared.trained)
+        check_data(newest, state, start.prepared.trained, start.prepared.origin)
     layout = other_layout(changes_since(newest, config))
     return f"resumes from step {state.step} of {config.steps}, {newest}{layout}"
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.chat.template import writes_date
 from grpo_dist.config import Config, DataSourceConfig, EvaluationConfig
 from grpo_dist.data.readers import DataRow, brings_columns, column, common_columns, read_all
 from grpo_dist.data.sources import OwnProblems
@@ -22,10 +23,12 @@ from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import STAGE, Draw, EvalSet, EvaluationHandles, sample_chunks
 from grpo_dist.rewards.data_columns import asked_columns
+from grpo_dist.runs.dated import dated
 from grpo_dist.runs.directories import check_writable
 from grpo_dist.runs.prepare import (
     PromptSections,
     check_columns,
+    check_rendering,
     check_scoring,
     load_tokenizer,
     prepare_eval,
@@ -37,7 +40,13 @@ from grpo_dist.runtime.stage_log import stage, stages_logged
 from grpo_dist.tools.evaluate.benchmarks import breakdown
 from grpo_dist.tools.evaluate.compare import compare
 from grpo_dist.tools.evaluate.result import ALL, MEAN, RESULT, EvaluationResult, JudgedProblem, read_earlier
-from grpo_dist.tools.evaluate.store import Identity, Store, default_directory, settings_of
+from grpo_dist.tools.evaluate.store import (
+    Identity,
+    Store,
+    default_directory,
+    recorded_date,
+    settings_of,
+)
 from grpo_dist.tools.evaluate.table import print_comparison, print_result
 from grpo_dist.tools.evaluate.target import configuration
 from grpo_dist.tools.evaluate.verdicts import Verdict, VerdictMaker, key_of
@@ -83,9 +92,13 @@ def evaluate_model(
                 identity = Identity.of(config.model.path, model_dir, settings_of(config))
             place = directory or default_directory(config.model, config.output_dir, identity)
             check_writable(place)
+            config = dated(config, None if fresh else recorded_date(place))
             with stage("problems", "are read and tokenized"):
                 sections = PromptSections(config.data, config.rewards, config.environments)
                 tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
+                if writes_date(tokenizer):
+                    identity = identity.with_date(config.data.template_date)
+                check_rendering(config.data, config.sampling, tokenizer, say)
                 asked = _asked(sections, config.evaluation, tokenizer, by, say)
             store = Store(place, identity, fresh=fresh)
             store.begin()

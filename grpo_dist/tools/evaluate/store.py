@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,13 @@ class Identity:
         files = fingerprint(model_dir)
         digest = hashlib.sha256(json.dumps([files, settings], sort_keys=True, default=str).encode())
         return cls(model, files, masked(settings), digest.hexdigest()[:16])
+
+    def with_date(self, day: str | None) -> Identity:
+        """Return the identity with the date that the chat template writes: a second evaluation on another day
+        takes that of the first, so that it decides no directory.
+        """
+        data = self.settings["data"] | {"template_date": day}
+        return replace(self, settings=self.settings | {"data": data})
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -121,6 +128,15 @@ class Store:
         write_text(self.directory / "verdicts" / name / f"part_{number:05d}.jsonl", "".join(lines))
 
 
+def recorded_date(directory: Path) -> str | None:
+    """Return the date that chat templates write in the evaluation in ``directory``; None: it has none."""
+    try:
+        found = read_json(directory / _IDENTITY)["settings"]["data"].get("template_date")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
 def default_directory(model: ModelConfig, output_dir: str, identity: Identity) -> Path:
     """Return a directory that is distinct for each model and each sampling setup."""
     path = Path(model.path.rpartition(":")[2])
@@ -137,7 +153,8 @@ def settings_of(config: Config) -> dict[str, Any]:
     return {
         "seed": config.seed,
         "model": {"dtype": str(resolve_dtype(config.model.dtype)).removeprefix("torch.")},
-        "data": {key: tree["data"][key] for key in prompt},
+        "data": {key: tree["data"][key] for key in prompt}
+        | ({"template_date": config.data.template_date} if config.data.template_date else {}),
         "sampling": {"max_new_tokens": config.sampling.longest}
         | ({"stop": list(config.sampling.stop)} if config.sampling.stop else {}),
         "evaluation": {

@@ -18,7 +18,6 @@ from grpo_dist.config import (
     DataSourceConfig,
     DemonstrationsConfig,
     EvaluationConfig,
-    ModelConfig,
     SupervisedConfig,
 )
 from grpo_dist.config.engine_arguments import engine_problems
@@ -29,6 +28,7 @@ from grpo_dist.errors import UserError, refusals
 from grpo_dist.runs.directories import check_writable
 from grpo_dist.runs.prepare import (
     PromptSections,
+    check_rendering,
     check_scoring,
     load_tokenizer,
     prepare_eval,
@@ -131,7 +131,7 @@ def _check_sft(stage: ResolvedStage, config: Config, device: DeviceType) -> None
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
     there = [not _to_come(symbolic.path) for symbolic in stage.symbolic.sft.data]
     for source in compress(config.sft.data, there):
-        source_pairs(_a_few(source), config.sft, tokenizer)
+        source_pairs(_a_few(source), config.sft, tokenizer, day=config.data.day)
     if all(there):
         count_held_out(config.sft, count_rows(config.sft))
     if evaluates(config.data, config.evaluation):
@@ -181,13 +181,13 @@ def _check_grpo(stage: ResolvedStage, config: Config, device: DeviceType) -> Non
     else:
         _check_sampling(config, device)
         sections = PromptSections(config.data, config.rewards, config.environments)
-        _check_prompts(config.model, sections, there)
+        _check_prompts(config, sections, there)
 
 
 def _check_sample(stage: ResolvedStage, config: Config, device: DeviceType) -> None:
     _check_sampling(config, device)
     sections = PromptSections(config.data, config.rewards, config.environments)
-    _check_prompts(config.model, sections, _there(stage))
+    _check_prompts(config, sections, _there(stage))
 
 
 def _check_sampling(config: Config, device: DeviceType) -> None:
@@ -197,8 +197,9 @@ def _check_sampling(config: Config, device: DeviceType) -> None:
     check_length(config.model, Path(config.model.path), config.max_length)
 
 
-def _check_prompts(model: ModelConfig, sections: PromptSections, sources: list[DataSourceConfig]) -> None:
-    tokenizer = load_tokenizer(Path(model.path), model.trust_remote_code)
+def _check_prompts(config: Config, sections: PromptSections, sources: list[DataSourceConfig]) -> None:
+    tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
+    check_rendering(config.data, config.sampling, tokenizer, _quiet)
     own = own_problems(sections.data, sections.environments)
     train_prompts(sections, read_all(sources, own=own), tokenizer, _quiet)
 

@@ -61,6 +61,7 @@ class StageRecord:
     before: dict[str, float | None] = field(default_factory=dict)
     after: dict[str, float | None] = field(default_factory=dict)
     counts: dict[str, Any] = field(default_factory=dict)  # report.json of a sample stage
+    template_date: str | None = None  # what chat templates wrote as today's date, the same in every stage
 
     def completed(self, **results: Any) -> StageRecord:
         return replace(self, state="complete", id=uuid.uuid4().hex, **results)
@@ -85,7 +86,8 @@ def write_record(directory: Path, record: StageRecord) -> None:
 
 def begin(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> StageRecord:
     """Return the record of a stage about to start. ``earlier``: complete records by stage name."""
-    return StageRecord(stage.name, stage.kind, settings(stage), inputs(stage, earlier))
+    day = stage.config.data.template_date
+    return StageRecord(stage.name, stage.kind, settings(stage), inputs(stage, earlier), template_date=day)
 
 
 def settings(stage: ResolvedStage) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from grpo_dist.chat.ends import ends_of
+from grpo_dist.chat.template import ControlTokens
 from grpo_dist.config import DataConfig, RejectionConfig
 from grpo_dist.data.prompts import PromptFormat, plain_text, user_content
 from grpo_dist.runtime.seeds import derived_seed
@@ -60,8 +62,7 @@ class Selection:
 
     def __init__(self, settings: RejectionConfig, data: DataConfig, tokenizer: Any, *, seed: int) -> None:
         self._settings, self._data, self._tokenizer, self._seed = settings, data, tokenizer, seed
-        added = tokenizer.added_tokens_decoder
-        self._special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+        self._special, self._ends = ControlTokens(tokenizer).ids, ends_of(data, tokenizer)
         self._seen: set[tuple[str, str]] = set()
         self.report = Report()
 
@@ -101,10 +102,10 @@ class Selection:
             return "unscored"
         if not passed:
             return "below_min_reward"
-        if rollout.finish_reason != "stop" or (rollout.turns and cannot_be_shown(rollout, self._tokenizer)):
+        if rollout.finish_reason != "stop" or (rollout.turns and cannot_be_shown(rollout, self._ends)):
             return "truncated"  # training would teach an end that the model did not produce
-        if not rollout.turns and rollout.completion_ids[-1] not in self._special:
-            return "stop_text"  # so it would here: a demonstration ends with EOS, not with `sampling.stop`
+        if not rollout.turns and not self._ends.ended(rollout.completion_ids):
+            return "stop_text"  # so it would here: a demonstration ends with a token of its own
         if self._hides_tokens(rollout):
             return "hidden_tokens"
         text = "".join(part["text"] for part in self._segments(rollout))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from grpo_dist.config.differences import listed
 from grpo_dist.errors import UserError, refusals
+from grpo_dist.runs.dated import dated
 from grpo_dist.runs.directories import check_writable
 from grpo_dist.runtime.files import alone, keep_backup
 from grpo_dist.tools.recipe.check import check_stages
@@ -49,6 +50,8 @@ def run_pipeline(
     Raises UserError, before anything starts, for a complete stage with changed settings or inputs, and for
     invalid settings of a remaining stage.
     """
+    with refusals():
+        pipeline = _dated(pipeline)
     redone = _redone(pipeline, again_from)
     if check_only:
         done = _checked(pipeline, redone)
@@ -125,6 +128,14 @@ def _run(stage: ResolvedStage, done: Done, say: Callable[[str], None]) -> StageR
     record = record.completed(seconds=seconds, before=result.before, after=result.after, counts=result.counts)
     write_record(stage.directory, record)
     return record
+
+
+def _dated(pipeline: ResolvedPipeline) -> ResolvedPipeline:
+    """Return ``pipeline`` with the date that chat templates write in all its stages: that of its start."""
+    records = map(read_record, (stage.directory for stage in pipeline.stages))
+    day = next((record.template_date for record in records if record and record.template_date), None)
+    stages = tuple(replace(stage, config=dated(stage.config, day)) for stage in pipeline.stages)
+    return replace(pipeline, stages=stages)
 
 
 def _redone(pipeline: ResolvedPipeline, name: str | None) -> tuple[ResolvedStage, ...]:

@@ -25,7 +25,13 @@ from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import Draw, EvaluationHandles, sample_chunks
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.rewards.data_columns import asked_columns
-from grpo_dist.runs.prepare import PromptSections, load_tokenizer, resolve_model, train_prompts
+from grpo_dist.runs.prepare import (
+    PromptSections,
+    check_rendering,
+    load_tokenizer,
+    resolve_model,
+    train_prompts,
+)
 from grpo_dist.runs.start_checks import check_length
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.seeds import derived_seed
@@ -47,6 +53,7 @@ def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) ->
         model_dir = resolve_model(config.model, config.sft, config.seed, say)
         check_length(config.model, model_dir, config.max_length)
         tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
+        check_rendering(config.data, config.sampling, tokenizer, say)
         own = own_problems(config.data, config.environments)
         sections = PromptSections(config.data, config.rewards, config.environments)
         read = read_all(config.data.train, own=own, asked=asked_columns(config.rewards))

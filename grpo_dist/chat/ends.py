@@ -1,0 +1,157 @@
+"""Which tokens end a sample. Engines, finish reasons, episodes, demonstrations and selections all ask here.
+
+    tokenizer's EOS    generation_config.json    end of a turn in the chat template
+    <|endoftext|>      <|endoftext|>             <|im_end|>              a base model with a chat template
+    <|eot_id|>         <|eot_id|>, <|eom_id|>    <|eot_id|>              an instruction-tuned model
+    <eos>              <eos>, <end_of_turn>      <end_of_turn>           Gemma 3
+
+A sample ends at any of them. A demonstration ends with the template's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.chat.template import REJECTED, ControlTokens, encode, render
+from grpo_dist.config import DataConfig
+from grpo_dist.runtime.json_files import read_json
+
+_QUESTION, _ANSWER, _NEXT = "0question0", "0answer0", "0next0"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEnds:
+    """The tokens that end a sample.
+
+    Attributes:
+        ids: an engine stops at each.
+        learned: the one with which a demonstration ends; None: there is none.
+        text: with which the chat template ends an answer, where that is no token; "" elsewhere.
+        note: for the user, where the chat template ends an answer with a token that neither the tokenizer nor
+            the generation config names; "" elsewhere.
+    """
+
+    ids: frozenset[int]
+    learned: int | None
+    text: str = ""
+    note: str = ""
+
+    def check(self, stop: Sequence[str] = ()) -> None:
+        """Raise ValueError where no token ends a sample, and no text of ``stop`` (`sampling.stop`) does."""
+        if self.text and not any(stopping in self.text for stopping in stop):
+            raise ValueError(
+                f"the model's chat template ends an answer with {self.text!r}, which is no single token of "
+                "its tokenizer, so that samples would not end there; use one that has it as one token, or "
+                f"set sampling.stop=[{self.text!r}]"
+            )
+        if not self.ids and not stop:
+            raise ValueError(
+                "no token ends a sample: the model's tokenizer has no EOS token, its generation_config.json "
+                "names none, and the chat template ends an answer with none; set `eos_token` in "
+                "tokenizer_config.json, or `sampling.stop`"
+            )
+
+    def ended(self, ids: Sequence[int]) -> bool:
+        """Return whether ``ids`` end with one of them."""
+        return len(ids) > 0 and int(ids[-1]) in self.ids
+
+    def without(self, ids: Sequence[int]) -> list[int]:
+        """Return ``ids`` without the one that ends them."""
+        return list(ids[:-1]) if self.ended(ids) else list(ids)
+
+
+def sample_ends(
+    tokenizer: Any,
+    template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    templated: bool,
+    day: date | None = None,
+) -> SampleEnds:
+    """Return what ends a sample of the model whose directory ``tokenizer`` was loaded from.
+
+    Args:
+        template_kwargs, day: as `render` takes them.
+        templated: prompts are rendered with the chat template; False: they are plain text.
+    """
+    named = _named_ends(tokenizer)
+    token, text = _turn_end(tokenizer, template_kwargs or {}, day) if templated else (None, "")
+    learned = token if token is not None else next(iter(named), None)
+    if token is None or token in named:
+        return SampleEnds(frozenset(named), learned, text)
+    names = ", ".join(repr(tokenizer.convert_ids_to_tokens(known)) for known in named) or "none"
+    note = (
+        f"note: the model's chat template ends an answer with {tokenizer.convert_ids_to_tokens(token)!r} (id "
+        f"{token}), which its tokenizer and generation_config.json do not name as an end of text (they name "
+        f"{names}): samples end there, too, and demonstrations end with it"
+    )
+    return SampleEnds(frozenset({token, *named}), learned, note=note)
+
+
+def ends_of(data: DataConfig | None, tokenizer: Any) -> SampleEnds:
+    """Return what ends a sample whose prompt is made by section ``data``; None: of plain text."""
+    if data is None:
+        return sample_ends(tokenizer, templated=False)
+    templated = data.chat_template == "model"
+    return sample_ends(tokenizer, data.template_kwargs, templated=templated, day=data.day)
+
+
+def _named_ends(tokenizer: Any) -> list[int]:
+    """Return the tokenizer's EOS, and the ends that the model's directory names, as vLLM looks for them."""
+    found = [tokenizer.eos_token_id]
+    for name in ("generation_config.json", "config.json"):
+        file = Path(getattr(tokenizer, "name_or_path", "") or "") / name
+        if file.is_file():
+            ends = _eos_of(read_json(file))
+            found += ends if isinstance(ends, list) else [ends]
+            break
+    return [int(token) for token in dict.fromkeys(found) if token is not None]
+
+
+def _eos_of(settings: Mapping[str, Any]) -> Any:
+    own = settings.get("eos_token_id")
+    return own if own is not None else (settings.get("text_config") or {}).get("eos_token_id")
+
+
+def _turn_end(tokenizer: Any, template_kwargs: Mapping[str, Any], day: date | None) -> tuple[int | None, str]:
+    """Return the token with which the chat template ends an answer, or its text where that is no token.
+
+    What follows the answer both at the end of a conversation and before the next question ends it; else
+    what follows it at the end; else, for templates such as GLM's, the token that begins the next question.
+    """
+    asked = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    last = _behind_answer(tokenizer, asked, template_kwargs, day)
+    if last is None:
+        return None, ""
+    further = [*asked, {"role": "user", "content": _NEXT}]
+    between = (_behind_answer(tokenizer, further, template_kwargs, day) or "").partition(_NEXT)[0]
+    controls = ControlTokens(tokenizer).ids - {tokenizer.bos_token_id}
+    last_ids, between_ids = encode(last, tokenizer), encode(between, tokenizer)
+    pairs = zip(last_ids, between_ids, strict=False)
+    common = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    for ids in (common[::-1], last_ids):
+        if (token := next((i for i in ids if i in controls), None)) is not None:
+            return token, ""
+    if text := last.strip():
+        ids = encode(text, tokenizer)
+        return (ids[0], "") if len(ids) == 1 else (None, text)
+    return next((i for i in between_ids if i in controls), None), ""
+
+
+def _behind_answer(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    template_kwargs: Mapping[str, Any],
+    day: date | None,
+) -> str | None:
+    """Return what the template writes behind the answer; None where it takes or shows none."""
+    try:
+        text = render(tokenizer, messages, template_kwargs, day=day, open_turn=False)
+    except REJECTED:
+        return None
+    _, mark, behind = text.rpartition(_ANSWER)
+    return behind if mark else None
