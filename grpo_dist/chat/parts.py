@@ -32,13 +32,13 @@ class PartsCheck:
         shape = json.dumps([_shape(messages), template_kwargs, open_turn], sort_keys=True, default=str)
         if shape in self._checked:
             return ""
-        marks: dict[str, _Part] = {}
-        marked = [_marked(message, number, marks) for number, message in enumerate(messages)]
+        markers = _Markers()
+        marked = [markers.message(message, number) for number, message in enumerate(messages)]
         arguments = dict(template_kwargs)
         if tools := arguments.get("tools"):
-            arguments["tools"] = [_marked_tool(tool, number, marks) for number, tool in enumerate(tools)]
+            arguments["tools"] = [markers.tool(tool, number) for number, tool in enumerate(tools)]
         text = render(self._tokenizer, marked, arguments, day=self._day, open_turn=open_turn)
-        lacking = [part for mark, part in marks.items() if mark not in text]
+        lacking = [part for mark, part in markers.parts.items() if mark not in text]
         if not lacking:
             self._checked.add(shape)
             return ""
@@ -61,49 +61,54 @@ class _Part(NamedTuple):
     text: str = ""
 
 
-def _marked(message: Message, number: int, marks: dict[str, _Part]) -> Message:
-    """Return ``message`` with markers for its texts, at the begin and the end of each."""
-    role, marked = message["role"], dict(message)
-    what = {"system": "the system prompt", "tool": f"the tool's result, message {number}"}.get(
-        role, f"the {role} message {number}"
-    )
-    content = message.get("content")
-    if isinstance(content, str) and content:
-        marked["content"] = _two_marks(marks, f"m{number}", what, content)
-    elif isinstance(content, list):
-        marked["content"] = [
-            {**part, "text": _two_marks(marks, f"m{number}p{index}", f"{what}, part {index}", part["text"])}
-            if isinstance(part, Mapping) and part.get("text")
-            else part
-            for index, part in enumerate(content)
-        ]
-    if calls := message.get("tool_calls"):
-        marked["tool_calls"] = [
-            _marked_function(call, f"m{number}c{index}", f"the tool call {index} of message {number}", marks)
-            for index, call in enumerate(calls)
-        ]
-    return marked
+class _Markers:
+    """Puts a marker in the place of each text of a conversation. ``parts``: what each stands for."""
 
+    def __init__(self) -> None:
+        self.parts: dict[str, _Part] = {}
 
-def _two_marks(marks: dict[str, _Part], name: str, what: str, text: str) -> str:
-    begin, end = f"0{name}begin0", f"0{name}end0"
-    lines = text.strip().splitlines() or [""]
-    marks |= {begin: _Part(what, lines[0].strip()), end: _Part(f"the end of {what}", lines[-1].strip())}
-    return f"{begin}\n{end}"
+    def message(self, message: Message, number: int) -> Message:
+        """Return ``message`` with markers at the begin and the end of each text."""
+        role, marked = message["role"], dict(message)
+        what = {"system": "the system prompt", "tool": f"the tool's result, message {number}"}.get(
+            role, f"the {role} message {number}"
+        )
+        content = message.get("content")
+        if isinstance(content, str) and content:
+            marked["content"] = self._around(content, f"m{number}", what)
+        elif isinstance(content, list):
+            marked["content"] = [
+                {**part, "text": self._around(part["text"], f"m{number}p{index}", f"{what}, part {index}")}
+                if isinstance(part, Mapping) and part.get("text")
+                else part
+                for index, part in enumerate(content)
+            ]
+        if calls := message.get("tool_calls"):
+            marked["tool_calls"] = [
+                self._function(call, f"m{number}c{index}", f"the tool call {index} of message {number}")
+                for index, call in enumerate(calls)
+            ]
+        return marked
 
+    def tool(self, tool: Any, number: int) -> Any:
+        """Return ``tool``, of `tools`, with a marker as its name."""
+        return self._function(tool, f"t{number}", f"the tool {number} (`tools`)")
 
-def _marked_tool(tool: Any, number: int, marks: dict[str, _Part]) -> Any:
-    return _marked_function(tool, f"t{number}", f"the tool {number} (`tools`)", marks)
+    def _around(self, text: str, name: str, what: str) -> str:
+        begin, end = f"0{name}begin0", f"0{name}end0"
+        lines = text.strip().splitlines() or [""]
+        self.parts[begin] = _Part(what, lines[0].strip())
+        self.parts[end] = _Part(f"the end of {what}", lines[-1].strip())
+        return f"{begin}\n{end}"
 
-
-def _marked_function(tool: Any, name: str, what: str, marks: dict[str, _Part]) -> Any:
-    """Return a tool or the call of one with a marker as its name, in either of the forms that are common."""
-    if not isinstance(tool, Mapping):
-        return tool
-    if isinstance(tool.get("function"), Mapping):
-        return {**tool, "function": _marked_function(tool["function"], name, what, marks)}
-    if not isinstance(tool.get("name"), str):
-        return tool
-    mark = f"{name}name"
-    marks[mark] = _Part(what)
-    return {**tool, "name": mark}
+    def _function(self, tool: Any, name: str, what: str) -> Any:
+        """Return a tool, or the call of one, in either of the forms that are common."""
+        if not isinstance(tool, Mapping):
+            return tool
+        if isinstance(tool.get("function"), Mapping):
+            return {**tool, "function": self._function(tool["function"], name, what)}
+        if not isinstance(tool.get("name"), str):
+            return tool
+        mark = f"{name}name"
+        self.parts[mark] = _Part(what)
+        return {**tool, "name": mark}

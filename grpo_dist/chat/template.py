@@ -40,14 +40,14 @@ def render(
     """
     tools = arguments.get("tools", template_kwargs.get("tools"))
     source = tokenizer.get_chat_template(tools=tools)
-    if _CLOCK in source:
-        arguments[_CLOCK] = _clock(day)
+    clock = {_CLOCK: _clock(day)} if _CLOCK in source else {}
     if _takes_parts(tokenizer, source):
         messages = [_in_parts(message) for message in messages]
     return tokenizer.apply_chat_template(
         [dict(message) for message in messages],
         tokenize=False,
         add_generation_prompt=open_turn,
+        **clock,
         **template_kwargs,
         **arguments,
     )

@@ -24,6 +24,7 @@ from grpo_dist.runs.checkpoint import (
     newest_whole,
     remove_partial,
 )
+from grpo_dist.runs.identity import DataOrigin, data_digest
 from grpo_dist.runs.manifest import find_damage, write_manifest
 from grpo_dist.runs.resume import (
     changes_since,
@@ -457,3 +458,19 @@ def test_health_bounds_may_change_on_resume_and_training_data_may_not(tmp_path):
     assert load_state(found, fakes.config(health={"min_signal_groups": 0, "kl_above": None})).step == 1
     with pytest.raises(ValueError, match=r"\(`health\.min_signal_groups` = 2 was 0\)"):
         load_state(found, fakes.config(health={"min_signal_groups": 2, "kl_above": None}))
+
+
+def test_a_file_is_not_to_blame_where_its_rows_are_the_same(tmp_path):
+    """The tokens of its prompts are others: another date, tokenizer or version of one."""
+    origin = DataOrigin("rows", {"version of tokenizers": "0.22"})
+    state = CheckpointState(1, "", data_digest(PROMPTS[:2]), origin=dataclasses.asdict(origin))
+    changed = [dataclasses.replace(p, token_ids=p.token_ids + 1) for p in PROMPTS[:2]]
+    with pytest.raises(
+        ValueError, match=r"made of the same rows.* version of tokenizers was 0\.22 and is 0\.23"
+    ):
+        check_data(tmp_path, state, changed, DataOrigin("rows", {"version of tokenizers": "0.23"}))
+    with pytest.raises(ValueError, match=r"made of the same rows.*the tokenizer gives them otherwise"):
+        check_data(tmp_path, state, changed, origin)
+    with pytest.raises(ValueError, match=r"the files behind `data\.train` have changed"):
+        check_data(tmp_path, state, changed, DataOrigin("other rows", origin.reading))
+    check_data(tmp_path, state, PROMPTS[:2], DataOrigin("other rows", {}))

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import shutil
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,6 +17,7 @@ from grpo_dist.cli import main
 from grpo_dist.config import DataConfig, EnvironmentsConfig, EvaluationConfig, RewardsConfig
 from grpo_dist.config.files import load_config
 from grpo_dist.demo.tokenizer import character_tokenizer
+from grpo_dist.runs import dated as dated_config
 from grpo_dist.runs.prepare import PromptSections
 from grpo_dist.runtime.concurrency import progressing
 from grpo_dist.runtime.files import alone
@@ -174,6 +178,25 @@ def test_repeating_an_evaluation_or_changing_k_starts_no_engine(here, capsys):
     _, other, _ = evaluate("evaluation.k=[2,8]")
     assert "maj@8" in other and len(here.worlds) == 1
     assert "all 10 problems are done: out" in capsys.readouterr().out
+
+
+def test_a_second_evaluation_on_another_day_asks_with_the_date_of_the_first(
+    here, tiny_model, tmp_path, monkeypatch
+):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    template = model / "chat_template.jinja"
+    template.write_text("<|system|>{{ strftime_now('%Y-%m-%d') }}" + template.read_text())
+
+    def on(day, *arguments):
+        monkeypatch.setattr(dated_config, "date", SimpleNamespace(today=lambda: date.fromisoformat(day)))
+        assert main(["eval", str(model), "data.jsonl", *ARGUMENTS, "output_dir=.", *arguments]) == 0
+        return [json.loads(file.read_text()) for file in Path("evaluations").glob("*/evaluation.json")]
+
+    (first,) = on("2026-07-31")
+    assert first["settings"]["data"]["template_date"] == "2026-07-31"
+    assert on("2026-08-01") == [first] and len(here.worlds) == 1
+    assert len(on("2026-08-01", "data.template_date=2026-08-01")) == 2 and len(here.worlds) == 2
 
 
 def test_an_interrupted_evaluation_resumes_to_the_same_bytes(here, capsys):

@@ -1,0 +1,93 @@
+"""The date that chat templates write is that of a run's start, on whatever day a part of it is rendered."""
+
+import json
+from datetime import date
+
+import pytest
+from transformers import AutoTokenizer
+
+from grpo_dist.config import Config, SFTConfig
+from grpo_dist.config.files import dump_config
+from grpo_dist.data.demonstrations import load_demonstrations
+from grpo_dist.data.prompts import PromptFormat, build_prompts
+from grpo_dist.data.readers import DataRow
+from grpo_dist.environments.rendering import Renderer
+from grpo_dist.runs.dated import date_of_run, dated
+from grpo_dist.runs.identity import DataOrigin, data_digest, fingerprint
+from grpo_dist.types import Task
+from tests.support.chat_templates import templated_tokenizer, trl_templates
+
+DAY = "2026-07-31"
+
+
+def config(**data):
+    plain = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}], **data}}
+    return Config.model_validate(plain)
+
+
+def saved(directory, template):
+    templated_tokenizer(template, "<|eot_id|>", "<s>").save_pretrained(directory)
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def prompts(tokenizer, settings):
+    row = DataRow("1+1=", "2", "set", "set.jsonl:1", {})
+    return build_prompts([row], tokenizer, PromptFormat.of(settings.data), max_prompt_tokens=999).prompts
+
+
+def test_a_resumed_run_keeps_the_date_of_its_start(tmp_path):
+    assert dated(config()).data.template_date == date.today().isoformat()
+    assert date_of_run(tmp_path) is None
+    first = dated(config(), DAY)
+    (tmp_path / "config.yaml").write_text(dump_config(first))
+    assert dated(config(), date_of_run(tmp_path)).data.day == date(2026, 7, 31)
+    assert dated(config(template_date="2020-01-02"), DAY).data.template_date == "2020-01-02"
+    (tmp_path / "config.yaml").write_text("- not a configuration")
+    assert date_of_run(tmp_path) is None
+
+
+def test_the_date_is_no_part_of_a_runs_identity_but_its_prompts_are(tmp_path):
+    """Where no template writes it, another date is the same run."""
+    assert fingerprint(dated(config())) == fingerprint(dated(config(), DAY)) == fingerprint(config())
+    plain, dating = (saved(tmp_path / n, trl_templates()[n]) for n in ("llama3", "llama3_2"))
+    first, second = dated(config(), DAY), dated(config(), "2026-08-01")
+    assert data_digest(prompts(plain, first)) == data_digest(prompts(plain, second))
+    assert data_digest(prompts(dating, first)) != data_digest(prompts(dating, second))
+    was, now = (DataOrigin.of(["a"], dating, tmp_path / "llama3_2", c.data) for c in (first, second))
+    assert was.rows == now.rows
+    assert now.changes(was.reading) == [
+        f"the date that the chat template writes (`data.template_date`) was {DAY} and is 2026-08-01"
+    ]
+    assert not DataOrigin.of(["a"], plain, tmp_path / "llama3", first.data).changes(
+        DataOrigin.of(["a"], plain, tmp_path / "llama3", second.data).reading
+    )
+
+
+def test_other_tokenizer_files_are_named(tmp_path):
+    tokenizer, data = saved(tmp_path, trl_templates()["llama3"]), config().data
+    was = DataOrigin.of(["a"], tokenizer, tmp_path, data)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    [change] = DataOrigin.of(["a"], tokenizer, tmp_path, data).changes(was.reading)
+    assert "tokenizer files" in change
+    assert DataOrigin.of(["b"], tokenizer, tmp_path, data).rows != was.rows
+
+
+def test_later_turns_and_demonstrations_have_the_date_of_the_run(tmp_path):
+    tokenizer, settings = saved(tmp_path, trl_templates()["llama3_2"]), dated(config(), DAY)
+    task = Task("e", messages=({"role": "user", "content": "1+1="},))
+    renderer = Renderer(tokenizer, settings.data, settings.environments)
+    assert "31 Jul 2026" in renderer.prompt(task)
+    shown = [{"role": "user", "content": "more"}]
+    assert "31 Jul 2026" in renderer.conversation(task, task.messages, "2", shown).text
+    path = tmp_path / "sft.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+    sft = SFTConfig(model="demo:tiny", data=str(path))
+    [row] = load_demonstrations(sft, tokenizer, day=settings.data.day)
+    assert row.token_ids.tolist() == prompts(tokenizer, settings)[0].token_ids.tolist()
+    [other] = load_demonstrations(sft, tokenizer, day=date(2026, 8, 1))
+    assert row.uid != other.uid and row.row_uid == other.row_uid
+
+
+def test_a_date_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"'31.7.2026' is no date; expected year-month-day"):
+        config(template_date="31.7.2026")
