@@ -114,7 +114,7 @@ def episode_sampler(spec: EngineSpec, tokenizer: Any, generate: Generate, meter:
     """Return the sampler of an engine whose prompts have environments. Raises ValueError for tool calls that
     cannot be read.
     """
-    assert spec.environments is not None, "no prompt has an environment"
+    assert spec.environments is not None and spec.data is not None, "no prompt has an environment"
     call_format = resolve_format(spec.environments.call_format, template_text(tokenizer, spec.data))
     parser = call_parser(call_format, tokenizer)
     renderer = Renderer(tokenizer, spec.data, spec.environments, parser)

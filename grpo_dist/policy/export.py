@@ -7,11 +7,13 @@ same directory knows what it may delete, whatever files the tokenizer and the ow
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from grpo_dist.chat.ends import sample_ends
 from grpo_dist.policy.lora import write_adapter
 from grpo_dist.policy.text_model import restore_wrapper
 from grpo_dist.runtime.files import clear, keep_backup, publish
@@ -50,6 +52,8 @@ def write_model(
     model.config.use_cache = False
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=trust_remote_code)
     tokenizer.save_pretrained(partial)
+    if getattr(tokenizer, "chat_template", None):
+        _name_ends(partial, sample_ends(tokenizer, templated=True).ids)
     restore_wrapper(Path(tokenizer_dir), partial)
     if low_rank:
         write_adapter(model, low_rank, partial / _ADAPTER, base_model=tokenizer_dir)
@@ -59,6 +63,18 @@ def write_model(
         keep_backup(directory)
     clear(directory)
     publish(partial, directory)
+
+
+def _name_ends(directory: Path, ids: Collection[int]) -> None:
+    """Add ``ids``, at which samples ended in training, to the ends in generation_config.json: other engines
+    stop at these alone.
+    """
+    file = directory / "generation_config.json"
+    settings = read_json(file) if file.is_file() else {}
+    named = settings.get("eos_token_id")
+    known = named if isinstance(named, list) else [] if named is None else [named]
+    if missing := sorted(set(ids) - set(known)):
+        file.write_text(json.dumps(settings | {"eos_token_id": [*known, *missing]}, indent=2))
 
 
 def why_no_export(directory: Path) -> str:

@@ -68,7 +68,7 @@ def with_braces(text: str) -> str:
         text,
     )
     for match in reversed(list(_TWO_PARTS.finditer(text))):
-        position, parts = match.end(), []
+        position, parts = match.end(), list[str]()
         while len(parts) < 2:
             if (part := _PART.match(text, position)) is not None:
                 parts.append(f"{{{part[1]}}}")

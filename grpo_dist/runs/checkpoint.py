@@ -92,7 +92,7 @@ class Checkpoints:
         origin: DataOrigin | None = None,
     ) -> None:
         """``identity``: see `load_state`. ``origin``: of ``prompts``, see `check_data`."""
-        self._origin = origin and asdict(origin)
+        self._origin = None if origin is None else asdict(origin)
         self._directory, self._config, self._wandb_id = directory, config, wandb_id
         self._fingerprint = fingerprint(identity or config)
         self._data, self._columns = data_digest(prompts), columns_digest(prompts)

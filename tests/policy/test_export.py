@@ -42,6 +42,20 @@ def test_a_generation_config_that_transformers_refuses_to_save_is_exported_as_it
     assert load_file(out / "model.safetensors").keys() == load_file(start / "model.safetensors").keys()
 
 
+def test_an_export_names_the_end_at_which_samples_ended_in_training(tiny_model, tmp_path):
+    """As of a base model with a chat template: an engine that serves it would run on behind each answer."""
+    start, out = tmp_path / "start", tmp_path / "out"
+    shutil.copytree(tiny_model, start)
+    end = AutoTokenizer.from_pretrained(start).convert_tokens_to_ids("<|end|>")
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((start / name).read_text())
+        (start / name).write_text(json.dumps(settings | {"eos_token_id": 2}))
+    assert end != 2
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    write_model(model, model.state_dict(), {}, out, str(start), trust_remote_code=False)
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [2, end]
+
+
 def test_an_export_is_recognised_as_one_also_with_an_adapter(tiny_model, tmp_path):
     out = tmp_path / "out"
     assert why_no_export(out) == ""
