@@ -17,6 +17,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from grpo_dist.chat.template import REJECTED, ControlTokens, encode, render
 from grpo_dist.config import DataConfig
 from grpo_dist.runtime.json_files import read_json
@@ -56,7 +58,7 @@ class SampleEnds:
                 "tokenizer_config.json, or `sampling.stop`"
             )
 
-    def ended(self, ids: Sequence[int]) -> bool:
+    def ended(self, ids: Sequence[int] | np.ndarray) -> bool:
         """Return whether ``ids`` end with one of them."""
         return len(ids) > 0 and int(ids[-1]) in self.ids
 

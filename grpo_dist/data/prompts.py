@@ -293,7 +293,7 @@ def _task_and_text(
     tasks: SourceTasks | None,
 ) -> tuple[Task | None, str]:
     if tasks is None or not prompt_format.use_chat_template:
-        return tasks and tasks.task, prompt_format.text(asked, tokenizer)
+        return None if tasks is None else tasks.task, prompt_format.text(asked, tokenizer)
     task = tasks.task_of(prompt_format.messages(asked))
     try:
         return task, tasks.renderer.prompt(task)
