@@ -10,7 +10,7 @@ READY := .venv/.ready-$(EXTRA)
 # Packages of other environments, for tests alone: pinned, in an interpreter of their own.
 PACKAGES := .venv-packages/.ready
 
-.PHONY: setup demo demo-short demo-real demo-tools pipeline bench gpu-check test test-all chaos evidence install-check reference lint clean
+.PHONY: setup demo demo-short demo-real demo-tools pipeline bench gpu-check test test-all chaos evidence findings install-check reference lint clean
 setup: $(READY)
 
 $(READY): pyproject.toml launch/setup.sh $(wildcard docker/constraints-$(EXTRA).txt)
@@ -65,6 +65,10 @@ chaos: $(READY)
 evidence: $(READY) $(PACKAGES)
 	$(BIN)/python -m pytest -s -m evidence tests $(ARGS)
 
+# What outside libraries do, each in an environment of its own: an hour. Before an upgrade: make findings ARGS="--latest"
+findings:
+	$(PYTHON) findings/run.py $(ARGS)
+
 # Run the image's installation steps in a clean copy of this checkout, then check that they installed everything.
 install-check: $(READY)
 	$(BIN)/python -m pytest -m evidence tests/repository/test_docker.py $(ARGS)
@@ -80,7 +84,7 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python launch/check_waits.py grpo_dist actors
-	$(BIN)/shellcheck launch/*.sh launch/slurm.sbatch docker/*.sh .ci/run
+	$(BIN)/shellcheck findings/*.sh launch/*.sh launch/slurm.sbatch docker/*.sh .ci/run
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
 clean:
