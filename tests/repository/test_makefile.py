@@ -66,7 +66,7 @@ def test_evidence_runs_what_is_marked_as_such(made):
 
 def test_findings_need_no_environment_of_this_project(made, tmp_path):
     _, (call,) = made("findings", "0", f"PYTHON={tmp_path / 'python'}", "ARGS=--latest")
-    assert call.endswith(" findings/run.py --latest")
+    assert call.endswith("findings/run.py --latest")
 
 
 @pytest.fixture
