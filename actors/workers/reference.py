@@ -27,6 +27,7 @@ from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs
 from grpo_dist.policy.lora import base_weights
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs, load_causal_lm, reads_packed_rows
+from grpo_dist.policy.start_adapter import adapter_in, merge_start
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.cache import check_on_node
 from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
@@ -80,6 +81,8 @@ class ReferenceWorker(Metered, Probeable):
             packing=self._model.packing,
             kernels=self._model.kernels,
         )
+        if start := adapter_in(Path(self._model_dir)):
+            merge_start(causal_lm, start)
         packs = reads_packed_rows(causal_lm)
         kernel = choose_kernel(self._model.attention, self._device, dtype) if packs else None
         self._micro = MicroBatches(self._budget, kernel, 1, self._device)

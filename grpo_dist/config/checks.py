@@ -60,6 +60,11 @@ def contradictions(config: Sections) -> Iterator[str]:
         yield "`data.order` = pools needs `data.pools`, e.g. data.pools={by: source}; set it"
     if config.model.path == "sft" and config.sft is None:
         yield "`model.path` = sft needs an `sft` section that configures that model's training"
+    if config.model.adapter is not None and config.model.path == "sft":
+        yield (
+            f"`model.adapter` = {config.model.adapter} adapts a model that exists, and `model.path` = sft is "
+            "trained first; remove it, or name the adapter's base as `model.path`"
+        )
 
 
 def _of_the_ranks(config: Sections) -> Iterator[str]:

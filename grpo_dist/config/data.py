@@ -56,6 +56,11 @@ class ModelConfig(Section):
         "`random:<config.json>` for random weights with that configuration"
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
+    adapter: str | None = Field(
+        None,
+        description="directory or hub id of a LoRA adapter of the model, as peft writes it, to start from: "
+        "with `policy.lora` it is trained on, else it is merged and all weights are trained",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the accelerator supports it, else float32"
     )

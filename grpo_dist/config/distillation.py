@@ -47,7 +47,7 @@ class TeacherConfig(Section):
     def model_section(self, policy: ModelConfig) -> ModelConfig:
         """Return the policy's section `model` with the teacher's model, which may have no kernels."""
         kernels = "torch" if policy.kernels == "torch" else "auto"
-        changes = {"path": self.model, "revision": self.revision, "kernels": kernels}
+        changes = {"path": self.model, "revision": self.revision, "adapter": None, "kernels": kernels}
         return policy.model_copy(update=changes)
 
     def teaches(self, source: str) -> bool:

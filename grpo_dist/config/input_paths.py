@@ -16,6 +16,8 @@ def input_paths(config: Config) -> Iterator[tuple[str, str, bool]]:
     """
     if config.model.path != "sft":
         yield "model.path", config.model.path, True
+    if config.model.adapter is not None:
+        yield "model.adapter", config.model.adapter, True
     yield from ((f"rewards.models.{i}.path", m.path, True) for i, m in enumerate(config.rewards.models))
     for name, sources in (("train", config.data.train), ("eval", config.data.eval)):
         own = (

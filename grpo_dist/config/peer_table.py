@@ -75,6 +75,7 @@ PEER_TABLE = (
     row("model.path", verl="@model.path", trl="model_name_or_path",
         openrlhf="actor.model_name_or_path pretrain", roll="pretrain model_args.model_name_or_path"),
     row("model.revision", trl="model_revision"),
+    row("model.adapter", verl="@model.lora_adapter_path"),
     row("model.dtype", verl="@rollout.dtype @actor.fsdp_config.model_dtype @actor.fsdp_config.dtype",
         trl="bf16 fp16 torch_dtype model_init_kwargs", openrlhf="ds.param_dtype param_dtype",
         roll="model_args.dtype training_args.bf16"),

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from grpo_dist.chat.ends import sample_ends
 from grpo_dist.policy.lora import write_adapter
-from grpo_dist.policy.text_model import restore_wrapper
+from grpo_dist.policy.start_adapter import base_of
+from grpo_dist.policy.text_model import adapted_in_wrapper, restore_wrapper
 from grpo_dist.runtime.files import clear, keep_backup, publish
 from grpo_dist.runtime.json_files import read_json
 
@@ -56,7 +57,8 @@ def write_model(
         _name_ends(partial, sample_ends(tokenizer, templated=True).ids)
     restore_wrapper(Path(tokenizer_dir), partial)
     if low_rank:
-        write_adapter(model, low_rank, partial / _ADAPTER, base_model=tokenizer_dir)
+        base, decoder = adapted_in_wrapper(Path(tokenizer_dir)) or (base_of(Path(tokenizer_dir)), "")
+        write_adapter(model, low_rank, partial / _ADAPTER, base_model=base, decoder=decoder)
     files = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if not path.is_dir())
     (partial / _LIST).write_text(json.dumps({"files": files}, indent=1))
     if why_no_export(directory):  # also files that came during this export, which takes minutes

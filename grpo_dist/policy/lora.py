@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from grpo_dist.config import LoRAConfig
 
 _ADAPTER = "default"
+_START = "start"  # the values from which training went on, see `start_from`
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
@@ -143,12 +144,12 @@ def adapter_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [
         (name.replace(f".{_ADAPTER}.weight", ".weight"), p)
         for name, p in model.named_parameters()
-        if _is_adapter(name)
+        if _is_adapter(name) and name.endswith(f".{_ADAPTER}.weight")
     ]
 
 
 def _is_adapter(name: str) -> bool:
-    return name.endswith(f".{_ADAPTER}.weight") and (".lora_A." in name or ".lora_B." in name)
+    return ".lora_A." in name or ".lora_B." in name
 
 
 def adapters(named: Iterable[tuple[str, Tensor]]) -> dict[str, Adapter]:
@@ -161,20 +162,44 @@ def adapters(named: Iterable[tuple[str, Tensor]]) -> dict[str, Adapter]:
     }
 
 
-@contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Compute with the weights of the checkpoint alone inside the block."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+def start_from(model: nn.Module, values: Mapping[str, Adapter]) -> None:
+    """Give the adapters of ``model`` these ``values``, by the weight they change, and keep them beside what
+    is trained, for `untrained`.
+    """
+    for name, layer in model.named_modules():
+        if (adapter := values.get(f"{name}.weight")) is None:
+            continue
+        assert isinstance(layer, _layer_class())
+        layer.update_layer(
+            _START, layer.r[_ADAPTER], layer.lora_alpha[_ADAPTER], config=model.peft_config[_ADAPTER]
+        )
+        for side, value in ((layer.lora_A, adapter.a), (layer.lora_B, adapter.b)):
+            side[_START].requires_grad_(False)
+            for key in (_ADAPTER, _START):
+                side[key].weight.data.copy_(value)
 
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    # peft's own switch changes `requires_grad`, too, and DeepSpeed has hooks on what it trains.
+
+def _layer_class() -> Any:
+    from peft.tuners.lora import LoraLayer
+
+    return LoraLayer
+
+
+@contextmanager
+def untrained(model: nn.Module) -> Iterator[None]:
+    """Compute with the weights that training started from inside the block: those of the checkpoint alone, or
+    with the adapters of `start_from`.
+    """
+    layers = [module for module in model.modules() if isinstance(module, _layer_class())]
+    # peft's own switches change `requires_grad`, too, and DeepSpeed has hooks on what it trains.
     for layer in layers:
-        layer._disable_adapters = True
+        layer._active_adapter = _START
+        layer._disable_adapters = _START not in layer.lora_A
     try:
         yield
     finally:
         for layer in layers:
-            layer._disable_adapters = False
+            layer._active_adapter, layer._disable_adapters = [_ADAPTER], False
 
 
 def merged_weights(
@@ -198,12 +223,20 @@ def merged_weights(
         )
 
 
-def write_adapter(model: Any, tensors: Mapping[str, Tensor], directory: Path, *, base_model: str) -> None:
-    """Write the adapter alone, as peft reads it. ``base_model``: the model that it adapts."""
+def write_adapter(
+    model: Any, tensors: Mapping[str, Tensor], directory: Path, *, base_model: str, decoder: str = ""
+) -> None:
+    """Write the adapter alone, as peft reads it. ``base_model``: the model that it adapts. ``decoder``: what
+    stands for `model.` in the names of that model, which wraps the one that was trained; "": it is that one.
+    """
     from safetensors.torch import save_file
 
     config = model.peft_config[_ADAPTER]
     config.base_model_name_or_path, config.inference_mode = base_model, True
+    if decoder:
+        tensors = {name.replace("model.", decoder, 1): tensor for name, tensor in tensors.items()}
+        # In full, for a tower may have layers of the same names.
+        config.target_modules = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
     config.save_pretrained(directory)
     whole = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
     save_file(whole, directory / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -32,7 +32,7 @@ from grpo_dist.runtime.model_files import StoredTensor, stored_tensors, write_te
 
 _VERSION = 1  # of the files this module writes; raise it when they change
 _WRAPPER = "wrapper"  # folder of the text model's directory: all that is not text, and the names
-_NAMES = "names.json"
+_NOTE = "text.json"  # where the checkpoint is, its names, and the module that is the text model's decoder
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _TEXT = "model."  # what transformers' text models call their decoder
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pth", "*.gguf")
@@ -48,36 +48,40 @@ def text_model(directory: Path, config: Any, where: str) -> Path:
     Raises:
         ValueError: the text model cannot be had on its own.
     """
+    decides = {"version": _VERSION, "directory": str(directory), "files": fingerprint(directory)}
+
+    def write(made: Path) -> None:
+        try:
+            _separate(directory, made, config)
+        except _Inseparable as error:
+            raise ValueError(
+                f"{where}: a {config.model_type} model, and only the text model inside can be trained, which "
+                f"cannot be had on its own: {error}; use the text model's own checkpoint, or a wrapper such "
+                "as Gemma 3, Mistral 3 or Qwen3.5"
+            ) from error
+
+    return cached(f"text-{directory.name}", decides, write)
+
+
+def _separate(directory: Path, made: Path, config: Any) -> None:
+    """Write the text model in ``directory`` to ``made``, and all else to its folder. Raises _Inseparable."""
     text, stored = deepcopy(config.get_text_config()), stored_tensors(directory)
-    try:
-        model_class = _text_class(text)
-        prefix, head = _decoder_and_head(stored)
-        # As transformers ties on loading: a head that is stored, and differs, is one of its own.
-        tied = head is None or (
-            config.tie_word_embeddings and stored[head].equals(stored[prefix + _EMBEDDING])
-        )
-        text.tie_word_embeddings = tied
-        names = {name: _TEXT + name.removeprefix(prefix) for name in stored if name.startswith(prefix)}
-        if head is not None:
-            names[head] = _TEXT + _EMBEDDING if tied else _HEAD
-        _check_whole(model_class, text, set(names.values()))
-    except _Inseparable as error:
-        raise ValueError(
-            f"{where}: a {config.model_type} model, and only the text model inside can be trained, which "
-            f"cannot be had on its own: {error}; use the text model's own checkpoint, or a wrapper such as "
-            "Gemma 3, Mistral 3 or Qwen3.5"
-        ) from error
+    model_class = _text_class(text)
+    prefix, head = _decoder_and_head(stored)
+    # As transformers ties on loading: a head that is stored, and differs, is one of its own.
+    tied = head is None or (config.tie_word_embeddings and stored[head].equals(stored[prefix + _EMBEDDING]))
+    text.tie_word_embeddings = tied
+    names = {name: _TEXT + name.removeprefix(prefix) for name in stored if name.startswith(prefix)}
+    if head is not None:
+        names[head] = _TEXT + _EMBEDDING if tied else _HEAD
+    model = _check_whole(model_class, text, set(names.values()))
     text.architectures = [model_class.__name__]
     for key in ("dtype", "bos_token_id", "eos_token_id", "pad_token_id"):
         if (value := getattr(config, key, None)) is not None:  # the wrapper's, where it has its own
             setattr(text, key, value)
-    decides = {"version": _VERSION, "directory": str(directory), "files": fingerprint(directory)}
-
-    def write(made: Path) -> None:
-        _write_text(directory, made, text, stored, names)
-        _write_rest(directory, made / _WRAPPER, stored, names)
-
-    return cached(f"text-{directory.name}", decides, write)
+    note = {"checkpoint": str(directory), "names": names, "decoder": _module_of(model.model, config)}
+    _write_text(directory, made, text, stored, names)
+    _write_rest(directory, made / _WRAPPER, stored, note)
 
 
 def wrapper_of(model_dir: Path) -> str:
@@ -86,6 +90,27 @@ def wrapper_of(model_dir: Path) -> str:
     """
     file = model_dir / _WRAPPER / "config.json"
     return str(read_json(file)["model_type"]) if file.is_file() else ""
+
+
+def adapted_in_wrapper(model_dir: Path) -> tuple[str, str] | None:
+    """Return the checkpoint that wraps the text model in ``model_dir``, and what stands for `model.` in the
+    names of its modules; None: nothing wraps it, or the names are not known.
+    """
+    file = model_dir / _WRAPPER / _NOTE
+    note = read_json(file) if file.is_file() else {"decoder": ""}
+    return (note["checkpoint"], f"{note['decoder']}.") if note["decoder"] else None
+
+
+def _module_of(decoder: Any, config: Any) -> str:
+    """Return the name of the wrapper's module that is ``decoder``; "": the wrapper cannot be made here."""
+    from transformers import AutoModelForImageTextToText
+
+    try:
+        with torch.device("meta"):
+            whole = AutoModelForImageTextToText.from_config(config)
+    except (ImportError, ValueError):  # packages for images are missing, or it reads no images
+        return ""
+    return next((name for name, module in whole.named_modules() if type(module) is type(decoder)), "")
 
 
 class _Inseparable(Exception):
@@ -116,8 +141,10 @@ def _decoder_and_head(stored: Mapping[str, StoredTensor]) -> tuple[str, str | No
     return prefixes[0], next(iter(heads), None)
 
 
-def _check_whole(model_class: Any, text: Any, names: set[str]) -> None:
-    """Raise _Inseparable unless ``names`` are those of the text model, with experts fused or one by one."""
+def _check_whole(model_class: Any, text: Any, names: set[str]) -> Any:
+    """Return the text model without weights. Raises _Inseparable unless ``names`` are all of its weights,
+    with experts fused or one by one.
+    """
     with torch.device("meta"):
         model = model_class(text)
     held = {name: ParameterSpec.of(name, tensor) for name, tensor in base_weights(model)}
@@ -128,6 +155,7 @@ def _check_whole(model_class: Any, text: Any, names: set[str]) -> None:
         raise _Inseparable(f"transformers' text model has no {unknown[0]}")
     if missing := [name for name, ways in stored_as.items() if not (name in names or ways <= names)]:
         raise _Inseparable(f"the checkpoint has no {missing[0]}")
+    return model
 
 
 def _write_text(
@@ -142,14 +170,22 @@ def _write_text(
 
 
 def _write_rest(
-    source: Path, wrapper: Path, stored: Mapping[str, StoredTensor], names: Mapping[str, str]
+    source: Path, wrapper: Path, stored: Mapping[str, StoredTensor], note: Mapping[str, Any]
 ) -> None:
     """Write all that an export needs beside the text model's weights."""
     wrapper.mkdir()
     for file in (source / "config.json", *source.glob("*processor_config.json")):
         shutil.copyfile(file, wrapper / file.name)
-    write_tensors(wrapper, {name: tensor for name, tensor in stored.items() if name not in names})
-    (wrapper / _NAMES).write_text(json.dumps(names))
+    write_tensors(wrapper, {name: tensor for name, tensor in stored.items() if name not in note["names"]})
+    (wrapper / _NOTE).write_text(json.dumps(note))
+
+
+def keep_wrapper(model_dir: Path, trained: Path) -> None:
+    """Give ``trained``, a text model that was trained from ``model_dir`` and is trained on, what an export
+    needs. Does nothing where `text_model` did not make ``model_dir``.
+    """
+    if wrapper_of(model_dir):
+        shutil.copytree(model_dir / _WRAPPER, trained / _WRAPPER)
 
 
 def restore_wrapper(model_dir: Path, export: Path) -> None:
@@ -159,7 +195,7 @@ def restore_wrapper(model_dir: Path, export: Path) -> None:
     wrapper = model_dir / _WRAPPER
     if not wrapper_of(model_dir):
         return
-    trained, names = stored_tensors(export), read_json(wrapper / _NAMES)
+    trained, names = stored_tensors(export), read_json(wrapper / _NOTE)["names"]
     whole = {name: trained[text] for name, text in names.items()} | stored_tensors(wrapper)
     config, dtype = read_json(wrapper / "config.json"), read_json(export / "config.json").get("dtype")
     for section in (config, config.get("text_config")):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from grpo_dist.config import ModelConfig, PolicyConfig
-from grpo_dist.policy.lora import add_adapters
+from grpo_dist.policy.lora import add_adapters, start_from
 from grpo_dist.policy.model import compile_layers, load_causal_lm
 from grpo_dist.policy.router_replay import replay_routes
 from grpo_dist.policy.sequence_parallel import check_heads
+from grpo_dist.policy.start_adapter import adapter_in
 
 
 def trainable_model(
@@ -33,6 +35,8 @@ def trainable_model(
         replay_routes(causal_lm, model_dir)
     if policy.lora is not None:
         add_adapters(causal_lm, policy.lora, seed=seed)
+        if start := adapter_in(Path(model_dir)):
+            start_from(causal_lm, start.adapters())
     if policy.compile:
         compile_layers(causal_lm)
     check_heads(causal_lm, policy.sequence_parallel)

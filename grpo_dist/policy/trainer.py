@@ -29,7 +29,7 @@ from grpo_dist.policy.deepspeed_engine import NormGate, forward_only, initialize
 from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.full_weights import FullWeights
 from grpo_dist.policy.group_logprobs import SampledGroup, group_logprobs, group_top_logprobs
-from grpo_dist.policy.lora import adapters_off, empty_model
+from grpo_dist.policy.lora import empty_model, untrained
 from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
 from grpo_dist.policy.micro_batches import MicroBatches, values_by_row
 from grpo_dist.policy.model import TokenLogprobs, attention_cost, reads_packed_rows
@@ -207,13 +207,13 @@ class Trainer:
         return found
 
     def base_logprobs(self, groups: Sequence[SampledGroup]) -> list[list[np.ndarray]]:
-        """Return `group_logprobs` of the model without its adapters. Collective."""
-        with forward_only(self.engine), adapters_off(self.engine.module):
+        """Return `group_logprobs` of the model that training started from. Collective."""
+        with forward_only(self.engine), untrained(self.engine.module):
             return group_logprobs(lambda layout: self.engine(layout)[0], groups, self._micro, together=True)
 
     def base_top_logprobs(self, groups: Sequence[SampledGroup], top_k: int) -> list[list[TeacherLogprobs]]:
-        """Return `group_top_logprobs` of the model without its adapters. Collective."""
-        with forward_only(self.engine), adapters_off(self.engine.module):
+        """Return `group_top_logprobs` of the model that training started from. Collective."""
+        with forward_only(self.engine), untrained(self.engine.module):
             return group_top_logprobs(
                 lambda layout: self.engine(layout, top_k=top_k), groups, self._micro, together=True
             )

@@ -22,17 +22,23 @@ _HEADS = {
 
 
 def usable_model(
-    directory: Path, where: str, say: Callable[[str], None], *, trust_remote_code: bool = False
+    directory: Path,
+    where: str,
+    say: Callable[[str], None],
+    *,
+    trust_remote_code: bool = False,
+    trains: bool = True,
 ) -> Path:
     """Return ``directory``, or that of the text model that was taken out of it, which ``say`` tells.
 
     Args:
         where: the key and its value, for messages: ``model.path = some/model``.
+        trains: False for what samples alone, also from quantised weights.
 
     Raises:
         ValueError: with one message for what is no model, or none that can be trained.
     """
-    check_directory(directory, where)
+    check_directory(directory, where, whole=trains)
     settings = read_json(directory / "config.json")
     if not isinstance(settings, dict) or (trust_remote_code and "auto_map" in settings):
         return directory  # what is no configuration is refused where it is read
@@ -67,7 +73,13 @@ def _known_config(directory: Path, settings: dict[str, Any], where: str) -> Any:
             f"{where}: config.json has model_type = {kind}, which transformers {version('transformers')} "
             f"does not know; {own if 'auto_map' in settings else 'use another model'}"
         )
-    config = AutoConfig.from_pretrained(directory)
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except Exception as error:  # for damaged files, libraries raise whatever error their code runs into
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(
+            f"{where}: its config.json is no configuration of {kind} ({reason}); download it again"
+        ) from error
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{where}: {kind} is an encoder with a decoder; use a causal language model")
     if config.get_text_config() is config and type(config) not in AutoModelForCausalLM._model_mapping:

@@ -24,6 +24,7 @@ from grpo_dist.errors import expanded
 from grpo_dist.policy.export import save_pretrained
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.model import load_causal_lm
+from grpo_dist.policy.text_model import keep_wrapper
 from grpo_dist.policy.usable_model import usable_model
 from grpo_dist.runtime.cache import cached, fingerprint
 from grpo_dist.runtime.freed_memory import return_freed_memory
@@ -113,6 +114,7 @@ def _train(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str],
     model.config.use_cache = True  # the written model is used for generation
     save_pretrained(model, out)
     tokenizer.save_pretrained(out)
+    keep_wrapper(model_dir, out)
 
 
 def response_loss(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from grpo_dist.config import (
 )
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.duplicates import SourceRows, find_duplicates
+from grpo_dist.data.media import media_problem
 from grpo_dist.data.mixture import check_weights, most_at_once
 from grpo_dist.data.pools import check_pools
 from grpo_dist.data.prompts import BuiltPrompts, Dropped, PromptFormat, build_prompts, check_overlap
@@ -32,6 +33,7 @@ from grpo_dist.demo.model import made_model, random_model
 from grpo_dist.errors import expanded
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.loop.admission import Drawn
+from grpo_dist.policy.start_adapter import with_adapter
 from grpo_dist.policy.usable_model import usable_model
 from grpo_dist.rewards.combinations import combination_problems
 from grpo_dist.rewards.data_columns import column_problems
@@ -126,7 +128,7 @@ def prepared(
             prompts,
             (model_dir, tokenizer),
             longest=config.sampling.longest,
-            resolve=lambda model: resolve_model(model, None, config.seed, say),
+            resolve=lambda model: resolve_model(model, None, config.seed, say, key="`model`"),
             tokenizer_of=lambda path: load_tokenizer(path, config.model.trust_remote_code),
         )
         shown = load_stream(
@@ -232,20 +234,44 @@ def resolve_model(
     say: Callable[[str], None],
     *,
     train_first: bool = True,
+    trains: bool = True,
+    trains_adapter: bool = False,
+    key: str = "model.path",
 ) -> Path:
     """Return the model's directory: made here (`demo:`, `random:`), trained here (`sft`), converted from a
-    GGUF file, local, or downloaded from the hub.
+    GGUF file, local, or downloaded from the hub; with `model.adapter`.
+
+    Args:
+        trains: False for what samples alone, also from quantised weights.
+        trains_adapter: `model.adapter` is trained on; else it is merged.
+        key: of the model, for messages.
     """
     quiet_libraries()
-    path, trusted = model.path, model.trust_remote_code
-
-    def usable(directory: Path) -> Path:
-        return usable_model(directory, f"model.path = {path}", say, trust_remote_code=trusted)
-
-    if path == "sft":
+    if model.path == "sft":
         assert sft is not None  # the configuration was checked
         return run_sft(sft, say) if train_first else base_model(sft, say)
-    if made := made_model(path, "model.path", say, seed=seed):
+    base = _named_model(model, seed, say, trains=trains, key=key)
+    if model.adapter is None:
+        return base
+    where, local = f"model.adapter = {model.adapter}", expanded(model.adapter)
+    adapter = local.resolve() if local.is_dir() else download(model.adapter, None, "model.adapter")
+    made = with_adapter(base, adapter, where, continued=trains_adapter)
+    if not trains_adapter:
+        say(f"{where}: merged into a copy of the weights, {made}")
+    return made
+
+
+def _named_model(
+    model: ModelConfig, seed: int, say: Callable[[str], None], *, trains: bool, key: str
+) -> Path:
+    """Return the directory that ``model`` names, downloaded or made where it is not there."""
+    path, trusted = model.path, model.trust_remote_code
+    where = f"{key} = {path}"
+
+    def usable(directory: Path) -> Path:
+        return usable_model(directory, where, say, trust_remote_code=trusted, trains=trains)
+
+    if made := made_model(path, key, say, seed=seed):
         return made
     if path.startswith("random:"):
         return usable(random_model(expanded(path.removeprefix("random:")), seed=seed))
@@ -254,14 +280,13 @@ def resolve_model(
         return usable(local.resolve())
     if local.is_file():
         raise ValueError(
-            f"model.path = {path}: a file; expected the directory that holds it with config.json, or a GGUF "
-            "file"
+            f"{where}: a file; expected the directory that holds it with config.json, or a GGUF file"
         )
     if local.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
         raise ValueError(
-            f"model.path = {path}: no such directory; expected a local model directory or a hub id owner/name"
+            f"{where}: no such directory; expected a local model directory or a hub id owner/name"
         )
-    return usable(download(path, model.revision, "model.path"))
+    return usable(download(path, model.revision, key))
 
 
 def download(hub_id: str, revision: str | None, key: str) -> Path:
@@ -348,6 +373,8 @@ def load_prompts(
         say(f"{source_name(source)}: {warning}")
     if dropped:
         say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}")
+    if problem := media_problem(rows):
+        say(f"warning: {source_name(source)}: {problem}")
     if no_answers := describe_no_answers((row.location, row.answer) for row in rows):
         say(
             f"warning: {source_name(source)}: gold answers that are no answers: {no_answers}; a policy is "

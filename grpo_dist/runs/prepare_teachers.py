@@ -94,7 +94,8 @@ def _directory(policy: ModelConfig, teacher: TeacherConfig, resolve: Callable[[M
     try:
         return resolve(teacher.model_section(policy))
     except ValueError as error:
-        raise ValueError(f"{key_of(teacher)}: {str(error).replace('model.path', '`model`')}") from error
+        # `random:` names the policy's key in its own messages.
+        raise ValueError(f"{key_of(teacher)}: {str(error).replace('model.path = ', '`model` = ')}") from error
 
 
 def _refuse(problems: Iterable[str]) -> None:

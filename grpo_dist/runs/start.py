@@ -72,8 +72,9 @@ def check_model(start: Start) -> str:
     cold = config.model.path == "sft" and start.train_first
     with stage("cold start" if cold else "model", "supervised, unless cached" if cold else config.model.path):
         model_dir = resolve_model(
-            config.model, config.sft, config.seed, start.say, train_first=start.train_first
-        )
+            config.model, config.sft, config.seed, start.say,
+            train_first=start.train_first, trains_adapter=config.policy.lora is not None,
+        )  # fmt: skip
     with stage("model files", "are checked"):
         position_limit(config.model, model_dir)  # without a readable config.json all others skip the model
         start.model_dir = model_dir

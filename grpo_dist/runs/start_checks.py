@@ -26,6 +26,7 @@ from grpo_dist.policy.model import check_supported
 from grpo_dist.policy.packing_problem import recurrent_layers
 from grpo_dist.policy.router_replay import replay_problem
 from grpo_dist.policy.sequence_parallel import check_heads
+from grpo_dist.policy.start_adapter import check_continued
 from grpo_dist.runs.vllm_arguments import call_format_problems, vllm_problems
 from grpo_dist.runtime import model_config
 from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
@@ -92,6 +93,7 @@ def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Itera
     if config.policy.lora is not None:
         lora = config.policy.lora
         yield from _refusal(lambda: check_targets(model_dir, lora, trust_remote_code=trusted))
+        yield from _refusal(lambda: check_continued(model_dir, lora, trust_remote_code=trusted))
     if not trusted:  # the model's own code may need weights to run
         with readable_model(model_dir, "architecture"):
             model = empty_model(model_dir, trust_remote_code=False)

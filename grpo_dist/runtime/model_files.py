@@ -60,7 +60,7 @@ def stored_tensors(model_dir: Path) -> dict[str, StoredTensor]:
     Only headers are read: mapping a file that is larger than the machine's memory may fail. Raises ValueError
     for a file that is missing, cut short or no safetensors file.
     """
-    return {name: tensor for file in weight_files(model_dir) for name, tensor in _header(file)}
+    return {name: tensor for file in weight_files(model_dir) for name, tensor in read_header(file).items()}
 
 
 def weight_files(model_dir: Path) -> list[Path]:
@@ -68,7 +68,7 @@ def weight_files(model_dir: Path) -> list[Path]:
     as after an interrupted download.
     """
     index, single = model_dir / INDEX, model_dir / "model.safetensors"
-    if single.is_file() or not index.is_file():  # transformers prefers the single file, too
+    if not index.is_file():
         return [single] if single.is_file() else []
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
@@ -82,8 +82,8 @@ def weight_files(model_dir: Path) -> list[Path]:
     return [model_dir / name for name in names]
 
 
-def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield what the header of ``file`` lists. Raises ValueError as `stored_tensors`."""
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of one safetensors file by name. Raises ValueError as `stored_tensors`."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         first = opened.read(8)
@@ -101,9 +101,13 @@ def _header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     last = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     if size < last:
         raise ValueError(f"{file}: cut short, {size:,} of {last:,} bytes; download the model again")
-    for name, entry in entries.items():
-        start, end = (8 + length + offset for offset in entry["data_offsets"])
-        yield name, StoredTensor(file, entry["dtype"], tuple(entry["shape"]), start, end)
+    first_byte = 8 + length
+    return {
+        name: StoredTensor(
+            file, entry["dtype"], tuple(entry["shape"]), *(first_byte + at for at in entry["data_offsets"])
+        )
+        for name, entry in entries.items()
+    }
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
@@ -146,14 +150,15 @@ def _write_shard(file: Path, tensors: Mapping[str, StoredTensor]) -> None:
             tensor.copy_to(out)
 
 
-def check_directory(directory: Path, where: str) -> None:
-    """Raise ValueError, with what ``directory`` is and what to do, unless it has a config.json and whole,
-    unquantised weights.
+def check_directory(directory: Path, where: str, *, whole: bool = True) -> None:
+    """Raise ValueError, with what ``directory`` is and what to do, unless it has a config.json and whole
+    weights.
 
     Args:
         where: the key and its value, for messages: ``model.path = some/model``.
+        whole: refuse quantised weights, too.
     """
-    key = where.partition(" = ")[0]
+    key = where.partition(" = ")[0].strip("`")
     config_file = directory / "config.json"
     if not config_file.is_file():
         problem = _what_else(directory, key) or (
@@ -173,7 +178,7 @@ def check_directory(directory: Path, where: str) -> None:
         problem = quantization(directory, config)
     except ValueError as error:  # of its weight files
         raise ValueError(f"{where}: {error}") from error
-    if problem:
+    if problem and whole:
         raise ValueError(f"{where}: {problem}")
 
 
@@ -318,7 +323,7 @@ def _of_a_run(directory: Path, here: list[str], key: str) -> str:
     runs = [run for run in (directory, *directory.absolute().parents[:2]) if (run / "checkpoints").is_dir()]
     if not runs or not (directory == runs[0] or {"manifest.json", "checkpoints"} & {*here, directory.name}):
         return ""
-    what = "the directory of a run" if directory == runs[0] else "of a run, to resume it"
+    what = "the directory of a run" if directory == runs[0] else "a checkpoint of a run, for resuming it"
     if (model := runs[0] / "model").joinpath("config.json").is_file():
         return f"it is {what}, and the model of that run is in `model`; set `{key}` to {model}"
     return (

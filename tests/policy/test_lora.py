@@ -13,12 +13,14 @@ from actors.lifecycle.calls import results
 from actors.workers.policy import loss_settings
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import LoRAConfig
-from grpo_dist.policy.group_logprobs import group_top_logprobs
+from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs
 from grpo_dist.policy.lora import Adapter, adapter_parameters, adapters, add_adapters, merged_weights
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs
+from grpo_dist.policy.start_adapter import with_adapter
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
+from tests.support.lora_adapters import LORA, loaded, made_adapter
 from tests.support.real_ranks import (
     ALGORITHM,
     STREAMS,
@@ -72,9 +74,7 @@ def expected_gradients(model_dir, tensors, batch, loss_of=None):
     return {name: p.grad for name, p in adapter_parameters(model)}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stage", "micro_batch_tokens"), [(1, 0, 10_000), (2, 2, 40), (2, 3, 40)]
-)
+@pytest.mark.parametrize(("ranks", "stage", "micro_batch_tokens"), [(1, 0, 10_000), (2, 2, 40), (2, 3, 40)])
 def test_adapters_alone_train_and_merged_weights_are_base_plus_their_product(
     forked_ranks, tiny_model, ranks, stage, micro_batch_tokens
 ):
@@ -109,9 +109,7 @@ def test_adapters_alone_train_and_merged_weights_are_base_plus_their_product(
     assert relative(flat(gradients), flat(expected_gradients(tiny_model, low_rank, second))) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stage", "shared"), [(1, 0, 1), (2, 2, 2), (2, 3, 1)]
-)
+@pytest.mark.parametrize(("ranks", "stage", "shared"), [(1, 0, 1), (2, 2, 2), (2, 3, 1)])
 def test_a_teacher_and_demonstrations_train_adapters_as_rewards_do(
     forked_ranks, tiny_model, ranks, stage, shared
 ):
@@ -130,9 +128,7 @@ def test_a_teacher_and_demonstrations_train_adapters_as_rewards_do(
     assert relative(flat(gradients), flat(expected)) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stage", "shared"), [(2, 3, 1), (2, 2, 2), (2, 0, 1)]
-)
+@pytest.mark.parametrize(("ranks", "stage", "shared"), [(2, 3, 1), (2, 2, 2), (2, 0, 1)])
 def test_the_base_gives_the_log_probs_and_likeliest_tokens_of_the_model_before_its_adapters(
     forked_ranks, tiny_model, ranks, stage, shared
 ):
@@ -198,6 +194,58 @@ def test_checkpoint_holds_the_adapters_and_resumes_exactly(forked_ranks, tiny_mo
         assert torch.allclose(with_adapter(ids).logits, merged(ids).logits, atol=1e-4)
         with with_adapter.disable_adapter():
             assert not torch.allclose(with_adapter(ids).logits, merged(ids).logits, atol=1e-1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_adapter_is_continued_and_stays_the_reference(
+    forked_ranks, tiny_model, tmp_path, monkeypatch, stage
+):
+    """update, save  ==  (other processes) load; before and after, the reference is the start."""
+    monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / "cache"))
+    start_model = made_adapter(tiny_model, tmp_path / "a")
+    model_dir = with_adapter(tiny_model, tmp_path / "a", "model.adapter = a", continued=True)
+    rng = np.random.default_rng(0)
+    groups = [made_groups.group(i, rng) for i in range(2)]
+    asked = [(g.prompt, g.rollouts) for g in groups]
+
+    async def run(*, resumed):
+        group = start(model_dir, worker=AdaptedWorker, lora=LORA, ranks=2, stage=stage, lr=1e-2)
+        await group.ready()
+        (began, *_) = await asyncio.gather(*(rank.weights.remote() for rank in group.ranks))
+        if resumed:
+            await group.load(tmp_path / "policy")
+        else:
+            await group.update(group.stage([made_groups.batch(seed=1)]))
+            await group.save(tmp_path / "policy")
+        reference = await group.base_logprobs(asked)
+        (weights, *_) = await asyncio.gather(*(rank.weights.remote() for rank in group.ranks))
+        await group.export(tmp_path / f"model-{resumed}", tokenizer_dir=model_dir)
+        await group.shutdown()
+        return began, weights, reference
+
+    began, weights, reference = asyncio.run(run(resumed=False))
+    began_again, resumed, reference_again = asyncio.run(run(resumed=True))
+    merged = start_model.merge_and_unload()
+    for name, parameter in merged.named_parameters():
+        assert torch.allclose(began[name], parameter.data, atol=1e-6)
+        assert torch.equal(weights[name], resumed[name]) and torch.equal(began[name], began_again[name])
+    moved = [name for name in weights if not torch.equal(weights[name], began[name])]
+    assert len(moved) == 2 * 4
+    module, micro = (
+        TokenLogprobs(merged, temperature=TEMPERATURE, chunk_mib=8),
+        MicroBatches(999, None, 1, CPU),
+    )
+    expected = group_logprobs(lambda layout: module(layout)[0], asked, micro)
+    for values, again, exact in zip(
+        chain(*reference), chain(*reference_again), chain(*expected), strict=True
+    ):
+        np.testing.assert_allclose(values, exact, atol=2e-5)
+        np.testing.assert_array_equal(values, again)
+    exported = PeftModel.from_pretrained(
+        loaded(tiny_model), tmp_path / "model-True/adapter"
+    ).merge_and_unload()
+    for name, parameter in exported.named_parameters():
+        assert torch.allclose(parameter.data, weights[name], atol=1e-6)
 
 
 def test_merging_rounds_once_and_leaves_the_base_alone():

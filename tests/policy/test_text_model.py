@@ -6,13 +6,16 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from grpo_dist.demo.tokenizer import character_tokenizer
+from grpo_dist.config import PolicyConfig
 from grpo_dist.policy.export import write_model
+from grpo_dist.policy.full_weights import FullWeights
 from grpo_dist.policy.lora import base_weights
+from grpo_dist.policy.text_model import keep_wrapper
 from grpo_dist.policy.usable_model import usable_model
 from grpo_dist.runtime import model_files
+from tests.support.biased_experts import BIAS, biased_experts
 from tests.support.wrappers import SHAPES, wrapper
 
 TOKENS = torch.arange(11, 43)[None]
@@ -92,6 +95,21 @@ def test_a_stored_head_that_equals_the_embedding_is_trained_and_returned_as_one(
     assert not torch.equal(after[head], after[embedding])
 
 
+def test_what_was_trained_from_a_text_model_before_returns_into_the_wrapper(cache):
+    """A cold start is a model of its own, from which a run starts."""
+    source, started, out = cache / "m", cache / "sft", cache / "out"
+    wrapper(source, "gemma3")
+    text_dir, _ = usable(source)
+    model = AutoModelForCausalLM.from_pretrained(text_dir, dtype=torch.float32)
+    model.save_pretrained(started)
+    AutoTokenizer.from_pretrained(text_dir).save_pretrained(started)
+    keep_wrapper(text_dir, started)
+    changed = trained_export(started, out)
+    again = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert torch.allclose(again(input_ids=TOKENS).logits, changed(input_ids=TOKENS).logits, atol=1e-5)
+
+
 def test_large_models_are_written_in_several_files(cache, monkeypatch):
     monkeypatch.setattr(model_files, "_SHARD", 100_000)
     source, out = cache / "m", cache / "out"
@@ -103,24 +121,15 @@ def test_large_models_are_written_in_several_files(cache, monkeypatch):
         assert torch.allclose(again(input_ids=TOKENS).logits, changed(input_ids=TOKENS).logits, atol=1e-5)
 
 
-def test_buffers_of_a_checkpoint_are_exported(cache):
+def test_buffers_of_a_checkpoint_are_exported_and_sent(cache):
     """GLM-4-MoE and DeepSeek choose experts by a bias that is no parameter."""
-    shape = {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
-        "tie_word_embeddings": False,
-        "vocab_size": 272, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 32, "pad_token_id": 0,
-    }  # fmt: skip
     source, out = cache / "m", cache / "out"
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **shape), dtype=torch.float32)
-    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
-    bias.copy_(torch.tensor([0.5, -0.25, 0.125, 1.0]))
-    model.save_pretrained(source)
-    character_tokenizer(ascii_only=True).save_pretrained(source)
+    bias = biased_experts(source)
     trained_export(source, out)
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert torch.equal(load_file(out / "model.safetensors")[name], bias)
+    assert torch.equal(load_file(out / "model.safetensors")[BIAS], bias)
+    weights = FullWeights(AutoModelForCausalLM.from_pretrained(source), PolicyConfig(zero_stage=2))
+    sent = {name: tensor for bucket in weights.buckets(1 << 20) for name, tensor in bucket}
+    assert torch.equal(sent[BIAS], bias)  # vLLM would fill what is not sent with anything
 
 
 def with_another_text_name(directory):

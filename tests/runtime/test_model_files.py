@@ -78,7 +78,7 @@ def test_a_checkpoint_of_a_run_leads_to_the_model_of_the_run(tmp_path, of_run):
     )
     place(tmp_path, "model/config.json")
     assert (
-        f"to resume it, and the model of that run is in `model`; set `model.path` to {tmp_path}/model"
+        f"for resuming it, and the model of that run is in `model`; set `model.path` to {tmp_path}/model"
         in said(tmp_path / of_run)
     )
 

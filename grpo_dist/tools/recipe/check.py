@@ -101,7 +101,11 @@ def _ancestor(stage: ResolvedStage, ancestors: dict[str, Path]) -> Path:
         return ancestors[start.removeprefix("stage:")]
     if stage.kind == "sft" and stage.config.sft:
         return starting_model(stage.config.sft, _quiet)
-    return resolve_model(stage.config.model, stage.config.sft, stage.config.seed, _quiet, train_first=False)
+    config = stage.config
+    return resolve_model(
+        config.model, config.sft, config.seed, _quiet,
+        train_first=False, trains_adapter=config.policy.lora is not None,
+    )  # fmt: skip
 
 
 def _model(stage: ResolvedStage, ancestor: Path) -> Any:

@@ -177,7 +177,7 @@ def _tokenizer(
             f"reward {token_rewards[0]} counts tokens; set the model of the tokenizer, "
             "e.g. model.path=Qwen/Qwen2.5-0.5B-Instruct"
         )
-    model_dir = resolve_model(model, sft, seed, say, train_first=False)
+    model_dir = resolve_model(model, sft, seed, say, train_first=False, trains=False)
     return load_tokenizer(model_dir, model.trust_remote_code)
 
 
