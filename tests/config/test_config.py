@@ -198,6 +198,7 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
         ("steps", ["key=value"]),
         ("name=../evil", ["`name`"]),
         ("model.path=sft", ["needs an `sft` section"]),
+        ("model={path: sft, adapter: lora}", ["`model.adapter` = lora adapts a model that exists"]),
     ],
 )
 def test_bad_value_is_refused_with_key_value_and_remedy(base, override, words):
