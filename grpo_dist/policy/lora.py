@@ -162,27 +162,23 @@ def adapters(named: Iterable[tuple[str, Tensor]]) -> dict[str, Adapter]:
     }
 
 
-def start_from(model: nn.Module, values: Mapping[str, Adapter]) -> None:
+def start_from(model: Any, values: Mapping[str, Adapter]) -> None:
     """Give the adapters of ``model`` these ``values``, by the weight they change, and keep them beside what
     is trained, for `untrained`.
     """
-    for name, layer in model.named_modules():
-        if (adapter := values.get(f"{name}.weight")) is None:
-            continue
-        assert isinstance(layer, _layer_class())
-        layer.update_layer(
-            _START, layer.r[_ADAPTER], layer.lora_alpha[_ADAPTER], config=model.peft_config[_ADAPTER]
-        )
+    for name, layer in _adapted_layers(model):
+        adapter, config = values[f"{name}.weight"], model.peft_config[_ADAPTER]
+        layer.update_layer(_START, layer.r[_ADAPTER], layer.lora_alpha[_ADAPTER], config=config)
         for side, value in ((layer.lora_A, adapter.a), (layer.lora_B, adapter.b)):
             side[_START].requires_grad_(False)
             for key in (_ADAPTER, _START):
                 side[key].weight.data.copy_(value)
 
 
-def _layer_class() -> Any:
+def _adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
-    return LoraLayer
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
 
 
 @contextmanager
@@ -190,7 +186,7 @@ def untrained(model: nn.Module) -> Iterator[None]:
     """Compute with the weights that training started from inside the block: those of the checkpoint alone, or
     with the adapters of `start_from`.
     """
-    layers = [module for module in model.modules() if isinstance(module, _layer_class())]
+    layers = [layer for _, layer in _adapted_layers(model)]
     # peft's own switches change `requires_grad`, too, and DeepSpeed has hooks on what it trains.
     for layer in layers:
         layer._active_adapter = _START
