@@ -14,7 +14,7 @@ from itertools import product
 
 from mpmath import mp, mpc, mpf
 
-from grpo_dist.rewards.formula import Node, Unread, parse
+from grpo_dist.rewards.formula import Formula, Unread, parse
 from grpo_dist.rewards.formula_values import (
     DIGITS,
     FUNCTIONS,
@@ -53,7 +53,7 @@ def same(gold: str, answer: str) -> bool | None:
 
 
 @lru_cache(maxsize=4096)
-def _tree(text: str) -> Node | None:
+def _tree(text: str) -> Formula | None:
     try:
         return parse(text)
     except (Unread, RecursionError):
@@ -77,13 +77,13 @@ def value(text: str) -> complex | None:
             return None
 
 
-def _nodes(tree: Node) -> Iterator[Node]:
+def _nodes(tree: Formula) -> Iterator[Formula]:
     yield tree
     for part in tree.parts:
         yield from _nodes(part)
 
 
-def _cases_folded(ours: Node, theirs: Node) -> tuple[Node, Node]:
+def _cases_folded(ours: Formula, theirs: Formula) -> tuple[Formula, Formula]:
     """Rename letters to lower case, if no formula has both cases: ``3R^2`` may be meant by 3r^2."""
     letters = [{node.name[0] for node in _nodes(tree) if _is_letter(node)} for tree in (ours, theirs)]
     folded = {
@@ -92,7 +92,7 @@ def _cases_folded(ours: Node, theirs: Node) -> tuple[Node, Node]:
         if not any(letter.swapcase() in s and letter in s for s in letters)
     }
 
-    def renamed(node: Node) -> Node:
+    def renamed(node: Formula) -> Formula:
         name = node.name
         if _is_letter(node) and name[0] in folded:
             name = name[0].lower() + name[1:]
@@ -101,7 +101,7 @@ def _cases_folded(ours: Node, theirs: Node) -> tuple[Node, Node]:
     return renamed(ours), renamed(theirs)
 
 
-def _parameters_renamed(ours: Node, theirs: Node) -> tuple[Node, Node]:
+def _parameters_renamed(ours: Formula, theirs: Formula) -> tuple[Formula, Formula]:
     """Give the whole number of a general solution one name: ``k\\pi`` and ``n\\pi``."""
     names = [
         _variables(tree.parts[1] if _is_equation(tree) and len(tree.parts) == 2 else tree)
@@ -115,12 +115,12 @@ def _parameters_renamed(ours: Node, theirs: Node) -> tuple[Node, Node]:
     return ours, _renamed(theirs, *names[1], *names[0])
 
 
-def _renamed(node: Node, old: str, new: str) -> Node:
+def _renamed(node: Formula, old: str, new: str) -> Formula:
     name = new if node.kind == "symbol" and node.name == old else node.name
     return node._replace(name=name, parts=tuple(_renamed(part, old, new) for part in node.parts))
 
 
-def _is_letter(node: Node) -> bool:
+def _is_letter(node: Formula) -> bool:
     """Return whether a node is a variable or a function named by a letter: ``x_1``, ``f'``, not ``A^T``."""
     return (
         node.kind in ("symbol", "call")
@@ -133,7 +133,7 @@ def _is_letter(node: Node) -> bool:
 # Statements: equations, inequalities, congruences, and lists of them.
 
 
-def _same_statement(ours: Node, theirs: Node) -> bool | None:
+def _same_statement(ours: Formula, theirs: Formula) -> bool | None:
     ours, theirs = (_alternatives(_without_domains(_worked_out(node))) for node in (ours, theirs))
     ours, theirs = _spread(ours, theirs), _spread(theirs, ours)
     if "congruence" in (ours.kind, theirs.kind):
@@ -163,7 +163,7 @@ def _same_statement(ours: Node, theirs: Node) -> bool | None:
 _COLLECTIONS = ("list", "set", "tuple", "interval", "matrix", "or", "and")
 
 
-def _without_domains(node: Node) -> Node:
+def _without_domains(node: Formula) -> Formula:
     """Remove what a list says of the numbers that its variables stand for: ``2n, n \\in \\mathbb{Z}``."""
     if node.kind != "list":
         return node
@@ -175,7 +175,7 @@ def _without_domains(node: Node) -> Node:
     return node if not kept else kept[0] if len(kept) == 1 else node._replace(parts=tuple(kept))
 
 
-def _spread(node: Node, other: Node) -> Node:
+def _spread(node: Formula, other: Formula) -> Formula:
     """Turn ``(a,b)=(1,2)`` into ``a=1, b=2`` where the other formula is such a list."""
     if (
         node.kind != "relation"
@@ -186,23 +186,24 @@ def _spread(node: Node, other: Node) -> Node:
         return node
     names, values = node.parts
     if names.kind == values.kind == "tuple" and len(names.parts) == len(values.parts):
-        return Node(
-            "list", tuple(Node("relation", pair, "=") for pair in zip(names.parts, values.parts, strict=True))
+        return Formula(
+            "list",
+            tuple(Formula("relation", pair, "=") for pair in zip(names.parts, values.parts, strict=True)),
         )
     return node
 
 
-def _is_statement(node: Node) -> bool:
+def _is_statement(node: Formula) -> bool:
     return node.kind in ("relation", "congruence", "and", "or") or (
         node.kind == "list" and any(_is_statement(part) for part in node.parts)
     )
 
 
-def _is_equation(node: Node) -> bool:
+def _is_equation(node: Formula) -> bool:
     return node.kind == "relation" and set(node.name.split()) <= {"=", "~"}
 
 
-def _is_name(node: Node) -> bool:
+def _is_name(node: Formula) -> bool:
     """Return whether a side of an equation names the other: ``x``, ``a_{n+1}``, ``f(2)``, ``(x,y)``."""
     if node.kind == "tuple":
         return all(_is_name(part) for part in node.parts)
@@ -211,7 +212,7 @@ def _is_name(node: Node) -> bool:
     )
 
 
-def _equals_side(ours: Node, equation: Node) -> bool | None:
+def _equals_side(ours: Formula, equation: Formula) -> bool | None:
     """Compare a value with an equation, which is its right side: a problem may ask for any left side."""
     sides = equation.parts
     numbers = {evaluate(side, {}) for side in sides if _digits(side)}
@@ -224,10 +225,10 @@ def _equals_side(ours: Node, equation: Node) -> bool | None:
     return _same_statement(ours, side)
 
 
-def _same_equation(ours: Node, theirs: Node) -> bool | None:
+def _same_equation(ours: Formula, theirs: Formula) -> bool | None:
     """Compare equations of two sides up to a factor: ``2x+4y=6``, ``x+2y=3``; of more, the last two sides."""
     a, b = (
-        Node("relation", node.parts[-2:], "=") if len(node.parts) > 2 else node for node in (ours, theirs)
+        Formula("relation", node.parts[-2:], "=") if len(node.parts) > 2 else node for node in (ours, theirs)
     )
     if any(part.kind in _COLLECTIONS for node in (a, b) for part in node.parts):
         same_names = _same_statement(a.parts[0], b.parts[0])
@@ -243,11 +244,11 @@ def _same_equation(ours: Node, theirs: Node) -> bool | None:
     return _proportional(_difference(a.parts), _difference(b.parts), signed=False)
 
 
-def _difference(sides: Sequence[Node]) -> Node:
-    return Node("add", (sides[0], Node("negative", (sides[1],))))
+def _difference(sides: Sequence[Formula]) -> Formula:
+    return Formula("add", (sides[0], Formula("negative", (sides[1],))))
 
 
-def _same_relation(ours: Node, theirs: Node) -> bool | None:
+def _same_relation(ours: Formula, theirs: Formula) -> bool | None:
     """Compare chains of inequalities or other relations, sign by sign."""
     a, b = _ascending(ours), _ascending(theirs)
     signs, other_signs = a.name.split(), b.name.split()
@@ -259,16 +260,16 @@ def _same_relation(ours: Node, theirs: Node) -> bool | None:
     return None if None in verdicts else all(verdicts)
 
 
-def _ascending(chain: Node) -> Node:
+def _ascending(chain: Formula) -> Formula:
     """Turn ``a > b`` into ``b < a``."""
     signs = chain.name.split()
     if not set(signs) & {">", ">="}:
         return chain
     turned = [{">": "<", ">=": "<=", "<": ">", "<=": ">="}.get(sign, sign) for sign in reversed(signs)]
-    return Node("relation", tuple(reversed(chain.parts)), " ".join(turned))
+    return Formula("relation", tuple(reversed(chain.parts)), " ".join(turned))
 
 
-def _proportional(ours: Node, theirs: Node, *, signed: bool) -> bool:
+def _proportional(ours: Formula, theirs: Formula, *, signed: bool) -> bool:
     """Return whether two formulas differ by a constant factor, which is positive if ``signed``."""
     ratios = []
     for values in _values_of_variables(ours, theirs):
@@ -283,30 +284,31 @@ def _proportional(ours: Node, theirs: Node, *, signed: bool) -> bool:
     return not (signed and ratios and real(ratios[0]) < 0)
 
 
-def _same_congruence(ours: Node, theirs: Node) -> bool:
+def _same_congruence(ours: Formula, theirs: Formula) -> bool:
     """Compare ``n = 3 (mod 5)`` with ``n = -2 (mod 5)``, or residues."""
     if ours.kind == theirs.kind == "congruence" and len(ours.parts) == len(theirs.parts) == 2:
-        ours, theirs = (node._replace(parts=(Node("number"), *node.parts)) for node in (ours, theirs))
+        ours, theirs = (node._replace(parts=(Formula("number"), *node.parts)) for node in (ours, theirs))
     if ours.kind == theirs.kind == "congruence" and len(ours.parts) == len(theirs.parts):
         modulus = _whole(ours.parts[2])
         if modulus != _whole(theirs.parts[2]) or modulus == 0:
             return False
         a, b = (_difference(node.parts) for node in (ours, theirs))
-        turned = [Node("add", (a, b))] if _variables(a) else []  # 3 = n for n = 3
+        turned = [Formula("add", (a, b))] if _variables(a) else []  # 3 = n for n = 3
         return any(
-            _is_constant_multiple(n, modulus) for n in (Node("add", (a, Node("negative", (b,)))), *turned)
+            _is_constant_multiple(n, modulus)
+            for n in (Formula("add", (a, Formula("negative", (b,)))), *turned)
         )
     return False
 
 
-def _is_constant_multiple(node: Node, modulus: int) -> bool:
+def _is_constant_multiple(node: Formula, modulus: int) -> bool:
     found = [evaluate(node, values) for values in _values_of_variables(node, node)]
     return all(close(number, found[0]) for number in found) and is_zero(
         Fraction(round(real(found[0]))) - found[0]
     ) and round(real(found[0])) % modulus == 0  # fmt: skip
 
 
-def _whole(node: Node) -> int:
+def _whole(node: Formula) -> int:
     number = evaluate(node, {})
     if not isinstance(number, Fraction) or number.denominator != 1:
         raise Unread("no whole number")
@@ -316,13 +318,13 @@ def _whole(node: Node) -> int:
 # Collections.
 
 
-def _alternatives(node: Node) -> Node:
+def _alternatives(node: Formula) -> Formula:
     """Replace plus-minus by the list of its values: independent in tuples, together in a formula."""
     if not any(part.kind == "signs" for part in _nodes(node)):
         return node
     if node.kind in ("list", "set", "or", "and"):
         parts = [part for element in node.parts for part in _parts_of(_alternatives(element))]
-        return Node("set" if node.kind == "set" else "list", tuple(parts))
+        return Formula("set" if node.kind == "set" else "list", tuple(parts))
     if node.kind in ("tuple", "interval"):
         choices = [_parts_of(_alternatives(part)) for part in node.parts]
         found = [node._replace(parts=tuple(choice)) for choice in product(*choices)]
@@ -330,21 +332,21 @@ def _alternatives(node: Node) -> Node:
         found = [_with_sign(node, upper) for upper in (True, False)]
     if len(found) > _MAX_ELEMENTS:
         raise Unread("many signs")
-    return Node("list", tuple(found))
+    return Formula("list", tuple(found))
 
 
-def _parts_of(node: Node) -> tuple[Node, ...]:
+def _parts_of(node: Formula) -> tuple[Formula, ...]:
     return node.parts if node.kind == "list" else (node,)
 
 
-def _with_sign(node: Node, upper: bool) -> Node:
+def _with_sign(node: Formula, upper: bool) -> Formula:
     parts = tuple(_with_sign(part, upper) for part in node.parts)
     if node.kind != "signs":
         return node._replace(parts=parts)
-    return parts[0] if (node.name == "pm") == upper else Node("negative", parts)
+    return parts[0] if (node.name == "pm") == upper else Formula("negative", parts)
 
 
-def _same_collection(ours: Node, theirs: Node) -> bool | None:
+def _same_collection(ours: Formula, theirs: Formula) -> bool | None:
     ordered = ("tuple", "interval", "matrix")
     if ours.kind in ordered or theirs.kind in ordered:
         ours, theirs = _in_order(ours, theirs), _in_order(theirs, ours)
@@ -366,7 +368,7 @@ def _same_collection(ours: Node, theirs: Node) -> bool | None:
     return _same_in_any_order(a, b)
 
 
-def _worked_out(node: Node) -> Node:
+def _worked_out(node: Formula) -> Formula:
     """Replace sums and products of matrices by one matrix."""
     if not any(part.kind == "matrix" for part in _nodes(node)) or node.kind == "matrix":
         return node
@@ -378,16 +380,16 @@ def _worked_out(node: Node) -> Node:
             raise Unread("shapes of matrices")
         products = [
             [
-                tuple(Node("multiply", pair) for pair in zip(row, column, strict=True))
+                tuple(Formula("multiply", pair) for pair in zip(row, column, strict=True))
                 for column in zip(*b, strict=True)
             ]
             for row in a
         ]
-        return _matrix([[Node("add", terms) for terms in row] for row in products])
+        return _matrix([[Formula("add", terms) for terms in row] for row in products])
     if node.kind == "add" and all(rows) and len({(len(r), len(r[0])) for r in rows if r}) == 1:
         return _matrix(
             [
-                [Node("add", entry) for entry in zip(*same, strict=True)]
+                [Formula("add", entry) for entry in zip(*same, strict=True)]
                 for same in zip(*[r for r in rows if r], strict=True)
             ]
         )
@@ -404,11 +406,11 @@ def _worked_out(node: Node) -> Node:
     return node._replace(parts=tuple(parts))
 
 
-def _matrix(rows: Sequence[Sequence[Node]]) -> Node:
-    return Node("matrix", tuple(Node("tuple", tuple(row)) for row in rows))
+def _matrix(rows: Sequence[Sequence[Formula]]) -> Formula:
+    return Formula("matrix", tuple(Formula("tuple", tuple(row)) for row in rows))
 
 
-def _in_order(node: Node, other: Node) -> Node:
+def _in_order(node: Formula, other: Formula) -> Formula:
     """Turn ``p=5, q=2`` into (5, 2) where the other formula is a tuple."""
     if (
         other.kind != "tuple"
@@ -419,15 +421,15 @@ def _in_order(node: Node, other: Node) -> Node:
     names = {part.parts[0] for part in node.parts}
     if len(names) < len(node.parts) or not all(_is_name(name) for name in names):
         return node
-    return Node("tuple", tuple(part.parts[-1] for part in node.parts))
+    return Formula("tuple", tuple(part.parts[-1] for part in node.parts))
 
 
-def _is_constant(node: Node) -> bool:
+def _is_constant(node: Formula) -> bool:
     """Return whether a part of "and" or "or" is a number or ``x=2``: solutions, of which both make lists."""
     return not _variables(node.parts[1] if _is_equation(node) else node)
 
 
-def _matrix_and_tuple(ours: Node, theirs: Node) -> bool | None:
+def _matrix_and_tuple(ours: Formula, theirs: Formula) -> bool | None:
     """Compare a column with a tuple; a matrix is never a number."""
     kinds = {ours.kind, theirs.kind}
     matrix, other = (ours, theirs) if ours.kind == "matrix" else (theirs, ours)
@@ -441,7 +443,7 @@ def _matrix_and_tuple(ours: Node, theirs: Node) -> bool | None:
     return False
 
 
-def _all_same(ours: Sequence[Node], theirs: Sequence[Node]) -> bool | None:
+def _all_same(ours: Sequence[Formula], theirs: Sequence[Formula]) -> bool | None:
     verdicts = [
         _same_value(a, b, places=_places(a, b))
         if not (_is_compound(a) or _is_compound(b))
@@ -451,26 +453,26 @@ def _all_same(ours: Sequence[Node], theirs: Sequence[Node]) -> bool | None:
     return False if False in verdicts else None if None in verdicts else True
 
 
-def _is_compound(node: Node) -> bool:
+def _is_compound(node: Formula) -> bool:
     return node.kind in _COLLECTIONS or _is_statement(node)
 
 
-def _without_names(node: Node) -> Node:
+def _without_names(node: Formula) -> Formula:
     """Turn ``x=2 or x=3`` into the list 2, 3: equations of one name."""
     parts = node.parts if node.kind in ("list", "or", "and") else (node,)
     if not all(_is_equation(part) and len(part.parts) == 2 and _is_name(part.parts[0]) for part in parts):
         return node
     return (
-        Node("list", tuple(part.parts[1] for part in parts))
+        Formula("list", tuple(part.parts[1] for part in parts))
         if len({part.parts[0] for part in parts}) == 1
         else node
     )
 
 
-def _same_in_any_order(ours: Sequence[Node], theirs: Sequence[Node]) -> bool | None:
+def _same_in_any_order(ours: Sequence[Formula], theirs: Sequence[Formula]) -> bool | None:
     unknown = False
 
-    def covered(elements: Sequence[Node], others: Sequence[Node], swap: bool) -> bool:
+    def covered(elements: Sequence[Formula], others: Sequence[Formula], swap: bool) -> bool:
         nonlocal unknown
         for element in elements:
             verdicts = [
@@ -490,7 +492,7 @@ def _same_in_any_order(ours: Sequence[Node], theirs: Sequence[Node]) -> bool | N
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Interval:
     """An interval of real numbers; ``low`` and ``high`` are infinite or numbers."""
 
     low: Number
@@ -499,7 +501,7 @@ class _Piece:
     high_closed: bool
 
 
-def _as_sets(ours: Node, theirs: Node) -> bool | None:
+def _as_sets(ours: Formula, theirs: Formula) -> bool | None:
     """Compare as sets of real numbers if one side is an interval, a union or an inequality."""
     if not any(_is_set(node) for node in (ours, theirs)):
         return None
@@ -525,7 +527,7 @@ def _as_sets(ours: Node, theirs: Node) -> bool | None:
     return all(verdicts)
 
 
-def _is_set(node: Node) -> bool:
+def _is_set(node: Formula) -> bool:
     if node.kind in ("and", "or", "list"):
         return any(_is_set(part) for part in node.parts)
     if node.kind == "relation":
@@ -535,11 +537,11 @@ def _is_set(node: Node) -> bool:
     )
 
 
-def _variables(node: Node) -> set[str]:
+def _variables(node: Formula) -> set[str]:
     return {part.name for part in _nodes(node) if part.kind == "symbol" and part.name not in ("e", "i")}
 
 
-def _solved_for(node: Node) -> str | None:
+def _solved_for(node: Formula) -> str | None:
     names = {
         part.name for statement in _nodes(node) if statement.kind == "relation"
         for part in statement.parts if part.kind == "symbol"
@@ -547,15 +549,15 @@ def _solved_for(node: Node) -> str | None:
     return next(iter(names)) if len(names) == 1 else None
 
 
-def _pieces(node: Node, values: Values) -> list[_Piece]:
+def _pieces(node: Formula, values: Values) -> list[_Interval]:
     if node.kind == "constant" and node.name == "R":
-        return [_Piece(-mp.inf, False, mp.inf, False)]
+        return [_Interval(-mp.inf, False, mp.inf, False)]
     if node.kind in ("interval", "tuple") and len(node.parts) == 2:
         low, high = (_end(part, values) for part in node.parts)
-        return _united([_Piece(low, node.name.startswith("["), high, node.name.endswith("]"))])
+        return _united([_Interval(low, node.name.startswith("["), high, node.name.endswith("]"))])
     if node.kind == "set":
         points = [_end(part, values) for part in node.parts]
-        return _united([_Piece(point, True, point, True) for point in points])
+        return _united([_Interval(point, True, point, True) for point in points])
     if node.kind in ("union", "or"):
         return _united([piece for part in node.parts for piece in _pieces(part, values)])
     if node.kind in ("intersection", "and"):
@@ -564,8 +566,8 @@ def _pieces(node: Node, values: Values) -> list[_Piece]:
             found = _intersected(found, _pieces(part, values))
         return found
     if node.kind == "list":  # inequalities that exclude each other are alternatives
-        both = _pieces(Node("and", node.parts), values)
-        return both or _pieces(Node("or", node.parts), values)
+        both = _pieces(Formula("and", node.parts), values)
+        return both or _pieces(Formula("or", node.parts), values)
     if node.kind == "difference" or (
         node.kind == "add" and len(node.parts) == 2 and node.parts[1].kind == "negative"
     ):
@@ -576,12 +578,12 @@ def _pieces(node: Node, values: Values) -> list[_Piece]:
     raise Unread("no set")
 
 
-def _pieces_of_relation(node: Node, values: Values) -> list[_Piece]:
+def _pieces_of_relation(node: Formula, values: Values) -> list[_Interval]:
     """Solve ``a < x <= b``, ``x != a``, ``x in S``: the variable stands alone."""
     signs = node.name.split()
     if signs == ["in"] and node.parts[0].kind == "symbol":
         return _pieces(node.parts[1], values)
-    found = [_Piece(-mp.inf, False, mp.inf, False)]
+    found = [_Interval(-mp.inf, False, mp.inf, False)]
     unknown = [part for part in node.parts if _is_name(part)]
     if len(unknown) != 1 or any(
         part == unknown[0] for side in node.parts if side is not unknown[0] for part in _nodes(side)
@@ -597,9 +599,9 @@ def _pieces_of_relation(node: Node, values: Values) -> list[_Piece]:
             sign = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}.get(sign, sign)
         end = _end(right, values)
         pieces = {
-            "<": [_Piece(-mp.inf, False, end, False)], "<=": [_Piece(-mp.inf, False, end, True)],
-            ">": [_Piece(end, False, mp.inf, False)], ">=": [_Piece(end, True, mp.inf, False)],
-            "!=": _complement([_Piece(end, True, end, True)]), "=": [_Piece(end, True, end, True)],
+            "<": [_Interval(-mp.inf, False, end, False)], "<=": [_Interval(-mp.inf, False, end, True)],
+            ">": [_Interval(end, False, mp.inf, False)], ">=": [_Interval(end, True, mp.inf, False)],
+            "!=": _complement([_Interval(end, True, end, True)]), "=": [_Interval(end, True, end, True)],
         }.get(sign)  # fmt: skip
         if pieces is None:
             raise Unread(sign)
@@ -607,21 +609,21 @@ def _pieces_of_relation(node: Node, values: Values) -> list[_Piece]:
     return found
 
 
-def _end(node: Node, values: Values) -> Number:
+def _end(node: Formula, values: Values) -> Number:
     number = evaluate(node, values)
     if isinstance(number, mpc) and number.imag:
         raise Unread("no real number")
     return number
 
 
-def _is_empty(piece: _Piece) -> bool:
+def _is_empty(piece: _Interval) -> bool:
     if close(piece.low, piece.high):
         return not (piece.low_closed and piece.high_closed) or mp.isinf(inexact(piece.low))
     return bool(real(piece.low) > real(piece.high))
 
 
-def _united(pieces: list[_Piece]) -> list[_Piece]:
-    found: list[_Piece] = []
+def _united(pieces: list[_Interval]) -> list[_Interval]:
+    found: list[_Interval] = []
     kept = (piece for piece in pieces if not _is_empty(piece))
     for piece in sorted(kept, key=lambda piece: (real(piece.low), not piece.low_closed)):
         last = found[-1] if found else None
@@ -633,25 +635,25 @@ def _united(pieces: list[_Piece]) -> list[_Piece]:
             found.append(piece)
         elif close(piece.high, last.high):
             closed = piece.high_closed or last.high_closed
-            found[-1] = _Piece(last.low, last.low_closed, last.high, closed)
+            found[-1] = _Interval(last.low, last.low_closed, last.high, closed)
         elif real(piece.high) > real(last.high):
-            found[-1] = _Piece(last.low, last.low_closed, piece.high, piece.high_closed)
+            found[-1] = _Interval(last.low, last.low_closed, piece.high, piece.high_closed)
     return found
 
 
-def _complement(pieces: list[_Piece]) -> list[_Piece]:
+def _complement(pieces: list[_Interval]) -> list[_Interval]:
     found, low, closed = [], -mp.inf, False
     for piece in pieces:
-        found.append(_Piece(low, closed, piece.low, not piece.low_closed))
+        found.append(_Interval(low, closed, piece.low, not piece.low_closed))
         low, closed = piece.high, not piece.high_closed
-    return _united([*found, _Piece(low, closed and low != mp.inf, mp.inf, False)])
+    return _united([*found, _Interval(low, closed and low != mp.inf, mp.inf, False)])
 
 
-def _intersected(ours: list[_Piece], theirs: list[_Piece]) -> list[_Piece]:
+def _intersected(ours: list[_Interval], theirs: list[_Interval]) -> list[_Interval]:
     return _complement(_united([*_complement(ours), *_complement(theirs)]))
 
 
-def _same_piece(a: _Piece, b: _Piece, places: int) -> bool:
+def _same_piece(a: _Interval, b: _Interval, places: int) -> bool:
     def same_end(x: Number, closed: bool, y: Number, other_closed: bool) -> bool:
         if mp.isinf(inexact(x)) or mp.isinf(inexact(y)):
             return bool(inexact(x) == inexact(y))
@@ -665,7 +667,7 @@ def _same_piece(a: _Piece, b: _Piece, places: int) -> bool:
 # Values.
 
 
-def _same_value(ours: Node, theirs: Node, *, places: int = _PLACES) -> bool | None:
+def _same_value(ours: Formula, theirs: Formula, *, places: int = _PLACES) -> bool | None:
     decimals = [len(_digits(tree).partition(".")[2]) for tree in (ours, theirs) if "." in _digits(tree)]
     decimal = bool(decimals) and min(decimals) >= places
     for values in _values_of_variables(ours, theirs):
@@ -682,7 +684,7 @@ def _same_value(ours: Node, theirs: Node, *, places: int = _PLACES) -> bool | No
     return True
 
 
-def _both_vanish(trees: Sequence[Node], found: Sequence[Number], values: Values) -> bool:
+def _both_vanish(trees: Sequence[Formula], found: Sequence[Number], values: Values) -> bool:
     """Return whether tiny numbers are rounding errors of zero: they shrink with more digits."""
     if any(abs(inexact(number)) > mpf(10) ** -40 for number in found):
         return False
@@ -693,22 +695,22 @@ def _both_vanish(trees: Sequence[Node], found: Sequence[Number], values: Values)
     )
 
 
-def _digits(tree: Node) -> str:
+def _digits(tree: Formula) -> str:
     """Return the digits of a plain number, "" for any other formula."""
     number = tree.parts[0] if tree.kind == "negative" else tree
     return number.name if number.kind == "number" else ""
 
 
-def _is_decimal(tree: Node) -> bool:
+def _is_decimal(tree: Formula) -> bool:
     return any(node.kind == "number" and "." in node.name for node in _nodes(tree))
 
 
-def _places(ours: Node, theirs: Node) -> int:
+def _places(ours: Formula, theirs: Formula) -> int:
     """Return to how many decimals an answer may round an end or a coordinate of the gold."""
     return _PLACES_IN_TUPLE if _is_decimal(theirs) and not _is_decimal(ours) else _PLACES
 
 
-def _values_of_variables(*trees: Node) -> Iterator[Values]:
+def _values_of_variables(*trees: Formula) -> Iterator[Values]:
     """Yield sets of values of the variables: positive, negative, mixed. Once if there is no variable."""
     names = sorted(
         {node.name for tree in trees for node in _nodes(tree) if node.kind == "symbol"} - {"e", "i"}

@@ -19,7 +19,7 @@ class Unread(Exception):
     """The text is no formula that is known here."""
 
 
-class Node(NamedTuple):
+class Formula(NamedTuple):
     """A formula: its kind, its parts, and a name or a sign.
 
     number (``value``), symbol (``name``), call (``name``, arguments), add, multiply, divide, power, negative,
@@ -28,7 +28,7 @@ class Node(NamedTuple):
     """
 
     kind: str
-    parts: tuple[Node, ...] = ()
+    parts: tuple[Formula, ...] = ()
     name: str = ""
     value: Fraction = Fraction(0)
 
@@ -132,7 +132,7 @@ def is_word(letters: str) -> bool:
     return len(plain) > 2 and list(plain) != sorted(plain) and any(letter in "aeiou" for letter in plain)
 
 
-def parse(text: str) -> Node:
+def parse(text: str) -> Formula:
     """Return the tree of a formula in LaTeX or in plain notation (``x**2``, ``sqrt(2)``, ``exp(2)``).
 
     Raises Unread.
@@ -232,25 +232,27 @@ class _Parser:
     def _refuse(self) -> str:
         raise Unread(self.ahead.text if self.ahead else "ends early")
 
-    def elements(self) -> Node:
+    def elements(self) -> Formula:
         """Parse a list separated by semicolons, of lists separated by commas; alone, the only element."""
         return self._separated(";", lambda: self._separated(",", lambda: self._statement("or")))
 
-    def _separated(self, sign: str, below: Callable[[], Node]) -> Node:
+    def _separated(self, sign: str, below: Callable[[], Formula]) -> Formula:
         elements = [below()]
         while self._accept(sign):
             elements.append(below())
-        return elements[0] if len(elements) == 1 else Node("list", tuple(elements))
+        return elements[0] if len(elements) == 1 else Formula("list", tuple(elements))
 
-    def _statement(self, connective: str) -> Node:
-        below: Callable[[], Node] = (lambda: self._statement("and")) if connective == "or" else self._relation
+    def _statement(self, connective: str) -> Formula:
+        below: Callable[[], Formula] = (
+            (lambda: self._statement("and")) if connective == "or" else self._relation
+        )
         parts = [below()]
         while self.ahead is not None and _CONNECTIVES.get(self.ahead.text) == connective:
             self._next()
             parts.append(below())
-        return parts[0] if len(parts) == 1 else Node(connective, tuple(parts))
+        return parts[0] if len(parts) == 1 else Formula(connective, tuple(parts))
 
-    def _relation(self) -> Node:
+    def _relation(self) -> Formula:
         parts, signs = [self._set()], []
         while self.ahead is not None and (
             self.ahead.text in RELATIONS or (self.ahead.text == "!" and self._follows("="))
@@ -268,14 +270,14 @@ class _Parser:
         if (modulus := self._modulus()) is not None:
             if signs not in ([], ["mod"], ["="]):
                 raise Unread("a modulus")
-            return Node("congruence", (*parts, modulus))
-        return parts[0] if not signs else Node("relation", tuple(parts), " ".join(signs))
+            return Formula("congruence", (*parts, modulus))
+        return parts[0] if not signs else Formula("relation", tuple(parts), " ".join(signs))
 
     def _follows(self, text: str) -> bool:
         behind = self._place + 1
         return behind < len(self._tokens) and self._tokens[behind].text == text
 
-    def _modulus(self) -> Node | None:
+    def _modulus(self) -> Formula | None:
         if self._accept("\\pmod", "\\mod", "\\pod"):
             return self._argument()
         if self._sees("(") and (self._follows("\\mod") or self._follows("\\bmod")):
@@ -285,51 +287,51 @@ class _Parser:
             return modulus
         return None
 
-    def _set(self) -> Node:
+    def _set(self) -> Formula:
         left = self._sum()
         while self.ahead is not None and self.ahead.text in _SET_SIGNS:
             sign = self._next().text
-            left = Node(_SET_SIGNS[sign], (left, self._sum()))
+            left = Formula(_SET_SIGNS[sign], (left, self._sum()))
         return left
 
-    def _sum(self) -> Node:
+    def _sum(self) -> Formula:
         terms = []
         sign = self._accept("+", "-", "\\pm", "\\mp")
         while True:
             term = self._term()
             if sign == "-":
-                term = Node("negative", (term,))
+                term = Formula("negative", (term,))
             elif sign in ("\\pm", "\\mp"):
-                term = Node("signs", (term,), sign[1:])
+                term = Formula("signs", (term,), sign[1:])
             terms.append(term)
             sign = self._accept("+", "-", "\\pm", "\\mp")
             if not sign:
-                return terms[0] if len(terms) == 1 else Node("add", tuple(terms))
+                return terms[0] if len(terms) == 1 else Formula("add", tuple(terms))
 
-    def _term(self) -> Node:
+    def _term(self) -> Formula:
         value = self._signed_factor()
         while self.ahead is not None:
             if self.ahead.text in _TIMES:
                 self._next()
-                value = Node("multiply", (value, self._signed_factor()))
+                value = Formula("multiply", (value, self._signed_factor()))
             elif self.ahead.text in _OVER:
                 self._next()
-                value = Node("divide", (value, self._signed_factor()))
+                value = Formula("divide", (value, self._signed_factor()))
             elif self.ahead.text == "\\bmod":
                 self._next()
-                value = Node("call", (value, self._signed_factor()), "mod")
+                value = Formula("call", (value, self._signed_factor()), "mod")
             elif self._starts_factor():
                 if value.kind in ("tuple", "set", "interval", "list"):
                     raise Unread("a product of sets")
-                value = Node("multiply", (value, self._factor()))
+                value = Formula("multiply", (value, self._factor()))
             else:
                 return value
         return value
 
-    def _signed_factor(self) -> Node:
+    def _signed_factor(self) -> Formula:
         sign = self._accept("+", "-")
         factor = self._factor()
-        return Node("negative", (factor,)) if sign == "-" else factor
+        return Formula("negative", (factor,)) if sign == "-" else factor
 
     def _starts_factor(self) -> bool:
         token = self.ahead
@@ -359,7 +361,7 @@ class _Parser:
                         "lfloor",                         "lceil", "sum", "prod", "mathbb")
         )  # fmt: skip
 
-    def _factor(self) -> Node:
+    def _factor(self) -> Formula:
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise Unread("too deep")
@@ -375,24 +377,24 @@ class _Parser:
             elif self._sees("!") and not self._follows("="):
                 self._next()
                 twice = self._accept("!")
-                base = Node("call", (base,), "!!" if twice else "!")
+                base = Formula("call", (base,), "!!" if twice else "!")
             else:
                 break
         self._depth -= 1
         return base
 
-    def _primed(self, base: Node, prime: str) -> Node:
+    def _primed(self, base: Formula, prime: str) -> Formula:
         if base.kind != "symbol":
             raise Unread("a prime")
         return self._applied(base._replace(name=base.name + prime))
 
-    def _raised(self, base: Node) -> Node:
+    def _raised(self, base: Formula) -> Formula:
         braced = self._sees("{")
         begin = self._place
         inside = self._raw_group() if braced else [self._next()]
         texts = [token.text for token in inside]
         if texts == ["\\circ"] or texts == ["\\degree"]:
-            return Node("multiply", (base, Node("call", (), "degree")))
+            return Formula("multiply", (base, Formula("call", (), "degree")))
         if texts and set(texts) <= {"\\prime", "'"}:
             return self._primed(base, "'" * len(texts))
         if (
@@ -410,10 +412,10 @@ class _Parser:
         self._place = begin
         if not braced and self._sees("-"):
             self._next()
-            return Node("power", (base, Node("negative", (self._argument(),))))
-        return Node("power", (base, self._argument()))
+            return Formula("power", (base, Formula("negative", (self._argument(),))))
+        return Formula("power", (base, self._argument()))
 
-    def _indexed(self, base: Node) -> Node:
+    def _indexed(self, base: Formula) -> Formula:
         if base.kind == "power" and base.parts[0].kind == "symbol":  # x^2_n
             return base._replace(parts=(self._indexed(base.parts[0]), base.parts[1]))
         if base.kind != "symbol":
@@ -429,7 +431,7 @@ class _Parser:
         except Unread:
             self._place = end
             return self._applied(base._replace(name=f"{base.name}_{name}"))
-        return Node("call", (index,), f"{base.name}_")
+        return Formula("call", (index,), f"{base.name}_")
 
     def _raw_group(self) -> list[_Token]:
         self._expect("{")
@@ -442,14 +444,14 @@ class _Parser:
                 return inside
             inside.append(token)
 
-    def _applied(self, function: Node) -> Node:
+    def _applied(self, function: Formula) -> Formula:
         """Return a function's value where arguments in parentheses follow; ``a(b+c)`` is a product."""
         named = re.match(r"[fghFGHP]('|_|\Z)|.*'", function.name) or self._sees_argument(function.name)
         if self._sees("(") and named:
             self._next()
             arguments = self.elements()
             self._expect(")")
-            return Node("call", _arguments(arguments), function.name)
+            return Formula("call", _arguments(arguments), function.name)
         return function
 
     def _sees_argument(self, name: str) -> bool:
@@ -462,7 +464,7 @@ class _Parser:
             and ahead[2] == ")"
         )
 
-    def _argument(self) -> Node:
+    def _argument(self) -> Formula:
         """Parse the argument of a command: a group in braces, or one token with its own arguments."""
         if self._accept("{"):
             inside = self.elements()
@@ -470,16 +472,16 @@ class _Parser:
             return inside
         token = self._next()
         if token.kind == "number":
-            return Node("number", value=Fraction(token.text), name=token.text)
+            return Formula("number", value=Fraction(token.text), name=token.text)
         self._place -= 1
         return self._primary()
 
-    def _primary(self) -> Node:
+    def _primary(self) -> Formula:
         token = self._next()
         if token.kind == "number":
-            return Node("number", value=_exact(token.text), name=token.text)
+            return Formula("number", value=_exact(token.text), name=token.text)
         if token.kind == "letter":
-            return self._applied(Node("symbol", name=token.text))
+            return self._applied(Formula("symbol", name=token.text))
         if token.kind == "environment" and token.text.startswith("\\begin"):
             return self._matrix(token.text.partition("{")[2].rstrip("}"))
         if token.kind == "function":
@@ -491,48 +493,48 @@ class _Parser:
             inside = self.elements()
             self._expect("|", "\\vert", "\\rvert")
             self._bars -= 1
-            return Node("call", (inside,), "abs")
+            return Formula("call", (inside,), "abs")
         if token.text in _CLOSING:
             return self._group(token.text)
         self._place -= 1
         self._refuse()
         raise AssertionError
 
-    def _group(self, opening: str) -> Node:
+    def _group(self, opening: str) -> Formula:
         bars, self._bars = self._bars, 0
         if opening == "\\{" and self._accept("\\}"):
-            return Node("set")
+            return Formula("set")
         inside = self.elements()
         closing = self._expect(*_CLOSING[opening])
         self._bars = bars
         if opening in ("\\lfloor", "\\lceil"):
-            return Node("call", (inside,), "floor" if "floor" in opening else "ceil")
+            return Formula("call", (inside,), "floor" if "floor" in opening else "ceil")
         if opening == "\\{":
-            return Node("set", _arguments(inside))
+            return Formula("set", _arguments(inside))
         if inside.kind == "list" and opening in "([":
             elements = inside.parts
             if len(elements) == 2 and opening + closing != "()":
-                return Node("interval", elements, opening + closing)
+                return Formula("interval", elements, opening + closing)
             if opening + closing not in ("()", "[]"):
                 raise Unread("brackets")
-            return Node("tuple", elements)
+            return Formula("tuple", elements)
         if opening + closing not in ("()", "[]", "{}"):
             raise Unread("brackets")
         return inside
 
-    def _command(self, name: str) -> Node | None:
+    def _command(self, name: str) -> Formula | None:
         if name in GREEK:  # \varphi is \phi
-            return self._applied(Node("symbol", name=f"\\{name.removeprefix('var')}"))
+            return self._applied(Formula("symbol", name=f"\\{name.removeprefix('var')}"))
         if name in ("pi", "infty"):
-            return Node("constant", name=name)
+            return Formula("constant", name=name)
         if name in ("emptyset", "varnothing"):
-            return Node("set")
+            return Formula("set")
         if name == "mathbb":
-            return Node("constant", name="".join(token.text for token in self._raw_group()))
+            return Formula("constant", name="".join(token.text for token in self._raw_group()))
         if name in ("frac", "dfrac", "tfrac", "cfrac"):
-            return Node("divide", (self._fraction_part(), self._fraction_part()))
+            return Formula("divide", (self._fraction_part(), self._fraction_part()))
         if name in ("binom", "dbinom", "tbinom"):
-            return Node("call", (self._fraction_part(), self._fraction_part()), "binom")
+            return Formula("call", (self._fraction_part(), self._fraction_part()), "binom")
         if name == "sqrt":
             return self._root()
         if name in ("sum", "prod"):
@@ -543,7 +545,7 @@ class _Parser:
             return self._primary()
         return self._function(name) if name in _FUNCTION_NAMES else None
 
-    def _fraction_part(self) -> Node:
+    def _fraction_part(self) -> Formula:
         """Parse an argument of a fraction: without braces, a single digit."""
         token = self.ahead
         if token is not None and token.kind == "number" and len(token.text) > 1:
@@ -552,28 +554,28 @@ class _Parser:
             ]
         return self._argument()
 
-    def _root(self) -> Node:
-        degree = Node("number", value=Fraction(2))
+    def _root(self) -> Formula:
+        degree = Formula("number", value=Fraction(2))
         if self._accept("["):
             degree = self._sum()
             self._expect("]")
         if self._sees("("):
-            return Node("call", (self._primary(), degree), "root")
-        return Node("call", (self._argument(), degree), "root")
+            return Formula("call", (self._primary(), degree), "root")
+        return Formula("call", (self._argument(), degree), "root")
 
-    def _repeated(self, name: str) -> Node:
+    def _repeated(self, name: str) -> Formula:
         self._expect("_")
         lower = self._argument()
         self._expect("^")
         upper = self._argument()
         if lower.kind != "relation" or lower.name != "=" or lower.parts[0].kind != "symbol":
             raise Unread(name)
-        return Node(name, (lower.parts[1], upper, self._term()), lower.parts[0].name)
+        return Formula(name, (lower.parts[1], upper, self._term()), lower.parts[0].name)
 
-    def _matrix(self, kind: str) -> Node:
+    def _matrix(self, kind: str) -> Formula:
         if kind not in ("pmatrix", "bmatrix", "matrix", "vmatrix", "smallmatrix"):
             raise Unread(kind)
-        rows: list[list[Node]] = [[]]
+        rows: list[list[Formula]] = [[]]
         while not self._ends():
             rows[-1].append(self._statement("or"))
             if self._accept("\\\\"):
@@ -583,19 +585,19 @@ class _Parser:
         rows = rows if rows[-1] else rows[:-1]
         if len({len(row) for row in rows}) != 1:
             raise Unread("rows of several lengths")
-        matrix = Node("matrix", tuple(Node("tuple", tuple(row)) for row in rows))
-        return Node("call", (matrix,), "det") if kind == "vmatrix" else matrix
+        matrix = Formula("matrix", tuple(Formula("tuple", tuple(row)) for row in rows))
+        return Formula("call", (matrix,), "det") if kind == "vmatrix" else matrix
 
     def _ends(self) -> bool:
         if self.ahead is None or self.ahead.kind != "environment":
             return False
         return self._next().text.startswith("\\end")
 
-    def _marked(self, name: str) -> Node:
+    def _marked(self, name: str) -> Formula:
         tokens = self._raw_group() if self._sees("{") else self._run_of_letters()
         if name == "overline" and len(tokens) == 1:
             name = "bar"
-        return Node("symbol", name=f"\\{name} {''.join(token.text for token in tokens)}")
+        return Formula("symbol", name=f"\\{name} {''.join(token.text for token in tokens)}")
 
     def _run_of_letters(self) -> list[_Token]:
         tokens = [self._next()]
@@ -603,7 +605,7 @@ class _Parser:
             tokens.append(self._next())
         return tokens
 
-    def _function(self, name: str) -> Node:
+    def _function(self, name: str) -> Formula:
         name = SAME_FUNCTION.get(name, name)
         if name == "sqrt":
             return self._root()
@@ -612,22 +614,22 @@ class _Parser:
             if self._accept("_"):
                 base = self._argument()
             elif self._accept("^"):
-                exponent = Node("negative", (self._argument(),)) if self._accept("-") else self._argument()
+                exponent = Formula("negative", (self._argument(),)) if self._accept("-") else self._argument()
             elif self._accept("'"):
                 primes += "'"
             else:
                 break
         if name in _LOGARITHMS:
-            name, base = "log", base or Node("number", value=Fraction(_LOGARITHMS[name]))
+            name, base = "log", base or Formula("number", value=Fraction(_LOGARITHMS[name]))
         arguments = self._arguments_of_function()
-        call = Node("call", (*arguments, *([base] if base is not None else [])), name + primes)
+        call = Formula("call", (*arguments, *([base] if base is not None else [])), name + primes)
         if exponent is None:
             return call
-        if exponent == Node("negative", (Node("number", value=Fraction(1), name="1"),)):
+        if exponent == Formula("negative", (Formula("number", value=Fraction(1), name="1"),)):
             return call._replace(name=f"arc{name}" if f"arc{name}" in FUNCTIONS else f"{name}^-1")
-        return Node("power", (call, exponent))
+        return Formula("power", (call, exponent))
 
-    def _arguments_of_function(self) -> tuple[Node, ...]:
+    def _arguments_of_function(self) -> tuple[Formula, ...]:
         if self._sees("(", "[", "{", "\\{", "|"):
             return _arguments(self._primary())
         sign = self._accept("-", "+")
@@ -635,11 +637,11 @@ class _Parser:
         while self._starts_factor() and self.ahead is not None and not self._is_function(self.ahead):
             if self.ahead.text in ("(", "{") and argument.kind not in ("number", "symbol"):
                 break
-            argument = Node("multiply", (argument, self._factor()))
+            argument = Formula("multiply", (argument, self._factor()))
         if self._sees("/") and argument.kind in ("number", "constant", "symbol", "multiply"):
             self._next()
-            argument = Node("divide", (argument, self._factor()))
-        return (Node("negative", (argument,)) if sign == "-" else argument,)
+            argument = Formula("divide", (argument, self._factor()))
+        return (Formula("negative", (argument,)) if sign == "-" else argument,)
 
     @staticmethod
     def _is_function(token: _Token) -> bool:
@@ -648,7 +650,7 @@ class _Parser:
         ) or token.kind == "function"
 
 
-def _arguments(inside: Node) -> tuple[Node, ...]:
+def _arguments(inside: Formula) -> tuple[Formula, ...]:
     return inside.parts if inside.kind in ("list", "tuple", "set") else (inside,)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from mpmath import mp, mpc, mpf
 
-from grpo_dist.rewards.formula import Node, Unread
+from grpo_dist.rewards.formula import Formula, Unread
 
 DIGITS = 60
 _SAME = mpf(10) ** -35  # relative difference of equal numbers that are not exact
@@ -55,7 +55,7 @@ def real(a: Number) -> Any:
     return number
 
 
-def evaluate(node: Node, values: Values) -> Number:
+def evaluate(node: Formula, values: Values) -> Number:
     """Return the value of a formula. Raises Unread, and ArithmeticError where it has none."""
     kind, parts = node.kind, node.parts
     if kind == "number":
@@ -175,7 +175,7 @@ def _root(number: Number, degree: Number) -> Number:
     return _power(number, 1 / degree)
 
 
-def _repeated(node: Node, values: Values) -> Number:
+def _repeated(node: Formula, values: Values) -> Number:
     """Evaluate a finite sum or product."""
     low, high = (evaluate(part, values) for part in node.parts[:2])
     if (
@@ -192,7 +192,7 @@ def _repeated(node: Node, values: Values) -> Number:
     return total
 
 
-def _call(node: Node, values: Values) -> Number:
+def _call(node: Formula, values: Values) -> Number:
     name = node.name
     if name == "degree":
         return mp.pi / 180
