@@ -122,11 +122,11 @@ def test_golds_in_a_column_of_mixed_kinds_are_what_the_file_says(tmp_path):
     plain = tmp_path / "set.jsonl"
     plain.write_text(MIXED_LINES)
     packed = tmp_path / "packed.jsonl.gz"
-    packed.write_bytes(gzip.compress(MIXED_LINES.encode()))
+    packed.write_bytes(content := gzip.compress(MIXED_LINES.encode(), mtime=0))
     (tmp_path / "directory").mkdir()
     (tmp_path / "directory/train.jsonl").write_text(MIXED_LINES)
     (tmp_path / "directory_of_packed").mkdir()
-    (tmp_path / "directory_of_packed/train.jsonl.gz").write_bytes(gzip.compress(MIXED_LINES.encode()))
+    (tmp_path / "directory_of_packed/train.jsonl.gz").write_bytes(content)
     table = "problem,answer\n" + "".join(f"{row['problem']},{row['answer']}\n" for row in MIXED)
     (tmp_path / "set.csv").write_text(table)
     (tmp_path / "set.tsv").write_text(table.replace(",", "\t"))
@@ -192,8 +192,8 @@ def test_a_csv_file_may_quote_and_its_lines_are_counted_as_an_editor_does(tmp_pa
         ("set.csv", b"", ": no rows; expected at least one"),
         ("set.csv", b"problem,answer\n", ": no rows; expected at least one"),
         ("set.jsonl.gz", b"no gzip", ": the file cannot be loaded (Not a gzipped file"),
-        ("set.jsonl.gz", gzip.compress(MIXED_LINES.encode())[:-9], ": the file cannot be loaded ("),
-        ("set.json.gz", gzip.compress(b"[1]"), ":1: a JSON int; expected one list of objects"),
+        ("set.jsonl.gz", gzip.compress(MIXED_LINES.encode(), mtime=0)[:-9], ": the file cannot be loaded ("),
+        ("set.json.gz", gzip.compress(b"[1]", mtime=0), ":1: a JSON int; expected one list of objects"),
         ("set.arrow", b"ARROW1 no more", ": the file cannot be loaded ("),
         ("set.parquet.gz", b"", ": unknown file type '.gz'; expected .jsonl"),
     ],
@@ -237,7 +237,7 @@ def test_a_part_of_a_split_is_read_from_every_kind_of_source(tmp_path, kind, spe
         path.write_text("problem,answer\n" + "".join(f"p{gold},{gold}\n" for gold in ALL))
     elif kind.startswith("set.json"):
         text = json.dumps(rows) if kind == "set.json" else lines
-        path.write_bytes(gzip.compress(text.encode()) if kind.endswith(".gz") else text.encode())
+        path.write_bytes(gzip.compress(text.encode(), mtime=0) if kind.endswith(".gz") else text.encode())
     else:
         stored = datasets.Dataset.from_list(rows)
         if kind == "set.parquet":
@@ -295,7 +295,7 @@ def test_a_data_set_of_the_hub_is_read_like_its_files_also_later_without_a_netwo
     files = {
         "README.md": CARD,
         "main/train.jsonl": MIXED_LINES.encode(),
-        "main/test.jsonl.gz": gzip.compress(b'{"problem": "p", "answer": "007"}\n'),
+        "main/test.jsonl.gz": gzip.compress(b'{"problem": "p", "answer": "007"}\n', mtime=0),
     }
     caches = {"HF_HOME": str(tmp_path / "hf"), "GRPO_DIST_CACHE": str(tmp_path / "cache")}
     with hub_with("me/sums", files) as address:

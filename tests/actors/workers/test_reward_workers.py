@@ -173,8 +173,9 @@ def test_the_driver_logs_once_why_samples_have_no_score(tmp_path, caplog):
     for worker in workers:
         worker.close()
     assert all(np.isnan(group.rewards).all() for group in groups)
-    (told,) = [record.getMessage() for record in caplog.records if record.name == RewardPool.__module__]
-    assert told == "reward mine: OSError: no disk; a sample without a score counts as not scored"
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "grpo_dist"]
+    place = f"{tmp_path}/failing_rewards.py:2 in fails"
+    assert told == f"reward mine: OSError: no disk ({place}); a sample without a score counts as not scored"
 
 
 def test_episodes_are_scored_with_their_turns_and_ends_and_a_failed_environment_is_reported(
