@@ -104,7 +104,7 @@ def _sft(path: str, overrides: list[str]) -> None:
             from grpo_dist.runs.cold_start import run_sft
 
         with stage("supervised", "unless cached"):
-            directory = run_sft(config.sft, print_line)
+            directory = run_sft(config.sft, print_line, day=config.data.day)
         print(directory)
 
 

@@ -9,9 +9,10 @@ A row of a data file, such as JSON Lines or Parquet, is one of
     {"messages": [...]}                  a conversation that ends with the assistant's message: all of the
                                          assistant's are learned, those of `tool`, `user` and `system` given
 
-with optional `template_kwargs` for the chat template, e.g. {"tools": [...]}. A `completion` is text, or a
-list of segments of which some are given, such as a tool's output: they are read and never trained. The token
-that ends a sample is added behind it, see `grpo_dist.chat.ends`.
+with optional `template_kwargs` for the chat template, e.g. {"tools": [...]}, and `special_tokens`: "keep"
+where special tokens in messages are meant as such, as in a system prompt of the configuration. A `completion`
+is text, or a list of segments of which some are given, such as a tool's output: they are read and never
+trained. The token that ends a sample is added behind it, see `grpo_dist.chat.ends`.
 
     {"prompt": "347*58=", "completion": [{"text": "```calculator\n347*58\n```\n"},
                                          {"text": "```output\n20126\n```\n", "given": true},
@@ -62,7 +63,9 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 Sources = SFTConfig | DemonstrationStreamConfig
 _KEYS_OF_A_ROW = "the row's messages and `template_kwargs`"
-_OPTIONAL: dict[str, type] = {"system": str, "template_kwargs": dict, "chat_template": str}
+_OPTIONAL: dict[str, type] = {
+    "system": str, "template_kwargs": dict, "chat_template": str, "special_tokens": str,
+}  # fmt: skip
 
 
 def _quiet(message: str) -> None:
@@ -248,6 +251,10 @@ def _checked(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         raise ValueError(
             f"{where}: `chat_template` = {record['chat_template']!r}; expected model (the default) or none"
         )
+    if record.get("special_tokens") not in (None, "text", "keep"):
+        raise ValueError(
+            f"{where}: `special_tokens` = {record['special_tokens']!r}; expected text (the default) or keep"
+        )
     doubled = [key for key in ("prompt", "system") if record.get(key)]
     if "messages" in record and (doubled or record.get("chat_template") == "none"):
         raise ValueError(
@@ -328,7 +335,7 @@ class _Tokeniser:
 
     def _without_controls(self, record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         texts = {key: record[key] for key in ("prompt", "system", "messages") if record.get(key)}
-        if not self._controls.find(str(texts)):
+        if record.get("special_tokens") == "keep" or not self._controls.find(str(texts)):
             return record
         self._written.append(where)
         return {**record, **self._controls.as_text(texts)}
@@ -357,4 +364,4 @@ class _Tokeniser:
         prompt_format = PromptFormat(
             record.get("system"), None, templated, arguments, _KEYS_OF_A_ROW, day=self._day
         )
-        return prompt_format.token_ids(record["prompt"], self._tokenizer)
+        return prompt_format.encode(prompt_format.text(record["prompt"], self._tokenizer), self._tokenizer)

@@ -95,11 +95,11 @@ class PromptFormat:
             return [{"role": "system", "content": self.system_prompt}, *asked]
         return list(asked)
 
-    def token_ids(self, asked: str | Sequence[Message], tokenizer: Any) -> list[int]:
-        """Tokenise the prompt that asks ``asked``, up to where the model's answer begins."""
+    def token_ids(self, problem: str, tokenizer: Any, messages: Sequence[Message] = ()) -> list[int]:
+        """Tokenise the prompt of a row, as `asked` takes it, up to where the model's answer begins."""
         if self.use_chat_template:
-            asked = ControlTokens(tokenizer).as_text(asked)
-        return self.encode(self.text(asked, tokenizer), tokenizer)
+            problem, messages = ControlTokens(tokenizer).as_text((problem, messages))
+        return self.encode(self.text(self.asked(problem, messages), tokenizer), tokenizer)
 
     def encode(self, text: str, tokenizer: Any) -> list[int]:
         """Tokenise a rendered prompt; a chat template has written its special tokens already."""
@@ -165,10 +165,11 @@ def build_prompts(
     parts, specials = PartsCheck(tokenizer, day=prompt_format.day), _SpecialTokens(tokenizer, prompt_format)
     row_uids = [_uid(row) for row in rows]
     for index, row in enumerate(rows):
-        question = prompt_format.asked(row.problem, row.messages)
+        # Before the instruction is added: the configuration may have special tokens, a row may not.
         if tasks is not None and tasks.questions:
-            question = tasks.questions[index]
-        asked = specials.as_text(question, row)
+            asked = specials.as_text(tasks.questions[index], row)
+        else:
+            asked = prompt_format.asked(*specials.as_text((row.problem, row.messages), row))
         task, text = _task_and_text(row, asked, prompt_format, tokenizer, tasks)
         token_ids = prompt_format.encode(text, tokenizer)
         specials.count_ends(token_ids, row)

@@ -9,6 +9,7 @@ format, and often enough correctly that some samples of a group are correct.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from grpo_dist.algorithms.schedules import learning_rate
+from grpo_dist.chat.template import writes_date
 from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import contents, load_pairs
 from grpo_dist.data.segments import Pair
@@ -36,8 +38,9 @@ LOGIT_TOKENS = 4096  # tokens whose logits exist at once
 _POOL = 16  # batches that are sorted by length together
 
 
-def run_sft(settings: SFTConfig, say: Callable[[str], None]) -> Path:
-    """Return the directory of the model after supervised training on ``settings.data``. It is cached.
+def run_sft(settings: SFTConfig, say: Callable[[str], None], *, day: date | None = None) -> Path:
+    """Return the directory of the model after supervised training on ``settings.data``. It is cached, for
+    each ``day`` that its chat template writes; None: today.
 
     Raises ValueError for a model or data that cannot be used, naming file and row, and for settings that only
     training on the policy's ranks has.
@@ -48,6 +51,8 @@ def run_sft(settings: SFTConfig, say: Callable[[str], None]) -> Path:
             "validation loss; remove it, or make it a stage of a pipeline (`kind: sft`), which trains on the "
             "policy's ranks"
         )
+    from transformers import AutoTokenizer
+
     model_dir = base_model(settings, say)
     decides = {
         "version": _VERSION,
@@ -58,11 +63,21 @@ def run_sft(settings: SFTConfig, say: Callable[[str], None]) -> Path:
         "model": model_dir.name if is_made(settings.model) else fingerprint(model_dir),
         "data": contents(settings),
     }
-    return cached("sft", decides, lambda directory: write_sft(settings, model_dir, directory, say))
+    if writes_date(AutoTokenizer.from_pretrained(model_dir)):
+        day = day or date.today()
+        decides["day"] = day.isoformat()
+        say(
+            f"note: the chat template writes the date into every demonstration: {day}; there is a cold start "
+            "for each date, set `data.template_date` to have one for all runs"
+        )
+    return cached("sft", decides, lambda directory: write_sft(settings, model_dir, directory, say, day=day))
 
 
-def write_sft(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
-    """Train the model in ``model_dir`` and write the result into the directory ``out``.
+def write_sft(
+    settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str], None], *, day: date | None = None
+) -> None:
+    """Train the model in ``model_dir`` and write the result into the directory ``out``. ``day``: as of
+    `run_sft`.
 
     Afterwards the number of threads is restored, and the memory is free for the workers that start next.
     Raises as `run_sft`.
@@ -70,7 +85,7 @@ def write_sft(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[st
     before = torch.get_num_threads()
     torch.set_num_threads(settings.threads or available_cpus())
     try:
-        _train(settings, model_dir, out, say)
+        _train(settings, model_dir, out, say, day)
     finally:
         torch.set_num_threads(before)
         return_freed_memory()
@@ -78,11 +93,13 @@ def write_sft(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[st
             torch.cuda.empty_cache()
 
 
-def _train(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
+def _train(
+    settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str], None], day: date | None
+) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    pairs = load_pairs(settings, tokenizer, say=say)
+    pairs = load_pairs(settings, tokenizer, day=day, say=say)
     settings = settings.model_copy(update={"steps": settings.steps_for(len(pairs))})
     device = torch.device(device_type())
     model = load_causal_lm(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,7 @@ def resolve_model(
     trains: bool = True,
     trains_adapter: bool = False,
     key: str = "model.path",
+    day: date | None = None,
 ) -> Path:
     """Return the model's directory: made here (`demo:`, `random:`), trained here (`sft`), converted from a
     GGUF file, local, or downloaded from the hub; with `model.adapter`.
@@ -245,11 +247,12 @@ def resolve_model(
         trains: False for what samples alone, also from quantised weights.
         trains_adapter: `model.adapter` is trained on; else it is merged.
         key: of the model, for messages.
+        day: what chat templates write as today's date in a cold start; None: today.
     """
     quiet_libraries()
     if model.path == "sft":
         assert sft is not None  # the configuration was checked
-        return run_sft(sft, say) if train_first else base_model(sft, say)
+        return run_sft(sft, say, day=day) if train_first else base_model(sft, say)
     base = _named_model(model, seed, say, trains=trains, key=key)
     if model.adapter is None:
         return base

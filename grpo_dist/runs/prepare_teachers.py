@@ -137,7 +137,7 @@ def with_teacher_prompts(
 
     def read_by(teacher: TeacherConfig, template: str, prompt: Prompt) -> np.ndarray:
         text = _filled(template, prompt, key_of(teacher))
-        return np.asarray(rendered.token_ids(rendered.asked(text, prompt.messages), tokenizer), np.int32)
+        return np.asarray(rendered.token_ids(text, tokenizer, prompt.messages), np.int32)
 
     return [
         replace(

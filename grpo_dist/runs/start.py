@@ -74,6 +74,7 @@ def check_model(start: Start) -> str:
         model_dir = resolve_model(
             config.model, config.sft, config.seed, start.say,
             train_first=start.train_first, trains_adapter=config.policy.lora is not None,
+            day=config.data.day,
         )  # fmt: skip
     with stage("model files", "are checked"):
         position_limit(config.model, model_dir)  # without a readable config.json all others skip the model

@@ -8,10 +8,11 @@ from transformers import AutoTokenizer
 
 from grpo_dist.config import Config, SFTConfig
 from grpo_dist.config.files import dump_config
-from grpo_dist.data.demonstrations import load_demonstrations
+from grpo_dist.data.demonstrations import load_demonstrations, load_pairs
 from grpo_dist.data.prompts import PromptFormat, build_prompts
 from grpo_dist.data.readers import DataRow
 from grpo_dist.environments.rendering import Renderer
+from grpo_dist.runs import cold_start
 from grpo_dist.runs.dated import date_of_run, dated
 from grpo_dist.runs.identity import DataOrigin, data_digest, fingerprint
 from grpo_dist.types import Task
@@ -91,3 +92,30 @@ def test_later_turns_and_demonstrations_have_the_date_of_the_run(tmp_path):
 def test_a_date_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"'31.7.2026' is no date; expected year-month-day"):
         config(template_date="31.7.2026")
+
+
+def test_a_cold_start_has_the_date_of_its_run(tmp_path, monkeypatch):
+    """Where the template writes a date; elsewhere one cold start serves all days."""
+    monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / "cache"))
+    rows = tmp_path / "sft.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+    settings, days = SFTConfig(model="demo:tiny", data=str(rows)), []
+
+    def trained(settings, model_dir, out, say, day):
+        days.append(day)
+        (out / "tokens").write_text(str(load_pairs(settings, tokenizer, day=day)))
+
+    monkeypatch.setattr(cold_start, "_train", trained)
+    for name, made in (("llama3_2", 2), ("llama3", 1)):
+        tokenizer, said = saved(tmp_path / name, trl_templates()[name]), []
+        monkeypatch.setattr(cold_start, "base_model", lambda *_, found=tmp_path / name: found)
+        first, second, again = (
+            cold_start.run_sft(settings, said.append, day=date.fromisoformat(day))
+            for day in (DAY, "2026-08-01", DAY)
+        )
+        assert first == again and len({first, second}) == made == len(days)
+        assert any(f"every demonstration: {DAY}" in message for message in said) == (made == 2)
+        if made == 2:
+            assert days == [date(2026, 7, 31), date(2026, 8, 1)]
+            assert (first / "tokens").read_text() != (second / "tokens").read_text()
+        days.clear()

@@ -87,7 +87,9 @@ def evaluate_model(
             if not config.data.eval:
                 raise ValueError("data.eval is empty; name at least one evaluation set")
             with stage("model", config.model.path):
-                model_dir = resolve_model(config.model, config.sft, config.seed, say, trains=False)
+                model_dir = resolve_model(
+                    config.model, config.sft, config.seed, say, trains=False, day=config.data.day
+                )
                 check_length(config.model, model_dir, config.max_length)
                 identity = Identity.of(config.model.path, model_dir, settings_of(config))
             place = directory or default_directory(config.model, config.output_dir, identity)

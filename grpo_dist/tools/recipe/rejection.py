@@ -62,7 +62,11 @@ class Selection:
 
     def __init__(self, settings: RejectionConfig, data: DataConfig, tokenizer: Any, *, seed: int) -> None:
         self._settings, self._data, self._tokenizer, self._seed = settings, data, tokenizer, seed
-        self._special, self._ends = ControlTokens(tokenizer).ids, ends_of(data, tokenizer)
+        controls = ControlTokens(tokenizer)
+        self._special, self._ends, self._as_text = controls.ids, ends_of(data, tokenizer), controls.as_text
+        # The configuration's own are read as tokens; a row's are text.
+        configured = f"{data.system_prompt or ''}\n{data.instruction or ''}"
+        self._keeps_special = data.chat_template == "model" and bool(controls.find(configured))
         self._seen: set[tuple[str, str]] = set()
         self.report = Report()
 
@@ -156,20 +160,23 @@ class Selection:
         }
 
     def _question(self, prompt: Prompt) -> dict[str, Any]:
-        data = self._data
+        data, kept = self._data, {"special_tokens": "keep"} if self._keeps_special else {}
         if prompt.task is not None:
-            return question_of(prompt, data, self._tokenizer)
-        if prompt.messages:
+            return question_of(prompt, data, self._tokenizer) | kept
+        problem, messages = prompt.text, prompt.messages
+        if kept:
+            problem, messages = self._as_text((problem, messages))
+        if messages:
             form = PromptFormat.of(data)
-            messages = form.messages(form.asked(prompt.text, prompt.messages))
+            messages = form.messages(form.asked(problem, messages))
             key = "messages" if form.use_chat_template else "prompt"
             asked: dict[str, Any] = {key: messages if form.use_chat_template else plain_text(messages)}
         else:
-            asked = {"prompt": user_content(prompt.text, data.instruction)}
+            asked = {"prompt": user_content(problem, data.instruction)}
         if data.system_prompt and not prompt.messages:
             asked["system"] = data.system_prompt
         if data.chat_template == "none":
             asked["chat_template"] = "none"
         if data.template_kwargs:
             asked["template_kwargs"] = dict(data.template_kwargs)
-        return asked
+        return asked | kept

@@ -50,7 +50,9 @@ def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) ->
     Raises UserError for invalid input, and when no sample is kept.
     """
     with refusals():
-        model_dir = resolve_model(config.model, config.sft, config.seed, say, trains=False)
+        model_dir = resolve_model(
+            config.model, config.sft, config.seed, say, trains=False, day=config.data.day
+        )
         check_length(config.model, model_dir, config.max_length)
         tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
         check_rendering(config.data, config.sampling, tokenizer, say)

@@ -189,3 +189,29 @@ def test_a_reward_equal_to_the_requested_minimum_is_kept(tokenizer):
     assert float(reward) < 0.9
     records, report = select(tokenizer, one_prompt(tokenizer, ("right", reward)), min_reward=0.9)
     assert kept(records) == ["right"] and report["pass_rate"] == 1.0
+
+
+@pytest.mark.parametrize("turns", [(), CHAT])
+@pytest.mark.parametrize("keys", [
+    {"system_prompt": "Think between <|user|> and <|end|>."},
+    {"instruction": "End with <|end|>."},
+    {"system_prompt": "Be brief."},
+])  # fmt: skip
+def test_special_tokens_of_the_configuration_are_tokens_in_demonstrations_too_and_those_of_a_row_are_text(
+    tokenizer, tmp_path, keys, turns
+):
+    settings = config(**keys).data
+    if turns:
+        turns = ({"role": "user", "content": "2+<|end|>="}, *turns[1:])
+    [prompt] = prompts(tokenizer, settings, "1+1=<|end|>", turns=turns)
+    plain = {key: text.replace("<|", "").replace("|>", "") for key, text in keys.items()}
+    [without] = prompts(tokenizer, config(**plain).data, "1+1=<|end|>", turns=turns)
+    asked, written = prompt.token_ids.tolist().count(END), without.token_ids.tolist().count(END)
+    assert asked - written == str(keys).count("<|end|>")  # whatever shape a row has
+    record = Selection(config().rejection, settings, tokenizer, seed=0).take(
+        [group(tokenizer, prompt, ("2", 1), ("3", 0))]
+    )
+    path = tmp_path / "sft.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in record))
+    [pair] = load_pairs(SFTConfig(model="demo:tiny", data=str(path)), tokenizer)
+    assert pair.prompt == prompt.token_ids.tolist()
