@@ -135,8 +135,9 @@ def _turn_end(tokenizer: Any, template_kwargs: Mapping[str, Any], day: date | No
     last_ids, between_ids = encode(last, tokenizer), encode(between, tokenizer)
     pairs = zip(last_ids, between_ids, strict=False)
     common = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-    for ids in (common[::-1], last_ids):
-        if (token := next((i for i in ids if i in controls), None)) is not None:
+    added = tokenizer.added_tokens_decoder  # an end of turns may be among them without being special
+    for ids, ends in ((common[::-1], controls), (common[::-1], added), (last_ids, controls)):
+        if (token := next((i for i in ids if i in ends), None)) is not None:
             return token, ""
     if text := last.strip():
         ids = encode(text, tokenizer)

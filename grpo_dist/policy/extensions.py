@@ -166,7 +166,13 @@ async def build_kernels_here(builders: Sequence[str]) -> None:
             process.kill()
     if process.returncode:
         _, _, refused = errors.decode(errors="replace").rpartition(_REFUSED)
-        raise UserError(refused.strip()[-2 * _OUTPUT :])
+        # A process that was ended, as for want of memory, has said nothing.
+        raise UserError(
+            refused.strip()[-2 * _OUTPUT :]
+            or f"DeepSpeed's kernels {', '.join(_NAMES[name] for name in builders)} are not built: the "
+            f"process that builds them ended with status {process.returncode}; a status of -9 is for want of "
+            "memory: free some, and start again"
+        )
 
 
 def main() -> None:

@@ -128,3 +128,13 @@ def test_demonstrations_end_with_the_templates_end_and_plain_ones_with_eos(tmp_p
     assert all(all(pair.sampled) for pair in pairs)
     assert len(said) == 1 and "1 of 5 rows go on behind a token that ends a sample, e.g." in said[0]
     assert "sft.jsonl:5" in said[0]
+
+
+def test_an_end_of_turns_that_is_an_added_token_but_not_special_ends_a_sample():
+    """The template ends a conversation with EOS, which the model never writes behind its turn's end."""
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.chat_template = CHATML + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ends = sample_ends(tokenizer, templated=True)
+    assert ends.learned == end and ends.ids == {end, tokenizer.eos_token_id}
