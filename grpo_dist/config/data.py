@@ -126,7 +126,9 @@ class DataSourceConfig(Section):
         "any", description="of a list of answers: any of them is right, or all together are the answer"
     )
     columns: tuple[str, ...] = Field(
-        (), description="further columns passed to rewards, of any kind; nested ones with dots"
+        (),
+        description="further columns passed to rewards, of any kind; a nested one, `extra_info.index`, "
+        "is the argument `index` of a function",
     )
     weight: PositiveFloat | None = Field(
         None,
@@ -193,6 +195,14 @@ class DataSourceConfig(Section):
                 f"split = {self.split} takes a part of a file or data set, but path = {self.path} makes its "
                 "rows; limit them with `max_rows`, or by an argument of your function"
             )
+        named: dict[str, str] = {}  # by the name that an argument of a reward function can have
+        for column in self.columns:
+            last = column.rpartition(".")[2]
+            if named.setdefault(last, column) != column and last.isidentifier():
+                yield (
+                    f"columns = {named[last]} and {column} would both be `{last}` to rewards; keep one of "
+                    "them, or name an object that has it, which is passed whole"
+                )
         if self.problem_template is not None and self.problem_column != "problem":
             yield (
                 f"problem_template takes the place of problem_column = {self.problem_column}; remove one of "

@@ -42,7 +42,7 @@ def file_rows(path: Path, name: str = "", columns: Sequence[str] = ()) -> Iterat
 
     Args:
         name: of the file in locations, with an ending that `data_ending` knows; "": its path.
-        columns: those that are needed. Of a table that has them all, others are not read.
+        columns: those that are needed. Of a table that has some of them, others are not read.
 
     Raises ValueError for a file that cannot be read, or for a malformed row.
     """
@@ -198,8 +198,8 @@ def _batches(path: Path, name: str, columns: Sequence[str]) -> Iterator[pa.Recor
     with _readable_table(name):
         if data_ending(name) == ".parquet":
             with ParquetFile(path) as table:
-                has_all = set(columns) <= set(table.schema_arrow.names)
-                yield from table.iter_batches(_BATCH, columns=list(columns) if columns and has_all else None)
+                needed = [name for name in columns if name in table.schema_arrow.names]
+                yield from table.iter_batches(_BATCH, columns=needed or None)
             return
         with pa.memory_map(str(path)) as source:
             try:
@@ -262,6 +262,8 @@ def _from_json(stored: str | None) -> Any:
         value = json.loads(stored)
     except ValueError:
         return stored
+    if isinstance(value, list) and all(isinstance(item, int | float) for item in value):
+        return stored if ", " in stored else value  # `datasets` writes no spaces: an interval, not a list
     is_scalar = isinstance(value, bool | int | float)
     return stored if value is None or (is_scalar and json.dumps(value) != stored) else value
 

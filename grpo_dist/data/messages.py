@@ -26,8 +26,8 @@ def is_conversation(value: Any) -> bool:
 
 
 def read_messages(value: Any, column: str) -> list[Message]:
-    """Return messages as a chat template takes them, without keys that are None: every row of a table has the
-    keys of all.
+    """Return messages as a chat template takes them, without keys that are None, also in tool calls: every
+    row of a table has the keys of all.
 
     Raises ValueError, which names the ``column``, for what is no list of messages, and for content other than
     text.
@@ -41,7 +41,7 @@ def read_messages(value: Any, column: str) -> list[Message]:
 
 
 def _message(number: int, message: Mapping[str, Any]) -> Message:
-    kept = {key: item for key, item in message.items() if item is not None and key not in ("from", "value")}
+    kept = {key: item for key, item in _json(message).items() if key not in ("from", "value")}
     role = message.get("role", message.get("from"))
     if not isinstance(role, str):
         raise ValueError(f"message {number} has the role {role!r}; {_EXPECTED}, both text")
@@ -55,6 +55,17 @@ def _message(number: int, message: Mapping[str, Any]) -> Message:
             "message with `tool_calls` may have no `content`)"
         )
     return kept | {"role": _ROLES.get(role, role), "content": content}
+
+
+def _json(value: Any) -> Any:
+    """Return ``value`` in the kinds of JSON, as prompts are hashed and written, and without keys that are
+    None.
+    """
+    if isinstance(value, Mapping):
+        return {key: _json(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_json(item) for item in value]
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def _part(number: int, part: Any) -> str:

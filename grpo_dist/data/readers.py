@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import json
 import math
@@ -60,7 +61,10 @@ def read(
     columns = () if asked or brings_columns(source) else _top_columns(source)
     try:
         return _read(source, own, columns, asked)
-    except _WrongKind:  # a table gave only what is needed, and the message names all that there is
+    except (MissingColumn, _WrongKind):
+        if not columns:
+            raise
+        # A table gave only what is needed, and the message names all that there is.
         return _read(source, own, (), asked)
 
 
@@ -169,7 +173,7 @@ def has_column(record: Mapping[str, Any], name: str) -> bool:
 
 
 def column(record: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column. Dots lead into objects, also those stored as JSON text, and lists.
+    """Return the value of a column. Dots lead into objects, also those stored as text, and lists.
 
         {"reward_model": {"ground_truth": "7"}}, "reward_model.ground_truth" -> "7"
         {"messages": [{"content": "1+1="}]}, "messages.-1.content" -> "1+1="
@@ -183,7 +187,7 @@ def _nested(value: Any, path: Sequence[str]) -> Any:
     if not path or value is None:
         return value
     if isinstance(value, str):
-        value = _json_inside(value)
+        value = _stored_in(value)
     if isinstance(value, Mapping):
         for size in range(1, len(path) + 1):  # names may have dots of their own
             if (name := ".".join(path[:size])) in value:
@@ -196,13 +200,21 @@ def _nested(value: Any, path: Sequence[str]) -> Any:
     raise KeyError(".".join(path))
 
 
-def _json_inside(text: str) -> Any:
-    """Return the object or list that ``text`` is as JSON; None for other text."""
+def _stored_in(text: str) -> Any:
+    """Return the object or list that ``text`` is as JSON, or as Python writes it: pandas does so in CSV. None
+    for other text.
+    """
     if text[:1] not in ("{", "["):
         return None
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
+        pass
+    if not text.startswith(("{'", "[{'", "['")):
+        return None
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None
 
 
@@ -216,7 +228,7 @@ def column_names(record: Mapping[str, Any]) -> list[str]:
     for name, value in record.items():
         names.append(str(name))
         if isinstance(value, str):
-            value = _json_inside(value) if len(value) <= _LONGEST_JSON else None
+            value = _stored_in(value) if len(value) <= _LONGEST_JSON else None
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
             value = {"0": value[0]}
             names += [f"{name}.{inner}" for inner in column_names(value)[1:]]
@@ -226,11 +238,15 @@ def column_names(record: Mapping[str, Any]) -> list[str]:
 
 
 def _top_columns(source: DataSourceConfig) -> list[str]:
-    """Return the columns of a table that ``source`` reads."""
+    """Return the columns of a table that ``source`` may read: names may have dots of their own.
+
+    reward_model.ground_truth -> reward_model, reward_model.ground_truth
+    """
     template = source.problem_template
     problem = [source.problem_column] if template is None else _PLACE.findall(template)
     names = [*problem, source.answer_column, *source.columns]
-    return list(dict.fromkeys(name.partition(".")[0] for name in names))
+    parts = [name.split(".") for name in names]
+    return list(dict.fromkeys(".".join(path[:size]) for path in parts for size in range(1, len(path) + 1)))
 
 
 def _column(record: Mapping[str, Any], name: str, location: str, setting: str) -> Any:
@@ -286,6 +302,8 @@ def _problem(
         return _PLACE.sub(lambda place: _filled(record, place[1], location), template), (), ""
     name = source.problem_column
     value = _column(record, name, location, "problem_column")
+    if isinstance(value, str) and value.startswith("[{") and is_conversation(stored := _stored_in(value)):
+        value = stored
     if not is_conversation(value):
         return _as_text(value, name, location, record), (), ""
     try:
@@ -316,7 +334,7 @@ def _answer(
     name = source.answer_column
     value = _column(record, name, location, "answer_column")
     if isinstance(value, str) and value.startswith('["') and source.answer_pattern is None:
-        values = _json_inside(value)  # Skywork-OR1's golds are lists of texts, as JSON
+        values = _stored_in(value)  # Skywork-OR1's golds are lists of texts, as JSON
         value = values if isinstance(values, list) and all(isinstance(v, str) for v in values) else value
     values = value if isinstance(value, list) else [value]
     texts = [_as_text(value, name, location, record).strip() for value in values]

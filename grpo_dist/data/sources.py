@@ -153,8 +153,8 @@ def _saved(source: DataSourceConfig, path: Path, columns: Sequence[str]) -> Iter
 
 def _table(table: Any, name: str, columns: Sequence[str], source: DataSourceConfig) -> Split:
     """Return a table of `datasets` as a split."""
-    if columns and set(columns) <= set(table.column_names or ()):
-        table = table.select_columns(list(columns))
+    if needed := [name for name in columns if name in (table.column_names or ())]:
+        table = table.select_columns(needed)
 
     def rows() -> Iterator[Located]:
         parts = iter(table.with_format("arrow").iter(_BATCH))

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.builtin import Builtin
+from grpo_dist.rewards.group import named_columns
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import REWARDS, make, own_function, reward_specs
 
@@ -68,7 +69,9 @@ def asked_columns(settings: RewardsConfig) -> frozenset[str]:
 
 def _missing(name: str, columns: Sequence[str], rows: Sequence[HasColumns], remedy: str) -> Iterator[str]:
     for column in columns:
-        lacking = next((row for row in rows if column != "problem" and column not in row.columns), None)
+        lacking = next(
+            (row for row in rows if column != "problem" and column not in named_columns(row.columns)), None
+        )
         if lacking is not None:
             other = f"give source {lacking.source} other rewards in `rewards.by_source`"
             yield (
@@ -83,7 +86,7 @@ def _problems(name: str, reward: Builtin, rows: Sequence[HasColumns], remedy: st
     yield from missing
     for row in () if missing else rows:
         try:
-            reward.check_row(row.columns)
+            reward.check_row(named_columns(row.columns))
         except ValueError as error:
             yield f"reward {name}: {row.location}: {error}"
             return

@@ -16,16 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.rewards.group import CompletionGroup
+from grpo_dist.rewards.group import OF_CALLS, CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.results import Failure
 from grpo_dist.rewards.steps import REDUCE, split_steps
-
-# Arguments that every call can have; all others are columns of the data, or `kwargs`.
-_OF_CALLS = {
-    "problem", "answer", "source", "completion", "completions", "finish_reason", "group", "token_ids",
-    "turns", "steps",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +61,12 @@ class OwnFunction:
     @property
     def data_columns(self) -> tuple[str, ...]:
         """Columns of the data without which no call succeeds: parameters that nothing else fills."""
-        return tuple(sorted(self._signature.required - _OF_CALLS - set(self._kwargs)))
+        return tuple(sorted(self._signature.required - OF_CALLS - set(self._kwargs)))
 
     @property
     def asked_columns(self) -> frozenset[str]:
         """Columns of the data that it gets where a row has them: every parameter that nothing else fills."""
-        return self._signature.names - _OF_CALLS - set(self._kwargs)
+        return self._signature.names - OF_CALLS - set(self._kwargs)
 
     def score(self, group: CompletionGroup) -> tuple[list[float | Failure], StepScores | None]:
         """Return a number, or why there is none, for each completion, and the rewards of its steps if any."""

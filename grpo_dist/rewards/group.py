@@ -18,6 +18,25 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.thought import in_plain_tags, outside_thought, thought_for
 from grpo_dist.types import NO_THOUGHT, Prompt, Rollout, Thought
 
+# Arguments that every call of a user's function can have; all others are columns of the data, or `kwargs`.
+OF_CALLS = frozenset(
+    (
+        "problem", "answer", "source", "completion", "completions", "finish_reason", "group", "token_ids",
+        "turns", "steps",
+    )
+)  # fmt: skip
+
+
+def named_columns(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``columns`` with nested ones also under their last part, which an argument of a function can
+    have, where nothing else has that name.
+
+    {"extra_info.index": 3} -> {"extra_info.index": 3, "index": 3}
+    """
+    last = {name.rpartition(".")[2]: value for name, value in columns.items() if "." in name}
+    last = {name: value for name, value in last.items() if name.isidentifier() and name not in OF_CALLS}
+    return {**last, **columns} if last else columns
+
 
 @dataclass(frozen=True, slots=True)
 class ModelScores:
@@ -63,7 +82,7 @@ class CompletionGroup:
             finish_reasons=tuple(r.finish_reason for r in rollouts),
             gold=prompt.answer,
             source=prompt.source,
-            columns={"problem": prompt.text, **prompt.columns},
+            columns={"problem": prompt.text, **named_columns(prompt.columns)},
             max_new_tokens=next((r.max_new_tokens for r in rollouts if r.max_new_tokens), max_new_tokens),
             thought=thought_for(prompt.thought, settings) if settings else prompt.thought,
             turns=tuple(turns_for_rewards(r.turns) for r in rollouts),

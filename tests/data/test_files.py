@@ -157,6 +157,15 @@ def test_golds_that_datasets_stored_as_json_are_texts_again(tmp_path):
         assert golds(path) == [str(row["answer"]) for row in kept], path
 
 
+def test_an_interval_that_datasets_stored_as_json_is_no_list_of_golds(tmp_path):
+    import datasets
+
+    kinds = datasets.Features({"problem": datasets.Value("string"), "answer": datasets.Json()})
+    rows = [{"problem": "1", "answer": "[0, 1]"}, {"problem": "2", "answer": [0, 1]}]
+    datasets.Dataset.from_list(rows, features=kinds).to_parquet(tmp_path / "set.parquet")
+    assert golds(tmp_path / "set.parquet") == ["[0, 1]", '["0", "1"]']
+
+
 def test_a_table_of_arrow_is_read_in_both_of_its_forms(tmp_path):
     table = pa.table({"problem": ["1", "2"], "answer": ["007", "1e3"], "more": [[1, 2], None]})
     for name, writer in (("file.arrow", pa.ipc.new_file), ("stream.arrow", pa.ipc.new_stream)):

@@ -4,8 +4,11 @@ all that is made of a prompt.
 
 import json
 import pickle
+from datetime import datetime
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.config import (
@@ -68,6 +71,27 @@ def test_conversations_that_differ_in_an_earlier_turn_have_other_uids(tmp_path):
     other = [{"role": "system", "content": "Subtract."}, *TURNS[1:]]
     first, second, again = prompts(rows(tmp_path / "set.jsonl", TURNS, other, TURNS))
     assert len({first.uid, second.uid, again.uid}) == 3 and again.uid == f"{first.uid}-2"
+
+
+def test_a_conversation_is_the_same_from_a_table_which_has_dates_and_the_keys_of_all_rows(tmp_path):
+    """WildChat's messages have a time; a table gives each call the arguments of all, as null."""
+    calls = [{"function": {"name": name, "arguments": {key: 1}}} for name, key in (("f", "a"), ("g", "b"))]
+    turns = [
+        [
+            {"role": "user", "content": "1+1="},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "2", "time": time},
+        ]
+        for call, time in zip(calls, (datetime(2024, 5, 6, 7, 8), None), strict=True)
+    ]
+    path = tmp_path / "set.parquet"
+    pq.write_table(pa.Table.from_pylist([{"problem": one, "answer": "2"} for one in turns]), path)
+    first, second = read(DataSourceConfig(path=str(path)))
+    assert second.messages == rows(tmp_path / "set.jsonl", turns[1])[0].messages
+    assert json.loads(json.dumps(first.messages[1:])) == [
+        {"role": "assistant", "content": None, "tool_calls": calls[:1]},
+        {"role": "tool", "content": "2", "time": "2024-05-06 07:08:00"},
+    ]
 
 
 def test_uids_of_plain_rows_stay_as_they_were():

@@ -147,6 +147,18 @@ SHAPES = {
     ),
     # slime
     "slime": ({"prompt": USER, "label": "5"}, {"problem_column": "prompt", "answer_column": "label"}, {}),
+    # messages as JSON in text, as in CSV and Parquet without nested columns
+    "json_in_text": (
+        {"prompt": json.dumps(SYSTEM), "label": "5"},
+        {"problem_column": "prompt", "answer_column": "label"},
+        {"messages": tuple(SYSTEM)},
+    ),
+    # nested columns that pandas wrote to CSV, where text has either quote
+    "python_in_text": (
+        {"prompt": str(SYSTEM), "reward_model": str({"ground_truth": "5", "style": "it's"})},
+        OF_VERL,
+        {"messages": tuple(SYSTEM)},
+    ),
     # ShareGPT
     "sharegpt": (
         {"conversations": SHARED, "a": 5},
@@ -244,6 +256,17 @@ def test_a_missing_column_or_one_of_another_kind_is_answered_with_the_columns_th
     assert message.startswith(f"{path}:1: ") and "\n" not in message
     for word in words:
         assert word in message
+
+
+def test_a_table_is_read_by_names_with_dots_of_their_own_and_messages_name_all_its_columns(tmp_path):
+    path = tmp_path / "set.parquet"
+    row = {"problem": "1+1=", "gold": {"value": "3"}, "gold.value": "2", "level": {"a.b": 1}, "unread": "x"}
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    source = {"path": str(path), "columns": ("level.a.b",)}
+    (found,) = read(DataSourceConfig(**source, answer_column="gold.value"))
+    assert (found.answer, found.columns) == ("2", {"level.a.b": 1})
+    with pytest.raises(ValueError, match=r"no column `gold\.text`.* The row has: .*, unread\. Set"):
+        read(DataSourceConfig(**source, answer_column="gold.text"))
 
 
 def test_a_row_without_a_nested_object_has_an_empty_answer(tmp_path):

@@ -1,11 +1,14 @@
 """A column that a built-in reward names, and a row lacks or has in another form, is refused before a run."""
 
+import numpy as np
 import pytest
 
-from grpo_dist.config import RewardsConfig
+from grpo_dist.config import DataSourceConfig, RewardsConfig
 from grpo_dist.data.readers import DataRow
 from grpo_dist.rewards.data_columns import column_problems
+from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.runs.prepare import check_columns
+from grpo_dist.types import Prompt
 
 TESTS = ["assert f(1) == 2"]
 CODE = {"function": "unit_tests", "kwargs": {"setup_column": "setup"}}
@@ -26,6 +29,17 @@ def test_rows_with_the_columns_are_right():
     own = row("a", 1, tests=TESTS, setup="", level=1)
     assert problems({"functions": [{"function": "math"}]}, row("a", 1)) == []
     assert problems({"functions": [CODE, SERVED]}, own, own) == []
+
+
+def test_a_nested_column_is_known_by_its_last_part_which_an_argument_can_have():
+    assert problems({"functions": [SERVED]}, row("a", 1, **{"extra_info.level": 1})) == []
+    prompt = Prompt(
+        "u", np.zeros(1, np.int32), "2", "a", "1+1?", {"meta.level": 1, "a.answer": "3", "m.1b": 2}
+    )
+    columns = CompletionGroup.of(prompt, [], max_new_tokens=1).columns
+    assert columns == {"problem": "1+1?", "level": 1, "meta.level": 1, "a.answer": "3", "m.1b": 2}
+    with pytest.raises(ValueError, match=r"columns = a\.level and b\.level would both be `level` to rewards"):
+        DataSourceConfig(path="a.jsonl", columns=("a.level", "b.level"))
 
 
 def test_a_column_that_a_row_lacks_is_named_with_those_it_has():
