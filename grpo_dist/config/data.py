@@ -116,6 +116,12 @@ class DataSourceConfig(Section):
         description="text of the problem with {columns}, in place of problem_column: `Make {target} of "
         "{nums}.`",
     )
+    system_column: str | None = Field(
+        None, description="column with the system prompt of a row; empty there: data.system_prompt"
+    )
+    history_column: str | None = Field(
+        None, description="column with the turns before the problem, pairs of question and answer (ms-swift)"
+    )
     answer_column: str = Field(
         "answer",
         description="column with the answer, or text that ends with it: `reward_model.ground_truth`; of "

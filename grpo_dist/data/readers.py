@@ -244,7 +244,8 @@ def _top_columns(source: DataSourceConfig) -> list[str]:
     """
     template = source.problem_template
     problem = [source.problem_column] if template is None else _PLACE.findall(template)
-    names = [*problem, source.answer_column, *source.columns]
+    earlier = [name for name in (source.system_column, source.history_column) if name is not None]
+    names = [*problem, *earlier, source.answer_column, *source.columns]
     parts = [name.split(".") for name in names]
     return list(dict.fromkeys(".".join(path[:size]) for path in parts for size in range(1, len(path) + 1)))
 
@@ -259,8 +260,8 @@ def _column(record: Mapping[str, Any], name: str, location: str, setting: str) -
     near = [known for known in names if known.rpartition(".")[2] == last]
     near = near or difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else "."
-    settings = {"columns": "`columns`", "problem_template": "`problem_template`"}
-    wanted = settings.get(setting, "`problem_column` and `answer_column`")
+    both = "`problem_column` and `answer_column`"
+    wanted = both if setting in ("problem_column", "answer_column") else f"`{setting}`"
     raise MissingColumn(
         f"{location}: no column `{name}`{hint} The row has: {_listed(names)}. Set {wanted} of the data "
         "source",
@@ -280,6 +281,8 @@ def _row(
     record: Mapping[str, Any], location: str, source: DataSourceConfig, label: str, pattern: PatternSearch
 ) -> DataRow:
     problem, messages, left_out = _problem(record, location, source)
+    if earlier := _earlier_turns(record, location, source, messages):
+        messages = (*earlier, *(messages or ({"role": "user", "content": problem},)))
     if not problem.strip():
         name = source.problem_column if source.problem_template is None else "problem_template"
         raise ValueError(f"{location}: `{name}` is empty; expected the text of a problem")
@@ -319,6 +322,40 @@ def _problem(
         )
     is_lone = len(messages) == 1 and set(messages[0]) == {"role", "content"}
     return asked[-1], () if is_lone else tuple(messages), left_out
+
+
+def _earlier_turns(
+    record: Mapping[str, Any], location: str, source: DataSourceConfig, messages: Sequence[Message]
+) -> list[Message]:
+    """Return the turns that `system_column` and `history_column` put before the problem, or before the
+    ``messages`` that hold it.
+    """
+    turns: list[Message] = []
+    if (name := source.system_column) is not None:
+        system = _text(record, name, location, "system_column")
+        if system.strip():
+            turns.append({"role": "system", "content": system})
+    if (name := source.history_column) is not None:
+        pairs = _column(record, name, location, "history_column") or []
+        if isinstance(pairs, str):
+            pairs = _stored_in(pairs)
+        if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
+            raise ValueError(
+                f"{location}: `{name}` is {str(pairs)[:60]!r}; expected a list of pairs of question and "
+                "answer, both text: correct the row, or remove `history_column`"
+            )
+        for question, reply in pairs:
+            turns += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+    if turns and messages and (len(turns) > 1 or any(m["role"] == "system" for m in messages)):
+        raise ValueError(
+            f"{location}: `{source.problem_column}` has a system prompt or turns of its own besides those of "
+            "`system_column` and `history_column`; remove these settings, or name a column of text"
+        )
+    return turns
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
 def _filled(record: Mapping[str, Any], name: str, location: str) -> str:

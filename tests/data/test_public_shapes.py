@@ -145,6 +145,29 @@ SHAPES = {
         {"problem_column": "query", "answer_column": "solution"},
         {},
     ),
+    "swift_history": (
+        {"system": "Be brief.", "query": "What is 2+3?", "history": [["1+1?", "2"]], "solution": "5"},
+        {
+            "problem_column": "query",
+            "answer_column": "solution",
+            "system_column": "system",
+            "history_column": "history",
+        },
+        {
+            "messages": (
+                SYSTEM[0],
+                {"role": "user", "content": "1+1?"},
+                {"role": "assistant", "content": "2"},
+                *USER,
+            )
+        },
+    ),
+    # Llama-Nemotron-Post-Training-Dataset: messages of the user, and a system prompt
+    "nemotron": (
+        {"input": USER, "system_prompt": "Be brief.", "output": "5"},
+        {"problem_column": "input", "answer_column": "output", "system_column": "system_prompt"},
+        {"messages": tuple(SYSTEM)},
+    ),
     # slime
     "slime": ({"prompt": USER, "label": "5"}, {"problem_column": "prompt", "answer_column": "label"}, {}),
     # messages as JSON in text, as in CSV and Parquet without nested columns
@@ -231,6 +254,8 @@ def test_a_public_shape_is_read_by_settings_alone(tmp_path, name, ending):
             {"problem_template": "{x}?", "answer_column": "data_source"},
             ["no column `x`", "Set `problem_template` of"],
         ),
+        (OF_VERL | {"system_column": "system"}, ["no column `system`", "Set `system_column` of"]),
+        (OF_VERL | {"history_column": "nums"}, ["`nums` is '[2, 3]'; expected a list of pairs"]),
         (OF_VERL | {"problem_column": "images"}, ["`images`: message 0 has a part of type image"]),
         (OF_VERL | {"problem_column": "answers"}, ["`answers` has no message of the user"]),
     ],
@@ -275,3 +300,14 @@ def test_a_row_without_a_nested_object_has_an_empty_answer(tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), path)
     with pytest.raises(ValueError, match=r"set\.parquet:2: `reward_model\.ground_truth` is empty"):
         read(DataSourceConfig(path=str(path), **OF_VERL))
+
+
+def test_a_row_has_one_system_prompt(tmp_path):
+    path = tmp_path / "set.jsonl"
+    row = {"prompt": USER, "system": "", "history": None, "answer": "5"}
+    path.write_text(f"{json.dumps(row)}\n{json.dumps(row | {'prompt': SYSTEM, 'system': 'Add.'})}\n")
+    settings = {"problem_column": "prompt", "system_column": "system", "history_column": "history"}
+    (first,) = read(DataSourceConfig(path=str(path), max_rows=1, **settings))
+    assert (first.problem, first.messages) == ("What is 2+3?", ())
+    with pytest.raises(ValueError, match=r"set\.jsonl:2: `prompt` has a system prompt or turns of its own"):
+        read(DataSourceConfig(path=str(path), **settings))
