@@ -8,6 +8,7 @@ A row of a data file, such as JSON Lines or Parquet, is one of
     {"messages": [{"role": ..., "content": ...}], "completion": ...}    a whole conversation, no `prompt`
     {"messages": [...]}                  a conversation that ends with the assistant's message: all of the
                                          assistant's are learned, those of `tool`, `user` and `system` given
+    {"conversations": [{"from": "human", "value": ...}, ...]}           the same, as ShareGPT writes it
 
 with optional `template_kwargs` for the chat template, e.g. {"tools": [...]}, and `special_tokens`: "keep"
 where special tokens in messages are meant as such, as in a system prompt of the configuration. A `completion`
@@ -42,7 +43,7 @@ from grpo_dist.config import DataSourceConfig, DemonstrationsConfig, Demonstrati
 from grpo_dist.config.data import data_ending
 from grpo_dist.data.files import file_rows
 from grpo_dist.data.made_problems import demonstrations
-from grpo_dist.data.messages import read_messages
+from grpo_dist.data.messages import is_conversation, read_messages
 from grpo_dist.data.order import shuffled
 from grpo_dist.data.prompts import PromptFormat, tokenise_messages
 from grpo_dist.data.segments import (
@@ -231,9 +232,12 @@ def _checked(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     the module's forms.
     """
     record = {key: value for key, value in record.items() if value is not None}
+    if "messages" not in record and is_conversation(record.get("conversations")):
+        record["messages"] = record.pop("conversations")
     if "messages" not in record and (not isinstance(record.get("prompt"), str) or not record["prompt"]):
         raise ValueError(
-            f"{where}: `prompt` is missing or not text; expected an object with `prompt` and `completion`"
+            f"{where}: `prompt` is missing or not text; expected an object with `prompt` and `completion`, "
+            "or with `messages`"
         )
     try:
         if "messages" in record:

@@ -58,7 +58,7 @@ def read(
     Raises ValueError for a missing file or split, a malformed row, a missing column, a row without problem or
     answer, or an empty data set. The message names the file and the row.
     """
-    columns = () if asked or brings_columns(source) else _top_columns(source)
+    columns = () if brings_columns(source) else [*_top_columns(source), *asked]
     try:
         return _read(source, own, columns, asked)
     except (MissingColumn, _WrongKind):
@@ -123,13 +123,6 @@ def read_all(
                 raise
             raise ValueError(f"{error}, here `{key}.{number}.{error.setting}`") from error
     return found
-
-
-def count_rows(source: DataSourceConfig) -> int:
-    """Return the rows of ``source``, at most ``max_rows``, whatever their columns. Raises ValueError for what
-    cannot be read, like `read`.
-    """
-    return sum(1 for _ in islice(records(source), source.max_rows))
 
 
 def first_record(source: DataSourceConfig) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ README = Path(__file__).resolve().parents[2] / "grpo_dist/data/README.md"
 
 def test_every_documented_form_of_a_row_is_read_and_its_given_parts_are_marked(tmp_path):
     (block,) = re.findall(r"```\n({.*?)\n```\n\n", README.read_text(), re.DOTALL)
-    assert len([json.loads(line) for line in block.splitlines()]) == 6
+    assert len([json.loads(line) for line in block.splitlines()]) == 7
     path, tokenizer = tmp_path / "sft.jsonl", character_tokenizer()
     path.write_text(block)
     shown = []
@@ -38,6 +38,7 @@ def test_every_documented_form_of_a_row_is_read_and_its_given_parts_are_marked(t
             "[```calculator\n347*58\n```\n]```output\n20126\n```\n[\\boxed{20126}<|end|>]",
         ),
         ("<|user|>2+2=<|assistant|>", "[add(2, 2)<|end|>]<|tool|>4<|assistant|>[4<|end|>]"),
+        ("<|user|>2+2=<|assistant|>", "[4<|end|>]"),
     ]
 
 
