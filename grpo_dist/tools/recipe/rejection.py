@@ -168,9 +168,9 @@ class Selection:
             problem, messages = self._as_text((problem, messages))
         if messages:
             form = PromptFormat.of(data)
-            messages = form.messages(form.asked(problem, messages))
+            turns = form.messages(form.asked(problem, messages))
             key = "messages" if form.use_chat_template else "prompt"
-            asked: dict[str, Any] = {key: messages if form.use_chat_template else plain_text(messages)}
+            asked: dict[str, Any] = {key: turns if form.use_chat_template else plain_text(turns)}
         else:
             asked = {"prompt": user_content(problem, data.instruction)}
         if data.system_prompt and not prompt.messages:
