@@ -14,6 +14,7 @@ import pytest
 from grpo_dist.config import DataSourceConfig
 from grpo_dist.data.readers import read
 from tests.support.fake_hub import hub_with
+from tests.support.patience import HANG_S
 
 ROWS = [
     {"problem": "1", "answer": "yes", "meta": {"t": ["x"]}},
@@ -330,7 +331,7 @@ def _read_from_hub(environment):
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -158,7 +158,7 @@ class _FakeSandbox:
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EnvironmentsConfig:
     (tmp_path / "guessing.py").write_text(_CODE)
-    monkeypatch.setattr(module, "_sandbox_of", _FakeSandbox)
+    monkeypatch.setattr(module, "PythonSandbox", _FakeSandbox)
     return EnvironmentsConfig(code_paths=(str(tmp_path),), timeout_s=60.0)
 
 

@@ -775,12 +775,13 @@ def test_known_cases_are_judged_better_than_by_math_verify(shared_data) -> None:
     assert plain["accuracy"] >= 0.969
     assert hard["accuracy"] >= 0.800
     assert plain["no verdict"] == hard["no verdict"] == 0
-    # math-verify accepts these three too: each is a matter of convention.
+    # Matters of convention; math-verify accepts the first three too, and the last has one meaning.
     accepted = {(j.case.gold, j.case.completion) for j in judged if j.reward == 1.0 and not j.case.expected}
     assert accepted <= {
         ("$9$", "Answer $ \n 9 \n $"),
         ("1/3", boxed("0.3333333333").replace("So the", "The")),
         ("4", "<think>2 + 2 = 4</think>\nThe answer is 4."),
+        ("$x \\in [-2,7]$", "$-2 \\\\le x \\\\le 7$"),
     }
 
 

@@ -289,7 +289,7 @@ def saved(tmp_path):
         made_checkpoints.save(tmp_path / CHECKPOINTS, step)
     (tmp_path / CHECKPOINTS / "step_000002" / "state.json").write_text("torn")
     warned = []
-    prepared = SimpleNamespace(trained=made_checkpoints.PROMPTS)
+    prepared = SimpleNamespace(trained=made_checkpoints.PROMPTS, origin=None)
     tracker = SimpleNamespace(warn=warned.append)
 
     def run(save_s):

@@ -131,7 +131,7 @@ class HeldSandbox:
 def test_an_end_while_answers_are_waited_for_ends_the_action_and_later_ones_are_refused(monkeypatch):
     """Its further calls would make an interpreter that nobody ends."""
     sandbox = HeldSandbox()
-    monkeypatch.setattr(runner, "_sandbox_of", lambda settings: sandbox)
+    monkeypatch.setattr(runner, "PythonSandbox", lambda settings: sandbox)
     monkeypatch.setattr(environment, "_AT_ONCE_S", 1.0)  # the end comes before
 
     async def play(worker):
@@ -191,7 +191,7 @@ def _interpreters(worker):
 @pytest.mark.slow
 def test_a_killed_interpreter_costs_the_observation_of_its_call_alone(monkeypatch):
     sandbox = SandboxConfig(call_s=HANG_S, episode_s=4 * HANG_S, cpu_s=HANG_S, memory_mb=256)
-    monkeypatch.setattr(runner, "_sandbox_of", lambda settings: PythonSandbox(settings, isolation=FOUND))
+    monkeypatch.setattr(runner, "PythonSandbox", lambda settings: PythonSandbox(settings, isolation=FOUND))
 
     async def play(worker):
         line = line_to(worker)

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from transformers import Qwen2Config
 
 from grpo_dist.config.engine_arguments import head_problem
 from grpo_dist.errors import UserError
@@ -58,8 +59,8 @@ def test_engines_that_would_cut_heads_of_keys_and_values_are_refused():
     """Qwen2.5-1.5B has 12 heads of queries and 2 of keys and values."""
     for size, fits in ((1, True), (2, True), (3, False), (4, True), (6, True)):
         c = config(model={"path": "Qwen/Qwen2.5-1.5B"}, rollout={"tensor_parallel_size": size})
-        heads = SimpleNamespace(num_attention_heads=12, num_key_value_heads=2)
-        model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda heads=heads: heads))
+        heads = Qwen2Config(num_hidden_layers=1, num_attention_heads=12, num_key_value_heads=2)
+        model = SimpleNamespace(config=heads)
         assert list(_tensor_parallel(c.rollout, model)) == ([] if fits else [head_problem(size, 2)])
         if fits:
             assert roles_of(c, model_of(c), parse_cluster("1x8xH100"))

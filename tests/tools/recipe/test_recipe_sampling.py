@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import actors.cluster
@@ -11,6 +13,8 @@ from grpo_dist.errors import UserError
 from grpo_dist.tools.recipe.sampling import run_sampling
 from tests.support.fake_cluster import fake_cluster
 from tests.support.fakes import World
+
+END = 1  # of the demo's tokenizer
 
 
 def config(**rejection) -> Config:
@@ -33,7 +37,9 @@ class OneAtATime(World):
 
     async def sample(self, prompt, *, seeds, sampling):
         async with self._room:
-            return await super().sample(prompt, seeds=seeds, sampling=sampling)
+            sampled = await super().sample(prompt, seeds=seeds, sampling=sampling)
+        ended = (replace(r, completion_ids=np.array([r.completion_ids[0], END], np.int32)) for r in sampled)
+        return tuple(ended)
 
 
 @pytest.fixture
