@@ -134,7 +134,9 @@ def _is_letter(node: Formula) -> bool:
 
 
 def _same_statement(ours: Formula, theirs: Formula) -> bool | None:
-    ours, theirs = (_alternatives(_without_domains(_worked_out(node))) for node in (ours, theirs))
+    ours, theirs = (
+        _alternatives(_with_moduli(_without_domains(_worked_out(node)))) for node in (ours, theirs)
+    )
     ours, theirs = _spread(ours, theirs), _spread(theirs, ours)
     if "congruence" in (ours.kind, theirs.kind):
         return _same_congruence(ours, theirs)
@@ -173,6 +175,27 @@ def _without_domains(node: Formula) -> Formula:
         if not (p.kind == "relation" and p.name == "in" and p.parts[1].kind == "constant")
     ]
     return node if not kept else kept[0] if len(kept) == 1 else node._replace(parts=tuple(kept))
+
+
+def _with_moduli(node: Formula) -> Formula:
+    """Turn ``x \\equiv 1, 4 \\pmod 5`` into two congruences, of one left side and one modulus."""
+    if node.kind != "list" or node.parts[-1].kind != "congruence":
+        return node
+    modulus = node.parts[-1].parts[-1]
+    names: tuple[Formula, ...] = ()
+    congruences = []
+    for part in node.parts:
+        if part.kind == "relation" and part.name == "mod":
+            sides = part.parts
+        elif part.kind == "congruence" and part.parts[-1] == modulus:
+            sides = part.parts[:-1]
+        elif _is_statement(part) or part.kind in _COLLECTIONS:
+            return node
+        else:
+            sides = (part,)
+        names = sides[:-1] or names
+        congruences.append(Formula("congruence", (*names, sides[-1], modulus)))
+    return node._replace(parts=tuple(congruences))
 
 
 def _spread(node: Formula, other: Formula) -> Formula:
@@ -285,7 +308,12 @@ def _proportional(ours: Formula, theirs: Formula, *, signed: bool) -> bool:
 
 
 def _same_congruence(ours: Formula, theirs: Formula) -> bool:
-    """Compare ``n = 3 (mod 5)`` with ``n = -2 (mod 5)``, or residues."""
+    """Compare ``n = 3 (mod 5)`` with ``n = -2 (mod 5)``, or residues: ``-2 (mod 5)``."""
+    if ours.kind == theirs.kind == "congruence" and len(ours.parts) != len(theirs.parts):
+        ours, theirs = (
+            node._replace(parts=node.parts[1:]) if len(node.parts) == 3 and _is_name(node.parts[0]) else node
+            for node in (ours, theirs)
+        )
     if ours.kind == theirs.kind == "congruence" and len(ours.parts) == len(theirs.parts) == 2:
         ours, theirs = (node._replace(parts=(Formula("number"), *node.parts)) for node in (ours, theirs))
     if ours.kind == theirs.kind == "congruence" and len(ours.parts) == len(theirs.parts):
@@ -348,6 +376,12 @@ def _with_sign(node: Formula, upper: bool) -> Formula:
 
 def _same_collection(ours: Formula, theirs: Formula) -> bool | None:
     ordered = ("tuple", "interval", "matrix")
+    ours, theirs = (
+        node.parts[0]
+        if node.kind == "set" and other.kind in ordered and [part.kind for part in node.parts] == ["tuple"]
+        else node
+        for node, other in ((ours, theirs), (theirs, ours))
+    )
     if ours.kind in ordered or theirs.kind in ordered:
         ours, theirs = _in_order(ours, theirs), _in_order(theirs, ours)
         if ours.kind != theirs.kind:
@@ -430,7 +464,7 @@ def _is_constant(node: Formula) -> bool:
 
 
 def _matrix_and_tuple(ours: Formula, theirs: Formula) -> bool | None:
-    """Compare a column with a tuple; a matrix is never a number."""
+    """Compare a column with a tuple; a matrix is never a number, and a set of several elements no tuple."""
     kinds = {ours.kind, theirs.kind}
     matrix, other = (ours, theirs) if ours.kind == "matrix" else (theirs, ours)
     if kinds == {"matrix", "tuple"}:
@@ -438,6 +472,10 @@ def _matrix_and_tuple(ours: Formula, theirs: Formula) -> bool | None:
         return (
             _all_same(column, other.parts) if len(column) == len(matrix.parts) == len(other.parts) else None
         )
+    if kinds in ({"set", "tuple"}, {"set", "interval"}) and all(
+        len(node.parts) > 1 for node in (ours, theirs)
+    ):
+        return False
     if kinds & {"list", "set", "interval"} or any(part.kind == "matrix" for part in _nodes(other)):
         return None
     return False

@@ -112,8 +112,10 @@ _TOKEN = re.compile(
 _GROUPED = re.compile(r"(?<=\d)\{,\}(?=\d{3})")
 _SCIENTIFIC = re.compile(r"(?<![\w.)}\]])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,4})(?=\s*(?:[,;)\]}]|\\[\]})]|$))")
 _NAMED_INDEX = re.compile(r"_\s*\{\s*([A-Za-z]{2,})\s*\}")
-_DERIVATIVE = re.compile(
+_VECTOR = r"\\(?:vec|mathbf|boldsymbol|bm)\s*\{?\s*[A-Za-z]\s*\}?"
+MORE_THAN_ALGEBRA = re.compile(  # derivatives, products of two vectors, expected values
     r"\\[dt]?frac\s*\{\s*(?:d|\\partial)(?![A-Za-z]{2})[^{}]*\}\s*\{\s*(?:d|\\partial)\s*[a-z]"
+    rf"|{_VECTOR}\s*\\(?:cdot|times)\s*{_VECTOR}|(?<![A-Za-z\\])E\s*\[|\\mathbb\s*\{{\s*[EP]\s*\}}"
 )
 
 
@@ -137,7 +139,7 @@ def parse(text: str) -> Formula:
 
     Raises Unread.
     """
-    if _DERIVATIVE.search(text):
+    if MORE_THAN_ALGEBRA.search(text):
         raise Unread(text)
     text = _NAMED_INDEX.sub(r"_{\\text{\1}}", text)
     plain = _SCIENTIFIC.sub(r"(\1*10^{\2})", _GROUPED.sub("", text.replace("**", "^")))
@@ -271,6 +273,8 @@ class _Parser:
             if signs not in ([], ["mod"], ["="]):
                 raise Unread("a modulus")
             return Formula("congruence", (*parts, modulus))
+        if signs == ["mod"] and parts[1].kind == "call" and parts[1].name == "mod":  # x \\equiv 3 \\bmod 5
+            return Formula("congruence", (parts[0], *parts[1].parts))
         return parts[0] if not signs else Formula("relation", tuple(parts), " ".join(signs))
 
     def _follows(self, text: str) -> bool:
@@ -510,7 +514,7 @@ class _Parser:
         if opening in ("\\lfloor", "\\lceil"):
             return Formula("call", (inside,), "floor" if "floor" in opening else "ceil")
         if opening == "\\{":
-            return Formula("set", _arguments(inside))
+            return Formula("set", inside.parts if inside.kind == "list" else (inside,))
         if inside.kind == "list" and opening in "([":
             elements = inside.parts
             if len(elements) == 2 and opening + closing != "()":

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from grpo_dist.rewards.formula import is_word
+from grpo_dist.rewards.formula import MORE_THAN_ALGEBRA, is_word
 
 _IN_TEXT = re.compile(r"\\(?:text[a-z]*|mbox|mathrm)\s*\{[^{}]*\}")
 _RELATION = r"(?:[<>]|!\s*=|\\(?:n?[lg]eq?(?:slant)?|[lg]t|neq?|not|in)(?![A-Za-z]))"
@@ -65,6 +65,7 @@ def is_known_to_math_verify(text: str) -> bool:
     if (
         len(_BARS.findall(rest)) % 2
         or _VALUE_IN_TEXT.search(text)
+        or MORE_THAN_ALGEBRA.search(text)
         or any(is_word(letters) for letters in _RUN.findall(rest))
     ):
         return False

@@ -49,10 +49,12 @@ LABEL = re.compile(
     r"^\s*(?!\\not(?![a-z]))((?:[A-Za-z]|\\[a-z]+)(?:_(?:\{(?:\\text\s*\{\w+\}|[^{}=])+\}|\w))?\s*'{0,3}\s*(?:\(\s*[\w+-]+\s*\))?)"
     r"\s*=(?!=)(?!\s*[A-Za-z]\s*$)"
 )
+_DERIVATIVE_LABEL = re.compile(r"^\\[dt]?frac\s*\{\s*d[^{}=]*\}\s*\{\s*d[^{}=]*\}\s*=")
 _MIXED = re.compile(r"(?<![\w.}^/])(-?)(\d+)(?:\s*(" + _FRACTION + r")|\s+(\d+/\d+))(?![\d.^])")
 _SAME_AS = {
     "\\exponentialE": "e ", "\\imaginaryI": "i ", "\\imaginaryJ": "i ", "\\mleft": "", "\\mright": "",
     "\\differentialD": "d ", "\\lnot": "\\neg ", "\\leqq": "\\le ", "\\geqq": "\\ge ",
+    "\\lbrace": "\\{", "\\rbrace": "\\}",
 }  # fmt: skip
 _OTHER_NAMES = re.compile("(?:" + "|".join(map(re.escape, _SAME_AS)) + r")(?![A-Za-z])\s*")
 _HTML = re.compile(r"<su([pb])>(.*?)</su\1>")
@@ -60,6 +62,7 @@ _WORD_LABEL = re.compile(
     r"(?:\\text\s*\{\s*)?\b[A-Z][a-z]{2,}(?:\s+[a-z]{2,})?\s*(?:\}\s*)?[:=]\s*(?=-?[\d\\])"
 )
 _VECTOR = re.compile(r"\\(?:nabla|vec|mathbf|boldsymbol)(?![A-Za-z])")
+_VECTOR_OF_LETTER = re.compile(r"(\\(?:vec|mathbf|boldsymbol))\s*(?:\{\s*([A-Za-z])\s*\}|\s([A-Za-z]))")
 _SIZED_BRACE = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)\s*(?=\\[{}])")
 _QUOTED = re.compile(r"^(['\"])(.*)\1$", re.DOTALL)
 _TWICE_NEGATED = re.compile(r"-\s*\(\s*-([^()+\-=<>,]*)\)(?!\s*[\^!])")
@@ -214,6 +217,7 @@ def normalise(answer: str) -> str:
     text = re.sub(r"^\s*(?:the|an?(?=\s+[A-Za-z]{4,}))\s+", "", text, flags=re.IGNORECASE)
     text = re.sub(r"(?<=[A-Za-z]{3}),?\s+(?:and|or)\s+(?=[A-Za-z]{3})", ",", text)
     text = text.replace("\\%", "%").replace("\\{", "{").replace("\\}", "}")
+    text = _VECTOR_OF_LETTER.sub(lambda match: f"{match[1]}{{{match[2] or match[3]}}}", text)
     if not _VECTOR.search(text):  # whose products differ
         text = re.sub(r"\\(?:cdot|times)(?![A-Za-z])", "*", text)
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)  # "2 3" is neither 23 nor a product
@@ -234,7 +238,7 @@ def spellings(answer: str) -> list[str]:
     plain = tidy(answer)
     found = [plain]
     if plain.count("=") == 1:
-        found.append(LABEL.sub("", plain))
+        found.append(_DERIVATIVE_LABEL.sub("", LABEL.sub("", plain)))
     if (unlabelled := _WORD_LABEL.sub("", plain)) != plain:
         found.append(unlabelled)
     if (measured := quantity(plain)) is not None:

@@ -47,6 +47,11 @@ _CONNECTIVE = re.compile(
 _INEQUALITY = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?(?:slant)?|[lg]t|neq?|in)(?![A-Za-z])")
 # math-verify adds or joins numbers that are separated only by a space.
 _APART = re.compile(rf"(?<=\d)(?<!frac\d)(?<!frac\s\d){_SPACE}+(?=\d|\(\s*-?\d[\d.]*\s*\)\s*$)")
+_MODULUS = re.compile(
+    rf"{TEXT}\s*\{{\s*\(?\s*mod(?:ulo)?\s+(\w+)\s*\)?\s*\}}"
+    rf"|\(\s*{TEXT}\s*\{{\s*mod(?:ulo)?\s*\}}\s*(\w+)\s*\)|{TEXT}\s*\{{\s*mod(?:ulo)?\s*\}}\s*(\w+)"
+    r"|\(\s*mod(?:ulo)?\s+(\w+)\s*\)|(?<![\\A-Za-z{(])mod(?:ulo)?\s+(\w+)"
+)
 _FAR_APART = re.compile(
     r"(?<=[\d)}])\s*(?:\\quad|\\qquad)(?![A-Za-z])\s*(?=-?(?:\d|\(|\\[dt]?frac|\\sqrt)|[a-z]\s*=)"
 )
@@ -166,8 +171,10 @@ def gives_no_answer(text: str) -> bool:
 def as_meant(text: str) -> str:
     """Evaluate words of scale, drop struck-out text, and replace other separators of numbers by commas.
 
+    2\\text{ (mod 5)}  2\\pmod{5}
     5\\text{ million}  5000000     \\cancel{4} 5   5     3\\text{, }4   3,4     2\\quad 3   2,3
     """
+    text = _MODULUS.sub(lambda match: f"\\pmod{{{match[match.lastindex or 0]}}}", text)
     text = _PER_MILLE.sub(" per thousand ", _STRUCK_CHARACTER.sub("", text))
     text = _KILO.sub(r"\1 thousand", _STRUCK.sub(" ", without_commands(text, _STRIKES)))
     for _ in range(3):  # 2 hundred thousand

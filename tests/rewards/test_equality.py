@@ -76,7 +76,13 @@ RIGHT = [
      "\\begin{pmatrix}6 & 2\\end{pmatrix} + 2\\begin{pmatrix}0 & 3\\end{pmatrix}"),
     ("(-8)^{2/3}", "4"), ("4 < m \\leq 8 \\text{ or } 10 \\leq m < 12", "(4, 8] \\cup [10, 12)"),
     ("a \\leqslant -2 \\text{ or } a = 1", "(-\\infty, -2] \\cup \\{1\\}"),
-   
+    ("x\\equiv 3\\pmod 7", "x\\equiv 3\\text{ (mod 7)}"), ("x\\equiv 3\\pmod 7", "x\\equiv 3 (mod 7)"),
+    ("x\\equiv 3\\pmod 7", "x\\equiv 10\\bmod 7"), ("x\\equiv 3\\pmod 7", "x\\equiv 3 (\\text{mod }7)"),
+    ("3\\pmod 7", "x\\equiv 3\\pmod 7"), ("x\\equiv 3\\pmod 7", "10\\pmod 7"),
+    ("x\\equiv\\pm1\\pmod 5", "x\\equiv 1,4\\pmod 5"), ("x\\equiv 1,4\\pmod 5", "4, 1\\pmod 5"),
+    ("\\lbrace 1,2\\rbrace", "\\{1,2\\}"), ("f(x)=x^2", "f(t)=t^2"), ("\\{(1,2)\\}", "(1,2)"),
+    ("\\vec a\\cdot\\vec b", "\\vec{a}\\cdot\\vec{b}"), ("E[X]", "E[ X ]"), ("3\\vec a", "3\\cdot\\vec{a}"),
+    ("x\\equiv 1,4\\pmod 5", "x\\equiv 1\\pmod 5 \\text{ or } x\\equiv 4\\pmod 5"),
 ]  # fmt: skip
 WRONG = [
     ("\\lg 2", "2"), ("\\operatorname{arccot} 2", "2"), ("\\dim 3", "3"),
@@ -136,7 +142,14 @@ WRONG = [
     ("\\aleph_0", "\\aleph_1"), ("\\hbar", "h"), ("\\square", "\\triangle"),
     ("\\lim_{x\\to 0^{+}} f", "\\lim_{x\\to 0^{-}} f"), ("4\\pi", "12.566"),
     ("\\frac{1+\\sqrt5}{2}", "1.618"), ("(0.6,2.6667]", "(\\frac{3}{5},\\frac{8}{3}]"),
-    ("3 \\pmod 7", "4 \\pmod 7"),
+    ("3 \\pmod 7", "4 \\pmod 7"), ("x\\equiv 3\\pmod 7", "x\\equiv 3\\text{ (mod 8)}"),
+    ("x\\equiv 3\\pmod 7", "x\\equiv 4\\bmod 7"), ("x\\equiv 1,4\\pmod 5", "x\\equiv 1,3\\pmod 5"),
+    ("x\\equiv 1,4\\pmod 5", "x\\equiv 4\\pmod 5"), ("3\\pmod 7", "x\\equiv 4\\pmod 7"),
+    ("x\\equiv 3\\pmod 7", "3"), ("3", "3 mod 7"),
+    ("\\frac{dy}{dx}", "\\frac{dx}{dy}"), ("\\frac{du}{dt}", "0"), ("(2,3)", "\\{2,3\\}"),
+    ("\\{\\{1,2\\}\\}", "\\{1,2\\}"), ("\\{(1,2)\\}", "\\{1,2\\}"), ("E[X^2]", "E[X]^2"),
+    ("\\mathbb{E}[X^2]", "\\mathbb{E}[X]^2"), ("\\vec a\\cdot\\vec b", "\\vec a\\times\\vec b"),
+    ("\\mathbf{a}\\cdot\\mathbf{b}", "\\mathbf{b}\\times\\mathbf{a}"),
 ]  # fmt: skip
 
 
