@@ -97,7 +97,7 @@ def test_a_configuration_names_every_kernel_that_its_ranks_load(monkeypatch):
 def test_a_kernel_that_cannot_be_built_is_refused_with_the_compilers_output(tmp_path, monkeypatch):
     compiler = tmp_path / "c++"
     failing = "echo 'fatal error: Python.h: No such file or directory'; exit 1"
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *version*) exec c++ "$@";; esac\n{failing}\n')
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) {failing};; esac\nexec c++ "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
