@@ -1,9 +1,8 @@
-"""Generated problems, tokenizers and models, and the word problems."""
+"""Generated problems, tokenizers and models."""
 
 import json
 import random
 import re
-from fractions import Fraction
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from grpo_dist.config.files import load_config
 from grpo_dist.data.made_problems import demonstration, demonstrations, problem_of, problems, split_of
 from grpo_dist.data.prompts import PromptFormat
 from grpo_dist.data.readers import read
-from grpo_dist.demo import word_problems as words
 from grpo_dist.demo.model import cached_model, random_model
 from grpo_dist.demo.tokenizer import word_tokenizer
 
@@ -263,90 +261,6 @@ def test_engines_find_the_end_of_an_answer_in_the_model_directory(tiny_model):
     )
     assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
     assert sum(p.numel() for p in model.parameters()) == 823_424
-
-
-# Word problems
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("290/2", Fraction(145)),
-        ("(28+14)/6", Fraction(7)),
-        ("7.5/2", Fraction(15, 4)),
-        ("0.1+0.2", Fraction(3, 10)),
-        ("2-3*4", Fraction(-10)),
-        ("1/0", None),
-        ("2**9", None),
-        ("__import__('os')", None),
-        ("", None),
-    ],
-)
-def test_expressions_have_exact_values_and_nothing_else_is_run(expression, value):
-    assert words.evaluate(expression) == value
-
-
-@pytest.mark.parametrize(
-    ("numbers", "value", "expression"),
-    [
-        (["70", "27"], 43, "70-27"),
-        (["9", "3", "5"], 30, "(9-3)*5"),
-        (["50", "3", "4"], 38, "50-3*4"),
-        (["42", "25", "30"], 47, "42-25+30"),
-        (["40", "10", "8"], 5, "40/8"),
-        (["2", "2"], 4, ""),  # 2+2, 2*2
-        (["20", "3", "4"], 8, ""),  # 20-3*4, (20+4)/3
-        (["5"], 10, ""),
-        (["5", "7"], 100, ""),
-    ],
-)
-def test_an_expression_is_found_only_where_a_single_reading_gives_the_answer(numbers, value, expression):
-    assert words.search(numbers, Fraction(value)) == expression
-
-
-def test_equations_are_simplified():
-    assert words.simplify("( ( 28.0 + 14.0 ) / 6.0 )") == "(28+14)/6"
-    assert words.simplify("( ( 1.0 + 2.0 ) * ( 3.5 + 4.0 ) )") == "(1+2)*(3.5+4)"
-
-
-def test_a_variant_changes_numbers_alone_and_keeps_their_order_of_size():
-    problem = words.WordProblem("He had 84 eggs, ate 3, found 12.5 and 1 more.", "79.5", "84-3*1")
-    for seed in range(20):
-        made = words.vary(problem, random.Random(seed))
-        if made is None:
-            continue
-        a, b, c, d = words.numbers_in(made.problem)
-        assert made.template == problem.template
-        assert float(a) > float(c) > float(b) > float(d) == 1
-        assert made.expression == f"{a}-{b}*1"
-        assert words.evaluate(made.expression) == Fraction(made.answer)
-
-
-def test_near_copies_fall_on_the_same_side():
-    a = words.WordProblem("Tom had 3 apples .", "3", "3")
-    b = words.WordProblem("tom had 1,250 apples.", "1250", "1250")
-    assert (a.is_test, a.is_demonstrated) == (b.is_test, b.is_demonstrated)
-
-
-@pytest.mark.slow
-def test_real_word_problems_are_split_without_leaks_and_demonstrated_correctly(shared_data, tmp_path):
-    from grpo_dist.rewards.math import grade
-
-    counts = words.write(shared_data, tmp_path)
-    read = {name: [json.loads(line) for line in (tmp_path / name).open()] for name in counts}
-    train, test = ({r["problem"] for r in read[f"{s}.jsonl"]} for s in ("train", "test"))
-    assert not train & test
-    assert 0.17 < len(test) / (len(train) + len(test)) < 0.23
-    template = {words.WordProblem(p, "", "").template for p in train}
-    assert not any(words.WordProblem(p, "", "").template in template for p in test)
-    answers = {r["problem"]: r["answer"] for r in read["train.jsonl"]}
-    shown = [(r["completion"], answers[r["prompt"]]) for r in read["sft.jsonl"] if r["prompt"] in answers]
-    assert len(shown) > 900
-    assert all(words.WordProblem(r["prompt"], "", "").template in template for r in read["sft.jsonl"])
-    easy = read["gsm8k_easier.jsonl"]
-    assert 300 < len(easy) < 1319 and not {r["problem"] for r in easy} & (train | test)
-    for completion, answer in shown[::50]:
-        assert grade(completion, answer, accept_arithmetic=True).outcome == "correct"
 
 
 @pytest.mark.slow
