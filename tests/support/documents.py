@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("grpo-dist", "make", "pip", "python", "docker")
+COMMANDS = ("grpo-dist", "make", "pip", "python", "docker", "py-spy")
 _MARK = re.compile(
     r"<!-- docs: (?P<mode>run|parsed|quoted)(?: with (?P<overrides>[^:]+?))?(?:: (?P<reason>.+?))? -->"
 )
