@@ -1,4 +1,4 @@
-"""Translate settings of verl, TRL, OpenRLHF and ROLL to keys of this project, for messages and a table."""
+"""Translate settings of verl, TRL, OpenRLHF and ROLL to keys of this project, for messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
-from grpo_dist.config.peer_row import FRAMEWORKS, Row
+from grpo_dist.config.peer_row import Row
 from grpo_dist.config.peer_table import PEER_TABLE
 
 _MOST_MEANINGS = 2
@@ -79,15 +79,6 @@ def _few(names: Mapping[str, list[Found]], wanted: str) -> list[Found]:
     return found if len({one.row.ours for one in found}) <= _MOST_MEANINGS else []
 
 
-def table() -> str:
-    """Return `PEER_TABLE` as a markdown table."""
-    lines = [f"| {' | '.join(FRAMEWORKS)} | here | conversion |", "|---|" + "---|" * (len(FRAMEWORKS) + 1)]
-    for row in PEER_TABLE:
-        names = (_code(row.names.get(framework, ())) for framework in FRAMEWORKS)
-        lines.append(f"| {' | '.join(names)} | {_code(row.ours) or 'none'} | {row.note} |")
-    return "\n".join(lines)
-
-
 def _describe(found: list[Found]) -> str:
     """Describe each row once, with all frameworks that share it."""
     by_row: dict[tuple[str, ...], list[Found]] = {}
@@ -143,7 +134,3 @@ def _leaves(value: Any, prefix: str) -> Iterator[str]:
             yield from _leaves(inner, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
-
-
-def _code(names: tuple[str, ...]) -> str:
-    return ", ".join(f"`{name}`" for name in names)

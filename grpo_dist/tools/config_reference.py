@@ -19,7 +19,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from grpo_dist.config import Config
-from grpo_dist.config.peers import table as peers_table
 from grpo_dist.config.presets import table as presets_table
 from grpo_dist.runtime.generated import refresh
 from grpo_dist.tools.recipe.config import PipelineFile
@@ -62,9 +61,12 @@ def page(root: type[BaseModel], title: str) -> str:
     headings = {section: _heading(prefixes, title) for section, prefixes in places.items()}
     parts = []
     for section, prefixes in places.items():
-        rows = [_row(key, headings) for key in keys(section, prefixes[0])]
-        table = "\n".join(["| key | value | default | meaning |", "|---|---|---|---|", *rows])
-        parts.append(f"### {headings[section]}\n\n{_prose(section)}\n\n{table}")
+        # A section that its key says nothing more of has its heading alone.
+        own = [key for key in keys(section, prefixes[0]) if key.meaning or key.default != "its defaults"]
+        parts.append(f"### {headings[section]}\n\n{_prose(section)}")
+        if own:
+            head = "| key | value; default | meaning |\n|---|---|---|"
+            parts.append("\n".join([head, *(_row(key, headings) for key in own)]))
     return "\n\n".join(parts)
 
 
@@ -84,7 +86,7 @@ def _row(key: Key, headings: Mapping[type[BaseModel], str]) -> str:
     value = key.value
     if key.section is not None:
         value = value.replace("section", f"[section](#{anchor(headings[key.section])})")
-    return f"| `{key.path}` | {value} | {key.default} | {_cell(meaning(key))} |"
+    return f"| `{key.path}` | {value}; {key.default} | {_cell(meaning(key))} |"
 
 
 def _heading(prefixes: Sequence[str], title: str) -> str:
@@ -165,8 +167,7 @@ def main(arguments: Sequence[str]) -> int:
     configuration = refresh(PAGE, "configuration", page(Config, "The run"), arguments=arguments)
     pipelines = refresh(PAGE, "pipelines", page(PipelineFile, "The pipeline"), arguments=arguments)
     presets = refresh(PAGE, "presets", presets_table(), arguments=arguments)
-    names = refresh(PAGE, "peers", peers_table(), arguments=arguments)
-    return configuration | pipelines | presets | names
+    return configuration | pipelines | presets
 
 
 if __name__ == "__main__":

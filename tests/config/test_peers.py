@@ -10,7 +10,7 @@ from grpo_dist.config import AlgorithmConfig, Config
 from grpo_dist.config.files import ConfigError, load_config
 from grpo_dist.config.peer_row import FRAMEWORKS
 from grpo_dist.config.peer_table import PEER_TABLE
-from grpo_dist.config.peers import hint, lookup, table
+from grpo_dist.config.peers import hint, lookup
 from grpo_dist.tools.config_reference import keys, sections
 from tests.support.documents import ROOT
 
@@ -136,10 +136,6 @@ def test_a_flag_of_another_framework_is_answered_with_our_key(base, capsys):
         main(["check", str(base), "--n-samples-per-prompt", "8"])
     assert ended.value.code == 2
     assert "--n-samples-per-prompt: did you mean `batch.samples_per_prompt`?" in capsys.readouterr().err
-
-
-def test_the_table_has_a_line_for_every_row():
-    assert len(table().splitlines()) == len(PEER_TABLE) + 2
 
 
 def test_settings_that_the_maths_documents_for_peers_are_accepted():

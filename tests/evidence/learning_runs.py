@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -151,22 +152,35 @@ def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return rows as markdown."""
-    names = ("run", "model", "set: problems x samples", "measure", "before", "after", "steps", "minutes")
-    head = f"| {' | '.join([*names, 'hardware', 'commit, date'])} |"
-    return "\n".join([head, "|---" * head.count(" | ") + "|---|", *map(_line, rows)])
-
-
-def _line(row: dict[str, Any]) -> str:
-    run = f"`{' '.join([row['configuration'], *row['overrides']])}`, seed {row['seed']}"
-    if row.get("settings"):
-        run += f", settings {row['settings']}"
-    before, after = (f"{100 * row[w]:.1f} % ± {100 * row[f'{w}_error']:.1f}" for w in ("before", "after"))
+    """Return markdown with a line for each command and evaluation set: its runs side by side, by seed."""
+    lines: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: (_run(row), row["set"], row["measure"], row["seed"])):
+        lines.setdefault((_run(row), _set(row)), []).append(row)
+    head = "| run | set: problems x samples | seed: before → after, % | minutes |"
     cells = (
-        run, row["model"], f"{row['set']}: {row['problems']}", row["measure"],
-        before, after, row["steps"], row["minutes"], row["hardware"], f"{row['commit']}, {row['date']}",
-    )  # fmt: skip
-    return f"| {' | '.join(map(str, cells))} |"
+        (*line, ", ".join(map(_change, same)), _span(row["minutes"] for row in same))
+        for line, same in lines.items()
+    )
+    return "\n".join([head, "|---|---|---|---|", *(f"| {' | '.join(line)} |" for line in cells)])
+
+
+def _run(row: dict[str, Any]) -> str:
+    overrides = [text for text in row["overrides"] if not text.startswith(("seed=", "steps="))]
+    return f"`{' '.join([row['configuration'].removeprefix('configs/'), *overrides])}`, {row['steps']} steps"
+
+
+def _set(row: dict[str, Any]) -> str:
+    return f"{row['set']}: {row['problems']}" + (f", {row['measure']}" if row["measure"] != "pass@1" else "")
+
+
+def _change(row: dict[str, Any]) -> str:
+    before, after = (f"{100 * row[w]:.1f}±{100 * row[f'{w}_error']:.1f}" for w in ("before", "after"))
+    return f"{row['seed']}: {before} → {after}"
+
+
+def _span(numbers: Iterable[float]) -> str:
+    low, high = min(found := list(numbers)), max(found)
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def test_a_row_shows_what_was_run_on_what_and_what_came_out(run_dir):
         "date": "2026-11-23", "set": "add3", "measure": "pass@1", "problems": "64 x 2",
         "before": 0.5, "before_error": 0.02, "after": 0.9, "after_error": 0.02,
     }  # fmt: skip
-    assert "| 50.0 % ± 2.0 | 90.0 % ± 2.0 | 5 | 7.5 | 2 cores of AMD EPYC |" in table([row])
+    assert "| 3: 50.0±2.0 → 90.0±2.0 | 7.5 |" in table([row])
 
 
 def test_a_new_run_of_the_same_command_replaces_its_row(run_dir, tmp_path):
@@ -92,7 +92,6 @@ def test_a_run_of_the_same_command_with_other_contents_of_the_file_is_another_ro
     (second,) = record(run_dir, results)
     assert first["settings"] != second["settings"]
     assert sorted(read(results), key=str) == sorted([first, second], key=str)
-    assert len({table([row]) for row in (first, second)}) == 2
 
 
 def test_a_row_without_settings_stays_beside_one_of_the_same_command(run_dir, tmp_path):
@@ -102,7 +101,6 @@ def test_a_row_without_settings_stays_beside_one_of_the_same_command(run_dir, tm
     results.write_text(json.dumps(old) + "\n" + json.dumps(old | {"settings": None, "set": "add4"}) + "\n")
     record(run_dir, results)
     assert len(read(results)) == 3 and old in read(results) and new in read(results)
-    assert "settings" not in table([old]).splitlines()[-1]
 
 
 def test_settings_are_the_same_wherever_the_run_is_and_whoever_follows_it():

@@ -18,9 +18,10 @@ def every_key(root: type[BaseModel]) -> list[Key]:
 
 
 def row(path: str) -> list[str]:
-    """Return the cells of a key's row on the page."""
+    """Return key, value, default and meaning of a key's row on the page."""
     line = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{path}` |"))
-    return [cell.strip() for cell in line.strip("|").split(" | ")]
+    key, value, meaning = [cell.strip() for cell in line.strip("|").split(" | ")]
+    return [key, *value.rsplit("; ", 1), meaning]
 
 
 def test_the_page_is_made_from_the_code():
@@ -51,7 +52,10 @@ def test_the_page_has_a_row_for_every_key_that_a_dumped_configuration_has():
         "sft": {"model": "demo:tiny", "data": "demo:add3"},
     }
     dumped = checked(filled, "test", Config).model_dump(mode="json")
-    shown = set(re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(), re.MULTILINE))
+    text = PAGE.read_text()
+    shown = set(re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE))
+    for heading in re.findall(r"^### (.+)$", text, re.MULTILINE):
+        shown |= set(re.findall(r"`([^`]+)`", heading))
     same = {"data.eval.N": "data.train.N", "sft.data.N": "demonstrations.data.N"}  # a table for both
     one_place = {
         next((path.replace(a, b) for a, b in same.items() if path.startswith(f"{a}.")), path)
@@ -77,7 +81,7 @@ def test_documented_values_ranges_and_defaults_are_those_of_the_code():
     assert row("model.path")[1:3] == ["text", "required"]
     assert row("rewards.functions")[2] == "`[{function: math}]`"
     assert row("policy.optimizer.betas")[1:3] == ["list of 2: number ≥ 0.0 ≤ 1.0", "`[0.9, 0.95]`"]
-    assert row("policy.lora")[1:3] == ["[section](#policylora), `null`", "`null`"]
+    assert row("demonstrations")[1:3] == ["[section](#demonstrations), `null`", "`null`"]
     assert row("policy.optimizer.schedule")[1] == "`constant`, `linear`, `cosine`"
 
 
