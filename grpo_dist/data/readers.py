@@ -1,4 +1,11 @@
-"""Reads data sources into rows of problem and answer. Every error names the file and the row."""
+"""Reads data sources into rows of problem and answer. Every error names the file and the row.
+
+Messages of a row are read in the forms that data sets have them:
+
+[{"role": "user", "content": "1+1="}]                                       as chat templates take them
+[{"role": "user", "content": [{"type": "text", "text": "1+1="}]}]           content in parts
+[{"from": "human", "value": "1+1="}]                                        ShareGPT
+"""
 
 from __future__ import annotations
 
@@ -7,18 +14,87 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from decimal import Decimal
 from itertools import islice
 from typing import Any
 
-from grpo_dist.config import DataSourceConfig
-from grpo_dist.data.messages import is_conversation, read_messages
+from grpo_dist.config import DataConfig, DataSourceConfig
 from grpo_dist.data.sources import OwnProblems, records
 from grpo_dist.environments.base import Message
 from grpo_dist.runtime.patterns import PatternSearch, PatternTimeout
+
+# Messages
+
+
+_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "observation": "tool"}
+_EXPECTED = "expected a list of objects with `role` and `content`"
+
+
+def is_conversation(value: Any) -> bool:
+    """Return whether ``value`` is a list of messages, well-formed or not."""
+    return (
+        isinstance(value, Sequence)
+        and bool(value)
+        and all(isinstance(item, Mapping) and ("role" in item or "from" in item) for item in value)
+    )
+
+
+def read_messages(value: Any, column: str) -> list[Message]:
+    """Return messages as a chat template takes them, without keys that are None, also in tool calls: every
+    row of a table has the keys of all.
+
+    Raises ValueError, which names the ``column``, for what is no list of messages, and for content other than
+    text.
+    """
+    if not is_conversation(value):
+        raise ValueError(f"`{column}`: {str(value)[:60]!r} is no conversation; {_EXPECTED}")
+    try:
+        return [_message(number, message) for number, message in enumerate(value)]
+    except ValueError as error:
+        raise ValueError(f"`{column}`: {error}") from error
+
+
+def _message(number: int, message: Mapping[str, Any]) -> Message:
+    kept = {key: item for key, item in _json(message).items() if key not in ("from", "value")}
+    role = message.get("role", message.get("from"))
+    if not isinstance(role, str):
+        raise ValueError(f"message {number} has the role {role!r}; {_EXPECTED}, both text")
+    content = message.get("content", message.get("value"))
+    if isinstance(content, list):
+        content = "".join(_part(number, part) for part in content)
+    calls = role == "assistant" and message.get("tool_calls")
+    if not isinstance(content, str) and not (content is None and calls):
+        raise ValueError(
+            f"message {number} has the content {str(content)[:60]!r}; {_EXPECTED}, both text (an assistant's "
+            "message with `tool_calls` may have no `content`)"
+        )
+    return kept | {"role": _ROLES.get(role, role), "content": content}
+
+
+def _json(value: Any) -> Any:
+    """Return ``value`` in the kinds of JSON, as prompts are hashed and written, and without keys that are
+    None.
+    """
+    if isinstance(value, Mapping):
+        return {key: _json(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_json(item) for item in value]
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _part(number: int, part: Any) -> str:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        raise ValueError(f"message {number} has a part of type {kind}; expected text alone: remove the row")
+    return text
+
+
+# Sources
+
 
 PATTERN_S = 10.0  # deadline of answer_pattern on one row
 _PLACE = re.compile(r"\{(\w+(?:\.[\w-]+)*)\}")  # of a column in `problem_template`
@@ -436,3 +512,96 @@ def _as_text(value: Any, name: str, location: str, record: Mapping[str, Any]) ->
 
 def _is_readable(value: Any) -> bool:
     return is_conversation(value) or (isinstance(value, str | int | float) and not isinstance(value, bool))
+
+
+# Rows that repeat a problem, and rows that refer to an image
+
+
+SourceRows = tuple[DataSourceConfig, list[DataRow]]
+Pair = tuple[DataRow, DataRow]  # a row, and a later one with its problem
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicates:
+    """The rows of some sources without those that repeat an earlier problem, also of another source.
+
+    Attributes:
+        first: the first row of each problem, by source.
+        rows, repeats: number of all rows, and of those that are not the first of their problem.
+        example: one that repeats another; None: there is none.
+        disagreements: of each problem that rows give different answers to, two that do.
+    """
+
+    first: list[SourceRows]
+    rows: int
+    repeats: int
+    example: Pair | None
+    disagreements: list[Pair]
+
+    def warnings(self, key: str, *, deduplicated: bool) -> list[str]:
+        """Say what was found, for the configuration's ``key`` of the sources."""
+        if self.example is None:
+            return []
+        row, repeat = self.example
+        text = (
+            f"warning: {key}: {self.repeats} of {self.rows} rows repeat the problem of an earlier row "
+            f"({self.rows - self.repeats} distinct), e.g. {repeat.location} that of {row.location}; "
+        )
+        remedy = "only the first" if deduplicated else "data.deduplicate=true keeps only the first"
+        said = [f"{text}{remedy} of each{' is kept' if deduplicated else ''}"]
+        if self.disagreements:
+            row, other = self.disagreements[0]
+            said.append(
+                f"warning: {key}: {len(self.disagreements)} problems have rows with different answers, e.g. "
+                f"{row.answer[:40]!r} at {row.location} and {other.answer[:40]!r} at {other.location}; "
+                "remove the wrong rows"
+            )
+        return said
+
+
+def find_duplicates(data: DataConfig, sources: Sequence[SourceRows]) -> Duplicates:
+    """Compare the problems of all rows. White space around a problem does not count; the environment that
+    asks it does.
+    """
+    seen: dict[Hashable, DataRow] = {}
+    disagreements: dict[Hashable, Pair] = {}
+    first: list[SourceRows] = []
+    count, example = 0, None
+    for source, rows in sources:
+        environment = data.environment_of(source)
+        kept = []
+        for row in rows:
+            key: Hashable = row.problem.strip()
+            if row.messages or environment is not None or brings_columns(source):
+                parts = [environment, row.messages, row.columns if brings_columns(source) else None]
+                key = key, json.dumps(parts, sort_keys=True, default=str)
+            earlier = seen.setdefault(key, row)
+            if earlier is row:
+                kept.append(row)
+                continue
+            example = example or (earlier, row)
+            if earlier.answer != row.answer:
+                disagreements.setdefault(key, (earlier, row))
+        count += len(rows)
+        first.append((source, kept))
+    return Duplicates(first, count, count - len(seen), example, list(disagreements.values()))
+
+
+# As data sets write them (LLaVA, MMMU, Geometry3K), and as the chat templates of Qwen, Gemma, Llama and
+# Pixtral do.
+_MEDIA = re.compile(
+    r"<(?:image|video|audio)(?:_?\d+)?>|<\|(?:image|video|audio)(?:_pad)?\|>|<\|vision_start\|>"
+    r"|<start_of_image>|<image_soft_token>|\[IMG\]"
+)
+
+
+def media_problem(rows: Sequence[DataRow]) -> str:
+    """Return how many ``rows`` refer to an image, video or sound, and the first of them; "": none does."""
+    found = [(row, match[0]) for row in rows if (match := _MEDIA.search(row.problem))]
+    if not found:
+        return ""
+    row, placeholder = found[0]
+    return (
+        f"{len(found)} of {len(rows)} problems have a placeholder for an image, video or sound (the first is "
+        f"{row.location}, {placeholder}), and the model reads text alone; remove such rows"
+    )

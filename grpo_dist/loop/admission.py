@@ -23,7 +23,7 @@ class Admission:
         cls, batch: BatchConfig, dynamic: DynamicSamplingConfig, *, max_staleness: int, prompts: int
     ) -> Admission:
         """Read the bounds from the configuration. ``prompts``: how many can be drawn and none of them twice,
-        see `mixture.most_at_once`; all that is on its way holds so many at most.
+        see `stream.most_at_once`; all that is on its way holds so many at most.
         """
         own = batch.prompts_per_step
         asked = (dynamic.max_extra_prompts or 3 * own) if dynamic.enabled else 0
@@ -58,7 +58,7 @@ class Drawn:
         cls, batch: BatchConfig, dynamic: DynamicSamplingConfig, *, max_staleness: int, prompts: int
     ) -> Drawn:
         """Read the numbers from the configuration. ``prompts``: how many can be drawn and none of them twice,
-        see `mixture.most_at_once`.
+        see `stream.most_at_once`.
 
         Together, all batches on their way hold so many at most, or the steps' own prompts where these are
         more. If each could hold a whole epoch, several would be sampled at once, and some prompts twice

@@ -12,14 +12,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from grpo_dist.config import Config
-from grpo_dist.data.by_length import LengthOrder
-from grpo_dist.data.curriculum import Curriculum
-from grpo_dist.data.mixture import most_at_once
+from grpo_dist.data.curriculum import Curriculum, OwnOrder
 from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
-from grpo_dist.data.own_order import OwnOrder
 from grpo_dist.data.pools import PoolOrder
-from grpo_dist.data.solved import SolvedPrompts
-from grpo_dist.data.stream import PromptStream
+from grpo_dist.data.stream import LengthOrder, PromptStream, SolvedPrompts, most_at_once
 from grpo_dist.loop.admission import Drawn
 from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.groups import GroupDraw, GroupScorer, ScoredBatch, as_drawn

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from grpo_dist.config import Config
-from grpo_dist.data.duplicates import SourceRows
+from grpo_dist.data.readers import SourceRows
 from grpo_dist.runs.prepare import Prepared
 from grpo_dist.runtime.hardware import DeviceType, device_type
 

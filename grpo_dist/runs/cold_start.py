@@ -19,8 +19,7 @@ from torch import Tensor
 from grpo_dist.algorithms.schedules import learning_rate
 from grpo_dist.chat.template import writes_date
 from grpo_dist.config import SFTConfig
-from grpo_dist.data.demonstrations import contents, load_pairs
-from grpo_dist.data.segments import Pair
+from grpo_dist.data.demonstrations import Pair, contents, load_pairs
 from grpo_dist.demo.model import is_made, made_model
 from grpo_dist.errors import expanded
 from grpo_dist.policy.export import save_pretrained

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from grpo_dist.config.secrets import masked_text
-from grpo_dist.data.own_order import chosen
+from grpo_dist.data.curriculum import chosen
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.own_rollout import OwnRollout
 from grpo_dist.loop.own_metrics import own_metric

@@ -23,12 +23,10 @@ from grpo_dist.config import (
     SFTConfig,
 )
 from grpo_dist.data.demonstrations import Demonstration
-from grpo_dist.data.duplicates import SourceRows, find_duplicates
-from grpo_dist.data.media import media_problem
-from grpo_dist.data.mixture import check_weights, most_at_once
 from grpo_dist.data.pools import check_pools
 from grpo_dist.data.prompts import BuiltPrompts, Dropped, PromptFormat, build_prompts, check_overlap
-from grpo_dist.data.readers import DataRow, source_name
+from grpo_dist.data.readers import DataRow, SourceRows, find_duplicates, media_problem, source_name
+from grpo_dist.data.stream import check_weights, most_at_once
 from grpo_dist.data.tasks import source_tasks
 from grpo_dist.demo.model import made_model, random_model
 from grpo_dist.errors import expanded

@@ -12,9 +12,8 @@ from contextlib import suppress
 from grpo_dist.config import Config
 from grpo_dist.config.presets import described
 from grpo_dist.data.demonstrations import source_pairs
-from grpo_dist.data.duplicates import SourceRows
 from grpo_dist.data.pools import pool_sizes
-from grpo_dist.data.readers import read_all, source_name
+from grpo_dist.data.readers import SourceRows, read_all, source_name
 from grpo_dist.data.tasks import own_problems
 from grpo_dist.rewards.data_columns import asked_columns
 from grpo_dist.runs.checking import CheckSkipped, Start, fail

@@ -6,8 +6,7 @@ from datetime import date
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from grpo_dist.chat.parts import PartsCheck
-from grpo_dist.chat.template import ControlTokens, added_ids, encode_prompt, render, writes_date
+from grpo_dist.chat.template import ControlTokens, PartsCheck, added_ids, encode_prompt, render, writes_date
 from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.data.prompts import PromptFormat, build_prompts

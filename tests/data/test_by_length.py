@@ -9,8 +9,8 @@ import torch
 from pydantic import ValidationError
 
 from grpo_dist.config import Config
-from grpo_dist.data.by_length import LengthOrder
 from grpo_dist.data.order import OrderState, shuffled
+from grpo_dist.data.stream import LengthOrder
 from grpo_dist.driver import run
 from grpo_dist.types import Group, Rollout
 from tests.support import fakes

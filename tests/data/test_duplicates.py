@@ -3,8 +3,7 @@
 import pytest
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig, RewardsConfig
-from grpo_dist.data.duplicates import find_duplicates
-from grpo_dist.data.readers import DataRow
+from grpo_dist.data.readers import DataRow, find_duplicates
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.runs.prepare import PromptSections, prepare_eval, train_prompts
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from grpo_dist.data.media import media_problem
-from grpo_dist.data.readers import DataRow
+from grpo_dist.data.readers import DataRow, media_problem
 
 
 def rows(*problems):

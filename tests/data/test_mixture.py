@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from grpo_dist.config import DataConfig
-from grpo_dist.data.mixture import Mixture, check_weights, most_at_once
 from grpo_dist.data.order import OrderState
-from grpo_dist.data.stream import PromptStream
+from grpo_dist.data.stream import Mixture, PromptStream, check_weights, most_at_once
 from grpo_dist.loop.admission import Drawn
 from grpo_dist.loop.pipeline import order_of
 from tests.support import fakes

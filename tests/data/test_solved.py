@@ -12,10 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from grpo_dist.config import Config
 from grpo_dist.config.checks import contradictions
-from grpo_dist.data.by_length import LengthOrder
 from grpo_dist.data.order import OrderState, shuffled
-from grpo_dist.data.solved import SolvedPrompts, right_share
-from grpo_dist.data.stream import PromptStream
+from grpo_dist.data.stream import LengthOrder, PromptStream, SolvedPrompts, right_share
 from grpo_dist.driver import run
 from grpo_dist.types import Group
 from tests.support import fakes

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from grpo_dist.config import RewardsConfig
-from grpo_dist.data.prompts import PromptFormat, build_prompts
+from grpo_dist.data.prompts import PromptFormat, build_prompts, is_kept, thought_of
 from grpo_dist.data.readers import DataRow
-from grpo_dist.data.thoughts import is_kept, thought_of
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer

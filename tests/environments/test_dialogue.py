@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_dist.config import DataConfig, DataSourceConfig, EnvironmentsConfig
-from grpo_dist.data.thoughts import thought_of
+from grpo_dist.data.prompts import thought_of
 from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.environments.builtin import calculator
 from grpo_dist.environments.dialogue import Dialogue

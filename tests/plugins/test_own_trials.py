@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grpo_dist.config.files import load_config
-from grpo_dist.data.own_order import OwnOrder, chosen
+from grpo_dist.data.curriculum import OwnOrder, chosen
 from grpo_dist.driver import run
 from grpo_dist.loop.own_metrics import OwnMetrics
 from grpo_dist.plugins import loading
