@@ -346,7 +346,7 @@ class Cluster:
         may be on its way.
         """
         again = self._generation > 0
-        end = time.monotonic() + (self._config.cluster.timeouts.room_s if again else 0.0)
+        end = time.monotonic() + (self._config.cluster.timeouts.placement_timeout_s if again else 0.0)
         while True:
             try:
                 has = expected(self._config.cluster)

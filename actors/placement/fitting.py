@@ -156,10 +156,11 @@ def no_room(
     wanted: Sequence[Bundle], nodes: Sequence[Node], cluster: ClusterConfig, nearest: Nearest
 ) -> UserError:
     """Return an error with the request, what each node has, and the nearest request that would fit."""
-    waited_s = cluster.timeouts.room_s
+    waited_s = cluster.timeouts.placement_timeout_s
     asked = Counter((bundle.role, str(bundle)) for bundle in wanted)
     lines = [
-        f"cluster: no room for this run within `cluster.timeouts.room_s` = {waited_s:g} s; it asks for",
+        f"cluster: no room for this run within `cluster.timeouts.placement_timeout_s` = {waited_s:g} s; "
+        "it asks for",
         *(f"  {role}: {count} x {each}" for (role, each), count in asked.items()),
         "and has",
         *(f"  {node}" for node in nodes),

@@ -51,7 +51,7 @@ class Reservation:
     async def acquire(
         cls, demands: dict[str, Demand], cluster: ClusterConfig, nearest: Nearest, *, name: str
     ) -> Reservation:
-        """Reserve the devices of the run ``name``, waiting for `cluster.timeouts.room_s` at most.
+        """Reserve the devices of the run ``name``, and wait `cluster.timeouts.placement_timeout_s` at most.
 
         Raises UserError with the request, what each node has, and the ``nearest`` run that would fit.
         """
@@ -88,7 +88,7 @@ class Reservation:
         """
         if self._group is None:
             return
-        limit_s, begin, log_s = cluster.timeouts.room_s, time.monotonic(), _QUIET_S
+        limit_s, begin, log_s = cluster.timeouts.placement_timeout_s, time.monotonic(), _QUIET_S
         while (table := placement_group_table(self._group))["state"] != "CREATED":
             waited = time.monotonic() - begin
             if waited > limit_s:

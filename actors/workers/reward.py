@@ -101,7 +101,9 @@ class RewardWorker(Metered, Probeable):
         if scores.steps is not None and self._tokenizer is not None:
             group = with_own_steps(group, scores.steps, self._tokenizer)
         degenerate = sum(is_degenerate(rollout.text) for rollout in rollouts)
-        group = replace(with_steps(group, modelled), garbage=degenerate, score_s=time.perf_counter() - begin)
+        group = replace(
+            with_steps(group, modelled), degenerate=degenerate, score_s=time.perf_counter() - begin
+        )
         return group, scorer.news()
 
     def close(self) -> None:

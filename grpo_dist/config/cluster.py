@@ -15,7 +15,9 @@ _HANG_S = {False: 13.0, True: 60.0}  # by whether the actor computes on a GPU
 class TimeoutsConfig(Section):
     """Deadlines in seconds. When one passes, the message names what the run waited for."""
 
-    room_s: PositiveFloat = Field(300.0, description="until a shared cluster has resources for all actors")
+    placement_timeout_s: PositiveFloat = Field(
+        300.0, description="until a shared cluster has resources for all actors"
+    )
     start_s: PositiveFloat = Field(600.0, description="until all actors have started and loaded their models")
     sample_s: PositiveFloat = Field(1800.0, description="one batch sampled and scored")
     update_s: PositiveFloat = Field(1800.0, description="one step of the policy or of a reference worker")
@@ -26,7 +28,7 @@ class TimeoutsConfig(Section):
     @property
     def up_s(self) -> float:
         """Seconds until all actors have started, including the wait for resources."""
-        return self.room_s + self.start_s
+        return self.placement_timeout_s + self.start_s
 
 
 class RestartsConfig(Section):
@@ -82,7 +84,8 @@ class ClusterConfig(Section):
     grows_to: AutoscalingConfig | None = Field(
         None,
         description="size to which an autoscaler grows the cluster when actors request resources. The run "
-        "counts these nodes as present and waits for them, `timeouts.room_s` at most; null: fixed size",
+        "counts these nodes as present and waits for them, `timeouts.placement_timeout_s` at most; null: "
+        "fixed size",
     )
     timeouts: TimeoutsConfig = TimeoutsConfig()
     restarts: RestartsConfig = RestartsConfig()

@@ -360,15 +360,15 @@ class BatchConfig(Section):
         description="samples per prompt: the group size G; 1: for reinforce_pp, remax and process, whose "
         "baseline is not the group's",
     )
-    order: Literal["launched", "finished"] = Field(
+    order: Literal["launched", "completion"] = Field(
         "launched",
         description="which groups a step takes: launched: the next in the order of their launch, the same in "
-        "every run of a seed; finished: those done first, with the others carried over to later steps, which "
+        "every run of a seed; completion: those done first; others are carried over to later steps, which "
         "wait for them within max_staleness",
     )
     oversample: Annotated[float, Field(ge=1)] | None = Field(
         None,
-        description="with order finished: groups on their way for each that a step takes, at most 1 + "
+        description="with order completion: groups on their way for each that a step takes, at most 1 + "
         "max_staleness; null: 1 + max_staleness / 2",
     )
     min_samples: PositiveInt | None = Field(

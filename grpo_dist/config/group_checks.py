@@ -20,16 +20,16 @@ def group_contradictions(config: Sections) -> Iterator[str]:
 
 def _of_the_order(config: Sections) -> Iterator[str]:
     batch, bound = config.batch, 1 + config.max_staleness
-    if batch.order != "finished":
+    if batch.order != "completion":
         if batch.oversample is not None:
             yield (
-                "`batch.oversample` has no effect without batch.order=finished; set that, or remove "
+                "`batch.oversample` has no effect without batch.order=completion; set that, or remove "
                 "`batch.oversample`"
             )
         return
     if config.max_staleness == 0:
         yield (
-            "`batch.order` = finished carries slow groups over to later steps, but `max_staleness` = 0 "
+            "`batch.order` = completion carries slow groups over to later steps, but `max_staleness` = 0 "
             "allows no older samples; set `max_staleness` to 1 or more, or `batch.order` to launched"
         )
     elif batch.oversample is not None and batch.oversample > bound:
@@ -40,7 +40,7 @@ def _of_the_order(config: Sections) -> Iterator[str]:
     if config.dynamic_sampling.oversample != 1.0:
         yield (
             f"`dynamic_sampling.oversample` = {config.dynamic_sampling.oversample:g} has no effect with "
-            "`batch.order` = finished, which replaces each group by one; use `batch.oversample`"
+            "`batch.order` = completion, which replaces each group by one; use `batch.oversample`"
         )
 
 

@@ -90,7 +90,7 @@ class HealthConfig(Section):
     entropy_below: PositiveFloat | None = Field(None, description="entropy of the policy, nats per token")
     length_above: PositiveFloat | None = Field(None, description="mean completion length, tokens")
     truncated_above: Fraction | None = Field(None, description="share of truncated completions")
-    garbage_above: Fraction | None = Field(
+    degenerate_above: Fraction | None = Field(
         None,
         description="share of degenerate completions, which end in a loop or are unreadable, e.g. 0.5. Not "
         "for models with random weights, which produce only such text",

@@ -22,7 +22,7 @@ class OrderState:
 
     ``position``, ``waiting`` and ``left_out`` (turns passed over by uid, see `stream.SolvedPrompts`) belong
     to `stream.PromptStream`; ``position`` counts the calls of any other order where groups are launched one
-    by one (`batch.order` finished). ``pass_rates`` belong to
+    by one (`batch.order` completion). ``pass_rates`` belong to
     `curriculum.Curriculum`, ``pools`` (useful, useless), ``outcomes`` (right, wrong, by uid),
     ``reward_scales`` (see `pools.RewardScale`, by source) to `pools.PoolOrder`, ``lengths``
     (expected tokens by uid) to `stream.LengthOrder`. A ``reward_range`` of older checkpoints is not read.

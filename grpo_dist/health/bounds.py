@@ -25,7 +25,7 @@ _ENOUGH = 5  # gradient norms for a median
 _OF_BATCH = (
     ("length_above", "rollout/length_tokens"),
     ("truncated_above", "rollout/truncated_share"),
-    ("garbage_above", "rollout/garbage_share"),
+    ("degenerate_above", "rollout/degenerate_share"),
 )
 _OF_UPDATE = (
     ("entropy_below", "policy/entropy"),

@@ -9,7 +9,7 @@ collapse within the first 3 steps is not detected.
 Two things are deliberately not watched. The length of completions: a model that learns to reason may write
 ten times as much. When growth turns bad, completions are truncated or loop, and both are watched. And an
 entropy that rises: an entropy bonus or a wider upper clip is meant to raise it, to several times a low start.
-A policy that falls apart loses its reward, or writes garbage.
+A policy that falls apart loses its reward, or writes degenerate text.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _took_over(now: TrackedMetric, least: float) -> bool:
     """A share is at least a half, and twice the least so far. The drift ends below four fifths of that.
 
     Below a half the cause may be a tight limit or hard problems, and most samples are still useful. A model
-    with random weights ends no completion and writes nothing but garbage from the start, which is no drift:
+    with random weights ends no completion and writes degenerate text from the start, which is no drift:
     hence twice the least. A share that was never below a half cannot double, and needs a bound.
     """
     limit = max(0.5, 2 * least)
@@ -127,7 +127,7 @@ DRIFTS = (
     ),
     Drift("policy/entropy", "entropy_below", "less than a tenth of", _never, _exhausted),
     Drift("rollout/truncated_share", "truncated_above", "at least twice the least,", _is_less, _took_over),
-    Drift("rollout/garbage_share", "garbage_above", "at least twice the least,", _is_less, _took_over),
+    Drift("rollout/degenerate_share", "degenerate_above", "at least twice the least,", _is_less, _took_over),
 )
 
 

@@ -11,7 +11,7 @@ from grpo_dist.config import BatchConfig, DynamicSamplingConfig
 @dataclass(frozen=True, slots=True)
 class Admission:
     """Attributes:
-    most: groups on their way at once, with `batch.order` finished.
+    most: groups on their way at once, with `batch.order` completion.
     extra: groups without a signal that a step may replace.
     """
 
@@ -64,7 +64,7 @@ class Drawn:
         more. If each could hold a whole epoch, several would be sampled at once, and some prompts twice
         before others once.
         """
-        if batch.order == "finished":
+        if batch.order == "completion":
             admission = Admission.of(batch, dynamic, max_staleness=max_staleness, prompts=prompts)
             return cls(admission.per_draw(prompts), admission.per_draw(prompts))
         own = batch.prompts_per_step

@@ -1,4 +1,4 @@
-"""Batches of the groups that are done first: `batch.order: finished`.
+"""Batches of the groups that are done first: `batch.order: completion`.
 
     launched    for step 0: a b c d e f     for step 1: g h i j     more than a step needs are on their way
     done first              a c d e                     b f g i
@@ -263,4 +263,4 @@ class FirstCome(Pipeline):
         self._held, self._drawn = [], deque()
 
 
-PIPELINES: Mapping[str, type[Pipeline]] = {"launched": Pipeline, "finished": FirstCome}  # `batch.order`
+PIPELINES: Mapping[str, type[Pipeline]] = {"launched": Pipeline, "completion": FirstCome}  # `batch.order`

@@ -57,7 +57,7 @@ def rollout_metrics(
         "rollout/truncated_share": truncated_share(groups),
         "rollout/entropy": _entropy(logprobs, finite),
         "rollout/nan_logprobs": float(np.count_nonzero(~have_logprobs(rollouts, finite))),
-        "rollout/garbage_share": sum(g.garbage for g in groups) / len(lengths),
+        "rollout/degenerate_share": sum(g.degenerate for g in groups) / len(lengths),
         **staleness_metrics(rows, version),
     }
     if (first := rollouts[0]).temperature is not None and first.max_new_tokens is not None:

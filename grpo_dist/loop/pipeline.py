@@ -203,7 +203,7 @@ class Pipeline:
 def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> PromptOrder:
     """Build the order of a run's prompts from its ``state``."""
     own, dynamic, data = config.batch.prompts_per_step, config.dynamic_sampling, config.data
-    by_group = config.batch.order == "finished"
+    by_group = config.batch.order == "completion"
     most = most_at_once(data.weights, prompts)
     bounds = Drawn.of(config.batch, dynamic, max_staleness=config.max_staleness, prompts=most)
     drawn, in_flight = bounds.per_batch, bounds.in_flight

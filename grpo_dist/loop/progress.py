@@ -42,7 +42,7 @@ class PipelineState:
         order: state of the prompt order.
         sampling: how each launched batch is sampled, by number.
         schedule: state of `sampling`, where that is steered.
-        lengths: sums of `length_bias.LengthBias`, with `batch.order` finished.
+        lengths: sums of `length_bias.LengthBias`, with `batch.order` completion.
     """
 
     ahead: Mapping[int, SampledBatch] = field(default_factory=dict)

@@ -62,13 +62,13 @@ METRICS = (
     Metric("group/tokens_per_trained", "factor", "tokens drawn over tokens of groups with a signal",
            "the same, in sampled tokens", "as `group/samples_per_trained`"),
     Metric("group/carried_over", "groups", "count",
-           "with `batch.order` finished: launched and left on their way when the step took its groups",
+           "with `batch.order` completion: launched and left on their way when the step took its groups",
            "at most (`batch.oversample` - 1) * `batch.prompts_per_step`"),
     Metric("group/waited_steps", "steps", "mean over groups",
-           "with `batch.order` finished: steps between a group's launch and its training",
+           "with `batch.order` completion: steps between a group's launch and its training",
            "at most `max_staleness`"),
     Metric("rollout/length_bias", "share", "all samples trained so far",
-           "with `batch.order` finished: their mean length, against that of the launches that are trained "
+           "with `batch.order` completion: their mean length, against that of the launches that are trained "
            "whole; -0.1: 10 % shorter",
            "near 0 after a few steps; below: long answers are still on their way"),
     Metric("rollout/length_tokens", "tokens", "mean over samples",
@@ -89,9 +89,9 @@ METRICS = (
     Metric("rollout/nan_logprobs", "samples", "count",
            "samples with a token whose log-prob the engine gave as NaN or infinite; they are not trained on",
            "0; else the engine computes NaN: another dtype or attention backend (`rollout.engine`)"),
-    Metric("rollout/garbage_share", "share", "mean over samples",
+    Metric("rollout/degenerate_share", "share", "mean over samples",
            "degenerate completions: they end in a loop or are unreadable",
-           "0 for a model that was trained before (`health.garbage_above`)"),
+           "0 for a model that was trained before (`health.degenerate_above`)"),
     Metric("rollout/acceptance_length", "tokens", "sum over engines, then the quotient",
            "tokens that a pass of an engine gives a sample with a draft: 1 + "
            "`throughput/rollout_accepted_tokens` / `throughput/rollout_drafts`, vLLM's mean acceptance "
@@ -232,8 +232,8 @@ METRICS = (
            "0, else the run ends"),
     Metric("health/alarms", "bounds", "count", "bounds of `health` that the step violated", "0"),
     Metric("health/drifting", "metrics", "count",
-           "of `reward/mean`, `policy/entropy`, `rollout/truncated_share` and `rollout/garbage_share` those "
-           "whose moving average is far from the run's best, that of the first 5 steps, or the least",
+           "of `reward/mean`, `policy/entropy`, `rollout/truncated_share` and `rollout/degenerate_share` "
+           "those whose moving average is far from the run's best, that of the first 5 steps, or the least",
            "0; a warning at the start of a drift names the baseline"),
     Metric("restarts/<role>", "workers", "count", "workers of the role replaced since the last step", "0"),
     Metric("engines/serving", "engines", "count",

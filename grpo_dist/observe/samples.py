@@ -122,7 +122,7 @@ def _table(groups: list[Group], values: ValuesOfSamples, with_routes: bool) -> p
         "logprobs": _lists([r.logprobs for r in rollouts], _FLOATS),
         "policy_versions": _lists([r.policy_versions for r in rollouts], _INTS),
         "score_s": of_group((g.score_s for g in groups), pa.float64()),
-        "garbage": of_group((g.garbage for g in groups), pa.int32()),
+        "degenerate": of_group((g.degenerate for g in groups), pa.int32()),
         "baseline_reward": of_group((g.baseline_reward for g in groups), pa.float64()),
     }
     if any(g.step_rewards is not None for g in groups):
@@ -213,7 +213,7 @@ def _group(prompt: Prompt, rows: list[dict]) -> Group:
         },
         outcomes=tuple(row["outcome"] for row in rows),
         score_s=rows[0]["score_s"],
-        garbage=rows[0]["garbage"],
+        degenerate=rows[0].get("degenerate", rows[0].get("garbage", 0)),
         baseline_reward=rows[0]["baseline_reward"],
         step_rewards=_steps(rows, "step_rewards", np.float32),
         step_ends=_steps(rows, "step_ends", np.int32),

@@ -7,7 +7,7 @@
                      empty in a run without any
     ledger.jsonl     the outcome of every prompt
     samples/         every sample (`samples`), at some steps with values per token (`token_values`)
-    aside/           quarantined batches
+    quarantine/      quarantined batches
 
 A failed write to the directory ends the run. The terminal and the trackers never do (`sinks`).
 """
@@ -78,7 +78,7 @@ class Tracker:
         """
         self._config, self.directory = config, run_dir
         self._samples_dir = run_dir / "samples" if config.tracking.samples else None
-        self._aside_dir = run_dir / "aside"
+        self._quarantine_dir = run_dir / "quarantine"
         self._writer = Background("samples", pending=_TABLES_PENDING)
         self._sinks: list[AsyncSink] = []
         self.wandb_id = wandb_id or uuid.uuid4().hex[:12]
@@ -164,7 +164,7 @@ class Tracker:
 
     def quarantine(self, step: int, groups: list[Group]) -> str:
         """Keep the batch of a step that went wrong, whatever else is kept; return its path."""
-        path = self._aside_dir / f"step_{step:06d}.parquet"
+        path = self._quarantine_dir / f"step_{step:06d}.parquet"
         write_groups(path, groups)
         return str(path)
 

@@ -67,7 +67,7 @@ class CheckpointState:
     evaluations: Sequence[int] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)  # of launched batches, by number
     schedule: Mapping[str, Any] = field(default_factory=dict)  # what `sampling` was steered to
-    lengths: Mapping[str, Any] = field(default_factory=dict)  # trained so far, with `batch.order` finished
+    lengths: Mapping[str, Any] = field(default_factory=dict)  # trained so far, with `batch.order` completion
     # Hashes of the user's own code, see `own_code.digest_of_run`; None: written before they were kept.
     code: Mapping[str, str] | None = None
     columns: str | None = None  # digest of the training prompts' columns; None: written before it was kept

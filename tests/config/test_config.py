@@ -165,8 +165,11 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
         ("algorithm.reward_shift=false", ["`algorithm.reward_shift` has no effect without"]),
         ("dynamic_sampling.oversample=2", ["has no effect without dynamic_sampling.enabled=true"]),
         ("dynamic_sampling.metric=math", ["has no effect without dynamic_sampling.enabled=true"]),
-        ("batch.oversample=1.5", ["`batch.oversample` has no effect without batch.order=finished"]),
-        ("batch.order=finished", ["`max_staleness` = 0 allows no older samples", "set `max_staleness` to 1"]),
+        ("batch.oversample=1.5", ["`batch.oversample` has no effect without batch.order=completion"]),
+        (
+            "batch.order=completion",
+            ["`max_staleness` = 0 allows no older samples", "set `max_staleness` to 1"],
+        ),
         ("reference.refresh_mix=0.5", ["has no effect without reference.refresh_every"]),
         (
             "algorithm={policy_loss: policy_gradient, old_logprobs: rollout}",
@@ -291,11 +294,11 @@ def test_cyclic_defaults_are_refused(tmp_path):
             ["`data.eval.0.temperature` has no effect", "`evaluation.temperature`"],
         ),
         (
-            ["batch={order: finished, oversample: 2.5}", "max_staleness=1"],
+            ["batch={order: completion, oversample: 2.5}", "max_staleness=1"],
             ["`batch.oversample` = 2.5 is above 1 + `max_staleness` = 2"],
         ),
         (
-            ["batch.order=finished", "max_staleness=1", "dynamic_sampling={enabled: true, oversample: 2}"],
+            ["batch.order=completion", "max_staleness=1", "dynamic_sampling={enabled: true, oversample: 2}"],
             ["`dynamic_sampling.oversample` = 2 has no effect", "use `batch.oversample`"],
         ),
         (

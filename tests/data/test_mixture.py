@@ -83,9 +83,9 @@ def test_a_source_that_is_too_small_for_its_weight_is_refused():
         ("launched", (1, 1), (40, 60), 32, 0, 80),
         ("launched", (7, 93), (7, 93), 32, 0, 100),
         ("launched", (1, 1), (4, 60), 4, 1, 8),
-        ("finished", (1, 1), (4000, 600), 256, 1, 1200),
-        ("finished", (7, 93), (7, 93), 32, 1, 100),
-        ("finished", (1, 1), (4, 60), 4, 1, 8),
+        ("completion", (1, 1), (4000, 600), 256, 1, 1200),
+        ("completion", (7, 93), (7, 93), 32, 1, 100),
+        ("completion", (1, 1), (4, 60), 4, 1, 8),
     ],
 )
 def test_dynamic_sampling_replaces_as_many_groups_as_the_sources_allow(
@@ -111,7 +111,7 @@ def test_dynamic_sampling_replaces_as_many_groups_as_the_sources_allow(
     assert len(taken) == (drawn.per_batch if order == "launched" else 1)
 
 
-@pytest.mark.parametrize(("order", "in_flight"), [("launched", 16), ("finished", 8)])
+@pytest.mark.parametrize(("order", "in_flight"), [("launched", 16), ("completion", 8)])
 def test_a_source_that_is_too_small_for_the_steps_own_prompts_is_refused(order, in_flight):
     config = fakes.config(
         data={"train": [{"path": f"{name}.jsonl", "weight": 1.0} for name in ("code", "chat")]},

@@ -218,7 +218,10 @@ def test_a_run_draws_what_is_solved_no_more_counts_it_and_resumes_the_same(order
 @pytest.mark.parametrize(
     "settings",
     [
-        {"batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "order": "finished"}, "max_staleness": 2},
+        {
+            "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "order": "completion"},
+            "max_staleness": 2,
+        },
         {"dynamic_sampling": {"enabled": True, "max_extra_prompts": 2}},
     ],
 )

@@ -1,6 +1,6 @@
 """Measures the driver's time per completion, for several batch sizes and numbers of workers.
 
-    python -m tests.evidence.driver_scaling [--turns 8] [--order finished]
+    python -m tests.evidence.driver_scaling [--turns 8] [--order completion]
 
 The real loop, pipeline, batching, metrics and tracking (metrics, TensorBoard, one table of samples a step)
 run on simulated workers that return made-up records at once, so that only the driver's own time is measured.
@@ -11,7 +11,7 @@ process each, so it includes Ray's calls and the transfer of the records into th
 thread, which everything else waits for. `wall`: time of the step. Simulated workers take no time, but actors
 that share the driver's cores add theirs to `wall`. With --turns the samples are episodes of so many turns,
 and a last column has what a turn adds to `total`: (total - total of completions of the same length) / turns.
-With --order finished a step takes the groups that are done first, of half as many more on their way; groups
+With --order completion a step takes the groups that are done first, of half as many more on their way; groups
 are then done one after the other, as in a run, so that the loop hears of each by itself.
 """
 
@@ -106,7 +106,7 @@ def scaling_config(samples: int, workers: int, order: str = "launched") -> Confi
 
 def scaling_prompts(config: Config) -> list[Prompt]:
     """Make an epoch of one step; of two where a step leaves groups on their way, which need other prompts."""
-    steps = 2 if config.batch.order == "finished" else 1
+    steps = 2 if config.batch.order == "completion" else 1
     return made_prompts(steps * config.batch.prompts_per_step)
 
 
@@ -135,7 +135,7 @@ class Instant:
             p.uid: made_group(p, made_rollouts(p.uid, SAMPLES_PER_PROMPT, rng, turns)) for p in prompts
         }
         # `launched` hears of batches alone: there the groups of a step may be done at once.
-        singly = config.batch.order == "finished"
+        singly = config.batch.order == "completion"
         self._turn: AbstractAsyncContextManager[None] = asyncio.Lock() if singly else nullcontext()
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:
@@ -191,7 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 64], help="simulated rollout workers")
     parser.add_argument("--turns", type=int, default=0, help="of each sample; 0: completions (0)")
     parser.add_argument("--tables", nargs="+", choices=["process", "ray"], default=["process", "ray"])
-    parser.add_argument("--order", choices=["launched", "finished"], default="launched", help="`batch.order`")
+    parser.add_argument(
+        "--order", choices=["launched", "completion"], default="launched", help="`batch.order`"
+    )
     chosen = parser.parse_args(arguments)
     cases = [(samples, workers) for samples in chosen.samples for workers in chosen.workers]
     if "process" in chosen.tables:

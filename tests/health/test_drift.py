@@ -19,7 +19,7 @@ from tests.support import fakes
 from tests.support.tiers import slow_after
 
 REWARD, ENTROPY = "reward/mean", "policy/entropy"
-CUT, GARBAGE = "rollout/truncated_share", "rollout/garbage_share"
+CUT, GARBAGE = "rollout/truncated_share", "rollout/degenerate_share"
 
 
 def tracked(values_of):
@@ -234,7 +234,7 @@ class Drifting(fakes.World):
         step, self._scored = self._scored // 4 + 1, self._scored + 1
         lost = step >= self._since
         rewards = np.zeros(2, np.float32) if lost else np.array([0.0, 1.0 - step / 100], np.float32)
-        return dataclasses.replace(group, rewards=rewards, garbage=2 if lost else 0)
+        return dataclasses.replace(group, rewards=rewards, degenerate=2 if lost else 0)
 
     async def update(self, batches, *, kl_coef, bounds):
         step = self._first + len(self.updates) + 1
@@ -264,8 +264,8 @@ def test_with_defaults_a_run_that_drifts_warns_and_continues():
         f"step 30: {REWARD}", f"step 31: {GARBAGE}", f"step 46: {ENTROPY}",
     ]  # fmt: skip
     assert world.warnings[1] == (
-        "step 31: rollout/garbage_share drifts: its moving average is 0.5217, at least twice the least, 0 at "
-        "step 5. This is only a warning; to act on it, set `health.garbage_above`"
+        "step 31: rollout/degenerate_share drifts: its moving average is 0.5217, at least twice the least, 0 "
+        "at step 5. This is only a warning; to act on it, set `health.degenerate_above`"
     )
     assert [logged[step][DRIFTING] for step in (1, 24, 29, 30, 31, 48)] == [0, 0, 0, 1, 2, 3]
 

@@ -162,7 +162,7 @@ def test_the_batch_of_a_skipped_update_is_quarantined_and_the_run_continues():
     train(world, fakes.config(steps=3))
     assert list(world.quarantined) == [2] and len(world.quarantined[2]) == 4
     (warning,) = world.warnings
-    assert "step 2: 1 update(s) skipped" in warning and "aside/step_000002.parquet" in warning
+    assert "step 2: 1 update(s) skipped" in warning and "quarantine/step_000002.parquet" in warning
     assert [world.logged[s]["health/skipped_updates"] for s in (1, 2, 3)] == [0, 1, 0]
     assert [world.logged[s]["health/skipped_in_a_row"] for s in (1, 2, 3)] == [0, 1, 0]
 
@@ -170,7 +170,9 @@ def test_the_batch_of_a_skipped_update_is_quarantined_and_the_run_continues():
 def test_weights_that_are_not_finite_end_the_run_before_an_engine_gets_them():
     world = fakes.World(jitter=False)
     updates_say(world, health__bad_weights=[0.0, 1.0])
-    with pytest.raises(Unhealthy, match=r"step 2: the weights are not finite.*aside/step_000002\.parquet"):
+    with pytest.raises(
+        Unhealthy, match=r"step 2: the weights are not finite.*quarantine/step_000002\.parquet"
+    ):
         train(world, fakes.config(steps=3, checkpoint={"every": 1}))
     assert world.version == 1 and list(world.saved) == [1]
     assert list(world.quarantined) == [2] and world.logged[2]["health/bad_weights"] == 1.0
@@ -180,7 +182,7 @@ def test_a_quarantined_batch_is_a_table_of_its_samples(tmp_path):
     config = fakes.config(tracking={"samples": False, "console": False, "tensorboard": False})
     with Tracker(config, tmp_path) as tracker:
         path = tracker.quarantine(12, [group(0, np.random.default_rng(0), rewards=[0, 1, 1, 0])])
-    assert path == str(tmp_path / "aside" / "step_000012.parquet")
+    assert path == str(tmp_path / "quarantine" / "step_000012.parquet")
     assert pq.read_table(path)["reward"].to_pylist() == [0, 1, 1, 0]
 
 
@@ -263,7 +265,7 @@ def test_stop_ends_the_run_after_the_step_is_recorded_and_before_it_is_saved(cap
     config = fakes.config(steps=4, checkpoint={"every": 1}, health={"action": "stop"})
     with pytest.raises(Unhealthy) as ended:
         train(world, config)
-    for part in ("step 3: ref/kl = 12 is above 10 (`health.kl_above`)", "aside/step_000003.parquet"):
+    for part in ("step 3: ref/kl = 12 is above 10 (`health.kl_above`)", "quarantine/step_000003.parquet"):
         assert part in str(ended.value)
     assert list(world.saved) == [1, 2] and world.logged[3]["health/alarms"] == 1.0
     assert list(world.quarantined) == [3]
@@ -282,7 +284,7 @@ def looping(world, share):
         group = await score(prompt, rollouts)
         seen.append(prompt.uid)
         later = len(seen) > 4
-        return dataclasses.replace(group, garbage=round(share * len(rollouts)) if later else 0)
+        return dataclasses.replace(group, degenerate=round(share * len(rollouts)) if later else 0)
 
     world.score = scored
 
@@ -290,19 +292,19 @@ def looping(world, share):
 def test_a_batch_beyond_a_bound_is_reported_and_kept_and_not_trained_on():
     world = fakes.World(jitter=False)
     looping(world, share=1.0)
-    train(world, fakes.config(steps=3, health={"garbage_above": 0.9}, tracking={"samples": False}))
+    train(world, fakes.config(steps=3, health={"degenerate_above": 0.9}, tracking={"samples": False}))
     assert len(world.updates) == 1 and world.version == 3
     assert list(world.quarantined) == [2, 3] and len(world.quarantined[2]) == 4
     assert world.warnings[0] == (
-        "step 2: not trained on, rollout/garbage_share = 1 is above 0.9 (`health.garbage_above`); its batch "
-        "is in aside/step_000002.parquet"
+        "step 2: not trained on, rollout/degenerate_share = 1 is above 0.9 (`health.degenerate_above`); its "
+        "batch is in quarantine/step_000002.parquet"
     )
     assert [world.logged[s]["health/skipped_in_a_row"] for s in (1, 2, 3)] == [0, 1, 2]
     assert "trained" in world.ledger_entries[1] and "skipped" in world.ledger_entries[2]
     half = fakes.World(jitter=False)
     looping(half, share=0.5)
-    train(half, fakes.config(steps=3, health={"garbage_above": 0.9}))
-    assert len(half.updates) == 3 and half.logged[3]["rollout/garbage_share"] == 0.5
+    train(half, fakes.config(steps=3, health={"degenerate_above": 0.9}))
+    assert len(half.updates) == 3 and half.logged[3]["rollout/degenerate_share"] == 0.5
 
 
 def test_a_reward_that_has_collapsed_is_not_trained_on():
@@ -318,7 +320,7 @@ def test_a_run_that_skips_too_many_steps_in_a_row_is_stopped():
     world = fakes.World(jitter=False)
     looping(world, share=1.0)
     with pytest.raises(Unhealthy, match=r"step 4: health/skipped_in_a_row = 3 is above 2 \(`health\.skip"):
-        train(world, fakes.config(steps=8, health={"skipped_steps_above": 2, "garbage_above": 0.9}))
+        train(world, fakes.config(steps=8, health={"skipped_steps_above": 2, "degenerate_above": 0.9}))
     assert len(world.updates) == 1 and sorted(world.logged) == [1, 2, 3, 4]
 
 
@@ -399,7 +401,7 @@ def test_a_warning_of_skipped_updates_names_the_bound():
     train(world, fakes.config(steps=3))
     assert world.warnings == [
         "step 2: 2 update(s) skipped, 2 beyond `health.kl_above` (ref/kl = 12, policy/grad_norm = 50). They "
-        "left the weights unchanged; the batch is kept in aside/step_000002.parquet"
+        "left the weights unchanged; the batch is kept in quarantine/step_000002.parquet"
     ]
     assert list(world.quarantined) == [2] and "skipped" in world.ledger_entries[2]
 

@@ -228,7 +228,7 @@ def test_the_drivers_work_grows_with_samples_and_not_with_workers(tmp_path):
     assert calls(1024, 64, tmp_path) < 1.05 * twice
 
 
-@pytest.mark.parametrize("order", ["launched", "finished"])
+@pytest.mark.parametrize("order", ["launched", "completion"])
 def test_a_sample_costs_the_loops_thread_few_calls(order, tmp_path):
     calls(128, 1, tmp_path, order=order)  # fills imports and caches
     few, more, many = (calls(n, 1, tmp_path, of_package=True, order=order) for n in (256, 1024, 2048))

@@ -71,7 +71,7 @@ def train(world, config, prompts, **kwargs):
 
 
 def finished(**changes):
-    own = {"order": "finished", "prompts_per_step": 4, "samples_per_prompt": 2} | changes.pop("batch", {})
+    own = {"order": "completion", "prompts_per_step": 4, "samples_per_prompt": 2} | changes.pop("batch", {})
     base = {"max_staleness": 2, "weight_sync": {"mode": "keep"}, "sampling": {"max_new_tokens": 100}}
     return fakes.config(batch=own, **(base | changes))
 
@@ -212,7 +212,7 @@ def test_a_step_does_not_wait_for_a_slow_group_until_its_bound():
 
     begun, at = steps_of("launched")
     assert at == begun
-    begun, at = steps_of("finished")
+    begun, at = steps_of("completion")
     assert begun < at <= begun + 3
 
 
@@ -462,7 +462,7 @@ def test_carrying_over_leaves_no_length_bias_and_dropping_does(monkeypatch):
 
     def bias_of(kind):
         world = Timed(by_number)
-        monkeypatch.setitem(PIPELINES, "finished", kind)
+        monkeypatch.setitem(PIPELINES, "completion", kind)
         config = finished(steps=30, max_staleness=1, batch={"oversample": 1.5})
         train(world, config, fakes.prompts(400))
         lengths = dict(world.launched)

@@ -94,7 +94,7 @@ def test_how_many_samples_suffice_by_hand():
     assert world.draws["p1"] == 2  # four samples have no advantage for the best of four
 
 
-@pytest.mark.parametrize("order", ["launched", "finished"])
+@pytest.mark.parametrize("order", ["launched", "completion"])
 def test_a_source_is_sampled_and_trained_at_its_own_temperature(order):
     asked = {}
 

@@ -71,7 +71,7 @@ class Waiting(Leaving):
         return await super().sample(prompt, **how)
 
 
-@pytest.mark.parametrize(("staleness", "order"), [(0, "launched"), (2, "launched"), (2, "finished")])
+@pytest.mark.parametrize(("staleness", "order"), [(0, "launched"), (2, "launched"), (2, "completion")])
 def test_a_node_that_is_drained_while_samples_are_missing_has_the_step_before_saved(staleness, order):
     """Every number is that of a run without it."""
     batch = {"prompts_per_step": 4, "samples_per_prompt": 2, "order": order}

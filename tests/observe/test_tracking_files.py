@@ -58,7 +58,7 @@ def test_samples_of_repeated_steps_are_removed_and_other_files_stay(tmp_path):
     with Tracker(quiet(), tmp_path, start=20) as tracker:
         kept = {path.stem for path in (tmp_path / "samples").iterdir()}
         assert kept == {*names[:4], "mine"}
-        assert (tmp_path / "aside/step_000035.parquet").is_file()
+        assert (tmp_path / "quarantine/step_000035.parquet").is_file()
         tracker.samples("step_000021", made)
         tracker.back_to(10)
         assert {path.stem for path in (tmp_path / "samples").iterdir()} == {*names[:2], "mine"}

@@ -150,7 +150,7 @@ def test_a_lost_policy_costs_only_the_steps_since_the_checkpoint(staleness, lost
 
 def test_waiting_for_capacity_does_not_count_towards_the_start_deadline(monkeypatch):
     job = Job()
-    timeouts = {"room_s": 60.0, "start_s": 0.05}
+    timeouts = {"placement_timeout_s": 60.0, "start_s": 0.05}
     job.config = fakes.config(checkpoint={"every": 2}, cluster={"timeouts": timeouts})
     job.die_at = {3: 1}
     start_again = job.start_again

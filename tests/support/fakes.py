@@ -132,7 +132,7 @@ class World:
 
     def quarantine(self, step, groups):
         self.quarantined[step] = groups
-        return f"aside/step_{step:06d}.parquet"
+        return f"quarantine/step_{step:06d}.parquet"
 
     def warn(self, message):
         self.warnings.append(message)

@@ -79,10 +79,10 @@ def growing(**timeouts):
 async def session():
     assert [node.gpus for node in nodes()] == [0]
     try:
-        await Cluster(config(room_s=60))._placed(training=True)
+        await Cluster(config(placement_timeout_s=60))._placed(training=True)
     except UserError as error:
         print(error, flush=True)
-    wanted = growing(room_s=_UP_S)
+    wanted = growing(placement_timeout_s=_UP_S)
     demands = await Cluster(wanted)._placed(training=True)
     assert demands["policy"].gpus == 1 and demands["rollout"].gpus == 2
     reservation = await reserved(wanted, demands)

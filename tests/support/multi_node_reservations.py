@@ -40,7 +40,7 @@ def groups():
 
 
 async def session(cluster):
-    wanted = config(room_s=1)
+    wanted = config(placement_timeout_s=1)
     tenant = Actor.options(num_gpus=1).remote()
     there = ray.get(tenant.where.remote())
     try:
@@ -50,7 +50,7 @@ async def session(cluster):
     assert groups() == ["REMOVED"], groups()
 
     # Another job gives its GPU back while the run waits.
-    waits = config(room_s=60)
+    waits = config(placement_timeout_s=60)
     taking = asyncio.create_task(reserved(waits, demands(waits)))
     await asyncio.sleep(3.0)
     assert not taking.done() and ray.get(tenant.where.remote()) == there

@@ -133,7 +133,7 @@ def _of_episodes(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def _of_the_tail(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Return the staleness of the samples; with `batch.order` finished also the mean steps that a group
+    """Return the staleness of the samples; with `batch.order` completion also the mean steps that a group
     was carried over, and by how much the samples trained so far are longer than what was launched.
     """
     found = {"tail/staleness": _total(steps, "rollout/staleness_mean") / len(steps)}

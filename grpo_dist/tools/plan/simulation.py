@@ -38,7 +38,7 @@ class Simulated:
 
     ``stage_s``: seconds in which at least one worker is in a stage. ``idle``: share of the time in which the
     engines, and the policy, have nothing to do. ``tokens``: of prompts and completions, including those that
-    dynamic sampling discards. ``length_bias``: after the last step, NaN without `batch.order` finished.
+    dynamic sampling discards. ``length_bias``: after the last step, NaN without `batch.order` completion.
     ``sequences``: decoded at once by a busy engine. ``queue``: most groups that waited for an engine.
     ``driver_cpu_s``: processor seconds per step, without Ray and the records' real sizes. ``bars``: the spans
     of each worker since the run began. ``ends``: times at which its steps ended, of which ``timed`` count.
@@ -101,7 +101,7 @@ async def _run(scenario: Scenario, config: Config) -> tuple[SimulatedCluster, St
     cluster = SimulatedCluster(scenario)
     recorder = StepRecorder(cluster.trace)
     # Dynamic sampling discards prompts, and slow groups keep theirs: enough for all that are in flight.
-    spare = config.dynamic_sampling.enabled or config.batch.order == "finished"
+    spare = config.dynamic_sampling.enabled or config.batch.order == "completion"
     batches = max(4 * (config.max_staleness + 1) if spare else 1, scenario.epoch_steps)
     progress = None
     if config.data.order == "length":
@@ -160,7 +160,7 @@ class SimulatedStep:
     completion_tokens: int
     samples: int
     staleness: float
-    length_bias: float  # NaN without `batch.order` finished
+    length_bias: float  # NaN without `batch.order` completion
 
 
 class StepRecorder:

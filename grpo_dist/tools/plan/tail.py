@@ -3,7 +3,7 @@
     synchronous       a step waits for its longest sample
     tail batching     `data.order: length`: prompts with long answers share steps. Lengths are known from an
                       epoch before; in a run's first epoch its steps are synchronous ones
-    carry-over        `batch.order: finished`: a quarter more groups than a step takes are in flight, the
+    carry-over        `batch.order: completion`: a quarter more groups than a step takes are in flight, the
                       first to be done are trained, the others are one step late
     asynchronous      the next steps are sampled during the update
 
@@ -42,7 +42,7 @@ SYNCHRONOUS = {
 }  # fmt: skip
 _BY_LENGTH = {"data.order": "length", "data.length_window": _WINDOW}
 _CARRIED = {
-    "max_staleness": 1, "weight_sync.mode": "keep", "batch.order": "finished", "batch.oversample": 1.25
+    "max_staleness": 1, "weight_sync.mode": "keep", "batch.order": "completion", "batch.oversample": 1.25
 }  # fmt: skip
 _AHEAD = {"weight_sync.mode": "keep"}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {

@@ -64,7 +64,7 @@ SECTIONS = (
         "Completions",
         (
             Chart("length", (r"rollout/length_tokens", r"rollout/length_max_tokens")),
-            Chart("truncated, degenerate text", (r"rollout/truncated_share", r"rollout/garbage_share")),
+            Chart("truncated, degenerate text", (r"rollout/truncated_share", r"rollout/degenerate_share")),
             Chart("sampling temperature", (r"sampling/temperature",)),
             Chart("longest completion allowed", (r"sampling/max_new_tokens",)),
             Chart("staleness", (r"rollout/staleness_mean", r"rollout/staleness_max")),

@@ -18,7 +18,7 @@ from grpo_dist.config.text import check_nesting, unescaped
 from grpo_dist.errors import UserError, expanded
 from grpo_dist.runtime.json_files import parse_json
 
-TRAINING, ASIDE = "training", "aside"
+TRAINING, QUARANTINE = "training", "quarantine"
 _CONFIG = "config.yaml"  # of `grpo-dist train`
 _EVALUATION = "evaluation.json"  # in the directory of `grpo-dist eval`
 _SAMPLES = re.compile(r"(?:eval_(?P<name>.+)_)?step_(?P<step>\d+)\.parquet")
@@ -39,7 +39,7 @@ class RunDir:
 
 @dataclass(frozen=True, slots=True)
 class SampleFile:
-    """A table of groups. ``kind``: training, aside (quarantined), or the name of an evaluation set. ``step``:
+    """A table of groups. ``kind``: training, quarantine, or the name of an evaluation set. ``step``:
     0 for the samples of `grpo-dist eval`.
     """
 
@@ -104,14 +104,14 @@ def sample_files(run: Path) -> list[SampleFile]:
             SampleFile(path, _kind(path.parent.name), 0) for path in run.glob("samples/*/part_*.parquet")
         ]
         return sorted(found, key=lambda file: file.key)
-    found = [*_tables(run / "samples"), *_tables(run / ASIDE)]
+    found = [*_tables(run / "samples"), *_tables(run / QUARANTINE)]
     return sorted(found, key=lambda file: (file.step, file.kind != TRAINING, file.kind))
 
 
 def _tables(directory: Path) -> Iterator[SampleFile]:
     for path in directory.glob("*.parquet"):
         if match := _SAMPLES.fullmatch(path.name):
-            kind = ASIDE if directory.name == ASIDE else _kind(match["name"])
+            kind = QUARANTINE if directory.name == QUARANTINE else _kind(match["name"])
             yield SampleFile(path, kind, int(match["step"]))
 
 
@@ -119,7 +119,7 @@ def _kind(evaluation_set: str | None) -> str:
     """Return the kind of a table. The run's own kinds are not names for an evaluation set."""
     if evaluation_set is None:
         return TRAINING
-    return f"eval {evaluation_set}" if evaluation_set in (TRAINING, ASIDE) else evaluation_set
+    return f"eval {evaluation_set}" if evaluation_set in (TRAINING, QUARANTINE) else evaluation_set
 
 
 def about(run: Path) -> dict[str, Any]:

@@ -238,7 +238,7 @@ def test_the_message_names_what_is_needed_what_is_free_and_what_would_fit():
     demands = placement(asked, Resources(128, 16, shared=True), training=True)
     told = str(refusal(asked, bundles(demands), nodes)).splitlines()
     assert told == [
-        "cluster: no room for this run within `cluster.timeouts.room_s` = 300 s; it asks for",
+        "cluster: no room for this run within `cluster.timeouts.placement_timeout_s` = 300 s; it asks for",
         "  policy: 4 x 1 GPU(s) and 1 CPU(s)",
         "  rollout: 2 x 2 GPU(s) and 1 CPU(s)",
         "  rewards: 1 x 1 CPU(s)",

@@ -260,7 +260,7 @@ SPLIT = {
         (shape(2, 1, where="separate", **KL), 1, f"has 1; set {_ONE_GPU}, or add nodes"),
         # Two ranks of a sequence cannot be one, what runs ahead cannot stop, and new engines take GPUs.
         (config(**SPLIT, max_staleness=1), 1, "has 1; add nodes"),
-        (shape(1, 1, max_staleness=1, batch={"order": "finished"}), 1, "has 1; add nodes"),
+        (shape(1, 1, max_staleness=1, batch={"order": "completion"}), 1, "has 1; add nodes"),
     ],
 )
 def test_the_refusal_names_only_what_fits(wanted, gpus, said):

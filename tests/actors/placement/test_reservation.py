@@ -31,7 +31,9 @@ def on_nodes(script, **variables):
 def test_a_reservation_is_waited_for_survives_a_lost_node_and_is_released():
     run = on_nodes("multi_node_reservations")
     told = run.stdout.splitlines()
-    begin = told.index("cluster: no room for this run within `cluster.timeouts.room_s` = 1 s; it asks for")
+    begin = told.index(
+        "cluster: no room for this run within `cluster.timeouts.placement_timeout_s` = 1 s; it asks for"
+    )
     refusal = told[begin : told.index("placed")]
     assert refusal[1:5] == [
         "  policy: 2 x 1 GPU(s) and 1 CPU(s)",

@@ -486,16 +486,16 @@ def test_the_run_of_an_sft_stage_is_no_evaluation(tmp_path):
     assert [(e["kind"], e["step"]) for e in own["samples"]] == [("add3", 0), ("training", 1)]
 
 
-@pytest.mark.parametrize("label", ["training", "aside"])
+@pytest.mark.parametrize("label", ["training", "quarantine"])
 def test_an_evaluation_set_is_never_taken_for_a_table_of_the_run(tmp_path, label):
     run = make_run(tmp_path / "run", steps=1, evals=())
     write_samples(run / f"samples/eval_{label}_step_000001.parquet", 1, 1, 1, np.random.default_rng(0))
-    (run / "aside").mkdir()
-    write_samples(run / "aside/step_000001.parquet", 1, 1, 1, np.random.default_rng(0))
+    (run / "quarantine").mkdir()
+    write_samples(run / "quarantine/step_000001.parquet", 1, 1, 1, np.random.default_rng(0))
     kinds = {file.key: file.kind for file in sample_files(run)}
     assert kinds == {
         "samples/step_000001": "training",
-        "aside/step_000001": "aside",
+        "quarantine/step_000001": "quarantine",
         f"samples/eval_{label}_step_000001": f"eval {label}",
     }
     evaluation = tmp_path / "evaluation"

@@ -83,10 +83,10 @@
     const lines = rows.map(({ run, time, step, message }) =>
       make("tr", {}, many ? cell(make("span", {}, dot(run), ` ${run.label}`), "nowrap") : null, cell(when(time), "nowrap"), cell(step === null ? "–" : String(step), "number"), cell(report.visible(message), "message")),
     );
-    const quarantined = report.runs.flatMap((run) => run.manifest.samples.filter(({ kind }) => kind === "aside").map(({ step }) => `${many ? `${run.label} ` : ""}step ${step}`));
+    const quarantined = report.runs.flatMap((run) => run.manifest.samples.filter(({ kind }) => kind === "quarantine").map(({ step }) => `${many ? `${run.label} ` : ""}step ${step}`));
     const headings = [...(many ? ["run"] : []), "time", "#step", "what"];
     byId("events-list").replaceChildren(
-      ...(quarantined.length ? [make("p", { textContent: `Quarantined batches, in Rollouts under the set “aside”: ${[...new Set(quarantined)].join(", ")}` })] : []),
+      ...(quarantined.length ? [make("p", { textContent: `Quarantined batches, in Rollouts under the set “quarantine”: ${[...new Set(quarantined)].join(", ")}` })] : []),
       lines.length ? table(headings, lines) : make("p", { classes: "said", textContent: "No warning and no health event is recorded." }),
     );
   }
