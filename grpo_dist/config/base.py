@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from collections.abc import Iterator, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
     field_validator,
+    model_serializer,
     model_validator,
 )
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -81,11 +86,124 @@ class Section(BaseModel):
         yield from ()
 
 
-def choices(section: type[BaseModel], field: str) -> tuple[Any, ...]:
-    """Return the names that a field lists: those of its Literal, which are built in where it also takes
-    others.
+USER_SUPPLIED = "user-supplied code"  # label of the member of a tagged union that takes other names
+
+
+class Choice(Section):
+    """A member of a tagged union. Its field ``tag`` is a Literal of the names that choose it. Where that
+    field takes any text, the member is that of user-supplied code.
     """
-    return tuple(_literals(section.model_fields[field].annotation))
+
+    tag: ClassVar[str] = "name"
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Return the names that choose this member; () for user-supplied code."""
+        return tuple(_literals(cls.model_fields[cls.tag].annotation))
+
+    @model_serializer(mode="wrap")
+    def _with_its_name(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Keep the name where unset or default values are left out: without it the rest has no meaning."""
+        return {self.tag: getattr(self, self.tag), **dump(self)}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The settings of the member, without the tag."""
+        return {name: getattr(self, name) for name in type(self).model_fields if name != self.tag}
+
+
+class Tagged:
+    """Annotates a union of `Choice`s: ``loss: Annotated[PPOClip | SAPO | UserLoss, Tagged()] = PPOClip()``.
+
+    In a file ``loss: sapo`` is short for ``loss: {name: sapo}``. A mapping without a name is that of the
+    first member, whose first name is the default. `config.files` merges by the name.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        union = members(source)
+        tag, labels = union[0].tag, dict[str, CoreSchema]()
+        for member in union:
+            labels |= dict.fromkeys(member.names() or (USER_SUPPLIED,), handler.generate_schema(member))
+
+        def label(value: Any) -> Any:
+            name = value.get(tag) if isinstance(value, Mapping) else getattr(value, tag, None)
+            return name if name in labels or USER_SUPPLIED not in labels else USER_SUPPLIED
+
+        def as_mapping(value: Any) -> Any:
+            if isinstance(value, str):
+                return {tag: value}
+            if isinstance(value, Mapping):
+                default = default_name(union)
+                return value if default is None else {tag: default, **value}
+            if not isinstance(value, union):
+                raise PydanticCustomError("tagged_type", "Input should be a name or a mapping")
+            return value
+
+        return core_schema.no_info_before_validator_function(
+            as_mapping, core_schema.tagged_union_schema(labels, discriminator=label)
+        )
+
+
+def members(annotation: Any) -> tuple[type[Choice], ...]:
+    """Return the members of a tagged union, which may be optional; () for any other annotation."""
+    if get_origin(annotation) is Annotated:
+        return members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        parts = [part for part in get_args(annotation) if part is not NoneType]
+        if len(parts) == 1:
+            return members(parts[0])
+        found = tuple(inner for part in parts for inner in (members(part) or (part,)))
+        return found if all(isinstance(part, type) and issubclass(part, Choice) for part in found) else ()
+    return ()
+
+
+def default_name(union: Sequence[type[Choice]]) -> str | None:
+    """Return the name of a mapping of a tagged union that has none; None: it must have one."""
+    field = union[0].model_fields[union[0].tag]
+    return None if field.is_required() else str(field.default)
+
+
+def member_called(union: Sequence[type[Choice]], name: str | None) -> type[Choice] | None:
+    """Return the member of ``union`` that ``name`` chooses, that of user-supplied code for a name that no
+    other lists; None: there is none.
+    """
+    name = default_name(union) if name is None else name
+    by_name = (member for member in union if name in member.names())
+    return next(by_name, next((member for member in union if not member.names()), None))
+
+
+def tagged_unions(section: type[BaseModel]) -> Iterator[tuple[tuple[str, ...], tuple[type[Choice], ...]]]:
+    """Yield path and members of every tagged union of ``section``, outer ones first; "*" stands for the
+    entries of a list or mapping: (("rewards", "functions", "*"), members).
+    """
+    for name, field in section.model_fields.items():
+        yield from _tagged_unions(field.annotation, (name,))
+
+
+def _tagged_unions(
+    annotation: Any, path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], tuple[type[Choice], ...]]]:
+    if union := members(annotation):
+        yield path, union
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield from ((path + inner, union) for inner, union in tagged_unions(annotation))
+    elif get_origin(annotation) in (tuple, list, dict):
+        yield from _tagged_unions(
+            get_args(annotation)[-1 if get_origin(annotation) is dict else 0], (*path, "*")
+        )
+    elif get_origin(annotation) is not Literal:
+        for part in get_args(annotation):
+            yield from _tagged_unions(part, path)
+
+
+def choices(section: type[BaseModel], field: str) -> tuple[Any, ...]:
+    """Return the names that a field lists, which are built in where it also takes others: those of its
+    Literal, or of the members of its tagged union.
+    """
+    annotation = section.model_fields[field].annotation
+    if union := members(annotation):
+        return tuple(name for member in union for name in member.names())
+    return tuple(_literals(annotation))
 
 
 def repeated(names: Sequence[str]) -> list[str]:

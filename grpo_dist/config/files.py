@@ -7,6 +7,12 @@ earlier ones, the file overrides its base files, and the command line overrides 
     defaults: [base.yaml, algorithms/grpo.yaml]
     policy: {num_workers: 2}
 
+A section that a name chooses (`config.base.Tagged`), such as `algorithm.loss`, is replaced as a whole by a
+mapping with another name, and merged with one that has the same or none:
+
+    loss: sapo               and  loss: {tau_positive: 2}   make  loss: {name: sapo, tau_positive: 2}
+    loss: {name: sapo, ...}  and  loss: {name: ppo_clip}    make  loss: {name: ppo_clip}
+
 On the command line ``+algorithm=dapo`` replaces the file's `algorithm` section by that of the preset
 configs/algorithms/dapo.yaml and merges the preset's other sections. What the file's own preset set in other
 sections goes with it. Values on the command line apply to the result, wherever they stand in it.
@@ -18,6 +24,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,10 +34,11 @@ from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
 from grpo_dist.config import Config
+from grpo_dist.config.base import Choice, default_name, tagged_unions
 from grpo_dist.config.messages import readable
 from grpo_dist.config.presets import PRESETS
 from grpo_dist.config.secrets import masked, masked_setting, masked_text, shown_value
-from grpo_dist.config.suggestions import description, meaning, suggestion
+from grpo_dist.config.suggestions import description, meaning, unknown_key
 from grpo_dist.config.text import (
     check_characters,
     check_comments,
@@ -156,11 +164,52 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     bases, own = _split_bases(loaded, path)
     parts = [read_tree(_base_file(path, base), (*seen, resolved)) for base in bases]
     try:
-        merged = OmegaConf.merge(*parts, own)
+        return reduce(_merged, [*parts, own])
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be merged with its `defaults`: {parser_reason(error)}") from error
+
+
+def _merged(base: DictConfig, over: DictConfig) -> DictConfig:
+    """Merge ``over`` into ``base``, neither of which changes."""
+    first, second = (OmegaConf.to_container(tree, resolve=False) for tree in (base, over))
+    for path, union in _tagged_unions():
+        _fit(first, second, path, union)
+    merged = OmegaConf.merge(OmegaConf.create(first), OmegaConf.create(second))
     assert isinstance(merged, DictConfig)
     return merged
+
+
+@cache
+def _tagged_unions() -> list[tuple[tuple[str, ...], tuple[type[Choice], ...]]]:
+    return list(tagged_unions(Config))
+
+
+def _fit(base: Any, over: Any, path: Sequence[str], union: Sequence[type[Choice]]) -> None:
+    """Prepare the tagged section at ``path`` of two plain trees for their merge: replace a bare name by the
+    mapping that it stands for, and empty the section of ``base`` where ``over`` has another name.
+    """
+    part, *rest = path
+    if not isinstance(over, dict):
+        return
+    for key in list(over) if part == "*" else [part] if part in over else []:
+        at: Any = int(key) if isinstance(base, list) and str(key).isdigit() else key
+        below = base[at] if (isinstance(base, dict) and at in base) or _is_index(base, at) else {}
+        if rest:
+            _fit(below, over[key], rest, union)
+            continue
+        tag = union[0].tag
+        over[key], below = ({tag: each} if _is_name(each) else each for each in (over[key], below))
+        if isinstance(over[key], dict) and isinstance(below, dict) and below:
+            name = below.get(tag, default_name(union))
+            base[at] = below if over[key].get(tag, name) == name else {}
+
+
+def _is_index(items: Any, at: Any) -> bool:
+    return isinstance(items, list) and isinstance(at, int) and at < len(items)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and "${" not in value
 
 
 def _base_file(path: Path, base: str) -> Path:
@@ -218,11 +267,9 @@ def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
     if isinstance(before, dict) and (former := known.get(str(before.get("preset")))) is not None:
         plain = _less(plain, OmegaConf.to_container(read_tree(former), resolve=False))
     try:
-        result = OmegaConf.merge(OmegaConf.create(plain), preset)
+        return _merged(OmegaConf.create(plain), preset)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be merged with {override}: {parser_reason(error)}") from error
-    assert isinstance(result, DictConfig)
-    return result
 
 
 def _less(tree: dict[Any, Any], other: Any) -> dict[Any, Any]:
@@ -263,10 +310,28 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
     """
     try:
         check_key(key)
+        value = _fit_override(tree, key, value)
         merge = len(value) > 0 if isinstance(value, Mapping) else True
         OmegaConf.update(tree, key, value, merge=merge)
     except (OmegaConfBaseException, TypeError, AttributeError, ValueError, LookupError) as error:
         raise ConfigError(f"{where}: {parser_reason(error)}{_of_lists(tree, key)}") from error
+
+
+def _fit_override(tree: DictConfig, key: str, value: Any) -> Any:
+    """Prepare ``tree`` for ``value`` at a dotted ``key``, see `_fit`; return the value to set."""
+    section, *rest = key.split(".")
+    plain: Any = OmegaConf.to_container(tree, resolve=False)
+    over: Any = deepcopy(value)
+    for part in reversed([section, *rest]):
+        over = {part: over}
+    before = deepcopy(plain.get(section))
+    for path, union in _tagged_unions():
+        _fit(plain, over, path, union)
+    if plain.get(section) != before:
+        tree[section] = plain[section]
+    for part in (section, *rest):
+        over = over[part]
+    return over
 
 
 def _of_lists(tree: DictConfig, key: str) -> str:
@@ -291,7 +356,7 @@ def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) ->
     for item in readable(error.errors(), root):
         where = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown key `{where}`{suggestion(item['loc'], root, item['input'])}")
+            lines.append(unknown_key(item["place"], root, item["input"]))
         elif item["type"] == "missing":
             lines.append(f"`{where}` is missing: {description(item['loc'], root) or 'it has no default'}")
         elif item["type"] == "value_error":

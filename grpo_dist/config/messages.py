@@ -7,10 +7,13 @@ error for each, and names Python types.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel
+
+from grpo_dist.config.base import Choice, member_called, members
 
 _SHOULD_BE = "Input should be "
 _EXPECTED = {
@@ -23,47 +26,91 @@ _EXPECTED = {
 }
 
 
-def readable(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> list[dict[str, Any]]:
-    """Merge ``errors`` of a pydantic ValidationError of ``root`` into one per key: `loc` has only keys and
-    positions, `msg` names the expected values.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an error is.
+
+    Attributes:
+        keys: names and positions of lists, as in a file.
+        section: whose key the last one is; None: no section's, e.g. an entry of a list.
+        union: members of the tagged union that ``section`` is one of; () for any other.
+        label: what chose ``section`` among them.
     """
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    own = [(_keys(tuple(error["loc"]), root), error) for error in errors]
-    for location, error in own:
-        if error["type"] == "too_short" and any(_is_inside(other, location) for other, _ in own):
+
+    keys: tuple[Any, ...]
+    section: type[BaseModel] | None
+    union: tuple[type[Choice], ...] = ()
+    label: str = ""
+
+
+def readable(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> list[dict[str, Any]]:
+    """Merge ``errors`` of a pydantic ValidationError of ``root`` into one per key: `place` is its `Place`,
+    `loc` its keys, `msg` names the expected values.
+    """
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+    placed = [(_locate(tuple(error["loc"]), root), error) for error in errors]
+    for place, error in placed:
+        if error["type"] == "too_short" and any(_is_inside(other.keys, place.keys) for other, _ in placed):
             continue  # pydantic does not count invalid entries
-        expected = _EXPECTED.get(error["type"])
-        message = expected.format(**error.get("ctx", {})) if expected else error["msg"]
-        if location in found and error["type"] not in ("missing", "extra_forbidden"):
-            before = found[location]
+        tag = place.union[0].tag if place.union else None
+        if error["type"] == "union_tag_not_found":
+            place, error = replace(place, keys=(*place.keys, tag)), {**error, "type": "missing"}
+        elif tag is not None and place.keys[-1:] == (tag,) and error["type"] != "missing":
+            place = replace(place, keys=place.keys[:-1])  # the bare name is short for the mapping
+        elif error["type"] == "union_tag_invalid":
+            error = {**error, "input": error["input"][tag]}
+        message = _message(error, place)
+        if place.keys in merged and error["type"] not in ("missing", "extra_forbidden"):
+            before = merged[place.keys]
             before["msg"] = f"{before['msg']}, or {message.removeprefix(_SHOULD_BE)}"
         else:
-            found.setdefault(location, {**error, "loc": location, "msg": message})
-    return list(found.values())
+            merged.setdefault(place.keys, {**error, "loc": place.keys, "place": place, "msg": message})
+    return list(merged.values())
+
+
+def _message(error: Mapping[str, Any], place: Place) -> str:
+    names = [f"'{name}'" for member in place.union for name in member.names()]
+    if error["type"] == "union_tag_invalid":
+        return f"{_SHOULD_BE}{', '.join(names[:-1])} or {names[-1]}"
+    if place.union and not place.label:
+        return f"{_SHOULD_BE}one of {', '.join(names)}, or a mapping with `{place.union[0].tag}`"
+    message = _EXPECTED.get(error["type"])
+    message = message.format(**error.get("ctx", {})) if message else str(error["msg"])
+    if place.union and error["type"] == "own_name":  # neither a name of ours nor one of user-supplied code
+        return f"{_SHOULD_BE}{', '.join(names)} or {message.removeprefix(_SHOULD_BE)}"
+    return message
 
 
 def _is_inside(inner: tuple[Any, ...], outer: tuple[Any, ...]) -> bool:
     return len(inner) > len(outer) and inner[: len(outer)] == outer
 
 
-def _keys(location: tuple[Any, ...], root: Any) -> tuple[Any, ...]:
-    """Return ``location`` without the names of union alternatives, which pydantic adds."""
-    kept: list[Any] = []
-    annotation: Any = root
+def _locate(location: tuple[Any, ...], root: type[BaseModel]) -> Place:
+    """Return the place of ``location``, which has the names of union alternatives that pydantic adds."""
+    place, annotation = Place((), None), cast(Any, root)
     for part in location:
         alternatives = _alternatives(annotation)
+        if union := members(annotation):  # `part` is what chose the member
+            label = str(part)
+            section = member_called(union, label)
+            place, annotation = Place(place.keys, section, union, label), section
+            continue
         if isinstance(part, int):
             annotation = next((inner for a in alternatives if (inner := _element(a)) is not None), None)
-        elif model := next((a for a in alternatives if _is_section(a)), None):
-            if len(alternatives) > 1 and part not in model.model_fields:  # the alternative's tag
-                annotation = model
-                continue
-            field = model.model_fields.get(part)
-            annotation = field.annotation if field else None
-        elif len(alternatives) > 1:
+            place = Place((*place.keys, part), None)
             continue
-        kept.append(part)
-    return tuple(kept)
+        if section := next((a for a in alternatives if _is_section(a)), None):
+            if len(alternatives) > 1 and part not in section.model_fields:  # the alternative's tag
+                annotation = section
+                continue
+            field = section.model_fields.get(part)
+            annotation = field.annotation if field else None
+            same = place.section is section and place.union
+            place = Place((*place.keys, part), section, *((place.union, place.label) if same else ()))
+        elif len(alternatives) <= 1:
+            place = Place((*place.keys, part), None)
+    union = members(annotation)
+    return replace(place, union=union, label="") if union else place
 
 
 def _alternatives(annotation: Any) -> list[Any]:

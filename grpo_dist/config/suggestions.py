@@ -8,19 +8,41 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from grpo_dist.config import Config
+from grpo_dist.config.messages import Place
 from grpo_dist.config.peers import hint
 
 _AT_MOST = 3  # keys that are named as one alternative
 _PROBLEM = ("question_column", "prompt_column", "query_column", "input_column")  # of other data loaders
 
 
-def suggestion(location: tuple[Any, ...], root: type[BaseModel], value: Any) -> str:
-    """Return what to set instead of the unknown key at ``location``, after "; "; "" where nothing is known.
-
-    ``location``: names of sections, indices of lists, and the key, under ``root``. ``value``: what was set.
+def unknown_key(place: Place, root: type[BaseModel], value: Any) -> str:
+    """Return the message about an unknown key at ``place`` under ``root``: what to set instead, where that is
+    known. ``value``: what was set.
     """
+    where = ".".join(map(str, place.keys))
+    if place.union and (reason := _of_another_member(place)):
+        return f"`{where}`: {reason}"
+    return f"unknown key `{where}`{_suggestion(place, root, value)}"
+
+
+def _of_another_member(place: Place) -> str | None:
+    """Return why the key does not belong to the chosen member of a tagged union; None if it is misspelt."""
+    key, chosen = str(place.keys[-1]), place.section
+    assert chosen is not None
+    own = [name for name in chosen.model_fields if name != place.union[0].tag]
+    others = [name for member in place.union if key in member.model_fields for name in member.names()]
+    if not others and (difflib.get_close_matches(key, own, n=1, cutoff=0.5)):
+        return None
+    takes = f"it takes {', '.join(own)}" if own else "it takes none"
+    has = f"; {', '.join(others)} {'has' if len(others) == 1 else 'have'} it" if others else ""
+    return f"{place.keys[-2]} {place.label} has no such setting; {takes}{has}"
+
+
+def _suggestion(place: Place, root: type[BaseModel], value: Any) -> str:
+    """Return what to set instead of an unknown key, after "; "; "" where nothing is known."""
+    location, section = place.keys, place.section
     known = _all_keys(root)
-    name, section = str(location[-1]), _section(location[:-1], root)
+    name = str(location[-1])
     if "." in name and _without_indices((*location[:-1], *name.split("."))) in known:
         return f"; a file nests it: {_nested(name)}"
     if location == ("defaults",):
@@ -63,30 +85,24 @@ def meaning(location: tuple[Any, ...], root: type[BaseModel]) -> str:
 
 def description(location: tuple[Any, ...], root: type[BaseModel]) -> str | None:
     """Return what the configuration says of the key at ``location``."""
-    section = _section(location[:-1], root)
-    if section is None or location[-1] not in section.model_fields:
-        return None
-    return section.model_fields[str(location[-1])].description
+    sections, name = _sections_at(location[:-1], root), str(location[-1])
+    return next((s.model_fields[name].description for s in sections if name in s.model_fields), None)
 
 
-def _section(location: tuple[Any, ...], root: type[BaseModel]) -> type[BaseModel] | None:
-    """Return the section class at a location of the tree; list indices are ignored."""
-    section = root
+def _sections_at(location: tuple[Any, ...], root: type[BaseModel]) -> list[type[BaseModel]]:
+    """Return the section at a location of the tree, or all that may be there; list indices are ignored."""
+    sections = [root]
     for part in location:
-        if isinstance(part, int):
-            continue
-        field = section.model_fields.get(str(part))
-        inner = _model_class(field.annotation) if field else None
-        if inner is None:
-            return None
-        section = inner
-    return section
+        if not isinstance(part, int):
+            fields = [s.model_fields[part].annotation for s in sections if part in s.model_fields]
+            sections = [inner for annotation in fields for inner in _sections_in(annotation)]
+    return sections
 
 
-def _model_class(annotation: Any) -> type[BaseModel] | None:
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for arg in get_args(annotation) if (found := _model_class(arg))), None)
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in _sections_in(argument)]
 
 
 def keys_called(name: str) -> list[str]:
@@ -98,10 +114,9 @@ def keys_called(name: str) -> list[str]:
 
 
 def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
-    keys = []
+    keys: dict[str, None] = {}  # members of a tagged union share some
     for name, field in section.model_fields.items():
-        keys.append(prefix + name)
-        inner = _model_class(field.annotation)
-        if inner is not None:
-            keys += _all_keys(inner, f"{prefix}{name}.")
-    return keys
+        keys[prefix + name] = None
+        for inner in _sections_in(field.annotation):
+            keys |= dict.fromkeys(_all_keys(inner, f"{prefix}{name}."))
+    return list(keys)

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from grpo_dist.config import Config
+from grpo_dist.config.base import USER_SUPPLIED, Choice, members
 from grpo_dist.config.presets import table as presets_table
 from grpo_dist.runtime.generated import refresh
 from grpo_dist.tools.recipe.config import PipelineFile
@@ -30,13 +31,15 @@ _SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One row. ``section``: the value's section, if it has keys of its own, which begin with ``inside``."""
+    """One row. ``sections``: of the value, if it has keys of its own, which begin with ``inside``. Several
+    are the members of a tagged union.
+    """
 
     path: str
     value: str
     default: str
     meaning: str
-    section: type[BaseModel] | None
+    sections: tuple[type[BaseModel], ...]
     inside: str
 
 
@@ -49,8 +52,8 @@ def sections(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, typ
     """Yield the prefix and class of every section, outer ones first: ("data.train.N.", DataSourceConfig)."""
     yield prefix, root
     for key in keys(root, prefix):
-        if key.section is not None:
-            yield from sections(key.section, key.inside)
+        for section in key.sections:
+            yield from sections(section, key.inside)
 
 
 def page(root: type[BaseModel], title: str) -> str:
@@ -58,11 +61,13 @@ def page(root: type[BaseModel], title: str) -> str:
     places: dict[type[BaseModel], list[str]] = {}
     for prefix, section in sections(root):
         places.setdefault(section, []).append(prefix)
-    headings = {section: _heading(prefixes, title) for section, prefixes in places.items()}
+    places = {section: prefixes for section, prefixes in places.items() if _settings(section)}
+    headings = {section: _heading(section, prefixes, title) for section, prefixes in places.items()}
     parts = []
     for section, prefixes in places.items():
         # A section that its key says nothing more of has its heading alone.
         own = [key for key in keys(section, prefixes[0]) if key.meaning or key.default != "its defaults"]
+        own = [key for key in own if key.path.rpartition(".")[2] in _settings(section)]
         parts.append(f"### {headings[section]}\n\n{_prose(section)}")
         if own:
             head = "| key | value; default | meaning |\n|---|---|---|"
@@ -72,25 +77,43 @@ def page(root: type[BaseModel], title: str) -> str:
 
 def meaning(key: Key) -> str:
     """Return the description of a key, or else of its section."""
-    return key.meaning or (_prose(key.section) if key.section else "")
+    return key.meaning or (_prose(key.sections[0]) if key.sections else "")
+
+
+def _settings(section: type[BaseModel]) -> list[str]:
+    """Return the names of the fields of ``section`` but for the tag of a member of a tagged union."""
+    tag = section.tag if issubclass(section, Choice) else None
+    return [name for name in section.model_fields if name != tag]
 
 
 def _key(path: str, field: FieldInfo) -> Key:
-    section = _section(field.annotation)
-    inside = "" if section is None else f"{path}.N." if _has_list(field.annotation) else f"{path}."
+    sections = _sections(field.annotation)
+    inside = "" if not sections else f"{path}.N." if _has_list(field.annotation) else f"{path}."
     value = _value(field.annotation, field.metadata)
-    return Key(path, value, _default(field), field.description or "", section, inside)
+    return Key(path, value, _default(field), field.description or "", sections, inside)
 
 
 def _row(key: Key, headings: Mapping[type[BaseModel], str]) -> str:
     value = key.value
-    if key.section is not None:
-        value = value.replace("section", f"[section](#{anchor(headings[key.section])})")
+    for section in key.sections:
+        if section not in headings:
+            continue
+        if issubclass(section, Choice):
+            for name in section.names() or (USER_SUPPLIED,):
+                word = f"`{name}`" if section.names() else name
+                value = value.replace(word, f"[{word}](#{anchor(headings[section])})", 1)
+        else:
+            value = value.replace("section", f"[section](#{anchor(headings[section])})")
     return f"| `{key.path}` | {value}; {key.default} | {_cell(meaning(key))} |"
 
 
-def _heading(prefixes: Sequence[str], title: str) -> str:
-    return ", ".join(f"`{prefix[:-1]}`" if prefix else title for prefix in prefixes)
+def _heading(section: type[BaseModel], prefixes: Sequence[str], title: str) -> str:
+    places = ", ".join(f"`{prefix[:-1]}`" if prefix else title for prefix in prefixes)
+    return (
+        f"{places}: {', '.join(section.names() or (USER_SUPPLIED,))}"
+        if issubclass(section, Choice)
+        else places
+    )
 
 
 def anchor(heading: str) -> str:
@@ -102,10 +125,12 @@ def _prose(section: type[BaseModel]) -> str:
     return " ".join((section.__doc__ or "").split())
 
 
-def _section(annotation: Any) -> type[BaseModel] | None:
+def _sections(annotation: Any) -> tuple[type[BaseModel], ...]:
+    if union := members(annotation):
+        return union
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for part in get_args(annotation) if (found := _section(part))), None)
+        return (annotation,)
+    return next((found for part in get_args(annotation) if (found := _sections(part))), ())
 
 
 def _has_list(annotation: Any) -> bool:
@@ -117,6 +142,10 @@ def _value(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _value(parts[0], [*parts[1:], *metadata])
+    if (union := members(annotation)) and (origin is Union or origin is UnionType):
+        names = [f"`{name}`" for member in union for name in member.names()]
+        optional = ["`null`"] if NoneType in parts else []
+        return ", ".join([*optional, *names, *(USER_SUPPLIED for member in union if not member.names())])
     if origin in (Union, UnionType):
         return ", ".join("`null`" if part is NoneType else _value(part, metadata) for part in parts)
     if origin is Literal:
@@ -127,7 +156,7 @@ def _value(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return f"list of {len(parts)}: {_value(parts[0])}"
     if origin is dict:
         return "mapping"
-    if _section(annotation):
+    if _sections(annotation):
         return "section"
     return f"{_WORDS[annotation]}{_limits(metadata)}"
 
@@ -150,6 +179,8 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(value, Choice):
+        return f"`{getattr(value, value.tag)}`"
     if isinstance(value, BaseModel):
         return "its defaults"
     if isinstance(value, tuple):
