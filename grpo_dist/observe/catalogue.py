@@ -45,9 +45,9 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 def table(metrics: Sequence[Metric] = METRICS) -> str:
     """Return the table as markdown."""
-    heading = "| metric | unit | one number by | what it is | healthy, or what to look for |"
-    rows = (f"| `{m.name}` | {m.unit} | {m.reducer} | {m.meaning} | {m.look_for} |" for m in metrics)
-    return "\n".join([heading, "|---|---|---|---|---|", *rows])
+    heading = "| metric | unit, reducer | what it is | healthy, or what to look for |"
+    rows = (f"| `{m.name}` | {m.unit}, {m.reducer} | {m.meaning} | {m.look_for} |" for m in metrics)
+    return "\n".join([heading, "|---|---|---|---|", *rows])
 
 
 if __name__ == "__main__":

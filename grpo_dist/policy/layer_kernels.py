@@ -3,7 +3,7 @@ on GPUs.
 
 torch computes each of them in several operations, which read and write the activations each time. On an H200
 29,000 tokens of Qwen2.5-0.5B in bfloat16 take 0.31 s forward and backward by torch's operations and 0.25 by
-these kernels, of which 0.13 are matrix products (guides/gpu_check.md).
+these kernels, of which 0.13 are matrix products (guides/gpus.md).
 """
 
 from __future__ import annotations

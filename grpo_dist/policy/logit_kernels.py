@@ -3,7 +3,7 @@ gradient.
 
 torch's operations read or write a block of logits about fifteen times in each pass. On an H100, with 8,192
 rows of width 896 and 152,000 tokens, that takes 31 and 41 ms and these kernels 6 and 15, products included
-(guides/gpu_check.md).
+(guides/gpus.md).
 """
 
 from __future__ import annotations

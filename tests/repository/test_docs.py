@@ -18,6 +18,7 @@ from grpo_dist.cli import command_parser
 from grpo_dist.config import Config
 from grpo_dist.config.files import checked, load_config
 from grpo_dist.observe.catalogue import described
+from grpo_dist.tools.config_reference import anchor
 from grpo_dist.tools.recipe.config import PipelineFile
 from tests.support.documents import COMMANDS, ROOT, Block, blocks, documents, inline_commands
 from tests.support.patience import HANG_S
@@ -180,6 +181,20 @@ LINKS = sorted(
 @pytest.mark.parametrize(("document", "link"), LINKS)
 def test_every_link_between_documents_has_a_target(document, link):
     assert (ROOT / document).parent.joinpath(link).exists()
+
+
+def test_every_anchor_of_a_link_has_a_heading():
+    headings = {
+        path: {anchor(heading) for heading in re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)}
+        for path in documents()
+    }
+    missing = [
+        f"{path.relative_to(ROOT)}: {link}#{name}"
+        for path in documents()
+        for link, name in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", path.read_text())
+        if name not in headings.get(path.parent.joinpath(link).resolve() if link else path, {name})
+    ]
+    assert missing == []
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))

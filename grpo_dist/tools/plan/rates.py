@@ -29,7 +29,7 @@ from grpo_dist.tools.plan.reward_models import KnownRewardModel
 _HOP_S = 12e-6  # an all-reduce of few bytes within a node
 _CPU_ADAM = 4e9  # parameters a second of one node's processors
 # Share of the weights' bytes that `weight_sync.deltas` sends in bfloat16, by learning rate, as
-# grpo_dist/guides/weight_deltas.md measured it. In float32 nearly every weight changes.
+# grpo_dist/guides/throughput.md measured it. In float32 nearly every weight changes.
 _DELTA_SHARES = ((1e-6, 0.019), (1e-5, 0.16))
 
 

@@ -140,7 +140,7 @@ def test_samples_do_not_depend_on_the_flashinfer_sampler(monkeypatch):
 
 
 def test_an_engine_that_drafts_takes_model_runner_1_and_others_take_2():
-    """They draw with other random numbers: `grpo_dist/guides/speculation.md`."""
+    """They draw with other random numbers: `grpo_dist/guides/throughput.md`."""
 
     def unsupported(speculation):
         own = SimpleNamespace(

@@ -229,7 +229,7 @@ def test_an_update_takes_the_memory_that_was_measured_on_an_h100(stage, tmp_path
     now += 24 * (rows * (4 * query + 4 * heads) - size.micro_batch * (2 * query + 4 * heads))
     assert now == pytest.approx(peak, rel=0.01)
     said = f"memory {1 - peak / then:.1%} below plan, {1 - peak / now:.1%} below what plan says since"
-    assert said.replace("%", " %") in (ROOT / "grpo_dist/guides/gpu_check.md").read_text()
+    assert said.replace("%", " %") in (ROOT / "grpo_dist/guides/gpus.md").read_text()
 
 
 def test_sequence_parallel_ranks_share_the_tokens_of_a_micro_batch():
