@@ -23,7 +23,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any, TypeVar
@@ -171,10 +171,8 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
 
 def _merged(base: DictConfig, over: DictConfig) -> DictConfig:
     """Merge ``over`` into ``base``, neither of which changes."""
-    first, second = (OmegaConf.to_container(tree, resolve=False) for tree in (base, over))
-    for path, union in _tagged_unions():
-        _fit(first, second, path, union)
-    merged = OmegaConf.merge(OmegaConf.create(first), OmegaConf.create(second))
+    plain = [OmegaConf.to_container(tree, resolve=False) for tree in (base, over)]
+    merged = OmegaConf.merge(*map(OmegaConf.create, _fit_unions(*plain)))
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -184,24 +182,42 @@ def _tagged_unions() -> list[tuple[tuple[str, ...], tuple[type[Choice], ...]]]:
     return list(tagged_unions(Config))
 
 
-def _fit(base: Any, over: Any, path: Sequence[str], union: Sequence[type[Choice]]) -> None:
-    """Prepare the tagged section at ``path`` of two plain trees for their merge: replace a bare name by the
-    mapping that it stands for, and empty the section of ``base`` where ``over`` has another name.
+def _fit_unions(base: Any, over: Any) -> tuple[Any, Any]:
+    """Return two plain trees ready to be merged, see `_fit`."""
+    for path, union in _tagged_unions():
+        base, over = _fit(base, over, path, union)
+    return base, over
+
+
+def _fit(base: Any, over: Any, path: Sequence[str], union: Sequence[type[Choice]]) -> tuple[Any, Any]:
+    """Return two plain trees with the tagged section at ``path`` as a mapping where it is a bare name, and
+    empty in ``base`` where ``over`` has another name.
     """
     part, *rest = path
     if not isinstance(over, dict):
-        return
-    for key in list(over) if part == "*" else [part] if part in over else []:
-        at: Any = int(key) if isinstance(base, list) and str(key).isdigit() else key
-        below = base[at] if (isinstance(base, dict) and at in base) or _is_index(base, at) else {}
+        return base, over
+    first, second = copy(base), dict(over)
+    for key in list(second) if part == "*" else [part] if part in second else []:
+        at: Any = int(key) if isinstance(first, list) and str(key).isdigit() else key
+        has = at in first if isinstance(first, dict) else _is_index(first, at)
+        below = first[at] if has else {}
         if rest:
-            _fit(below, over[key], rest, union)
-            continue
-        tag = union[0].tag
-        over[key], below = ({tag: each} if _is_name(each) else each for each in (over[key], below))
-        if isinstance(over[key], dict) and isinstance(below, dict) and below:
-            name = below.get(tag, default_name(union))
-            base[at] = below if over[key].get(tag, name) == name else {}
+            below, second[key] = _fit(below, second[key], rest, union)
+        else:
+            below, second[key] = _by_name(below, second[key], union)
+        if has:
+            first[at] = below
+    return first, second
+
+
+def _by_name(before: Any, after: Any, union: Sequence[type[Choice]]) -> tuple[Any, Any]:
+    """Return a tagged section of both trees as mappings, the first empty if the second has another name."""
+    tag = union[0].tag
+    before, after = ({tag: value} if _is_name(value) else value for value in (before, after))
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return before, after
+    name = before.get(tag, default_name(union))
+    return before if after.get(tag, name) == name else {}, after
 
 
 def _is_index(items: Any, at: Any) -> bool:
@@ -310,28 +326,17 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
     """
     try:
         check_key(key)
-        value = _fit_override(tree, key, value)
+        section, *rest = key.split(".")
+        before = OmegaConf.to_container(tree, resolve=False)
+        nested = reduce(lambda inner, part: {part: inner}, [*rest[::-1], section], value)
+        after, over = _fit_unions(before, nested)
+        if after != before:
+            tree[section] = after[section]
+        value = reduce(lambda outer, part: outer[part], [section, *rest], over)
         merge = len(value) > 0 if isinstance(value, Mapping) else True
         OmegaConf.update(tree, key, value, merge=merge)
     except (OmegaConfBaseException, TypeError, AttributeError, ValueError, LookupError) as error:
         raise ConfigError(f"{where}: {parser_reason(error)}{_of_lists(tree, key)}") from error
-
-
-def _fit_override(tree: DictConfig, key: str, value: Any) -> Any:
-    """Prepare ``tree`` for ``value`` at a dotted ``key``, see `_fit`; return the value to set."""
-    section, *rest = key.split(".")
-    plain: Any = OmegaConf.to_container(tree, resolve=False)
-    over: Any = deepcopy(value)
-    for part in reversed([section, *rest]):
-        over = {part: over}
-    before = deepcopy(plain.get(section))
-    for path, union in _tagged_unions():
-        _fit(plain, over, path, union)
-    if plain.get(section) != before:
-        tree[section] = plain[section]
-    for part in (section, *rest):
-        over = over[part]
-    return over
 
 
 def _of_lists(tree: DictConfig, key: str) -> str:

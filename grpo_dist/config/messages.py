@@ -27,7 +27,7 @@ _EXPECTED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class KeyPlace:
     """Where an error is.
 
     Attributes:
@@ -44,7 +44,7 @@ class Place:
 
 
 def readable(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> list[dict[str, Any]]:
-    """Merge ``errors`` of a pydantic ValidationError of ``root`` into one per key: `place` is its `Place`,
+    """Merge ``errors`` of a pydantic ValidationError of ``root`` into one per key: `place` is its `KeyPlace`,
     `loc` its keys, `msg` names the expected values.
     """
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -68,7 +68,7 @@ def readable(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> list
     return list(merged.values())
 
 
-def _message(error: Mapping[str, Any], place: Place) -> str:
+def _message(error: Mapping[str, Any], place: KeyPlace) -> str:
     names = [f"'{name}'" for member in place.union for name in member.names()]
     if error["type"] == "union_tag_invalid":
         return f"{_SHOULD_BE}{', '.join(names[:-1])} or {names[-1]}"
@@ -85,19 +85,19 @@ def _is_inside(inner: tuple[Any, ...], outer: tuple[Any, ...]) -> bool:
     return len(inner) > len(outer) and inner[: len(outer)] == outer
 
 
-def _locate(location: tuple[Any, ...], root: type[BaseModel]) -> Place:
+def _locate(location: tuple[Any, ...], root: type[BaseModel]) -> KeyPlace:
     """Return the place of ``location``, which has the names of union alternatives that pydantic adds."""
-    place, annotation = Place((), None), cast(Any, root)
+    place, annotation = KeyPlace((), None), cast(Any, root)
     for part in location:
         alternatives = _alternatives(annotation)
         if union := members(annotation):  # `part` is what chose the member
             label = str(part)
             section = member_called(union, label)
-            place, annotation = Place(place.keys, section, union, label), section
+            place, annotation = KeyPlace(place.keys, section, union, label), section
             continue
         if isinstance(part, int):
             annotation = next((inner for a in alternatives if (inner := _element(a)) is not None), None)
-            place = Place((*place.keys, part), None)
+            place = KeyPlace((*place.keys, part), None)
             continue
         if section := next((a for a in alternatives if _is_section(a)), None):
             if len(alternatives) > 1 and part not in section.model_fields:  # the alternative's tag
@@ -106,9 +106,9 @@ def _locate(location: tuple[Any, ...], root: type[BaseModel]) -> Place:
             field = section.model_fields.get(part)
             annotation = field.annotation if field else None
             same = place.section is section and place.union
-            place = Place((*place.keys, part), section, *((place.union, place.label) if same else ()))
+            place = KeyPlace((*place.keys, part), section, *((place.union, place.label) if same else ()))
         elif len(alternatives) <= 1:
-            place = Place((*place.keys, part), None)
+            place = KeyPlace((*place.keys, part), None)
     union = members(annotation)
     return replace(place, union=union, label="") if union else place
 

@@ -8,14 +8,14 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from grpo_dist.config import Config
-from grpo_dist.config.messages import Place
+from grpo_dist.config.messages import KeyPlace
 from grpo_dist.config.peers import hint
 
 _AT_MOST = 3  # keys that are named as one alternative
 _PROBLEM = ("question_column", "prompt_column", "query_column", "input_column")  # of other data loaders
 
 
-def unknown_key(place: Place, root: type[BaseModel], value: Any) -> str:
+def unknown_key(place: KeyPlace, root: type[BaseModel], value: Any) -> str:
     """Return the message about an unknown key at ``place`` under ``root``: what to set instead, where that is
     known. ``value``: what was set.
     """
@@ -25,7 +25,7 @@ def unknown_key(place: Place, root: type[BaseModel], value: Any) -> str:
     return f"unknown key `{where}`{_suggestion(place, root, value)}"
 
 
-def _of_another_member(place: Place) -> str | None:
+def _of_another_member(place: KeyPlace) -> str | None:
     """Return why the key does not belong to the chosen member of a tagged union; None if it is misspelt."""
     key, chosen = str(place.keys[-1]), place.section
     assert chosen is not None
@@ -38,7 +38,7 @@ def _of_another_member(place: Place) -> str | None:
     return f"{place.keys[-2]} {place.label} has no such setting; {takes}{has}"
 
 
-def _suggestion(place: Place, root: type[BaseModel], value: Any) -> str:
+def _suggestion(place: KeyPlace, root: type[BaseModel], value: Any) -> str:
     """Return what to set instead of an unknown key, after "; "; "" where nothing is known."""
     location, section = place.keys, place.section
     known = _all_keys(root)
