@@ -331,7 +331,7 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
         nested = reduce(lambda inner, part: {part: inner}, [*rest[::-1], section], value)
         after, over = _fit_unions(before, nested)
         if after != before:
-            tree[section] = after[section]
+            OmegaConf.update(tree, section, after[section], merge=False)
         value = reduce(lambda outer, part: outer[part], [section, *rest], over)
         merge = len(value) > 0 if isinstance(value, Mapping) else True
         OmegaConf.update(tree, key, value, merge=merge)
