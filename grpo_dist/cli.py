@@ -21,9 +21,8 @@ from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
 from grpo_dist.runtime.unread_output import unread_output_dropped
 from grpo_dist.runtime.version import __version__
 from grpo_dist.tools.arguments import add_command, add_inputs, parse
-from grpo_dist.tools.evaluate.arguments import add_commands as add_evaluation
+from grpo_dist.tools.evaluate.command import add_commands as add_evaluation
 from grpo_dist.tools.report.arguments import add_report
-from grpo_dist.tools.scoring.arguments import add_commands as add_scoring
 from grpo_dist.tools.submit.arguments import add_commands as add_submission
 
 if TYPE_CHECKING:
@@ -218,7 +217,6 @@ def command_parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_recipes(commands)
     add_evaluation(commands)
-    add_scoring(commands)
     add_report(commands)
     add_submission(commands)
     parser.set_defaults(command=None)

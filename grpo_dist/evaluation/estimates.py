@@ -48,7 +48,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return float(1.0 - np.prod(1.0 - k / misses))
 
 
-def of_problem(
+def measures_of_problem(
     correct: np.ndarray, ks: Sequence[int], answers: Sequence[int] | None = None
 ) -> dict[str, float]:
     """Compute the measures of one problem, by name. A measure that needs more samples is left out.
@@ -60,15 +60,15 @@ def of_problem(
     """
     scored = ~np.isnan(correct)
     right, n, drawn = correct[scored], int(scored.sum()), len(correct)
-    found = {f"pass@{k}": pass_at_k(n, int(right.sum()), k) for k in ks if n >= k}
+    measures = {f"pass@{k}": pass_at_k(n, int(right.sum()), k) for k in ks if n >= k}
     if drawn == 1 or n == 0:
-        return found
-    found[f"avg@{drawn}"] = float(right.mean())
+        return measures
+    measures[f"avg@{drawn}"] = float(right.mean())
     if answers is not None:
-        given = [answer for answer, known in zip(answers, scored, strict=True) if known]
-        found |= {f"maj@{k}": majority_at_k(right, given, k) for k in ks if 2 < k <= n}
-        found[f"cons@{drawn}"] = majority_at_k(right, given, n)
-    return found
+        votes = [answer for answer, is_scored in zip(answers, scored, strict=True) if is_scored]
+        measures |= {f"maj@{k}": majority_at_k(right, votes, k) for k in ks if 2 < k <= n}
+        measures[f"cons@{drawn}"] = majority_at_k(right, votes, n)
+    return measures
 
 
 def estimate(values: Sequence[float], *, samples: int) -> Estimate:
@@ -111,8 +111,8 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
         return estimate([], samples=0)
     value, sets = float(np.mean([e.value for e in estimates])), len(estimates)
     stderr, below, above = (
-        math.sqrt(sum(d**2 for d in own)) / sets
-        for own in zip(*((e.stderr, e.value - e.low, e.high - e.value) for e in estimates), strict=True)
+        math.sqrt(sum(d**2 for d in distances)) / sets
+        for distances in zip(*((e.stderr, e.value - e.low, e.high - e.value) for e in estimates), strict=True)
     )
     return Estimate(value, stderr, value - below, value + above, sum(e.problems for e in estimates))
 
@@ -120,16 +120,16 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
 def summarise(correct: Sequence[np.ndarray], ks: Sequence[int]) -> dict[str, float]:
     """Compute ``pass@k`` for each k, and ``avg@n`` for n > 1 samples a problem, each with ``_stderr``.
 
-    ``correct``: per problem, as `of_problem` takes it. A problem with fewer than k scored samples is left out
-    of pass@k. The standard error is that of the mean over problems: sample deviation / sqrt(problems).
-    Without any sample the values are NaN.
+    ``correct``: per problem, as `measures_of_problem` takes it. A problem with fewer than k scored samples is
+    left out of pass@k. The standard error is that of the mean over problems: sample deviation /
+    sqrt(problems). Without any sample the values are NaN.
     """
     drawn = max((len(c) for c in correct), default=0)
-    found = [of_problem(c, ks) for c in correct]
+    measures = [measures_of_problem(c, ks) for c in correct]
     summary: dict[str, float] = {}
     for name in [*(f"pass@{k}" for k in ks), *([f"avg@{drawn}"] if drawn > 1 else [])]:
-        known = estimate([f[name] for f in found if name in f], samples=sum(map(len, correct)))
-        summary |= {name: known.value, f"{name}_stderr": known.stderr}
+        mean = estimate([m[name] for m in measures if name in m], samples=sum(map(len, correct)))
+        summary |= {name: mean.value, f"{name}_stderr": mean.stderr}
     return summary
 
 

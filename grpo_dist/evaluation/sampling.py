@@ -42,7 +42,7 @@ class Draw:
     sample_s: float  # deadline of the next finished prompt
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         settings: EvaluationConfig | RejectionConfig,
         training: SamplingConfig,
@@ -89,7 +89,7 @@ async def evaluate(
     ``explain``, when no prompt is sampled or done for `timeouts.sample_s`.
     """
     settings, sample_s = config.evaluation, config.cluster.timeouts.sample_s
-    draw = Draw.of(settings, config.sampling, seed=config.seed, sample_s=sample_s)
+    draw = Draw.from_config(settings, config.sampling, seed=config.seed, sample_s=sample_s)
     metrics: dict[str, float] = {}
     for eval_set in eval_sets:
         prompts = eval_set.prompts[: settings.max_prompts]

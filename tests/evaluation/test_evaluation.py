@@ -13,7 +13,14 @@ import pytest
 
 from grpo_dist.driver import run
 from grpo_dist.errors import SamplesFailed
-from grpo_dist.evaluation.estimates import estimate, mean_of, of_problem, pass_at_k, summarise, wilson
+from grpo_dist.evaluation.estimates import (
+    estimate,
+    mean_of,
+    measures_of_problem,
+    pass_at_k,
+    summarise,
+    wilson,
+)
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.evaluation.votes import final_answers, majority_at_k, numbered
 from grpo_dist.observe.samples import read_groups, write_groups
@@ -137,13 +144,14 @@ def test_a_vote_over_more_samples_than_exist_is_refused():
 
 
 def test_the_measures_of_one_problem():
-    found = of_problem(flags("1100x"), [1, 3, 4, 5], [0, 0, 2, 3, 4])
+    found = measures_of_problem(flags("1100x"), [1, 3, 4, 5], [0, 0, 2, 3, 4])
     # The unscored sample has no vote: of 4, the right answer leads with 2. Of 3: {0,0,*} 2 of 4 subsets win,
     # the other two have three answers each.
     expected = {"pass@1": 1 / 2, "pass@3": 1.0, "pass@4": 1.0, "avg@5": 1 / 2, "maj@3": 2 / 3, "maj@4": 1.0}
     assert found == pytest.approx(expected | {"cons@5": 1.0})
-    assert set(of_problem(flags("10"), [1])) == {"pass@1", "avg@2"}  # answers that cannot be compared
-    assert of_problem(flags("xx"), [1], [0, 1]) == {}
+    # Answers that cannot be compared.
+    assert set(measures_of_problem(flags("10"), [1])) == {"pass@1", "avg@2"}
+    assert measures_of_problem(flags("xx"), [1], [0, 1]) == {}
 
 
 def test_a_set_with_an_environment_has_the_share_of_episodes_that_call_a_tool():

@@ -13,7 +13,7 @@ from grpo_dist.plugins.sources import changed_code, code_digest
 from grpo_dist.runs.checkpoint import Checkpoints, list_checkpoints
 from grpo_dist.runs.own_code import digest_of_run
 from grpo_dist.runs.resume import load_state, other_code
-from grpo_dist.tools.evaluate.store import settings_of
+from grpo_dist.tools.evaluate.store import sample_settings
 from tests.support import fakes
 from tests.support.made_checkpoints import Disk
 
@@ -100,16 +100,16 @@ def test_an_evaluation_is_another_one_with_another_rollout_function_or_helper(ow
     (own / "own_rollout.py").write_text("import helper_of_rollout\nasync def f(generate): pass\n")
     (own / "helper_of_rollout.py").write_text("")
     with_rollout = config(own, rollout={"function": "own_rollout:f"})
-    found = settings_of(with_rollout)
+    found = sample_settings(with_rollout)
     assert sorted(found["code"]) == [
         "helper_of_rollout.py", "own_rollout.py", "package_of_rewards/__init__.py",
     ]  # fmt: skip
     assert found["rollout"]["function"] == "own_rollout:f"
-    assert "function" not in settings_of(config(own))["rollout"]
+    assert "function" not in sample_settings(config(own))["rollout"]
     (own / "helper_of_loss.py").write_text("x = 1\n")
-    assert settings_of(with_rollout) == found
+    assert sample_settings(with_rollout) == found
     (own / "helper_of_rollout.py").write_text("x = 1\n")
-    assert settings_of(with_rollout) != found
+    assert sample_settings(with_rollout) != found
 
 
 def test_code_paths_for_actors_do_not_depend_on_a_working_directory(own, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Rewards of single sources: who scores what, and what the numbers behind it are."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +16,8 @@ from grpo_dist.rewards.combinations import combination_problems
 from grpo_dist.rewards.judge import LLMJudge
 from grpo_dist.rewards.registry import own_code, placed, reward_problems, reward_specs
 from grpo_dist.runs.prepare import check_scoring
-from grpo_dist.tools.scoring.rows import CompletionRow
-from grpo_dist.tools.scoring.scorer import score_rows
+from grpo_dist.tools.evaluate.completions import Columns, read_completions
+from grpo_dist.tools.evaluate.score import score_completions
 from grpo_dist.types import Prompt, Rollout
 from tests.support import fakes
 from tests.support.made_groups import group_of
@@ -262,12 +263,11 @@ def test_the_rate_limit_of_a_run_is_shared_by_the_scorers_that_have_the_reward(r
 
 
 @pytest.mark.machine
-@pytest.mark.parametrize(("sources", "rate"), [(["prose"], 30.0), (["prose", "sums", "proofs"], 15.0)])
-def test_the_rate_limit_holds_over_all_processes_that_score_rows(rates, sources, rate):
-    texts = ("\\boxed{7}",)  # right, so that no judge is asked
-    rows = [
-        CompletionRow(f"row {i}", {}, "3 + 4", "7", texts, False, ("stop",), None, source=source)
-        for i, source in enumerate(sources)
-    ]
-    score_rows(rows, JUDGED, SamplingConfig(), None, processes=2)
+@pytest.mark.parametrize(("sources", "rate"), [(["prose"], 60.0), (["prose", "sums", "proofs"], 30.0)])
+def test_the_rate_limit_holds_over_all_scorers_of_completions(rates, sources, rate, tmp_path):
+    rows = [{"answer": "7", "completion": "\\boxed{7}", "source": source} for source in sources]
+    file = tmp_path / "rows.jsonl"  # right answers, so that no judge is asked
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    completions = read_completions(file, Columns())
+    score_completions(completions, JUDGED, None, max_new_tokens=10, processes=2)
     assert rates == [rate] * len(rates) and sum(rates) == 60

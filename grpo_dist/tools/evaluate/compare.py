@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.markup import escape
 
 from grpo_dist.config.differences import changes
 from grpo_dist.data.files import json_lines
+from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.estimates import Z95, student
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.json_files import read_json
-from grpo_dist.tools.evaluate.result import ALL, PROBLEMS, RESULT
+from grpo_dist.runtime.tables import make_table, print_lines, wide_console
+from grpo_dist.tools.evaluate.result import ALL, PROBLEMS, RESULT, headings
 
 MCNEMAR = "McNemar, exact"
 SIGN_FLIPS = "sign flips, exact"
@@ -60,8 +65,39 @@ class ModelComparison:
     rows: list[Paired]
     warnings: list[str]
 
-    def write(self, path: Path) -> None:
-        write_text(path, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
+
+def compare_results(first: Path, second: Path, output: Path | None) -> None:
+    """Compare two results: print the table, and write it to ``output`` unless that is None."""
+    with refusals():
+        comparison = compare(first, second)
+        print_comparison(wide_console(), comparison)
+        if output is not None:
+            if output.is_dir():
+                raise UserError(f"--output {output} is a directory; with --compare it names a JSON file")
+            write_text(output, json.dumps(asdict(comparison), indent=1, ensure_ascii=False) + "\n")
+
+
+def print_comparison(console: Console, comparison: ModelComparison) -> None:
+    names = headings([row.measure for row in comparison.rows])
+    rows = [
+        (
+            escape(row.set),
+            names[row.measure].replace("\n", " "),
+            str(row.problems),
+            f"{100 * row.first:.1f}",
+            f"{100 * row.second:.1f}",
+            f"{100 * gain.value:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]",
+            f"{gain.p:.3g}",
+            gain.test,
+        )
+        for row in comparison.rows
+        if row.measure in names
+        for gain in [row.difference]
+    ]
+    title = f"A: {escape(comparison.first)}   B: {escape(comparison.second)}   %, B - A [95 % interval]"
+    columns = ("set", "measure", "problems", "A", "B", "B - A", "p", "test")
+    console.print(make_table(title, columns, rows, left=("set", "measure", "test"), wrap="text"))
+    print_lines(console, (f"warning: {warning}" for warning in comparison.warnings), style="bold yellow")
 
 
 def compare(first: Path, second: Path) -> ModelComparison:
@@ -72,26 +108,33 @@ def compare(first: Path, second: Path) -> ModelComparison:
     (a, ours), (b, theirs) = _read(first), _read(second)
     _check_same_problems(first, ours, second, theirs)
     shared = {name for name, _ in ours} & {name for name, _ in theirs}
-    left_out = [*_only(first, ours, shared), *_only(second, theirs, shared)]
-    ours = {key: row for key, row in ours.items() if key[0] in shared}
+    warnings = []
+    for path, problems in ((first, ours), (second, theirs)):
+        if alone := [name for name in dict.fromkeys(name for name, _ in problems) if name not in shared]:
+            warnings.append(f"only {path} was measured on {', '.join(alone)}, which is not compared")
     rows = []
-    sets = list(dict.fromkeys(name for name, _ in ours))
+    sets = [name for name in dict.fromkeys(name for name, _ in ours) if name in shared]
     for name in [*sets, *([ALL] if len(sets) > 1 else [])]:
-        keys = [key for key in ours if name in (key[0], ALL)]
-        rows += list(_of_set(name, [ours[k]["values"] for k in keys], [theirs[k]["values"] for k in keys]))
+        keys = [key for key in ours if key[0] in shared and name in (key[0], ALL)]
+        rows += list(
+            _rows_of_set(name, [ours[k]["values"] for k in keys], [theirs[k]["values"] for k in keys])
+        )
     if not rows:
         raise ValueError(
             f"{first} and {second}: no measure in common; evaluate both with the same "
             "evaluation.samples_per_prompt and evaluation.k"
         )
-    warnings = [*left_out, *_warnings(a, b)]
+    if differences := changes(a["settings"], b["settings"]):
+        settings = "; ".join(
+            item.replace(" was ", " is ", 1).replace(" and is ", " of A and ") + " of B"
+            for item in differences
+        )
+        warnings.append(
+            f"A and B were measured with different settings, which may explain the difference: {settings}"
+        )
+    if a["fingerprint"] == b["fingerprint"]:
+        warnings.append("A and B are the same model")
     return ModelComparison(f"{a['model']} ({first})", f"{b['model']} ({second})", rows, warnings)
-
-
-def _only(path: Path, problems: Problems, shared: Set[str]) -> Iterator[str]:
-    """Yield a warning about the sets that only ``path`` has."""
-    if alone := [name for name in dict.fromkeys(name for name, _ in problems) if name not in shared]:
-        yield f"only {path} was measured on {', '.join(alone)}, which is not compared"
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> PairedDifference:
@@ -154,7 +197,7 @@ def sign_flips(gains: np.ndarray) -> tuple[float, str]:
     return (beyond + 1) / (_FLIPS + 1), f"sign flips, {_FLIPS:,} drawn"
 
 
-def _of_set(
+def _rows_of_set(
     name: str, ours: Sequence[Mapping[str, float | None]], theirs: Sequence[Mapping[str, float | None]]
 ) -> Iterator[Paired]:
     """Compare every measure that both have, over the problems on which both have a value."""
@@ -179,37 +222,26 @@ def _read(path: Path) -> tuple[dict[str, Any], Problems]:
             raise ValueError(f"{path}: no {file.name} there; expected a result directory of `grpo-dist eval`")
     try:
         rows = {(str(row["set"]), str(row["uid"])): dict(row) for _, row in json_lines(problems)}
-        found = read_json(report)
-        known = {name: found[name] for name in ("model", "settings", "fingerprint")}
+        content = read_json(report)
+        about = {name: content[name] for name in ("model", "settings", "fingerprint")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{directory}: the result is incomplete ({error}); rerun `grpo-dist eval`"
         ) from error
-    return known, rows
+    return about, rows
 
 
 def _check_same_problems(first: Path, ours: Problems, second: Path, theirs: Problems) -> None:
+    """Raise ValueError where a set that both have differs, or where they share none."""
     shared = {name for name, _ in ours} & {name for name, _ in theirs}
-    for here, own, there, other in ((first, ours, second, theirs), (second, theirs, first, ours)):
-        missing = [key for key in own if key not in other]
+    for here, problems, there, others in ((first, ours, second, theirs), (second, theirs, first, ours)):
+        missing = [key for key in problems if key not in others]
         if not any(key[0] in shared for key in missing) and shared:
             continue  # only whole sets are missing: compare the others
-        counts = {
-            name: sum(key[0] == name for key in missing) for name in dict.fromkeys(k[0] for k in missing)
-        }
+        counts = Counter(name for name, _ in missing)
         lacking = ", ".join(f"{count} of {name}" for name, count in counts.items())
-        example = own[missing[0]]["problem"][:80]
+        example = problems[missing[0]]["problem"][:80]
         raise ValueError(
             f"measured on different problems: {here} has {len(missing)} that {there} lacks ({lacking}), e.g. "
             f"{example!r}; evaluate both on the same data"
         )
-
-
-def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    if found := changes(a["settings"], b["settings"]):
-        settings = "; ".join(
-            item.replace(" was ", " is ", 1).replace(" and is ", " of A and ") + " of B" for item in found
-        )
-        yield f"A and B were measured with different settings, which may explain the difference: {settings}"
-    if a["fingerprint"] == b["fingerprint"]:
-        yield "A and B are the same model"

@@ -17,11 +17,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import Config, DataConfig, EnvironmentsConfig, ModelConfig, RewardsConfig
+from grpo_dist.config import Config, ModelConfig
 from grpo_dist.config.differences import changes, listed
 from grpo_dist.config.secrets import masked
 from grpo_dist.data.files import json_lines
@@ -56,8 +56,8 @@ class Identity:
     digest: str
 
     @classmethod
-    def of(cls, model: str, model_dir: Path, settings: dict[str, Any]) -> Identity:
-        """Return the identity of an evaluation of ``model``, as given, with `settings_of`."""
+    def from_settings(cls, model: str, model_dir: Path, settings: dict[str, Any]) -> Identity:
+        """Return the identity of an evaluation of ``model``, as given, with its `sample_settings`."""
         files = fingerprint(model_dir)
         digest = hashlib.sha256(json.dumps([files, settings], sort_keys=True, default=str).encode())
         return cls(model, files, masked(settings), digest.hexdigest()[:16])
@@ -68,12 +68,6 @@ class Identity:
         """
         data = self.settings["data"] | {"template_date": day}
         return replace(self, settings=self.settings | {"data": data})
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "model": self.model, "fingerprint": self.fingerprint, "settings": self.settings,
-            "digest": self.digest,
-        }  # fmt: skip
 
 
 class Store:
@@ -97,8 +91,8 @@ class Store:
                 self.moved = keep_backup(directory)
         else:
             try:
-                found = read_json(known)
-                old = {name: found[name] for name in ("model", "fingerprint", "settings", "digest")}
+                record = read_json(known)
+                old = Identity(**{field.name: record[field.name] for field in fields(Identity)})
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"{known}: cannot be read ({error}); start over with --fresh, or choose another --output"
@@ -111,30 +105,30 @@ class Store:
 
     def begin(self) -> None:
         if not (self.directory / _IDENTITY).exists():
-            write_text(self.directory / _IDENTITY, json.dumps(self.identity.to_json(), indent=1) + "\n")
+            write_text(self.directory / _IDENTITY, json.dumps(asdict(self.identity), indent=1) + "\n")
 
     def verdicts(self, name: str) -> dict[str, Verdict]:
         """Return the last verdict on each problem of a set by key."""
         parts = sorted((self.directory / "verdicts" / name).glob("part_*.jsonl"))
         rows = (dict(row) for part in parts for _, row in json_lines(part))
-        return {row["key"]: Verdict.from_json(row) for row in rows}
+        return {row["key"]: Verdict(**row) for row in rows}
 
     def add(self, name: str, groups: list[Group], verdicts: Sequence[Verdict]) -> None:
         """Write one more part, verdicts last: samples without verdicts are drawn again."""
         done = sorted((self.directory / "verdicts" / name).glob("part_*.jsonl"))
         number = int(done[-1].stem.removeprefix("part_")) + 1 if done else 0
         write_groups(self.directory / "samples" / name / f"part_{number:05d}.parquet", groups)
-        lines = [json.dumps(verdict.to_json(), ensure_ascii=False) + "\n" for verdict in verdicts]
+        lines = [json.dumps(asdict(verdict), ensure_ascii=False) + "\n" for verdict in verdicts]
         write_text(self.directory / "verdicts" / name / f"part_{number:05d}.jsonl", "".join(lines))
 
 
 def recorded_date(directory: Path) -> str | None:
     """Return the date that chat templates write in the evaluation in ``directory``; None: it has none."""
     try:
-        found = read_json(directory / _IDENTITY)["settings"]["data"].get("template_date")
+        day = read_json(directory / _IDENTITY)["settings"]["data"].get("template_date")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return found if isinstance(found, str) else None
+    return day if isinstance(day, str) else None
 
 
 def default_directory(model: ModelConfig, output_dir: str, identity: Identity) -> Path:
@@ -144,13 +138,13 @@ def default_directory(model: ModelConfig, output_dir: str, identity: Identity) -
     return expanded(output_dir) / "evaluations" / f"{label}-{identity.digest[:8]}"
 
 
-def settings_of(config: Config) -> dict[str, Any]:
+def sample_settings(config: Config) -> dict[str, Any]:
     """Return the settings that decide samples and their rewards, by configuration key."""
     tree, sample_s = config.model_dump(mode="json"), config.cluster.timeouts.sample_s
-    draw = Draw.of(config.evaluation, config.sampling, seed=config.seed, sample_s=sample_s)
-    rewards = {k: v for k, v in tree["rewards"].items() if k not in _REWARDS_LEFT_OUT}
+    draw = Draw.from_config(config.evaluation, config.sampling, seed=config.seed, sample_s=sample_s)
     prompt = ("system_prompt", "instruction", "chat_template", "template_kwargs")
-    return {
+    reward_models = [expanded(model.path) for model in config.rewards.models]
+    settings = {
         "seed": config.seed,
         "model": {"dtype": str(resolve_dtype(config.model.dtype)).removeprefix("torch.")},
         "data": {key: tree["data"][key] for key in prompt}
@@ -164,39 +158,27 @@ def settings_of(config: Config) -> dict[str, Any]:
             "top_k": draw.sampling.top_k,
             "max_new_tokens": draw.sampling.max_new_tokens,
         },
-        "rewards": rewards,
+        "rewards": {k: v for k, v in tree["rewards"].items() if k not in _REWARDS_LEFT_OUT},
         "rollout": {key: tree["rollout"][key] for key in _ROLLOUT if tree["rollout"][key]},
-        **_episodes(config.data, config.environments),
-        "files": _models(config.rewards),
-        **(
-            {"code": code} if (code := digest_of_samples(config.rollout, config.rewards, config.data)) else {}
-        ),
+        "files": {str(path): fingerprint(path) for path in reward_models if path.exists()},
         # Other versions of grader or engine may judge or sample differently.
         "versions": {name: version for name in _JUDGING if (version := installed(name))},
     }
+    if any(map(config.data.environment_of, config.data.eval)):
+        episodes = config.environments.model_dump(mode="json", exclude={"num_workers", "code_paths"})
+        settings["environments"] = episodes
+    if code := digest_of_samples(config.rollout, config.rewards, config.data):
+        settings["code"] = code
+    return settings
 
 
-def _episodes(data: DataConfig, environments: EnvironmentsConfig) -> dict[str, Any]:
-    """Return the settings of episodes; {} where no set has an environment."""
-    if not any(map(data.environment_of, data.eval)):
-        return {}
-    tree = environments.model_dump(mode="json", exclude={"num_workers", "code_paths"})
-    return {"environments": tree}
-
-
-def _models(rewards: RewardsConfig) -> dict[str, str]:
-    """Return the fingerprints of local reward models, by path."""
-    models = [expanded(model.path) for model in rewards.models]
-    return {str(path): fingerprint(path) for path in models if path.exists()}
-
-
-def _check_same(directory: Path, old: dict[str, Any], new: Identity) -> None:
-    if old["digest"] == new.digest:
+def _check_same(directory: Path, old: Identity, new: Identity) -> None:
+    if old.digest == new.digest:
         return
-    found = changes(old["settings"], new.settings)
-    if old["fingerprint"] != new.fingerprint:
-        found.insert(0, f"the model was {old['model']} and is {new.model}, or its files have changed")
+    differences = changes(old.settings, new.settings)
+    if old.fingerprint != new.fingerprint:
+        differences.insert(0, f"the model was {old.model} and is {new.model}, or its files have changed")
     raise ValueError(
-        f"{directory}: holds another evaluation: {listed(found) or 'a secret setting has changed'}. Choose "
-        "another --output, or start over with --fresh, which keeps a backup"
+        f"{directory}: holds another evaluation: {listed(differences) or 'a secret setting has changed'}. "
+        "Choose another --output, or start over with --fresh, which keeps a backup"
     )

@@ -4,14 +4,15 @@
     run directory    the exported model, with the settings of the run
     model            a directory, a hub id or `demo:tiny`, with the settings below
 
-DATA replaces `data.eval`. It is read with the column names of the configuration's or run's own data where it
-has those columns; key=value overrides any setting.
+DATA replaces `data.eval`: a benchmark by name, or a path or hub id. It is read with the column names of the
+configuration's or run's own data where it has those columns; key=value overrides any setting.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.config.files import read_tree, set_key, validated, with_overrides
 from grpo_dist.data.readers import PATTERN_S, column, first_record, has_column
-from grpo_dist.errors import UserError, expanded, refusals
+from grpo_dist.errors import UserError, expanded
 from grpo_dist.runtime.patterns import PatternSearch, PatternTimeout
-from grpo_dist.tools.evaluate.benchmarks import BENCHMARKS, data_source
 
 # For a bare model; the grader looks for a box first.
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -35,6 +35,45 @@ _MODEL: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A benchmark: its ``file`` with `problem` and `answer` in the directory `GRPO_DATA` (or --data-dir), the
+    keys of its `DataSourceConfig` on the hub, and the columns ``by`` which results are broken down.
+    """
+
+    file: str
+    hub: Mapping[str, Any]
+    by: tuple[str, ...] = ()
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "gsm8k": Benchmark(
+        "gsm8k_test.jsonl",
+        {
+            "path": "openai/gsm8k",
+            "subset": "main",
+            "split": "test",
+            "problem_column": "question",
+            "answer_pattern": r"####\s*(.+)",
+        },
+    ),
+    "math500": Benchmark(
+        "math500.jsonl", {"path": "HuggingFaceH4/MATH-500", "split": "test"}, by=("level", "subject")
+    ),
+    "aime24": Benchmark("aime24.jsonl", {"path": "HuggingFaceH4/aime_2024", "split": "train"}),
+    "aime25": Benchmark("aime25.jsonl", {"path": "math-ai/aime25", "split": "test"}),
+    "amc23": Benchmark(
+        "amc23.jsonl", {"path": "math-ai/amc23", "split": "test", "problem_column": "question"}
+    ),
+}
+
+
+def breakdown(source: DataSourceConfig) -> tuple[str, ...]:
+    """Return the columns by which results on ``source`` are broken down by default."""
+    benchmark = BENCHMARKS.get(source.name or "")
+    return tuple(dict.fromkeys(["source", "difficulty", "level", *(benchmark.by if benchmark else ())]))
+
+
 def configuration(
     target: str, data: Sequence[str], overrides: Sequence[str], *, data_dir: Path | None = None
 ) -> Config:
@@ -43,7 +82,7 @@ def configuration(
     if path.suffix in (".yaml", ".yml"):
         tree = read_tree(path)
     elif _is_run(path):
-        tree = _of_run(path)
+        tree = _run_settings(path)
     else:
         tree = OmegaConf.merge(OmegaConf.create(_MODEL), {"model": {"path": target}})  # type: ignore[assignment]
         if not data:
@@ -52,41 +91,37 @@ def configuration(
                 f"a hub id after it, e.g. grpo-dist eval {target} gsm8k"
             )
     if data:
-        _set_data(tree, data, data_dir or _directory_of_environment(), target)
+        from_environment = os.environ.get("GRPO_DATA")
+        _set_data(tree, data, data_dir or (Path(from_environment) if from_environment else None), target)
     return validated(with_overrides(tree, overrides, path), target, Config)
-
-
-def _directory_of_environment() -> Path | None:
-    return Path(found) if (found := os.environ.get("GRPO_DATA")) else None
 
 
 def _is_run(path: Path) -> bool:
     """Return True for a directory of `grpo-dist train` or of a pipeline stage."""
-    known = ("config.yaml", "stage.json", "model")
-    return path.is_dir() and not (path / "config.json").exists() and any((path / n).exists() for n in known)
+    names = ("config.yaml", "stage.json", "model")
+    return path.is_dir() and not (path / "config.json").exists() and any((path / n).exists() for n in names)
 
 
-def _of_run(path: Path) -> DictConfig:
-    model = path / "model"
+def _run_settings(path: Path) -> DictConfig:
+    model, settings = path / "model", path / "config.yaml"
     if not (model / "config.json").is_file():
         raise UserError(
             f"{path}: a run directory without an exported model (no {model / 'config.json'}); finish the "
             "run with checkpoint.export=true, or name a model directory"
         )
-    own = path / "config.yaml"
-    tree = read_tree(own) if own.is_file() else OmegaConf.create(_MODEL)
+    tree = read_tree(settings) if settings.is_file() else OmegaConf.create(_MODEL)
     set_key(tree, "model.path", str(model), str(path))
     set_key(tree, "model.revision", None, str(path))
     return tree
 
 
 def _set_data(tree: DictConfig, data: Sequence[str], data_dir: Path | None, where: str) -> None:
-    with refusals():
-        sources = [data_source(name, data_dir) for name in data]
-    known = _known_columns(tree, where)
+    columns = _own_columns(tree, where)
     sources = [
-        source if name in BENCHMARKS else _with_columns(source, known)
-        for name, source in zip(data, sources, strict=True)
+        _benchmark_source(name, data_dir)
+        if name in BENCHMARKS
+        else _with_columns({"path": name, "split": "test"}, columns)
+        for name in data
     ]
     set_key(tree, "data.eval", sources, where)
     set_key(tree, "evaluation.max_prompts", None, where)  # the limit was meant for the run's own sets
@@ -94,33 +129,38 @@ def _set_data(tree: DictConfig, data: Sequence[str], data_dir: Path | None, wher
         set_key(tree, "data.train", sources, where)  # required by the schema; an evaluation does not read it
 
 
-def _finds(pattern: str, text: str) -> bool:
-    """Return True when ``text`` has ``pattern``, also for a bad pattern: reading the data reports that."""
-    try:
-        with PatternSearch(pattern, timeout_s=PATTERN_S) as search:
-            return search.search(text) is not None
-    except (PatternTimeout, RuntimeError):
-        return True
+def _benchmark_source(name: str, data_dir: Path | None) -> dict[str, Any]:
+    """Return the `DataSourceConfig` keys of a benchmark. Raises UserError for one that ``data_dir`` lacks."""
+    benchmark = BENCHMARKS[name]
+    if data_dir is None:
+        return {"name": name, **benchmark.hub}
+    path = expanded(data_dir) / benchmark.file
+    if not path.is_file():
+        raise UserError(
+            f"{name}: no file {path}; expected {benchmark.file} with `problem` and `answer` in the directory "
+            "of --data-dir or GRPO_DATA; set neither to read it from the hub"
+        )
+    return {"name": name, "path": str(path)}
 
 
-def _known_columns(tree: DictConfig, where: str) -> list[dict[str, Any]]:
+def _own_columns(tree: DictConfig, where: str) -> list[dict[str, Any]]:
     """Return the column settings of the data of a configuration or run, evaluation sets first."""
-    known: list[dict[str, Any]] = []
+    columns: list[dict[str, Any]] = []
     for key in ("data.eval", "data.train"):
         try:
-            found = OmegaConf.select(tree, key)
-            sources = OmegaConf.to_container(found, resolve=True) if isinstance(found, ListConfig) else []
+            value = OmegaConf.select(tree, key)
+            sources = OmegaConf.to_container(value, resolve=True) if isinstance(value, ListConfig) else []
         except OmegaConfBaseException as error:
             raise UserError(f"{where}: `{key}`: {error}".replace("\n", " ")) from error
         assert isinstance(sources, list)
         for source in sources:
             if isinstance(source, dict):
-                known.append({name: source[name] for name in _COLUMNS if source.get(name)})
-    return known
+                columns.append({name: source[name] for name in _COLUMNS if source.get(name)})
+    return columns
 
 
-def _with_columns(source: dict[str, Any], known: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return ``source`` with the first of the ``known`` column settings that fits its first row.
+def _with_columns(source: dict[str, Any], candidates: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return ``source`` with the first of the column settings that fits its first row.
 
     The answer pattern is kept only if it matches that row, further columns only if the row has them. An
     unreadable source is returned unchanged, and reading it later reports why.
@@ -129,13 +169,23 @@ def _with_columns(source: dict[str, Any], known: list[dict[str, Any]]) -> dict[s
         first = first_record(DataSourceConfig(**source))
     except ValueError:
         return source
-    for own in known:
-        columns = {name: own.get(name, DataSourceConfig.model_fields[name].default) for name in _TEXTS}
-        if not all(has_column(first, name) for name in columns.values()):
+    for candidate in candidates:
+        texts = {name: candidate.get(name, DataSourceConfig.model_fields[name].default) for name in _TEXTS}
+        if not all(has_column(first, name) for name in texts.values()):
             continue
-        pattern, answer = own.get("answer_pattern"), str(column(first, columns["answer_column"]))
-        if pattern is not None and not _finds(str(pattern), answer):
-            own = {name: value for name, value in own.items() if name != "answer_pattern"}
-        further = [name for name in own.get("columns", ()) if has_column(first, name)]
-        return source | own | ({"columns": further} if "columns" in own else {})
+        settings, answer = dict(candidate), str(column(first, texts["answer_column"]))
+        if "answer_pattern" in settings and not _matches(str(settings["answer_pattern"]), answer):
+            del settings["answer_pattern"]
+        if "columns" in settings:
+            settings["columns"] = [name for name in settings["columns"] if has_column(first, name)]
+        return source | settings
     return source
+
+
+def _matches(pattern: str, text: str) -> bool:
+    """Return True when ``text`` has ``pattern``, also for a bad pattern: reading the data reports that."""
+    try:
+        with PatternSearch(pattern, timeout_s=PATTERN_S) as search:
+            return search.search(text) is not None
+    except (PatternTimeout, RuntimeError):
+        return True

@@ -4,48 +4,52 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from grpo_dist.config import RewardsConfig
+from grpo_dist.evaluation.sampling import is_missing
 from grpo_dist.evaluation.votes import final_answers, numbered
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes
 from grpo_dist.rewards.thought import final_text, in_plain_tags, outside_thought, thought_for
-from grpo_dist.tools.evaluate.episodes import CountedEpisodes
-from grpo_dist.types import Group, Prompt, correctness
+from grpo_dist.types import Group, Prompt, Rollout, correctness
 
-_SHOWN = 200  # characters of an answer to keep
+_ANSWER_CHARACTERS = 200  # of an answer that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The graded samples of one problem.
+    """The graded samples of one problem, as a part of an evaluation stores them.
 
-    ``correct`` has 1, 0 or None (unscored) per sample. ``numbers`` has one number per distinct answer, -1 for
-    no answer; it is None for a single sample, and where neither the math grader nor a judge ran.
-    ``episodes`` is None for samples without an environment, and in records from before they were counted;
-    ``timeouts`` is 0 in those.
+    Attributes:
+        correct: 1, 0 or None (unscored) of each sample.
+        numbers: equal for equal answers, -1 for no answer; None for a single sample, and where neither the
+            math grader nor a judge ran.
+        lengths: tokens of each completion; 0 for a sample that the engines gave up.
+        truncated: truncated samples.
+        episodes: as `count_episodes` returns it.
+        timeouts: samples that the math grader did not judge in time.
     """
 
     key: str
     uid: str
-    correct: tuple[float | None, ...]
-    numbers: tuple[int, ...] | None
-    answers: tuple[str, ...]
-    lengths: tuple[int, ...]  # tokens of each completion; 0 for a sample that was given up
-    truncated: int  # truncated samples
-    episodes: CountedEpisodes | None = None
-    timeouts: int = 0  # samples that the math grader did not judge in time
+    correct: Sequence[float | None]
+    numbers: Sequence[int] | None
+    answers: Sequence[str]
+    lengths: Sequence[int]
+    truncated: int
+    episodes: Mapping[str, Sequence[Any]] | None = None
+    timeouts: int = 0
 
     @property
     def is_final(self) -> bool:
-        """Whether the same samples would have this verdict again. Where none was scored, an engine or a judge
-        may have been down; a grader that ran out of time would do so again.
+        """Whether sampling again would give the same verdict. Where no sample was scored, an engine or a
+        judge may have been down; a grader that ran out of time would do so again.
         """
         return any(c is not None for c in self.correct) or self.timeouts == len(self.correct)
 
@@ -55,23 +59,26 @@ class Verdict:
         return np.array([np.nan if c is None else c for c in self.correct])
 
     @property
-    def drawn_lengths(self) -> list[int]:
-        """Tokens of each completion that was not given up; one that the graders know is there, even empty."""
+    def completion_lengths(self) -> list[int]:
+        """Tokens of each completion that was not given up; one that was graded exists, even if empty."""
         return [n for n, c in zip(self.lengths, self.correct, strict=True) if n or c is not None]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, row: dict[str, Any]) -> Verdict:
-        own = {name: _frozen(value) for name, value in row.items()}
-        if own.get("episodes") is not None:
-            own["episodes"] = CountedEpisodes(**{k: _frozen(v) for k, v in row["episodes"].items()})
-        return cls(**own)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def count_episodes(rollouts: Sequence[Rollout]) -> dict[str, list[Any]] | None:
+    """Return of each episode of a problem the ``turns``, the tool ``calls``, the ``errors`` among them (not
+    ended ``ok``), and how it ``ends`` (finish reason). Samples that were given up are left out. None without
+    an environment.
+    """
+    if not any(rollout.turns for rollout in rollouts):
+        return None
+    episodes = [rollout for rollout in rollouts if not is_missing(rollout)]
+    calls = [[call.outcome for turn in rollout.turns for call in turn.calls] for rollout in episodes]
+    return {
+        "turns": [len(rollout.turns) for rollout in episodes],
+        "calls": [len(outcomes) for outcomes in calls],
+        "errors": [sum(outcome != "ok" for outcome in outcomes) for outcomes in calls],
+        "ends": [rollout.finish_reason for rollout in episodes],
+    }
 
 
 def key_of(prompt: Prompt) -> str:
@@ -86,37 +93,35 @@ def key_of(prompt: Prompt) -> str:
 
 
 class VerdictMaker:
-    """Grades groups into verdicts. Thread-safe; a context manager whose processes start on first use."""
+    """Makes verdicts of scored groups. Thread-safe; a context manager whose processes start on first use."""
 
     def __init__(self, rewards: RewardsConfig) -> None:
         self._rewards, self._lock = rewards, Lock()
-        self._made: GraderPool | None = None
+        self._started: GraderPool | None = None
 
     def __enter__(self) -> VerdictMaker:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._made is not None:
-            self._made.close()
+        if self._started is not None:
+            self._started.close()
 
     def verdicts(self, groups: Sequence[Group]) -> list[Verdict]:
         return [self._verdict(group) for group in groups]
 
     def _verdict(self, group: Group) -> Verdict:
-        found = correctness(group)
-        correct = [None if np.isnan(c) else float(c) for c in found]
-        comparable = len(correct) > 1 and any(group.outcomes)
+        flags = correctness(group)
+        comparable = len(flags) > 1 and any(group.outcomes)
         answers = self._answers(group) if comparable else []
-        numbers = numbered(answers, found.tolist(), self._pool) if comparable else None
         return Verdict(
             key=key_of(group.prompt),
             uid=group.prompt.uid,
-            correct=tuple(correct),
-            numbers=None if numbers is None else tuple(numbers),
-            answers=tuple(answer[:_SHOWN] for answer in answers),
-            lengths=tuple(r.num_tokens for r in group.rollouts),
-            truncated=sum(r.finish_reason == "length" for r in group.rollouts),
-            episodes=CountedEpisodes.of(group.rollouts),
+            correct=[None if np.isnan(flag) else float(flag) for flag in flags],
+            numbers=numbered(answers, flags.tolist(), self._pool) if comparable else None,
+            answers=[answer[:_ANSWER_CHARACTERS] for answer in answers],
+            lengths=[rollout.num_tokens for rollout in group.rollouts],
+            truncated=sum(rollout.finish_reason == "length" for rollout in group.rollouts),
+            episodes=count_episodes(group.rollouts),
             timeouts=sum(outcome == "timeout" for outcome in group.outcomes),
         )
 
@@ -124,22 +129,22 @@ class VerdictMaker:
         """Return each sample's answer. Only wrong ones without a box need a search: right ones are equal."""
         thought = thought_for(group.prompt.thought, self._rewards)
         texts = [in_plain_tags(outside_thought(r.text, thought), thought) for r in group.rollouts]
+        answers = [""] * len(texts)
         wrong = [i for i, outcome in enumerate(group.outcomes) if outcome == "wrong"]
-        found = dict(zip(wrong, final_answers([texts[i] for i in wrong], self._pool), strict=True))
-        known = {"correct": lambda text: (boxes(final_text(text)) or [group.prompt.answer])[-1]}
-        return [
-            found[i] if i in found else known.get(outcome, lambda _: "")(texts[i])
-            for i, outcome in enumerate(group.outcomes)
-        ]
+        for i, answer in zip(wrong, final_answers([texts[i] for i in wrong], self._pool), strict=True):
+            answers[i] = answer
+        for i, outcome in enumerate(group.outcomes):
+            if outcome == "correct":
+                answers[i] = (boxes(final_text(texts[i])) or [group.prompt.answer])[-1]
+        return answers
 
     def _pool(self) -> GraderPool:
         with self._lock:
-            if self._made is None:
-                own = self._rewards
-                self._made = GraderPool(
-                    own.processes_per_worker,
-                    timeout_s=own.timeout_s,
-                    memory_mb=own.memory_mb,
-                    accept_arithmetic=own.accept_arithmetic,
+            if self._started is None:
+                self._started = GraderPool(
+                    self._rewards.processes_per_worker,
+                    timeout_s=self._rewards.timeout_s,
+                    memory_mb=self._rewards.memory_mb,
+                    accept_arithmetic=self._rewards.accept_arithmetic,
                 )
-            return self._made
+            return self._started

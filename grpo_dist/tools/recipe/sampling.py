@@ -62,7 +62,7 @@ def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) ->
         found = train_prompts(sections, read, tokenizer, say).prompts
         chunks = _chunks(config.rejection, _drawn(found, config.rejection.max_prompts, config.seed))
     sample_s = config.cluster.timeouts.sample_s
-    draw = Draw.of(config.rejection, config.sampling, seed=config.seed, sample_s=sample_s)
+    draw = Draw.from_config(config.rejection, config.sampling, seed=config.seed, sample_s=sample_s)
     workers = evaluation_workers(config, model_dir)
     asyncio.run(_sample_missing(workers, draw, chunks, directory, say))
     selection = Selection(config.rejection, config.data, tokenizer, seed=config.seed)

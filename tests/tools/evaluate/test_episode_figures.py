@@ -3,7 +3,7 @@
 import asyncio
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,9 +15,13 @@ from grpo_dist.config import RewardsConfig
 from grpo_dist.evaluation.sampling import Draw, EvalSet, evaluate, with_missing
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.runs.notes import Notes
-from grpo_dist.tools.evaluate import table
-from grpo_dist.tools.evaluate.episodes import CountedEpisodes, EpisodeFigures
-from grpo_dist.tools.evaluate.result import PROBLEMS, EvaluationResult, JudgedProblem, read_earlier
+from grpo_dist.tools.evaluate.result import (
+    EvaluationResult,
+    JudgedProblem,
+    episode_figures,
+    measure,
+    print_measured,
+)
 from grpo_dist.tools.evaluate.store import Identity
 from grpo_dist.tools.evaluate.verdicts import Verdict, VerdictMaker
 from grpo_dist.tools.report.command import write_report
@@ -44,18 +48,19 @@ def plain(uid="q"):
 
 def judged(*groups):
     with VerdictMaker(RewardsConfig()) as maker:
-        verdicts = [Verdict.from_json(json.loads(json.dumps(v.to_json()))) for v in maker.verdicts(groups)]
+        verdicts = [Verdict(**json.loads(json.dumps(asdict(v)))) for v in maker.verdicts(groups)]
     return [
-        JudgedProblem.of(group.prompt.source, group.prompt, {}, verdict, (1,))
+        JudgedProblem.from_verdict(group.prompt.source, group.prompt, {}, verdict, (1,))
         for group, verdict in zip(groups, verdicts, strict=True)
     ]
 
 
 def test_turns_calls_and_ends_of_each_sample_are_part_of_its_problems_verdict():
     first, other = judged(episodes(), plain())
-    assert first.verdict.episodes == CountedEpisodes(
-        turns=(2, 1, 2, 2), calls=(1, 0, 0, 1), errors=(0, 0, 0, 1), ends=("stop", "stop", "stop", "turns")
-    )
+    assert first.verdict.episodes == {
+        "turns": [2, 1, 2, 2], "calls": [1, 0, 0, 1], "errors": [0, 0, 0, 1],
+        "ends": ["stop", "stop", "stop", "turns"],
+    }  # fmt: skip
     assert other.verdict.episodes is None
 
 
@@ -69,7 +74,7 @@ def test_samples_that_the_engines_gave_up_are_no_episodes_as_in_an_evaluation_of
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=512)
     lost = with_missing(drawn, Draw(sampling, samples=4, seed=0, sample_s=10.0))
     assert len(lost.rollouts) == 4 and lost.rollouts[0].finish_reason == "error"
-    result = EvaluationResult.of(IDENTITY, judged(whole, lost))
+    result = EvaluationResult.from_problems(IDENTITY, judged(whole, lost))
     (figures,) = (m.episodes for m in result.measured if m.by is None)
     assert (figures.episodes, figures.turns, figures.tool_calls) == (6, 10 / 6, 3 / 6)
     assert figures.ends == {"stop": 4 / 6, "turns": 2 / 6}
@@ -90,23 +95,25 @@ def test_samples_that_the_engines_gave_up_are_no_episodes_as_in_an_evaluation_of
 
 
 def test_figures_are_means_over_episodes_with_an_interval_over_problems():
-    counts = [
-        CountedEpisodes((3, 1), (0, 2), (0, 1), ("stop", "turns")),
-        CountedEpisodes((2, 2), (1, 1), (0, 0), ("stop", "error")),
-    ]
-    found = EpisodeFigures.of(counts)
-    assert found is not None and (found.episodes, found.turns, found.tool_calls) == (4, 2.0, 1.0)
+    def counted(*columns):
+        return dict(zip(("turns", "calls", "errors", "ends"), columns, strict=True))
+
+    found = episode_figures([
+        counted((3, 1), (0, 2), (0, 1), ("stop", "turns")),
+        counted((2, 2), (1, 1), (0, 0), ("stop", "error")),
+    ])  # fmt: skip
+    assert (found.episodes, found.turns, found.tool_calls) == (4, 2.0, 1.0)
     assert found.tool_error_share == 0.25 and found.ends == {"error": 0.25, "stop": 0.5, "turns": 0.25}
     share = found.tool_call_share
     assert (share.value, share.problems) == (0.75, 2) and share.stderr == pytest.approx(0.25)
     assert share.low < 0.75 < share.high
-    silent = EpisodeFigures.of([CountedEpisodes((1,), (0,), (0,), ("length",))])
-    assert silent is not None and silent.tool_error_share == 0.0 and silent.tool_call_share.value == 0.0
-    assert EpisodeFigures.of([]) is None
+    silent = episode_figures([counted((1,), (0,), (0,), ("length",))])
+    assert silent.tool_error_share == 0.0 and silent.tool_call_share.value == 0.0
+    assert episode_figures([]) is None
 
 
 def test_result_json_has_the_figures_of_sets_with_an_environment_alone(tmp_path: Path):
-    result = EvaluationResult.of(IDENTITY, judged(episodes(), plain()))
+    result = EvaluationResult.from_problems(IDENTITY, judged(episodes(), plain()))
     result.write(tmp_path)
     written = {m["set"]: m for m in json.loads((tmp_path / "result.json").read_text())["measured"]}
     own = written["products"]["episodes"]
@@ -117,37 +124,25 @@ def test_result_json_has_the_figures_of_sets_with_an_environment_alone(tmp_path:
     metrics = result.metrics()
     assert metrics["eval/products/tool_call_share"] == 0.5
     assert "eval/sums/tool_call_share" not in metrics
-    again = read_earlier(tmp_path, {})
-    assert [j.verdict for j in again] == [j.verdict for j in result.judged]
-
-
-def test_verdicts_from_before_episodes_were_counted_are_still_read(tmp_path: Path):
-    EvaluationResult.of(IDENTITY, judged(plain())).write(tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / PROBLEMS).read_text().splitlines()]
-    for row in rows:
-        del row["episodes"]
-    (tmp_path / PROBLEMS).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (earlier,) = read_earlier(tmp_path, {})
-    assert earlier.verdict.episodes is None
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_the_table_of_episodes_is_complete_at_every_width(width, monkeypatch):
-    out = io.StringIO()
-    monkeypatch.setattr(table, "wide_console", lambda: Console(file=out, width=width, highlight=False))
-    table.print_result(EvaluationResult.of(IDENTITY, judged(episodes(), plain())), "out")
-    text = out.getvalue()
+def test_the_table_of_episodes_is_complete_at_every_width(width):
+    def printed(*groups):
+        console = Console(file=io.StringIO(), width=width, highlight=False)
+        print_measured(console, "m", list(measure(judged(*groups))))
+        return console.file.getvalue()
+
+    text = printed(episodes(), plain())
     assert "…" not in text
     for cell in ("episodes", "1.8", "0.50", "50.0 [", "50%", "stop 75%, turns 25%"):
         assert cell in text, cell
-    out.truncate(0)
-    table.print_result(EvaluationResult.of(IDENTITY, judged(plain())), "out")
-    assert "failed calls" not in out.getvalue()
+    assert "failed calls" not in printed(plain())
 
 
 def test_the_report_of_an_evaluation_shows_its_episodes(tmp_path: Path):
     """The directory that `grpo-dist eval` leaves, as `Store` writes it."""
-    (tmp_path / "evaluation.json").write_text(json.dumps(IDENTITY.to_json()))
+    (tmp_path / "evaluation.json").write_text(json.dumps(asdict(IDENTITY)))
     write_groups(tmp_path / "samples/products/part_00000.parquet", [episodes()])
     second = replace(episodes(), prompt=replace(episodes().prompt, uid="r"))
     write_groups(tmp_path / "samples/products/part_00001.parquet", [second])

@@ -23,7 +23,8 @@ from grpo_dist.runtime.concurrency import progressing
 from grpo_dist.runtime.files import alone
 from grpo_dist.runtime.stage_log import open_stages, stages_logged
 from grpo_dist.tools.evaluate import run, store
-from grpo_dist.tools.evaluate.run import evaluate_target
+from grpo_dist.tools.evaluate.run import evaluate_model
+from grpo_dist.tools.evaluate.target import configuration
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.tools.recipe import stages
 from grpo_dist.types import Group
@@ -314,9 +315,8 @@ def test_a_set_that_could_not_be_scored_has_no_numbers_and_takes_none_from_the_o
 ):
     write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
     unscored(monkeypatch, ("x", "y"))
-    found = evaluate_target(
-        "demo:tiny", ["data.jsonl", "other.jsonl"], ARGUMENTS, print, directory=Path("out")
-    )
+    config = configuration("demo:tiny", ["data.jsonl", "other.jsonl"], ARGUMENTS)
+    found = evaluate_model(config, print, directory=Path("out"))
     measured = {m.set: m for m in found.measured if m.by is None}
     assert found.unscored_sets == ["other"] and measured["other"].unscored == 64
     one, both, mean = (measured[name].estimates for name in ("data", "all problems", "mean of sets"))
@@ -472,40 +472,36 @@ def test_without_a_math_grader_there_are_no_votes(here, monkeypatch):
 
 
 def test_verdicts_of_different_graders_are_not_mixed(monkeypatch):
-    before = store.settings_of(fakes.config())
+    before = store.sample_settings(fakes.config())
     monkeypatch.setattr(store, "installed", lambda name: "99.0" if name == "math-verify" else None)
-    after = store.settings_of(fakes.config())
+    after = store.sample_settings(fakes.config())
     assert before["versions"]["math-verify"] != "99.0"
     assert after == before | {"versions": {"math-verify": "99.0"}}
 
 
 def test_a_schedule_of_lengths_is_stored_as_its_longest():
     """The settings become JSON, which knows no schedule."""
-    plain = store.settings_of(fakes.config(sampling={"max_new_tokens": 16}))
+    plain = store.sample_settings(fakes.config(sampling={"max_new_tokens": 16}))
     lengths = {"max_new_tokens": {"schedule": [[0, 8], [2, 16]]}}
-    assert json.dumps(store.settings_of(fakes.config(sampling=lengths))) == json.dumps(plain)
+    assert json.dumps(store.sample_settings(fakes.config(sampling=lengths))) == json.dumps(plain)
 
 
-def test_a_second_data_set_leaves_the_result_of_the_first(here, capsys):
-    _, first, rows = evaluate()
+def test_a_further_data_set_is_sampled_alone_and_the_result_has_the_sets_that_were_asked_for(here):
     write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
-    capsys.readouterr()
-    _, both, all_rows = evaluate(data=("other.jsonl",))
-    out = capsys.readouterr().out
-    assert "result.json also has the earlier results on data" in out
+    _, first, rows = evaluate()
+    _, other, _ = evaluate(data=("other.jsonl",))
+    assert [m["set"] for m in json.loads(other)["measured"]] == ["other"] and sampled(here.worlds[1]) == 2
+    _, both, all_rows = evaluate(data=("data.jsonl", "other.jsonl"))
     measured = json.loads(both)["measured"]
     assert measured[:3] == json.loads(first)["measured"] and all_rows.startswith(rows)
     assert [m["set"] for m in measured[3:]] == ["other", "all problems", "mean of sets"]
-    _, again, _ = evaluate()  # the first again: nothing is sampled, and all sets stay
-    assert {m["set"] for m in json.loads(again)["measured"]} == {m["set"] for m in measured}
     assert len(here.worlds) == 2
 
 
 def test_results_are_compared_on_the_sets_that_both_have(here, capsys):
     write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
     evaluate(directory="a")
-    evaluate("seed=3", directory="b")
-    evaluate("seed=3", data=("other.jsonl",), directory="b")
+    evaluate("seed=3", data=("data.jsonl", "other.jsonl"), directory="b")
     capsys.readouterr()
     assert main(["eval", "--compare", "a", "b", "--output", "difference.json"]) == 0
     assert "warning: only b was measured on other, which is not compared" in capsys.readouterr().out
@@ -515,26 +511,13 @@ def test_results_are_compared_on_the_sets_that_both_have(here, capsys):
     assert "measured on different problems" in capsys.readouterr().err
 
 
-def test_another_data_set_of_the_same_name_does_not_replace_the_first(here, capsys):
-    _, result, _ = evaluate()
-    Path("elsewhere").mkdir()
-    write("elsewhere/data.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
-    code, kept, _ = evaluate(data=("elsewhere/data.jsonl",))
-    assert code == 2 and kept == result and len(here.worlds) == 1
-    said = capsys.readouterr().err
-    assert "a set data with 10 other problems" in said and "data.eval.0.name=" in said
-    code, *_ = evaluate("data.eval.0.name=elsewhere", data=("elsewhere/data.jsonl",))
-    assert code == 0
-
-
-@pytest.mark.parametrize("name", ["evaluation.json", "problems.jsonl"])
-@pytest.mark.parametrize("content", ["{", "[]", '{"a":' * 100_000, '{"set": "data"}\n'])
-def test_a_damaged_evaluation_is_refused_by_name(here, capsys, name, content):
+@pytest.mark.parametrize("content", ["{", "[]", '{"a":' * 100_000])
+def test_a_damaged_evaluation_is_refused_by_name(here, capsys, content):
     evaluate()
-    Path("out", name).write_text(content)
+    Path("out/evaluation.json").write_text(content)
     code, *_ = evaluate()
     said = capsys.readouterr().err
-    assert code == 2 and name in said and "--fresh" in said and "Traceback" not in said
+    assert code == 2 and "evaluation.json" in said and "--fresh" in said and "Traceback" not in said
 
 
 def test_a_damaged_result_is_not_compared(here, capsys):
@@ -573,7 +556,7 @@ def test_prompts_keep_the_columns_that_an_environment_brings_also_by_a_breakdown
         RewardsConfig(functions=({"function": "environment"},)),
         EnvironmentsConfig(code_paths=(str(tmp_path),)),
     )
-    (asked,) = run._asked(sections, EvaluationConfig(), character_tokenizer(), by, print)
+    (asked,) = run._read_sets(sections, EvaluationConfig(), character_tokenizer(), by, print)
     assert [p.columns for p in asked.prompts] == [
         {"secret": 7, "size": "small"},
         {"secret": 42, "size": "large"},
@@ -588,7 +571,7 @@ def test_prompts_of_a_file_have_no_columns_that_only_the_breakdown_needs(here):
         RewardsConfig(),
         EnvironmentsConfig(),
     )
-    (asked,) = run._asked(sections, EvaluationConfig(), character_tokenizer(), ("level",), print)
+    (asked,) = run._read_sets(sections, EvaluationConfig(), character_tokenizer(), ("level",), print)
     assert asked.prompts[0].columns == {"source": "made"}
     assert asked.by[asked.prompts[0].uid] == {"level": "0"}
 

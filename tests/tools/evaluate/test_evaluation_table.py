@@ -8,25 +8,19 @@ import pytest
 from rich.console import Console
 
 from grpo_dist.evaluation.estimates import Estimate
-from grpo_dist.tools.evaluate import table
-from grpo_dist.tools.evaluate.compare import ModelComparison, Paired, PairedDifference
-from grpo_dist.tools.evaluate.result import EvaluationResult, JudgedProblem, Measured
-from grpo_dist.tools.evaluate.store import Identity
+from grpo_dist.runtime.tables import print_rows
+from grpo_dist.tools.evaluate.compare import ModelComparison, Paired, PairedDifference, print_comparison
+from grpo_dist.tools.evaluate.result import JudgedProblem, Measured, measure, print_measured
+from grpo_dist.tools.evaluate.score import print_agreements
 from grpo_dist.tools.evaluate.verdicts import Verdict
-from grpo_dist.tools.scoring.agreement import Agreement
-from grpo_dist.tools.scoring.report import print_agreements
 from grpo_dist.types import Prompt
 
 MEASURES = ("pass@1", "pass@4", "pass@8", "avg@16", "maj@4", "maj@8", "cons@16")
 
 
 @pytest.fixture(params=[80, 120, 200])
-def terminal(request, monkeypatch):
-    """Capture printed text."""
-    out = io.StringIO()
-    console = Console(file=out, width=request.param, highlight=False)
-    monkeypatch.setattr(table, "wide_console", lambda: console)
-    return out
+def terminal(request):
+    return Console(file=io.StringIO(), width=request.param, highlight=False)
 
 
 def test_no_number_of_a_result_is_truncated(terminal):
@@ -35,9 +29,9 @@ def test_no_number_of_a_result_is_truncated(terminal):
         Measured("math500", None, None, 500, 8000, 3, 0.02, 1234.0, found),
         Measured("math500", "subject", "Counting & Probability", 50, 800, 0, 0.07, 4321.0, found),
     ]
-    table.print_result(EvaluationResult(Identity("m", "f", {}, "d"), [], sets), "runs/[a]")
-    text = terminal.getvalue()
-    assert "…" not in text and "results: runs/[a]\n" in text
+    print_measured(terminal, "[m]", sets)
+    text = terminal.file.getvalue()
+    assert "…" not in text and text.startswith("[m]")
     for share in (51, 52, 53, 54, 55, 56):  # pass@1 equals avg@16 and is shown once
         assert text.count(f"{share}.0 [41.0, 62.0]") == 2
     for cell in ("math500", "  subject Counting & Probability", "1,234", "4,321", "2%", "7%"):
@@ -50,32 +44,34 @@ def test_samples_that_were_given_up_are_not_short_completions(terminal):
     def judged(name, correct, lengths):
         prompt = Prompt("u", np.empty(0, np.int32), "2", name, "1+1")
         verdict = Verdict("k", "u", correct, None, (), lengths, 0)
-        return JudgedProblem.of(name, prompt, {}, verdict, (1,))
+        return JudgedProblem.from_verdict(name, prompt, {}, verdict, (1,))
 
     problems = [judged("some", (1.0, None, 0.0, None), (6, 0, 0, 12)), judged("none", (None, None), (0, 0))]
-    result = EvaluationResult.of(Identity("m", "f", {}, "d"), problems)
-    lengths = {m.set: m.length_tokens for m in result.measured}
+    measured = list(measure(problems))
+    lengths = {m.set: m.length_tokens for m in measured}
     assert lengths["some"] == lengths["all problems"] == lengths["mean of sets"] == 6
     assert math.isnan(lengths["none"])
-    table.print_result(result, "runs/a")
-    assert "nan" not in terminal.getvalue()
+    print_measured(terminal, "m", measured)
+    assert "nan" not in terminal.file.getvalue()
 
 
 def test_no_number_of_a_score_table_is_truncated(terminal):
-    console = table.wide_console()
-    print_agreements(console, [Agreement("my_rewards:same", "numeric", 12000, 30, 50, 400, 0)])
-    columns = ("reward", "scored", "mean", "distribution")
-    table.print_rows(console, "rewards", columns, [["a" * 45, "3000", "-10.125", "▄        █"]])
-    text = terminal.getvalue()
+    counts = ((1, 1, 12000), (1, 0, 30), (0, 1, 50), (0, 0, 400))
+    same, numeric = (
+        np.concatenate([np.full(count, float(pair[i])) for *pair, count in counts]) for i in (0, 1)
+    )
+    print_agreements(terminal, {"my_rewards:same": same, "numeric": numeric})
+    print_rows(terminal, "rewards", ("reward", "scored", "mean"), [["a" * 45, "3000", "-10.125"]])
+    text = terminal.file.getvalue()
     assert "…" not in text
-    for cell in ("my_rewards:same", "numeric", "12000", "99.36%", "0.906", "-10.125", "▄        █"):
+    for cell in ("my_rewards:same", "numeric", "12000", "99.36%", "0.906", "-10.125"):
         assert cell in text
 
 
 def test_no_number_of_a_comparison_is_truncated(terminal):
     gain = PairedDifference(0.123, -0.05, 0.2, 0.000123, "sign flips, 100,000 drawn")
     rows = [Paired("all problems", name, 1000, 0.5, 0.6, gain) for name in MEASURES]
-    table.print_comparison(ModelComparison("A", "B", rows, ["careful"]))
-    text = terminal.getvalue()
+    print_comparison(terminal, ModelComparison("A", "B", rows, ["careful"]))
+    text = terminal.file.getvalue()
     assert "…" not in text and "warning: careful" in text
     assert text.count("+12.3 [-5.0, +20.0] │ 0.000123") == 6

@@ -10,8 +10,7 @@ import pytest
 from grpo_dist.cli import command_parser
 from grpo_dist.data.readers import read, read_all
 from grpo_dist.errors import UserError
-from grpo_dist.tools.evaluate.benchmarks import BENCHMARKS, breakdown
-from grpo_dist.tools.evaluate.target import INSTRUCTION, configuration
+from grpo_dist.tools.evaluate.target import BENCHMARKS, INSTRUCTION, breakdown, configuration
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = """
@@ -114,7 +113,7 @@ def test_every_benchmark_of_the_data_directory_is_read_whole(shared_data, name, 
 
 def shown(command):
     """Return commands of the READMEs with concrete arguments, without templates."""
-    folders = (ROOT / "grpo_dist/evaluation/README.md", ROOT / "grpo_dist/tools/scoring/README.md")
+    folders = (ROOT / "grpo_dist/evaluation/README.md", ROOT / "grpo_dist/tools/evaluate/README.md")
     lines = [line for path in folders for line in path.read_text().splitlines()]
     return [x for x in lines if x.startswith(f"grpo-dist {command} ") and not re.search(r" \[|\bA B\b", x)]
 

@@ -35,5 +35,5 @@ def test_samples_vote_with_their_final_answer_and_not_a_guess_in_the_thought(clo
     outcomes = tuple("correct" if flag else "wrong" for flag in right)
     with VerdictMaker(RewardsConfig(timeout_s=HANG_S, processes_per_worker=1)) as maker:
         (verdict,) = maker.verdicts([Group(prompt, rollouts, right, {"math": right}, outcomes)])
-    assert verdict.answers == ("7", "7", "7", "8", "8") and verdict.numbers == (0, 0, 0, 3, 3)
+    assert verdict.answers == ["7", "7", "7", "8", "8"] and verdict.numbers == [0, 0, 0, 3, 3]
     assert majority_at_k(verdict.flags, verdict.numbers, 5) == 0.0

@@ -14,10 +14,8 @@ import pytest
 from grpo_dist.cli import main
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.runtime.stage_log import open_stages
-from grpo_dist.tools.scoring import scorer
-from grpo_dist.tools.scoring.agreement import agreements, disagreements, is_grader
-from grpo_dist.tools.scoring.report import bars
-from grpo_dist.tools.scoring.run import configuration
+from grpo_dist.tools.evaluate import score as scoring
+from grpo_dist.tools.evaluate.score import Agreement, configuration, disagreements, is_grader
 from tests.support.made_episodes import episodes
 
 NAN = float("nan")
@@ -78,17 +76,17 @@ def test_every_row_is_returned_with_the_verdict_of_the_math_grader(here, capsys)
     assert all(row["score"]["parts"] == {"math": row["score"]["reward"]} for row in scored)
     out = capsys.readouterr().out
     assert "math outcomes: correct 2, wrong 2, no_answer 1" in out and "scores: c.scored.jsonl" in out
-    assert "5 completions in" in out and "(p99)" in out and "slowest: c.jsonl:" in out
+    assert "5 completions in" in out and "slowest: c.jsonl:" in out and "40.0 [" in out
     assert "graders:" not in out  # there is only one
 
 
 @pytest.mark.slow
 def test_scoring_is_a_stage_that_counts_its_rows(here, monkeypatch):
     seen = []
-    monkeypatch.setattr(scorer, "note", lambda text: seen.append((text, *open_stages())))
+    monkeypatch.setattr(scoring, "note", lambda text: seen.append((text, *open_stages())))
     assert main(["score", "c.jsonl"]) == 0
     assert [(text, stage.split()[0]) for text, stage in seen] == [
-        (f"{n} of 5 rows", "scoring") for n in range(1, 6)
+        (f"{n} of 5 problems", "scoring") for n in range(1, 6)
     ]
 
 
@@ -110,27 +108,27 @@ def test_earlier_scores_are_replaced_and_a_directory_is_not(here, capsys, monkey
 
 
 @pytest.mark.slow
-def test_lists_of_completions_have_lists_of_scores(here):
+def test_each_of_several_completions_has_a_row_and_the_table_is_that_of_an_evaluation(here, capsys):
     texts = ["\\boxed{2}", "\\boxed{3}", "\\boxed{2.0}"]
     write("c.jsonl", [{"answer": "2", "completions": texts, "finish_reason": ["stop", "length", "stop"]}])
     assert main(["score", "c.jsonl", "--output", "sub/out.jsonl"]) == 0
-    (row,) = lines("sub/out.jsonl")
-    assert row["score"]["reward"] == [1, 0, 1] and row["score"]["outcome"] == ["correct", "wrong", "correct"]
+    rows = lines("sub/out.jsonl")
+    assert [(r["completion"], r["finish_reason"], r["score"]["outcome"]) for r in rows] == [
+        (texts[0], "stop", "correct"), (texts[1], "length", "wrong"), (texts[2], "stop", "correct")
+    ]  # fmt: skip
+    out = capsys.readouterr().out
+    assert "66.7 [" in out and "cons@3" in out and "100.0 [" in out and "33%" in out
 
 
 @pytest.mark.slow
-def test_graders_are_compared_with_a_label_and_disagreements_are_listed(here, capsys):
+def test_graders_are_compared_with_a_label_and_disagreements_are_marked(here, capsys):
     arguments = ["--reward", "math", "--reward", "exact", "--label", "right", "--show", "1"]
     assert main(["score", "c.jsonl", *arguments]) == 0
     out = capsys.readouterr().out
-    found = lines("c.scored.disagreements.jsonl")
-    assert [row["location"] for row in found] == ["c.jsonl:2", "c.jsonl:5"]
-    assert (
-        found[0]["graders"] == {"math": 1, "exact": 0, "right": 1}
-        and found[0]["completion"] == ROWS[1]["completion"]
-    )
+    marked = [row["score"].get("graders_disagree", False) for row in lines("c.scored.jsonl")]
+    assert marked == [False, True, False, False, True]
     assert "c.jsonl:2: math 1, exact 0, right 1; answer '3'" in out and "c.jsonl:5: math" not in out
-    assert "disagreements: 2 in c.scored.disagreements.jsonl" in out
+    assert "disagreements: 2, with `graders_disagree` in c.scored.jsonl" in out
     # math against the label: both 2, only the label 1, neither 2; chance 0.4 * 0.6 + 0.6 * 0.4.
     assert "80.00%" in out and f"{(0.8 - 0.48) / 0.52:.3f}" in out
 
@@ -144,7 +142,6 @@ def test_values_that_are_no_verdicts_are_not_compared(here, capsys):
     out = capsys.readouterr().out
     assert "not compared, as their values are not all 0 or 1: mine:length" in out
     assert lines("c.scored.jsonl")[0]["score"]["parts"]["mine:length"] == pytest.approx(1.2)
-    assert {tuple(row["graders"]) for row in lines("c.scored.disagreements.jsonl")} == {("math", "right")}
 
 
 @pytest.mark.slow
@@ -172,10 +169,12 @@ def test_episodes_are_scored_by_their_last_action_their_turns_and_their_rewards(
     write("d.jsonl", [{"answer": "12", "turns": turns}, {"answer": "12", "turns": two}])
     names = ["--reward", "math", "--reward", "environment", "--reward", "mine:calls"]
     assert main(["score", "d.jsonl", *names, "rewards.code_paths=[.]"]) == 0
-    one, both = lines("d.scored.jsonl")
-    assert one["score"]["parts"] == {"math": 1, "environment": 0.75, "mine:calls": 1}
-    assert one["completion"] == "\\boxed{12}" and both["completion"] == ["\\boxed{12}", "\\boxed{7}"]
-    assert both["score"]["parts"] == {"math": [1, 0], "environment": [0.75, None], "mine:calls": [1, 0]}
+    rows = lines("d.scored.jsonl")
+    assert [row["completion"] for row in rows] == ["\\boxed{12}", "\\boxed{12}", "\\boxed{7}"]
+    called = {"math": 1, "environment": 0.75, "mine:calls": 1}
+    assert [row["score"]["parts"] for row in rows] == [
+        called, called, {"math": 0, "environment": None, "mine:calls": 0}
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -222,9 +221,9 @@ def test_samples_of_one_prompt_are_scored_together_wherever_their_rows_are(here)
     names = ["--reward", "mine:among", "--reward", "mine:cut", "rewards.code_paths=[.]"]
     assert main(["score", "t.parquet", *names]) == 0
     scored = lines("t.scored.jsonl")
-    assert [row["completion"] for row in scored] == ["b", "x", "c", "a"]
+    assert [row["completion"] for row in scored] == ["c", "b", "a", "x"]
     parts = [tuple(row["score"]["parts"].values()) for row in scored]
-    assert parts == [(1, 31), (0, 10), (2, 30), (0, 30)]
+    assert parts == [(2, 30), (1, 31), (0, 30), (0, 10)]
 
 
 @pytest.mark.slow
@@ -259,12 +258,12 @@ def test_a_table_that_lacks_the_columns_of_a_reward_is_refused(here, capsys):
     """The data's own columns are not among the samples; all of them would count as wrong or unscored."""
     table_of("t.parquet", ("p", "code", "write f", "-", 0, "def f(): pass", "stop"))
     error = refusal(capsys, "t.parquet", "--reward", "unit_tests")
-    assert "reward unit_tests reads column `tests`, but t.parquet:1 has only answer, completion" in error
+    assert "reward unit_tests reads column `tests`, but t.parquet:1 has only answer, problem" in error
     assert "score a JSON Lines file that has it" in error and "give source code other rewards" in error
     Path("mine.py").write_text("def easy(completion, level, most=3):\n    return level < most\n")
     own = ("--reward", "mine:easy", "rewards.code_paths=[.]")
     assert "reward mine:easy reads column `level`, but t.parquet:1" in refusal(capsys, "t.parquet", *own)
-    assert "but c.jsonl:1 has only answer, completion, problem, right: add it to the file" in refusal(
+    assert "but c.jsonl:1 has only answer, problem, right: add it to the file" in refusal(
         capsys, "c.jsonl", *own
     )
     write("c.jsonl", [row | {"level": 2} for row in ROWS])
@@ -304,9 +303,7 @@ def test_unscored_rows_are_null_with_a_reason(here, capsys):
     out = capsys.readouterr().out
     assert "unscored: mine:picky: 2, e.g. c.jsonl:4, c.jsonl:5" in out
     assert "1 times: KeyError: 'no idea'" in out and "1 times: no result within 3 s" in out
-    slowest = out.split("slowest: ")[1].split(",")[0]
-    assert slowest.startswith("c.jsonl:5 ") and slowest.endswith(" ms")
-    assert float(slowest.split()[1]) >= 3000
+    assert out.split("slowest: ")[1].startswith("c.jsonl:5 3")  # 3 s are 3,0.. ms
 
 
 @pytest.mark.slow
@@ -335,12 +332,12 @@ def test_rewards_that_read_tokens_need_a_tokenizer(here, capsys):
             {"completion": "x", "answer": "1", "finish_reason": ["stop", "stop"]},
             ["c.jsonl:6", "`finish_reason` has 2 values for 1 completions"],
         ),
-        ({"answer": "1", "turns": []}, ["c.jsonl:6", "`turns` is no list of turns"]),
-        ({"answer": "1", "turns": [{"text": "x"}]}, ["c.jsonl:6", "expected objects with `action`"]),
+        ({"answer": "1", "turns": "none"}, ["c.jsonl:6", "`turns` is no list of turns"]),
+        ({"answer": "1", "turns": [{"said": "x"}]}, ["c.jsonl:6", "expected objects with `action`"]),
         ({"answer": "1", "turns": [{"action": "x", "reward": "y"}]}, ["c.jsonl:6", "the reward 'y'"]),
         (
             {"answer": "1", "completions": ["a", "b"], "turns": [{"action": "x"}]},
-            ["c.jsonl:6", "`turns` has 1 episodes for 2 completions"],
+            ["c.jsonl:6", "`turns` has 1 values for 2 completions"],
         ),
     ],
 )
@@ -382,34 +379,25 @@ def test_people_and_the_math_grader_agree_on_gsm8k(shared_data, here, capsys):
     """Model solutions labelled right or wrong by their authors."""
     path = str(shared_data / "gsm8k_graded_solutions.jsonl")
     assert main(["score", path, "--completion-column", "solution", "--label", "is_correct"]) == 0
-    assert "disagreements: 0 in" in capsys.readouterr().out
+    assert "disagreements: 0," in capsys.readouterr().out
 
 
 # Agreement
 
 
-def test_cohen_s_kappa_worked_by_hand():
+def test_cohen_s_kappa_worked_by_hand_and_at_its_extremes():
     first = np.array([1] * 25 + [0] * 25 + [NAN, 1], float)
     second = np.array([1] * 20 + [0] * 5 + [1] * 10 + [0] * 15 + [1, NAN], float)
-    (found,) = agreements({"a": first, "b": second})
-    assert (found.both, found.only_first, found.only_second, found.neither, found.unscored) == (
-        20,
-        5,
-        10,
-        15,
-        2,
-    )
-    assert found.rate == pytest.approx(0.7)
-    assert found.kappa == pytest.approx(0.4)  # chance 0.5 * 0.6 + 0.5 * 0.4
+    pair = Agreement.from_values(first, second)
+    assert pair == Agreement(both=20, only_first=5, only_second=10, neither=15, unscored=2)
+    assert pair.rate == pytest.approx(0.7)
+    assert pair.kappa == pytest.approx(0.4)  # chance 0.5 * 0.6 + 0.5 * 0.4
 
+    def kappa(first, second):
+        return Agreement.from_values(np.array(first), np.array(second)).kappa
 
-def test_kappa_at_its_extremes():
-    (same,) = agreements({"a": np.array([1.0, 0.0]), "b": np.array([1.0, 0.0])})
-    (opposed,) = agreements({"a": np.array([1.0, 0.0]), "b": np.array([0.0, 1.0])})
-    (silent,) = agreements({"a": np.array([1.0, 1.0]), "b": np.array([1.0, 1.0])})
-    (nothing,) = agreements({"a": np.array([NAN]), "b": np.array([1.0])})
-    assert (same.kappa, opposed.kappa) == (1.0, -1.0)
-    assert math.isnan(silent.kappa) and silent.rate == 1.0 and math.isnan(nothing.rate)
+    assert (kappa([1.0, 0.0], [1.0, 0.0]), kappa([1.0, 0.0], [0.0, 1.0])) == (1.0, -1.0)
+    assert math.isnan(kappa([1.0, 1.0], [1.0, 1.0])) and math.isnan(kappa([NAN], [1.0]))
 
 
 def test_only_binary_rewards_count_as_graders():
@@ -423,13 +411,7 @@ def test_a_disagreement_needs_one_right_and_one_wrong_verdict():
         "b": np.array([1, 0, 1, 0, 0]),
         "c": np.array([1, 1, 0, 0, NAN]),
     }
-    assert disagreements(graders).tolist() == [1, 2]
-
-
-def test_histogram_bars_cover_the_range_of_values():
-    assert bars(np.array([0.0, 0.0, 1.0])) == "█        ▄"
-    assert bars(np.array([2.0, 2.0])) == "█"
-    assert bars(np.array([0.0, 0.0, 1.0, np.inf])) == "█        ▄" and bars(np.array([np.inf])) == "█"
+    assert disagreements(graders).tolist() == [False, True, True, False, False]
 
 
 OF_SOURCES = """

@@ -1,0 +1,450 @@
+"""`grpo-dist score`: the evaluation of completions that exist already, without engine, GPU or Ray.
+
+completions --> grader processes of a run --> scored groups --> verdicts --> the table of `eval`
+                                                    |--> values of each reward, agreement of graders
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.markup import escape
+
+from grpo_dist.config import Config, RewardsConfig
+from grpo_dist.config.files import load_config, validated, with_overrides
+from grpo_dist.errors import UserError, refusals
+from grpo_dist.rewards.by_source import scorers_by_source
+from grpo_dist.rewards.data_columns import column_problems, own_column_problems
+from grpo_dist.rewards.group import CompletionGroup
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import check_rewards, own_rewards, placed
+from grpo_dist.rewards.thought import shown_by
+from grpo_dist.runs.directories import check_writable
+from grpo_dist.runs.prepare import load_tokenizer, refuse, resolve_model
+from grpo_dist.runtime.files import check_replaceable, write_text
+from grpo_dist.runtime.hardware import available_cpus
+from grpo_dist.runtime.stage_log import note, stage
+from grpo_dist.runtime.tables import print_lines, print_rows, wide_console
+from grpo_dist.tools.evaluate.completions import TABLE, Columns, Completions, read_completions
+from grpo_dist.tools.evaluate.result import JudgedProblem, measure, print_measured
+from grpo_dist.tools.evaluate.verdicts import VerdictMaker
+from grpo_dist.types import Group
+
+# Rewards that need tokens of the policy, not only text.
+_OF_TOKENS = ("overlong", "overlong_share", "cosine_length", "relative_length", "repetition")
+_NO_MODEL = "no/model"  # model path of a configuration made for --reward
+_TAIL = 160  # characters to print of a completion, from its end
+
+
+@dataclass(frozen=True)
+class Scored:
+    """All scores.
+
+    Attributes:
+        groups: the scored group of each problem.
+        seconds: of each problem.
+        wall_s: wall clock, without the start of processes.
+        failures: by reward, how often each error message occurred.
+    """
+
+    completions: list[Completions]
+    groups: list[Group]
+    seconds: list[float]
+    wall_s: float
+    processes: int
+    failures: Mapping[str, Counter[str]]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """The total of each completion: float64 [N], NaN for unscored."""
+        return np.concatenate([group.rewards for group in self.groups]).astype(float)
+
+    @property
+    def parts(self) -> dict[str, np.ndarray]:
+        """Each reward of each completion: float64 [N], NaN for unscored and where its source lacks it."""
+        names = dict.fromkeys(name for group in self.groups for name in group.reward_parts)
+        missing = {id(group): np.full(len(group.rewards), np.nan) for group in self.groups}
+        return {
+            name: np.concatenate([g.reward_parts.get(name, missing[id(g)]) for g in self.groups]).astype(
+                float
+            )
+            for name in names
+        }
+
+    def per_completion(self, value: Callable[[Group], Any]) -> np.ndarray:
+        """Repeat a value of each group for its completions: [N]."""
+        return np.array([value(group) for group in self.groups for _ in group.rollouts])
+
+
+def score(
+    path: Path,
+    rewards: Sequence[str],
+    config_file: str | None,
+    overrides: Sequence[str],
+    say: Callable[[str], None],
+    *,
+    columns: Columns,
+    output: Path | None,
+    show: int,
+) -> Scored:
+    """Grade the completions in ``path``; print and write the scores.
+
+    ``rewards`` are names; if empty, the rewards of ``config_file`` are used, or else the math grader.
+
+    Raises UserError for an invalid row, reward or setting, before anything is graded.
+    """
+    config = configuration(path, rewards, config_file, overrides)
+    target = output or Path(f"{path.stem}.scored.jsonl")
+    if target.resolve() == path.resolve():
+        raise UserError(f"--output {target} is the file of completions; name another")
+    with stage("completions", quiet=True):
+        completions = read_completions(path, columns)
+    with refusals(), stage("rewards and tokenizer", quiet=True):
+        _check_sources(config.rewards, completions, columns)
+        _check_output(target)
+        check_rewards(config.rewards, max_new_tokens=config.sampling.shortest)
+        _check_columns(config.rewards, completions, path)
+        tokenizer = _tokenizer(config, say)
+    if config.rewards.models:
+        names = ", ".join(model.name for model in config.rewards.models)
+        say(f"warning: reward models are not run ({names}): the total excludes them")
+    processes = config.rewards.num_workers * config.rewards.processes_per_worker
+    processes = max(1, min(processes, available_cpus(), len(completions)))
+    with stage("scoring", quiet=True):
+        longest = config.sampling.longest
+        scored = score_completions(
+            completions, config.rewards, tokenizer, max_new_tokens=longest, processes=processes
+        )
+    with stage("report", quiet=True):
+        _report(scored, config, columns.label, target, show)
+    return scored
+
+
+def configuration(
+    path: Path, rewards: Sequence[str], config_file: str | None, overrides: Sequence[str]
+) -> Config:
+    """Build the configuration. Raises UserError for --reward with a file, and for invalid settings."""
+    if rewards and config_file:
+        raise UserError(f"--reward and {config_file}: both give rewards; give one of the two")
+    if config_file:
+        return load_config(config_file, overrides)
+    functions = [{"function": name} for name in rewards or ["math"]]
+    tree = OmegaConf.create(
+        {
+            "model": {"path": _NO_MODEL},
+            # A reward of episodes needs an environment; those of the file have been played.
+            "data": {
+                "train": [{"path": str(path)}],
+                "environment": "calculator" if "environment" in rewards else "none",
+            },
+            "rewards": {"functions": functions, "processes_per_worker": available_cpus()},
+        }
+    )
+    return validated(with_overrides(tree, overrides, path), "score", Config)
+
+
+def score_completions(
+    completions: list[Completions],
+    rewards: RewardsConfig,
+    tokenizer: Any,
+    *,
+    max_new_tokens: int,
+    processes: int,
+) -> Scored:
+    """Score in order, ``processes`` problems at once. ``tokenizer``: the policy's; None when no reward needs
+    tokens.
+    """
+    rewards = placed(rewards)
+    used = {c.source if c.source in rewards.by_source else "" for c in completions}
+    # No reward models here.
+    variants = {source: rewards.of(source).model_copy(update={"models": ()}) for source in used}
+    with ExitStack() as stack:
+        pool = stack.enter_context(
+            GraderPool(
+                processes,
+                timeout_s=rewards.timeout_s,
+                memory_mb=rewards.memory_mb,
+                code_paths=rewards.code_paths,
+                accept_arithmetic=rewards.accept_arithmetic,
+            )
+        )
+        scorers = scorers_by_source(variants, pool, workers=1)
+        for scorer in scorers.values():
+            stack.callback(scorer.close)
+        pool.grade([("\\boxed{1}", "1")] * processes)  # starts the processes, outside of the measured time
+
+        def one(item: Completions) -> tuple[Group, float]:
+            rollouts = item.rollouts
+            if tokenizer is not None:
+                ids = tokenizer([r.text for r in rollouts], add_special_tokens=False)["input_ids"]
+                rollouts = tuple(
+                    replace(r, completion_ids=np.asarray(own, np.int32))
+                    for r, own in zip(rollouts, ids, strict=True)
+                )
+            prompt = replace(item.prompt, thought=shown_by([r.text for r in rollouts], rewards))
+            group = CompletionGroup.of(prompt, rollouts, max_new_tokens=max_new_tokens, settings=rewards)
+            begin = time.perf_counter()
+            scores = scorers[item.source if item.source in scorers else ""].score(group)
+            seconds = time.perf_counter() - begin
+            return Group(prompt, rollouts, scores.rewards, scores.parts, tuple(scores.outcomes)), seconds
+
+        begin, scored = time.perf_counter(), []
+        with ThreadPoolExecutor(processes) as threads:
+            for result in threads.map(one, completions):
+                scored.append(result)
+                note(f"{len(scored)} of {len(completions)} problems")
+        wall_s = time.perf_counter() - begin
+        failures: dict[str, Counter[str]] = {}
+        for scorer in scorers.values():
+            for name, messages in scorer.failures.items():
+                failures.setdefault(name, Counter()).update(messages)
+    groups, seconds = zip(*scored, strict=True)
+    return Scored(completions, list(groups), list(seconds), wall_s, processes, failures)
+
+
+def _check_output(target: Path) -> None:
+    """Raise UserError unless ``target`` can be written; an existing file is replaced."""
+    try:
+        check_writable(target.absolute().parent)
+    except ValueError as error:
+        raise UserError(f"--output {target} cannot be written; name another file") from error
+    if target.is_dir():
+        raise UserError(f"--output {target} is a directory; name a file")
+    check_replaceable(target)
+
+
+def _check_sources(rewards: RewardsConfig, completions: Sequence[Completions], columns: Columns) -> None:
+    """Raise ValueError where a row has no rewards that can be computed here: reward models need GPUs."""
+    for item in completions if rewards.by_source else ():
+        if columns.source not in item.rows[0]:
+            raise ValueError(
+                f"{item.location}: no column `{columns.source}`, which selects the rewards of the row "
+                "(rewards.by_source); --source-column names another, rewards.by_source={} gives all rows "
+                "those of rewards.functions"
+            )
+    for source in sorted({item.source for item in completions}):
+        settings = rewards.of(source)
+        models = [model.name for model in settings.models]
+        if not settings.functions:
+            key = f"rewards.by_source.{source}" if source in rewards.by_source else "rewards"
+            why = f"reward models ({', '.join(models)}) are not run" if models else "nothing else scores rows"
+            of_rows = f" of source {source!r}" if rewards.by_source else ""
+            raise ValueError(f"{key}.functions is empty, and {why}{of_rows}")
+        for reward in settings.functions:
+            if reward.gate in models:
+                raise ValueError(
+                    f"reward {reward.name or reward.function}: its gate {reward.gate} is a reward model, "
+                    "which is not run; remove the gate, or the reward"
+                )
+
+
+def _check_columns(rewards: RewardsConfig, completions: Sequence[Completions], path: Path) -> None:
+    """Raise ValueError where a reward lacks a column in a row, or cannot read it."""
+    remedy = (
+        "a table of samples has no further columns of the data, so score a JSON Lines file that has it"
+        if path.suffix == TABLE
+        else "add it to the file"
+    )
+    by_source: dict[str, list[Completions]] = {}
+    for item in completions:
+        by_source.setdefault(item.source, []).append(item)
+    for items in by_source.values():
+        refuse(column_problems(rewards, items, remedy))
+    if own_rewards(rewards):
+        with GraderPool(1, code_paths=rewards.code_paths) as pool:
+            for items in by_source.values():
+                refuse(own_column_problems(rewards, items, remedy, pool))
+
+
+def _tokenizer(config: Config, say: Callable[[str], None]) -> Any:
+    """Return the policy's tokenizer if a reward needs tokens, else None."""
+    token_rewards = [r.function for r in config.rewards.all_functions if r.function in _OF_TOKENS]
+    if not token_rewards:
+        return None
+    if config.model.path == _NO_MODEL:
+        raise ValueError(
+            f"reward {token_rewards[0]} counts tokens; set the model of the tokenizer, "
+            "e.g. model.path=Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    model_dir = resolve_model(config.model, config.sft, config.seed, say, train_first=False, trains=False)
+    return load_tokenizer(model_dir, config.model.trust_remote_code)
+
+
+def _report(scored: Scored, config: Config, label: str | None, target: Path, show: int) -> None:
+    """Print tables, and write a row with its `score` for every completion."""
+    console, parts = wide_console(), scored.parts
+    if any(outcome for group in scored.groups for outcome in group.outcomes):
+        with VerdictMaker(config.rewards) as maker:
+            judged = [
+                JudgedProblem.from_verdict(
+                    group.prompt.source or "all", group.prompt, {}, verdict, config.evaluation.k
+                )
+                for group, verdict in zip(scored.groups, maker.verdicts(scored.groups), strict=True)
+            ]
+        print_measured(console, target.name, list(measure(judged)))
+    _print_rewards(console, scored, parts)
+    graders = {name: part for name, part in parts.items() if is_grader(part)}
+    if label is not None:
+        labels = np.array([value for item in scored.completions for value in item.labels])
+        graders[label if label not in parts else f"{label} (label)"] = labels
+    differ = np.zeros(len(scored.rewards), bool)
+    if len(graders) > 1:
+        print_agreements(console, graders)
+        if others := [name for name in parts if name not in graders]:
+            names = ", ".join(others)
+            console.print(f"not compared, as their values are not all 0 or 1: {names}", markup=False)
+        differ = disagreements(graders)
+    lines, number = [], 0
+    for item, group, seconds in zip(scored.completions, scored.groups, scored.seconds, strict=True):
+        for i, (row, location) in enumerate(zip(item.rows, item.locations, strict=True)):
+            values = {
+                "reward": _plain(group.rewards[i]),
+                "parts": {name: _plain(part[i]) for name, part in group.reward_parts.items()},
+                "outcome": group.outcomes[i],
+                "seconds": round(seconds, 6),
+            }
+            if differ[number]:
+                values["graders_disagree"] = True
+                if show > 0:
+                    verdicts = ", ".join(f"{name} {_verdict(v[number])}" for name, v in graders.items())
+                    text = str(row["completion"])
+                    tail = ("..." if len(text) > _TAIL else "") + text[-_TAIL:]
+                    print_lines(
+                        console, [f"{location}: {verdicts}; answer {group.prompt.answer!r}: {tail!r}"]
+                    )
+                show -= 1
+            lines.append(json.dumps({**row, "score": values}, ensure_ascii=False) + "\n")
+            number += 1
+    write_text(target, "".join(lines))
+    if len(graders) > 1:
+        print_lines(console, [f"disagreements: {int(differ.sum())}, with `graders_disagree` in {target}"])
+    print_lines(console, [f"scores: {target}"])
+
+
+def _verdict(value: float) -> str:
+    return "unscored" if math.isnan(value) else f"{value:g}"
+
+
+def _plain(value: np.floating) -> float | None:
+    """Convert a value for JSON; a float32 0.1 becomes 0.1, the shortest text that gives it back."""
+    return None if np.isnan(value) else float(str(value))
+
+
+def _print_rewards(console: Console, scored: Scored, parts: Mapping[str, np.ndarray]) -> None:
+    """Print the values of the total, also by source, and of each reward; outcomes of the math grader, reasons
+    of unscored completions, and times.
+    """
+    totals, of_source = {"total": scored.rewards}, scored.per_completion(lambda group: group.prompt.source)
+    if len(sources := dict.fromkeys(of_source)) > 1:
+        totals |= {f"total of {s or 'other sources'}": totals["total"][of_source == s] for s in sources}
+    has = {name: scored.per_completion(lambda g, name=name: name in g.reward_parts) for name in parts}
+    values = totals | {name: part[has[name]] for name, part in parts.items()}
+    columns = ("reward", "scored", "unscored", "mean", "std", "min", "p50", "max")
+    rows = []
+    for name, own in values.items():
+        known = own[~np.isnan(own)]
+        numbers = (
+            (known.mean(), known.std(), known.min(), np.median(known), known.max()) if len(known) else ()
+        )
+        cells = [f"{number:.3f}" for number in numbers] or ["–"] * 5
+        rows.append([escape(name), str(len(known)), str(len(own) - len(known) or "–"), *cells])
+    print_rows(console, "rewards", columns, rows)
+    if outcomes := Counter(o for group in scored.groups for o in group.outcomes if o):
+        console.print("math outcomes: " + ", ".join(f"{o} {n}" for o, n in outcomes.most_common()))
+    locations = [where for item in scored.completions for where in item.locations]
+    for name, part in parts.items():
+        if len(missing := np.flatnonzero(np.isnan(part) & has[name])):
+            errors = scored.failures.get(name, Counter()).most_common()
+            first = ", ".join(locations[i] for i in missing[:3])
+            print_lines(console, [f"unscored: {name}: {len(missing)}, e.g. {first}"])
+            print_lines(console, (f"    {count} times: {text}" for text, count in errors))
+    slowest = sorted(zip(scored.seconds, scored.completions, strict=True), key=lambda pair: -pair[0])[:3]
+    count, median = len(locations), 1e3 * float(np.median(scored.seconds))
+    print_lines(
+        console,
+        [
+            f"{count} completions in {scored.wall_s:.1f} s, {count / scored.wall_s:,.0f} a second in "
+            f"{scored.processes} processes; median of a row {median:.1f} ms; slowest: "
+            + ", ".join(f"{item.location} {1e3 * seconds:.0f} ms" for seconds, item in slowest)
+        ],
+    )
+
+
+def is_grader(values: np.ndarray) -> bool:
+    """Return True when all scored values are 0 or 1, and at least one was scored."""
+    known = values[~np.isnan(values)]
+    return bool(len(known)) and bool(np.isin(known, (0.0, 1.0)).all())
+
+
+def disagreements(graders: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return bool [N]: which completions one grader calls right and another wrong."""
+    values = np.array(list(graders.values()))
+    return (values == 1).any(axis=0) & (values == 0).any(axis=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Confusion counts of two graders. ``unscored``: completions that at least one did not score."""
+
+    both: int
+    only_first: int
+    only_second: int
+    neither: int
+    unscored: int
+
+    @classmethod
+    def from_values(cls, first: np.ndarray, second: np.ndarray) -> Agreement:
+        pairs = ((1, 1), (1, 0), (0, 1), (0, 0))
+        counts = [int(((first == a) & (second == b)).sum()) for a, b in pairs]
+        return cls(*counts, unscored=int((np.isnan(first) | np.isnan(second)).sum()))
+
+    @property
+    def scored(self) -> int:
+        return self.both + self.only_first + self.only_second + self.neither
+
+    @property
+    def rate(self) -> float:
+        """Share of the scored completions on which both agree; NaN without any."""
+        return (self.both + self.neither) / self.scored if self.scored else math.nan
+
+    @property
+    def kappa(self) -> float:
+        """Cohen's kappa (Cohen 1960): (rate - chance) / (1 - chance).
+
+        Chance is the agreement of random graders with the same share of "right" as these two. NaN when chance
+        is 1, as each grader has a single verdict.
+
+            20 both, 5 only first, 10 only second, 15 neither: rate 0.7, chance 0.5, kappa 0.4
+        """
+        n = self.scored
+        if not n:
+            return math.nan
+        first, second = (self.both + self.only_first) / n, (self.both + self.only_second) / n
+        chance = first * second + (1 - first) * (1 - second)
+        return (self.rate - chance) / (1 - chance) if chance < 1 else math.nan
+
+
+def print_agreements(console: Console, graders: Mapping[str, np.ndarray]) -> None:
+    """Compare every two of ``graders``: float [N] each, NaN for unscored."""
+    columns = ("A", "B", "both", "only A", "only B", "neither", "unscored", "agreement", "Cohen's kappa")
+    rows = []
+    for a, b in combinations(graders, 2):
+        pair = Agreement.from_values(graders[a], graders[b])
+        counts = (pair.both, pair.only_first, pair.only_second, pair.neither, pair.unscored or "–")
+        rate = "–" if math.isnan(pair.rate) else f"{pair.rate:.2%}"
+        kappa = "–" if math.isnan(pair.kappa) else f"{pair.kappa:.3f}"
+        rows.append([escape(a), escape(b), *map(str, counts), rate, kappa])
+    print_rows(console, "graders: completions that A and B call right", columns, rows)
