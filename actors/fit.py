@@ -19,7 +19,7 @@ from actors.placement.fitting import bundles, too_large
 from actors.placement.reservation import expected
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
-from grpo_dist.policy.offload import check_offload
+from grpo_dist.policy.deepspeed_config import check_offload
 
 
 class Fit(NamedTuple):

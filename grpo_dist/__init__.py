@@ -9,7 +9,7 @@ Names are imported on first use, so that importing the package costs nothing.
 
 from typing import TYPE_CHECKING, Any
 
-from grpo_dist.runtime.version import __version__
+from grpo_dist.runtime import __version__
 
 if TYPE_CHECKING:
     from grpo_dist.api import cluster, evaluate_model, train

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_dist.errors import RERUN, RunEnded, UserError, refusals
-from grpo_dist.runtime.imports import libraries_loaded
-from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
-from grpo_dist.runtime.unread_output import unread_output_dropped
-from grpo_dist.runtime.version import __version__
+from grpo_dist.runtime import __version__
+from grpo_dist.runtime.processes import libraries_loaded
+from grpo_dist.runtime.stage_log import print_line, stage, stages_logged, unread_output_dropped
 from grpo_dist.tools.arguments import add_command, add_inputs, parse
 from grpo_dist.tools.evaluate.command import add_commands as add_evaluation
 from grpo_dist.tools.report.arguments import add_report

@@ -25,9 +25,8 @@ from actors.lifecycle.calls import LOST, kill, reason, result, where_stuck_in
 from actors.lifecycle.probe import ask_in_parallel, ready
 from actors.lifecycle.watchdog import deadline_of, numbered, where_stuck
 from grpo_dist.errors import SamplesLost, StateLost, WorkerLost, cause_of
-from grpo_dist.runtime.concurrency import deadline, gather
+from grpo_dist.runtime.concurrency import Budget, deadline, gather
 from grpo_dist.runtime.load_balancer import LoadBalancer
-from grpo_dist.runtime.restarts import Budget
 
 logger = logging.getLogger("grpo_dist")
 

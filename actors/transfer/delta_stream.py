@@ -22,9 +22,8 @@ from torch import Tensor
 
 from actors.transfer.broadcasts import Transport
 from actors.transfer.stream import receive_flat
-from grpo_dist.policy.sent_weights import Changes
 from grpo_dist.policy.weight_buckets import Checksum
-from grpo_dist.policy.weight_deltas import HeldWeights, apply
+from grpo_dist.policy.weight_deltas import Changes, HeldWeights, apply
 from grpo_dist.runtime.metering import Stopwatch
 
 _ROW = 16  # bytes of a bucket in the table: two int64

@@ -25,9 +25,9 @@ from grpo_dist.config import (
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.errors import UserError
 from grpo_dist.policy.router_replay import replay_problem
-from grpo_dist.runtime.cache import cache_dir
 from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
 from grpo_dist.runtime.model_config import heads_of_layers
+from grpo_dist.runtime.model_files import cache_dir
 from grpo_dist.types import Sampling
 
 # Sequences decoded at once by default. Fewer make an evaluation slow; beyond the upper bound a step of the

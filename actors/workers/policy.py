@@ -29,14 +29,14 @@ from grpo_dist.config import (
 )
 from grpo_dist.health.bounds import Bound
 from grpo_dist.observe.profiling import profiled, trace_path
-from grpo_dist.plugins.algorithm_pieces import OwnCode
+from grpo_dist.plugins.algorithm import OwnCode
 from grpo_dist.policy.extensions import build_in_own_directory, build_kernels, kernels_of
 from grpo_dist.policy.loss import LossSettings
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
-from grpo_dist.runtime.cache import check_on_node
 from grpo_dist.runtime.hardware import DeviceType, device_type
-from grpo_dist.runtime.imports import freeze_loaded
 from grpo_dist.runtime.metering import metered
+from grpo_dist.runtime.model_files import check_on_node
+from grpo_dist.runtime.processes import freeze_loaded
 from grpo_dist.runtime.rendezvous import Rank
 from grpo_dist.types import EpochUpdate, Prompt, Rollout, TeacherLogprobs, TrainBatch
 

@@ -24,16 +24,15 @@ from actors.transfer.transport import open_transport
 from grpo_dist.config import ModelConfig, ReferenceConfig, TeacherConfig, TransferBackend
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs
-from grpo_dist.policy.lora import base_weights
+from grpo_dist.policy.lora import adapter_in, base_weights, merge_start
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs, load_causal_lm, reads_packed_rows
-from grpo_dist.policy.start_adapter import adapter_in, merge_start
 from grpo_dist.policy.weight_buckets import ParameterSpec
-from grpo_dist.runtime.cache import check_on_node
 from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
-from grpo_dist.runtime.host_copies import HostCopies, release_cache
-from grpo_dist.runtime.imports import freeze_loaded
+from grpo_dist.runtime.memory import HostCopies, release_cache
 from grpo_dist.runtime.metering import Metered, metered
+from grpo_dist.runtime.model_files import check_on_node
+from grpo_dist.runtime.processes import freeze_loaded
 from grpo_dist.types import Prompt, Rollout, TeacherLogprobs
 
 # A frozen reference can be loaded from the model directory. One that follows the policy exists only in the

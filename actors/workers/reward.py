@@ -28,9 +28,9 @@ from grpo_dist.rewards.group import CompletionGroup, ModelScores
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import model_terms, placed, reward_specs
 from grpo_dist.rewards.steps import decoded_length, token_ends
-from grpo_dist.runtime.cache import check_on_node
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.metering import Metered, metered
+from grpo_dist.runtime.model_files import check_on_node
 from grpo_dist.types import Group, Prompt, Rollout
 
 logger = logging.getLogger("grpo_dist")

@@ -13,9 +13,9 @@ from actors.lifecycle.supervisor import Team
 from grpo_dist.config import ModelConfig, RewardModelConfig
 from grpo_dist.errors import expanded
 from grpo_dist.rewards.group import ModelScores
-from grpo_dist.runtime.cache import check_on_node
-from grpo_dist.runtime.imports import freeze_loaded
 from grpo_dist.runtime.metering import Metered, metered
+from grpo_dist.runtime.model_files import check_on_node
+from grpo_dist.runtime.processes import freeze_loaded
 from grpo_dist.types import Prompt, Rollout
 
 

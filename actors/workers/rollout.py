@@ -29,10 +29,10 @@ from grpo_dist.chat.ends import SampleEnds, ends_of
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.own_rollout import OwnRollout
 from grpo_dist.errors import SamplesFailed
-from grpo_dist.runtime.cache import check_on_node
 from grpo_dist.runtime.hardware import device_type
 from grpo_dist.runtime.load_balancer import Load
 from grpo_dist.runtime.metering import metered
+from grpo_dist.runtime.model_files import check_on_node
 from grpo_dist.runtime.stacks import pending_calls
 from grpo_dist.types import HeldRoutes, Prompt, Rollout, Sampling
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_dist.runtime.hardware import device_type
-from grpo_dist.runtime.imports import without_collections
+from grpo_dist.runtime.processes import without_collections
 
 
 def make_engine(arguments: dict[str, Any], imported: Callable[[], None]) -> Any:

@@ -13,9 +13,9 @@ from actors.transfer.delta_stream import send_changes
 from actors.transfer.stream import send
 from actors.transfer.transport import open_transport
 from grpo_dist.config import TransferBackend
-from grpo_dist.policy.sent_weights import SentWeights
 from grpo_dist.policy.snapshots import SnapshotWriter
 from grpo_dist.policy.weight_buckets import ParameterSpec
+from grpo_dist.policy.weight_deltas import SentWeights
 from grpo_dist.runtime.hardware import one_thread
 from grpo_dist.runtime.metering import Metered, metered
 

@@ -32,7 +32,7 @@ from grpo_dist.algorithms.process import discounted_to_go, process, sum_to_go
 from grpo_dist.algorithms.token_baseline import optimal_token_baseline
 from grpo_dist.algorithms.turn_level import turn_level
 from grpo_dist.batch.rows import context_ids, sampled_tokens
-from grpo_dist.plugins.algorithm_pieces import NO_OWN_CODE, OwnCode, kl_estimate, own_advantages
+from grpo_dist.plugins.algorithm import NO_OWN_CODE, OwnCode, kl_estimate, own_advantages
 from grpo_dist.plugins.inputs import AdvantageInputs
 from grpo_dist.types import Group, TrainBatch, Turn
 

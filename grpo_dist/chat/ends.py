@@ -21,7 +21,7 @@ import numpy as np
 
 from grpo_dist.chat.template import REJECTED, ControlTokens, encode, render
 from grpo_dist.config import DataConfig
-from grpo_dist.runtime.json_files import read_json
+from grpo_dist.runtime.files import read_json
 
 _QUESTION, _ANSWER, _NEXT = "0question0", "0answer0", "0next0"
 

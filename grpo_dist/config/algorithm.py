@@ -9,8 +9,17 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from grpo_dist.algorithms.estimators import ESTIMATORS, estimator_of
 from grpo_dist.config.base import Fraction, NonNegative, Section, choices
-from grpo_dist.plugins.kinds import ADVANTAGE, AGGREGATION, KL, LOSS
-from grpo_dist.plugins.names import OwnAdvantage, OwnAggregation, OwnKL, OwnLoss, OwnPiece
+from grpo_dist.plugins.user_code import (
+    ADVANTAGE,
+    AGGREGATION,
+    KL,
+    LOSS,
+    OwnAdvantage,
+    OwnAggregation,
+    OwnKL,
+    OwnLoss,
+    OwnPiece,
+)
 
 if TYPE_CHECKING:
     BuiltinAdvantage = str

@@ -13,8 +13,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import Section, Temperature, choices
 from grpo_dist.errors import expanded
-from grpo_dist.plugins.kinds import ORDER, SOURCE
-from grpo_dist.plugins.names import OwnOrder, OwnPiece, registered
+from grpo_dist.plugins.user_code import ORDER, SOURCE, OwnOrder, OwnPiece, registered
 
 # Arguments of a tokenizer's `apply_chat_template` that decide what it returns.
 _TEMPLATE_ARGUMENTS = frozenset(

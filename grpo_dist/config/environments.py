@@ -7,8 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import CodePaths, Section
-from grpo_dist.plugins.kinds import ENVIRONMENT
-from grpo_dist.plugins.names import registered
+from grpo_dist.plugins.user_code import ENVIRONMENT, registered
 
 # Names without a colon. `grpo_dist.environments.registry` has their classes.
 BUILTIN_ENVIRONMENTS = ("calculator", "python")

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from grpo_dist.config.base import Count, EvaluationTemperature, Fraction, Section, repeated
-from grpo_dist.plugins.kinds import METRIC, SINK
-from grpo_dist.plugins.names import OwnMetric, OwnPiece, OwnSink
+from grpo_dist.plugins.user_code import METRIC, SINK, OwnMetric, OwnPiece, OwnSink
 
 
 class EvaluationConfig(Section):

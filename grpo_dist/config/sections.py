@@ -28,7 +28,7 @@ from grpo_dist.config.sampling import SamplingConfig
 from grpo_dist.config.stages import RejectionConfig, SFTConfig
 from grpo_dist.config.workers import PolicyConfig, ReferenceConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.errors import expanded
-from grpo_dist.plugins.names import OwnPiece
+from grpo_dist.plugins.user_code import OwnPiece
 
 _WITH_CODE = ("rewards", "environments")  # sections that have code paths of their own
 

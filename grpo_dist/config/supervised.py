@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grpo_dist.config.files import checked
 from grpo_dist.config.root import Config
-from grpo_dist.plugins.names import OwnPiece
+from grpo_dist.plugins.user_code import OwnPiece
 
 # Keys of `policy.optimizer` that `sft` has, too.
 OPTIMIZER = {"lr", "betas", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "min_lr_ratio"}

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from grpo_dist.config.base import Count, Fraction, NonNegative, Section
-from grpo_dist.plugins.kinds import ROLLOUT
-from grpo_dist.plugins.names import OwnPiece, OwnRollout
+from grpo_dist.plugins.user_code import ROLLOUT, OwnPiece, OwnRollout
 
 
 class SpeculationConfig(Section):

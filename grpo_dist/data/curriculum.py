@@ -18,10 +18,8 @@ import numpy as np
 
 from grpo_dist.config import DataConfig
 from grpo_dist.data.order import OrderState
-from grpo_dist.plugins.calling import call, call_in_time
 from grpo_dist.plugins.inputs import OrderInputs
-from grpo_dist.plugins.kinds import ORDER
-from grpo_dist.plugins.loading import load
+from grpo_dist.plugins.user_code import ORDER, call, call_in_time, load
 from grpo_dist.types import Group, Prompt, correctness
 
 _DECAY = 0.5  # weight of earlier observations when a prompt is observed again

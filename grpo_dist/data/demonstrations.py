@@ -53,7 +53,7 @@ from grpo_dist.data.readers import is_conversation, read_messages
 from grpo_dist.data.sources import records
 from grpo_dist.environments.base import Message
 from grpo_dist.errors import expanded
-from grpo_dist.runtime.cache import fingerprint
+from grpo_dist.runtime.model_files import fingerprint
 from grpo_dist.types import Group, Prompt, Rollout
 
 

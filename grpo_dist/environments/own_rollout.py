@@ -15,10 +15,8 @@ import numpy as np
 
 from grpo_dist.config import RolloutConfig
 from grpo_dist.environments.episode import Generation
-from grpo_dist.plugins.calling import call
 from grpo_dist.plugins.inputs import RolloutInputs
-from grpo_dist.plugins.kinds import ROLLOUT
-from grpo_dist.plugins.loading import load
+from grpo_dist.plugins.user_code import ROLLOUT, call, load
 from grpo_dist.runtime.seeds import turn_seed
 from grpo_dist.types import Prompt, Rollout, Sampling
 

@@ -26,7 +26,7 @@ from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
 from grpo_dist.environments.base import Environment, Problem, Step
-from grpo_dist.runtime.child_python import child_command
+from grpo_dist.runtime.processes import child_command
 
 COLUMN = "reasoning_gym"  # the package's entry of a problem, and the settings of its scorer
 _SIZE = 500  # problems of a split without `max_rows`

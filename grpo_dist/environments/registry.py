@@ -19,9 +19,7 @@ from grpo_dist.config import DataConfig, EnvironmentsConfig
 from grpo_dist.config.environments import check_environment_name
 from grpo_dist.environments import builtin
 from grpo_dist.environments.base import Environment
-from grpo_dist.plugins.kinds import ENVIRONMENT
-from grpo_dist.plugins.names import OwnPiece, target_of
-from grpo_dist.plugins.sources import code_files
+from grpo_dist.plugins.user_code import ENVIRONMENT, OwnPiece, code_files, target_of
 
 BUILTIN: dict[str, type[Environment]] = {"python": builtin.Python, "calculator": builtin.Calculator}
 # Prefix -> module with the adapter, its class, and the package to install.

@@ -27,13 +27,13 @@ from grpo_dist.health.bounds import (
     SKIPPED,
     UPDATE_METRICS,
     Bound,
+    HealthState,
     of_batch,
     of_run,
     of_update,
     passed,
 )
 from grpo_dist.health.drift import DRIFTING, count_drifting, new_drifts, track
-from grpo_dist.health.state import HealthState
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.types import Group, count_signals
 

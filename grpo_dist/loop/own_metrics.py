@@ -7,10 +7,8 @@ from functools import partial
 from typing import Any
 
 from grpo_dist.config import MetricConfig
-from grpo_dist.plugins.calling import call, call_in_time
 from grpo_dist.plugins.inputs import MetricInputs
-from grpo_dist.plugins.kinds import METRIC
-from grpo_dist.plugins.loading import load
+from grpo_dist.plugins.user_code import METRIC, call, call_in_time, load
 
 _NOT_AGAIN = "the run continues without it"
 

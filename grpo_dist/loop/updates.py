@@ -31,8 +31,8 @@ from grpo_dist.config import (
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.order import step_indices
 from grpo_dist.loop.groups import ScoredGroup
-from grpo_dist.plugins.algorithm_pieces import OwnCode
-from grpo_dist.plugins.kinds import AGGREGATION, LOSS
+from grpo_dist.plugins.algorithm import OwnCode
+from grpo_dist.plugins.user_code import AGGREGATION, LOSS
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.types import EpochUpdate, Group, TeacherLogprobs, TrainBatch
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from grpo_dist.observe.metric import Metric
 from grpo_dist.observe.metric_list import METRICS
-from grpo_dist.runtime.generated import refresh
+from grpo_dist.runtime.files import refresh
 
 README = Path(__file__).with_name("README.md")
 _PLACEHOLDER = re.compile(r"<\w+>")

@@ -8,8 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.runtime.files import write_text
-from grpo_dist.runtime.json_files import kept_lines
+from grpo_dist.runtime.files import kept_lines, write_text
 
 METRICS = "metrics.jsonl"
 

@@ -18,8 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from grpo_dist.config import ProfileConfig
-from grpo_dist.runtime.files import clear, publish, write_text
-from grpo_dist.runtime.json_files import kept_lines
+from grpo_dist.runtime.files import clear, kept_lines, publish, write_text
 from grpo_dist.runtime.metering import Span
 
 TRACES = "profile"

@@ -16,8 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_dist.batch.token_values import TokenValues, ValuesOfSamples, has_tokens
-from grpo_dist.runtime.files import clear, publish
-from grpo_dist.runtime.records import fields_of
+from grpo_dist.runtime.files import clear, fields_of, publish
 from grpo_dist.types import FurtherRow, Group, HeldRoutes, Prompt, Rollout, ToolCall, Turn
 
 _NAME = re.compile(r"(?:eval_.+_)?step_(?P<step>\d+)\.parquet")  # of the samples of a run

@@ -37,13 +37,10 @@ from grpo_dist.observe.settings import ShownConfig
 from grpo_dist.observe.sinks import AsyncSink, Sink, close_all
 from grpo_dist.observe.tensorboard import TensorBoard
 from grpo_dist.observe.wandb_run import WandbRun
-from grpo_dist.plugins.calling import call
 from grpo_dist.plugins.inputs import SinkInputs
-from grpo_dist.plugins.kinds import SINK
-from grpo_dist.plugins.loading import load
-from grpo_dist.runtime.background import Background
-from grpo_dist.runtime.files import check_room, flush
-from grpo_dist.runtime.json_files import StepLines
+from grpo_dist.plugins.user_code import SINK, call, load
+from grpo_dist.runtime.concurrency import Background
+from grpo_dist.runtime.files import StepLines, check_room, flush
 from grpo_dist.runtime.metering import Span, Usage
 from grpo_dist.runtime.recorder import LedgerEntry
 from grpo_dist.runtime.stage_log import LoopStages, stage

@@ -17,7 +17,8 @@ group as one row, with a mask that separates its samples, where that compares no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,13 +28,132 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from grpo_dist.policy.to_device import sent
-from grpo_dist.policy.varlen_attention import VarlenKernel, flash_varlen, torch_varlen
+from grpo_dist.runtime.hardware import sent
 
 NAME = "grpo_dist_packed"  # in transformers' registry of attention functions
 ATTENTION = {"full_attention", "sliding_attention"}  # of transformers' types of layers
 _SPREAD = 0.8  # shortest row of a block as a share of its longest, at least
 _LONGEST_GROUP = 2048  # tokens of a group with a mask, at most: its memory grows with their square
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Where a variable-length kernel finds each row's tokens, end to end: ``ends``, int32 [rows + 1], where
+    each begins and the last ends; ``longest`` row.
+    """
+
+    ends: Int[Tensor, " E"]
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Segments:
+        ends = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+        return cls(sent(ends, device), max(lengths))
+
+
+# (q [N, H, D], k [L, H', D], v, segments of q, segments of k and v, scale, tokens to the left that a token
+# sees or -1 for all, dropout) -> [N, H, D]. The last query of a row is at the place of its last key.
+VarlenFunction = Callable[[Tensor, Tensor, Tensor, Segments, Segments, float, int, float], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenSpans:
+    """``own``: of each row, the tokens that no row before it has, which are queries where they lie.
+    ``whole``: all of its tokens, keys and values; ``indices`` int64 [L] of these in the stream, None: the
+    stream itself.
+
+        stream   7 8 9 4 5 2 6 2        own    7 8 9 4 5 2 | 6 2
+                                        whole  7 8 9 4 5 2 | 7 8 9 6 2
+    """
+
+    function: VarlenFunction
+    own: Segments
+    whole: Segments
+    indices: Int[Tensor, " L"] | None
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, dropout: float
+    ) -> Tensor:
+        if self.indices is not None:
+            k, v = (_Repeated.apply(t, self.indices) for t in (k, v))
+        left = -1 if window is None else window - 1
+        return self.function(q, k, v, self.own, self.whole, scale, left, dropout)
+
+
+class _Repeated(torch.autograd.Function):
+    """``index_select`` of rows. Gradients are added up in float32 at least: many samples share a prompt."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Float[Tensor, "N H D"], indices: Int[Tensor, " L"]) -> Float[Tensor, "L H D"]:
+        ctx.save_for_backward(indices)
+        ctx.count = len(rows)
+        return rows.index_select(0, indices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Float[Tensor, "L H D"]) -> tuple[Float[Tensor, "N H D"], None]:
+        (indices,) = ctx.saved_tensors
+        exact = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros(ctx.count, *grad.shape[1:], dtype=exact)
+        return total.index_add_(0, indices, grad.to(exact)).to(grad.dtype), None
+
+
+class VarlenKernel:
+    """Half precision on GPUs. ``function``: `torch_varlen` or `flash_varlen`; it needs no groups.
+
+    What each row has alone lies behind that of the row before it, as `packed` lays rows out. A row of which
+    others have all tokens has nothing to compute: these see the same tokens there.
+    """
+
+    def __init__(self, function: VarlenFunction) -> None:
+        self._function = function
+
+    def spans(
+        self, rows: Sequence[np.ndarray], groups: Sequence[int], size: int, device: torch.device
+    ) -> VarlenSpans:
+        filler = np.arange(max(int(row[-1]) for row in rows) + 1, size)
+        own: list[int] = []
+        whole: list[np.ndarray] = []
+        end = 0
+        for row in sorted([*rows, *([filler] if len(filler) else [])], key=lambda row: int(row[-1])):
+            if (new := int(row[-1]) + 1 - end) > 0:
+                assert row[-new] == end, "a row's own tokens are its last ones, behind those of others"
+                own.append(new)
+                whole.append(row)
+                end += new
+        lengths = [len(row) for row in whole]
+        repeats = sum(lengths) != size
+        indices = sent(torch.from_numpy(np.concatenate(whole)), device) if repeats else None
+        return VarlenSpans(self._function, Segments.of(own, device), Segments.of(lengths, device), indices)
+
+
+def torch_varlen(
+    q: Tensor, k: Tensor, v: Tensor, own: Segments, whole: Segments, scale: float, left: int, dropout: float
+) -> Tensor:
+    """Call torch's own kernel. Raises ValueError for dropout, which it does not support."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if dropout:
+        raise ValueError(
+            f"attention dropout {dropout}: set the model's attention_dropout to 0, or model.packing=false"
+        )
+    gqa = q.shape[1] != k.shape[1]
+    out: Any = varlen_attn(
+        q, k, v, own.ends, whole.ends, own.longest, whole.longest,
+        scale=scale, window_size=(left, 0), enable_gqa=gqa,
+    )  # fmt: skip
+    return out
+
+
+def flash_varlen(
+    q: Tensor, k: Tensor, v: Tensor, own: Segments, whole: Segments, scale: float, left: int, dropout: float
+) -> Tensor:
+    """Call the flash-attn package's kernel."""
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(
+        q, k, v, own.ends, whole.ends, own.longest, whole.longest,
+        dropout_p=dropout, softmax_scale=scale, causal=True, window_size=(left, 0),
+    )  # fmt: skip
 
 
 class NotCausal(ValueError):
@@ -262,3 +382,63 @@ def _masked(
     return scaled_dot_product_attention(
         q, k, v, attn_mask=bias.to(q.dtype), scale=scale, dropout_p=dropout, enable_gqa=True
     )
+
+
+def packing_problem(model: Any) -> str | None:
+    """Return why ``model`` (transformers, with or without weights) cannot read a packed stream; None: it can.
+
+    Its attention must go through transformers' registry as plain causal attention, and nothing else in it may
+    mix tokens.
+    """
+    config = model.config.get_text_config()
+    if mixing := mixing_layers(config):
+        return f"it has layers of type {', '.join(mixing)}"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention does not go through transformers' registry"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "it caps attention logits (attn_logit_softcapping)"
+    return _first_attention(model)
+
+
+def mixing_layers(config: Any) -> list[str]:
+    """Return the types of layers, sorted, in which tokens reach others by another way than attention to all
+    before them, or to a window. ``config``: transformers' of a decoder.
+    """
+    return sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
+
+
+def recurrent_layers(config: Any) -> list[str]:
+    """Return the types of layers, sorted, that carry a state from token to token: linear attention, Mamba,
+    convolutions. ``config``: transformers' of a decoder.
+    """
+    return [k for k in mixing_layers(config) if k == "linear_attention" or not k.endswith("attention")]
+
+
+class _Reached(Exception):
+    """The attention function has been called as packed rows need it."""
+
+
+class _Probe:
+    """Stands in for the spans of a stream."""
+
+    def attend(self, *_: Any, **__: Any) -> torch.Tensor:
+        raise _Reached
+
+
+def _first_attention(model: Any) -> str | None:
+    """Return why its first attention layer reads no stream; None: it does, or that is not known, for a model
+    that computes with values before it attends. Such a one says so when it attends.
+    """
+    register()
+    try:
+        with torch.device("meta"):  # no memory, and whole also where ranks hold parts of the weights
+            empty = type(model)(deepcopy(model.config)).eval()
+            empty.set_attn_implementation(NAME)
+            tokens = torch.zeros(1, 2, dtype=torch.long)
+            places = torch.arange(2)[None]
+            empty.get_decoder()(input_ids=tokens, position_ids=places, use_cache=False, spans=_Probe())
+    except (_Reached, RuntimeError):  # RuntimeError: what has no values was asked for them
+        return None
+    except NotCausal:
+        return "it needs more than causal attention, such as sinks, or does not pass on where rows are"
+    return "its attention does not go through transformers' registry"

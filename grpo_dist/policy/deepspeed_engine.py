@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from grpo_dist.config import PolicyConfig
+from grpo_dist.policy.deepspeed_config import optimizer_device
 from grpo_dist.policy.model import TokenLogprobs
-from grpo_dist.policy.offload import optimizer_device
-from grpo_dist.policy.state_files import PolicyFiles
 from grpo_dist.runtime.hardware import device_type
 
 # What measures the norm in a step of each of DeepSpeed's optimizers: a method, or a function of its module.
@@ -106,17 +105,6 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
     for p in parameters:
         optimizer.state[p]["step"].zero_()
-
-
-def use_policy_files(engine: Any) -> Any:
-    """Let ``engine`` read and write its checkpoints by `PolicyFiles`; return those."""
-    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-
-    class Files(PolicyFiles, CheckpointEngine):
-        """`PolicyFiles` of the type that DeepSpeed expects."""
-
-    engine.checkpoint_engine = Files()
-    return engine.checkpoint_engine
 
 
 class NormGate:

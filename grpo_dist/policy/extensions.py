@@ -21,8 +21,8 @@ from torch.utils import cpp_extension
 
 from grpo_dist.config import PolicyConfig
 from grpo_dist.errors import UserError
-from grpo_dist.policy.offload import offload_devices
-from grpo_dist.runtime.child_python import child_command
+from grpo_dist.policy.deepspeed_config import offload_devices
+from grpo_dist.runtime.processes import child_command
 
 _DEADLINE_S = 3600.0  # of one build by another process: a busy machine takes minutes for one file
 _REFUSED = "REFUSED: "  # before the message of a build that failed

@@ -1,8 +1,13 @@
-"""Full tensors out of a sharded policy: for the rollout engines, and as a model in Hugging Face format."""
+"""Full tensors out of a sharded policy: for the rollout engines, and as a model in Hugging Face format.
+
+An export lists its files in `.export.json`, which loaders of models do not read. So a later export to the
+same directory knows what it may delete, whatever files the tokenizer and the own code of the model have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,11 +15,139 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_dist.chat.ends import sample_ends
 from grpo_dist.config import PolicyConfig
 from grpo_dist.policy.checkpoint_format import CheckpointFormat, owners
-from grpo_dist.policy.export import write_model
-from grpo_dist.policy.lora import adapter_parameters, adapters, base_weights
+from grpo_dist.policy.lora import adapter_parameters, adapters, base_of, base_weights, write_adapter
+from grpo_dist.policy.text_model import adapted_in_wrapper, restore_wrapper
 from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
+from grpo_dist.runtime.files import clear, keep_backup, publish, read_json
+
+_ADAPTER = "adapter"
+_LIST = ".export.json"
+# In exports without a list. A model's own code may have other names, but so may a user's scripts.
+_FOLDERS = (_ADAPTER, "additional_chat_templates")
+_FILES = (
+    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "*.model", "*.tiktoken", "chat_template.*", "configuration_*.py", "modeling_*.py",
+    "tokenization_*.py", "tekken.json", "tokenizer.model.*", "*.spm", _LIST,
+)  # fmt: skip
+
+
+def write_model(
+    model: Any,
+    weights: dict[str, Tensor],
+    low_rank: dict[str, Tensor],
+    directory: Path,
+    tokenizer_dir: str,
+    trust_remote_code: bool,
+) -> None:
+    """Write ``weights`` of ``model`` (safetensors) with its tokenizer, any ``low_rank`` adapters to
+    `adapter`, and the list of all files. The directory appears only when it is complete. It replaces an
+    earlier export; anything else there is kept under another name, see `keep_backup`.
+    """
+    from transformers import AutoTokenizer
+
+    partial = directory.with_name(f".{directory.name}.partial")
+    clear(partial)
+    model.config.use_cache = True  # off while training
+    save_pretrained(model, partial, weights)
+    model.config.use_cache = False
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=trust_remote_code)
+    tokenizer.save_pretrained(partial)
+    if getattr(tokenizer, "chat_template", None):
+        _name_ends(partial, sample_ends(tokenizer, templated=True).ids)
+    restore_wrapper(Path(tokenizer_dir), partial)
+    if low_rank:
+        base, decoder = adapted_in_wrapper(Path(tokenizer_dir)) or (base_of(Path(tokenizer_dir)), "")
+        write_adapter(model, low_rank, partial / _ADAPTER, base_model=base, decoder=decoder)
+    files = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if not path.is_dir())
+    (partial / _LIST).write_text(json.dumps({"files": files}, indent=1))
+    if why_no_export(directory):  # also files that came during this export, which takes minutes
+        keep_backup(directory)
+    clear(directory)
+    publish(partial, directory)
+
+
+def _name_ends(directory: Path, ids: Collection[int]) -> None:
+    """Add ``ids``, at which samples ended in training, to the ends in generation_config.json: other engines
+    stop at these alone.
+    """
+    file = directory / "generation_config.json"
+    settings = read_json(file) if file.is_file() else {}
+    named = settings.get("eos_token_id")
+    known = named if isinstance(named, list) else [] if named is None else [named]
+    if missing := sorted(set(ids) - set(known)):
+        file.write_text(json.dumps(settings | {"eos_token_id": [*known, *missing]}, indent=2))
+
+
+def why_no_export(directory: Path) -> str:
+    """Return what shows that ``directory``, which a new export would delete, is no earlier one; "": nothing.
+
+    A directory that is empty or does not exist holds nothing to lose.
+    """
+    if directory.is_symlink():
+        return "it is a link"
+    if not directory.exists():
+        return ""
+    if not directory.is_dir():
+        return "it is a file"
+    if directory.is_mount():
+        return "it is a mount point"
+    listed = _listed_files(directory)
+    return _why_not_by_name(directory) if listed is None else _why_not_listed(directory, listed)
+
+
+def _listed_files(directory: Path) -> set[Path] | None:
+    """Return the files that the list of an export names; None where it has none that can be read."""
+    try:
+        found = read_json(directory / _LIST)
+        return {directory / name for name in (_LIST, *found["files"])}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _why_not_listed(directory: Path, listed: set[Path]) -> str:
+    for path in sorted(directory.rglob("*")):
+        if path.is_symlink() or not (path.is_dir() or path in listed):
+            return f"the export there did not write its {path.relative_to(directory)}"
+    return ""
+
+
+def _why_not_by_name(directory: Path) -> str:
+    """Judge an export of an earlier version, or a copy that lacks the list."""
+    entries = sorted(directory.iterdir())
+    for entry in entries:
+        fits = entry.name in _FOLDERS if entry.is_dir() else any(map(entry.match, _FILES))
+        if entry.is_symlink() or not fits:
+            return f"an export does not write its {entry.name}"
+    try:
+        config = read_json(directory / "config.json") if entries else {"model_type": ""}
+    except (OSError, ValueError):
+        config = None
+    return "" if isinstance(config, dict) and "model_type" in config else "its config.json is no model's"
+
+
+def save_pretrained(model: Any, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
+    """Write ``model`` to ``directory`` with ``weights`` (None: its own), and its generation config as it is.
+
+    transformers loads a generation config such as `{"temperature": 0.6}`, without `do_sample`, with a
+    warning, but refuses to save it. Nothing here samples with it, so that is no reason to lose a model.
+    """
+    from transformers import GenerationConfig  # slow to import
+    from transformers.utils import GENERATION_CONFIG_NAME  # slow to import
+
+    own = model.generation_config if model.can_generate() else None
+    try:
+        if own is not None:
+            model.generation_config = GenerationConfig()
+        model.save_pretrained(directory, state_dict=weights, safe_serialization=True)
+    finally:
+        if own is not None:
+            model.generation_config = own
+    if own is not None:
+        own.to_json_file(directory / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
 
 
 class FullWeights:

@@ -20,8 +20,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.runtime.cache import cached, fingerprint
 from grpo_dist.runtime.hardware import quiet_libraries
+from grpo_dist.runtime.model_files import cached, fingerprint
 
 _VERSION = 1  # of the files this module writes; raise it when they change
 _NOTE = "gguf.json"  # in the directory: the file's name, and what its quantisation lost

@@ -27,7 +27,7 @@ from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.algorithms.ratios import LOG_LIMIT
 from grpo_dist.algorithms.rejection import accepted, off_policy_sequence_mask
 from grpo_dist.algorithms.shapes import LossAndStats, Stats, TokenMask, TokenValues
-from grpo_dist.plugins.algorithm_pieces import aggregated, kl_estimate, own_policy_loss
+from grpo_dist.plugins.algorithm import aggregated, kl_estimate, own_policy_loss
 from grpo_dist.plugins.inputs import AggregationInputs, PolicyLossInputs
 from grpo_dist.policy.loss_settings import LossSettings
 from grpo_dist.policy.streams import cross_entropy, further_streams

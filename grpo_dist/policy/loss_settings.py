@@ -7,7 +7,7 @@ from typing import Literal
 
 from grpo_dist.algorithms.entropy_control import EntropyControl
 from grpo_dist.algorithms.rejection import RejectionRule
-from grpo_dist.plugins.algorithm_pieces import NO_OWN_CODE, OwnCode
+from grpo_dist.plugins.algorithm import NO_OWN_CODE, OwnCode
 
 
 @dataclass(frozen=True, slots=True)

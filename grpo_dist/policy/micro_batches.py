@@ -15,7 +15,7 @@ from grpo_dist.batch.sharding import micro_batches, packed_micro_batches
 from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
 from grpo_dist.policy.attention import Kernel
 from grpo_dist.policy.packing import Layout, packed, padded
-from grpo_dist.policy.to_device import sent
+from grpo_dist.runtime.hardware import sent
 from grpo_dist.types import Rows, TrainBatch
 
 Batch = TypeVar("Batch", bound=TrainBatch)

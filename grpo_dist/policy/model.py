@@ -1,4 +1,6 @@
-"""A causal language model that computes the log-probs of given tokens. Policy and reference share it."""
+"""A causal language model that computes the log-probs of given tokens. Policy and reference share it; the
+policy's ranks add adapters, router replay and compiled layers.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ from jaxtyping import Float
 from psutil import virtual_memory
 from torch import Tensor, nn
 
-from grpo_dist.policy.attention import NAME, attention_layers, register
+from grpo_dist.config import ModelConfig, PolicyConfig
+from grpo_dist.policy.attention import NAME, attention_layers, packing_problem, register
 from grpo_dist.policy.checkpoint_format import keep_used_conversions
 from grpo_dist.policy.layer_kernels import use_kernels
 from grpo_dist.policy.logprobs import logprobs_with_candidates, selected_score_norms, top_logprobs
+from grpo_dist.policy.lora import adapter_in, add_adapters, start_from
 from grpo_dist.policy.packing import Layout
-from grpo_dist.policy.packing_problem import packing_problem
-from grpo_dist.policy.sequence_parallel import SequenceGroup
+from grpo_dist.policy.router_replay import replay_routes
+from grpo_dist.policy.sequence_parallel import SequenceGroup, check_heads
 from grpo_dist.runtime.hardware import device_type, quiet_libraries
 from grpo_dist.runtime.logit_transform import LogitTransform
 from grpo_dist.runtime.model_config import heads_of_layers, keep_attention_cap
@@ -284,3 +288,31 @@ class _LMHead(nn.Module):
             return top_logprobs(rows, self.weight, targets, top_k, vocabulary=self._vocabulary, **how)
         how["with_entropy"] = with_entropy
         return logprobs_with_candidates(rows, self.weight, targets, layout.candidates, **how)
+
+
+def trainable_model(
+    model_dir: str, dtype: torch.dtype, model: ModelConfig, policy: PolicyConfig, seed: int
+) -> Any:
+    """Load the transformers model, with adapters where ``policy`` trains those alone. Raises ValueError for
+    one that it cannot train.
+    """
+    causal_lm = load_causal_lm(
+        model_dir,
+        dtype=dtype,
+        attention=model.attention,
+        trust_remote_code=model.trust_remote_code,
+        gradient_checkpointing=model.gradient_checkpointing,
+        packing=model.packing,
+        # torch.compile does not read the package's autograd functions, and fuses these operations itself.
+        kernels="torch" if policy.compile else model.kernels,
+    )
+    if policy.router_replay:
+        replay_routes(causal_lm, model_dir)
+    if policy.lora is not None:
+        add_adapters(causal_lm, policy.lora, seed=seed)
+        if start := adapter_in(Path(model_dir)):
+            start_from(causal_lm, start.adapters())
+    if policy.compile:
+        compile_layers(causal_lm)
+    check_heads(causal_lm, policy.sequence_parallel)
+    return causal_lm

@@ -26,7 +26,7 @@ from torch import Tensor
 from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
 from grpo_dist.policy.attention import Kernel, Spans
 from grpo_dist.policy.router_replay import fetched, laid_out
-from grpo_dist.policy.to_device import sent
+from grpo_dist.runtime.hardware import sent
 from grpo_dist.types import Routes, Rows
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_dist.runtime.host_copies import HostCopies, release_cache, storages
+from grpo_dist.runtime.memory import HostCopies, release_cache, storages
 from grpo_dist.runtime.metering import Timer, untimed
 
 

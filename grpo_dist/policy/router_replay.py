@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from grpo_dist.policy.to_device import sent
+from grpo_dist.runtime.hardware import sent
 from grpo_dist.types import Routes, TrainBatch
 
 # Architectures whose router in transformers is a softmax over all experts and a top-k of it.

@@ -24,9 +24,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.distributed.nn.functional import all_to_all_single
 
-from grpo_dist.policy.attention import Spans
+from grpo_dist.policy.attention import Spans, packing_problem
 from grpo_dist.policy.packing import Layout
-from grpo_dist.policy.packing_problem import packing_problem
 
 
 @dataclass(frozen=True, slots=True)

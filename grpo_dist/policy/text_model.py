@@ -1,4 +1,5 @@
-"""The text model inside a vision-language checkpoint, as a model of its own, and the way back.
+"""Whether a directory holds a language model that can be trained, and the directory that workers load; of a
+vision-language checkpoint the text model inside, as a model of its own, and the way back.
 
 A checkpoint such as Gemma 3's wraps a text model:
 
@@ -16,8 +17,9 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,15 @@ import torch
 from grpo_dist.policy.checkpoint_format import CheckpointFormat
 from grpo_dist.policy.lora import base_weights
 from grpo_dist.policy.weight_buckets import ParameterSpec
-from grpo_dist.runtime.cache import cached, fingerprint
-from grpo_dist.runtime.json_files import read_json
-from grpo_dist.runtime.model_files import StoredTensor, stored_tensors, write_tensors
+from grpo_dist.runtime.files import read_json
+from grpo_dist.runtime.model_files import (
+    StoredTensor,
+    cached,
+    check_directory,
+    fingerprint,
+    stored_tensors,
+    write_tensors,
+)
 
 _VERSION = 1  # of the files this module writes; raise it when they change
 _WRAPPER = "wrapper"  # folder of the text model's directory: all that is not text, and the names
@@ -36,6 +44,14 @@ _NOTE = "text.json"  # where the checkpoint is, its names, and the module that i
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _TEXT = "model."  # what transformers' text models call their decoder
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pth", "*.gguf")
+# Ends of the names of architectures with another head, which would be replaced by a random one.
+_HEADS = {
+    "ForSequenceClassification": "a classifier, such as a reward model",
+    "ForTokenClassification": "a classifier of tokens, such as a process reward model",
+    "ForQuestionAnswering": "a model that marks answers",
+    "ForMaskedLM": "a model that fills in masked tokens",
+    "RewardModel": "a reward model",
+}
 
 
 def text_model(directory: Path, config: Any, where: str) -> Path:
@@ -211,3 +227,72 @@ def restore_wrapper(model_dir: Path, export: Path) -> None:
     for file in wrapper.glob("*processor_config.json"):
         shutil.copyfile(file, export / file.name)
     (export / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def usable_model(
+    directory: Path,
+    where: str,
+    say: Callable[[str], None],
+    *,
+    trust_remote_code: bool = False,
+    trains: bool = True,
+) -> Path:
+    """Return ``directory``, or that of the text model that was taken out of it, which ``say`` tells.
+
+    Args:
+        where: the key and its value, for messages: ``model.path = some/model``.
+        trains: False for what samples alone, also from quantised weights.
+
+    Raises:
+        ValueError: with one message for what is no model, or none that can be trained.
+    """
+    check_directory(directory, where, whole=trains)
+    settings = read_json(directory / "config.json")
+    if not isinstance(settings, dict) or (trust_remote_code and "auto_map" in settings):
+        return directory  # what is no configuration is refused where it is read
+    for name in settings.get("architectures") or ():
+        for end, what in _HEADS.items():
+            if str(name).endswith(end):
+                raise ValueError(f"{where}: {name} is {what}, and has no LM head; use a causal LM")
+    config = _known_config(directory, settings, where)
+    if config is None or config.get_text_config() is config:
+        return directory
+    made = text_model(directory, config, where)
+    say(
+        f"{where}: {wrapper_of(made)} wraps a text model, which is trained; the other weights stay as they "
+        f"are and are in the export (the text model is copied to {made})"
+    )
+    return made
+
+
+def _known_config(directory: Path, settings: dict[str, Any], where: str) -> Any:
+    """Return transformers' configuration; None where it names no type. Raises ValueError for a type that is
+    no decoder.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # slow to import
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    kind = settings.get("model_type")
+    if not kind:
+        return None
+    if kind not in CONFIG_MAPPING_NAMES:
+        own = "set model.trust_remote_code=true if you trust the code it brings"
+        raise ValueError(
+            f"{where}: config.json has model_type = {kind}, which transformers {version('transformers')} "
+            f"does not know; {own if 'auto_map' in settings else 'use another model'}"
+        )
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except Exception as error:  # for damaged files, libraries raise whatever error their code runs into
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(
+            f"{where}: its config.json is no configuration of {kind} ({reason}); download it again"
+        ) from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{where}: {kind} is an encoder with a decoder; use a causal language model")
+    if config.get_text_config() is config and type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"{where}: {kind} is no causal language model that transformers {version('transformers')} has; "
+            "use a model such as Qwen, Llama, Mistral or Gemma"
+        )
+    return config

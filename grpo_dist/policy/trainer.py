@@ -24,7 +24,7 @@ from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.config import ModelConfig, PolicyConfig
 from grpo_dist.health.bounds import BAD_WEIGHTS, GRAD_NORM, REFUSED, SKIPPED, Bound, passed
 from grpo_dist.policy.attention import choose_kernel
-from grpo_dist.policy.deepspeed_config import deepspeed_config
+from grpo_dist.policy.deepspeed_config import check_offload, deepspeed_config, size_buffers
 from grpo_dist.policy.deepspeed_engine import NormGate, forward_only, initialize, zero3_loading
 from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.full_weights import FullWeights
@@ -32,23 +32,21 @@ from grpo_dist.policy.group_logprobs import SampledGroup, group_logprobs, group_
 from grpo_dist.policy.lora import empty_model, untrained
 from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
 from grpo_dist.policy.micro_batches import MicroBatches, values_by_row
-from grpo_dist.policy.model import TokenLogprobs, attention_cost, reads_packed_rows
-from grpo_dist.policy.offload import check_offload, size_buffers
+from grpo_dist.policy.model import TokenLogprobs, attention_cost, reads_packed_rows, trainable_model
 from grpo_dist.policy.preparation import Preparation
 from grpo_dist.policy.rank_memory import RankMemory
 from grpo_dist.policy.ranks import join, over_ranks
 from grpo_dist.policy.router_replay import check_routes
 from grpo_dist.policy.saved_state import SavedState
 from grpo_dist.policy.sequence_parallel import SequenceGroup
-from grpo_dist.policy.step_metrics import step_metrics
 from grpo_dist.policy.streams import divergence_from_teacher
-from grpo_dist.policy.trainable_model import trainable_model
 from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
 from grpo_dist.runtime.rendezvous import Rank
 from grpo_dist.types import EpochUpdate, PreparedBatch, TeacherLogprobs, TrainBatch
 
 # ZeRO 1 and 2 add up squares in float32: they skip a longer gradient, which stages 0 and 3 would clip.
 _LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
+_BEFORE_ANYTHING_MOVED = ("policy/ratio_mean", "policy/ratio_max", "ref/kl")  # shown of the first update
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,3 +338,38 @@ class Trainer:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+def step_metrics(
+    per_update: Sequence[dict[str, float]], trained: Sequence[bool], *, unmoved: int
+) -> dict[str, float]:
+    """Return the mean of each metric over the updates that have it, the maximum where that is in the name.
+
+    An update has no metrics of a stream without a token in it (`loss.finish_stats`): {nll 1, entropy 2} and
+    {nll 5} -> {nll 3, entropy 2}. What every update has, such as the gradient's norm, is averaged over those
+    that trained a token, unless none did. ``mismatch/*`` compares the engine with the trainer before anything
+    moved, and ``first_update/*`` is of the first update.
+
+    Args:
+        per_update: at least one.
+        trained: whether each update had a token of any stream.
+        unmoved: how many of them, from the first, have log-probs of the weights before the step.
+    """
+    first = per_update[0]
+    means = [own for own, had_tokens in zip(per_update, trained, strict=True) if had_tokens] or per_update
+    metrics = {}
+    for name in dict.fromkeys(name for own in per_update for name in own):
+        some = means
+        if name.startswith("mismatch/"):
+            some = per_update[:unmoved]
+        elif name.endswith("_max") or name == SKIPPED:
+            some = per_update
+        if values := [own[name] for own in some if name in own]:
+            metrics[name] = _reduced(name, values)
+    return metrics | {f"first_update/{k}": first[k] for k in _BEFORE_ANYTHING_MOVED if k in first}
+
+
+def _reduced(name: str, values: Sequence[float]) -> float:
+    if name == SKIPPED:
+        return sum(values)
+    return max(values) if name.endswith("_max") else sum(values) / len(values)

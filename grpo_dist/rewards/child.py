@@ -24,9 +24,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from grpo_dist.errors import raised
-from grpo_dist.runtime.address_space import limit_address_space
-from grpo_dist.runtime.guardian import die_with, fork_guarded
-from grpo_dist.runtime.imports import without_collections
+from grpo_dist.runtime.processes import die_with, fork_guarded, limit_address_space, without_collections
 
 _REASON = 1000  # characters of why a call failed
 _CANCELLED_S = 1.0  # seconds that cancelled calls have to end

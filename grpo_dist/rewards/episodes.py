@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from grpo_dist.runtime.records import fields_of
+from grpo_dist.runtime.files import fields_of
 from grpo_dist.types import Turn
 
 Turns = Sequence[Mapping[str, Any]]  # of one episode, as `turns_for_rewards` makes them

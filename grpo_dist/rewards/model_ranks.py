@@ -34,9 +34,8 @@ from torch import Tensor
 from grpo_dist.config import RewardModelConfig
 from grpo_dist.rewards.model_inputs import ModelInput
 from grpo_dist.rewards.models import Classifier
-from grpo_dist.runtime.child_python import child_command
-from grpo_dist.runtime.guardian import die_with
 from grpo_dist.runtime.hardware import collective_backend, device_type
+from grpo_dist.runtime.processes import child_command, die_with
 from grpo_dist.runtime.rendezvous import Rank, check_members, meeting_point
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from grpo_dist.rewards.model_heads import (
 from grpo_dist.rewards.model_inputs import ModelInput, Steps, check_inputs, conversation, process_inputs
 from grpo_dist.rewards.steps import REDUCE, decoded_length, split_steps, token_ends
 from grpo_dist.runtime.hardware import device_type, limit_gpu_memory, quiet_libraries, resolve_dtype
-from grpo_dist.runtime.host_copies import HostCopies, release_cache
+from grpo_dist.runtime.memory import HostCopies, release_cache
 from grpo_dist.runtime.model_config import keep_attention_cap, position_limit
 
 logger = logging.getLogger(__name__)

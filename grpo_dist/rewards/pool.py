@@ -29,8 +29,13 @@ from typing import Any
 
 from grpo_dist.rewards.math import Grade
 from grpo_dist.rewards.results import Died, Failure, Signature, number_of, result_of
-from grpo_dist.runtime.child_python import child_command, code_directories, python_path
-from grpo_dist.runtime.guardian import kill_descendants, kill_marked
+from grpo_dist.runtime.processes import (
+    child_command,
+    code_directories,
+    kill_descendants,
+    kill_marked,
+    python_path,
+)
 
 _START_S = 120.0  # limit for a new process to import the parsers, or a user module, on a busy machine
 _TASKS_PER_PROCESS = 2000  # then the process is replaced, because parsers keep caches

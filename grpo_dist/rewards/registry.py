@@ -19,9 +19,7 @@ from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config import GatedConfig, RewardConfig, RewardsConfig
 from grpo_dist.config.secrets import masked_text, shown_value
 from grpo_dist.errors import expanded
-from grpo_dist.plugins.kinds import REWARD
-from grpo_dist.plugins.names import OwnPiece, registered, target_of
-from grpo_dist.plugins.sources import code_files
+from grpo_dist.plugins.user_code import REWARD, OwnPiece, code_files, registered, target_of
 from grpo_dist.rewards import builtin
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.combine import Term, as_part, combine

@@ -22,15 +22,14 @@ from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import Pair, contents, load_pairs
 from grpo_dist.demo.model import is_made, made_model
 from grpo_dist.errors import expanded
-from grpo_dist.policy.export import save_pretrained
+from grpo_dist.policy.full_weights import save_pretrained
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.model import load_causal_lm
-from grpo_dist.policy.text_model import keep_wrapper
-from grpo_dist.policy.usable_model import usable_model
-from grpo_dist.runtime.cache import cached, fingerprint
-from grpo_dist.runtime.freed_memory import return_freed_memory
+from grpo_dist.policy.text_model import keep_wrapper, usable_model
 from grpo_dist.runtime.hardware import available_cpus, device_type, resolve_dtype
 from grpo_dist.runtime.logit_transform import LogitTransform
+from grpo_dist.runtime.memory import return_freed_memory
+from grpo_dist.runtime.model_files import cached, fingerprint
 
 _VERSION = 4  # of the result; raise it when a change here alters the result
 LOGIT_TOKENS = 4096  # tokens whose logits exist at once

@@ -1,4 +1,5 @@
-"""The identity of a run: the settings that determine its numbers. A resumed run must keep them.
+"""The identity of a run: the settings and the user's code that determine its numbers. A resumed run must keep
+them.
 
 The others may change: what is done with the run, and the layout of its workers, which changes numbers by
 rounding only.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -23,10 +24,36 @@ import numpy as np
 import yaml
 
 from grpo_dist.chat.template import writes_date
-from grpo_dist.config import AlgorithmConfig, Config, DataConfig
+from grpo_dist.config import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    KLConfig,
+    RewardsConfig,
+    RolloutConfig,
+)
+from grpo_dist.config.base import choices
 from grpo_dist.config.differences import flat, has_place
+from grpo_dist.config.environments import BUILTIN_ENVIRONMENTS
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.text import unescaped
+from grpo_dist.environments.registry import own_environments
+from grpo_dist.plugins.user_code import (
+    ADVANTAGE,
+    AGGREGATION,
+    ENVIRONMENT,
+    KL,
+    LOSS,
+    METRIC,
+    ORDER,
+    REWARD,
+    SINK,
+    OwnPiece,
+    code_digest,
+    shadowing,
+)  # fmt: skip
+from grpo_dist.rewards.registry import REWARDS, own_rewards
 from grpo_dist.types import Prompt
 
 # Sections and keys that may change.
@@ -259,3 +286,42 @@ def describe(changes: Sequence[Change]) -> str:
     """Describe the first few ``changes`` for a message."""
     more = f" and {len(changes) - _DESCRIBED} more" if len(changes) > _DESCRIBED else ""
     return ", ".join(f"`{c.key}` = {c.now} was {c.was}" for c in changes[:_DESCRIBED]) + more
+
+
+def digest_of_run(pieces: Sequence[OwnPiece], rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:
+    """Return `code_digest` of all pieces that determine the numbers of a run: not of metrics and sinks.
+    ``pieces``: `Config.own_pieces`.
+    """
+    own = [*pieces, *own_rewards(rewards), *own_environments(data)]
+    return code_digest([piece for piece in own if piece.kind not in (METRIC, SINK)], rewards.code_paths)
+
+
+def digest_of_samples(rollout: RolloutConfig, rewards: RewardsConfig, data: DataConfig) -> dict[str, str]:
+    """Return `code_digest` of the pieces that determine samples of a model and their rewards."""
+    own = [*rollout.own_pieces, *own_rewards(rewards), *own_environments(data)]
+    return code_digest(own, rewards.code_paths)
+
+
+def shadowed() -> Iterator[str]:
+    """Yield a warning for every installed package that registers the name of a built-in piece."""
+    builtin = {
+        ADVANTAGE: choices(AlgorithmConfig, "advantage"),
+        LOSS: choices(AlgorithmConfig, "policy_loss"),
+        KL: choices(KLConfig, "estimator"),
+        AGGREGATION: choices(AlgorithmConfig, "aggregation"),
+        ORDER: choices(DataConfig, "order"),
+        ENVIRONMENT: BUILTIN_ENVIRONMENTS,
+        REWARD: tuple(REWARDS),
+    }
+    for kind, names in builtin.items():
+        yield from shadowing(kind, names)
+
+
+def check_code(checkpoint: Path, changed: Sequence[str], settings: CheckpointConfig) -> None:
+    """Raise ValueError where own code has ``changed`` since ``checkpoint``, unless that may be."""
+    if changed and settings.changed_code == "refuse":
+        raise ValueError(
+            f"{checkpoint}: your own code has changed since it was written: {', '.join(changed)}. The "
+            "numbers of the run would come from two programs. Restore the code, choose another `name`, or "
+            "set `checkpoint.changed_code=warn` or `checkpoint.resume=never`"
+        )

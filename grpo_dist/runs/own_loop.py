@@ -22,8 +22,8 @@ import numpy as np
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.loop.groups import ScoredGroup
-from grpo_dist.runs.dated import dated
 from grpo_dist.runs.prepare import Prepared
+from grpo_dist.runs.run_directory import dated
 from grpo_dist.runs.start import prepare
 from grpo_dist.runs.verbs import SampledGroup, Verbs
 from grpo_dist.runtime.stage_log import print_line, stage, stages_logged

@@ -19,14 +19,13 @@ from grpo_dist.data.curriculum import chosen
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.own_rollout import OwnRollout
 from grpo_dist.loop.own_metrics import own_metric
-from grpo_dist.plugins.algorithm_pieces import (
+from grpo_dist.plugins.algorithm import (
     OwnCode,
     aggregated,
     kl_estimate,
     own_advantages,
     own_policy_loss,
 )
-from grpo_dist.plugins.calling import check_signature
 from grpo_dist.plugins.inputs import (
     AdvantageInputs,
     AggregationInputs,
@@ -37,9 +36,20 @@ from grpo_dist.plugins.inputs import (
     RolloutInputs,
     SinkInputs,
 )
-from grpo_dist.plugins.kinds import ADVANTAGE, AGGREGATION, KL, LOSS, METRIC, ORDER, ROLLOUT, SINK, Kind
-from grpo_dist.plugins.loading import load
-from grpo_dist.plugins.names import OwnPiece
+from grpo_dist.plugins.user_code import (
+    ADVANTAGE,
+    AGGREGATION,
+    KL,
+    LOSS,
+    METRIC,
+    ORDER,
+    ROLLOUT,
+    SINK,
+    Kind,
+    OwnPiece,
+    check_signature,
+    load,
+)
 from grpo_dist.types import Group, Prompt, Rollout, Sampling
 
 TRIAL_S = 60.0  # deadline of one piece, with its imports

@@ -32,8 +32,8 @@ from grpo_dist.demo.model import made_model, random_model
 from grpo_dist.errors import expanded
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.loop.admission import Drawn
-from grpo_dist.policy.start_adapter import with_adapter
-from grpo_dist.policy.usable_model import usable_model
+from grpo_dist.policy.lora import with_adapter
+from grpo_dist.policy.text_model import usable_model
 from grpo_dist.rewards.combinations import combination_problems
 from grpo_dist.rewards.data_columns import column_problems
 from grpo_dist.rewards.gold import count_unreadable, describe_no_answers

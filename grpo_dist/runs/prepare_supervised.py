@@ -16,7 +16,7 @@ from grpo_dist.data.demonstrations import (
 )
 from grpo_dist.demo.model import is_made
 from grpo_dist.errors import expanded
-from grpo_dist.policy.usable_model import usable_model
+from grpo_dist.policy.text_model import usable_model
 from grpo_dist.runs.cold_start import base_model
 from grpo_dist.runs.identity import DataOrigin
 from grpo_dist.runs.prepare import Prepared, download, load_tokenizer, refuse

@@ -18,9 +18,8 @@ from typing import Protocol
 from grpo_dist.config import ClusterConfig
 from grpo_dist.errors import Rollback, StateLost
 from grpo_dist.runs.resume import ResumePoint
-from grpo_dist.runtime.concurrency import deadline
+from grpo_dist.runtime.concurrency import Budget, deadline
 from grpo_dist.runtime.recorder import Recorder
-from grpo_dist.runtime.restarts import Budget
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.workers import Workers
 

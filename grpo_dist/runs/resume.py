@@ -15,21 +15,22 @@ from grpo_dist.config import Config, PolicyConfig
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.secrets import HIDDEN
 from grpo_dist.data.order import OrderState
-from grpo_dist.health import state as health_state
+from grpo_dist.health import bounds as health_state
 from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch, ScheduleState
 from grpo_dist.observe.samples import read_groups
-from grpo_dist.policy.offload import offload_devices
+from grpo_dist.policy.deepspeed_config import offload_devices
 from grpo_dist.runs.checkpoint import STATE, CheckpointState
 from grpo_dist.runs.identity import (
     Change,
     DataOrigin,
     changes,
+    check_code,
     columns_digest,
     data_digest,
     describe,
+    digest_of_run,
     fingerprint,
 )
-from grpo_dist.runs.own_code import check_code, digest_of_run
 from grpo_dist.types import Prompt, Sampling
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
@@ -11,25 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_dist import driver
-from grpo_dist.config import Config
+from grpo_dist.config import BatchConfig, Config
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.presets import described
-from grpo_dist.errors import RERUN, UserError, refusals
+from grpo_dist.data.order import step_prompts
+from grpo_dist.data.stream import PromptStream
+from grpo_dist.errors import RERUN, RunEnded, UserError, refusals
 from grpo_dist.evaluation.sampling import evaluate
-from grpo_dist.loop import supervised
+from grpo_dist.loop import ledger, supervised
 from grpo_dist.loop.chores import evaluates_export
 from grpo_dist.loop.ledger import DROPPED
-from grpo_dist.observe import Tracker
+from grpo_dist.observe import LEDGER, Tracker
 from grpo_dist.observe.console import print_before_after
 from grpo_dist.observe.settings import check_trackers
-from grpo_dist.policy.export import why_no_export
-from grpo_dist.policy.usable_model import usable_model
-from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, remove_partial
-from grpo_dist.runs.dated import date_of_run, dated
-from grpo_dist.runs.directories import check_writable, choose_run_dir, resumed_by_name, with_resume_settings
-from grpo_dist.runs.environment import write_environment
-from grpo_dist.runs.ledger_check import audit
-from grpo_dist.runs.own_code import digest_of_run
+from grpo_dist.policy.full_weights import why_no_export
+from grpo_dist.policy.text_model import usable_model
+from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, list_checkpoints, remove_partial
+from grpo_dist.runs.identity import digest_of_run
 from grpo_dist.runs.preemption import Interruption, ended_by_sigterm
 from grpo_dist.runs.prepare import Prepared
 from grpo_dist.runs.prepare_supervised import PreparedDemonstrations, prepare_supervised
@@ -38,6 +37,8 @@ from grpo_dist.runs.resume import (
     ResumePoint,
     changes_since,
     load_resume_point,
+    load_state,
+    order_state,
     other_code,
     other_layout,
 )
@@ -48,6 +49,15 @@ from grpo_dist.runs.run import (
     find_resume_state,
     mark_finished,
 )
+from grpo_dist.runs.run_directory import (
+    check_writable,
+    choose_run_dir,
+    date_of_run,
+    dated,
+    resumed_by_name,
+    with_resume_settings,
+    write_environment,
+)
 from grpo_dist.runs.start import prepare
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.files import check_room, keep_backup, write_text
@@ -56,6 +66,69 @@ from grpo_dist.workers import Workers
 
 if TYPE_CHECKING:  # Ray takes seconds to import
     from actors.cluster import Cluster
+
+
+def audit(run: Run) -> str:
+    """Return the ledger's totals of a finished run. Raises RunEnded where the run was not trained on the
+    prompts it was to be trained on, or the ledger records them wrongly.
+    """
+    run.tracker.flush()
+    totals = ledger.summary(run.directory / LEDGER, dropped=len(run.prepared.dropped))
+    try:
+        wrong = _find_error(run)
+    except ValueError as error:
+        run.tracker.warn(f"the ledger cannot be checked: {error}")
+        return totals
+    if wrong:
+        raise RunEnded(
+            f"{totals}\n{run.directory}: all steps are done, but the ledger does not balance: {wrong}. Some "
+            "prompts were trained on the wrong number of times or recorded wrongly. Please report this and "
+            "attach the ledger"
+        )
+    return totals
+
+
+def _find_error(run: Run) -> str | None:
+    """Describe what is wrong with the ledger. Raises ValueError where the checkpoint to compare with is
+    missing.
+    """
+    config, count = run.config, run.config.batch.prompts_per_step
+    expected_uids: Callable[[int], set[str]] | None = None
+    expected_counts = None
+    drops = config.data.drop_solved is not None
+    drawn_singly = config.dynamic_sampling.enabled or config.batch.order == "completion"
+    of_a_stream = drawn_singly or config.data.weights or drops
+    if config.data.order == "length" or (config.data.order == "epochs" and of_a_stream):
+        expected_counts = _expected_counts(run)
+    elif config.data.order == "epochs":
+        expected_uids = partial(
+            _expected_uids, [prompt.uid for prompt in run.prepared.prompts], config.batch, config.seed
+        )
+    return ledger.audit(
+        run.directory / LEDGER,
+        steps=config.steps,
+        prompts_per_step=count,
+        expected_per_step=expected_uids,
+        expected_counts=expected_counts,
+    )
+
+
+def _expected_counts(run: Run) -> Counter[str]:
+    """Return how often each prompt should have been sampled, by the last checkpoint. Raises ValueError."""
+    config, found = run.config, list_checkpoints(run.directory / CHECKPOINTS)
+    state = load_state(found[-1], run.identity) if found else None
+    if state is None or state.step != config.steps:
+        raise ValueError(f"{run.directory / CHECKPOINTS}: no checkpoint of step {config.steps}")
+    per_batch = config.batch.prompts_per_step
+    prompts, order = run.prepared.prompts, order_state(state)
+    stream = PromptStream(prompts, per_batch, seed=config.seed, state=order, weights=config.data.weights)
+    # Some are still in flight where the run was to have more steps when they were launched.
+    return stream.sampled(index for indices in state.taken.values() for index in indices)
+
+
+def _expected_uids(uids: list[str], batch: BatchConfig, seed: int, step: int) -> set[str]:
+    """Return the uids whose turn ``step`` is, counted from 1."""
+    return {uids[i] for i in step_prompts(len(uids), batch.prompts_per_step, seed, step - 1)}
 
 
 def train(config: Config, *, identity: Config | None = None) -> Path:

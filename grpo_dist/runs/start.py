@@ -16,13 +16,11 @@ from grpo_dist.data.pools import pool_sizes
 from grpo_dist.data.readers import SourceRows, read_all, source_name
 from grpo_dist.data.tasks import own_problems
 from grpo_dist.rewards.data_columns import asked_columns
-from grpo_dist.runs.checking import CheckSkipped, Start, fail
-from grpo_dist.runs.environment_trial import check_environments
-from grpo_dist.runs.own_code import shadowed
+from grpo_dist.runs.identity import shadowed
 from grpo_dist.runs.own_trials import own_code_problems
 from grpo_dist.runs.prepare import Prepared, load_tokenizer, prepared, resolve_model
-from grpo_dist.runs.reward_trial import check_reward
 from grpo_dist.runs.start_checks import model_problems, position_limit, setting_problems
+from grpo_dist.runs.trials import CheckSkipped, Start, check_environments, check_reward, fail
 from grpo_dist.runtime.hardware import DeviceType, device_type
 from grpo_dist.runtime.stage_log import stage
 

@@ -17,16 +17,14 @@ import torch
 
 from grpo_dist.config import Config, ModelConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.config.engine_arguments import engine_problems, head_problem
-from grpo_dist.policy.attention import choose_kernel
+from grpo_dist.policy.attention import choose_kernel, recurrent_layers
+from grpo_dist.policy.checkpoint_format import check_expert_names
 from grpo_dist.policy.deepspeed_config import check_values, deepspeed_config
-from grpo_dist.policy.expert_names import check_expert_names
 from grpo_dist.policy.layer_kernels import installed, kernels_problem
-from grpo_dist.policy.lora import check_targets, empty_model
+from grpo_dist.policy.lora import check_continued, check_targets, empty_model
 from grpo_dist.policy.model import check_supported
-from grpo_dist.policy.packing_problem import recurrent_layers
 from grpo_dist.policy.router_replay import replay_problem
 from grpo_dist.policy.sequence_parallel import check_heads
-from grpo_dist.policy.start_adapter import check_continued
 from grpo_dist.runs.vllm_arguments import call_format_problems, vllm_problems
 from grpo_dist.runtime import model_config
 from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype

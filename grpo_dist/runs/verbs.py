@@ -18,7 +18,7 @@ from grpo_dist.config import Config
 from grpo_dist.data.order import OrderState
 from grpo_dist.errors import SamplesLost, UserError
 from grpo_dist.evaluation.sampling import evaluate
-from grpo_dist.health.state import HealthState
+from grpo_dist.health.bounds import HealthState
 from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
 from grpo_dist.loop.frozen_models import FrozenModels
 from grpo_dist.loop.groups import GroupDraw, GroupScorer, ScoredBatch, ScoredGroup, enough_samples
@@ -29,7 +29,7 @@ from grpo_dist.loop.progress import ScheduleState
 from grpo_dist.loop.sampling_schedule import SamplingSchedule, drawn_with
 from grpo_dist.loop.staging import Staging
 from grpo_dist.loop.sync_probe import SyncProbe
-from grpo_dist.policy.export import why_no_export
+from grpo_dist.policy.full_weights import why_no_export
 from grpo_dist.runs.notes import Notes
 from grpo_dist.runs.prepare import Prepared
 from grpo_dist.runs.update_checks import check_division, check_fit, check_own_advantages

@@ -1,4 +1,6 @@
-"""Waiting for several coroutines at once, and deadlines that name their stage."""
+"""Waiting for several coroutines at once, deadlines that name their stage, a worker thread that reports its
+failures, and a budget of restarts.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,24 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_dist.errors import SamplesLost
+
+if TYPE_CHECKING:  # imports pydantic
+    from grpo_dist.config import RestartsConfig
+import queue
+import time
+from collections import deque
 
 logger = logging.getLogger("grpo_dist")
 
 T = TypeVar("T")
 
 _ASK_S = 0.2  # between two checks whether to stop waiting
+_DEADLINE_S = 600.0  # in which a disk must have taken what the thread writes
+_LONGEST_S = 60.0
+_DOUBLINGS = 64  # at most: two to the power of a thousand restarts would overflow
 
 
 @asynccontextmanager
@@ -111,3 +122,108 @@ async def sampled_again(attempt: Callable[[], Awaitable[T]]) -> T:
             return await attempt()
         except SamplesLost as error:
             logger.warning("samples are lost and sampled again: %s", error)
+
+
+class Background:
+    """A thread with a queue of at most ``pending`` pieces of work; `submit` blocks while the queue is full.
+
+    The next call of any method raises the first failure unchanged. Work submitted after it is skipped.
+    """
+
+    def __init__(self, name: str, *, pending: int) -> None:
+        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue(pending)
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._raise_failure()
+        try:
+            self._work.put(work, timeout=_DEADLINE_S)
+        except queue.Full:
+            raise self._too_late() from None
+
+    def flush(self) -> None:
+        """Wait until all submitted work is done. Raises TimeoutError where the disk does not take it in
+        time.
+        """
+        self._flush(_DEADLINE_S)
+
+    def is_idle(self) -> bool:
+        """Return whether all submitted work is done."""
+        self._raise_failure()
+        return not self._work.unfinished_tasks
+
+    def close(self) -> None:
+        """Flush and end the thread. Where the disk takes nothing, the thread is abandoned: it is a daemon."""
+        end = time.monotonic() + _DEADLINE_S
+        try:
+            self._work.put(None, timeout=_DEADLINE_S)
+        except queue.Full:
+            raise self._too_late() from None
+        self._flush(end - time.monotonic())
+
+    def _flush(self, seconds: float) -> None:
+        with self._work.all_tasks_done:
+            done = self._work.all_tasks_done.wait_for(lambda: not self._work.unfinished_tasks, seconds)
+        self._raise_failure()
+        if not done:
+            raise self._too_late()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:  # bounded: `close` puts None
+            try:
+                if self._failure is None:
+                    work()
+            except BaseException as failure:  # the next call raises it
+                self._failure = failure
+            self._work.task_done()
+        self._work.task_done()
+
+    def _too_late(self) -> TimeoutError:
+        name = self._thread.name
+        return TimeoutError(f"{name}: not done within {_DEADLINE_S:g} s; is the disk full or gone?")
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+class Budget:
+    """The restarts of one actor, or of a whole role. With ``settings`` None there are none."""
+
+    def __init__(
+        self, settings: RestartsConfig | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings, self._clock = settings, clock
+        self._recent: deque[float] = deque()
+        self.used = 0  # in all
+
+    def take(self) -> float | None:
+        """Use one restart. Returns the seconds to wait before it, or None when no restart is left."""
+        if self._settings is None:
+            return None
+        now = self._clock()
+        while self._recent and now - self._recent[0] > self._settings.window_s:
+            self._recent.popleft()
+        if len(self._recent) >= self._settings.max_per_worker:
+            return None
+        self._recent.append(now)
+        self.used += 1
+        doubled = min(len(self._recent) - 1, _DOUBLINGS)
+        return float(min(self._settings.backoff_s * 2**doubled, _LONGEST_S))
+
+    def __str__(self) -> str:
+        """Describe the restart last taken, e.g. "restart 2 of 3"."""
+        allowed = self._settings.max_per_worker if self._settings else 0
+        return f"restart {len(self._recent)} of {allowed}"
+
+    @property
+    def spent(self) -> str:
+        """Say why no restart is left, to be appended to a failure; "" where none was ever allowed."""
+        if self._settings is None or not self._recent:
+            return ""
+        return (
+            f" after {len(self._recent)} restart(s) within {self._settings.window_s:g} s, all of "
+            "`cluster.restarts.max_per_worker`"
+        )

@@ -1,6 +1,7 @@
-"""Files that appear complete or not at all, also after a power cut, backups, and locks on directories.
+"""Files that appear complete or not at all, also after a power cut, backups, and locks on directories; JSON
+files, files with one JSON object a step, and generated parts of documents.
 
-Contents reach the disk before their name does.
+Contents reach the disk before their name does. A run reads its files back, damaged or not.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import json
+import math
 import os
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from grpo_dist.errors import RERUN, RunEnded, UserError
 
@@ -205,3 +208,99 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_json(path: Path) -> Any:
+    """Return the parsed contents of ``path``.
+
+    Raises OSError for a file that cannot be read or is not a regular file (reading a pipe would never end),
+    and ValueError for text that is not UTF-8 or not JSON, or is nested deeper than the parser's stack.
+    """
+    check_regular(path)
+    return parse_json(path.read_bytes())
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError for a pipe or a device, which may have no end. Opening a directory fails by itself."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the parsed ``text``. Raises ValueError as `read_json`."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+def without_nan(value: Any) -> Any:
+    """Return a copy of nested mappings and lists with None for NaN and infinities, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class StepLines:
+    """A file to which each step adds one JSON object as a line.
+
+    Opening it drops the lines of steps after ``keep_through``: the resumed run writes them again.
+    """
+
+    def __init__(self, path: Path, *, keep_through: int) -> None:
+        self._path = path
+        write_text(path, "".join(kept_lines(path, keep_through)))
+
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+
+
+def kept_lines(path: Path, through: int) -> list[str]:
+    """Return the lines of steps up to ``through``. A last line that a kill has cut short is left out."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = text.splitlines(keepends=True)
+    return [line for line in lines if _is_step_up_to(line, through)]
+
+
+def _is_step_up_to(line: str, last: int) -> bool:
+    try:
+        return line.endswith("\n") and parse_json(line)["step"] <= last
+    except (ValueError, KeyError, TypeError):  # cut short by a kill
+        return False
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass with slots by name. They are not copied: `dataclasses.asdict` copies
+    them, and takes ten times as long.
+    """
+    return {name: getattr(record, name) for name in record.__slots__}
+
+
+def with_part(text: str, name: str, part: str) -> str:
+    """Return ``text`` with ``part`` between the marks of ``name``. Raises ValueError where there are none."""
+    begin, end = f"<!-- begin generated: {name} -->", f"<!-- end generated: {name} -->"
+    before, found, rest = text.partition(begin)
+    _, also_found, after = rest.partition(end)
+    if not (found and also_found):
+        raise ValueError(f"no marks {begin} ... {end}; put them where the generated part belongs")
+    return f"{before}{begin}\n{part.strip()}\n{end}{after}"
+
+
+def refresh(document: Path, name: str, part: str, *, arguments: Sequence[str]) -> int:
+    """Write ``part`` into ``document``; with ``--check`` only compare. Returns the exit code: 1 where the
+    check finds it out of date.
+    """
+    now = document.read_text()
+    wanted = with_part(now, name, part)
+    if "--check" in arguments:
+        if now != wanted:
+            print(
+                f"{document}: the generated part `{name}` is out of date; run `make reference` to update it"
+            )
+        return int(now != wanted)
+    document.write_text(wanted)
+    return 0

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from grpo_dist.config import TransferBackend
 from grpo_dist.errors import UserError
@@ -226,3 +227,12 @@ def quiet_libraries() -> None:
 
 def available_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return ``tensor`` on ``device``. From host memory to a GPU this thread does not wait for what the GPU
+    computes: torch keeps the pinned memory until the copy has ended.
+    """
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -15,12 +15,14 @@ One process has one terminal, so it has one log. Without a log, `stage` does not
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import TracebackType
 
 _NAMED = 3  # items that `names_of` lists
 _WORTH_S = 0.5  # of a stage that the line about the whole start names
@@ -307,3 +309,33 @@ def seconds_text(seconds: float) -> str:
     """2.1 s, 3:04 min, 1:02:03 h"""
     unit = "" if seconds < 60 else " min" if seconds < 3600 else " h"
     return clock_text(seconds) + unit
+
+
+class unread_output_dropped:
+    """A block in which the command may find that nobody reads what it prints. The block then ends early."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        unread = drop_unread_output()
+        return unread and isinstance(error, BrokenPipeError)
+
+
+def drop_unread_output() -> bool:
+    """Write what stdout and stderr hold, and return whether nobody reads one of them any longer. Its text is
+    dropped then: the interpreter would fail on it when it ends, with an exit code of its own.
+    """
+    unread = False
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except OSError:
+            unread = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+    return unread

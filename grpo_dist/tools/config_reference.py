@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from grpo_dist.config import Config
 from grpo_dist.config.base import USER_SUPPLIED, Choice, members
 from grpo_dist.config.presets import table as presets_table
-from grpo_dist.runtime.generated import refresh
+from grpo_dist.runtime.files import refresh
 from grpo_dist.tools.recipe.config import PipelineFile
 
 PAGE = Path(__file__).resolve().parents[2] / "configs" / "README.md"

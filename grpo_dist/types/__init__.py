@@ -3,14 +3,15 @@
 Each is frozen and complete when made; no field is filled in later. They hold numpy until batching.
 """
 
-from grpo_dist.types.routes import HeldRoutes, Routes
 from grpo_dist.types.rows import EpochUpdate, PreparedBatch, Rows, StepBatch, TrainBatch
 from grpo_dist.types.samples import (
     NO_THOUGHT,
     FurtherRow,
     Group,
+    HeldRoutes,
     Prompt,
     Rollout,
+    Routes,
     Sampling,
     Task,
     TeacherLogprobs,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from grpo_dist.types.routes import Routes
+from grpo_dist.types.samples import Routes
 
 if TYPE_CHECKING:  # torch takes seconds to import, and workers that only sample or score need none of it
     from jaxtyping import Bool, Float, Int

@@ -8,11 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from hashlib import blake2b
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from grpo_dist.types.routes import Routes
+
+@runtime_checkable
+class Routes(Protocol):
+    """Where routes are."""
+
+    def fetch(self) -> np.ndarray:
+        """Return them, [T, L, k]. Raises SamplesLost when they are lost."""
+        ...
+
+    def digest(self, tokens: int) -> bytes:
+        """Return what samples have in common whose first ``tokens`` took the same experts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRoutes:
+    """Routes in this process, or inside the message that holds them."""
+
+    experts: np.ndarray
+
+    def fetch(self) -> np.ndarray:
+        return self.experts
+
+    def digest(self, tokens: int) -> bytes:
+        if tokens == 0:
+            return b""
+        return blake2b(self.experts[:tokens].tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from grpo_dist.config.files import load_config, set_from_text
 from grpo_dist.data.readers import read
 from grpo_dist.errors import UserError
 from grpo_dist.runs.run import finished_steps
-from grpo_dist.runtime.json_files import kept_lines
+from grpo_dist.runtime.files import kept_lines
 from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.recipe.record import read_record
 from grpo_dist.tools.submit.job import read_record as read_submission

@@ -15,8 +15,8 @@ from grpo_dist.environments.preparation import Description
 from grpo_dist.environments.records import Action, Call, Observed
 from grpo_dist.environments.runner import EpisodeRunner
 from grpo_dist.environments.tools import typed_tools
-from grpo_dist.runs.environment_trial import _not_told, _signature
 from grpo_dist.runs.start import prepare
+from grpo_dist.runs.trials import _not_told, _signature
 from tests.support.documents import ROOT, blocks
 from tests.support.tiers import slow_after
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from grpo_dist.runtime.generated import refresh
+from grpo_dist.runtime.files import refresh
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "runs/evidence"

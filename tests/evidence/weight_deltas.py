@@ -24,9 +24,8 @@ from actors.transfer.connections import Seat
 from actors.transfer.delta_stream import receive_changes, receive_whole, send_changes
 from actors.transfer.stream import send
 from actors.transfer.transport import free_port, open_transport
-from grpo_dist.policy.sent_weights import SentWeights
 from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
-from grpo_dist.policy.weight_deltas import HeldWeights
+from grpo_dist.policy.weight_deltas import HeldWeights, SentWeights
 from grpo_dist.runtime.hardware import one_thread
 
 _MATRIX = 1 << 20  # parameters

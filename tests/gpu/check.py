@@ -15,8 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.runtime.files import write_text
-from grpo_dist.runtime.json_files import without_nan
+from grpo_dist.runtime.files import without_nan, write_text
 from tests.gpu.findings import Claim
 from tests.gpu.process import CheckTask, JobEnd, run_job
 from tests.gpu.sizes import model_shape

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_dist.runtime.guardian import kill_marked
+from grpo_dist.runtime.processes import kill_marked
 from grpo_dist.runtime.stacks import listen, look
 from tests.gpu.findings import Findings
 

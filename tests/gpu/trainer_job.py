@@ -20,8 +20,8 @@ from grpo_dist.policy.loss import LossSettings
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
 from grpo_dist.policy.weight_buckets import Checksum
 from grpo_dist.runtime.hardware import available_cpus, device_type
-from grpo_dist.runtime.imports import freeze_loaded
 from grpo_dist.runtime.metering import Stopwatch
+from grpo_dist.runtime.processes import freeze_loaded
 from grpo_dist.runtime.rendezvous import Rank
 from grpo_dist.tools.bench.child import Barrier
 from grpo_dist.tools.bench.limits import run_jobs

@@ -11,8 +11,8 @@ import pytest
 
 from grpo_dist.config import HealthConfig
 from grpo_dist.driver import run
+from grpo_dist.health.bounds import from_json, to_json
 from grpo_dist.health.drift import DRIFTING, DRIFTS, TrackedMetric, count_drifting, new_drifts, track
-from grpo_dist.health.state import from_json, to_json
 from grpo_dist.runs.checkpoint import CheckpointState
 from grpo_dist.runs.resume import load_progress
 from tests.support import fakes

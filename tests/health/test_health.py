@@ -12,8 +12,7 @@ from grpo_dist.cli import report_end
 from grpo_dist.config import HealthConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import Unhealthy
-from grpo_dist.health.bounds import passed
-from grpo_dist.health.state import HealthState, from_json
+from grpo_dist.health.bounds import HealthState, from_json, passed
 from grpo_dist.health.watch import HealthWatch
 from grpo_dist.observe import Tracker
 from grpo_dist.types import Group

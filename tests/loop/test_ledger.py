@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from grpo_dist.loop.ledger import audit, ledger_entry, read, summary, totals
-from grpo_dist.runtime.json_files import StepLines
+from grpo_dist.runtime.files import StepLines
 from tests.support import made_groups
 
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from grpo_dist.observe import Tracker
-from grpo_dist.runtime.background import Background
+from grpo_dist.runtime.concurrency import Background
 from tests.support import fakes
 from tests.support.patience import HANG_S
 
@@ -83,12 +83,12 @@ def test_waiting_for_a_hanging_disk_has_a_deadline(monkeypatch):
     background.submit(lambda: (begun.set(), stuck.wait(HANG_S)))
     assert begun.wait(HANG_S)
     background.submit(lambda: None)
-    monkeypatch.setattr("grpo_dist.runtime.background._DEADLINE_S", 0.05)
+    monkeypatch.setattr("grpo_dist.runtime.concurrency._DEADLINE_S", 0.05)
     for late in (background.flush, lambda: background.submit(lambda: None)):
         with pytest.raises(TimeoutError, match=r"tables: not done within 0\.05 s; is the disk full"):
             late()
     stuck.set()
-    monkeypatch.setattr("grpo_dist.runtime.background._DEADLINE_S", HANG_S)
+    monkeypatch.setattr("grpo_dist.runtime.concurrency._DEADLINE_S", HANG_S)
     background.close()
 
 
@@ -100,7 +100,7 @@ def test_closing_has_the_same_deadline_with_a_full_and_an_empty_queue(monkeypatc
     assert begun.wait(HANG_S)
     for _ in range(waiting):
         background.submit(lambda: None)
-    monkeypatch.setattr("grpo_dist.runtime.background._DEADLINE_S", 0.3)
+    monkeypatch.setattr("grpo_dist.runtime.concurrency._DEADLINE_S", 0.3)
     with pytest.raises(TimeoutError, match=r"tables: not done within 0\.3 s"):
         background.close()
     assert not stuck.is_set()

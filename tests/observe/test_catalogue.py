@@ -19,7 +19,7 @@ from grpo_dist.loop.metrics import OUTCOMES
 from grpo_dist.observe.catalogue import README, described, table
 from grpo_dist.observe.metric_list import METRICS
 from grpo_dist.policy.loss import LossSettings, batch_loss, finish_stats
-from grpo_dist.runtime.generated import refresh, with_part
+from grpo_dist.runtime.files import refresh, with_part
 from grpo_dist.runtime.metering import Usage, usage_metrics
 from grpo_dist.types import PreparedBatch
 from tests.support import fakes

@@ -22,8 +22,7 @@ from grpo_dist.observe.settings import ShownConfig, check_trackers
 from grpo_dist.observe.sinks import AsyncSink, close_all
 from grpo_dist.observe.tracker import _openers
 from grpo_dist.observe.wandb_run import online_mode
-from grpo_dist.runtime.stage_log import print_line
-from grpo_dist.runtime.unread_output import drop_unread_output
+from grpo_dist.runtime.stage_log import drop_unread_output, print_line
 from tests.support import fakes, wandb_file
 from tests.support.made_episodes import episodes
 from tests.support.made_groups import group

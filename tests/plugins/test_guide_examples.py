@@ -19,7 +19,7 @@ from grpo_dist.environments.records import Action
 from grpo_dist.environments.runner import EpisodeRunner
 from grpo_dist.loop.own_metrics import own_metric
 from grpo_dist.observe.tracker import Tracker
-from grpo_dist.plugins import algorithm_pieces as pieces
+from grpo_dist.plugins import algorithm as pieces
 from grpo_dist.plugins.inputs import (
     AdvantageInputs,
     AggregationInputs,
@@ -27,8 +27,7 @@ from grpo_dist.plugins.inputs import (
     OrderInputs,
     PolicyLossInputs,
 )
-from grpo_dist.plugins.kinds import KINDS, ROLLOUT
-from grpo_dist.plugins.loading import load
+from grpo_dist.plugins.user_code import KINDS, ROLLOUT, load
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, reward_specs
 from grpo_dist.runs.own_trials import own_code_problems

@@ -15,8 +15,8 @@ from grpo_dist.batch.credit_assignment import (
 )
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.loop.updates import _reads_all_rows
-from grpo_dist.plugins.algorithm_pieces import OwnCode
-from grpo_dist.plugins.calling import call, check_signature
+from grpo_dist.plugins.algorithm import OwnCode
+from grpo_dist.plugins.user_code import call, check_signature
 from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
 from grpo_dist.types import PreparedBatch
 from tests.support import fakes

@@ -12,9 +12,7 @@ from grpo_dist.config import AlgorithmConfig, Config
 from grpo_dist.config.base import choices
 from grpo_dist.config.checks import learns_from_equal_rewards
 from grpo_dist.config.files import ConfigError, load_config
-from grpo_dist.plugins.kinds import ADVANTAGE, KL, LOSS
-from grpo_dist.plugins.loading import load
-from grpo_dist.plugins.names import package_of, shadowing, target_of
+from grpo_dist.plugins.user_code import ADVANTAGE, KL, LOSS, load, package_of, shadowing, target_of
 from tests.support.documents import ROOT
 from tests.support.patience import HANG_S
 
@@ -185,10 +183,10 @@ def test_a_package_that_pip_has_installed_registers_its_pieces(tmp_path):
     subprocess.run(command, check=True, timeout=HANG_S)
     code = """
 from grpo_dist.config import Config
-from grpo_dist.plugins.kinds import LOSS
-from grpo_dist.plugins.loading import load
-from grpo_dist.plugins.names import package_of
-from grpo_dist.runs.own_code import digest_of_run
+from grpo_dist.plugins.user_code import LOSS
+from grpo_dist.plugins.user_code import load
+from grpo_dist.plugins.user_code import package_of
+from grpo_dist.runs.identity import digest_of_run
 plain = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
 config = Config.model_validate(plain | {"algorithm": {"policy_loss": "really_short"}})
 digest = digest_of_run(config.own_pieces, config.rewards, config.data)

@@ -10,10 +10,19 @@ from grpo_dist.config.files import load_config
 from grpo_dist.data.curriculum import OwnOrder, chosen
 from grpo_dist.driver import run
 from grpo_dist.loop.own_metrics import OwnMetrics
-from grpo_dist.plugins import loading
+from grpo_dist.plugins import user_code as loading
 from grpo_dist.plugins.inputs import MetricInputs, OrderInputs
-from grpo_dist.plugins.kinds import ADVANTAGE, AGGREGATION, KL, LOSS, METRIC, ORDER, ROLLOUT, SINK
-from grpo_dist.plugins.names import OwnPiece
+from grpo_dist.plugins.user_code import (
+    ADVANTAGE,
+    AGGREGATION,
+    KL,
+    LOSS,
+    METRIC,
+    ORDER,
+    ROLLOUT,
+    SINK,
+    OwnPiece,
+)
 from grpo_dist.runs import own_trials
 from grpo_dist.runs.own_trials import own_code_problems
 from grpo_dist.tools.check.command import run_checks

@@ -10,8 +10,7 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from grpo_dist.config import LoRAConfig
 from grpo_dist.policy.attention import BlockKernel
-from grpo_dist.policy.checkpoint_format import CheckpointFormat, keep_used_conversions
-from grpo_dist.policy.expert_names import check_expert_names
+from grpo_dist.policy.checkpoint_format import CheckpointFormat, check_expert_names, keep_used_conversions
 from grpo_dist.policy.lora import (
     adapter_parameters,
     adapters,

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_dist.config import LoRAConfig, PolicyConfig
-from grpo_dist.policy.export import why_no_export, write_model
-from grpo_dist.policy.full_weights import FullWeights
+from grpo_dist.policy.full_weights import FullWeights, why_no_export, write_model
 from grpo_dist.policy.lora import add_adapters
 
 

@@ -17,9 +17,9 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from grpo_dist.policy.attention import mixing_layers, packing_problem, recurrent_layers
 from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm, reads_packed_rows
 from grpo_dist.policy.packing import padded
-from grpo_dist.policy.packing_problem import mixing_layers, packing_problem, recurrent_layers
 from grpo_dist.policy.sequence_parallel import check_heads
 from tests.support import made_groups
 

@@ -10,7 +10,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
 from grpo_dist.config import ModelConfig, PolicyConfig, TeacherConfig
-from grpo_dist.policy import layer_kernels, trainable_model
+from grpo_dist.policy import layer_kernels
+from grpo_dist.policy import model as trainable_model
 from grpo_dist.policy.layer_kernels import _ACTIVATIONS, kernels_problem, use_kernels
 from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.runs import start_checks

@@ -14,10 +14,16 @@ from actors.workers.policy import loss_settings
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import LoRAConfig
 from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs
-from grpo_dist.policy.lora import Adapter, adapter_parameters, adapters, add_adapters, merged_weights
+from grpo_dist.policy.lora import (
+    Adapter,
+    adapter_parameters,
+    adapters,
+    add_adapters,
+    merged_weights,
+    with_adapter,
+)
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs
-from grpo_dist.policy.start_adapter import with_adapter
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 from tests.support.lora_adapters import LORA, loaded, made_adapter

@@ -9,14 +9,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_dist.batch.sharding import COMPUTED_TOKENS
 from grpo_dist.policy import trainer
-from grpo_dist.policy.attention import NAME, BlockKernel, register
+from grpo_dist.policy.attention import NAME, BlockKernel, VarlenKernel, register
 from grpo_dist.policy.entropy_bonus import EntropyBonus
 from grpo_dist.policy.loss import LossSettings, batch_loss
 from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.streams import divergence_from_teacher
 from grpo_dist.policy.trainer import Trainer
-from grpo_dist.policy.varlen_attention import VarlenKernel
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 from tests.support.kept_tensors import varlen_that_keeps

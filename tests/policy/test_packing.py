@@ -11,17 +11,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_dist.batch.sharding import packed_micro_batches, shard
 from grpo_dist.batch.shared_prefixes import Prefixes, shared_prefixes
-from grpo_dist.policy.attention import BlockKernel, choose_kernel
-from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm, reads_packed_rows
-from grpo_dist.policy.packing import _stream_indices, packed, padded
-from grpo_dist.policy.varlen_attention import (
+from grpo_dist.policy.attention import (
+    BlockKernel,
     Segments,
     VarlenKernel,
     VarlenSpans,
     _Repeated,
+    choose_kernel,
     flash_varlen,
     torch_varlen,
 )
+from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm, reads_packed_rows
+from grpo_dist.policy.packing import _stream_indices, packed, padded
 from grpo_dist.runtime.hardware import logprob_chunk_mib, micro_batch_tokens
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.types import Rows

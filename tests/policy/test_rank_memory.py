@@ -4,7 +4,7 @@ import torch
 
 from grpo_dist.policy import rank_memory
 from grpo_dist.policy.rank_memory import RankMemory, tensors_in
-from grpo_dist.runtime.host_copies import HostCopies
+from grpo_dist.runtime.memory import HostCopies
 
 CPU = torch.device("cpu")
 

@@ -10,12 +10,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from grpo_dist.config import LoRAConfig, ModelConfig, PolicyConfig
-from grpo_dist.policy.export import write_model
-from grpo_dist.policy.full_weights import FullWeights
-from grpo_dist.policy.lora import adapter_parameters, untrained
-from grpo_dist.policy.start_adapter import adapter_in, check_continued, merge_start, with_adapter
-from grpo_dist.policy.trainable_model import trainable_model
-from grpo_dist.policy.usable_model import usable_model
+from grpo_dist.policy.full_weights import FullWeights, write_model
+from grpo_dist.policy.lora import (
+    adapter_in,
+    adapter_parameters,
+    check_continued,
+    merge_start,
+    untrained,
+    with_adapter,
+)
+from grpo_dist.policy.model import trainable_model
+from grpo_dist.policy.text_model import usable_model
 from tests.support.lora_adapters import LORA, loaded, logits, made_adapter
 from tests.support.wrappers import wrapper
 

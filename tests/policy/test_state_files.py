@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from grpo_dist.policy.state_files import PolicyFiles, snapshot
+from grpo_dist.policy.saved_state import PolicyFiles, snapshot
 
 
 def test_a_file_written_in_the_background_holds_the_state_at_the_call(tmp_path):

@@ -9,11 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from grpo_dist.config import PolicyConfig
-from grpo_dist.policy.export import write_model
-from grpo_dist.policy.full_weights import FullWeights
+from grpo_dist.policy.full_weights import FullWeights, write_model
 from grpo_dist.policy.lora import base_weights
-from grpo_dist.policy.text_model import keep_wrapper
-from grpo_dist.policy.usable_model import usable_model
+from grpo_dist.policy.text_model import keep_wrapper, usable_model
 from grpo_dist.runtime import model_files
 from tests.support.biased_experts import BIAS, biased_experts
 from tests.support.wrappers import SHAPES, wrapper

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from actors.transfer.delta_stream import _packed, receive_changes, send_changes
-from grpo_dist.policy.sent_weights import SentWeights
 from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, make_buckets
-from grpo_dist.policy.weight_deltas import HeldWeights, _encoded, apply, difference
+from grpo_dist.policy.weight_deltas import HeldWeights, SentWeights, _encoded, apply, difference
 
 CPU = torch.device("cpu")
 SPECS = [

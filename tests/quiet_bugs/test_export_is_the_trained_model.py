@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from grpo_dist.config import LoRAConfig, PolicyConfig
-from grpo_dist.policy.export import write_model
-from grpo_dist.policy.full_weights import FullWeights
+from grpo_dist.policy.full_weights import FullWeights, write_model
 from grpo_dist.policy.lora import adapter_parameters, add_adapters
 
 SETTINGS = LoRAConfig(rank=4, alpha=8, target_modules=("q_proj", "down_proj"))

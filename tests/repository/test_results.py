@@ -6,7 +6,7 @@ import os
 import pytest
 import yaml
 
-from grpo_dist.runtime.generated import with_part
+from grpo_dist.runtime.files import with_part
 from tests.evidence.learning_runs import README, RESULTS, record, rows_of, settings_digest, table
 from tests.support.documents import ROOT
 

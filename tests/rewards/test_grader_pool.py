@@ -255,7 +255,7 @@ def test_a_grader_process_imports_its_parents_package_but_no_neighbouring_module
         "def beside(completion): return float(completion in sys.path)\n"
     )
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.setattr("grpo_dist.runtime.child_python._ROOT", beside := tmp_path / "beside")
+    monkeypatch.setattr("grpo_dist.runtime.processes._ROOT", beside := tmp_path / "beside")
     beside.mkdir()
     (beside / "grpo_dist").symlink_to(Path(grpo_dist.__file__).parent)
     with GraderPool(1, code_paths=[str(tmp_path)]) as pool:

@@ -261,7 +261,7 @@ def _is_zombie_of(parent: int, stat: Path) -> bool:
 # A pool's process that ends as soon as its guardian is stopped, right after the guardian forked the grader.
 STOPPED_AT_ONCE = """
 import os, signal, time
-from grpo_dist.runtime.guardian import fork_guarded
+from grpo_dist.runtime.processes import fork_guarded
 lifeline, held = os.pipe()
 guardian = os.fork()
 if not guardian:

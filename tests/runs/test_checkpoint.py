@@ -15,17 +15,18 @@ from grpo_dist.algorithms.moments import Moments
 from grpo_dist.cli import main
 from grpo_dist.config.files import dump_config
 from grpo_dist.data.order import OrderState
-from grpo_dist.health.state import HealthState
+from grpo_dist.health.bounds import HealthState
 from grpo_dist.loop.progress import Progress, SampledBatch
 from grpo_dist.runs.checkpoint import (
     Checkpoints,
     CheckpointState,
+    find_damage,
     list_checkpoints,
     newest_whole,
     remove_partial,
+    write_manifest,
 )
 from grpo_dist.runs.identity import DataOrigin, data_digest
-from grpo_dist.runs.manifest import find_damage, write_manifest
 from grpo_dist.runs.resume import (
     changes_since,
     check_data,

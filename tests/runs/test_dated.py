@@ -13,8 +13,8 @@ from grpo_dist.data.prompts import PromptFormat, build_prompts
 from grpo_dist.data.readers import DataRow
 from grpo_dist.environments.rendering import Renderer
 from grpo_dist.runs import cold_start
-from grpo_dist.runs.dated import date_of_run, dated
 from grpo_dist.runs.identity import DataOrigin, data_digest, fingerprint
+from grpo_dist.runs.run_directory import date_of_run, dated
 from grpo_dist.types import Task
 from tests.support.chat_templates import templated_tokenizer, trl_templates
 

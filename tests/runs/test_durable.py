@@ -14,8 +14,8 @@ from grpo_dist.errors import UserError
 from grpo_dist.observe import Tracker
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.runs.run import exclusive_directory
-from grpo_dist.runtime.cache import cached
 from grpo_dist.runtime.files import LOCK, DiskFull, alone, check_room, clear, exchange, publish, write_text
+from grpo_dist.runtime.model_files import cached
 from tests.support.patience import HANG_S
 
 

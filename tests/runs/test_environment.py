@@ -7,7 +7,7 @@ import sys
 import torch
 
 from grpo_dist import __version__
-from grpo_dist.runs.environment import (
+from grpo_dist.runs.run_directory import (
     ENVIRONMENT,
     _changed,
     _commit,
@@ -71,7 +71,7 @@ def test_unreadable_gpus_do_not_prevent_a_start(monkeypatch):
         raise OSError("NVML Shared Library Not Found")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("grpo_dist.runs.environment._gpus_by_nvml", no_nvml)
+    monkeypatch.setattr("grpo_dist.runs.run_directory._gpus_by_nvml", no_nvml)
     assert environment()["gpus"] == ["unknown: NVML Shared Library Not Found"]
 
 

@@ -20,14 +20,14 @@ from grpo_dist.driver import run
 from grpo_dist.errors import RERUN, RunEnded, StateLost, Unhealthy
 from grpo_dist.observe import LEDGER
 from grpo_dist.runs.checkpoint import CHECKPOINTS, CheckpointState, newest_whole
-from grpo_dist.runs.directories import with_resume_settings
 from grpo_dist.runs.identity import data_digest, fingerprint
-from grpo_dist.runs.ledger_check import audit
 from grpo_dist.runs.recovery import Recovery
 from grpo_dist.runs.resume import ResumePoint, load_progress
 from grpo_dist.runs.run import Run
-from grpo_dist.runtime.json_files import StepLines
-from grpo_dist.runtime.restarts import Budget
+from grpo_dist.runs.run_directory import with_resume_settings
+from grpo_dist.runs.session import audit
+from grpo_dist.runtime.concurrency import Budget
+from grpo_dist.runtime.files import StepLines
 from tests.support import fakes, made_checkpoints
 from tests.support.patience import HANG_S, wait_until
 

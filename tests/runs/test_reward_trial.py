@@ -3,8 +3,7 @@
 import pytest
 
 from grpo_dist.data.readers import DataRow
-from grpo_dist.runs.checking import CheckFailed, Start
-from grpo_dist.runs.reward_trial import check_reward
+from grpo_dist.runs.trials import CheckFailed, Start, check_reward
 from tests.support import fakes
 from tests.support.reward_code import code_directory
 

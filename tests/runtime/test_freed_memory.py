@@ -12,7 +12,7 @@ from tests.support.patience import HANG_S
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """
 import numpy as np
-from grpo_dist.runtime.freed_memory import return_freed_memory
+from grpo_dist.runtime.memory import return_freed_memory
 
 def resident():  # MiB, without files
     (line,) = (line for line in open("/proc/self/status") if line.startswith("RssAnon"))

@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from grpo_dist.runtime import host_copies
-from grpo_dist.runtime.host_copies import HostCopies, release_cache
+from grpo_dist.runtime import memory as host_copies
+from grpo_dist.runtime.memory import HostCopies, release_cache
 from grpo_dist.runtime.metering import Stopwatch
 
 CPU = torch.device("cpu")

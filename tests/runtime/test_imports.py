@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from grpo_dist.runtime.imports import freeze_loaded, without_collections
+from grpo_dist.runtime.processes import freeze_loaded, without_collections
 
 
 @pytest.fixture(autouse=True)

@@ -22,11 +22,10 @@ from transformers import AutoModelForCausalLM
 from triton.runtime import interpreter
 
 from grpo_dist.policy import layer_kernels, model
-from grpo_dist.policy.attention import BlockKernel
+from grpo_dist.policy.attention import BlockKernel, VarlenKernel
 from grpo_dist.policy.layer_kernels import _ACTIVATIONS, replace_operations
 from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.policy.sequence_parallel import check_heads
-from grpo_dist.policy.varlen_attention import VarlenKernel
 from tests.support.architectures import SHAPES, architecture
 from tests.support.kept_tensors import SHAPE, kept_for_backward, varlen_that_keeps
 

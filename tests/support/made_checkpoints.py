@@ -7,8 +7,8 @@ import numpy as np
 
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.data.order import OrderState
+from grpo_dist.health.bounds import HealthState
 from grpo_dist.health.drift import TrackedMetric
-from grpo_dist.health.state import HealthState
 from grpo_dist.loop.progress import PipelineState, Progress
 from grpo_dist.runs.checkpoint import Checkpoints
 from grpo_dist.types import Group, Rollout

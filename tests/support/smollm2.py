@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.demo.smollm2 import smollm2
-from grpo_dist.runtime.cache import cache_dir
+from grpo_dist.runtime.model_files import cache_dir
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from grpo_dist.runtime.child_python import code_directories, python_path
+from grpo_dist.runtime.processes import code_directories, python_path
 
 # The environment variables of code that the policy writes, in addition to what Python needs.
 _HARMLESS = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")

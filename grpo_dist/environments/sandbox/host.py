@@ -30,8 +30,7 @@ from grpo_dist.environments.sandbox.isolation import Isolation
 from grpo_dist.environments.sandbox.limits import Limits
 from grpo_dist.environments.sandbox.live import LiveEpisode
 from grpo_dist.environments.sandbox.root import remove_tree
-from grpo_dist.runtime.child_python import child_command
-from grpo_dist.runtime.guardian import kill_marked
+from grpo_dist.runtime.processes import child_command, kill_marked
 
 _START_S = 300.0  # limit for the zygote to import the program, and for a fork, on a busy machine
 _GRACE_S = 30.0  # behind a deadline that the keeper keeps itself; then the keeper is lost, too

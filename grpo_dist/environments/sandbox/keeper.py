@@ -22,7 +22,7 @@ from typing import NoReturn
 from grpo_dist.environments.sandbox import worker
 from grpo_dist.environments.sandbox.frames import INNER, REQUEST, TOKEN_BYTES, Answer, KeptOutput, receive
 from grpo_dist.environments.sandbox.limits import MOST_FILES, Limits, TreeUsage, files_exceed
-from grpo_dist.runtime.guardian import become_subreaper, descendants, kill_descendants, reap
+from grpo_dist.runtime.processes import become_subreaper, descendants, kill_descendants, reap
 
 _WATCH_S = 0.25  # between measurements of what a request uses; shorter requests are not measured
 _KILLED_S = 5.0  # limit for killed processes to end

@@ -20,8 +20,7 @@ from grpo_dist.environments.sandbox import landlock, seccomp
 from grpo_dist.environments.sandbox.isolation import SPACES, EpisodeSlot, Isolation
 from grpo_dist.environments.sandbox.limits import Limits
 from grpo_dist.environments.sandbox.root import remove_tree
-from grpo_dist.runtime.address_space import used_address_space
-from grpo_dist.runtime.child_python import child_command
+from grpo_dist.runtime.processes import child_command, used_address_space
 
 _TRIAL_S = 300.0
 _LIMITS = Limits(memory_mb=256, files_mb=4)

@@ -25,8 +25,12 @@ from grpo_dist.environments.sandbox.isolation import EpisodeSlot, Isolation
 from grpo_dist.environments.sandbox.keeper import Keeper
 from grpo_dist.environments.sandbox.limits import Limits
 from grpo_dist.environments.sandbox.root import remove_tree
-from grpo_dist.runtime.address_space import limit_address_space, used_address_space
-from grpo_dist.runtime.guardian import become_subreaper, kill_descendants
+from grpo_dist.runtime.processes import (
+    become_subreaper,
+    kill_descendants,
+    limit_address_space,
+    used_address_space,
+)
 
 _MESSAGE = 1 << 16  # bytes of a control message, which is one datagram
 _PID = struct.Struct("!i")

@@ -27,7 +27,7 @@ def _():
     import matplotlib.pyplot as plt
     import pyarrow.parquet as pq
 
-    from grpo_dist.runtime.commands import run_command
+    from grpo_dist.runtime.processes import run_command
 
     steps = mo.cli_args().get("steps") or 40  # python first_run.py --steps 4
     return Path, json, mo, plt, pq, run_command, steps

@@ -25,7 +25,7 @@ def _():
     import marimo as mo
     import matplotlib.pyplot as plt
 
-    from grpo_dist.runtime.commands import run_command
+    from grpo_dist.runtime.processes import run_command
 
     # python sft_rl_distill.py --steps 2 --sft_steps 60
     arguments = mo.cli_args()

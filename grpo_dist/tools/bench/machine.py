@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from grpo_dist.runtime import __version__
 from grpo_dist.runtime.hardware import available_cpus, device_type
-from grpo_dist.runtime.version import __version__
 
 
 def machine_facts() -> dict[str, str | int]:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.errors import UserError
-from grpo_dist.runtime.files import write_text
-from grpo_dist.runtime.json_files import read_json, without_nan
+from grpo_dist.runtime.files import read_json, without_nan, write_text
 
 SCHEMA = 2  # raise it when a figure changes its meaning
 

@@ -21,9 +21,8 @@ from grpo_dist.config import BatchConfig, BenchConfig, Config
 from grpo_dist.config.secrets import masked
 from grpo_dist.errors import expanded, refusals
 from grpo_dist.observe.console import step_line
-from grpo_dist.runs.dated import dated
-from grpo_dist.runs.directories import check_writable, make_free_directory
 from grpo_dist.runs.prepare import Prepared
+from grpo_dist.runs.run_directory import check_writable, dated, make_free_directory
 from grpo_dist.runs.start import prepare
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type, resolve_dtype

@@ -12,7 +12,7 @@ import psutil
 from actors.placement.demands import Resources
 from grpo_dist.config import Config, SupervisedConfig
 from grpo_dist.errors import UserError
-from grpo_dist.runs.checking import CheckFailed, CheckSkipped, Start, fail
+from grpo_dist.runs.trials import CheckFailed, CheckSkipped, Start, fail
 from grpo_dist.runtime.hardware import GIB, DeviceType, device_type, usable_gpus
 from grpo_dist.tools.plan.accelerators import ClusterShape, card_called, parse_cluster
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first

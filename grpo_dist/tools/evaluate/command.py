@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.errors import UserError, expanded
-from grpo_dist.runtime.imports import libraries_loaded
+from grpo_dist.runtime.processes import libraries_loaded
 from grpo_dist.runtime.stage_log import print_line, stages_logged
 from grpo_dist.tools.arguments import add_command, add_inputs, file_path, split_overrides
 

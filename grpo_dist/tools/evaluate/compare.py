@@ -22,8 +22,7 @@ from grpo_dist.config.differences import changes
 from grpo_dist.data.files import json_lines
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.estimates import Z95, student
-from grpo_dist.runtime.files import write_text
-from grpo_dist.runtime.json_files import read_json
+from grpo_dist.runtime.files import read_json, write_text
 from grpo_dist.runtime.tables import make_table, print_lines, wide_console
 from grpo_dist.tools.evaluate.result import ALL, PROBLEMS, RESULT, headings
 

@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_dist.evaluation.estimates import Estimate, estimate, mean_of, measures_of_problem
-from grpo_dist.runtime.files import write_text
-from grpo_dist.runtime.json_files import without_nan
+from grpo_dist.runtime.files import without_nan, write_text
 from grpo_dist.runtime.tables import print_rows
 from grpo_dist.tools.evaluate.store import Identity
 from grpo_dist.tools.evaluate.verdicts import Verdict

@@ -22,8 +22,6 @@ from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import refusals
 from grpo_dist.evaluation.sampling import STAGE, Draw, EvaluationHandles, sample_chunks
 from grpo_dist.rewards.data_columns import asked_columns
-from grpo_dist.runs.dated import dated
-from grpo_dist.runs.directories import check_writable
 from grpo_dist.runs.prepare import (
     PromptSections,
     check_columns,
@@ -33,6 +31,7 @@ from grpo_dist.runs.prepare import (
     prepare_eval,
     resolve_model,
 )
+from grpo_dist.runs.run_directory import check_writable, dated
 from grpo_dist.runs.start_checks import check_length
 from grpo_dist.runtime.concurrency import in_thread
 from grpo_dist.runtime.stage_log import stage, stages_logged

@@ -32,8 +32,8 @@ from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import check_rewards, own_rewards, placed
 from grpo_dist.rewards.thought import shown_by
-from grpo_dist.runs.directories import check_writable
 from grpo_dist.runs.prepare import load_tokenizer, refuse, resolve_model
+from grpo_dist.runs.run_directory import check_writable
 from grpo_dist.runtime.files import check_replaceable, write_text
 from grpo_dist.runtime.hardware import available_cpus
 from grpo_dist.runtime.stage_log import note, stage

@@ -28,12 +28,11 @@ from grpo_dist.data.files import json_lines
 from grpo_dist.errors import expanded
 from grpo_dist.evaluation.sampling import Draw
 from grpo_dist.observe.samples import write_groups
-from grpo_dist.runs.environment import installed
-from grpo_dist.runs.own_code import digest_of_samples
-from grpo_dist.runtime.cache import fingerprint
-from grpo_dist.runtime.files import alone, keep_backup, write_text
+from grpo_dist.runs.identity import digest_of_samples
+from grpo_dist.runs.run_directory import installed
+from grpo_dist.runtime.files import alone, keep_backup, read_json, write_text
 from grpo_dist.runtime.hardware import resolve_dtype
-from grpo_dist.runtime.json_files import read_json
+from grpo_dist.runtime.model_files import fingerprint
 from grpo_dist.tools.evaluate.verdicts import Verdict
 from grpo_dist.types import Group
 

@@ -16,9 +16,8 @@ import torch
 
 from grpo_dist.batch.sharding import ATTENDED
 from grpo_dist.config import BatchConfig, Config, ModelConfig, PolicyConfig, WeightSyncConfig
-from grpo_dist.policy.deepspeed_config import overlaps_reduction
+from grpo_dist.policy.deepspeed_config import optimizer_device, overlaps_reduction
 from grpo_dist.policy.layer_kernels import installed
-from grpo_dist.policy.offload import optimizer_device
 from grpo_dist.runtime.hardware import GIB, logprob_chunk_mib, micro_batch_tokens
 from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.workload import Workload

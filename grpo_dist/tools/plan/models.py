@@ -16,9 +16,9 @@ from grpo_dist.config import ModelConfig, RewardModelConfig, SFTConfig
 from grpo_dist.errors import UserError, expanded
 from grpo_dist.policy.attention import attention_layers
 from grpo_dist.policy.gguf_model import gguf_config, is_gguf
-from grpo_dist.runtime.cache import cached
-from grpo_dist.runtime.json_files import read_json
+from grpo_dist.runtime.files import read_json
 from grpo_dist.runtime.model_config import heads_of_layers, keep_attention_cap, position_limit
+from grpo_dist.runtime.model_files import cached
 from grpo_dist.tools.bench.flops import Shape
 
 # Types of decoders whose weights are counted from config.json alone: plans of them import no library for

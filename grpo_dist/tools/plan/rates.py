@@ -19,7 +19,7 @@ import numpy as np
 
 from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config import Config
-from grpo_dist.policy.offload import optimizer_device
+from grpo_dist.policy.deepspeed_config import optimizer_device
 from grpo_dist.tools.plan.accelerators import Peaks
 from grpo_dist.tools.plan.engine_memory import is_quantised
 from grpo_dist.tools.plan.memory import Sizes, lora_parameters, states

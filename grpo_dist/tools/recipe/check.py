@@ -25,7 +25,6 @@ from grpo_dist.data.demonstrations import count_held_out, count_rows, source_pai
 from grpo_dist.data.readers import read_all
 from grpo_dist.data.tasks import own_problems
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.runs.directories import check_writable
 from grpo_dist.runs.prepare import (
     PromptSections,
     check_rendering,
@@ -37,6 +36,7 @@ from grpo_dist.runs.prepare import (
     train_prompts,
 )
 from grpo_dist.runs.prepare_supervised import starting_model
+from grpo_dist.runs.run_directory import check_writable
 from grpo_dist.runs.start import prepare
 from grpo_dist.runs.start_checks import check_backend, check_length, model_problems, setting_problems
 from grpo_dist.runtime import stage_log

@@ -21,11 +21,9 @@ from grpo_dist.config.input_paths import input_paths
 from grpo_dist.config.secrets import HIDDEN, masked
 from grpo_dist.config.supervised import OPTIMIZER, SupervisedConfig
 from grpo_dist.errors import expanded
-from grpo_dist.runs.identity import FREE_SFT, Change, without_layout
-from grpo_dist.runs.own_code import digest_of_run, digest_of_samples
-from grpo_dist.runtime.cache import fingerprint
-from grpo_dist.runtime.files import write_text
-from grpo_dist.runtime.json_files import read_json
+from grpo_dist.runs.identity import FREE_SFT, Change, digest_of_run, digest_of_samples, without_layout
+from grpo_dist.runtime.files import read_json, write_text
+from grpo_dist.runtime.model_files import fingerprint
 from grpo_dist.tools.recipe.config import Kind, ResolvedStage
 
 FILE = "stage.json"

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from grpo_dist.config.differences import listed
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.runs.dated import dated
-from grpo_dist.runs.directories import check_writable
+from grpo_dist.runs.run_directory import check_writable, dated
 from grpo_dist.runtime.files import alone, keep_backup
 from grpo_dist.tools.recipe.check import check_stages
 from grpo_dist.tools.recipe.config import ResolvedPipeline, ResolvedStage

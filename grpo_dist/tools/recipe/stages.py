@@ -20,8 +20,7 @@ from grpo_dist.runs.identity import without_layout
 from grpo_dist.runs.prepare_supervised import starting_model, supervised
 from grpo_dist.runs.run import finished_steps
 from grpo_dist.runs.session import train
-from grpo_dist.runtime.files import write_text
-from grpo_dist.runtime.json_files import without_nan
+from grpo_dist.runtime.files import without_nan, write_text
 from grpo_dist.tools.evaluate.run import evaluate_model
 from grpo_dist.tools.recipe.check import evaluates
 from grpo_dist.tools.recipe.config import Kind, ResolvedStage

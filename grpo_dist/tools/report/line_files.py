@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.runtime.json_files import check_regular
+from grpo_dist.runtime.files import check_regular
 
 Line = dict[str, Any]
 

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
-from grpo_dist.runtime.version import __version__
+from grpo_dist.runtime import __version__
 from grpo_dist.tools.report.layout import catalogue, layout
 from grpo_dist.tools.report.source import ReportLimits, Source
 

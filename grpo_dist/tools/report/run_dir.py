@@ -16,7 +16,7 @@ from grpo_dist.config.differences import flat
 from grpo_dist.config.secrets import masked
 from grpo_dist.config.text import check_nesting, unescaped
 from grpo_dist.errors import UserError, expanded
-from grpo_dist.runtime.json_files import parse_json
+from grpo_dist.runtime.files import parse_json
 
 TRAINING, QUARANTINE = "training", "quarantine"
 _CONFIG = "config.yaml"  # of `grpo-dist train`

@@ -15,7 +15,7 @@ from pathlib import Path
 from grpo_dist.config import Config
 from grpo_dist.config.files import to_yaml
 from grpo_dist.errors import UserError, expanded
-from grpo_dist.runtime.version import __version__
+from grpo_dist.runtime import __version__
 
 CONFIG = "config.yaml"
 # Names of files and directories that often hold keys; `launch/ray_runtime_env.yaml` repeats them.

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError, expanded
-from grpo_dist.runtime.cache import cache_dir
-from grpo_dist.runtime.files import write_text
-from grpo_dist.runtime.json_files import read_json
+from grpo_dist.runtime.files import read_json, write_text
+from grpo_dist.runtime.model_files import cache_dir
 
 RECORD = "submitted.json"
 _SHUTDOWN_S = 30  # beyond `checkpoint.grace_s`, for actors to end and files to close

@@ -20,8 +20,8 @@ from actors.transfer.delta_stream import send_changes
 from actors.transfer.held_weights import HeldTransfer
 from actors.transfer.stream import send
 from actors.transfer.vllm_receiver import PackedWeightTransfer, UpdateInfo
-from grpo_dist.policy.sent_weights import SentWeights
 from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
+from grpo_dist.policy.weight_deltas import SentWeights
 from tests.support.vllm_process import one_process_of
 
 CPU, BUCKET, WIDTH, WORDS = torch.device("cpu"), 20_000, 64, 128

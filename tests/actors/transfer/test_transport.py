@@ -31,9 +31,8 @@ from actors.transfer.stream import receive, send
 from actors.transfer.transport import NcclTransport, _nccl_group, joined, open_transport
 from grpo_dist.errors import TransferLost, UserError
 from grpo_dist.policy.ranks import join as join_ranks
-from grpo_dist.policy.sent_weights import SentWeights
 from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, make_buckets, pack
-from grpo_dist.policy.weight_deltas import HeldWeights
+from grpo_dist.policy.weight_deltas import HeldWeights, SentWeights
 from grpo_dist.runtime.hardware import one_thread, transfer_backend
 from grpo_dist.runtime.rendezvous import NotAMember, Rank, check_members, meeting_point
 from tests.support.patience import HANG_S, longer, wait_until

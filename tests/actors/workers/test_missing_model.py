@@ -11,7 +11,7 @@ from actors.workers.reward import PolicyTokenizer, load_tokenizer
 from actors.workers.reward_model import RewardModelWorker
 from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import ModelConfig, ReferenceConfig, RewardModelConfig
-from grpo_dist.runtime.cache import check_on_node
+from grpo_dist.runtime.model_files import check_on_node
 from tests.support.engine_arguments import spec
 
 MISSING = "/home/driver/.cache/huggingface/hub/model"

@@ -10,8 +10,7 @@ from grpo_dist.config import (
     OffloadConfig,
     PolicyConfig,
 )
-from grpo_dist.policy.deepspeed_config import deepspeed_config
-from grpo_dist.policy.offload import check_offload, size_buffers
+from grpo_dist.policy.deepspeed_config import check_offload, deepspeed_config, size_buffers
 from tests.support.real_ranks import agree, two_updates
 
 pytestmark = pytest.mark.machine

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo_dist.config import LoRAConfig
-from grpo_dist.policy.resharding import MOMENTS, WEIGHTS, SavedPolicy
+from grpo_dist.policy.saved_state import MOMENTS, WEIGHTS, SavedPolicy
 from tests.support import made_groups
 from tests.support.real_ranks import OpenWorker, on_all, start
 

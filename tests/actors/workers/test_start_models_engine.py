@@ -2,8 +2,8 @@
 
 import pytest
 
-from grpo_dist.policy.start_adapter import with_adapter
-from grpo_dist.policy.usable_model import usable_model
+from grpo_dist.policy.lora import with_adapter
+from grpo_dist.policy.text_model import usable_model
 from tests.support.biased_experts import biased_experts
 from tests.support.engine_and_trainer import EAGER, LIMIT, differences, largest, trained
 from tests.support.lora_adapters import LORA, loaded, made_adapter

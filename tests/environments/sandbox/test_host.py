@@ -18,7 +18,7 @@ from grpo_dist.environments.sandbox import keeper
 from grpo_dist.environments.sandbox.failure import ProcessFailure
 from grpo_dist.environments.sandbox.host import ProcessHost
 from grpo_dist.environments.sandbox.limits import Limits
-from grpo_dist.runtime.guardian import descendants
+from grpo_dist.runtime.processes import descendants
 from tests.support.patience import HANG_S, wait_until
 from tests.support.processes import alive, wait_until_gone
 

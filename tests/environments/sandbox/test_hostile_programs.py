@@ -19,7 +19,7 @@ from grpo_dist.environments.sandbox import seccomp
 from grpo_dist.environments.sandbox.isolation import Isolation
 from grpo_dist.environments.sandbox.linux import MACHINE
 from grpo_dist.environments.sandbox.python import PythonSandbox
-from grpo_dist.runtime.guardian import descendants
+from grpo_dist.runtime.processes import descendants
 from tests.environments.sandbox.found import FOUND
 from tests.environments.sandbox.hostile import ATTACKS, PRELUDE, REFUSED_CALLS, Attack
 from tests.support.patience import HANG_S, wait_until

@@ -15,9 +15,8 @@ from actors.fit import Fit
 from grpo_dist.cli import main
 from grpo_dist.config.files import dump_config, load_config
 from grpo_dist.rewards.unit_tests import UnitTests
-from grpo_dist.runs.checkpoint import CheckpointState
+from grpo_dist.runs.checkpoint import CheckpointState, write_manifest
 from grpo_dist.runs.identity import data_digest, fingerprint
-from grpo_dist.runs.manifest import write_manifest
 from grpo_dist.runs.prepare import resolve_model
 from grpo_dist.runs.start import prepare
 from grpo_dist.tools.check import devices, machine, settings

@@ -17,7 +17,7 @@ from grpo_dist.cli import main
 from grpo_dist.config import DataConfig, EnvironmentsConfig, EvaluationConfig, RewardsConfig
 from grpo_dist.config.files import load_config
 from grpo_dist.demo.tokenizer import character_tokenizer
-from grpo_dist.runs import dated as dated_config
+from grpo_dist.runs import run_directory as dated_config
 from grpo_dist.runs.prepare import PromptSections
 from grpo_dist.runtime.concurrency import progressing
 from grpo_dist.runtime.files import alone

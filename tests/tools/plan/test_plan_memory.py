@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from grpo_dist.errors import UserError
-from grpo_dist.policy.attention import BlockKernel
-from grpo_dist.policy.varlen_attention import VarlenKernel
+from grpo_dist.policy.attention import BlockKernel, VarlenKernel
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.engine_memory import rollout_engine, with_snapshot
 from grpo_dist.tools.plan.memory import (

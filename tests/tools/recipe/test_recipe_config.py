@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from grpo_dist.config.files import ConfigError
-from grpo_dist.runs.directories import choose_run_dir
+from grpo_dist.runs.run_directory import choose_run_dir
 from grpo_dist.tools.recipe.config import load_pipeline
 
 BASE = {

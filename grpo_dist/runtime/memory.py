@@ -1,4 +1,4 @@
-"""Memory of tensors that leaves the accelerator for host memory and returns, in place.
+"""Memory of tensors that leaves the accelerator for host memory and returns, in place; and freed host memory.
 
     storage   [ a ..... | b .. ]     parameters, partitions and optimiser state are views of storages
     offload   bytes -> host, storage resized to 0     the views stay, without memory
@@ -9,6 +9,7 @@ Every view stays the same, so it does not matter which of DeepSpeed's optimizers
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 from collections.abc import Iterable, Iterator
@@ -179,3 +180,14 @@ def _hold_values(candidates: list[torch.UntypedStorage]) -> list[bool]:
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def return_freed_memory() -> None:
+    """Give memory that this process has freed back to the operating system.
+
+    glibc keeps what tensors of less than some megabytes occupied: after the supervised training of a model of
+    135 M parameters 4.2 GiB of 4.9. Other C libraries than glibc have no such call and keep what they keep.
+    """
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)

@@ -1,4 +1,6 @@
-"""`environment.json` of a run directory: the versions, machine and command of its last launch."""
+"""The directory of a run: a free one, or the one to resume in; the date that its chat templates write, and
+its `environment.json`: versions, machine and command of the last launch.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,102 @@ import re
 import socket
 import subprocess
 import sys
-from datetime import UTC, datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, date, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
+import yaml
 
+from grpo_dist.config import CheckpointConfig, Config
 from grpo_dist.config.secrets import masked_command
+from grpo_dist.errors import RunEnded, expanded
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.hardware import GIB
+
+C = TypeVar("C", bound=Config)
+
+
+def choose_run_dir(checkpoint: CheckpointConfig, name: str, output_dir: str) -> Path:
+    """Return `output_dir/name`. With `checkpoint.resume: never`, where it exists, return the first free of
+    `name-2`, `name-3` ...
+    """
+    base = expanded(output_dir) / name
+    return base if checkpoint.resume == "auto" else free_directory(base)
+
+
+@contextmanager
+def resumed_by_name(checkpoint: CheckpointConfig, run_dir: Path) -> Iterator[None]:
+    """Add to the message of a run that ends in the block how it is resumed: see `with_resume_settings`."""
+    try:
+        yield
+    except RunEnded as end:
+        end.args = (with_resume_settings(str(end), checkpoint, run_dir), *end.args[1:])
+        raise
+
+
+def with_resume_settings(message: str, checkpoint: CheckpointConfig, run_dir: Path) -> str:
+    """Add to a ``message`` that advises the same command what resumes ``run_dir`` with
+    `checkpoint.resume: never`: the command alone begins another run.
+    """
+    if checkpoint.resume == "auto" or "the same command" not in message:
+        return message
+    remedy = f"add checkpoint.resume=auto name={run_dir.name} to it"
+    never = "`checkpoint.resume` = never: alone it begins another run in another directory"
+    return f"{message}; {remedy} ({never})"
+
+
+def free_directory(base: Path) -> Path:
+    """Return ``base``, or the first of `base-2`, `base-3` ... that does not exist."""
+    found, number = base, 2
+    while os.path.lexists(found):
+        found = base.with_name(f"{base.name}-{number}")
+        number += 1
+    return found
+
+
+def make_free_directory(base: Path) -> Path:
+    """Make `free_directory` of ``base`` and return it. No two processes get the same one."""
+    while True:
+        found = free_directory(base)
+        try:
+            found.mkdir(parents=True)
+        except FileExistsError:  # another process was first
+            continue
+        return found
+
+
+def check_writable(run_dir: Path) -> Path:
+    """Return ``run_dir`` or the nearest parent that exists. Raises ValueError where that is not writable.
+    Creates nothing.
+    """
+    nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ValueError(f"{run_dir}: not writable; set `output_dir` to a writable directory")
+    return nearest
+
+
+def dated(config: C, earlier: str | None = None) -> C:
+    """Return ``config`` with `data.template_date`: its own, else that of an ``earlier`` start, else today."""
+    if config.data.template_date is not None:
+        return config
+    data = config.data.model_copy(update={"template_date": earlier or date.today().isoformat()})
+    return config.model_copy(update={"data": data})
+
+
+def date_of_run(run_dir: Path) -> str | None:
+    """Return the date that the run in ``run_dir`` writes; None where it has none, or none is readable."""
+    try:
+        return (
+            str(yaml.safe_load((run_dir / "config.yaml").read_text())["data"]["template_date"] or "") or None
+        )
+    except (OSError, ValueError, RecursionError, TypeError, LookupError, yaml.YAMLError):
+        return None
+
 
 ENVIRONMENT = "environment.json"
 _PACKAGES = (

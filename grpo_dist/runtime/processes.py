@@ -1,4 +1,5 @@
-"""Ends a process together with every process that its code has started: of a grader, by its parent.
+"""Child processes: their command and what they may import, a limit on their memory, their imports of large
+libraries, and the end of a process together with every process that its code has started.
 
     pool --lifeline, SIGTERM--> guardian --> grader --> what user code starts
                                     ^                        |  setsid, double fork
@@ -12,17 +13,31 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import os
 import resource
 import select
 import signal
+import subprocess
+import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from grpo_dist.errors import expanded
+from grpo_dist.runtime.stage_log import stage
 
 SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 _KILL_S = 5.0  # limit for finding new descendants and for waiting for their end
 _WAKE_MS = 60_000
+_ROOT = Path(__file__).resolve().parents[2]
+# The child imports the grpo_dist of this process, whatever its code paths contain. The directory it comes
+# from, which may be the working directory, is removed from the path again; -P excludes the working directory
+# itself.
+_CHILD = (
+    "import sys; sys.path.insert(0, sys.argv.pop()); import {module} as child; del sys.path[0]; child.main()"
+)
 
 
 def fork_guarded(lifeline: int) -> None:
@@ -191,3 +206,93 @@ def die_with(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def used_address_space() -> int:
+    """Return the size of this process's address space, bytes."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def limit_address_space(megabytes: int | None, used: int | None = None) -> None:
+    """Limit the address space to ``used``, by default its present size, plus ``megabytes``.
+
+    None for ``megabytes`` restores the system's limit.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = hard
+    if megabytes is not None:
+        limit = (used_address_space() if used is None else used) + megabytes * 2**20
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def child_command(module: str, *arguments: object, python: str | None = None) -> list[str]:
+    """Return the command that calls ``main()`` of a module of this package, with ``arguments`` in sys.argv.
+
+    ``python``: the interpreter; None: this one.
+    """
+    code = _CHILD.format(module=module)
+    return [python or sys.executable, "-P", "-c", code, *map(str, arguments), str(_ROOT)]
+
+
+def code_directories(key: str, given: Sequence[str], what: str) -> list[str]:
+    """Return the directories that the configuration names under ``key``. Raises ValueError for one that does
+    not exist. ``what``: is in them.
+    """
+    directories = [expanded(path).resolve() for path in given]
+    for path, directory in zip(given, directories, strict=True):
+        if not directory.is_dir():
+            raise ValueError(
+                f"{key}: {path!r} is not a directory (resolved to {directory}); expected directories with "
+                f"modules of {what}"
+            )
+    return list(map(str, directories))
+
+
+def python_path(directories: Sequence[str]) -> str:
+    """Return PYTHONPATH with ``directories`` in front of what this process has."""
+    # An empty entry, as in "a::b" or "a:", would mean the working directory.
+    inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return os.pathsep.join([*directories, *inherited])
+
+
+def run_command(*arguments: str) -> str:
+    """Run `grpo-dist` with ``arguments`` in a process of its own, as a shell does, and return its output.
+
+    Its errors go to this process's own. Raises CalledProcessError for a command that fails.
+    """
+    command = [sys.executable, "-m", "grpo_dist.cli", *arguments]
+    return subprocess.check_output(command, text=True)  # bounded: the command has deadlines
+
+
+@contextmanager
+def libraries_loaded() -> Iterator[None]:
+    """Log the imports of the block as a stage, `libraries`. They take seconds, on a busy machine many."""
+    with stage("libraries", "are loaded"), without_collections():
+        yield
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Disable the garbage collector while a process that has just started imports libraries, and keep what
+    there is then out of later collections: torch and vLLM make a million objects, nearly all of which stay.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+def freeze_loaded() -> None:
+    """Keep all that is there now out of later collections: this worker has loaded what it lives with. A full
+    collection visits every object of torch, transformers and DeepSpeed, half a million, for 0.3 to 0.6 s.
+    """
+    gc.collect()  # what is garbage now would never be freed
+    gc.freeze()

@@ -16,10 +16,8 @@ from grpo_dist.algorithms.aggregation import MODES, aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.ratios import masked_inputs, ratio_stats
 from grpo_dist.algorithms.shapes import Stats
-from grpo_dist.plugins.calling import call
 from grpo_dist.plugins.inputs import AdvantageInputs, AggregationInputs, KLInputs, PolicyLossInputs
-from grpo_dist.plugins.kinds import ADVANTAGE, AGGREGATION, KL, LOSS, Kind
-from grpo_dist.plugins.loading import load
+from grpo_dist.plugins.user_code import ADVANTAGE, AGGREGATION, KL, LOSS, Kind, call, load
 
 
 @dataclass(frozen=True, slots=True)

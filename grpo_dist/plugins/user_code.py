@@ -1,0 +1,450 @@
+"""The user's code, by its kind and name: a built-in one, ``my_module:name`` from `code_paths`, or one that an
+installed package registers as an entry point of the kind's group. Resolves names without importing anything,
+imports, calls with those inputs that a function names, and lists files for a run's identity.
+
+A built-in name always means the built-in piece. A package that registers the same name does not replace it,
+and `shadowing` reports it. The module that a name begins with is searched in `code_paths` first, as a
+reward's is in its own process. Modules that it imports later, inside functions, are found in `code_paths`
+after installed packages. Imports no torch: the configuration reads this module.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
+from functools import lru_cache, partial
+from importlib.machinery import PathFinder
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from pathlib import Path
+from threading import RLock, Thread
+from types import ModuleType
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+from grpo_dist.errors import expanded
+
+_LOCK = RLock()
+_HUNG_S = 60.0
+_held_until = [0.0]  # when the import that holds the lock counts as hung, by time.monotonic()
+_OWN: set[str] = set()  # files of top-level modules that were imported from code paths
+T = TypeVar("T")
+
+_PLAIN = {"int": int, "float": float, "str": str, "bool": bool}
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind.
+
+    Attributes:
+        title: as messages name it.
+        key: of the configuration that names a piece of this kind.
+        group: of the entry points by which an installed package registers such pieces.
+    """
+
+    title: str
+    key: str
+    group: str
+
+
+ADVANTAGE = Kind("advantage estimator", "algorithm.advantage", "grpo_dist.advantages")
+LOSS = Kind("policy loss", "algorithm.policy_loss", "grpo_dist.losses")
+KL = Kind("KL estimator", "algorithm.kl.estimator", "grpo_dist.kl_estimators")
+AGGREGATION = Kind("aggregation", "algorithm.aggregation", "grpo_dist.aggregations")
+METRIC = Kind("metric", "tracking.metrics", "grpo_dist.metrics")
+SINK = Kind("sink", "tracking.sinks", "grpo_dist.sinks")
+SOURCE = Kind("data source", "data.train.N.path", "grpo_dist.data_sources")
+ORDER = Kind("prompt order", "data.order", "grpo_dist.orders")
+ROLLOUT = Kind("rollout function", "rollout.function", "grpo_dist.rollouts")
+ENVIRONMENT = Kind("environment", "data.environment", "grpo_dist.environments")
+REWARD = Kind("reward function", "rewards.functions.N.function", "grpo_dist.rewards")
+
+KINDS = (
+    ADVANTAGE, LOSS, KL, AGGREGATION, METRIC, SINK, SOURCE, ORDER, ROLLOUT, ENVIRONMENT, REWARD,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPiece:
+    """A piece that is not built in.
+
+    Attributes:
+        name: as the configuration has it: ``module:name`` or that of an entry point.
+        key: of the configuration that has it, for messages.
+        kwargs: its arguments.
+    """
+
+    kind: Kind
+    name: str
+    key: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"`{self.key}` = {self.name}"
+
+
+def registered(kind: Kind) -> dict[str, list[EntryPoint]]:
+    """Return the entry points of a kind's group by name: more than one where packages disagree."""
+    found: dict[str, list[EntryPoint]] = {}
+    for point in _installed(kind.group, _search_path()):
+        same = found.setdefault(point.name, [])
+        if point.value not in {other.value for other in same}:
+            same.append(point)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _installed(group: str, path: tuple[tuple[str, int], ...]) -> EntryPoints:
+    """Return the entry points of a group in all packages on ``path``. Reading them takes 20 ms, and a
+    configuration asks about ten times.
+    """
+    return entry_points(group=group)
+
+
+def _search_path() -> tuple[tuple[str, int], ...]:
+    """Return the directories of `sys.path`, each with the time of its last change, as of an installation."""
+    found = []
+    for name in sys.path:
+        directory = name or os.getcwd()
+        with suppress(OSError):  # Python passes over what is not there
+            found.append((directory, os.stat(directory).st_mtime_ns))
+    return tuple(found)
+
+
+def target_of(kind: Kind, name: str) -> str:
+    """Return ``module:attribute`` of a piece that is not built in.
+
+    Raises ValueError for a malformed or unknown name, and for one that two packages register.
+    """
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        if all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+            return name
+        raise ValueError(f"{name!r}: expected `module:name`, e.g. my_pieces:mine")
+    points = registered(kind).get(name, [])
+    if len(points) == 1:
+        return points[0].value.partition("[")[0].replace(" ", "")
+    if not points:
+        raise ValueError(
+            f"{name!r}: expected a built-in {kind.title}, `module:name` from `code_paths`, or a name that an "
+            f"installed package registers as entry point of {kind.group}"
+        )
+    packages = " and ".join(_package(point) for point in points)
+    raise ValueError(
+        f"{name!r} is registered by {packages} in {kind.group}; name one by its `module:name` "
+        f"({', '.join(point.value for point in points)})"
+    )
+
+
+def package_of(kind: Kind, name: str) -> str | None:
+    """Return name and version of the package that registers ``name``; None for ``module:name``."""
+    points = [] if ":" in name else registered(kind).get(name, [])
+    return _package(points[0]) if points else None
+
+
+def shadowing(kind: Kind, builtin: Collection[str]) -> Iterator[str]:
+    """Yield a message for every package that registers the name of a built-in piece."""
+    for name, points in registered(kind).items():
+        for point in points:
+            if name in builtin:
+                yield (
+                    f"{_package(point)} registers the {kind.title} {name!r}, which is a name of grpo-dist "
+                    f"and means the built-in one here; name the package's `{point.value}`"
+                )
+
+
+def _package(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else point.value
+
+
+def _checked(kind: Kind, name: str) -> str:
+    try:
+        target_of(kind, name)
+    except ValueError as error:
+        expected = "`module:name` from `code_paths`"
+        if ":" not in name:
+            expected += f", or a name that one installed package registers in {kind.group}"
+        raise PydanticCustomError("own_name", "Input should be {expected}", {"expected": expected}) from error
+    return name
+
+
+# Types of configuration keys, each with a Literal of the built-in names.
+OwnAdvantage = Annotated[str, AfterValidator(partial(_checked, ADVANTAGE))]
+OwnLoss = Annotated[str, AfterValidator(partial(_checked, LOSS))]
+OwnKL = Annotated[str, AfterValidator(partial(_checked, KL))]
+OwnAggregation = Annotated[str, AfterValidator(partial(_checked, AGGREGATION))]
+OwnMetric = Annotated[str, AfterValidator(partial(_checked, METRIC))]
+OwnSink = Annotated[str, AfterValidator(partial(_checked, SINK))]
+OwnOrder = Annotated[str, AfterValidator(partial(_checked, ORDER))]
+OwnRollout = Annotated[str, AfterValidator(partial(_checked, ROLLOUT))]
+
+
+def load(kind: Kind, name: str, code_paths: Sequence[str] = ()) -> Any:
+    """Return the function or class that ``name`` means; it is imported once in a process.
+
+    Raises ValueError for a name that is unknown, or a module that cannot be imported. Runs user code.
+    """
+    directories = tuple(str(expanded(path).absolute()) for path in code_paths)
+    with _alone():
+        return _loaded(kind, name, directories)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Import one module at a time, as each changes `sys.path`. One that has not returned for `_HUNG_S` holds
+    up no other.
+    """
+    held = _LOCK.acquire(timeout=max(0.0, _held_until[0] - time.monotonic()))
+    if held:
+        _held_until[0] = time.monotonic() + _HUNG_S
+    try:
+        yield
+    finally:
+        if held:
+            _LOCK.release()
+
+
+@lru_cache(maxsize=128)
+def _loaded(kind: Kind, name: str, directories: tuple[str, ...]) -> Any:
+    module_name, _, attribute = target_of(kind, name).partition(":")
+    try:
+        module = _imported(module_name, directories)
+    except Exception as error:  # a user's module may raise anything
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(
+            f"{kind.title} {name}: module `{module_name}` cannot be imported ({reason}); expected "
+            f"`module:name` in a directory of `code_paths` ({', '.join(directories) or 'empty'}) or an "
+            "installed package"
+        ) from error
+    found: Any = module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        near = difflib.get_close_matches(attribute, vars(module), n=1)
+        hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
+        what = f"`{attribute}` is no function or class" if found is not None else f"has no `{attribute}`"
+        raise ValueError(f"{kind.title} {name}: module `{module_name}` {what}{hint}")
+    return found
+
+
+def _imported(name: str, directories: tuple[str, ...]) -> ModuleType:
+    top = name.partition(".")[0]
+    spec = PathFinder.find_spec(top, list(directories)) if directories else None
+    if spec is None:
+        return importlib.import_module(name)
+    file = spec.origin or ""
+    known = sys.modules.get(top)
+    before = getattr(known, "__file__", None) or ""
+    if known is not None and Path(before).resolve() != Path(file).resolve():
+        if before not in _OWN:
+            raise ImportError(f"{file} has the name of a module in use, {before}; rename yours")
+        for loaded in [m for m in sys.modules if m == top or m.startswith(f"{top}.")]:
+            del sys.modules[loaded]
+    _OWN.add(file)
+    importlib.invalidate_caches()
+    sys.path[:0] = directories
+    try:
+        return importlib.import_module(name)
+    finally:
+        for directory in directories:  # its first place; another import may have changed the list
+            with suppress(ValueError):
+                sys.path.remove(directory)
+        sys.path += [directory for directory in directories if directory not in sys.path]
+
+
+def call(piece: Callable[..., Any], inputs: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Call ``piece`` with the fields of the dataclass ``inputs`` that it has parameters for."""
+    accepted, takes_all = _parameters(piece)
+    given = {f.name: getattr(inputs, f.name) for f in fields(inputs) if takes_all or f.name in accepted}
+    return piece(**given, **kwargs)
+
+
+def call_in_time(
+    piece: Callable[[], T], limit_s: float, what: str, consequence: str = "correct it, or raise the deadline"
+) -> T:
+    """Return what ``piece`` returns, from a thread of its own.
+
+    Raises what it raises, and TimeoutError after ``limit_s`` seconds; its thread is then left to itself.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(piece())
+        except BaseException as error:  # sys.exit of a user's code, too: it is reported, not obeyed
+            done.set_exception(error)
+
+    Thread(target=run, name=what, daemon=True).start()
+    try:
+        return done.result(limit_s)
+    except TimeoutError as error:
+        if done.done():  # its own
+            raise
+        raise TimeoutError(
+            f"{what} did not return within `cluster.timeouts.own_code_s` = {limit_s:g} s; {consequence}"
+        ) from error
+
+
+def check_signature(
+    piece: Callable[..., Any], inputs: type[Any], kwargs: Mapping[str, Any], what: str, where: str
+) -> None:
+    """Raise ValueError where ``piece`` cannot be called with ``inputs`` and ``kwargs``.
+
+    Args:
+        inputs: dataclass with the inputs of its kind.
+        what: the piece, for messages.
+        where: key of ``kwargs`` in the configuration, for messages.
+    """
+    accepted, takes_all = _parameters(piece)
+    known = [f.name for f in fields(inputs)]
+    for name, parameter in accepted.items():
+        if parameter.kind not in _BY_NAME:
+            raise ValueError(f"{what}: argument `{name}` is positional only; expected one with a name")
+        if name not in known and name not in kwargs and parameter.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"{what} needs `{name}`, which is no input of its kind ({', '.join(known)}) and not in "
+                f"`{where}`; set `{where}.{name}`, or give it a default"
+            )
+    own = [name for name in accepted if name not in known]
+    for name, value in kwargs.items():
+        if name in known:
+            raise ValueError(f"`{where}.{name}`: the run gives {what} this input; remove it")
+        if name not in own and not takes_all:
+            raise ValueError(
+                f"`{where}.{name}`: {what} has no such argument; it takes {', '.join(own) or 'none'}"
+            )
+        if name in accepted and (expected := _misfit(accepted[name], value)):
+            # Without the value, which may be a secret.
+            given = type(value).__name__
+            raise ValueError(f"`{where}.{name}`: {what} expects {expected}, and {given} is given")
+
+
+def _parameters(piece: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return the named parameters, and whether there is a ``**kwargs``."""
+    found = inspect.signature(piece).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values())
+    several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return {name: p for name, p in found.items() if p.kind not in several}, takes_all
+
+
+def _misfit(parameter: inspect.Parameter, value: Any) -> str | None:
+    """Return the name of the type that ``value`` should have, by the annotation or else the default; None
+    where it fits, or the type is not one of int, float, str and bool.
+    """
+    annotation = parameter.annotation
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    if annotation is inspect.Parameter.empty:
+        name = type(parameter.default).__name__
+        name = "float" if name == "int" else name  # a default of 1 may stand for 0.5, too
+    if name not in _PLAIN:
+        return None
+    allowed = (int, float) if name == "float" else _PLAIN[name]
+    fits = isinstance(value, allowed) and (name == "bool" or not isinstance(value, bool))
+    return None if fits else name
+
+
+def code_files(code_paths: Iterable[str], modules: Iterable[str]) -> Iterator[Path]:
+    """Yield the source files of ``modules`` in the directories ``code_paths``; all files of a package."""
+    tops = sorted({module.split(".")[0] for module in modules})
+    for directory in code_paths:
+        for top in tops:
+            yield from _module_files(expanded(directory), top)
+
+
+def code_digest(pieces: Iterable[OwnPiece], code_paths: Sequence[str]) -> dict[str, str]:
+    """Return a hash of every file of own code by name, and the version of packages that register a piece.
+
+    Of a module in ``code_paths`` these are its files and those of modules there that it imports, by their
+    path below that directory, so that a moved directory is no change. A module on PYTHONPATH is read in the
+    same way; of an installed package these are its own files.
+    """
+    found: dict[str, str] = {}
+    modules: set[str] = set()
+    for piece in pieces:
+        if (package := package_of(piece.kind, piece.name)) is not None:
+            found[f"entry point {piece.name} of {piece.kind.group}"] = package
+        else:
+            modules.add(target_of(piece.kind, piece.name).split(":")[0].split(".")[0])
+    files = _with_imports(modules, [expanded(path) for path in code_paths])
+    for module in sorted(modules):
+        if not any(label.split("/")[0] in (module, f"{module}.py") for label in files):
+            files |= _elsewhere(module)
+    return found | {label: hashlib.sha256(file.read_bytes()).hexdigest() for label, file in files.items()}
+
+
+def changed_code(was: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return what differs between two results of `code_digest`, e.g. ["mine.py (changed)"]."""
+    found = []
+    for label in sorted({*was, *now}):
+        if was.get(label) != now.get(label):
+            how = "new" if label not in was else "gone" if label not in now else "changed"
+            found.append(f"{label} ({how})")
+    return found
+
+
+def _with_imports(modules: Collection[str], directories: Sequence[Path]) -> dict[str, Path]:
+    """Return the files of ``modules`` and of what they import, all in ``directories``, by relative path."""
+    found: dict[str, Path] = {}
+    seen = {"grpo_dist", "actors"}  # a directory may hold them, too: they have a version of their own
+    left = sorted(modules)
+    while left:
+        top = left.pop()
+        seen.add(top)
+        # The first directory that has the module is the one that is imported.
+        files, root = next(
+            ((own, path) for path in directories if (own := list(_module_files(path, top)))), ([], None)
+        )
+        for file in files:
+            assert root is not None
+            found[file.relative_to(root).as_posix()] = file
+            left += [name for name in _imports(file) if name not in seen and name not in left]
+    return found
+
+
+def _module_files(directory: Path, top: str) -> Iterator[Path]:
+    single = directory / f"{top}.py"
+    yield from (file for file in [single] if file.is_file())
+    yield from sorted((directory / top).rglob("*.py"))
+
+
+def _imports(file: Path) -> list[str]:
+    """Return the top-level modules that a file imports by absolute names; [] where it is no valid Python."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # importing it says so
+        return []
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    absolute = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and not n.level and n.module]
+    return sorted({name.split(".")[0] for name in (*names, *(str(node.module) for node in absolute))})
+
+
+def _elsewhere(module: str) -> dict[str, Path]:
+    """Return the files of a module that is installed, or on PYTHONPATH with those that it imports there."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        return {}
+    file = Path(spec.origin)
+    root = file.parents[1] if spec.submodule_search_locations else file.parent
+    if root.name in ("site-packages", "dist-packages"):
+        own = list(_module_files(root, module)) or [file]
+        files = {path.relative_to(root).as_posix(): path for path in own}
+    else:
+        files = _with_imports([module], [root]) or {file.name: file}
+    return {f"module {label}": path for label, path in files.items()}
