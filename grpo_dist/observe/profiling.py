@@ -14,9 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
-
 from grpo_dist.config import ProfileConfig
 from grpo_dist.runtime.files import clear, kept_lines, publish, write_text
 from grpo_dist.runtime.metering import Span
@@ -31,6 +28,9 @@ def profiled(path: Path | None, settings: ProfileConfig) -> Iterator[None]:
     if path is None:
         yield
         return
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)

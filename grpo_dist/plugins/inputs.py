@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from grpo_dist.types import Group, Prompt
+
+if TYPE_CHECKING:  # orders, metrics and environments do without it
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

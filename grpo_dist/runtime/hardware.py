@@ -7,13 +7,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from grpo_dist.config import TransferBackend
 from grpo_dist.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 DeviceType = Literal["cuda", "cpu"]
 GIB = 2**30  # bytes
@@ -23,6 +24,8 @@ _LARGE_GPU = 70 * 10**9  # bytes; those sold as 80 GB have a little less
 
 
 def device_type() -> DeviceType:
+    import torch
+
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -33,6 +36,8 @@ def usable_gpus() -> int:
     Raises UserError where the driver lists GPUs and CUDA does not start on them: Ray and the placement would
     count them, and every worker would compute on the CPU.
     """
+    import torch
+
     listed = torch.cuda.device_count()  # NVML's, which answers with a driver of any age
     if listed and not _cuda_starts():
         raise UserError(
@@ -48,6 +53,8 @@ def _cuda_starts() -> bool:
     """Return whether the CUDA runtime itself finds a GPU. DeepSpeed and vLLM set a variable by which torch
     asks NVML instead.
     """
+    import torch
+
     by_nvml = os.environ.pop(_NVML_CHECK, None)
     try:
         return torch.cuda.is_available()
@@ -58,6 +65,8 @@ def _cuda_starts() -> bool:
 
 def _cuda_error() -> str:
     """Return what CUDA says when it does not start, with ": " before it."""
+    import torch
+
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -91,6 +100,8 @@ def resolve_dtype(
     float32 on CPUs has two reasons: the engine is then bit-reproducible for any batch composition, and
     bfloat16 kernels crash with an illegal instruction for some head sizes on processors without AMX.
     """
+    import torch
+
     device = device or device_type()
     if name == "auto":
         computes = not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
@@ -102,6 +113,8 @@ def limit_gpu_memory(share: float, device: torch.device) -> None:
     """Let this process allocate at most ``share`` of its GPU, so that one that needs more fails alone and not
     the others on the GPU. No effect on a CPU or for a whole GPU.
     """
+    import torch
+
     if device.type == "cuda" and share < 1:
         torch.cuda.set_per_process_memory_fraction(share)
 
@@ -115,6 +128,8 @@ def micro_batch_tokens(chosen: int | None, device: DeviceType) -> int:
 
 def device_memory() -> int:
     """Return the memory of this machine's GPU, bytes; 0 where there is none."""
+    import torch
+
     return torch.cuda.get_device_properties(0).total_memory if device_type() == "cuda" else 0
 
 
@@ -190,6 +205,8 @@ def one_thread() -> Iterator[None]:
     """Make torch compute in the calling thread alone inside the block. Where several processes share cores
     that each counts as its own, waiting for further threads costs more than they save.
     """
+    import torch
+
     # vLLM replaces `torch.set_num_threads` by a function that does nothing.
     before, change = torch.get_num_threads(), torch._C.set_num_threads
     change(1)

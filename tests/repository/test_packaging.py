@@ -64,6 +64,14 @@ def test_a_reward_worker_imports_nothing_heavy():
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_data_metrics_and_settings_are_read_without_torch():
+    """A test of these alone is collected in 3 seconds."""
+    modules = "config.files, data.prompts, data.curriculum, observe.tracker, plugins.inputs, runtime.hardware"
+    names = ", ".join(f"grpo_dist.{name}" for name in modules.split(", "))
+    done = python(f"import sys, {names}\nprint({{'torch', 'ray', 'transformers'}} & set(sys.modules))")
+    assert done.stdout.strip() == "set()", done.stderr
+
+
 def test_the_images_pin_every_package_that_an_installation_needs():
     """The CPU build of torch is pinned by launch/setup.sh. `make demo-real` reads a GGUF file."""
     wanted = {Requirement(line).name for line in PROJECT["dependencies"]}
