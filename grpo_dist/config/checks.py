@@ -1,18 +1,58 @@
-"""Checks across sections: find contradicting settings before anything runs."""
+"""Settings that contradict each other across sections, and settings that nothing would read.
+
+`RULES` lists what two or more keys decide; the functions behind it look at the entries of lists. `Config`
+reports all of them in one message, before anything runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.algorithm_checks import algorithm_contradictions
-from grpo_dist.config.distillation_checks import distillation_contradictions
-from grpo_dist.config.episode_checks import episode_contradictions
-from grpo_dist.config.group_checks import group_contradictions
-from grpo_dist.config.own_checks import own_contradictions
+from grpo_dist.config.distillation import DistillationConfig, TeacherConfig
+from grpo_dist.config.environments import check_environment_name
+from grpo_dist.config.sampling import TemperatureSchedule
 from grpo_dist.config.sections import Sections
-from grpo_dist.config.step_checks import step_contradictions
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Settings that must not stand together.
+
+    Attributes:
+        keys: dotted keys, separated by spaces; the message begins with them and their values.
+        breaks: whether a configuration breaks the rule.
+        why: what is wrong.
+        remedy: what to do.
+    """
+
+    keys: str
+    breaks: Callable[[Sections], object]
+    why: str
+    remedy: str
+
+    def message(self, config: Sections) -> str:
+        values = ", ".join(f"`{key}` = {_value(config, key)}" for key in self.keys.split())
+        return f"{values}: {self.why}; {self.remedy}"
+
+
+def _unread(key: str, breaks: Callable[[Sections], object], needs: str) -> Rule:
+    """Return the rule of a key that has no effect without ``needs``."""
+    return Rule(key, breaks, f"has no effect without {needs}", f"set that, or remove `{key}`")
+
+
+def _value(config: Sections, key: str) -> str:
+    value: Any = reduce(getattr, key.split("."), config)
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return (
+        f"{value:g}" if isinstance(value, float) else str(list(value) if isinstance(value, tuple) else value)
+    )
 
 
 def learns_from_equal_rewards(config: Sections) -> bool:
@@ -30,228 +70,446 @@ def corrects(algorithm: AlgorithmConfig) -> bool:
 
 def contradictions(config: Sections) -> Iterator[str]:
     """Yield a message for settings that contradict each other, and for settings that a run would ignore."""
-    yield from _batch_divides(config)
-    yield from _lengths_fit(config)
-    yield from _bench_lengths_fit(config)
+    yield from (rule.message(config) for rule in RULES if rule.breaks(config))
+    yield from _of_sizes(config)
     yield from algorithm_contradictions(config)
-    yield from episode_contradictions(config)
-    yield from distillation_contradictions(config)
-    yield from own_contradictions(config)
-    yield from _of_the_samples(config)
-    yield from group_contradictions(config)
-    yield from step_contradictions(config)
-    yield from _of_the_ranks(config)
-    yield from _of_the_offload(config)
-    yield from _without_effect(config)
-    yield from _of_the_placement(config)
-    yield from _of_the_engines(config)
-    if late := [step for step in config.profile.steps if step > config.steps]:
-        yield (
-            f"`profile.steps` has {late[0]}, but the run ends after `steps` = {config.steps}; name earlier "
-            "steps, or raise `steps`"
-        )
-    if config.health.min_signal_groups > config.batch.prompts_per_step:
-        yield (
-            f"`health.min_signal_groups` = {config.health.min_signal_groups} is above "
-            f"`batch.prompts_per_step` = {config.batch.prompts_per_step}, so no step would be trained on; "
-            "lower the first or raise the second"
-        )
-    if config.data.order == "pools" and config.data.pools is None:
-        yield "`data.order` = pools needs `data.pools`, e.g. data.pools={by: source}; set it"
-    if config.model.path == "sft" and config.sft is None:
-        yield "`model.path` = sft needs an `sft` section that configures that model's training"
-    if config.model.adapter is not None and config.model.path == "sft":
-        yield (
-            f"`model.adapter` = {config.model.adapter} adapts a model that exists, and `model.path` = sft is "
-            "trained first; remove it, or name the adapter's base as `model.path`"
-        )
+    yield from _of_estimator_and_rewards(config)
+    yield from _of_environments(config)
+    yield from _of_sources(config)
+    yield from _of_source_rewards(config)
+    yield from _of_teachers(config)
 
 
-def _of_the_ranks(config: Sections) -> Iterator[str]:
-    policy, model = config.policy, config.model
-    if policy.num_workers % policy.sequence_parallel:
-        yield (
-            f"`policy.num_workers` = {policy.num_workers} must be a multiple of `policy.sequence_parallel` = "
-            f"{policy.sequence_parallel}; change one of them"
-        )
-    if policy.sequence_parallel > 1 and not model.packing:
-        yield (
-            f"`policy.sequence_parallel` = {policy.sequence_parallel} splits packed rows over ranks, but "
-            "`model.packing` = false; remove one of them"
-        )
-    if policy.compile and policy.zero_stage == 3:
-        yield (
-            "`policy.compile` = true cannot be used with `policy.zero_stage` = 3, which gathers the weights "
-            "of a layer inside the compiled region; remove `policy.compile`, or use stage 2"
-        )
-    if policy.compile and model.kernels == "liger":
-        yield (
-            "`policy.compile` = true cannot compile the kernels of `model.kernels` = liger; remove one of "
-            "them"
-        )
-    if policy.router_replay and policy.compile:
-        yield (
-            "`policy.router_replay` = true chooses experts outside of the compiled region, but "
-            "`policy.compile` = true compiles the routers; remove one of them"
-        )
-    if policy.router_replay and config.rollout.speculation.tokens:
-        yield (
-            "`policy.router_replay` = true needs the routes of every token, but `rollout.speculation` drafts "
-            f"{config.rollout.speculation.tokens} at once, and engines that verify drafts may not return "
-            "routes of these; set `rollout.speculation.tokens` to 0, or remove `policy.router_replay`"
-        )
-    if policy.router_replay and config.weight_sync.mode == "keep":
-        yield (
-            "`policy.router_replay` = true needs samples of one model, but `weight_sync.mode` = keep "
-            "continues samples with new weights, which route earlier tokens differently; set it to drain"
-        )
-    if model.packing and model.attention == "eager":
-        yield (
-            "`model.attention` = eager does not support packed rows; use `model.attention` = auto, or set "
-            "`model.packing` = false"
-        )
+def _lora_sync(config: Sections) -> str:
+    return config.policy.lora.sync if config.policy.lora else "merged"
 
 
-def _of_the_placement(config: Sections) -> Iterator[str]:
-    if config.weight_sync.deltas is True and config.policy.lora and config.policy.lora.sync == "adapter":
-        yield (
-            "`weight_sync.deltas` = true sends changes of whole weights, but `policy.lora.sync` = adapter "
-            "sends adapters alone; set `weight_sync.deltas` to auto, or `policy.lora.sync` to merged"
-        )
-    if config.cluster.placement == "colocated" and config.weight_sync.backend == "nccl":
-        yield (
-            "`weight_sync.backend` = nccl cannot connect two processes on one GPU, but "
-            "`cluster.placement` = colocated puts engines and policy ranks on the same GPUs; set it to auto"
-        )
+def _nvme(config: Sections) -> bool:
+    return "nvme" in (config.policy.offload.optimizer, config.policy.offload.parameters)
 
 
-def _of_the_engines(config: Sections) -> Iterator[str]:
-    quantization = config.rollout.quantization
-    if quantization != "none" and not corrects(config.algorithm):
-        yield (
-            f"`rollout.quantization` = {quantization} makes the engine's log-probs differ from the "
-            "trainer's, uncorrected; set algorithm.correction.kind (tis is the default), or remove "
-            "rollout.quantization"
-        )
-    if quantization != "none" and config.model.dtype == "float32":
-        yield (
-            f"`rollout.quantization` = {quantization} multiplies in bfloat16 around it, but `model.dtype` = "
-            "float32; set model.dtype to auto or bfloat16, or remove `rollout.quantization`"
-        )
-    if config.policy.router_replay and config.rollout.may_grow:
-        yield (
-            "`policy.router_replay` = true trains with routes that are lost with their engine, but "
-            f"`rollout.num_workers` = {config.rollout.num_workers} with `rollout.max_workers` = "
-            f"{config.rollout.max_workers} lets engines leave before their samples are trained on; set a "
-            "fixed number of engines, or remove `policy.router_replay`"
-        )
+def _single_completions(config: Sections) -> list[str]:
+    """Return the names of the training sources without environment."""
+    return [source.label for source in config.data.train if config.data.environment_of(source) is None]
 
 
-def _of_the_samples(config: Sections) -> Iterator[str]:
-    a, dynamic = config.algorithm, config.dynamic_sampling.enabled
-    estimator = estimator_of(a.advantage)
-    others = estimator.other_rewards
-    if others is not None and not estimator.clips_other_rewards and a.reward_clip is not None:
-        yield (
-            f"`algorithm.reward_clip` = {a.reward_clip} clips total rewards, but `algorithm.advantage` = "
-            f"{a.advantage} uses {others}; remove `algorithm.reward_clip`"
-        )
-    if others is not None and a.reward_norm != "none":
-        yield (
-            f"`algorithm.reward_norm` = {a.reward_norm} normalises total rewards, but "
-            f"`algorithm.advantage` = {a.advantage} uses {others}; remove `algorithm.reward_norm`"
-        )
-    reads_unshuffled = {
-        f"`algorithm.advantage` = {a.advantage}": others is not None,
-        "`algorithm.process_coef`": a.process_coef > 0,
-        "`dynamic_sampling.enabled`": dynamic,
-        "`data.drop_solved`": config.data.drop_solved is not None,
-        f"`data.order` = {config.data.order}": config.data.order not in ("epochs", "length"),
-    }
-    for setting in (name for name, is_set in reads_unshuffled.items() if is_set and config.rewards.shuffle):
-        yield (
-            f"`rewards.shuffle` = true shuffles only the total rewards of a step, but {setting} reads other "
-            "rewards, which stay unshuffled, so the run is no control; remove one of the two"
-        )
+def _teaches_itself(config: Sections) -> bool:
+    """Return whether nothing but the initial policy teaches: the reference is that, or follows the policy."""
+    alone = all(not t.has_workers and t.prompt is None for t in config.distillation.teachers)
+    return alone and config.demonstrations is None and not config.algorithm.entropy_coef
 
 
-def _of_the_offload(config: Sections) -> Iterator[str]:
-    offload, stage = config.policy.offload, config.policy.zero_stage
-    if offload.optimizer != "none" and stage == 0:
-        yield (
-            f"`policy.offload.optimizer` = {offload.optimizer} needs ZeRO, but `policy.zero_stage` = 0 "
-            "disables it; set `policy.zero_stage` to 1, 2 or 3"
-        )
-    elif offload.optimizer == "nvme" and stage != 3:
-        yield (
-            f"`policy.offload.optimizer` = nvme needs `policy.zero_stage` = 3, not {stage}; set stage 3, or "
-            "offload to cpu"
-        )
-    if offload.parameters != "none" and stage != 3:
-        yield (
-            f"`policy.offload.parameters` = {offload.parameters} needs `policy.zero_stage` = 3, not {stage}, "
-            "which keeps whole parameters on every rank; set stage 3, or set the offload to none"
-        )
-    on_disk = "nvme" in (offload.optimizer, offload.parameters)
-    if on_disk and offload.nvme_path is None:
-        yield "`policy.offload` = nvme needs `policy.offload.nvme_path`, a directory on a local NVMe disk"
+def _measures_rewards_only(config: Sections) -> bool:
+    return bool(config.distillation.teachers) and not config.distillation.reward_coef
 
 
-def _without_effect(config: Sections) -> Iterator[str]:
-    """Yield a message for every value that differs from its default where nothing reads it."""
-    a, dynamic = config.algorithm, config.dynamic_sampling
-    idle = [
-        (
-            "algorithm.reward_shift" if a.reward_shift is not None else "algorithm.reward_scale",
-            a.reward_norm == "none" and a.shifts_rewards != a.scales_rewards,
-            "algorithm.reward_norm",
-        ),
-        (
-            "algorithm.pass_k",
-            a.pass_k != 4 and "k" not in estimator_of(a.advantage).inputs,
-            "algorithm.advantage=pass_at_k",
-        ),
-        (
-            "algorithm.turn_discount",
-            a.turn_discount != 1.0 and a.advantage != "turn",
-            "algorithm.advantage=turn",
-        ),
-        ("algorithm.kl.gain", a.kl.gain != 0.1 and a.kl.target is None, "algorithm.kl.target"),
-        (
-            "policy.offload.nvme_path",
-            config.policy.offload.nvme_path is not None
-            and "nvme" not in (config.policy.offload.optimizer, config.policy.offload.parameters),
-            "policy.offload.optimizer=nvme or policy.offload.parameters=nvme",
-        ),
-        (
-            "reference.refresh_mix",
-            config.reference.refresh_mix != 1.0 and not config.reference.refresh_every,
-            "reference.refresh_every",
-        ),
-        (
-            "dynamic_sampling.max_extra_prompts",
-            dynamic.max_extra_prompts is not None and not dynamic.enabled,
-            "dynamic_sampling.enabled=true",
-        ),
-        (
-            "dynamic_sampling.oversample",
-            dynamic.oversample != 1.0 and not dynamic.enabled,
-            "dynamic_sampling.enabled=true",
-        ),
-    ]
-    evaluates = config.data.eval and (config.evaluation.before or config.evaluation.every)
-    idle.append((
+def _has_teachers(config: Sections) -> bool:
+    return bool(config.distillation.teachers)
+
+
+RULES = (
+    # Batches and lengths
+    Rule(
+        "bench.lengths.tokens sampling.max_new_tokens",
+        lambda c: (c.bench.lengths.tokens or 0) > c.sampling.longest,
+        "a completion would be longer than the longest",
+        "lower the first or raise the second",
+    ),
+    Rule(
+        "batch.order max_staleness",
+        lambda c: c.batch.order == "completion" and c.max_staleness == 0,
+        "slow groups are carried over to later steps, but no older samples are allowed",
+        "set `max_staleness` to 1 or more, or `batch.order` to launched",
+    ),
+    _unread(
+        "batch.oversample",
+        lambda c: c.batch.oversample is not None and c.batch.order != "completion",
+        "batch.order=completion",
+    ),
+    Rule(
+        "batch.oversample max_staleness",
+        lambda c: (c.batch.oversample or 0) > 1 + c.max_staleness > 1 and c.batch.order == "completion",
+        "above 1 + `max_staleness`, the steps that a group may be in flight",
+        "lower it or raise `max_staleness`",
+    ),
+    Rule(
+        "dynamic_sampling.oversample batch.order",
+        lambda c: c.batch.order == "completion" and c.dynamic_sampling.oversample != 1.0,
+        "the first has no effect, as each group is replaced by one",
+        "use `batch.oversample`",
+    ),
+    *(
+        _unread(f"dynamic_sampling.{key}", breaks, "dynamic_sampling.enabled=true")
+        for key, breaks in {
+            "metric": lambda c: c.dynamic_sampling.metric and not c.dynamic_sampling.enabled,
+            "max_extra_prompts": lambda c: (
+                c.dynamic_sampling.max_extra_prompts and not c.dynamic_sampling.enabled
+            ),
+            "oversample": lambda c: c.dynamic_sampling.oversample != 1.0 and not c.dynamic_sampling.enabled,
+        }.items()
+    ),
+    Rule(
+        "health.min_signal_groups batch.prompts_per_step",
+        lambda c: c.health.min_signal_groups > c.batch.prompts_per_step,
+        "no step would be trained on",
+        "lower the first or raise the second",
+    ),
+    Rule(
+        "profile.steps steps",
+        lambda c: max(c.profile.steps, default=0) > c.steps,
+        "the run ends before",
+        "name earlier steps, or raise `steps`",
+    ),
+    # Model, ranks and engines
+    Rule(
+        "model.path sft",
+        lambda c: c.model.path == "sft" and c.sft is None,
+        "needs an `sft` section that configures that model's training",
+        "add it, or name a model",
+    ),
+    Rule(
+        "model.adapter model.path",
+        lambda c: c.model.adapter is not None and c.model.path == "sft",
+        "an adapter is of a model that exists, and this one is trained first",
+        "remove it, or name the adapter's base as `model.path`",
+    ),
+    Rule(
+        "model.attention model.packing",
+        lambda c: c.model.packing and c.model.attention == "eager",
+        "eager attention does not support packed rows",
+        "use `model.attention` = auto, or set `model.packing` = false",
+    ),
+    Rule(
+        "policy.num_workers policy.sequence_parallel",
+        lambda c: c.policy.num_workers % c.policy.sequence_parallel,
+        "the first must be a multiple of the second",
+        "change one of them",
+    ),
+    Rule(
+        "policy.sequence_parallel model.packing",
+        lambda c: c.policy.sequence_parallel > 1 and not c.model.packing,
+        "packed rows are split over the ranks",
+        "remove one of them",
+    ),
+    Rule(
+        "policy.compile policy.zero_stage",
+        lambda c: c.policy.compile and c.policy.zero_stage == 3,
+        "ZeRO-3 gathers the weights of a layer inside the compiled region",
+        "remove `policy.compile`, or use stage 2",
+    ),
+    Rule(
+        "policy.compile model.kernels",
+        lambda c: c.policy.compile and c.model.kernels == "liger",
+        "these kernels cannot be compiled",
+        "remove one of them",
+    ),
+    Rule(
+        "policy.router_replay policy.compile",
+        lambda c: c.policy.router_replay and c.policy.compile,
+        "replay chooses experts outside of the compiled region, and the routers are in it",
+        "remove one of them",
+    ),
+    Rule(
+        "policy.router_replay rollout.speculation.tokens",
+        lambda c: c.policy.router_replay and c.rollout.speculation.tokens,
+        "engines that verify drafts may not return the routes of every token",
+        "set `rollout.speculation.tokens` to 0, or remove `policy.router_replay`",
+    ),
+    Rule(
+        "policy.router_replay weight_sync.mode",
+        lambda c: c.policy.router_replay and c.weight_sync.mode == "keep",
+        "samples continue with new weights, which route earlier tokens differently",
+        "set it to drain",
+    ),
+    Rule(
+        "policy.router_replay rollout.num_workers rollout.max_workers",
+        lambda c: c.policy.router_replay and c.rollout.may_grow,
+        "engines may leave before their samples are trained on, and their routes with them",
+        "set a fixed number of engines, or remove `policy.router_replay`",
+    ),
+    Rule(
+        "policy.router_replay rollout.function",
+        lambda c: c.policy.router_replay and c.rollout.function,
+        "tokens that the function puts in have no experts to replay",
+        "remove one of them",
+    ),
+    Rule(
+        "policy.offload.optimizer policy.zero_stage",
+        lambda c: c.policy.offload.optimizer != "none" and c.policy.zero_stage == 0,
+        "offload needs ZeRO",
+        "set `policy.zero_stage` to 1, 2 or 3",
+    ),
+    Rule(
+        "policy.offload.optimizer policy.zero_stage",
+        lambda c: c.policy.offload.optimizer == "nvme" and c.policy.zero_stage in (1, 2),
+        "nvme needs stage 3",
+        "set stage 3, or offload to cpu",
+    ),
+    Rule(
+        "policy.offload.parameters policy.zero_stage",
+        lambda c: c.policy.offload.parameters != "none" and c.policy.zero_stage != 3,
+        "needs stage 3: the others keep whole parameters on every rank",
+        "set stage 3, or the offload to none",
+    ),
+    Rule(
+        "policy.offload.nvme_path",
+        lambda c: c.policy.offload.nvme_path is None and _nvme(c),
+        "`policy.offload` = nvme needs a directory on a local NVMe disk",
+        "set it",
+    ),
+    _unread(
+        "policy.offload.nvme_path",
+        lambda c: c.policy.offload.nvme_path is not None and not _nvme(c),
+        "policy.offload.optimizer=nvme or policy.offload.parameters=nvme",
+    ),
+    Rule(
+        "weight_sync.deltas policy.lora.sync",
+        lambda c: c.weight_sync.deltas is True and _lora_sync(c) == "adapter",
+        "changes of whole weights are no adapters",
+        "set `weight_sync.deltas` to auto, or `policy.lora.sync` to merged",
+    ),
+    Rule(
+        "weight_sync.backend cluster.placement",
+        lambda c: c.cluster.placement == "colocated" and c.weight_sync.backend == "nccl",
+        "nccl cannot connect two processes on one GPU",
+        "set `weight_sync.backend` to auto",
+    ),
+    Rule(
+        "rollout.quantization algorithm.correction.kind",
+        lambda c: c.rollout.quantization != "none" and not corrects(c.algorithm),
+        "the engine's log-probs differ from the trainer's, uncorrected",
+        "set algorithm.correction.kind (tis is the default), or remove rollout.quantization",
+    ),
+    Rule(
+        "rollout.quantization model.dtype",
+        lambda c: c.rollout.quantization != "none" and c.model.dtype == "float32",
+        "quantised layers compute in bfloat16",
+        "set model.dtype to auto or bfloat16, or remove `rollout.quantization`",
+    ),
+    Rule(
+        "rollout.speculation.tokens",
+        lambda c: c.rollout.speculation.tokens and (c.sampling.stop or c.has_environments),
+        "several tokens are sampled in a step of the engine, and `sampling.stop` or `data.environment` ends "
+        "a sample at a text within such a step, for which it is not shown that samples stay the same",
+        "set `rollout.speculation.tokens` to 0, or remove what ends samples",
+    ),
+    Rule(
+        "rollout.function",
+        lambda c: c.rollout.function and all(map(c.data.environment_of, (*c.data.train, *c.data.eval))),
+        "it draws samples of prompts without environment, and every source has one",
+        "remove one of them",
+    ),
+    _unread(
+        "reference.refresh_mix",
+        lambda c: c.reference.refresh_mix != 1.0 and not c.reference.refresh_every,
+        "reference.refresh_every",
+    ),
+    _unread(
         "evaluation.num_workers",
-        config.evaluation.num_workers > 0 and not evaluates,
+        lambda c: (
+            c.evaluation.num_workers
+            and not (c.data.eval and (c.evaluation.before or c.evaluation.every))
+        ),
         "`data.eval` and evaluations during training (`evaluation.every` or `evaluation.before`)",
-    ))  # fmt: skip
-    for name, is_idle, needed in idle:
-        if is_idle:
-            yield f"`{name}` has no effect without {needed}; set that, or remove `{name}`"
+    ),
+    # Data and environments
+    Rule(
+        "data.order data.pools",
+        lambda c: c.data.order == "pools" and c.data.pools is None,
+        "needs pools, e.g. data.pools={by: source}",
+        "set it",
+    ),
+    Rule(
+        "data.order",
+        lambda c: c.data.has_own_order and c.data.pools is not None,
+        "`data.pools` divides prompts for order pools alone",
+        "remove `data.pools`",
+    ),
+    Rule(
+        "sampling.stop data.environment",
+        lambda c: c.sampling.stop and len(_single_completions(c)) < len(c.data.train),
+        "stop texts end single completions; the actions of an episode end where their call format says",
+        "remove one of the two",
+    ),
+    *(
+        _unread(f"environments.{key}", breaks, "an environment (`data.environment`)")
+        for key, breaks in {
+            "mask_outcomes": lambda c: c.environments.mask_outcomes and not c.has_environments,
+            "outcome_rewards": lambda c: c.environments.outcome_rewards and not c.has_environments,
+        }.items()
+    ),
+    Rule(
+        "environments.sandbox.backend environments.sandbox.url",
+        lambda c: c.environments.sandbox.backend == "http" and c.environments.sandbox.url is None,
+        "needs the address of the service",
+        "set `environments.sandbox.url`, or use backend process",
+    ),
+    Rule(
+        "environments.sandbox.url environments.sandbox.backend",
+        lambda c: c.environments.sandbox.backend != "http" and c.environments.sandbox.url is not None,
+        "only a service has an address",
+        "set the backend to http, or remove the url",
+    ),
+    Rule(
+        "environments.sandbox.call_s environments.sandbox.episode_s",
+        lambda c: c.environments.sandbox.call_s > c.environments.sandbox.episode_s,
+        "one call may not take longer than all calls of an episode",
+        "lower the first or raise the second",
+    ),
+    # Steps and turns
+    Rule(
+        "algorithm.reward_norm algorithm.reward_shift algorithm.reward_scale",
+        lambda c: (
+            c.algorithm.reward_norm == "none" and c.algorithm.shifts_rewards != c.algorithm.scales_rewards
+        ),
+        "no reward is normalised",
+        "set the first, or remove the others",
+    ),
+    _unread(
+        "algorithm.pass_k",
+        lambda c: c.algorithm.pass_k != 4 and "k" not in estimator_of(c.algorithm.advantage).inputs,
+        "algorithm.advantage=pass_at_k",
+    ),
+    _unread(
+        "algorithm.turn_discount",
+        lambda c: c.algorithm.turn_discount != 1.0 and c.algorithm.advantage != "turn",
+        "algorithm.advantage=turn",
+    ),
+    _unread(
+        "algorithm.kl.gain",
+        lambda c: c.algorithm.kl.gain != 0.1 and c.algorithm.kl.target is None,
+        "algorithm.kl.target",
+    ),
+    Rule(
+        "algorithm.process_coef algorithm.advantage",
+        lambda c: c.algorithm.process_coef and c.algorithm.advantage in ("process", "turn"),
+        "advantages of steps are added to those of outcomes, but this estimator uses rewards of steps itself",
+        "use an estimator of outcomes such as grpo, or remove `algorithm.process_coef`",
+    ),
+    Rule(
+        "algorithm.gamma algorithm.process_coef",
+        lambda c: c.algorithm.process_coef and c.algorithm.gamma < 1.0,
+        "the first discounts the reward at the end of a sample, the second adds rewards at the ends of steps",
+        "set one of them",
+    ),
+    Rule(
+        "algorithm.outcome_coef algorithm.process_coef",
+        lambda c: c.algorithm.outcome_coef != 1.0 and not c.algorithm.process_coef,
+        "the first weighs outcomes against steps",
+        "set the second, or remove the first",
+    ),
+    Rule(
+        "algorithm.outcome_coef algorithm.process_coef",
+        lambda c: c.algorithm.process_coef and not c.algorithm.outcome_coef,
+        "only the advantages of steps are left",
+        "set `algorithm.advantage` = process and remove both weights",
+    ),
+    # Teachers and demonstrations
+    *(
+        Rule(
+            f"distillation.{key}",
+            lambda c, key=key: (
+                not c.distillation.teachers
+                and getattr(c.distillation, key) != DistillationConfig.model_fields[key].default
+            ),
+            "has no effect without a teacher",
+            f"add one to `distillation.teachers`, or remove `distillation.{key}`",
+        )
+        for key in ("coef", "kl_as", "estimator", "top_k", "divergence", "reward_coef")
+    ),
+    Rule(
+        "distillation.estimator distillation.kl_as",
+        lambda c: (
+            _has_teachers(c) and c.distillation.kl_as == "advantage" and c.distillation.estimator != "k3+"
+        ),
+        "estimators are of a term of the loss",
+        "set `distillation.kl_as` = loss, or remove `distillation.estimator`",
+    ),
+    Rule(
+        "distillation.divergence distillation.top_k",
+        lambda c: (
+            _has_teachers(c) and not c.distillation.top_k and c.distillation.divergence != "reverse"
+        ),
+        "a divergence compares distributions",
+        "set `distillation.top_k`, e.g. to 16, or remove `distillation.divergence`",
+    ),
+    Rule(
+        "distillation.top_k distillation.kl_as",
+        lambda c: _has_teachers(c) and c.distillation.top_k and c.distillation.kl_as == "advantage",
+        "an advantage of the sampled token cannot compare distributions",
+        "set `distillation.kl_as` = loss, or remove `distillation.top_k`",
+    ),
+    Rule(
+        "distillation.estimator distillation.top_k",
+        lambda c: (
+            _has_teachers(c)
+            and c.distillation.top_k
+            and c.distillation.kl_as == "loss"
+            and c.distillation.estimator != "k3+"
+        ),
+        "an estimate from sampled tokens has no effect where distributions are compared",
+        "remove the estimator, and choose `distillation.divergence`",
+    ),
+    Rule(
+        "dynamic_sampling.enabled",
+        lambda c: _has_teachers(c) and c.dynamic_sampling.enabled,
+        "groups of equal rewards are dropped, but `distillation.teachers` teach from them",
+        "set it to false",
+    ),
+    Rule(
+        "distillation.reward_coef algorithm.add_token_level_kl",
+        lambda c: (
+            _has_teachers(c)
+            and c.distillation.reward_coef != 1.0
+            and c.algorithm.whitens
+            and c.algorithm.add_token_level_kl
+        ),
+        "whitening mixes the advantages of rewards, which the first weighs, with the KL of the second",
+        "set `algorithm.add_token_level_kl` or `algorithm.whiten_advantages` to false, or remove "
+        "`distillation.reward_coef`",
+    ),
+    Rule(
+        "data.order distillation.reward_coef",
+        lambda c: _measures_rewards_only(c) and c.data.order in ("pass_rate", "pools"),
+        "prompts are drawn by their rewards, from which nothing is learned",
+        "set `data.order` to epochs, or raise `distillation.reward_coef`",
+    ),
+    Rule(
+        "data.drop_solved distillation.reward_coef",
+        lambda c: _measures_rewards_only(c) and c.data.drop_solved is not None,
+        "what the teachers would still change of solved prompts is lost",
+        "remove the first, or raise the second",
+    ),
+    Rule(
+        "distillation.reward_coef",
+        lambda c: _measures_rewards_only(c) and _teaches_itself(c),
+        "the initial policy teaches itself, so nothing is learned",
+        "give a teacher a `prompt`, add another teacher or `demonstrations`, or raise "
+        "`distillation.reward_coef`",
+    ),
+    Rule(
+        "demonstrations.rows_per_step batch.updates_per_step",
+        lambda c: c.demonstrations and c.demonstrations.rows_per_step % c.batch.updates_per_step,
+        "the first must be divisible by the second",
+        "change one of them",
+    ),
+    Rule(
+        "demonstrations.max_length",
+        lambda c: c.demonstrations and (c.demonstrations.max_length or 0) > c.max_length,
+        "above the run's longest sequence",
+        "lower it, or raise `model.max_length`",
+    ),
+)  # fmt: skip
 
 
-def _batch_divides(config: Sections) -> Iterator[str]:
+def _of_sizes(config: Sections) -> Iterator[str]:
     b, ranks = config.batch, config.policy.replicas
+    needed = config.data.max_prompt_tokens + config.longest_completion
+    if config.max_length < needed:
+        yield (
+            f"`model.max_length` = {config.model.max_length} is below `data.max_prompt_tokens` + the "
+            f"longest completion = {needed}; raise `model.max_length` or lower the others"
+        )
     if b.prompts_per_step % b.updates_per_step:
         near = _divisors_near(b.prompts_per_step, b.updates_per_step)
         yield (
@@ -271,26 +529,191 @@ def _batch_divides(config: Sections) -> Iterator[str]:
         )
 
 
-def _lengths_fit(config: Sections) -> Iterator[str]:
-    needed = config.data.max_prompt_tokens + config.longest_completion
-    if config.max_length < needed:
-        yield (
-            f"`model.max_length` = {config.model.max_length} is below `data.max_prompt_tokens` + the "
-            f"longest completion = {needed}; raise `model.max_length` or lower the others"
-        )
-
-
-def _bench_lengths_fit(config: Sections) -> Iterator[str]:
-    tokens = config.bench.lengths.tokens or 0
-    if tokens > config.sampling.longest:
-        yield (
-            f"`bench.lengths.tokens` = {tokens} is above `sampling.max_new_tokens` = "
-            f"{config.sampling.longest}; lower the first or raise the second"
-        )
-
-
 def _divisors_near(total: int, wanted: int) -> str:
     """Return the divisors of ``total`` closest to ``wanted``, for a message: (512, 3) -> "2 or 4"."""
     below = [d for d in range(1, wanted) if total % d == 0]
     above = [d for d in range(wanted + 1, total + 1) if total % d == 0]
     return " or ".join(str(d) for d in below[-1:] + above[:1])
+
+
+def _of_estimator_and_rewards(config: Sections) -> Iterator[str]:
+    """Look at what the estimator reads in place of total rewards."""
+    a, rewards = config.algorithm, config.rewards
+    estimator = estimator_of(a.advantage)
+    others = estimator.other_rewards
+    if others is not None and not estimator.clips_other_rewards and a.reward_clip is not None:
+        yield (
+            f"`algorithm.reward_clip` = {a.reward_clip} clips total rewards, but `algorithm.advantage` = "
+            f"{a.advantage} uses {others}; remove `algorithm.reward_clip`"
+        )
+    if others is not None and a.reward_norm != "none":
+        yield (
+            f"`algorithm.reward_norm` = {a.reward_norm} normalises total rewards, but "
+            f"`algorithm.advantage` = {a.advantage} uses {others}; remove `algorithm.reward_norm`"
+        )
+    reads_unshuffled = {
+        f"`algorithm.advantage` = {a.advantage}": others is not None,
+        "`algorithm.process_coef`": a.process_coef > 0,
+        "`dynamic_sampling.enabled`": config.dynamic_sampling.enabled,
+        "`data.drop_solved`": config.data.drop_solved is not None,
+        f"`data.order` = {config.data.order}": config.data.order not in ("epochs", "length"),
+    }
+    for setting in (name for name, is_set in reads_unshuffled.items() if is_set and rewards.shuffle):
+        yield (
+            f"`rewards.shuffle` = true shuffles only the total rewards of a step, but {setting} reads other "
+            "rewards, which stay unshuffled, so the run is no control; remove one of the two"
+        )
+    single = _single_completions(config)
+    lacking = [label for label in single if not rewards.of(label).scores_steps]
+    if (a.process_coef or a.advantage == "process") and lacking:
+        key, value = ("process_coef", a.process_coef) if a.process_coef else ("advantage", "process")
+        where = f"rewards.by_source.{lacking[0]}" if lacking[0] in rewards.by_source else "rewards"
+        yield (
+            f"`algorithm.{key}` = {value} needs scores of reasoning steps or turns, but `{where}` has no "
+            f"model or function of `kind: process`, and source {lacking[0]} of `data.train` no environment; "
+            "add one of them"
+        )
+    sums = [r.weight for r in rewards.all_functions if r.function == "environment" and r.weight]
+    for reader, reads in ((f"`algorithm.advantage` = {a.advantage}", a.advantage == "turn"),
+                          ("reward `environment`", bool(sums))):  # fmt: skip
+        if reads and single:
+            yield (
+                f"{reader} needs the rewards of turns, but source {single[0]} of `data.train` has no "
+                "environment, so none of its samples would be scored; set `data.environment`, or remove it"
+            )
+    if a.advantage == "turn" and sums:
+        yield (
+            "`algorithm.advantage` = turn adds the rewards of turns to the reward of the episode, and reward "
+            f"`environment` of weight {sums[0]:g} is their sum, so each would count twice; set its weight to "
+            "0, which only reports it"
+        )
+
+
+def _of_environments(config: Sections) -> Iterator[str]:
+    data, rewards = config.data, config.rewards
+    named = [("data.environment", data.environment)] if data.environment != "none" else []
+    for key, sources in (("train", data.train), ("eval", data.eval)):
+        for number, source in enumerate(sources):
+            where = f"data.{key}.{number}"
+            if source.environment not in (None, "none"):
+                named.append((f"{where}.environment", str(source.environment)))
+            if data.environment_of(source) is not None:
+                continue
+            if source.path is None:
+                yield (
+                    f"`{where}` has neither `path` nor `environment`; set its `path`, or an environment that "
+                    "brings its own problems"
+                )
+            if source.environment_kwargs:
+                yield (
+                    f"`{where}.environment_kwargs` has no effect without an environment; set "
+                    f"`{where}.environment`, or remove it"
+                )
+    for key, name in named:
+        try:
+            check_environment_name(name)
+        except ValueError as error:
+            yield f"`{key}`: {error}"
+    episodes = {source.label for source in data.train if data.environment_of(source) is not None}
+    for label in sorted(label for label in episodes if rewards.of(label).scores_steps):
+        key = f"rewards.by_source.{label}" if label in rewards.by_source else "rewards"
+        yield (
+            f"`{key}` has a model or function of `kind: process`, which scores the steps of a single "
+            f"completion, but the environment of source {label} makes episodes; remove it "
+            "(`algorithm.advantage` = process then takes the rewards of turns) or the environment, or give "
+            f"the source rewards without it in `rewards.by_source.{label}`"
+        )
+
+
+def _of_sources(config: Sections) -> Iterator[str]:
+    """Look at weights and temperatures of single sources."""
+    data, temperature = config.data, config.sampling.temperature
+    labels = [source.label for source in data.train]
+    special = [s.label for s in data.train if s.weight is not None or s.temperature is not None]
+    if twice := [label for label in special if labels.count(label) > 1]:
+        yield (
+            f"`data.train`: several sources have the name {twice[0]}, and one of them a weight or a "
+            "temperature; give each its own `name`"
+        )
+    weighted = [source.label for source in data.train if source.weight is not None]
+    if weighted and len(weighted) < len(labels):
+        lacking = next(label for label in labels if label not in weighted)
+        yield (
+            f"`data.train`: source {weighted[0]} has a `weight` and {lacking} has none; give each one, or "
+            "none"
+        )
+    if weighted and data.order != "epochs":
+        yield (
+            f"`data.order` = {data.order} chooses the sources itself, so `weight` of {weighted[0]} has no "
+            "effect; remove it, or set `data.order` to epochs"
+        )
+    steered = isinstance(temperature, TemperatureSchedule) and temperature.schedule is None
+    if steered and data.temperatures:
+        yield (
+            "`sampling.temperature` follows the entropy of all samples, but source "
+            f"{next(iter(data.temperatures))} has a `temperature` of its own; remove one of them"
+        )
+    for i, source in enumerate(data.eval):
+        for key in ("weight", "temperature"):
+            if getattr(source, key) is not None:
+                yield (
+                    f"`data.eval.{i}.{key}` has no effect: it is of training sources; remove it "
+                    "(`evaluation.temperature` is of all evaluations)"
+                )
+
+
+def _of_source_rewards(config: Sections) -> Iterator[str]:
+    """Look at the rewards of single sources, and at the names of rewards in other sections."""
+    rewards, advantage, metric = config.rewards, config.algorithm.advantage, config.dynamic_sampling.metric
+    labels = dict.fromkeys(source.label for source in (*config.data.train, *config.data.eval))
+    if unknown := [name for name in rewards.by_source if name not in labels]:
+        yield (
+            f"`rewards.by_source` has {unknown[0]}, but no source of `data.train` and `data.eval` has that "
+            f"name; expected one of {', '.join(labels)}"
+        )
+    if not rewards.functions and not rewards.models:
+        for label in (label for label in labels if label not in rewards.by_source):
+            yield (
+                f"source {label} has no rewards: `rewards.functions` and `rewards.models` are empty and "
+                f"`rewards.by_source` does not have it; add rewards.by_source.{label}"
+            )
+    if "parts" in estimator_of(advantage).inputs:
+        for name in rewards.names:
+            weights = {own.weights[name] for own in rewards.variants.values() if name in own.weights}
+            if len(weights) > 1:
+                yield (
+                    f"`algorithm.advantage` = {advantage} weighs reward {name} alike in all sources, but "
+                    f"`rewards.by_source` gives it {sorted(weights)}; give it one weight or several names"
+                )
+    if metric not in (None, "accuracy", *rewards.names):
+        yield (
+            f"`dynamic_sampling.metric` = {metric}: no such reward; expected accuracy or one of "
+            f"{', '.join(rewards.names)}"
+        )
+
+
+def _of_teachers(config: Sections) -> Iterator[str]:
+    teachers, fields = config.distillation.teachers, TeacherConfig.model_fields
+    for i, teacher in enumerate(teachers):
+        where = f"`distillation.teachers` {teacher.name}"
+        if teacher.prompt is not None and config.has_environments:
+            yield (
+                f"{where}: `prompt` replaces the problem, but an environment begins and rewrites its "
+                "episodes itself; remove `prompt`, or train without environments"
+            )
+        for key in ("revision", "num_workers", "threads", "micro_batch_tokens"):
+            value = getattr(teacher, key)
+            if not teacher.has_workers and value != fields[key].default:
+                yield (
+                    f"{where}: `{key}` = {value} is of a teacher with workers, but its model is the "
+                    f"reference; remove it, or set `{'model' if key == 'revision' else 'reference'}.{key}`"
+                )
+        for other in teachers[i + 1 :] if config.distillation.top_k else ():
+            common = sorted(set(teacher.sources) & set(other.sources))
+            if common or not teacher.sources or not other.sources:
+                yield (
+                    f"`distillation.top_k` = {config.distillation.top_k}: `distillation.teachers` "
+                    f"{teacher.name} and {other.name} both teach "
+                    f"{common[0] if common else 'the same source'}, but their likeliest tokens differ; name "
+                    "other `sources` for each, or remove `distillation.top_k`"
+                )

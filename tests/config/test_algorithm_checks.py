@@ -151,7 +151,9 @@ def test_groups_of_one_are_not_refilled(base):
 
 def test_a_discount_of_outcomes_does_not_go_with_rewards_of_steps(base):
     settings = ["algorithm.advantage=reinforce_pp", "algorithm.gamma=0.5", "algorithm.process_coef=1"]
-    assert "`algorithm.gamma` = 0.5 discounts the reward at the end of a sample" in refusal(base, *settings)
+    assert "`algorithm.gamma` = 0.5, `algorithm.process_coef` = 1: the first discounts the reward" in refusal(
+        base, *settings
+    )
 
 
 @pytest.mark.parametrize("loss", ["dro", "kimi15", "topr", "topr_token", "reinforce_is", "vespo"])

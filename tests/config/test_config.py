@@ -151,7 +151,7 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
         ("algorithm.process_coef=0.5", ["`algorithm.process_coef` = 0.5 needs scores", "add one of them"]),
         ("algorithm.outcome_coef=2", ["`algorithm.outcome_coef` = 2", "`algorithm.process_coef` = 0"]),
         ("algorithm.advantage=process", ["`rewards` has no model or function", "no environment", "add one"]),
-        ("algorithm.advantage=turn", ["turn compares turns of episodes", "set `data.environment`"]),
+        ("algorithm.advantage=turn", ["= turn needs the rewards of turns", "set `data.environment`"]),
         ("algorithm.turn_discount=0.5", ["has no effect without algorithm.advantage=turn"]),
         ("rewards.functions=[{function: environment}]", ["none of its samples would be scored"]),
         ("environments.mask_outcomes=[turns]", ["has no effect without an environment"]),
@@ -162,13 +162,13 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
             "algorithm={advantage: gdpo, reward_clip: 2}",
             ["`algorithm.reward_clip` = 2.0", "each reward separately"],
         ),
-        ("algorithm.reward_shift=false", ["`algorithm.reward_shift` has no effect without"]),
+        ("algorithm.reward_shift=false", ["`algorithm.reward_shift` = false", "no reward is normalised"]),
         ("dynamic_sampling.oversample=2", ["has no effect without dynamic_sampling.enabled=true"]),
         ("dynamic_sampling.metric=math", ["has no effect without dynamic_sampling.enabled=true"]),
-        ("batch.oversample=1.5", ["`batch.oversample` has no effect without batch.order=completion"]),
+        ("batch.oversample=1.5", ["`batch.oversample` = 1.5: has no effect without batch.order=completion"]),
         (
             "batch.order=completion",
-            ["`max_staleness` = 0 allows no older samples", "set `max_staleness` to 1"],
+            ["`max_staleness` = 0: slow groups", "set `max_staleness` to 1"],
         ),
         ("reference.refresh_mix=0.5", ["has no effect without reference.refresh_every"]),
         (
@@ -201,7 +201,10 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
         ("steps", ["key=value"]),
         ("name=../evil", ["`name`"]),
         ("model.path=sft", ["needs an `sft` section"]),
-        ("model={path: sft, adapter: lora}", ["`model.adapter` = lora adapts a model that exists"]),
+        (
+            "model={path: sft, adapter: lora}",
+            ["`model.adapter` = lora, `model.path` = sft: an adapter is of a model that exists"],
+        ),
     ],
 )
 def test_bad_value_is_refused_with_key_value_and_remedy(base, override, words):
@@ -295,30 +298,39 @@ def test_cyclic_defaults_are_refused(tmp_path):
         ),
         (
             ["batch={order: completion, oversample: 2.5}", "max_staleness=1"],
-            ["`batch.oversample` = 2.5 is above 1 + `max_staleness` = 2"],
+            ["`batch.oversample` = 2.5, `max_staleness` = 1: above 1 + `max_staleness`"],
         ),
         (
             ["batch.order=completion", "max_staleness=1", "dynamic_sampling={enabled: true, oversample: 2}"],
-            ["`dynamic_sampling.oversample` = 2 has no effect", "use `batch.oversample`"],
+            ["`dynamic_sampling.oversample` = 2, ", "no effect", "use `batch.oversample`"],
         ),
         (
             ["dynamic_sampling={enabled: true, metric: acc}"],
             ["`dynamic_sampling.metric` = acc: no such reward; expected accuracy or one of math"],
         ),
-        (["policy={router_replay: true, compile: true}"], ["`policy.compile` = true compiles the routers"]),
-        (["policy.compile=true", "model.kernels=liger"], ["`policy.compile` = true cannot compile", "liger"]),
-        (["policy.router_replay=true", "weight_sync.mode=keep"], ["samples of one model", "set it to drain"]),
+        (
+            ["policy={router_replay: true, compile: true}"],
+            ["`policy.compile` = true: replay chooses experts outside"],
+        ),
+        (
+            ["policy.compile=true", "model.kernels=liger"],
+            ["`model.kernels` = liger: these kernels cannot be compiled"],
+        ),
+        (
+            ["policy.router_replay=true", "weight_sync.mode=keep"],
+            ["`weight_sync.mode` = keep: samples continue with new weights", "set it to drain"],
+        ),
         (
             ["policy.router_replay=true", "rollout.speculation.tokens=4"],
-            ["the routes of every token", "drafts 4 at once", "set `rollout.speculation.tokens` to 0"],
+            ["the routes of every token", "tokens` = 4", "set `rollout.speculation.tokens` to 0"],
         ),
         (
             ["policy.router_replay=true", "rollout.num_workers={min: 1, max: 3}"],
-            ["`rollout.num_workers` = 1 with `rollout.max_workers` = 3", "set a fixed number of engines"],
+            ["`rollout.num_workers` = 1, `rollout.max_workers` = 3", "set a fixed number of engines"],
         ),
         (
             ["policy.lora={sync: adapter}", "weight_sync.deltas=true"],
-            ["`weight_sync.deltas` = true sends changes of whole weights", "`policy.lora.sync` to merged"],
+            ["`weight_sync.deltas` = true", "changes of whole weights", "`policy.lora.sync` to merged"],
         ),
         (["algorithm.advantage=gdpo", "rewards.shuffle=true"], ["`rewards.shuffle` = true", "gdpo"]),
         (["data.order=pass_rate", "rewards.shuffle=true"], ["`data.order` = pass_rate"]),
@@ -330,8 +342,11 @@ def test_cyclic_defaults_are_refused(tmp_path):
             ["`data.train.0.environment_kwargs` has no effect", "set `data.train.0.environment`"],
         ),
         (["environments.sandbox.backend=http"], ["needs the address", "`environments.sandbox.url`"]),
-        (["environments.sandbox.url=http://x"], ["no effect with backend process"]),
-        (["environments.sandbox.call_s=100"], ["`environments.sandbox.call_s` = 100 is above", "= 60"]),
+        (
+            ["environments.sandbox.url=http://x"],
+            ["`environments.sandbox.backend` = process: only a service has an address"],
+        ),
+        (["environments.sandbox.call_s=100"], ["`environments.sandbox.call_s` = 100, ", "episode_s` = 60"]),
     ],
 )
 def test_contradictions_between_sections_are_refused(base, overrides, words):

@@ -43,8 +43,8 @@ def alone(**changes):
             for key in ("num_workers", "threads", "micro_batch_tokens")
         ),
         ({"distillation": {"teachers": [REFERENCE | {"revision": "v1"}]}}, ["self: `revision` = v1"]),
-        ({"distillation": {"reward_coef": 0}}, ["`distillation.reward_coef` has no effect"]),
-        ({"distillation": {"top_k": 4}}, ["`distillation.top_k` has no effect"]),
+        ({"distillation": {"reward_coef": 0}}, ["`distillation.reward_coef` = 0: has no effect"]),
+        ({"distillation": {"top_k": 4}}, ["`distillation.top_k` = 4: has no effect"]),
         (
             {"distillation": {"teachers": [OWN], "top_k": 4}},
             ["`distillation.top_k` = 4", "set `distillation.kl_as` = loss"],

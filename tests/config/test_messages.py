@@ -64,4 +64,4 @@ def test_all_contradictions_are_in_one_message():
     )
     for key in ("batch.prompts_per_step", "algorithm.pass_k", "algorithm.ratio_cap", "bench.lengths.tokens"):
         assert text.count(f"`{key}` ") == 1
-    assert "`model.path` = sft needs an `sft` section" in text
+    assert "`model.path` = sft, `sft` = null: needs an `sft` section" in text

@@ -65,7 +65,7 @@ def test_it_is_written_as_a_configuration_that_loads(tmp_path):
 
 def test_contradictions_are_refused_by_key():
     with pytest.raises(
-        ConfigError, match=r"supervised training: .*`profile.steps` has 6, but .* `steps` = 5"
+        ConfigError, match=r"supervised training: .*`profile.steps` = \[6\], `steps` = 5: the run ends before"
     ):
         SupervisedConfig.of(config(profile={"steps": [6]}), steps=5)
 

@@ -241,7 +241,7 @@ def test_metrics_of_each_pool():
 def test_pools_without_their_section_are_refused(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text('{model: {path: "demo:tiny"}, data: {train: [{path: "demo:add3"}], order: pools}}')
-    with pytest.raises(ConfigError, match=r"`data.order` = pools needs `data.pools`"):
+    with pytest.raises(ConfigError, match=r"`data.order` = pools, `data.pools` = null: needs pools"):
         load_config(str(path), [])
 
 

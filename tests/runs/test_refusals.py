@@ -48,17 +48,21 @@ def refusal(capsys, *overrides, command="train"):
         ),
         (
             ["policy.offload={optimizer: nvme, nvme_path: .}"],
-            ["`policy.offload.optimizer` = nvme", "`policy.zero_stage` = 3, not 2", "offload to cpu"],
+            [
+                "`policy.offload.optimizer` = nvme",
+                "`policy.zero_stage` = 2: nvme needs stage 3",
+                "offload to cpu",
+            ],
         ),
         (
             ["policy.offload.parameters=cpu"],
-            ["`policy.offload.parameters` = cpu", "`policy.zero_stage` = 3, not 2"],
+            ["`policy.offload.parameters` = cpu", "`policy.zero_stage` = 2: needs stage 3"],
         ),
         (
             ["policy.offload.parameters=nvme", "policy.zero_stage=3"],
-            ["nvme needs `policy.offload.nvme_path`"],
+            ["`policy.offload.nvme_path` = null", "nvme needs a directory"],
         ),
-        (["policy.offload.nvme_path=."], ["`policy.offload.nvme_path` has no effect without"]),
+        (["policy.offload.nvme_path=."], ["`policy.offload.nvme_path` = .: has no effect without"]),
         (
             ["policy.offload={parameters: nvme, nvme_path: /no/such/disk}", "policy.zero_stage=3"],
             ["`policy.offload.nvme_path` = /no/such/disk", "expected a directory"],

@@ -162,30 +162,26 @@ def test_fp8_needs_a_correction_bfloat16_and_a_gpu():
     assert not list(contradictions(fakes.config(**fp8, algorithm={"old_logprobs": "rollout"})))
     (on_cpus,) = (p for p in setting_problems(kept, "cpu") if "quantization" in p)
     assert on_cpus.startswith("`rollout.quantization` = fp8 needs GPUs")
-    with pytest.raises(
-        ValueError, match=r"quantization` = fp8 makes.*uncorrected; set algorithm\.correction"
-    ):
+    with pytest.raises(ValueError, match=r"quantization` = fp8, .*uncorrected; set algorithm\.correction"):
         fakes.config(**fp8, algorithm={"correction": {"kind": "none"}})
-    with pytest.raises(ValueError, match=r"quantization` = fp8 .*`model\.dtype` = float32; set model\.dtype"):
+    with pytest.raises(
+        ValueError, match=r"quantization` = fp8, `model\.dtype` = float32: .*; set model\.dtype"
+    ):
         fakes.config(**fp8, model={"path": "m", "dtype": "float32"})
 
 
 @pytest.mark.parametrize(
-    ("sections", "key"),
+    "sections",
     [
-        ({"sampling": {"stop": ["\n"]}}, "`sampling.stop` ends a sample at a text"),
-        (
-            {"data": {"train": [{"path": "demo:add3"}], "environment": "calculator"}},
-            "`data.environment` ends a sample at a text",
-        ),
+        {"sampling": {"stop": ["\n"]}},
+        {"data": {"train": [{"path": "demo:add3"}], "environment": "calculator"}},
     ],
 )
-def test_speculation_is_refused_where_a_sample_ends_at_a_text(sections, key):
+def test_speculation_is_refused_where_a_sample_ends_at_a_text(sections):
     drafting = {"rollout": {"speculation": {"tokens": 4}}}
     assert not list(contradictions(fakes.config(**drafting)))
-    with pytest.raises(ValueError, match=r"`rollout\.speculation\.tokens` = 4 ") as error:
+    with pytest.raises(ValueError, match=r"speculation\.tokens` = 4: .*`data\.environment` ends a sample"):
         fakes.config(**drafting, **sections)
-    assert key in str(error.value)
 
 
 def test_no_engine_is_made_with_refused_arguments(tmp_path):
