@@ -35,10 +35,9 @@ from yaml import YAMLError
 
 from grpo_dist.config import Config
 from grpo_dist.config.base import Choice, default_name, tagged_unions
-from grpo_dist.config.messages import readable
+from grpo_dist.config.messages import explain
 from grpo_dist.config.presets import PRESETS
-from grpo_dist.config.secrets import masked, masked_setting, masked_text, shown_value
-from grpo_dist.config.suggestions import description, meaning, unknown_key
+from grpo_dist.config.secrets import masked, masked_setting, masked_text
 from grpo_dist.config.text import (
     check_characters,
     check_comments,
@@ -110,7 +109,7 @@ def checked(plain: Any, where: str | Path, section: type[S]) -> S:
         return section.model_validate(plain)
     except ValidationError as error:
         # A validator's message may contain the value of another key.
-        raise ConfigError(masked_text(_explain(error, where, section), plain)) from error
+        raise ConfigError(masked_text(f"{where}: {explain(error.errors(), section)}", plain)) from error
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -354,21 +353,3 @@ def _of_lists(tree: DictConfig, key: str) -> str:
 def parser_reason(error: BaseException) -> str:
     """Return a parser's message in one line, without the unreadable text, which may be a secret."""
     return _UNREADABLE.sub(r"\1'...'", str(error).replace("\n", " "))
-
-
-def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) -> str:
-    lines = []
-    for item in readable(error.errors(), root):
-        where = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
-            lines.append(unknown_key(item["place"], root, item["input"]))
-        elif item["type"] == "missing":
-            lines.append(f"`{where}` is missing: {description(item['loc'], root) or 'it has no default'}")
-        elif item["type"] == "value_error":
-            message = str(item["ctx"]["error"])
-            lines.append(f"`{where}`: {message}" if where else message)
-        else:
-            shown = shown_value(item["loc"], item["input"])
-            message = item["msg"][:1].lower() + item["msg"][1:]
-            lines.append(f"`{where}` = {shown}: {message}{meaning(item['loc'], root)}")
-    return f"{path}: " + "; ".join(lines)

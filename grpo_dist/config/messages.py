@@ -1,4 +1,4 @@
-"""Convert pydantic's validation errors to terms of configuration files.
+"""Explain pydantic's validation errors in terms of configuration files, and name what unknown keys are here.
 
 Pydantic adds the alternatives of a union to the path (``weight_sync.backend.literal['auto']``), reports one
 error for each, and names Python types.
@@ -6,14 +6,18 @@ error for each, and names Python types.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel
 
+from grpo_dist.config import Config
 from grpo_dist.config.base import Choice, member_called, members
+from grpo_dist.config.peers import hint, is_section
+from grpo_dist.config.secrets import shown_value
 
 _SHOULD_BE = "Input should be "
 _EXPECTED = {
@@ -24,6 +28,10 @@ _EXPECTED = {
     "too_short": f"{_SHOULD_BE}a list of at least {{min_length}}",
     "too_long": f"{_SHOULD_BE}a list of at most {{max_length}}",
 }
+_MOST_LINES = 40  # of one message
+_MOST_PLACES = 3  # keys that are named as one alternative
+_CLOSE = 0.75  # similarity of a misspelt key; below it the resemblance is mostly chance
+_PROBLEM = ("question_column", "prompt_column", "query_column", "input_column")  # of other data loaders
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +136,145 @@ def _element(annotation: Any) -> Any:
 
 def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def explain(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> str:
+    """Return one message about ``errors`` of a pydantic ValidationError of ``root``: a line for each problem,
+    and for all unknown keys with the same answer.
+    """
+    lines: list[str] = []
+    unknown: dict[str, list[str]] = {}
+    for item in readable(errors, root):
+        where = ".".join(map(str, item["loc"]))
+        if item["type"] == "extra_forbidden":
+            if reason := _of_another_member(item["place"]):
+                lines.append(f"`{where}`: {reason}")
+                continue
+            for key, advice in _advise(item["place"], root, item["input"]):
+                unknown.setdefault(advice, []).append(f"`{key}`")
+        elif item["type"] == "missing":
+            lines.append(f"`{where}` is missing: {description(item['loc'], root) or 'it has no default'}")
+        elif item["type"] == "value_error":
+            lines.append(f"`{where}`: {item['ctx']['error']}" if where else str(item["ctx"]["error"]))
+        else:
+            text, about = item["msg"][:1].lower() + item["msg"][1:], description(item["loc"], root)
+            about = f" ({about})" if about else ""
+            lines.append(f"`{where}` = {shown_value(item['loc'], item['input'])}: {text}{about}")
+    lines += (f"unknown key{'s' * (len(keys) > 1)} {', '.join(keys)}{why}" for why, keys in unknown.items())
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES - 1 :] = [f"and {len(lines) - _MOST_LINES + 1} more"]
+    return lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} things to correct:", *lines])
+
+
+def _of_another_member(place: KeyPlace) -> str | None:
+    """Return why a key does not belong to the chosen member of a tagged union; None if it is misspelt, or in
+    no union.
+    """
+    if not place.union or place.section is None:
+        return None
+    key, chosen = str(place.keys[-1]), place.section
+    own = [name for name in chosen.model_fields if name != place.union[0].tag]
+    others = [name for member in place.union if key in member.model_fields for name in member.names()]
+    if not others and difflib.get_close_matches(key, own, n=1, cutoff=0.5):
+        return None
+    takes = f"it takes {', '.join(own)}" if own else "it takes none"
+    has = f"; {', '.join(others)} {'has' if len(others) == 1 else 'have'} it" if others else ""
+    return f"{place.keys[-2]} {place.label} has no such setting; {takes}{has}"
+
+
+def _advise(place: KeyPlace, root: type[BaseModel], value: Any) -> Iterator[tuple[str, str]]:
+    """Yield each unknown key at ``place``, of a section of another framework all in it, with what to set
+    instead, after "; ", or "" where nothing is known.
+    """
+    where = ".".join(map(str, place.keys))
+    if root is Config and isinstance(value, Mapping) and is_section(where):
+        for key in _leaves(value, f"{where}."):
+            yield key, f"; {advice}" if (advice := hint(key)) else ""
+    else:
+        yield where, f"; {advice}" if (advice := _advice(place, root)) else ""
+
+
+def _advice(place: KeyPlace, root: type[BaseModel]) -> str:
+    """Return what to set instead of an unknown key; "" where nothing is known."""
+    *path, name = map(str, place.keys)
+    known, fields = _all_keys(root), list(place.section.model_fields) if place.section else []
+    if "." in name and _without_indices((*path, *name.split("."))) in known:
+        return f"a file nests it: {_nested(name)}"
+    if place.keys == ("defaults",):
+        return "it names base files in a file; on the command line set the values themselves"
+    elsewhere = [key for key in known if key.rpartition(".")[2] == name]
+    # If another section has the same key, only the full path identifies the framework it is from.
+    if root is Config and (of_peer := hint(".".join((*path, name)), ends=not elsewhere)):
+        return of_peer
+    near = "problem_column" if name in _PROBLEM and "problem_column" in fields else _near(name, fields)
+    if near:
+        return f"did you mean `{'.'.join((*path, near))}`?"
+    if "kwargs" in fields:
+        return f"an argument of the function is `{'.'.join((*path, 'kwargs', name))}`"
+    below = [key for key in elsewhere if key.startswith(_without_indices(path) + ".")]
+    if (places := below or elsewhere) and len(places) <= _MOST_PLACES:
+        return f"did you mean {' or '.join(f'`{key}`' for key in places)}?"
+    return f"known here: {', '.join(fields)}" if path and fields else ""
+
+
+def _near(name: str, fields: Sequence[str]) -> str | None:
+    """Return the field that ``name`` misspells, or lengthens by words: `stop_strings` for `stop`."""
+    begins = (field for field in fields if name.startswith(f"{field}_"))
+    return next(iter(difflib.get_close_matches(name, fields, n=1, cutoff=_CLOSE)), next(begins, None))
+
+
+def _without_indices(location: Sequence[Any]) -> str:
+    return ".".join(str(part) for part in location if not isinstance(part, int) and not part.isdigit())
+
+
+def _nested(dotted: str) -> str:
+    first, *inner = dotted.split(".")
+    opened = "".join(f"{{{part}: " for part in inner)
+    return f"`{first}: {opened}...{'}' * len(inner)}`"
+
+
+def _leaves(value: Mapping[Any, Any], prefix: str) -> Iterator[str]:
+    for name, inner in value.items():
+        if isinstance(inner, Mapping) and inner:
+            yield from _leaves(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def description(location: Sequence[Any], root: type[BaseModel]) -> str | None:
+    """Return what the configuration says of the key at ``location``."""
+    sections, name = _sections_at(location[:-1], root), str(location[-1])
+    return next((s.model_fields[name].description for s in sections if name in s.model_fields), None)
+
+
+def _sections_at(location: Sequence[Any], root: type[BaseModel]) -> list[type[BaseModel]]:
+    """Return the section at a location of the tree, or all that may be there; list indices are ignored."""
+    sections = [root]
+    for part in location:
+        if not isinstance(part, int):
+            fields = [s.model_fields[part].annotation for s in sections if part in s.model_fields]
+            sections = [inner for annotation in fields for inner in _sections_in(annotation)]
+    return sections
+
+
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    if _is_section(annotation):
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in _sections_in(argument)]
+
+
+def keys_called(name: str) -> list[str]:
+    """Return the dotted key ``name``, where lists may have indices, or else the keys that end with it."""
+    known = set(_all_keys(Config))
+    if _without_indices(name.split(".")) in known:
+        return [name]
+    return sorted(key for key in known if key.endswith(f".{name}"))
+
+
+def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    keys: dict[str, None] = {}  # members of a tagged union share some
+    for name, field in section.model_fields.items():
+        keys[prefix + name] = None
+        for inner in _sections_in(field.annotation):
+            keys |= dict.fromkeys(_all_keys(inner, f"{prefix}{name}."))
+    return list(keys)

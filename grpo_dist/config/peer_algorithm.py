@@ -1,4 +1,4 @@
-"""The rows of `peer_table` that are about `algorithm`."""
+"""The rows of `peers` that are about `algorithm`."""
 
 from __future__ import annotations
 

@@ -1,15 +1,269 @@
-"""Translate settings of verl, TRL, OpenRLHF and ROLL to keys of this project, for messages."""
+"""Settings of verl, TRL, OpenRLHF and ROLL, with the keys of this project that have the same effect.
+
+Names are from the sources of verl 0.10.0.dev, TRL 1.10.0.dev, OpenRLHF 0.11.0 and ROLL 0.3.0, with names of
+older releases of TRL and OpenRLHF. `N` is a position in a list. A name that is a section of the other
+framework, such as verl's `critic`, stands for all settings in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import combinations
-from typing import Any
+from functools import cache
 
-from grpo_dist.config.peer_row import Row
-from grpo_dist.config.peer_table import PEER_TABLE
+from grpo_dist.config.peer_algorithm import ALGORITHM_ROWS
+from grpo_dist.config.peer_row import Row, row
+
+PEER_TABLE = (
+    # Batch
+    row("batch.prompts_per_step", "verl, OpenRLHF, ROLL: prompts, as here. TRL: samples, divide by "
+        "num_generations", verl="data.train_batch_size data.gen_batch_size", trl="generation_batch_size",
+        openrlhf="rollout.batch_size rollout_batch_size rollout.vllm_generate_batch_size",
+        roll="rollout_batch_size"),
+    row("batch.samples_per_prompt", verl="@rollout.n", trl="num_generations",
+        openrlhf="rollout.n_samples_per_prompt n_samples_per_prompt",
+        roll="num_return_sequences_in_group generating_args.num_return_sequences"),
+    row("batch.updates_per_step", "a number of updates: verl: train_batch_size / ppo_mini_batch_size (both "
+        "prompts). OpenRLHF: rollout.batch_size * n_samples_per_prompt / train.batch_size. TRL: "
+        "steps_per_generation / gradient_accumulation_steps. ROLL: samples of a step / "
+        "(per_device_train_batch_size * gradient_accumulation_steps * ranks)",
+        verl="@actor.ppo_mini_batch_size", trl="steps_per_generation gradient_accumulation_steps",
+        openrlhf="train.batch_size train_batch_size", roll="training_args.gradient_accumulation_steps"),
+    row("batch.epochs_per_batch", verl="@actor.ppo_epochs", trl="num_iterations",
+        openrlhf="train.max_epochs max_epochs", roll="ppo_epochs"),
+    row("batch.shuffle_epochs", "verl shuffles rows, here groups stay whole", verl="@actor.shuffle"),
+    row("batch.micro_batch_tokens", "tokens of one forward on a rank; where the other counts sequences, "
+        "multiply by the longest sequence",
+        verl="@actor.ppo_micro_batch_size_per_gpu @actor.ppo_micro_batch_size "
+        "@actor.ppo_max_token_len_per_gpu @actor.use_dynamic_bsz "
+        "@rollout.log_prob_micro_batch_size_per_gpu @rollout.log_prob_micro_batch_size "
+        "@rollout.log_prob_max_token_len_per_gpu @rollout.log_prob_use_dynamic_bsz",
+        trl="per_device_train_batch_size", openrlhf="train.micro_batch_size micro_train_batch_size "
+        "rollout.micro_batch_size micro_rollout_batch_size train.max_tokens_per_gpu "
+        "train.dynamic_batch_enable rollout.max_tokens_per_gpu use_dynamic_batch "
+        "rollout_max_tokens_per_gpu train_max_tokens_per_gpu",
+        roll="training_args.per_device_train_batch_size infer_batch_size use_dynamic_batching_in_train "
+        "max_tokens_per_microbatch_in_train"),
+    row("reference.micro_batch_tokens", "tokens of one forward of the reference",
+        verl="@ref.log_prob_micro_batch_size_per_gpu @ref.log_prob_max_token_len_per_gpu "
+        "@ref.log_prob_micro_batch_size @ref.log_prob_use_dynamic_bsz",
+        roll="max_tokens_per_microbatch_in_infer"),
+    row("steps", "training steps; from epochs: epochs * prompts of the data / batch.prompts_per_step. "
+        "TRL's max_steps counts optimiser updates: divide by batch.updates_per_step * "
+        "batch.epochs_per_batch", verl="trainer.total_training_steps trainer.total_epochs",
+        trl="max_steps num_train_epochs", openrlhf="train.num_episodes num_episodes",
+        roll="max_steps training_args.num_train_epochs"),
+    row("max_staleness", "0: synchronous; 1: one step off policy",
+        verl="trainer.v1.trainer_mode trainer.v1.sampler.max_off_policy_threshold",
+        openrlhf="train.async_enable async_train train.async_queue_size", roll="async_generation_ratio"),
+    row("seed", verl="data.seed @rollout.seed", trl="data_seed",
+        openrlhf="train.seed train.full_determinism_enable full_determinism", roll="training_args.seed"),
+    # Lengths and sampling
+    row("data.max_prompt_tokens", verl="data.max_prompt_length @rollout.prompt_length",
+        trl="max_prompt_length", openrlhf="prompt_max_len", roll="prompt_length"),
+    row("sampling.max_new_tokens", verl="data.max_response_length @rollout.response_length",
+        trl="max_completion_length", openrlhf="rollout.max_new_tokens generate_max_len",
+        roll="response_length generating_args.max_new_tokens"),
+    row("model.max_length", "prompt and completion together", verl="@rollout.max_model_len",
+        trl="vllm_max_model_length", openrlhf="data.max_len max_len", roll="sequence_length"),
+    row("sampling.temperature", verl="@rollout.temperature", trl="temperature",
+        openrlhf="rollout.temperature", roll="generating_args.temperature"),
+    row("", "an engine gets each sample as a request of its own", roll="is_num_return_sequences_expand"),
+    row("", "training samples from the whole distribution, by `sampling.temperature` alone: cut off, the "
+        "engine's log-probs would not be those of the policy. Evaluations have `evaluation.top_p` and "
+        "`evaluation.top_k`", verl="@rollout.top_p @rollout.top_k @rollout.do_sample", trl="top_p top_k "
+        "min_p repetition_penalty generation_kwargs", openrlhf="rollout.top_p",
+        roll="generating_args.top_p generating_args.top_k generating_args.repetition_penalty"),
+    *ALGORITHM_ROWS,
+    # Model and adapters
+    row("model.path", verl="@model.path", trl="model_name_or_path",
+        openrlhf="actor.model_name_or_path pretrain", roll="pretrain model_args.model_name_or_path"),
+    row("model.revision", trl="model_revision"),
+    row("model.adapter", verl="@model.lora_adapter_path"),
+    row("model.dtype", verl="@rollout.dtype @actor.fsdp_config.model_dtype @actor.fsdp_config.dtype",
+        trl="bf16 fp16 torch_dtype model_init_kwargs", openrlhf="ds.param_dtype param_dtype",
+        roll="model_args.dtype training_args.bf16"),
+    row("model.attention", trl="attn_implementation", openrlhf="ds.attn_implementation",
+        roll="model_args.attn_implementation"),
+    row("model.kernels", "true: liger", verl="@model.use_liger", trl="use_liger_kernel",
+        openrlhf="ds.use_liger_kernel"),
+    row("model.packing", verl="@model.use_remove_padding", openrlhf="ds.packing_samples packing_samples",
+        roll="use_sequence_packing"),
+    row("model.gradient_checkpointing", "ROLL's disable_gradient_checkpointing is the opposite",
+        verl="@model.enable_gradient_checkpointing", trl="gradient_checkpointing",
+        openrlhf="actor.gradient_checkpointing_enable",
+        roll="model_args.disable_gradient_checkpointing"),
+    row("", "weights are always sent to the engines; ZeRO-3 gathers them bucket by bucket",
+        trl="ds3_gather_for_generation"),
+    row("model.trust_remote_code", verl="@model.trust_remote_code data.trust_remote_code"),
+    row("policy.lora.rank", "set `policy.lora` to train adapters", verl="@model.lora_rank @model.lora.rank",
+        trl="lora_r use_peft", openrlhf="ds.lora.rank lora_rank", roll="model_args.lora_rank"),
+    row("policy.lora.alpha", verl="@model.lora_alpha", trl="lora_alpha", openrlhf="ds.lora.alpha lora_alpha",
+        roll="model_args.lora_alpha"),
+    row("policy.lora.target_modules", verl="@model.target_modules", trl="lora_target_modules",
+        openrlhf="ds.lora.target_modules target_modules", roll="model_args.lora_target"),
+    row("", "the model trains without dropout, router losses and quantised weights",
+        trl="disable_dropout lora_dropout load_in_8bit load_in_4bit router_aux_loss_coef",
+        openrlhf="ds.lora.dropout lora_dropout ds.load_in_4bit load_in_4bit actor.aux_loss_coef "
+        "aux_loss_coef", roll="model_args.lora_dropout model_args.moe_aux_loss_coef"),
+    # Policy
+    row("policy.num_workers", "ranks in all: GPUs of a node times nodes",
+        verl="trainer.n_gpus_per_node trainer.nnodes", openrlhf="actor.num_gpus_per_node actor.num_nodes "
+        "actor_num_gpus_per_node actor_num_nodes", roll="actor_train.device_mapping actor_train.world_size "
+        "num_gpus_per_node num_nodes"),
+    row("policy.zero_stage", "verl's fsdp is about stage 3", verl="@actor.strategy",
+        openrlhf="ds.zero_stage", roll="actor_train.strategy_args.strategy_name"),
+    row("policy.deepspeed", "settings of DeepSpeed itself", trl="deepspeed",
+        openrlhf="ds.zpg ds.overlap_comm ds.grad_accum_dtype ds.tensor_parallel_size "
+        "ds_tensor_parallel_size"),
+    row("policy.offload.optimizer", "true: cpu", verl="@actor.fsdp_config.optimizer_offload",
+        openrlhf="ds.adam_offload adam_offload", roll="is_offload_optimizer_states_in_train_step"),
+    row("policy.offload.parameters", "true: cpu", verl="@actor.fsdp_config.param_offload",
+        openrlhf="ref.offload ref_reward_offload"),
+    row("policy.sequence_parallel", verl="@actor.ulysses_sequence_parallel_size",
+        openrlhf="ds.ring_attn_size ring_attn_size", roll="model_args.ulysses_size"),
+    row("policy.compile", verl="@actor.use_torch_compile", trl="torch_compile", openrlhf="ds.deepcompile"),
+    row("policy.logprob_chunk_mib", "MiB of logits; the others count rows or have a switch",
+        verl="@actor.entropy_from_logits_with_chunking @actor.entropy_from_logits_chunk_size "
+        "@actor.use_fused_kernels", trl="use_liger_loss"),
+    row("policy.optimizer.lr", verl="@actor.optim.lr", trl="learning_rate",
+        openrlhf="actor.adam.lr actor_learning_rate", roll="training_args.learning_rate"),
+    row("policy.optimizer.betas", "a list of two", verl="@actor.optim.betas", trl="adam_beta1 adam_beta2",
+        openrlhf="actor.adam.betas adam_betas", roll="training_args.adam_beta1 training_args.adam_beta2"),
+    row("policy.optimizer.eps", trl="adam_epsilon", openrlhf="actor.adam.eps"),
+    row("policy.optimizer.weight_decay", verl="@actor.optim.weight_decay", trl="weight_decay",
+        openrlhf="actor.adam.weight_decay", roll="training_args.weight_decay l2"),
+    row("policy.optimizer.max_grad_norm", verl="@actor.grad_clip @actor.optim.clip_grad",
+        openrlhf="actor.max_norm max_norm", roll="max_grad_norm"),
+    row("policy.optimizer.schedule", verl="@actor.optim.lr_scheduler_type @actor.optim.warmup_style",
+        trl="lr_scheduler_type", openrlhf="actor.lr_scheduler lr_scheduler",
+        roll="training_args.lr_scheduler_type"),
+    row("policy.optimizer.warmup_steps", "updates; a ratio times all updates of the run",
+        verl="@actor.optim.lr_warmup_steps @actor.optim.lr_warmup_steps_ratio", trl="warmup_ratio",
+        openrlhf="actor.lr_warmup_ratio lr_warmup_ratio",
+        roll="training_args.warmup_steps training_args.warmup_ratio"),
+    row("policy.optimizer.min_lr_ratio", verl="@actor.optim.min_lr_ratio", trl="lr_scheduler_kwargs",
+        openrlhf="actor.min_lr_ratio"),
+    # Rollout
+    row("rollout.num_workers", "engines", verl="@rollout.data_parallel_size",
+        openrlhf="vllm.num_engines vllm_num_engines",
+        roll="actor_infer.device_mapping actor_infer.world_size"),
+    row("rollout.tensor_parallel_size", verl="@rollout.tensor_model_parallel_size",
+        trl="vllm_tensor_parallel_size", openrlhf="vllm.tensor_parallel_size vllm_tensor_parallel_size",
+        roll="actor_infer.strategy_args.strategy_config.tensor_parallel_size"),
+    row("rollout.gpu_memory_utilization", verl="@rollout.gpu_memory_utilization",
+        trl="vllm_gpu_memory_utilization",
+        openrlhf="vllm.gpu_memory_utilization vllm_gpu_memory_utilization",
+        roll="actor_infer.strategy_args.strategy_config.gpu_memory_utilization"),
+    row("rollout.quantization", "fp8", verl="@rollout.quantization"),
+    row("rollout.enforce_eager", verl="@rollout.enforce_eager", openrlhf="vllm.enforce_eager"),
+    row("rollout.max_num_seqs", verl="@rollout.max_num_seqs", roll="max_running_requests"),
+    row("rollout.engine", "further vLLM arguments, by vLLM's names",
+        verl="@rollout.engine_kwargs @rollout.max_num_batched_tokens @rollout.enable_chunked_prefill "
+        "@rollout.enable_prefix_caching @rollout.disable_log_stats @rollout.pipeline_model_parallel_size",
+        trl="vllm_model_impl", openrlhf="vllm.enable_prefix_caching enable_prefix_caching",
+        roll="actor_infer.strategy_args.strategy_config"),
+    row("cluster.placement", "colocated: engines sleep while the policy trains",
+        verl="@rollout.free_cache_engine @hybrid_engine", trl="vllm_mode vllm_enable_sleep_mode",
+        openrlhf="train.colocate_all colocate_all_models train.colocate_actor_ref vllm.enable_sleep "
+        "vllm_enable_sleep ds.enable_sleep", roll="is_offload_states"),
+    row("weight_sync.backend", verl="@rollout.checkpoint_engine.backend", trl="vllm_group_port",
+        openrlhf="vllm.sync_backend vllm_sync_backend", roll="transfer_backend"),
+    row("weight_sync.bucket_mb", "MB", verl="@rollout.checkpoint_engine.update_weights_bucket_megabytes",
+        roll="model_update_buffer_size_mb"),
+    row("weight_sync.mode", "true: keep", openrlhf="train.partial_rollout_enable partial_rollout"),
+    row("", "vLLM always samples, in actors that the run starts: see `rollout.num_workers`",
+        verl="@rollout.name @rollout.mode", trl="use_vllm use_transformers_paged "
+        "use_transformers_continuous_batching cache_implementation vllm_server_base_url vllm_server_host "
+        "vllm_server_port"),
+    # Data, environments and rewards
+    row("data.environment", "a class of yours; its tools are functions",
+        verl="@rollout.multi_turn @rollout.agent",
+        openrlhf="train.agent_func_path agent_func_path"),
+    row("environments.max_turns", "tool calls and the answer behind them", trl="max_tool_calling_iterations"),
+    row("data.train.N.path", verl="data.train_files", trl="dataset_name",
+        openrlhf="data.prompt_dataset prompt_data", roll="data_args.file_name"),
+    row("data.train.N.split", trl="dataset_train_split", openrlhf="data.prompt_split prompt_split"),
+    row("data.train.N.name", roll="data_args.tag tag_included"),
+    row("data.train.N.subset", trl="dataset_config"),
+    row("data.train.N.problem_column", verl="data.prompt_key", openrlhf="data.input_key input_key",
+        roll="data_args.prompt data_args.messages"),
+    row("data.train.N.answer_column", openrlhf="data.label_key label_key", roll="data_args.response"),
+    row("data.train.N.max_rows", verl="data.train_max_samples", openrlhf="data.max_samples max_samples"),
+    row("data.eval.N.path", verl="data.val_files", openrlhf="eval.dataset eval_dataset",
+        roll="data_args.eval_file_name"),
+    row("data.eval.N.split", trl="dataset_test_split", openrlhf="eval.split eval_split"),
+    row("data.eval.N.max_rows", verl="data.val_max_samples"),
+    row("data.overlong", "what to do with prompts that are too long",
+        verl="data.filter_overlong_prompts data.truncation"),
+    row("data.order", "epochs are always shuffled, by `seed`", verl="data.shuffle", trl="shuffle_dataset"),
+    row("data.chat_template", verl="@model.custom_chat_template",
+        openrlhf="data.apply_chat_template apply_chat_template", roll="global_template data_args.template"),
+    row("data.template_kwargs", verl="data.apply_chat_template_kwargs", trl="chat_template_kwargs"),
+    row("data.instruction", "text added to each problem", openrlhf="data.input_template input_template"),
+    row("rewards.functions", "built-in rewards by name, your own as module:function",
+        verl="reward.reward_manager.name reward_model.reward_manager", trl="reward_funcs"),
+    row("rewards.functions.N.function", "`module:function`, from a directory of `code_paths`",
+        verl="reward.custom_reward_function.path reward.custom_reward_function.name "
+        "custom_reward_function.path custom_reward_function.name",
+        openrlhf="reward.remote_url remote_rm_url", roll="worker_cls"),
+    row("rewards.functions.N.weight", "one for each reward", trl="reward_weights"),
+    row("rewards.overlong_buffer", "`tokens` and `penalty`; off by default",
+        verl="reward.reward_kwargs.overlong_buffer_cfg reward_model.overlong_buffer",
+        openrlhf="reward.overlong_buffer_len reward.overlong_penalty_factor overlong_buffer_len "
+        "overlong_penalty_factor", roll="response_length_penalty_coef"),
+    row("rewards.models.N.path", verl="reward.reward_model.model_path reward_model.model.path",
+        trl="reward_model_name_or_path", openrlhf="reward.model_name_or_path reward_pretrain",
+        roll="reward_pretrain"),
+    row("rewards.models", "a list; each model has its own workers: path, num_workers, micro_batch_tokens",
+        verl="reward_model reward.reward_model", openrlhf="reward.num_nodes reward.num_gpus_per_node "
+        "reward.offload reward_num_nodes reward_num_gpus_per_node"),
+    row("rewards.num_workers", verl="reward.num_workers reward_model.num_workers"),
+    # Evaluation, checkpoints, records
+    row("evaluation.every", "steps", verl="trainer.test_freq", trl="eval_steps", openrlhf="eval.steps",
+        roll="eval_steps"),
+    row("evaluation.before", verl="trainer.val_before_train", trl="eval_on_start"),
+    row("evaluation.samples_per_prompt", verl="@rollout.val_kwargs.n", trl="num_generations_eval",
+        openrlhf="eval.n_samples_per_prompt eval_n_samples_per_prompt",
+        roll="val_n_sample validation.generating_args.num_return_sequences"),
+    row("evaluation.temperature", "0: greedy",
+        verl="@rollout.val_kwargs.temperature @rollout.val_kwargs.do_sample",
+        openrlhf="eval.temperature eval_temperature",
+        roll="val_greedy validation.generating_args.temperature"),
+    row("evaluation.top_p", verl="@rollout.val_kwargs.top_p", roll="validation.generating_args.top_p"),
+    row("evaluation.top_k", verl="@rollout.val_kwargs.top_k", roll="validation.generating_args.top_k"),
+    row("evaluation.max_new_tokens", roll="validation.generating_args.max_new_tokens"),
+    row("checkpoint.every", "steps", verl="trainer.save_freq", trl="save_steps", openrlhf="ckpt.save_steps",
+        roll="save_steps"),
+    row("checkpoint.keep", verl="trainer.max_actor_ckpt_to_keep", trl="save_total_limit",
+        openrlhf="ckpt.max_num max_ckpt_num", roll="max_ckpt_to_keep"),
+    row("checkpoint.resume", verl="trainer.resume_mode trainer.resume_from_path",
+        trl="resume_from_checkpoint", openrlhf="ckpt.load_enable load_checkpoint",
+        roll="resume_from_checkpoint"),
+    row("checkpoint.background", verl="@actor.checkpoint.async_save", roll="checkpoint_config"),
+    row("checkpoint.export", openrlhf="ckpt.save_hf save_hf_ckpt", roll="training_args.save_hf_model"),
+    row("output_dir", verl="trainer.default_local_dir", openrlhf="ckpt.output_dir ckpt.path save_path "
+        "ckpt_path", roll="logging_dir base_dir"),
+    row("name", verl="trainer.experiment_name", trl="run_name",
+        openrlhf="logger.wandb.run_name wandb_run_name", roll="exp_name"),
+    row("tracking.wandb.enabled", "also `tracking.tensorboard`, `tracking.sinks`",
+        verl="trainer.logger", trl="report_to", openrlhf="logger.wandb.key use_wandb", roll="track_with"),
+    row("tracking.wandb.project", verl="trainer.project_name", openrlhf="logger.wandb.project wandb_project",
+        roll="tracker_kwargs.project"),
+    row("tracking.wandb.entity", openrlhf="logger.wandb.org wandb_org"),
+    row("tracking.tensorboard", openrlhf="logger.tensorboard_dir use_tensorboard",
+        roll="tracker_kwargs.log_dir"),
+    row("tracking.samples", "every sample of every step is kept",
+        verl="trainer.log_val_generations trainer.rollout_data_dir", trl="log_completions",
+        roll="rollout_dump_dir report_length_and_rewards"),
+    row("", "every step is recorded", trl="logging_steps", openrlhf="logger.logging_steps logging_steps",
+        roll="logging_steps"),
+    row("profile.steps", verl="global_profiler.steps @actor.profiler",
+        roll="profiler_timeline profiler_memory"),
+    row("cluster.timeouts.sample_s", "a deadline for each stage: `cluster.timeouts`", verl="@nccl_timeout",
+        trl="vllm_server_timeout", roll="rpc_timeout"),
+    row("cluster.num_cpus", verl="ray_kwargs.ray_init.num_cpus"),
+)  # fmt: skip
 
 _MOST_MEANINGS = 2
 # A last word that many settings share identifies none of them.
@@ -28,109 +282,84 @@ _GENERIC = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A setting ``name`` of ``framework``, found in ``row``."""
+class PeerSetting:
+    """A setting ``name`` of ``framework``, which has a ``row`` of the table."""
 
     framework: str
     name: str
     row: Row
 
 
-def hint(key: str, value: Any = None, *, ends: bool = True) -> str | None:
-    """Return what to set instead of ``key``, an unknown dotted key, or None if no framework has it. If
-    ``value`` is a mapping, return a hint for each setting in it. ``ends``: see `lookup`.
+def hint(key: str, *, ends: bool = True) -> str | None:
+    """Return what to set instead of ``key``, an unknown dotted key, or None if no framework has it. ``ends``:
+    see `lookup`.
 
         num_generations -> did you mean `batch.samples_per_prompt`? (TRL's `num_generations`)
     """
-    if isinstance(value, Mapping) and key in _sections():
-        inside: dict[str, list[str]] = {}
-        for path in _leaves(value, f"{key}."):
-            if found := lookup(path):
-                inside.setdefault(_describe(found), []).append(f"`{path}`")
-        if inside:
-            return "; ".join(f"{', '.join(paths)}: {text}" for text, paths in inside.items())
-    found = lookup(key, ends=ends)
-    return _describe(found) if found else None
+    by_row: dict[tuple[str, ...], list[PeerSetting]] = {}
+    for setting in lookup(key, ends=ends):
+        by_row.setdefault(setting.row.ours, []).append(setting)
+    return " ".join(map(_describe, by_row.values())) or None
 
 
-def lookup(key: str, *, ends: bool = True) -> list[Found]:
+def lookup(key: str, *, ends: bool = True) -> list[PeerSetting]:
     """Return the settings named ``key``, else the section of a table row that contains it; with ``ends`` also
     those with the longest common end, or in a section named ``key``. Return none for a word with more than
     two meanings, such as `path`.
 
         critic.model.path -> verl's `critic`; filter_groups -> what is in verl's `algorithm.filter_groups`
     """
-    key = key.lstrip("-+").replace("-", "_")
-    parts = key.split(".")
-    for end in range(len(parts), 0, -1):
-        if found := _whole().get(".".join(parts[:end]), []):
-            return found
-    if not ends:
-        return []
-    for start in range(len(parts)):
-        wanted = ".".join(parts[start:])
-        if wanted not in _GENERIC and (found := _few(_whole(), wanted) or _few(_ends(), wanted)):
-            return found
-    return _few(_sections(), key)
+    words = key.lstrip("-+").replace("-", "_").split(".")
+    for end in range(len(words), 0, -1):
+        if settings := _index()[0].get(".".join(words[:end])):
+            return settings
+    for start in range(len(words)) if ends else ():
+        end = ".".join(words[start:])
+        if end not in _GENERIC and (settings := _few(_index()[0], end) or _few(_index()[1], end)):
+            return settings
+    return _few(_index()[2], ".".join(words)) if ends else []
 
 
-def _few(names: Mapping[str, list[Found]], wanted: str) -> list[Found]:
-    found = names.get(wanted, [])
-    return found if len({one.row.ours for one in found}) <= _MOST_MEANINGS else []
+def is_section(key: str) -> bool:
+    """Return whether ``key`` names a section of another framework."""
+    return key in _index()[2]
 
 
-def _describe(found: list[Found]) -> str:
-    """Describe each row once, with all frameworks that share it."""
-    by_row: dict[tuple[str, ...], list[Found]] = {}
-    for one in found:
-        by_row.setdefault(one.row.ours, []).append(one)
-    return " ".join(_of_row(ones[0].row, ones) for ones in by_row.values())
+def _describe(settings: list[PeerSetting]) -> str:
+    """Describe a row, with the settings that found it."""
+    found = settings[0].row
+    names = ", ".join(f"{setting.framework}'s `{setting.name}`" for setting in settings)
+    if not found.ours:
+        return f"{names} has no counterpart: {found.note}"
+    keys = " and ".join(f"`{key}`" for key in found.ours)
+    return f"did you mean {keys}? ({names}{f'; {found.note}' if found.note else ''})"
 
 
-def _of_row(row: Row, found: list[Found]) -> str:
-    names = ", ".join(f"{one.framework}'s `{one.name}`" for one in found)
-    if not row.ours:
-        return f"{names} has no counterpart: {row.note}"
-    keys = " and ".join(f"`{key}`" for key in row.ours)
-    return f"did you mean {keys}? ({names}{f'; {row.note}' if row.note else ''})"
+def _few(names: Mapping[str, list[PeerSetting]], wanted: str) -> list[PeerSetting]:
+    settings = names.get(wanted, [])
+    return settings if len({setting.row.ours for setting in settings}) <= _MOST_MEANINGS else []
 
 
-@lru_cache
-def _whole() -> Mapping[str, list[Found]]:
-    """Map full names to settings."""
-    found: dict[str, list[Found]] = {}
-    for row in PEER_TABLE:
-        for framework, names in row.names.items():
-            for name in names:
-                found.setdefault(name, []).append(Found(framework, name, row))
-    return found
+@cache
+def _index() -> tuple[Mapping[str, list[PeerSetting]], ...]:
+    """Map to settings: full names; their dotted ends (train_batch_size of `data.train_batch_size`); and their
+    sections (rollout, actor_rollout_ref.rollout).
+    """
+    whole, ends, sections = ({}, {}, {})  # type: tuple[dict[str, list[PeerSetting]], ...]
+    for setting in (
+        PeerSetting(framework, name, each)
+        for each in PEER_TABLE
+        for framework, names in each.names.items()
+        for name in names
+    ):
+        words = setting.name.split(".")
+        spans = [(start, end) for end in range(1, len(words) + 1) for start in range(end)]
+        whole.setdefault(setting.name, []).append(setting)
+        _add(ends, setting, (".".join(words[a:b]) for a, b in spans if b == len(words)))
+        _add(sections, setting, (".".join(words[a:b]) for a, b in spans if b < len(words)))
+    return whole, ends, sections
 
 
-@lru_cache
-def _ends() -> Mapping[str, list[Found]]:
-    """Map every dotted suffix of a name to its settings: train_batch_size for `data.train_batch_size`."""
-    return _by_parts(lambda size: ((start, size) for start in range(size)))
-
-
-@lru_cache
-def _sections() -> Mapping[str, list[Found]]:
-    """Map every part of a name before its end to the settings in it: rollout, actor_rollout_ref.rollout."""
-    return _by_parts(lambda size: combinations(range(size), 2))
-
-
-def _by_parts(spans: Callable[[int], Iterable[tuple[int, int]]]) -> Mapping[str, list[Found]]:
-    """Map parts of names to their settings. ``spans``: first word and end of each part of so many words."""
-    found: dict[str, list[Found]] = {}
-    for name, own in _whole().items():
-        words = name.split(".")
-        for start, end in spans(len(words)):
-            found.setdefault(".".join(words[start:end]), []).extend(own)
-    return found
-
-
-def _leaves(value: Any, prefix: str) -> Iterator[str]:
-    for name, inner in value.items():
-        if isinstance(inner, Mapping) and inner:
-            yield from _leaves(inner, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
+def _add(index: dict[str, list[PeerSetting]], setting: PeerSetting, names: Iterable[str]) -> None:
+    for name in names:
+        index.setdefault(name, []).append(setting)

@@ -62,9 +62,9 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 def _as_settings(rest: Sequence[str]) -> str:
     """Return how the unknown options in ``rest`` are written as settings; "" if there is none."""
+    from grpo_dist.config.messages import keys_called  # these import pydantic
     from grpo_dist.config.peers import hint
     from grpo_dist.config.secrets import masked_setting
-    from grpo_dist.config.suggestions import keys_called  # these import pydantic
 
     hints, flags = list[str](), [i for i, text in enumerate(rest) if text.startswith("--") and text != "--"]
     for i in flags:

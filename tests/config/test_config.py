@@ -179,7 +179,7 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
         ("algorithm={kl: {coef: 0.1, estimator: k3+}, add_token_level_kl: true}", ["remove the +"]),
         ("polcy.lr=1", ["unknown key `polcy`", "did you mean `policy`?"]),
         ("policy.optimizer.learning_rate=1", ["unknown key `policy.optimizer.learning_rate`"]),
-        ("lr=1", ["unknown key `lr`", "did you mean `policy.optimizer.lr`?"]),
+        ("lr=1", ["unknown key `lr`", "did you mean `policy.optimizer.lr` or `sft.lr`?"]),
         (
             "data.train.1.path=x",
             ["`data.train`: 0 to 0", "set the list as a whole: data.train=[...]"],

@@ -9,8 +9,7 @@ from grpo_dist.cli import main
 from grpo_dist.config import AlgorithmConfig, Config
 from grpo_dist.config.files import ConfigError, load_config
 from grpo_dist.config.peer_row import FRAMEWORKS
-from grpo_dist.config.peer_table import PEER_TABLE
-from grpo_dist.config.peers import hint, lookup
+from grpo_dist.config.peers import PEER_TABLE, hint, lookup
 from grpo_dist.tools.config_reference import keys, sections
 from tests.support.documents import ROOT
 
@@ -54,8 +53,8 @@ def test_no_framework_has_one_name_in_two_rows():
         ("algorithm.adv_estimator=grpo", ["did you mean `algorithm.advantage`?", "grpo_passk alike"]),
         ("data.train_batch_size=8", ["did you mean `batch.prompts_per_step`?", "prompts"]),
         ("actor_rollout_ref={rollout: {n: 8}, actor: {ppo_epochs: 2}}", [
-            "`actor_rollout_ref.rollout.n`: did you mean `batch.samples_per_prompt`?",
-            "`actor_rollout_ref.actor.ppo_epochs`: did you mean `batch.epochs_per_batch`?",
+            "unknown key `actor_rollout_ref.rollout.n`; did you mean `batch.samples_per_prompt`?",
+            "unknown key `actor_rollout_ref.actor.ppo_epochs`; did you mean `batch.epochs_per_batch`?",
         ]),
         ("num_generations=8", ["did you mean `batch.samples_per_prompt`?", "TRL's `num_generations`"]),
         ("temperature=0.9", ["did you mean `sampling.temperature`?", "TRL's"]),
@@ -87,15 +86,18 @@ def test_no_framework_has_one_name_in_two_rows():
         ("disable_dropout=true", ["no counterpart", "without dropout"]),
         ("filter_groups=true", ["`dynamic_sampling.enabled`", "verl's `algorithm.filter_groups.enable`"]),
         ("filter_groups={enable: true, max_num_gen_batches: 3}", [
-            "`filter_groups.enable`: did you mean `dynamic_sampling.enabled`?",
-            "`filter_groups.max_num_gen_batches`: did you mean `dynamic_sampling.max_extra_prompts`?",
+            "unknown key `filter_groups.enable`; did you mean `dynamic_sampling.enabled`?",
+            "unknown key `filter_groups.max_num_gen_batches`; "
+            "did you mean `dynamic_sampling.max_extra_prompts`?",
         ]),
         ("algorithm.filter_groups.enable=true", ["did you mean `dynamic_sampling.enabled`?"]),
-        ("critic.model.path=m", ["`critic.model.path`: verl's `critic`", "no counterpart", "no critic"]),
-        ("critic={optim: {lr: 1}, ppo_epochs: 2}", ["`critic.optim.lr`, `critic.ppo_epochs`: verl's"]),
+        ("critic.model.path=m", ["`critic.model.path`; verl's `critic`", "no counterpart", "no critic"]),
+        ("critic={optim: {lr: 1}, ppo_epochs: 2}", ["keys `critic.optim.lr`, `critic.ppo_epochs`; verl's"]),
         ("critic_pretrain=m", ["no critic"]),
         ("reward_model.rollout.gpu_memory_utilization=0.5", ["did you mean `rewards.models`?"]),
         ("ref.num_nodes=2", ["did you mean `reference.num_workers`?"]),
+        ("rewards.functions=[{function: math, url: u}]", ["`rewards.functions.0.kwargs.url`"]),
+        ("sampling.stop_strings=[a]", ["did you mean `sampling.stop`?"]),
         # A misspelt key of ours is still answered by its spelling.
         ("algorithm.clip_hihg=0.3", ["did you mean `algorithm.clip_high`?"]),
         ("polcy.lr=1", ["did you mean `policy`?"]),
@@ -105,7 +107,29 @@ def test_an_unknown_key_of_another_framework_is_answered_with_ours(base, overrid
     with pytest.raises(ConfigError) as refusal:
         load_config(base, [override])
     message = str(refusal.value)
-    assert "unknown key `" in message and [word for word in words if word not in message] == []
+    assert "unknown key" in message and [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize("key", ["filter_low", "stop_strings", "group_size"])
+def test_a_key_that_only_looks_alike_is_no_answer(base, key):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(base, [f"{key}=1"])
+    assert str(refusal.value) == f"{base}: unknown key `{key}`"
+
+
+def test_unknown_keys_with_one_answer_share_a_line_and_a_message_has_at_most_40(base):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(base, ["ds={packing_samples: true, x: 1}", "y=1"])
+    assert str(refusal.value).splitlines() == [
+        f"{base}: 2 things to correct:",
+        "  unknown key `ds.packing_samples`; did you mean `model.packing`? (OpenRLHF's `ds.packing_samples`)",
+        "  unknown keys `ds.x`, `y`",
+    ]
+    base.write_text(BASE.replace("model:", "seed: -1\nmodel:"))
+    with pytest.raises(ConfigError) as refusal:
+        load_config(base, [f"data.eval={[{'path': 'x', 'max_rows': 0}] * 60}"])
+    lines = str(refusal.value).splitlines()
+    assert len(lines) == 41 and lines[-1] == "  and 22 more"
 
 
 def test_every_name_of_the_table_finds_its_row():
