@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_dist.config import LoRAConfig, PolicyConfig
-from tests.support.evaluation_world import World
+from tests.support.engines import EvaluatedWorld
 
 pytestmark = pytest.mark.machine
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.machine
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["adapter", "merged"])
 def test_a_snapshot_of_adapters_is_the_model_with_them(ray_cluster, tiny_model, tmp_path, sync):
-    world = World(tiny_model, PolicyConfig(zero_stage=2, lora=LoRAConfig(rank=4, sync=sync)))
+    world = EvaluatedWorld(tiny_model, PolicyConfig(zero_stage=2, lora=LoRAConfig(rank=4, sync=sync)))
     try:
         world.move(7)
         sampled = world.run(world.load(tmp_path, 1)) or world.run(world.sample_all())

@@ -10,8 +10,8 @@ import torch
 from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import WeightSyncConfig
 from grpo_dist.types import Sampling
+from tests.support.engines import TwoEngines, on_the_loop, world_of
 from tests.support.real_engine import PROMPTS, MovingWorker, difference, same
-from tests.support.two_engines import TwoEngines, on_the_loop, world_of
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow]
 

@@ -8,8 +8,8 @@ from grpo_dist.config import WeightSyncConfig
 from grpo_dist.errors import TransferLost, cause_of
 from grpo_dist.types import Sampling
 from tests.actors.test_delta_sync import NudgedWorker
+from tests.support.engines import TwoEngines, world_of
 from tests.support.real_engine import PROMPTS, difference, same
-from tests.support.two_engines import TwoEngines, world_of
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow, pytest.mark.long]
 

@@ -8,13 +8,12 @@ import pytest
 import ray
 
 from grpo_dist.policy.snapshots import WEIGHTS
-from tests.support.evaluation_world import World
+from tests.support.engines import EvaluatedWorld, world_of
 from tests.support.real_engine import same
-from tests.support.two_engines import world_of
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow, pytest.mark.long]
 
-world = world_of(World)
+world = world_of(EvaluatedWorld)
 
 
 def test_an_engine_samples_the_weights_of_its_snapshot_whatever_the_policy_does(world, tmp_path):

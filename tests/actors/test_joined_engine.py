@@ -17,9 +17,9 @@ from actors.workers.rollout import RolloutWorker
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import ModelConfig, RestartsConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.types import Sampling
+from tests.support.engines import on_the_loop, world_of
 from tests.support.patience import HANG_S
 from tests.support.real_engine import ACTORS, PROMPTS, OnALoop, one_rank, same
-from tests.support.two_engines import on_the_loop, world_of
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow]
 

@@ -19,7 +19,7 @@ import psutil
 
 from grpo_dist.loop.ledger import audit
 from grpo_dist.observe import LEDGER
-from tests.support import made_classifiers
+from tests.support import reward_models
 
 from . import sandbox, verdict
 from .events import SUPERVISED, Event
@@ -71,7 +71,7 @@ class Chaos:
         self._skipped: dict[str, str] = {}
         self._problems: list[str] = []
         self._shared = _shared_memory()
-        self._classifier = made_classifiers.random(base / "classifier", "outcome")
+        self._classifier = reward_models.random(base / "classifier", "outcome")
 
     def run(self) -> list[str]:
         """Run all jobs and return broken promises.

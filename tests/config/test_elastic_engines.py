@@ -11,7 +11,7 @@ from grpo_dist.config import RolloutConfig
 from grpo_dist.config.files import ConfigError, changed, dump_config, load_config
 from grpo_dist.errors import UserError
 from grpo_dist.runs.identity import changes
-from tests.support.made_placements import config, shape
+from tests.support.plans import config, shape
 
 
 def test_a_range_sets_the_reserved_engines_and_the_most():

@@ -13,8 +13,8 @@ import pytest
 
 from grpo_dist.config import DataSourceConfig
 from grpo_dist.data.readers import read
-from tests.support.fake_hub import hub_with
 from tests.support.patience import HANG_S
+from tests.support.services import hub_with
 
 ROWS = [
     {"problem": "1", "answer": "yes", "meta": {"t": ["x"]}},

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.support import made_classifiers
+from tests.support import reward_models
 from tests.support.real_runs import metrics, run, without_clock
 
 pytestmark = pytest.mark.machine
@@ -74,7 +74,7 @@ def samples(directory):
 
 
 def check(tmp_path, overrides):
-    classifier = made_classifiers.random(tmp_path / "classifier", "outcome")
+    classifier = reward_models.random(tmp_path / "classifier", "outcome")
     apart, turns = (
         finished(tmp_path / placement, placement, overrides, classifier)
         for placement in ("separate", "colocated")

@@ -6,7 +6,7 @@ make evidence ARGS=tests/evidence/test_engine_that_drafts.py
 
 import pytest
 
-from tests.support.drafting_engine import WAYS, Engine, sampled_without_drafts
+from tests.support.engines import WAYS, Engine, sampled_without_drafts
 from tests.support.real_engine import PROMPTS, same
 
 pytestmark = [pytest.mark.evidence, pytest.mark.timeout(3600)]

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.support.expert_models import SHAPES, expert_model, tied_model
+from tests.support.models import EXPERT_SHAPES, expert_model, tied_model
 from tests.support.real_runs import metrics, run
 
 pytestmark = pytest.mark.evidence
 
 
-@pytest.mark.parametrize("kind", sorted(SHAPES))
+@pytest.mark.parametrize("kind", sorted(EXPERT_SHAPES))
 def test_engine_and_trainer_agree_in_every_step_of_a_run(model_cache, tmp_path, kind):
     model = expert_model(model_cache, kind)
     run(tmp_path, f"model.path={model}", "weight_sync.probe_every=1", "health.min_signal_groups=0", "steps=3")

@@ -41,7 +41,7 @@ from tests.gpu.sizes import (
 from tests.gpu.trainer_job import _digest, made_batch
 from tests.support.engine_arguments import QWEN
 from tests.support.patience import HANG_S
-from tests.support.planned_models import model_of
+from tests.support.plans import model_of
 from tests.support.tiers import slow_after
 
 H100 = {

@@ -9,7 +9,7 @@ from grpo_dist.driver import run
 from grpo_dist.errors import Preempted
 from grpo_dist.loop.progress import Progress
 from tests.support import fakes
-from tests.support.evaluation_engines import EVERY_2, HELD, OwnWorld
+from tests.support.fakes import EVERY_2, HELD, OwnWorld
 
 
 def train(world, config, progress=None, **options):

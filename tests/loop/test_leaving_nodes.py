@@ -9,7 +9,7 @@ from grpo_dist.config import DynamicSamplingConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import Preempted
 from tests.support import fakes
-from tests.support.evaluation_engines import EVERY_2, HELD, OwnWorld
+from tests.support.fakes import EVERY_2, HELD, OwnWorld
 from tests.support.patience import HANG_S
 
 

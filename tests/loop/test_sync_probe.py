@@ -19,8 +19,8 @@ from grpo_dist.runs.identity import fingerprint
 from grpo_dist.tools.report.layout import SECTIONS
 from grpo_dist.types import HeldRoutes
 from tests.support import fakes
+from tests.support.fakes import LOGPROB, Probed, Probes
 from tests.support.patience import HANG_S
-from tests.support.probed import LOGPROB, Probed, Probes
 
 
 def config(every=20, above=None, **changes) -> Config:

@@ -16,7 +16,7 @@ from grpo_dist.runs import session
 from grpo_dist.tools.report.command import write_report
 from grpo_dist.tools.report.source import ReportLimits
 from tests.support import fakes
-from tests.support.report_page import pieces
+from tests.support.reports import pieces
 
 GUIDE = Path(__file__).resolve().parents[2] / "grpo_dist/guides/diagnose_a_run.md"
 OFF = {"console": False, "tensorboard": False}

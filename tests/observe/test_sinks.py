@@ -23,7 +23,7 @@ from grpo_dist.observe.sinks import AsyncSink, close_all
 from grpo_dist.observe.tracker import _openers
 from grpo_dist.observe.wandb_run import online_mode
 from grpo_dist.runtime.stage_log import drop_unread_output, print_line
-from tests.support import fakes, wandb_file
+from tests.support import fakes, services
 from tests.support.made_episodes import episodes
 from tests.support.made_groups import group
 from tests.support.patience import HANG_S, longer
@@ -298,8 +298,8 @@ def test_wandb_has_metrics_tables_and_the_configuration(tmp_path, monkeypatch):
         tracker.log(1, {"eval/held/pass@1": 0.75})
         tracker.samples("step_000002", [made])  # a step without values: only in the run's directory
         tracker.log(2, {"reward/mean": 0.6})
-    found = wandb_file.offline_run(tmp_path / "wandb")
-    first, second = wandb_file.history(found)
+    found = services.offline_run(tmp_path / "wandb")
+    first, second = services.history(found)
     assert first["reward/mean"] == 0.5 and first["eval/held/pass@1"] == 0.75 and np.isnan(first["loss/total"])
     assert (first["_step"], second["_step"], second["reward/mean"]) == (1, 2, 0.6)
     assert first["completions/nrows"] == 4 and "completions/path" not in second
@@ -307,7 +307,7 @@ def test_wandb_has_metrics_tables_and_the_configuration(tmp_path, monkeypatch):
     table = json.loads(path.read_text())
     assert table["columns"] == list(COLUMNS)
     assert [row[-2:] for row in table["data"]] == [[0.0, 0.25], [1.0, None], [0.5, None], [None, None]]
-    assert wandb_file.config(found)["steps"] == config.steps
+    assert services.config(found)["steps"] == config.steps
 
 
 _HANGS = """
@@ -340,7 +340,7 @@ def test_a_server_of_wandb_that_never_answers_leaves_an_offline_run(tmp_path):
     logged, _, later = done.stderr.partition("logged\n")
     assert "Failed to authenticate" not in logged  # the run did not wait for it
     assert "wandb: Failed to authenticate" in later and "`wandb sync`" in done.stderr
-    rows = wandb_file.history(wandb_file.offline_run(tmp_path / "wandb"))
+    rows = services.history(services.offline_run(tmp_path / "wandb"))
     assert [row["reward/mean"] for row in rows] == [1.0, 2.0, 3.0]
 
 

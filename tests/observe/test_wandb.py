@@ -11,7 +11,7 @@ from grpo_dist.observe.completions import Table
 from grpo_dist.observe.settings import ShownConfig
 from grpo_dist.observe.wandb_run import WandbRun
 from tests.support import fakes
-from tests.support.wandb_file import history, offline_run
+from tests.support.services import history, offline_run
 
 
 @pytest.mark.slow

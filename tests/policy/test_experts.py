@@ -25,10 +25,10 @@ from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.tools.plan.memory import lora_parameters
 from grpo_dist.tools.plan.models import from_config_json, published
 from tests.support import made_groups
-from tests.support.expert_models import SHAPES, expert_model
 from tests.support.fakes import config
+from tests.support.models import EXPERT_SHAPES, expert_model
 
-KINDS = sorted(SHAPES)
+KINDS = sorted(EXPERT_SHAPES)
 
 
 def held(model):
@@ -240,7 +240,7 @@ def test_published_mixtures_have_their_published_sizes(hub_id, parameters, activ
 
 def test_a_mixture_with_dense_layers_is_counted_layer_by_layer():
     """Of two layers one is dense: half of the experts, and on average half of what its MLP has."""
-    shape = {"model_type": "qwen3_moe"} | SHAPES["qwen3_moe"]
+    shape = {"model_type": "qwen3_moe"} | EXPERT_SHAPES["qwen3_moe"]
     alike = from_config_json(shape, "m")
     mixed = from_config_json(shape | {"mlp_only_layers": [0]}, "m")
     assert mixed.expert_parameters == alike.expert_parameters // 2 == 4 * 3 * 96 * 128

@@ -15,7 +15,7 @@ from grpo_dist.demo.model import made_model
 from grpo_dist.policy.gguf_model import gguf_config, gguf_model, is_gguf, loss_of
 from grpo_dist.runs.prepare import resolve_model
 from grpo_dist.runs.prepare_supervised import starting_model
-from tests.support.made_gguf import CHAT_TEMPLATE, llama, write_gguf
+from tests.support.models import CHAT_TEMPLATE, llama, write_gguf
 
 IDS = torch.tensor([[5, 9, 200, 31, 77, 3, 258]])
 

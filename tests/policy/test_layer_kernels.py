@@ -17,9 +17,9 @@ from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.runs import start_checks
 from grpo_dist.tools.plan.memory import Sizes, activation_bytes
 from grpo_dist.tools.plan.models import from_config_json
-from tests.support.architectures import SHAPES, architecture
 from tests.support.fakes import config
 from tests.support.kept_tensors import SHAPE
+from tests.support.models import SHAPES, architecture
 from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]

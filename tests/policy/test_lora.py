@@ -26,7 +26,7 @@ from grpo_dist.policy.micro_batches import MicroBatches
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
-from tests.support.lora_adapters import LORA, loaded, made_adapter
+from tests.support.models import LORA, loaded, made_adapter
 from tests.support.real_ranks import (
     ALGORITHM,
     STREAMS,

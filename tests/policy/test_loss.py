@@ -23,7 +23,7 @@ from grpo_dist.config.presets import PRESETS
 from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
-from tests.support.two_matrices import Tiny
+from tests.support.numbers_by_hand import Tiny
 
 
 def batch_of_one_row(**changes):

@@ -16,9 +16,9 @@ from grpo_dist.policy.router_replay import check_routes, replay_routes
 from grpo_dist.policy.sequence_parallel import SequenceGroup
 from grpo_dist.types import HeldRoutes
 from tests.support import made_groups
-from tests.support.expert_models import SHAPES, expert_model
+from tests.support.models import EXPERT_SHAPES, expert_model
 
-KINDS = sorted(SHAPES)
+KINDS = sorted(EXPERT_SHAPES)
 
 
 def load(model_dir, *, replays=True, **how):

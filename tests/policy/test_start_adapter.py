@@ -21,8 +21,7 @@ from grpo_dist.policy.lora import (
 )
 from grpo_dist.policy.model import trainable_model
 from grpo_dist.policy.text_model import usable_model
-from tests.support.lora_adapters import LORA, loaded, logits, made_adapter
-from tests.support.wrappers import wrapper
+from tests.support.models import LORA, loaded, logits, made_adapter, wrapper
 
 INSIDE = "only adapters of linear layers inside the model are used"
 TOKENS = torch.arange(11, 43)[None]

@@ -16,7 +16,7 @@ from grpo_dist.batch.streams import batch_of, with_demonstrations
 from grpo_dist.policy.loss import LossSettings, batch_loss, finish_stats
 from grpo_dist.types import PreparedBatch, TeacherLogprobs
 from tests.support import made_groups
-from tests.support.two_matrices import Tiny
+from tests.support.numbers_by_hand import Tiny
 
 ALL = LossSettings(
     kl_coef=0.05, entropy_coef=0.01, correction_kind="tis", teacher_coef=0.7, demonstration_coef=0.3

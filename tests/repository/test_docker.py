@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from tests.support.patience import HANG_S
-from tests.support.ports import free_port
-from tests.support.submitted import BIN, health, until
+from tests.support.processes import free_port
+from tests.support.submissions import BIN, health, until
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = [ROOT / "docker/Dockerfile", ROOT / "docker/Dockerfile.cpu"]

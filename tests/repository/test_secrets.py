@@ -16,7 +16,7 @@ from grpo_dist.rewards.registry import check_rewards
 from grpo_dist.tools.recipe.config import ResolvedStage
 from grpo_dist.tools.recipe.record import begin, differences
 from tests.support import fakes
-from tests.support.fake_openai import StandIn
+from tests.support.services import StandIn
 
 
 def config(key: str) -> Config:

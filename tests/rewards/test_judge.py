@@ -18,9 +18,9 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards, placed
 from grpo_dist.rewards.verdict_cache import VerdictCache
 from grpo_dist.types import Group, Prompt, Rollout, Thought, correctness
-from tests.support.fake_openai import StandIn, after, chat, failing
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S, longer, wait_until
+from tests.support.services import StandIn, after, chat, failing
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 
 pytestmark = pytest.mark.machine
 

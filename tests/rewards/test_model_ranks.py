@@ -13,9 +13,9 @@ import pytest
 
 from grpo_dist.config import RewardModelConfig
 from grpo_dist.rewards.models import Classifier, check_model
-from tests.support import made_classifiers
-from tests.support.made_process_models import MADE, marked_tokenizer
+from tests.support import reward_models
 from tests.support.patience import HANG_S
+from tests.support.reward_models import MADE, marked_tokenizer
 
 TOKENIZER = marked_tokenizer()
 TEXTS = ["one\n\ntwo\n\nso 2", "2", "a\n\nb"]
@@ -93,7 +93,7 @@ def start(*arguments):
 
 def settings_of_all(directory):
     for kind in ("outcome", "process"):
-        path = made_classifiers.random(directory / kind, kind)
+        path = reward_models.random(directory / kind, kind)
         yield {"name": kind, "path": path, "kind": kind}
     for name, make in MADE.items():
         make(directory / name)
@@ -122,7 +122,7 @@ def test_two_processes_score_as_one_in_every_format(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["rank 0", "rank 1"])
 def test_a_rank_that_is_killed_takes_the_other_with_it(tmp_path, first):
-    own = {"name": "m", "path": made_classifiers.random(tmp_path, "outcome"), "kind": "outcome"}
+    own = {"name": "m", "path": reward_models.random(tmp_path, "outcome"), "kind": "outcome"}
     process = start("hold")
     process.stdin.write(json.dumps(own) + "\n")
     process.stdin.flush()
@@ -146,7 +146,7 @@ def test_a_rank_that_is_killed_takes_the_other_with_it(tmp_path, first):
     ],
 )
 def test_a_model_that_cannot_be_split_is_refused_before_a_run(tmp_path, changes, message):
-    path = made_classifiers.random(tmp_path, "outcome")
+    path = reward_models.random(tmp_path, "outcome")
     if "bert" in message:
         from transformers import BertConfig
 

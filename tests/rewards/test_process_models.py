@@ -12,8 +12,8 @@ from grpo_dist.config import RewardModelConfig
 from grpo_dist.demo.tokenizer import END
 from grpo_dist.rewards.model_inputs import QWEN_SYSTEM_PROMPT, process_inputs
 from grpo_dist.rewards.models import Classifier, check_model
-from tests.support import made_classifiers
-from tests.support.made_process_models import (
+from tests.support import reward_models
+from tests.support.reward_models import (
     MADE,
     made_capped_shepherd,
     made_math_shepherd,
@@ -116,7 +116,7 @@ def test_skywork_is_read_by_its_value_head(tmp_path):
 
 @torch.no_grad()
 def test_a_sequence_classifier_scores_the_solution_up_to_each_step(tmp_path):
-    path, expected = made_classifiers.random(tmp_path, "outcome"), []
+    path, expected = reward_models.random(tmp_path, "outcome"), []
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     for text in TEXTS:
         pieces = text.split("\n\n")
@@ -143,7 +143,7 @@ def test_batches_do_not_change_scores_of_steps(tmp_path, of_format, make):
 
 def test_a_step_too_far_for_the_model_is_not_scored_and_those_before_are(tmp_path):
     """Prefixes are rows of their own: the first fits into 64 positions, the second does not."""
-    path = made_classifiers.by_hand(tmp_path, "outcome")
+    path = reward_models.by_hand(tmp_path, "outcome")
     scores = scored(path, "prefixes", ["3\n\n" + "3" * 80])
     assert np.isnan(scores.step_rewards[0]).tolist() == [False, True] and np.isnan(scores.rewards[0])
 
@@ -158,7 +158,7 @@ def refused(path, of_format, **more):
 def test_models_of_another_format_are_refused_without_loading(tmp_path):
     made_qwen_prm(tmp_path / "qwen")
     made_math_shepherd(tmp_path / "shepherd")
-    outcome = made_classifiers.by_hand(tmp_path / "outcome", "outcome")
+    outcome = reward_models.by_hand(tmp_path / "outcome", "outcome")
     message = refused(tmp_path / "qwen", "math_shepherd")
     assert (
         "Qwen2ForProcessRewardModel" in message

@@ -13,9 +13,9 @@ from grpo_dist.rewards.generative import Generative
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards
 from grpo_dist.rewards.remote import scores_of
-from tests.support.fake_openai import StandIn, after, failing, replied
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S
+from tests.support.services import StandIn, after, failing, replied
 
 
 @pytest.fixture(scope="module")

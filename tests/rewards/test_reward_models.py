@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from grpo_dist.config import RewardModelConfig, RewardsConfig
 from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.rewards.models import Classifier, check_model
-from tests.support.made_classifiers import by_hand, random
+from tests.support.reward_models import by_hand, random
 
 TOKENIZER = character_tokenizer()
 TEXTS = ["1\n\n2", "3", "x\n\n3\n\n1", ""]

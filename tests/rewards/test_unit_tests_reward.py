@@ -14,9 +14,9 @@ from grpo_dist.rewards import unit_tests
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards
 from grpo_dist.rewards.unit_tests import UnitTests, last_block, read_tests
-from tests.support.fake_sandbox_fusion import sandbox_fusion
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S, longer
+from tests.support.services import sandbox_fusion
 
 pytestmark = pytest.mark.machine
 LIMITS = {"call_s": HANG_S, "episode_s": HANG_S, "cpu_s": 30.0}

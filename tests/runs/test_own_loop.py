@@ -20,8 +20,8 @@ from grpo_dist.runs.verbs import Verbs
 from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.runtime.stage_log import open_stages
 from tests.support import fakes
+from tests.support.fakes import Probed
 from tests.support.patience import HANG_S
-from tests.support.probed import Probed
 
 PROMPTS = fakes.prompts(40)
 SOURCES = {"train": [{"path": "demo:add3"}]}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
 
 from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.config import Config
+from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.updates import make_updates
 from grpo_dist.types import Group, Prompt, Rollout
@@ -160,3 +163,140 @@ class World:
 def make_batches(config, scored, step, **how):
     """The updates of the first epoch of a step."""
     return make_updates(config, scored, step, **how)[0]
+
+
+# Fake engines of evaluation, and workers that have them.
+
+HELD = [EvalSet("held", [dataclasses.replace(p, uid=f"held {p.uid}") for p in prompts(3)])]
+EVERY_2 = {"before": True, "after": False, "every": 2, "samples_per_prompt": 2, "k": [1]}
+
+
+class Engines:
+    """Engines that sample under the version of a snapshot; ``rollouts`` and ``rewards`` of an evaluation."""
+
+    def __init__(self, world):
+        self.world, self.rollouts, self.rewards = world, self, world
+        self.version, self.copied, self.sampled = None, {}, []
+        self.gate, self.failure = asyncio.Event(), None
+        self.gate.set()
+
+    async def snapshot(self, directory, version):
+        assert version == self.world.version == len(self.world.updates)
+        self.copied[directory] = version
+
+    async def written(self):
+        for directory, version in self.copied.items():
+            (directory / "version").write_text(str(version))
+        self.copied = {}
+
+    async def load(self, directory):
+        self.version = int((directory / "version").read_text())
+        return True
+
+    def has_snapshot(self, directory):
+        return (directory / "version").exists()
+
+    async def discard(self, directory):
+        shutil.rmtree(directory)
+
+    async def sample(self, prompt, *, seeds, sampling):
+        await self.gate.wait()
+        if self.failure is not None:
+            raise self.failure
+        self.sampled.append((self.version, len(self.world.updates)))
+        return await self.world.sample(prompt, seeds=seeds, sampling=sampling)
+
+
+class OwnWorld(World):
+    """Workers with engines of evaluation, and a run directory."""
+
+    def __init__(self, directory):
+        super().__init__(jitter=False)
+        self.directory, self.notes, self.last = directory, [], None
+        self.engines = Engines(self)
+
+    def workers(self, reference=False):
+        return dataclasses.replace(super().workers(reference), evaluation=self.engines)
+
+    def note(self, message):
+        self.notes.append(message)
+
+    async def push(self, version):
+        assert version == len(self.updates)
+        return await super().push(version)
+
+    @property
+    def kept(self):
+        return sorted(path.name for path in self.directory.glob("evaluation/*"))
+
+
+# Fake engines and a fake policy for the probe of the sync.
+
+LOGPROB = -1.0
+
+
+class Probed(World):
+    """Fake engines to probe: the policy's log-probs are -1, an engine's are -1 plus its error.
+
+    ``probed`` has (version, engine names) of every comparison, in order.
+    """
+
+    def __init__(self, engines=("rollout-0",), dtype="float32", **options):
+        super().__init__(jitter=False, **options)
+        self.serving = {name: object() for name in engines}
+        self.error, self.dtype = dict.fromkeys(engines, 0.0), dtype
+        self.asked: list[tuple[int, str]] = []
+        self.rows: list[int] = []
+        self.notes: list[str] = []
+        self.claimed = None  # the version that samples of a probe are labelled with; None: the true one
+        self.requests = []
+
+    def workers(self, reference=False):
+        return dataclasses.replace(super().workers(reference), probe=Probes(self))
+
+    def note(self, message):
+        self.notes.append(message)
+
+    def name_of(self, engine):
+        return next((name for name, own in self.serving.items() if own is engine), None)
+
+    @property
+    def probed(self):
+        found: dict[int, list[str]] = {}
+        for version, name in self.asked:
+            found.setdefault(version, []).append(name)
+        return found
+
+
+class Probes:
+    def __init__(self, world):
+        self._world = world
+
+    def engines(self, version):
+        return dict(self._world.serving)
+
+    async def sample(self, engine, prompts, seeds, sampling):
+        world, name = self._world, self._world.name_of(engine)
+        if name is None:
+            return []
+        version = world.version if world.claimed is None else world.claimed
+        world.asked.append((world.version, name))
+        world.requests.append((tuple(p.uid for p in prompts), tuple(seeds), sampling))
+        await asyncio.sleep(0)
+        return [
+            tuple(
+                Rollout(
+                    prompt.uid, i, np.array([seed % 89 + 3, 2], np.int32),
+                    np.full(2, LOGPROB + world.error[name], np.float32), "stop", "x",
+                    np.full(2, version, np.int32),
+                )
+                for i, seed in enumerate(seeds)
+            )
+            for prompt in prompts
+        ]  # fmt: skip
+
+    async def logprobs(self, batch):
+        self._world.rows.append(len(batch))
+        lengths = batch.loss_mask.sum(dim=1).tolist()
+        values = [np.full(n, LOGPROB, np.float32) for n in lengths]
+        return self._world.dtype, dict(zip(batch.row_ids.tolist(), values, strict=True))

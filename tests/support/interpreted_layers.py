@@ -26,8 +26,8 @@ from grpo_dist.policy.attention import BlockKernel, VarlenKernel
 from grpo_dist.policy.layer_kernels import _ACTIVATIONS, replace_operations
 from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.policy.sequence_parallel import check_heads
-from tests.support.architectures import SHAPES, architecture
 from tests.support.kept_tensors import SHAPE, kept_for_backward, varlen_that_keeps
+from tests.support.models import SHAPES, architecture
 
 
 @triton.jit

@@ -8,10 +8,10 @@ from ray.util.placement_group import placement_group_table
 
 from actors.placement.demands import Resources, placement
 from actors.placement.fitting import nearest
-from tests.support.made_placements import reserved, shape
 from tests.support.multi_node_reservations import Actor
 from tests.support.patience import HANG_S
 from tests.support.patient_cluster import PatientCluster
+from tests.support.plans import reserved, shape
 
 NODE = {"num_cpus": 20, "num_gpus": 8}
 

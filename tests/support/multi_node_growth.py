@@ -19,10 +19,10 @@ from actors.placement.reservation import nodes
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from tests.chaos.find import MARK, Family
-from tests.support.made_placements import reserved
 from tests.support.multi_node_reservations import Actor, config
 from tests.support.patience import HANG_S
-from tests.support.ports import free_port
+from tests.support.plans import reserved
+from tests.support.processes import free_port
 
 _NODE = {"CPU": 4, "GPU": 2}
 _UP_S = 180.0

@@ -10,9 +10,9 @@ from actors.placement.fitting import Bundle, too_large
 from actors.placement.reservation import nodes
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
-from tests.support.made_placements import reserved
 from tests.support.patience import HANG_S
 from tests.support.patient_cluster import PatientCluster
+from tests.support.plans import reserved
 
 
 def config(**timeouts):

@@ -4,6 +4,11 @@ import math
 
 import torch
 
+from grpo_dist.policy.logprobs import logprobs_with_candidates
+from grpo_dist.policy.loss import add_stats, batch_loss, finish_stats
+from grpo_dist.policy.packing import padded
+from grpo_dist.policy.streams import divergence_from_teacher
+
 NAN, INF = math.nan, math.inf
 
 
@@ -31,3 +36,51 @@ def one_row(loss, ratios, advantages, *, logprobs=None, **settings):
     losses, stats = loss(new, old, row(*advantages), torch.ones(1, len(ratios), dtype=torch.bool), **settings)
     (gradient,) = torch.autograd.grad(losses.sum(), new)
     return losses.detach(), gradient, {name: float(value) for name, value in stats.items()}
+
+
+# The smallest causal model with the loss behind it, for tests of what no split of the rows changes.
+
+VOCABULARY = 108  # as in `made_groups`
+
+
+class Tiny(torch.nn.Module):
+    """A causal model of two matrices: hidden states are running means of embeddings. The temperature is 0.9
+    where rows have none of their own.
+    """
+
+    def __init__(self, dtype):
+        super().__init__()
+        generator = torch.Generator().manual_seed(4)
+        self.embedding, self.head = (
+            torch.nn.Parameter(torch.randn(VOCABULARY, 6, generator=generator, dtype=torch.float64).to(dtype))
+            for _ in range(2)
+        )
+
+    def forward(self, batch):
+        """Return log-probs and entropies, and what `divergence_from_teacher` needs."""
+        steps = torch.arange(1, batch.tokens.shape[1] + 1)[:, None]
+        hidden = torch.tanh(self.embedding[batch.tokens].cumsum(dim=1) / steps)
+        how = {"candidates": batch.top_ids, "candidates_at_teacher": batch.top_logprobs}
+        layout = padded(batch.tokens, batch.wanted, batch.temperatures, **how)
+        values, entropies, candidates = logprobs_with_candidates(
+            hidden.flatten(0, 1)[layout.sources],
+            self.head,
+            layout.targets,
+            layout.candidates,
+            temperature=0.9 if layout.temperature is None else layout.temperature,
+            chunk_tokens=16,
+            with_entropy=True,
+        )
+        return layout.as_rows(values), layout.as_rows(entropies), (candidates, layout)
+
+    def gradient(self, parts, settings):
+        """Return flat gradient and metrics for ``parts`` processed in sequence."""
+        self.zero_grad()
+        total = None
+        for part in parts:
+            logprobs, entropy, candidates = self(part)
+            from_teacher = divergence_from_teacher(*candidates, settings)
+            loss, stats = batch_loss(logprobs, part, settings, entropy=entropy, from_teacher=from_teacher)
+            loss.backward()
+            total = stats if total is None else add_stats(total, stats)
+        return torch.cat([p.grad.double().flatten() for p in self.parameters()]), finish_stats(total)

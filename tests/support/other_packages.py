@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.documents import ROOT
 from tests.support.patience import HANG_S
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 
 _OWN = ROOT / ".venv-packages/bin/python"
 _READY = ROOT / ".venv-packages/.ready"  # made once everything is installed

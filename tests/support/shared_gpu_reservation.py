@@ -7,7 +7,7 @@ from collections import Counter
 import ray
 
 from actors.placement.demands import Resources, placement
-from tests.support.made_placements import reserved, shape
+from tests.support.plans import reserved, shape
 
 MODELS = [
     {"name": "small", "path": "x", "gpu_share": 0.25, "num_workers": 2},

@@ -1,8 +1,8 @@
 """The two tiers of the suite: `make test` runs the same tests every time, `make test-all` the slow ones too.
 
-    @pytest.mark.slow                              a test that `make test` leaves out
-    slow_after([case, ...], 2)                     cases of a parametrised test: two are in both tiers
-    one_each(LOSSES, MODES)                        pairs, each of the first with one of the second
+@pytest.mark.slow                              a test that `make test` leaves out
+slow_after([case, ...], 2)                     cases of a parametrised test: two are in both tiers
+one_each(LOSSES, MODES)                        pairs, each of the first with one of the second
 """
 
 import os

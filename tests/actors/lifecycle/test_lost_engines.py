@@ -14,9 +14,9 @@ from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import WeightSyncConfig
 from grpo_dist.errors import TransferLost
 from grpo_dist.types import Sampling
+from tests.support.engines import TwoEngines, on_the_loop, world_of
 from tests.support.patience import HANG_S
 from tests.support.real_engine import PROMPTS, difference, same
-from tests.support.two_engines import TwoEngines, on_the_loop, world_of
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow, pytest.mark.long]
 

@@ -14,7 +14,7 @@ from actors.placement.demands import Resources, placement
 from actors.placement.fitting import Bundle, bundles
 from actors.placement.reservation import Reservation
 from grpo_dist.errors import WorkerLost
-from tests.support.made_placements import config, shape
+from tests.support.plans import config, shape
 
 MIXED = "a" + "b" * 7 + "b" + "a" * 7  # as in https://github.com/ray-project/ray/issues/51117
 

@@ -14,8 +14,8 @@ from actors.placement.fitting import Bundle, Node, bundles, fits, grown, nearest
 from actors.placement.reservation import Reservation
 from grpo_dist.config import AutoscalingConfig
 from grpo_dist.errors import UserError
-from tests.support.made_placements import config, shape
 from tests.support.patience import HANG_S
+from tests.support.plans import config, shape
 
 GPU = Bundle("policy", gpus=1, cpus=1)
 

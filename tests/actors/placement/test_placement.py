@@ -19,7 +19,7 @@ from actors.placement.sharing import Devices, colocated_ranks, packed, share_out
 from grpo_dist.config.files import changed
 from grpo_dist.config.rewards import RewardModelConfig
 from grpo_dist.errors import UserError
-from tests.support.made_placements import config, shape
+from tests.support.plans import config, shape
 
 NODE = Resources(cpus=64, gpus=8)
 LAPTOP = Resources(cpus=4, gpus=0)

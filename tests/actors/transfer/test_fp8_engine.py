@@ -21,7 +21,7 @@ from actors.transfer.stream import send
 from actors.transfer.vllm_receiver import PackedWeightTransfer, UpdateInfo
 from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
 from tests.support.engine_arguments import arguments
-from tests.support.vllm_process import one_process_of
+from tests.support.engines import one_process_of
 
 FAN_IN, WIDTHS = 32, (48, 16)
 

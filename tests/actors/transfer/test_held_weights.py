@@ -22,7 +22,7 @@ from actors.transfer.stream import send
 from actors.transfer.vllm_receiver import PackedWeightTransfer, UpdateInfo
 from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
 from grpo_dist.policy.weight_deltas import SentWeights
-from tests.support.vllm_process import one_process_of
+from tests.support.engines import one_process_of
 
 CPU, BUCKET, WIDTH, WORDS = torch.device("cpu"), 20_000, 64, 128
 SHAPES = {

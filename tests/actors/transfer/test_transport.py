@@ -36,7 +36,7 @@ from grpo_dist.policy.weight_deltas import HeldWeights, SentWeights
 from grpo_dist.runtime.hardware import one_thread, transfer_backend
 from grpo_dist.runtime.rendezvous import NotAMember, Rank, check_members, meeting_point
 from tests.support.patience import HANG_S, longer, wait_until
-from tests.support.ports import free_port
+from tests.support.processes import free_port
 
 SECRET = b"of the group in these tests"
 CPU_KINDS = ["gloo", "shared_memory"]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.support.architectures import SHAPES, architecture
-from tests.support.engine_and_trainer import EAGER, LIMIT, differences, trained
+from tests.support.engines import EAGER, LIMIT, differences, trained
+from tests.support.models import SHAPES, architecture
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow]
 

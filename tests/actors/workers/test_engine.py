@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.types import Prompt
+from tests.support.engines import world_of
 from tests.support.real_engine import PROMPTS, World, difference, same
-from tests.support.two_engines import world_of
 
 pytestmark = pytest.mark.machine
 world = world_of(World)

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.transfer.vllm_norms import PROVIDER
+from tests.support.engines import world_of
 from tests.support.real_episodes import EpisodeWorld, equal, prompt, trainer_logprobs
-from tests.support.two_engines import world_of
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow, pytest.mark.long]
 

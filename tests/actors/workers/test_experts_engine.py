@@ -16,8 +16,8 @@ from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
-from tests.support.engine_and_trainer import EAGER, LIMIT, differences, trained
-from tests.support.expert_models import SHAPES, expert_model
+from tests.support.engines import EAGER, LIMIT, differences, trained
+from tests.support.models import EXPERT_SHAPES, expert_model
 from tests.support.real_ranks import (
     ALGORITHM,
     TEMPERATURE,
@@ -31,7 +31,7 @@ from tests.support.real_ranks import (
 pytestmark = [pytest.mark.machine, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("kind", sorted(SHAPES))
+@pytest.mark.parametrize("kind", sorted(EXPERT_SHAPES))
 @pytest.mark.parametrize("engine", [EAGER, pytest.param({}, marks=pytest.mark.slow)])
 def test_engine_and_trainer_are_the_same_model_before_and_after_updates(ray_cluster, tmp_path, kind, engine):
     own, moved = differences(expert_model(tmp_path, kind), trained(), engine)
@@ -57,7 +57,7 @@ def test_they_are_also_the_same_for_other_shapes_and_adapters(ray_cluster, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("kind", "stage"), [("mixtral", 3), *(pytest.param(k, 2, marks=pytest.mark.slow) for k in SHAPES)]
+    ("kind", "stage"), [("mixtral", 3), *(pytest.param(k, 2, marks=pytest.mark.slow) for k in EXPERT_SHAPES)]
 )
 def test_ranks_train_experts_and_export_the_checkpoints_names(forked_ranks, tmp_path, kind, stage):
     """The gradient is that of float64; what is sent, in buckets smaller than a layer's experts, is what the

@@ -27,7 +27,7 @@ from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
-from tests.support.architectures import architecture
+from tests.support.models import architecture
 from tests.support.real_ranks import (
     ALGORITHM,
     STREAMS,

@@ -19,8 +19,8 @@ from grpo_dist.errors import UserError
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Prompt, Rollout, Sampling, ToolCall, Turn
-from tests.support.made_classifiers import BY_HAND, by_hand
 from tests.support.patience import HANG_S
+from tests.support.reward_models import BY_HAND, by_hand
 
 pytestmark = pytest.mark.machine
 

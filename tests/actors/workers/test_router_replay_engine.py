@@ -29,8 +29,8 @@ from grpo_dist.config import (
 from grpo_dist.environments.episode import Generation
 from grpo_dist.errors import SamplesLost, UserError
 from grpo_dist.types import FurtherRow, Group, HeldRoutes, PreparedBatch, Prompt, Sampling
-from tests.support.expert_models import tied_model
 from tests.support.made_groups import group_of
+from tests.support.models import tied_model
 from tests.support.real_engine import World
 from tests.support.real_ranks import OpenWorker
 

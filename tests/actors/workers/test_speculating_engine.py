@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.drafting_engine import WAYS, Engine, sampled_without_drafts
+from tests.support.engines import WAYS, Engine, sampled_without_drafts
 from tests.support.real_engine import same
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow]

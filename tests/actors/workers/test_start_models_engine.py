@@ -4,12 +4,10 @@ import pytest
 
 from grpo_dist.policy.lora import with_adapter
 from grpo_dist.policy.text_model import usable_model
-from tests.support.biased_experts import biased_experts
-from tests.support.engine_and_trainer import EAGER, LIMIT, differences, largest, trained
-from tests.support.lora_adapters import LORA, loaded, made_adapter
+from tests.support.engines import EAGER, LIMIT, differences, largest, trained
+from tests.support.models import LORA, biased_experts, loaded, made_adapter, wrapper
 from tests.support.real_engine import World
 from tests.support.real_ranks import AdaptedWorker
-from tests.support.wrappers import wrapper
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow]
 

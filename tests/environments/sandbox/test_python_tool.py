@@ -16,8 +16,8 @@ from grpo_dist.environments.sandbox.frames import KeptOutput
 from grpo_dist.environments.sandbox.python import PythonSandbox
 from grpo_dist.errors import UserError
 from tests.environments.sandbox.found import FOUND
-from tests.support.fake_sandbox_fusion import sandbox_fusion
 from tests.support.patience import HANG_S, longer
+from tests.support.services import sandbox_fusion
 
 SETTINGS = SandboxConfig(call_s=HANG_S, episode_s=4 * HANG_S, cpu_s=HANG_S, memory_mb=256)
 

@@ -29,7 +29,7 @@ from grpo_dist.tools.report.source import ReportLimits
 from grpo_dist.types import Group, Prompt, Rollout, Sampling
 from tests.support import fakes
 from tests.support.made_episodes import episodes, ids_of
-from tests.support.report_page import pieces
+from tests.support.reports import pieces
 
 IDENTITY = Identity("sft", "f", {"evaluation": {"samples_per_prompt": 4}}, "d")
 

@@ -15,7 +15,7 @@ import pytest
 from tests.support.documents import ROOT
 from tests.support.patience import HANG_S, wait_for_end
 from tests.support.real_runs import survivors
-from tests.support.report_page import pieces
+from tests.support.reports import pieces
 
 pytestmark = [pytest.mark.machine, pytest.mark.slow, pytest.mark.long]
 

@@ -28,8 +28,7 @@ from grpo_dist.tools.plan.simulation import simulate
 from grpo_dist.tools.plan.supervised import demonstration_line, demonstration_rows
 from grpo_dist.tools.plan.workload import Workload, workload_of
 from tests.support.fakes import config
-from tests.support.planned_models import model_of
-from tests.support.preset_needs import PRESET_NEEDS
+from tests.support.plans import PRESET_NEEDS, model_of
 
 ROOT = Path(__file__).resolve().parents[3]
 GPU = str(ROOT / "configs/gsm8k_qwen2.5_1.5b.yaml")

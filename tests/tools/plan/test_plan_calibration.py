@@ -13,7 +13,7 @@ from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.options import option_of, planned
 from grpo_dist.tools.plan.rates import Rates
 from grpo_dist.tools.plan.setting import Assumptions, build_setting
-from tests.support.planned_models import model_of
+from tests.support.plans import model_of
 from tests.tools.plan.test_plan import cpu_config, result
 
 

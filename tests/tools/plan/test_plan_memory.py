@@ -28,7 +28,7 @@ from tests.gpu.process import CheckTask
 from tests.gpu.sizes import MEMORY, UpdateSize, planned, update_config
 from tests.support.fakes import config
 from tests.support.kept_tensors import SHAPE, kept_for_backward, varlen_that_keeps
-from tests.support.planned_models import model_of
+from tests.support.plans import model_of
 
 ROOT = Path(__file__).resolve().parents[3]
 MEASURED = ROOT / "tests/gpu/measured"

@@ -15,10 +15,10 @@ from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import Sizes, activation_bytes, lora_parameters
 from grpo_dist.tools.plan.models import from_config_json
 from grpo_dist.tools.plan.setting import Assumptions
-from tests.support.expert_models import SHAPES
 from tests.support.fakes import config
 from tests.support.kept_tensors import SHAPE, kept_by_padded_rows
-from tests.support.planned_models import model_of
+from tests.support.models import EXPERT_SHAPES
+from tests.support.plans import model_of
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 MEASURED = {
@@ -113,10 +113,10 @@ def test_a_wrapper_is_counted_as_its_text_model(tied):
     assert found.tied == tied and found.parameters == sum(p.numel() for p in real.parameters())
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", *SHAPES])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", *EXPERT_SHAPES])
 def test_types_that_are_known_here_are_counted_as_their_models_are(kind, monkeypatch):
     """Without transformers, which takes seconds to import."""
-    c = SHAPES.get(kind, SHAPE) | {"model_type": kind, "max_position_embeddings": 64}
+    c = EXPERT_SHAPES.get(kind, SHAPE) | {"model_type": kind, "max_position_embeddings": 64}
     c |= {"tie_word_embeddings": False}
     measured = models._measure(c, "m")
     monkeypatch.setattr(models, "_measure", None)

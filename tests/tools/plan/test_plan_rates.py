@@ -16,7 +16,7 @@ from grpo_dist.tools.plan.rates import UpdateWork
 from grpo_dist.tools.plan.roles import roles_of
 from grpo_dist.tools.plan.workload import workload_of
 from tests.support.fakes import config
-from tests.support.planned_models import model_of
+from tests.support.plans import model_of
 from tests.tools.plan.test_plan import rates
 from tests.tools.plan.test_plan_reward_models import one
 

@@ -20,7 +20,7 @@ from grpo_dist.tools.plan.search import bound, reason
 from grpo_dist.tools.plan.setting import Assumptions
 from grpo_dist.tools.plan.workload import workload_of
 from tests.support.fakes import config
-from tests.support.made_classifiers import config as classifier_config
+from tests.support.reward_models import config as classifier_config
 
 KNOWN = "Qwen/Qwen2.5-7B"
 BODY = 28 * (3584 * 128 * (2 * 28 + 2 * 4) + 3 * 3584 * 18944)  # weights that multiply each token

@@ -19,7 +19,7 @@ from grpo_dist.tools.plan.simulation import simulate
 from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config
 from tests.support.made_times import Times, judges
-from tests.support.planned_models import model_of
+from tests.support.plans import model_of
 
 N = 7_615_616_512
 EMBEDDING = 152064 * 3584

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.support.browser import chromium
+from tests.support.reports import chromium
 
 
 @pytest.fixture(scope="module")

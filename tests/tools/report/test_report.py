@@ -30,9 +30,8 @@ from grpo_dist.tools.report.run_dir import open_runs, sample_files
 from grpo_dist.tools.report.server import ReportServer
 from grpo_dist.tools.report.source import ReportLimits, Source
 from grpo_dist.tools.report.tokens import SCALES, TokenTexts
-from tests.support.made_runs import HOSTILE, make_run, metrics_of, write_lines, write_samples
 from tests.support.patience import HANG_S
-from tests.support.report_page import pieces
+from tests.support.reports import HOSTILE, make_run, metrics_of, pieces, write_lines, write_samples
 
 
 def page_of(runs, tmp_path, **limits):

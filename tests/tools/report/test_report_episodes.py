@@ -14,7 +14,7 @@ from grpo_dist.tools.report import rollouts, tokens
 from grpo_dist.tools.report.answers import AnswerReader
 from grpo_dist.tools.report.layout import SECTIONS
 from tests.support.made_episodes import CALL, RESULT, end_of, episodes
-from tests.support.made_runs import make_run
+from tests.support.reports import make_run
 from tests.tools.report.test_report_page import column, filtered, opened, rows_shown
 
 

@@ -14,9 +14,16 @@ from grpo_dist.tools.report.command import write_report
 from grpo_dist.tools.report.run_dir import open_runs
 from grpo_dist.tools.report.server import ReportServer
 from grpo_dist.tools.report.source import ReportLimits, sources
-from tests.support.browser import chromium
-from tests.support.made_runs import HOSTILE, make_run, metrics_of, timeline_of, write_lines, write_samples
 from tests.support.patience import HANG_S
+from tests.support.reports import (
+    HOSTILE,
+    chromium,
+    make_run,
+    metrics_of,
+    timeline_of,
+    write_lines,
+    write_samples,
+)
 
 MANY = 250  # groups of 8 in each of 50 tables: 100,000 rollouts
 

@@ -11,8 +11,7 @@ import yaml
 from actors.placement.demands import Resources, placement
 from actors.placement.fitting import Node, bundles, fits
 from grpo_dist.config.files import load_config
-from tests.support.rayjob_schema import RAYJOB
-from tests.support.submitted import TINY, command, config_in
+from tests.support.submissions import RAYJOB, TINY, command, config_in
 
 ROOT = Path(__file__).resolve().parents[3]
 # The published definition, e.g. helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml of a KubeRay release.

@@ -18,7 +18,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.tools.submit import code, ray_jobs
 from grpo_dist.tools.submit.job import Job
 from tests.support.patience import HANG_S, wait_until
-from tests.support.submitted import command, config_in, health, ray_head, until
+from tests.support.submissions import command, config_in, health, ray_head, until
 
 pytestmark = [pytest.mark.machine, pytest.mark.long]
 

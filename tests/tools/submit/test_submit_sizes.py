@@ -5,7 +5,7 @@ import pytest
 from grpo_dist.cli import main
 from grpo_dist.tools.submit.job import SubmissionRecord
 from grpo_dist.tools.submit.slurm_jobs import SlurmTarget
-from tests.support.submitted import command, config_in
+from tests.support.submissions import command, config_in
 
 KUBERAY = ("--image", "x", "--volume", "runs:/runs", "output_dir=/runs")
 

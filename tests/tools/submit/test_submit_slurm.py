@@ -16,9 +16,8 @@ import pytest
 from grpo_dist.tools.submit.job import SubmissionRecord
 from grpo_dist.tools.submit.slurm_jobs import print_logs
 from grpo_dist.tools.submit.slurm_options import check_left_open, check_time
-from tests.support.fake_slurm import PROGRAMS, PYTHON, RAY, Running
 from tests.support.patience import HANG_S
-from tests.support.submitted import BIN, command, config_in, until
+from tests.support.submissions import BIN, PROGRAMS, PYTHON, RAY, Running, command, config_in, until
 
 pytestmark = [pytest.mark.machine, pytest.mark.long]
 

@@ -1,10 +1,13 @@
-"""Configurations with given worker counts, for tests of placement."""
+"""What a plan and a placement start from."""
 
 from functools import partial
 
 from actors.placement.fitting import nearest
 from actors.placement.reservation import Reservation
 from grpo_dist.config import Config
+from grpo_dist.tools.plan import models
+
+# Configurations with given worker counts, for tests of placement.
 
 
 def config(**changes):
@@ -26,3 +29,18 @@ async def reserved(wanted, demands):
     return await Reservation.acquire(
         demands, wanted.cluster, partial(nearest, wanted, training=True), name=wanted.name
     )
+
+
+# Sizes of the model of a configuration, for tests of the plan.
+
+
+def model_of(config: Config) -> models.ModelShape:
+    return models.model_of(config.model, config.sft, config.seed)
+
+
+# Overrides that a preset needs in addition to its own section.
+
+PRESET_NEEDS = {
+    "process": ["rewards.models=[{name: steps, path: /a/model, kind: process}]"],
+    "turn": ["data.environment=calculator"],
+}
