@@ -104,7 +104,16 @@ def _row(key: Key, headings: Mapping[type[BaseModel], str]) -> str:
                 value = value.replace(word, f"[{word}](#{anchor(headings[section])})", 1)
         else:
             value = value.replace("section", f"[section](#{anchor(headings[section])})")
-    return f"| `{key.path}` | {value}; {key.default} | {_cell(meaning(key))} |"
+    return f"| `{key.path}` | {_setting(value, key.default)} | {_cell(meaning(key))} |"
+
+
+def _setting(value: str, default: str) -> str:
+    """Describe values and default, without what the default says: "integer > 0", "`8`" -> "> 0; `8`"."""
+    if default == "`null`":
+        value = value.removesuffix(", `null`")
+    elif default != "required":
+        value = re.sub("^(`true`, `false`|text|integer|number)(?= |$)", "", value).strip()
+    return f"{value}; {default}" if value else default
 
 
 def _heading(section: type[BaseModel], prefixes: Sequence[str], title: str) -> str:
