@@ -32,11 +32,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_environment_of_the_guide_has_about_20_lines(here: Path) -> None:
-    code = (here / "games.py").read_text().splitlines()[1:]
-    assert len([line for line in code if line.strip()]) <= 25
-
-
 def test_check_shows_the_environment_its_tools_and_an_answer(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

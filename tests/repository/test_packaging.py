@@ -14,7 +14,8 @@ from grpo_dist.tools.recipe.config import load_pipeline
 from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs/bench").glob("*.yaml")])
 
 IMPORT_ALL = """
@@ -106,3 +107,13 @@ def test_the_shipped_pipeline_is_the_recipe_on_the_demo():
     ]
     assert pipeline["distilled"].config.sft.model == "demo:micro"
     assert pipeline["second_grpo"].inputs == ("second_sft",)
+
+
+def test_every_folder_and_root_file_is_in_the_import_contract():
+    contracts = PYPROJECT["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    listed = {module.strip() for layer in layers for module in layer.split("|")}
+    package = ROOT / "grpo_dist"
+    modules = [*package.glob("*/__init__.py"), *package.glob("*.py")]
+    names = {path.parent.name if path.parent != package else path.stem for path in modules} - {"__init__"}
+    assert listed == {f"grpo_dist.{name}" for name in names} | {"actors"}
