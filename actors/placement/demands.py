@@ -199,7 +199,7 @@ def demands_of(config: Config, has: Resources, *, training: bool, colocated: boo
         demands["evaluation"] = Demand(
             config.evaluation.num_workers,
             on_gpu * rollout.tensor_parallel_size,
-            config.evaluation.threads or 1,
+            1,
         )
     if config.has_environments:
         demands["environments"] = Demand(config.environments.num_workers, 0, 1)
@@ -213,8 +213,7 @@ def demands_of(config: Config, has: Resources, *, training: bool, colocated: boo
         demands["reference"] = Demand(workers, on_gpu, reference.threads or 1, shared=shared)
     if training and (teachers := config.distillation.of_own_models):
         workers = sum(on_each or teacher.num_workers for teacher in teachers)
-        threads = max(teacher.threads or 1 for teacher in teachers)
-        demands["teachers"] = Demand(workers, on_gpu, threads, shared=shared)
+        demands["teachers"] = Demand(workers, on_gpu, 1, shared=shared)
     if config.is_supervised:
         demands = {"policy": demands["policy"]}
     return _with_cpus(demands, has, colocated=colocated)

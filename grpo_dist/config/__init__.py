@@ -34,7 +34,6 @@ from grpo_dist.config.monitoring import (
     ProfileConfig,
     SinkConfig,
     TrackingConfig,
-    WandbConfig,
 )
 from grpo_dist.config.rewards import (
     GatedConfig,
@@ -114,6 +113,5 @@ __all__ = [
     "TimeoutsConfig",
     "TrackingConfig",
     "TransferBackend",
-    "WandbConfig",
     "WeightSyncConfig",
 ]

@@ -339,18 +339,6 @@ RULES = (
         }.items()
     ),
     Rule(
-        "environments.sandbox.backend environments.sandbox.url",
-        lambda c: c.environments.sandbox.backend == "http" and c.environments.sandbox.url is None,
-        "needs the address of the service",
-        "set `environments.sandbox.url`, or use backend process",
-    ),
-    Rule(
-        "environments.sandbox.url environments.sandbox.backend",
-        lambda c: c.environments.sandbox.backend != "http" and c.environments.sandbox.url is not None,
-        "only a service has an address",
-        "set the backend to http, or remove the url",
-    ),
-    Rule(
         "environments.sandbox.call_s environments.sandbox.episode_s",
         lambda c: c.environments.sandbox.call_s > c.environments.sandbox.episode_s,
         "one call may not take longer than all calls of an episode",
@@ -701,7 +689,7 @@ def _of_teachers(config: Sections) -> Iterator[str]:
                 f"{where}: `prompt` replaces the problem, but an environment begins and rewrites its "
                 "episodes itself; remove `prompt`, or train without environments"
             )
-        for key in ("revision", "num_workers", "threads", "micro_batch_tokens"):
+        for key in ("revision", "num_workers", "micro_batch_tokens"):
             value = getattr(teacher, key)
             if not teacher.has_workers and value != fields[key].default:
                 yield (

@@ -370,11 +370,6 @@ class BatchConfig(Section):
         description="with order completion: groups on their way for each that a step takes, at most 1 + "
         "max_staleness; null: 1 + max_staleness / 2",
     )
-    min_samples: PositiveInt | None = Field(
-        None,
-        description="fewest samples of a group whose other samples an engine aborted; with fewer the group "
-        "is sampled again; null: half of samples_per_prompt, at least 2",
-    )
     updates_per_step: PositiveInt = Field(1, description="optimiser updates per step; 1 is on-policy")
     epochs_per_batch: PositiveInt = Field(1, description="passes over the samples of a step")
     shuffle_epochs: bool = Field(
@@ -388,16 +383,10 @@ class BatchConfig(Section):
 
     @property
     def least_samples(self) -> int:
-        """Samples that a group needs."""
-        whole = self.samples_per_prompt
-        return min(whole, max(2, -(-whole // 2))) if self.min_samples is None else self.min_samples
-
-    def _contradictions(self) -> Iterator[str]:
-        if self.min_samples is not None and self.min_samples > self.samples_per_prompt:
-            yield (
-                f"min_samples = {self.min_samples} is above samples_per_prompt = {self.samples_per_prompt}; "
-                "lower the first"
-            )
+        """Fewest samples of a group whose other samples failed: half, at least 2. With fewer the group is
+        sampled again.
+        """
+        return min(self.samples_per_prompt, max(2, -(-self.samples_per_prompt // 2)))
 
 
 class DynamicSamplingConfig(Section):

@@ -30,10 +30,11 @@ def check_environment_name(name: str) -> None:
 class SandboxConfig(Section):
     """Limits of code that the policy writes, and where it runs."""
 
-    backend: Literal["process", "http"] = Field(
-        "process", description="process: on the environment worker's machine; http: a SandboxFusion service"
+    url: str | None = Field(
+        None,
+        description="address of a SandboxFusion service, e.g. http://sandbox:8080; null: processes on the "
+        "environment worker's machine",
     )
-    url: str | None = Field(None, description="http: address of the service, e.g. http://sandbox:8080")
     call_s: PositiveFloat = Field(10.0, description="wall clock of one tool call")
     episode_s: PositiveFloat = Field(60.0, description="wall clock of all tool calls of an episode")
     cpu_s: PositiveFloat = Field(20.0, description="CPU time of an episode's code")

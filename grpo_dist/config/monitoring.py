@@ -30,11 +30,8 @@ class EvaluationConfig(Section):
     )
     num_workers: Count = Field(
         0,
-        description="engines of its own, on which evaluation runs while training continues, each with "
-        "rollout.tensor_parallel_size GPUs; 0: evaluation uses the engines of training, which waits for it",
-    )
-    threads: Count = Field(
-        0, description="CPU threads of such an engine; 0: one, with low priority, so that training is faster"
+        description="engines for evaluation alone, which runs on them while training continues, each with "
+        "rollout.tensor_parallel_size GPUs or a CPU thread; 0: training waits, and lends its engines",
     )
 
     def _contradictions(self) -> Iterator[str]:
@@ -42,11 +39,6 @@ class EvaluationConfig(Section):
             yield (
                 f"k = {list(self.k)} has a value above samples_per_prompt = {self.samples_per_prompt}; "
                 "raise samples_per_prompt or lower k"
-            )
-        if self.threads and not self.num_workers:
-            yield (
-                f"threads = {self.threads} are those of engines for evaluation alone, but num_workers = 0; "
-                "set num_workers to 1 or more, or remove threads"
             )
 
 
@@ -87,7 +79,6 @@ class HealthConfig(Section):
         None, description="mean reward as a share of the run's best (if that is above 0), e.g. 0.5"
     )
     entropy_below: PositiveFloat | None = Field(None, description="entropy of the policy, nats per token")
-    length_above: PositiveFloat | None = Field(None, description="mean completion length, tokens")
     truncated_above: Fraction | None = Field(None, description="share of truncated completions")
     degenerate_above: Fraction | None = Field(
         None,
@@ -125,17 +116,6 @@ class CheckpointConfig(Section):
     export: bool = Field(True, description="write the trained model in Hugging Face format at the end")
 
 
-class WandbConfig(Section):
-    """Weights & Biases."""
-
-    enabled: bool = Field(False, description="also log to wandb")
-    project: str = Field("grpo-dist", description="project of the run")
-    entity: str | None = Field(None, description="user or team; null: the default of the API key")
-    mode: Literal["auto", "online", "offline"] = Field(
-        "auto", description="auto: WANDB_MODE, else offline if no API key is set"
-    )
-
-
 class MetricConfig(Section):
     """A metric of your own, logged as `own/<name>` after each step; `own/<name>/<key>` for each value of a
     mapping.
@@ -167,7 +147,11 @@ class TrackingConfig(Section):
 
     console: bool = Field(True, description="print a line per step in the terminal")
     tensorboard: bool = Field(True, description="write `tensorboard/` in the run directory")
-    wandb: WandbConfig = WandbConfig()
+    wandb: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="project at Weights & Biases, offline where no API key is set; WANDB_ENTITY has the user "
+        "or team, WANDB_MODE the mode; null: not used",
+    )
     metrics: tuple[MetricConfig, ...] = Field((), description="metrics of your own")
     sinks: tuple[SinkConfig, ...] = Field((), description="sinks of your own")
     samples: bool = Field(
@@ -192,9 +176,8 @@ class TrackingConfig(Section):
 
 
 class ProfileConfig(Section):
-    """Profiles of chosen steps, written to `profile` in the run directory."""
+    """Profiles of chosen steps, with the shapes of each operator's inputs, written to `profile` in the run
+    directory.
+    """
 
     steps: tuple[PositiveInt, ...] = Field((), description="steps to trace on every rank, e.g. [3, 4]")
-    shapes: bool = Field(True, description="record input shapes of each operator")
-    memory: bool = Field(False, description="record memory that each operator allocates and frees")
-    stacks: bool = Field(False, description="record the Python stack of each operator, at some cost")

@@ -246,11 +246,10 @@ PEER_TABLE = (
         "ckpt_path", roll="logging_dir base_dir"),
     row("name", verl="trainer.experiment_name", trl="run_name",
         openrlhf="logger.wandb.run_name wandb_run_name", roll="exp_name"),
-    row("tracking.wandb.enabled", "also `tracking.tensorboard`, `tracking.sinks`",
-        verl="trainer.logger", trl="report_to", openrlhf="logger.wandb.key use_wandb", roll="track_with"),
-    row("tracking.wandb.project", verl="trainer.project_name", openrlhf="logger.wandb.project wandb_project",
-        roll="tracker_kwargs.project"),
-    row("tracking.wandb.entity", openrlhf="logger.wandb.org wandb_org"),
+    row("tracking.wandb", "the project; also `tracking.tensorboard`, `tracking.sinks`",
+        verl="trainer.logger trainer.project_name", trl="report_to", openrlhf="logger.wandb.key use_wandb "
+        "logger.wandb.project wandb_project", roll="track_with tracker_kwargs.project"),
+    row("", "set the environment variable WANDB_ENTITY", openrlhf="logger.wandb.org wandb_org"),
     row("tracking.tensorboard", openrlhf="logger.tensorboard_dir use_tensorboard",
         roll="tracker_kwargs.log_dir"),
     row("tracking.samples", "every sample of every step is kept",
@@ -265,6 +264,23 @@ PEER_TABLE = (
     row("cluster.num_cpus", verl="ray_kwargs.ray_init.num_cpus"),
 )  # fmt: skip
 
+# Keys of earlier versions, without indices, and what to write now.
+EARLIER_KEYS = {
+    "batch.min_samples": "nothing: a group needs half of `batch.samples_per_prompt`",
+    "cluster.timeouts.room_s": "`cluster.timeouts.placement_timeout_s`",
+    "demonstrations.examples": "`examples` of a source: `demonstrations.data: [{path: ..., examples: 100}]`",
+    "demonstrations.noise": "`noise` of a source: `demonstrations.data: [{path: ..., noise: 0.1}]`",
+    "distillation.teachers.threads": "nothing: a worker has one thread",
+    "environments.sandbox.backend": "`environments.sandbox.url` for a service, nothing for processes",
+    "evaluation.threads": "nothing: such an engine has one thread",
+    "health.garbage_above": "`health.degenerate_above`",
+    "health.length_above": "`health.truncated_above`",
+    "profile.memory": "nothing",
+    "profile.shapes": "nothing: shapes are always recorded",
+    "profile.stacks": "nothing",
+    "sft.examples": "`examples` of a source: `sft.data: [{path: ..., examples: 100}]`",
+    "sft.noise": "`noise` of a source: `sft.data: [{path: ..., noise: 0.1}]`",
+}
 _MOST_MEANINGS = 2
 # A last word that many settings share identifies none of them.
 _GENERIC = (
@@ -296,6 +312,8 @@ def hint(key: str, *, ends: bool = True) -> str | None:
 
         num_generations -> did you mean `batch.samples_per_prompt`? (TRL's `num_generations`)
     """
+    if (now := EARLIER_KEYS.get(".".join(part for part in key.split(".") if not part.isdigit()))) is not None:
+        return f"an earlier version had it; write {now}"
     by_row: dict[tuple[str, ...], list[PeerSetting]] = {}
     for setting in lookup(key, ends=ends):
         by_row.setdefault(setting.row.ours, []).append(setting)

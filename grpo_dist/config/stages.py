@@ -42,17 +42,21 @@ class RejectionConfig(Section):
 
 
 class DemonstrationsConfig(Section):
-    """One source of (prompt, completion) pairs; null takes the value of the `sft` section."""
+    """One source of (prompt, completion) pairs."""
 
     path: str = Field(
         description="data file with `prompt` and `completion`, or `messages`, or a directory of these, or "
         "`demo:<name>`"
     )
-    examples: PositiveInt | None = Field(None, description="examples used, from the start; null: as in `sft`")
-    noise: Fraction | None = Field(None, description="as `sft.noise`")
+    examples: PositiveInt | None = Field(None, description="examples used, from the start; null: all")
+    noise: Fraction = Field(
+        0.0,
+        description="share of generated demonstrations with one wrong step (demo:add3), or that guess and do "
+        "not call the calculator (demo:products)",
+    )
 
     def _contradictions(self) -> Iterator[str]:
-        if self.noise is not None and not self.path.startswith("demo:"):
+        if self.noise and not self.path.startswith("demo:"):
             yield (
                 f"noise = {self.noise:g} applies only to generated demonstrations (demo:...), but path = "
                 f"{self.path}; remove it"
@@ -80,14 +84,6 @@ class SFTConfig(Section):
     )
     data: Annotated[tuple[DemonstrationsConfig, ...], Field(min_length=1), BeforeValidator(as_sources)] = (
         Field(description="a path as in `sft.data.0.path`, or a list of sources to mix")
-    )
-    examples: PositiveInt | None = Field(
-        None, description="examples of each source, from the start; null: all"
-    )
-    noise: Fraction = Field(
-        0.0,
-        description="share of generated demonstrations with one wrong step (demo:add3), or that guess and do "
-        "not call the calculator (demo:products)",
     )
     steps: PositiveInt = Field(500, description="optimiser steps; not read with `epochs`")
     epochs: PositiveFloat | None = Field(

@@ -333,11 +333,10 @@ def _is_made(source: DemonstrationsConfig) -> bool:
 
 
 def _records(source: DemonstrationsConfig, settings: Sources) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    examples = source.examples or settings.examples
+    examples = source.examples
     if _is_made(source):
-        noise = settings.noise if source.noise is None else source.noise
         name = source.path.removeprefix("demo:")
-        made = demonstrations(name, examples or EXAMPLES, noise=noise, seed=settings.seed)
+        made = demonstrations(name, examples or EXAMPLES, noise=source.noise, seed=settings.seed)
         yield from ((f"{source.path}:{i}", record) for i, record in enumerate(made, 1))
         return
     path = data_file(source, settings)

@@ -33,7 +33,7 @@ Prompts that the policy solves are left out of all later epochs: `data.drop_solv
 ScaleRL's no-positive resampling, arXiv:2510.13786: a policy mostly keeps solving what it has solved, so the
 prompt never returns, but for steps that are on their way by then. The group of the latest epoch decides, and
 not the mean over all epochs, which the first ones would hold down. A sample that could not be scored, or that
-no engine gave (`batch.min_samples`), does not count as right: it is no reason to leave a prompt out for good.
+no engine gave, does not count as right: it is no reason to leave a prompt out for good.
 
 # Tail batching
 

@@ -26,7 +26,6 @@ _ENOUGH = 5  # gradient norms for a median
 
 # Key of `health` and the metric it bounds. The key's ending names the side.
 _OF_BATCH = (
-    ("length_above", "rollout/length_tokens"),
     ("truncated_above", "rollout/truncated_share"),
     ("degenerate_above", "rollout/degenerate_share"),
 )

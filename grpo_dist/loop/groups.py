@@ -261,7 +261,7 @@ async def enough_samples(
         try:
             return await work(seeds(number))
         except SamplesFailed as error:
-            wanted = f"batch.min_samples = {least}"
+            wanted = f"{least}, half of `batch.samples_per_prompt`"
             if number == _DRAWS - 1:
                 raise SamplesFailed(
                     f"{cause_of(error)}; the last of {_DRAWS} draws, expected at least {wanted}. See the "

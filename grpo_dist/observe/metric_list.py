@@ -40,7 +40,7 @@ METRICS = (
     Metric("group/size_mean", "samples", "mean over groups", "samples of a group",
            "`batch.samples_per_prompt`; below: engines gave samples up, see their logs"),
     Metric("group/size_min", "samples", "minimum over groups", "the same, of the smallest group",
-           "at least `batch.min_samples`"),
+           "at least half of `batch.samples_per_prompt`"),
     Metric("group/no_signal_share", "share", "mean over groups",
            "groups whose rewards are all equal; with teachers: groups of which nothing is learned",
            "below 0.5; near 1: problems too easy or too hard (`data.order`, `dynamic_sampling`, other "

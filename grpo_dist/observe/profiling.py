@@ -36,9 +36,7 @@ def profiled(path: Path | None, settings: ProfileConfig) -> Iterator[None]:
         activities.append(ProfilerActivity.CUDA)
     with profile(
         activities=activities,
-        record_shapes=settings.shapes,
-        with_stack=settings.stacks,
-        profile_memory=settings.memory,
+        record_shapes=True,
     ) as found:
         yield
     path.parent.mkdir(parents=True, exist_ok=True)

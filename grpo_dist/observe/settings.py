@@ -17,16 +17,12 @@ def check_trackers(tracking: TrackingConfig) -> str:
 
     An unreachable server is no error: it never stops a run.
     """
-    wanted = {
-        "tensorboard": ("tracking.tensorboard", tracking.tensorboard),
-        "wandb": ("tracking.wandb.enabled", tracking.wandb.enabled),
-    }
-    on = {package: key for package, (key, is_on) in wanted.items() if is_on}
-    for package, key in on.items():
+    on = [package for package in ("tensorboard", "wandb") if getattr(tracking, package)]
+    for package in on:
         if find_spec(package) is None:
             raise UserError(
-                f"`{key}` = true, but the package {package} is not installed; pip install {package}, or "
-                "set it to false"
+                f"`tracking.{package}` = {getattr(tracking, package)}, but the package {package} is not "
+                f"installed; pip install {package}, or remove the setting"
             )
     return ", ".join(["metrics.jsonl", *on])
 

@@ -227,7 +227,7 @@ def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str
     if settings.tensorboard:
         purge, directory = start + 1 if start else 0, run_dir / "tensorboard"
         found["TensorBoard"] = lambda _: TensorBoard(directory, shown, purge_step=purge)
-    if settings.wandb.enabled:
+    if settings.wandb is not None:
         found["wandb"] = partial(WandbRun, settings.wandb, shown, run_dir, run_id)
     for i, own in enumerate(settings.sinks):
         inputs = SinkInputs(run_dir, config.name, run_id, start, shown.flat())

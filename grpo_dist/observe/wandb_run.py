@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from grpo_dist.config import WandbConfig
 from grpo_dist.config.secrets import masked_command
 from grpo_dist.observe.completions import COLUMNS, Table
 from grpo_dist.observe.settings import ShownConfig
 
-_BY_VARIABLE = {"offline": "offline", "dryrun": "offline", "disabled": "disabled"}
+_BY_VARIABLE = {"dryrun": "offline"} | {mode: mode for mode in ("online", "offline", "disabled")}
 _EVALUATED = "eval/step"  # the x-axis of evaluations, which may come during a later step
 _EVALUATIONS = ("eval/", "validation/")
 _INIT_S = _FINISH_S = 30.0  # for the server to answer at the start, and to take the rest at the end
@@ -25,7 +24,7 @@ class WandbRun:
 
     def __init__(
         self,
-        settings: WandbConfig,
+        project: str,
         config: ShownConfig,
         run_dir: Path,
         run_id: str,
@@ -36,11 +35,10 @@ class WandbRun:
 
         with _masked_command():
             self._run = wandb.init(
-                project=settings.project,
-                entity=settings.entity,
+                project=project,
                 name=config.name,
                 dir=str(run_dir),
-                mode=online_mode(settings.mode, run_dir, warn),
+                mode=online_mode(run_dir, warn),
                 id=run_id,
                 resume="allow",
                 config=config.tree,
@@ -95,14 +93,11 @@ def _masked_command() -> Iterator[None]:
         sys.argv = command
 
 
-def online_mode(
-    wanted: str, run_dir: Path, warn: Callable[[str], None]
-) -> Literal["online", "offline", "disabled"]:
-    """Choose the mode: online needs a key that the server accepts; ``auto`` follows WANDB_MODE."""
+def online_mode(run_dir: Path, warn: Callable[[str], None]) -> Literal["online", "offline", "disabled"]:
+    """Choose the mode by WANDB_MODE; where that is not set, online if the server accepts the key."""
     import wandb
 
-    if wanted == "auto":
-        wanted = _BY_VARIABLE.get(os.environ.get("WANDB_MODE", ""), wanted)
+    wanted = _BY_VARIABLE.get(os.environ.get("WANDB_MODE", ""), "")
     if wanted == "disabled":
         return "disabled"
     if wanted == "offline":

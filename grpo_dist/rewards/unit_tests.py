@@ -118,7 +118,7 @@ class UnitTests(Builtin):
         except (ProcessFailure, OSError, RuntimeError, TimeoutError) as error:
             raise ValueError(
                 f"kwargs.sandbox: no code can be run here ({error}); see grpo_dist/environments/sandbox, or "
-                "set kwargs.sandbox.backend: http with the url of a service"
+                "set kwargs.sandbox.url to that of a service"
             ) from error
         finally:
             code.close()

@@ -78,7 +78,7 @@ _LAYOUT = (
     "policy.sequence_parallel", "policy.threads", "policy.logprob_chunk_mib", "policy.offload.nvme_path",
     "reference.num_workers", "reference.threads", "reference.micro_batch_tokens",
     "rewards.num_workers", "rewards.processes_per_worker", "environments.num_workers",
-    "distillation.teachers.*.num_workers", "distillation.teachers.*.threads",
+    "distillation.teachers.*.num_workers",
     "distillation.teachers.*.micro_batch_tokens",
     "rewards.models.*.num_workers", "rewards.models.*.micro_batch_tokens",
     "rewards.models.*.gpu_share", "rewards.models.*.tensor_parallel_size",

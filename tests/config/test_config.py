@@ -341,11 +341,6 @@ def test_cyclic_defaults_are_refused(tmp_path):
             ["data.train=[{path: a, environment_kwargs: {most: 3}}]"],
             ["`data.train.0.environment_kwargs` has no effect", "set `data.train.0.environment`"],
         ),
-        (["environments.sandbox.backend=http"], ["needs the address", "`environments.sandbox.url`"]),
-        (
-            ["environments.sandbox.url=http://x"],
-            ["`environments.sandbox.backend` = process: only a service has an address"],
-        ),
         (["environments.sandbox.call_s=100"], ["`environments.sandbox.call_s` = 100, ", "episode_s` = 60"]),
     ],
 )

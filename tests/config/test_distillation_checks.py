@@ -40,7 +40,7 @@ def alone(**changes):
                 {"distillation": {"teachers": [REFERENCE | {key: 3}]}},
                 [f"self: `{key}` = 3", f"set `reference.{key}`"],
             )
-            for key in ("num_workers", "threads", "micro_batch_tokens")
+            for key in ("num_workers", "micro_batch_tokens")
         ),
         ({"distillation": {"teachers": [REFERENCE | {"revision": "v1"}]}}, ["self: `revision` = v1"]),
         ({"distillation": {"reward_coef": 0}}, ["`distillation.reward_coef` = 0: has no effect"]),
@@ -82,7 +82,7 @@ def test_a_contradiction_is_refused_with_key_and_remedy(changes, words):
         alone() | {"demonstrations": SHOWN},
         {"distillation": {"teachers": [OWN, REFERENCE], "reward_coef": 0}},
         {"distillation": {"teachers": [REFERENCE], "reward_coef": 0.1}},
-        {"distillation": {"teachers": [REFERENCE | {"num_workers": 1, "threads": 0}]}},
+        {"distillation": {"teachers": [REFERENCE | {"num_workers": 1}]}},
         {"distillation": {"teachers": [OWN], "reward_coef": 0.1}, "data": POOLS},
         {"distillation": {"teachers": [OWN]}, "algorithm": WHITENED},
         {

@@ -9,7 +9,7 @@ from grpo_dist.cli import main
 from grpo_dist.config import AlgorithmConfig, Config
 from grpo_dist.config.files import ConfigError, load_config
 from grpo_dist.config.peer_row import FRAMEWORKS
-from grpo_dist.config.peers import PEER_TABLE, hint, lookup
+from grpo_dist.config.peers import EARLIER_KEYS, PEER_TABLE, hint, lookup
 from grpo_dist.tools.config_reference import keys, sections
 from tests.support.documents import ROOT
 
@@ -28,6 +28,10 @@ def test_every_key_of_ours_in_the_table_exists():
     named = {key for row in PEER_TABLE for key in row.ours} | {
         key for row in PEER_TABLE for key in re.findall(r"`([a-z_.]+)`", row.note) if "." in key
     }
+    written = {
+        key for now in EARLIER_KEYS.values() for key in re.findall(r"`([a-z_.]+)[`:]", now) if "." in key
+    }
+    assert written <= known and not known & EARLIER_KEYS.keys()
     assert len(named) > 90 and named - known == {"cluster.timeouts", "policy.lora"} & named - known
 
 
@@ -97,6 +101,7 @@ def test_no_framework_has_one_name_in_two_rows():
         ("reward_model.rollout.gpu_memory_utilization=0.5", ["did you mean `rewards.models`?"]),
         ("ref.num_nodes=2", ["did you mean `reference.num_workers`?"]),
         ("rewards.functions=[{function: math, url: u}]", ["`rewards.functions.0.kwargs.url`"]),
+        ("health.garbage_above=0.5", ["an earlier version had it; write `health.degenerate_above`"]),
         ("sampling.stop_strings=[a]", ["did you mean `sampling.stop`?"]),
         # A misspelt key of ours is still answered by its spelling.
         ("algorithm.clip_hihg=0.3", ["did you mean `algorithm.clip_high`?"]),

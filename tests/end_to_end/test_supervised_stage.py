@@ -26,7 +26,8 @@ stages:
     settings:
       model: {path: sft}
       data: {train: [{path: "demo:add3"}]}
-      sft: {model: "demo:tiny", data: "demo:add3", examples: 200, batch_size: 64, epochs: 15, warmup_steps: 2,
+      sft: {model: "demo:tiny", data: [{path: "demo:add3", examples: 200}], batch_size: 64, epochs: 15,
+            warmup_steps: 2,
             validation_share: 0.1, validate_every: 5}
       batch: {micro_batch_tokens: 1024}
       policy: {num_workers: 2, zero_stage: 2}

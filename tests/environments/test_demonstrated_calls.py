@@ -17,7 +17,7 @@ from tests.support.made_episodes import generated
 
 def test_a_demonstrated_call_has_the_tokens_and_the_mask_of_an_episode():
     tokenizer = character_tokenizer()
-    sft = {"model": "demo:micro", "data": "demo:products", "examples": 12, "noise": 0.0}
+    sft = {"model": "demo:micro", "data": [{"path": "demo:products", "examples": 12}]}
     rows = load_demonstrations(SFTConfig.model_validate(sft), tokenizer)
     data = DataConfig(train=(DataSourceConfig(path="demo:products"),))
     renderer = Renderer(tokenizer, data, EnvironmentsConfig(call_format="code"))

@@ -553,7 +553,7 @@ def test_a_sandbox_that_runs_no_code_is_one_sentence_with_its_key(monkeypatch, b
         raise RuntimeError("the trial of the sandbox failed: no fork")
 
     monkeypatch.setattr("grpo_dist.environments.sandbox.python.find_isolation", fails)
-    sandbox = {"backend": backend} | ({"url": "http://127.0.0.1:9"} if backend == "http" else {})
+    sandbox = {"url": "http://127.0.0.1:9"} if backend == "http" else {}
     runner = EpisodeRunner(EnvironmentsConfig.model_validate({"sandbox": sandbox}))
     words = {
         "http": r"`environments.sandbox.url` = http://127.0.0.1:9: no code can be run \(.*ConnectError",

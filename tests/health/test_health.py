@@ -201,7 +201,6 @@ def alarms_of(metrics, state=None, **settings):
     ("settings", "metric", "fine", "beyond", "words"),
     [
         ({"entropy_below": 0.1}, "policy/entropy", 0.1, 0.09, "0.09 is below 0.1 (`health.entropy_below`)"),
-        ({"length_above": 50}, "rollout/length_tokens", 50.0, 51.0, "51 is above 50 (`health.length_above`)"),
         ({"truncated_above": 0.5}, "rollout/truncated_share", 0.5, 0.75, "0.75 is above 0.5"),
         ({}, "mismatch/logprob_diff_mean", 0.5, 1.5, "1.5 is above 1 (`health.mismatch_above`)"),
         ({}, "ref/kl", 9.0, 11.0, "11 is above 10 (`health.kl_above`)"),
@@ -441,7 +440,7 @@ def test_a_resumed_run_remembers_what_its_metrics_are_compared_with():
 
 
 def test_a_bound_that_no_step_can_meet_is_refused():
-    with pytest.raises(ValueError, match=r"`health\.min_signal_groups` = 5 is above"):
+    with pytest.raises(ValueError, match=r"`health\.min_signal_groups` = 5, .*no step would be trained"):
         fakes.config(health={"min_signal_groups": 5})
     assert HealthConfig().min_signal_groups == 1 and HealthConfig().action == "skip"
 

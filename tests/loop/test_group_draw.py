@@ -67,12 +67,15 @@ def test_a_group_with_too_few_samples_is_drawn_again_with_other_seeds(caplog):
     seeds = [seed for uid, own, _ in world.sampled if uid == "p1" for seed in own]
     assert len(seeds) == len(set(seeds)) == 18
     assert world.logged[1]["group/size_min"] == 6
-    assert "2 of 6 samples of p1" in caplog.text and "batch.min_samples = 3" in caplog.text
+    assert (
+        "2 of 6 samples of p1" in caplog.text
+        and "at least 3, half of `batch.samples_per_prompt`" in caplog.text
+    )
 
 
 def test_a_group_that_fails_three_times_ends_the_run_with_its_prompt():
     world = Failing({"p1": [2, 2, 2]})
-    with pytest.raises(SamplesFailed, match=r"2 of 6 samples of p1.*last of 3 draws.*batch\.min_samples = 3"):
+    with pytest.raises(SamplesFailed, match=r"2 of 6 samples of p1.*last of 3 draws.*at least 3, half of"):
         train(world, config(), fakes.prompts(4))
 
 
@@ -81,9 +84,6 @@ def test_how_many_samples_suffice_by_hand():
         return fakes.config(batch=batch).batch.least_samples
 
     assert [least(samples_per_prompt=n) for n in (2, 3, 5, 8)] == [2, 2, 3, 4]
-    assert least(samples_per_prompt=8, min_samples=7) == 7
-    with pytest.raises(ValueError, match=r"min_samples = 9 is above samples_per_prompt = 8"):
-        least(samples_per_prompt=8, min_samples=9)
     world = Failing({"p1": [4]})
     settings = fakes.config(
         steps=1,

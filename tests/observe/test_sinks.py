@@ -138,7 +138,7 @@ def test_a_run_whose_trackers_all_fail_has_its_record(tmp_path, monkeypatch, cap
 
     for name in ("TensorBoard", "WandbRun"):
         monkeypatch.setattr(f"grpo_dist.observe.tracker.{name}", broken)
-    on = {"console": True, "tensorboard": True, "wandb": {"enabled": True}}
+    on = {"console": True, "tensorboard": True, "wandb": "w"}
     with Tracker(fakes.config(tracking=on), tmp_path) as tracker:
         monkeypatch.setattr(tracker._console, "log", broken)
         for step in (1, 2, 3):
@@ -226,28 +226,32 @@ def test_trackers_get_every_key_and_no_secret():
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_start(monkeypatch):
-    settings = fakes.config(tracking={"wandb": {"enabled": True}}).tracking
+    settings = fakes.config(tracking={"wandb": "w"}).tracking
     monkeypatch.setattr("grpo_dist.observe.settings.find_spec", lambda name: None if name == "wandb" else 1)
-    with pytest.raises(UserError, match=r"`tracking\.wandb\.enabled` = true.*pip install wandb"):
+    with pytest.raises(UserError, match=r"`tracking\.wandb` = w, .*pip install wandb"):
         check_trackers(settings)
     assert check_trackers(fakes.config().tracking) == "metrics.jsonl, tensorboard"
 
 
 def test_wandb_without_a_key_is_offline_and_warns_if_online_was_requested(monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     told: list[str] = []
-    assert online_mode("auto", tmp_path, told.append) == "offline" and told == []
-    assert online_mode("online", tmp_path, told.append) == "offline"
+    assert online_mode(tmp_path, told.append) == "offline" and told == []
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert online_mode(tmp_path, told.append) == "offline"
     assert told == [f"no key is set; the run is stored in {tmp_path / 'wandb'}; upload it with `wandb sync`"]
 
 
-@pytest.mark.parametrize(("variable", "mode"), [("offline", "offline"), ("disabled", "disabled")])
-def test_wandb_with_a_key_stays_offline_if_its_variable_is_offline(monkeypatch, tmp_path, variable, mode):
+@pytest.mark.parametrize(
+    ("variable", "mode"),
+    [("offline", "offline"), ("disabled", "disabled"), ("online", "online"), ("", "online")],
+)
+def test_wandb_with_a_key_has_the_mode_of_its_variable(monkeypatch, tmp_path, variable, mode):
     monkeypatch.setattr("wandb.login", lambda **_: True)
     monkeypatch.setenv("WANDB_MODE", variable)
-    assert online_mode("auto", tmp_path, print) == mode
-    assert online_mode("online", tmp_path, print) == "online"
+    assert online_mode(tmp_path, print) == mode
 
 
 def test_tensorboard_has_every_scalar_the_configuration_and_hyperparameters(tmp_path):
@@ -289,7 +293,8 @@ def test_tensorboard_shows_only_the_last_of_several_runs_from_the_start(tmp_path
 
 def test_wandb_has_metrics_tables_and_the_configuration(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
-    config = fakes.config(tracking=OFF | {"wandb": {"enabled": True, "mode": "offline"}})
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = fakes.config(tracking=OFF | {"wandb": "w"})
     made = group(0, np.random.default_rng(0), rewards=[0, 1, 0.5, np.nan])
     with Tracker(config, tmp_path) as tracker:
         values = {("p0", 0): TokenValues(0.25, np.full(3, 0.25, np.float32))}
@@ -318,7 +323,7 @@ sys.path.insert(0, ".")
 from tests.support import fakes
 from pathlib import Path
 from grpo_dist.observe import Tracker
-config = fakes.config(tracking={"console": False, "tensorboard": False, "wandb": {"enabled": True}})
+config = fakes.config(tracking={"console": False, "tensorboard": False, "wandb": "w"})
 with Tracker(config, Path(sys.argv[1])) as tracker:
     for step in range(1, 4):
         tracker.log(step, {"reward/mean": float(step)})

@@ -5,7 +5,6 @@ import sys
 import pytest
 import wandb
 
-from grpo_dist.config import WandbConfig
 from grpo_dist.observe import Tracker
 from grpo_dist.observe.completions import Table
 from grpo_dist.observe.settings import ShownConfig
@@ -18,7 +17,8 @@ from tests.support.services import history, offline_run
 def test_a_resumed_or_rolled_back_run_stays_the_same_wandb_run(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
-    wandb = {"enabled": True, "mode": "offline"}
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb = "w"
     config = fakes.config(tracking={"console": False, "tensorboard": False, "wandb": wandb})
     with Tracker(config, tmp_path) as first:
         first.log(1, {"reward/mean": 0.5})
@@ -34,9 +34,10 @@ def test_a_resumed_or_rolled_back_run_stays_the_same_wandb_run(tmp_path, monkeyp
 def test_no_secret_of_the_command_line_reaches_wandb(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     command = ["grpo-dist", "train", "a.yaml", "steps=7", "judge.api_key=SESAME-OPEN"]
     monkeypatch.setattr(sys, "argv", command)
-    wandb = {"enabled": True, "mode": "offline"}
+    wandb = "w"
     config = fakes.config(tracking={"console": False, "tensorboard": False, "wandb": wandb})
     with Tracker(config, tmp_path) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
@@ -51,7 +52,8 @@ def test_an_evaluation_that_ends_during_a_later_step_has_the_step_of_its_weights
 ):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
-    tracking = {"console": False, "tensorboard": False, "wandb": {"enabled": True, "mode": "offline"}}
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracking = {"console": False, "tensorboard": False, "wandb": "w"}
     config = fakes.config(
         tracking=tracking,
         data={"train": [{"path": "demo:add3"}], "eval": [{"path": "demo:add3", "split": "test"}]},
@@ -90,8 +92,8 @@ def resumed(tmp_path, monkeypatch):
     run = ResumedRun()
     monkeypatch.setattr(wandb, "init", lambda **_: run)
     monkeypatch.setattr(wandb, "Table", lambda columns, data: data)
-    settings = WandbConfig(enabled=True, mode="offline")
-    return WandbRun(settings, ShownConfig.of(fakes.config()), tmp_path, "id", warn=print), run
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    return WandbRun("w", ShownConfig.of(fakes.config()), tmp_path, "id", warn=print), run
 
 
 def test_an_evaluation_of_the_step_that_a_run_resumes_at_arrives(resumed):

@@ -13,7 +13,7 @@ from tests.support.documents import ROOT
 CONFIG = {
     "name": "demo",
     "output_dir": "/x/runs",
-    "tracking": {"wandb": {"enabled": False}},
+    "tracking": {"wandb": None},
     "checkpoint": {"every": 5, "resume": "never"},
     "policy": {"optimizer": {"lr": 1e-5}},
     "code_paths": [str(ROOT / "tests")],
@@ -107,7 +107,7 @@ def test_settings_are_the_same_wherever_the_run_is_and_whoever_follows_it():
     changes = {
         "name": "x",
         "output_dir": "/y",
-        "tracking": {"wandb": {"enabled": True}},
+        "tracking": {"wandb": "w"},
         "checkpoint": {"every": 5, "resume": "auto"},
         "code_paths": ["tests"],
     }

@@ -223,8 +223,8 @@ IN_A_FILE = [
     "rewards: {functions: [{function: judge, kwargs: [{api_keys: [SESAME, b]}]}]}",
     'rewards: {functions: [{function: judge, kwargs: {api_key: "${SESAME"}}]}',
     "a: {api_key: !SESAME x}",
-    "tracking: {wandb: {enabled: {api_key: SESAME}}}",
-    'tracking: {wandb: {enabled: "http://me:SESAME@host/"}}',
+    "tracking: {wandb: {api_key: SESAME}}",
+    'tracking: {tensorboard: "http://me:SESAME@host/"}',
 ]
 AS_OVERRIDES = [
     "rewards.functions.0.kwargs.api_key=SESAME",

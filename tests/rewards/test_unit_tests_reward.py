@@ -187,7 +187,7 @@ WRONG_ENDINGS = {
 def test_a_program_ends_as_it_does_outside(pool, backend):
     programs = ENDINGS | WRONG_ENDINGS
     with sandbox_fusion() as fusion:
-        sandbox = LIMITS | ({"backend": "http", "url": fusion.url} if backend == "http" else {})
+        sandbox = LIMITS | ({"url": fusion.url} if backend == "http" else {})
         tests = [{"input": "3 4\n", "output": "7\n"}]
         scores, scorer = scored(pool, [*map(block, programs.values())], tests, sandbox=sandbox)
     expected = dict.fromkeys(ENDINGS, 1) | dict.fromkeys(WRONG_ENDINGS, 0)
@@ -252,7 +252,7 @@ def test_what_a_program_logs_is_no_output(pool, backend):
     solutions = [block(f"{code}print(input()[::-1])") for code in LOGGERS.values()]
     wrong = block(f"{LOGS}print(input())")
     with sandbox_fusion() as fusion:
-        sandbox = LIMITS | ({"backend": "http", "url": fusion.url} if backend == "http" else {})
+        sandbox = LIMITS | ({"url": fusion.url} if backend == "http" else {})
         tests = [{"input": "abc\n", "output": "cba\n"}]
         scores, scorer = scored(pool, [*solutions, wrong], tests, sandbox=sandbox)
     assert dict(zip(LOGGERS, scores.rewards.tolist()[:-1], strict=True)) == dict.fromkeys(LOGGERS, 1)
@@ -389,7 +389,7 @@ def test_rows_without_tests_are_not_scored_and_the_sandbox_is_tried_before_the_r
     )
     settings = RewardsConfig(functions=(RewardConfig(function="unit_tests", kwargs={"sandbox": LIMITS}),))
     check_rewards(settings, max_new_tokens=10)
-    away = {"sandbox": {"backend": "http", "url": "http://127.0.0.1:9"}}
+    away = {"sandbox": {"url": "http://127.0.0.1:9"}}
     with pytest.raises(ValueError, match=r"unit_tests: kwargs\.sandbox: no code can be run here"):
         check_rewards(
             RewardsConfig(functions=(RewardConfig(function="unit_tests", kwargs=away),)), max_new_tokens=10

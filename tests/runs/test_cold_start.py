@@ -20,8 +20,7 @@ from grpo_dist.runs.cold_start import padded, response_loss, run_sft
 def settings(**changes) -> SFTConfig:
     small = {
         "model": "demo:tiny",
-        "data": "demo:add3",
-        "examples": 12,
+        "data": [{"path": "demo:add3", "examples": 12}],
         "steps": 3,
         "batch_size": 4,
         "threads": 1,
@@ -157,7 +156,7 @@ def test_a_non_finite_loss_is_refused_before_it_reaches_the_weights(tmp_path, mo
 
 
 def test_epochs_replace_steps():
-    messages = said(settings(examples=10, epochs=2.5, steps=500))
+    messages = said(settings(data=[{"path": "demo:add3", "examples": 10}], epochs=2.5, steps=500))
     assert any("supervised: 7 steps of 4 on 10 demonstrations" in message for message in messages)
 
 
@@ -327,7 +326,11 @@ def test_where_a_template_has_no_end_the_next_message_begins_with_it(tmp_path):
 def test_sources_are_mixed_with_their_own_counts_and_noise(tmp_path):
     path = pairs_file(tmp_path / "sft.jsonl", *({"prompt": str(i), "completion": "c"} for i in range(5)))
     mixed = pairs(
-        [{"path": path, "examples": 2}, "demo:add3", {"path": "demo:add3", "examples": 3, "noise": 1}]
+        [
+            {"path": path, "examples": 2},
+            {"path": "demo:add3", "examples": 12},
+            {"path": "demo:add3", "examples": 3, "noise": 1},
+        ]
     )
     assert [p for p, _ in mixed[:2]] == ["<|user|>0<|assistant|>", "<|user|>1<|assistant|>"]
     clean, noisy = mixed[2:14], mixed[14:]

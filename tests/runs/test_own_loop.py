@@ -475,7 +475,7 @@ class Flaky(fakes.World):
 
 
 def test_groups_that_lack_samples_are_those_of_train(started):
-    config = fakes.config(steps=10, batch={"samples_per_prompt": 4, "prompts_per_step": 4, "min_samples": 2})
+    config = fakes.config(steps=10, batch={"samples_per_prompt": 4, "prompts_per_step": 4})
     theirs, ours = Flaky(jitter=False), Flaky(jitter=False)
     asyncio.run(run(config, theirs.workers(), PROMPTS, [], theirs, theirs))
     with started(ours, config) as cluster:
@@ -485,7 +485,7 @@ def test_groups_that_lack_samples_are_those_of_train(started):
 
 
 def test_a_group_that_is_drawn_again_shares_no_sample_with_another_call(started):
-    config = fakes.config(batch={"samples_per_prompt": 4, "prompts_per_step": 4, "min_samples": 2})
+    config = fakes.config(batch={"samples_per_prompt": 4, "prompts_per_step": 4})
     with started(world := Flaky(jitter=False), config) as cluster:
         prompt = [p for p in cluster.prompts if p.uid == "p5"]
         for samples in (None, 1):

@@ -59,7 +59,7 @@ class PythonSandbox:
     def __init__(self, settings: SandboxConfig, *, isolation: Isolation | None = None) -> None:
         self._settings = settings
         self._backend: CodeBackend
-        if settings.backend == "process":
+        if settings.url is None:
             self._backend = InterpreterProcesses(settings, isolation)
         else:
             self._backend = CodeService(settings)

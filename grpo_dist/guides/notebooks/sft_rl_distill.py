@@ -50,7 +50,7 @@ def _(mo):
 def _(Path, sft_steps, steps):
     Path("addition.yaml").write_text("""\
 model: {path: sft}
-sft: {model: "demo:tiny", data: "demo:add3", noise: 0.4, lr: 2.0e-3, threads: 1}
+sft: {model: "demo:tiny", data: {path: "demo:add3", noise: 0.4}, lr: 2.0e-3, threads: 1}
 data:
   train: [{path: "demo:add3", split: train}]
   eval: [{path: "demo:add3", split: test, max_rows: 128}]

@@ -152,7 +152,7 @@ def test_a_group_with_too_few_is_drawn_again_and_a_warning_of_one_line_names_it(
     assert asked == sorted(seeds("a", *range(8)) + seeds("b", *range(4)))
     assert [record.getMessage() for record in caplog.records] == [
         "1 of 4 samples of a: rollout: the engine ended a request with 'repetition', expected at least "
-        "batch.min_samples = 2; the group is drawn again"
+        "2, half of `batch.samples_per_prompt`; the group is drawn again"
     ]
     assert world.is_whole()
 
@@ -162,7 +162,7 @@ def test_a_group_that_fails_three_times_ends_with_one_line_that_names_it(world):
         world.groups([prompt("a"), prompt("b")], gone=seeds("a", *range(12)))
     assert str(caught.value) == (
         "0 of 4 samples of a: rollout: the engine ended a request with 'repetition'; the last of 3 draws, "
-        "expected at least batch.min_samples = 2. See the logs of the engines"
+        "expected at least 2, half of `batch.samples_per_prompt`. See the logs of the engines"
     )
     assert world.is_whole()
 

@@ -27,7 +27,7 @@ async def tool(backend="process", **settings):
     made = SETTINGS.model_copy(update=settings)
     with sandbox_fusion() as fusion:
         if backend == "http":
-            made = made.model_copy(update={"backend": "http", "url": fusion.url})
+            made = made.model_copy(update={"url": fusion.url})
         sandbox = PythonSandbox(made, isolation=FOUND)
         sandbox.fusion = fusion
         await sandbox.start()
@@ -339,7 +339,7 @@ def test_a_request_has_the_fields_of_the_api():
 
 def test_a_service_that_is_not_there_is_refused_at_the_start(monkeypatch):
     monkeypatch.setattr(service, "_FIRST_PAUSE_S", 0.001)
-    settings = SETTINGS.model_copy(update={"backend": "http", "url": "http://user:password@127.0.0.1:9"})
+    settings = SETTINGS.model_copy(update={"url": "http://user:password@127.0.0.1:9"})
 
     async def run():
         sandbox = PythonSandbox(settings)

@@ -319,7 +319,7 @@ def test_a_model_that_mixes_tokens_outside_of_attention_needs_gpus(here):
 
 @pytest.mark.slow
 def test_the_cold_start_is_read_and_counted(here, monkeypatch):
-    sft = "sft={model: 'demo:tiny', data: [{path: 'demo:add3'}, {path: pairs.jsonl}], examples: 50}"
+    sft = "sft={model: 'demo:tiny', data: [{path: 'demo:add3', examples: 50}, {path: pairs.jsonl}]}"
     assert "pairs.jsonl" in wrong(results("model.path=sft", sft))["cold start"]
     write("pairs.jsonl", [{"prompt": "1+1=", "completion": "2"}])
     found = results("model.path=sft", sft)

@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.machine, pytest.mark.slow, pytest.mark.long]
 # A cold start that is much shorter than the recipe's, and all of whose demonstrations call: the model calls,
 # and what it asks is right or wrong by chance.
 ARGUMENTS = (
-    "sft.steps=200", "sft.noise=0", "sft.examples=2000", "data.eval.0.max_rows=8", "data.eval.1.max_rows=8",
+    "sft.steps=200", "sft.data.0={noise: 0, examples: 2000}",
+    "data.eval.0.max_rows=8", "data.eval.1.max_rows=8",
     "evaluation.samples_per_prompt=4", "evaluation.k=[1,4]", "rollout.kv_cache_gib=0.25",
     "rollout.enforce_eager=true", "environments.timeout_s=1200", "environments.num_workers=2",
 )  # fmt: skip

@@ -459,7 +459,7 @@ def test_finished_stages_are_read_under_the_lock(world, monkeypatch):
         ),
         (
             0,
-            {"sft.validation_share": 0.99, "sft.examples": 3},
+            {"sft.validation_share": 0.99, "sft.data": [{"path": "demo:add3", "examples": 3}]},
             ["stage `cold`", "sft.validation_share = 0.99 holds out 3 of 3"],
         ),
         (1, {"data.train": [{"path": "none.jsonl"}]}, ["stage `reason`", "none.jsonl: no such file"]),

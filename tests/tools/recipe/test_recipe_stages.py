@@ -80,7 +80,12 @@ def test_supervised_training_is_identified_by_the_stages_it_names(tmp_path, monk
     monkeypatch.setattr(
         "grpo_dist.tools.recipe.stages.train", lambda config, *, identity: trained.append((config, identity))
     )
-    sft = {"model": "runs/p/01_cold/model", "data": "demo:add3", "examples": 20, "batch_size": 8, "epochs": 3}
+    sft = {
+        "model": "runs/p/01_cold/model",
+        "data": [{"path": "demo:add3", "examples": 20}],
+        "batch_size": 8,
+        "epochs": 3,
+    }
     moved = stage("sft", tmp_path, model={"path": "sft"}, sft=sft)
     run_sft_stage(
         replace(moved, symbolic=fakes.config(model={"path": "sft"}, sft=sft | {"model": "stage:cold"})),
