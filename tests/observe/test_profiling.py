@@ -99,5 +99,5 @@ def test_a_partly_written_line_is_skipped(tmp_path):
 
 
 def test_steps_after_the_end_are_refused():
-    with pytest.raises(ValueError, match=r"`profile.steps` has 9, but the run ends after `steps` = 4"):
+    with pytest.raises(ValueError, match=r"`profile.steps` = \[.*9\], `steps` = 4: the run ends before"):
         fakes.config(steps=4, profile={"steps": [2, 9]})
