@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
@@ -47,6 +48,18 @@ def test_every_promise_names_a_test_file_that_exists():
     promises = [line for line in section("Guarantees").splitlines() if line.startswith("- ")]
     files = [re.search(r"`(tests/\S+\.py)`$", line) for line in promises]
     assert len(promises) == 6 and all(found and (ROOT / found[1]).is_file() for found in files)
+
+
+def test_every_place_to_add_something_exists():
+    rows = [line.split("|")[1:4] for line in section("Make it yours").splitlines()[3:] if line]
+    kinds = ("reward", "estimator", "metric", "data source", "launcher", "weight transfer")
+    assert all(any(kind in row[0] for row in rows) for kind in kinds)
+    for _, _, package in rows:
+        places = re.findall(r"`((?:grpo_dist|actors)/[\w/]+(?:\.py)?)`", package)
+        assert places and all((ROOT / place).exists() for place in places)
+        folder = ROOT / (places[0] if not places[0].endswith(".py") else str(Path(places[0]).parent))
+        for name, file in re.findall(r"`(\w+)` in `(\w+\.py)`", package):
+            assert re.search(rf"^(def )?{name}\b", (folder / file).read_text(), re.MULTILINE), (name, file)
 
 
 def test_the_map_has_every_folder_of_the_code_and_no_other():
