@@ -56,7 +56,7 @@ OF_THE_MACHINE = (
     Metric("time/sync_take_s", "s", "of the driver", "part of the sync: engines load and check the weights",
            ""),
     Metric("time/turn_<change>_s", "s", "of the driver",
-           "where roles take turns on the same GPUs: engines, reference and reward_model sleep and wake, "
+           "where roles are colocated: engines, reference and reward_model sleep and wake, "
            "policy offload and reload; all of the step",
            "a few percent of the step"),
     Metric("time/sync_wait_s", "s", "of the sending rank", "waiting for engines to accept a bucket",

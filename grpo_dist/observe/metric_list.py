@@ -62,7 +62,7 @@ METRICS = (
     Metric("group/tokens_per_trained", "factor", "tokens drawn over tokens of groups with a signal",
            "the same, in sampled tokens", "as `group/samples_per_trained`"),
     Metric("group/carried_over", "groups", "count",
-           "with `batch.order` completion: launched and left on their way when the step took its groups",
+           "with `batch.order` completion: launched and left in flight when the step took its groups",
            "at most (`batch.oversample` - 1) * `batch.prompts_per_step`"),
     Metric("group/waited_steps", "steps", "mean over groups",
            "with `batch.order` completion: steps between a group's launch and its training",
@@ -70,7 +70,7 @@ METRICS = (
     Metric("rollout/length_bias", "share", "all samples trained so far",
            "with `batch.order` completion: their mean length, against that of the launches that are trained "
            "whole; -0.1: 10 % shorter",
-           "near 0 after a few steps; below: long answers are still on their way"),
+           "near 0 after a few steps; below: long answers are still in flight"),
     Metric("rollout/length_tokens", "tokens", "mean over samples",
            "length of a completion; of an episode the tokens behind its prompt, sampled and given",
            "slow change; growth up to the limit without more reward: add a length reward"),
