@@ -15,17 +15,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_dist.errors import RERUN, RunEnded, UserError, refusals
+from grpo_dist.errors import RERUN, RunEnded, UserError
 from grpo_dist.runtime import __version__
 from grpo_dist.runtime.processes import libraries_loaded
-from grpo_dist.runtime.stage_log import print_line, stage, stages_logged, unread_output_dropped
+from grpo_dist.runtime.stage_log import print_line, stages_logged, unread_output_dropped
 from grpo_dist.tools.arguments import add_command, add_inputs, parse
 from grpo_dist.tools.evaluate.command import add_commands as add_evaluation
 from grpo_dist.tools.report.arguments import add_report
 from grpo_dist.tools.submit.arguments import add_commands as add_submission
 
 if TYPE_CHECKING:
-    from grpo_dist.tools.recipe.config import ResolvedPipeline
+    from grpo_dist.tools.recipe.config import Kind, ResolvedPipeline
 
 USER_ERROR = 2
 
@@ -91,30 +91,18 @@ def _train(path: str, overrides: list[str]) -> None:
             train(config)
 
 
-def _sft(path: str, overrides: list[str]) -> None:
-    from grpo_dist.config.files import ConfigError, load_config
-
-    config = load_config(path, overrides)
-    if config.sft is None:
-        raise ConfigError(f"{path}: no `sft` section; add one, e.g. as in configs/demo.yaml")
-    with refusals(), stages_logged():
-        with libraries_loaded():
-            from grpo_dist.runs.cold_start import run_sft
-
-        with stage("supervised", "unless cached"):
-            directory = run_sft(config.sft, print_line, day=config.data.day)
-        print(directory)
-
-
-def _sample(path: str, overrides: list[str], again_from: str | None, check_only: bool) -> None:
+def _stage_alone(
+    path: str, overrides: list[str], kind: Kind, again_from: str | None, check_only: bool
+) -> None:
+    """Run a pipeline that has one stage, of ``kind``."""
     from grpo_dist.config.files import load_config
     from grpo_dist.tools.recipe.config import PipelineFile, StageFile, resolve
 
     config = load_config(path, overrides)
-    stage = StageFile(name="sample", kind="sample", config=str(Path(path).resolve()))
-    file = PipelineFile(name=f"{config.name}_samples", output_dir=config.output_dir, stages=(stage,))
-    places = ("name=", "output_dir=")
-    of_stage = [f"sample.{text}" for text in overrides if not text.startswith(places)]
+    stage = StageFile(name=kind, kind=kind, config=str(Path(path).resolve()))
+    name = f"{config.name}_{'samples' if kind == 'sample' else kind}"
+    file = PipelineFile(name=name, output_dir=config.output_dir, stages=(stage,))
+    of_stage = [f"{kind}.{text}" for text in overrides if not text.startswith(("name=", "output_dir="))]
     _run_stages(resolve(file, Path(path), of_stage), again_from, check_only)
 
 
@@ -200,17 +188,9 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"grpo-dist {__version__}")
     commands = parser.add_subparsers(title="commands")
-    for name, command, text in (
-        ("train", _train, "train a model; resumes from the newest checkpoint of the run, if there is one"),
-        (
-            "sft",
-            _sft,
-            "run the supervised cold start of the `sft` section in one process and print the model's "
-            "directory; a pipeline's sft stage trains on the policy's ranks",
-        ),
-    ):
-        sub = add_command(commands, name, text, command)
-        add_inputs(sub, "YAML file, e.g. configs/demo.yaml", "e.g. steps=50 policy.optimizer.lr=1e-5")
+    text = "train a model; resumes from the newest checkpoint of the run, if there is one"
+    sub = add_command(commands, "train", text, _train)
+    add_inputs(sub, "YAML file, e.g. configs/demo.yaml", "e.g. steps=50 policy.optimizer.lr=1e-5")
     _add_check(commands)
     _add_bench(commands)
     _add_plan(commands)
@@ -278,10 +258,20 @@ def _add_plan(commands: Any) -> None:
 
 def _add_recipes(commands: Any) -> None:
     """Add the commands that run stages, each stage in its own directory."""
-    for name, command, text, file, override in (
+    for name, command, options, text, file, override in (
+        (
+            "sft",
+            _stage_alone,
+            {"kind": "sft"},
+            "supervised training of `sft.model` on `sft.data`, on the policy's ranks, as the sft stage of a "
+            "pipeline",
+            "YAML file with an `sft` section, e.g. configs/demo.yaml",
+            "e.g. sft.epochs=2 policy.num_workers=4",
+        ),
         (
             "sample",
-            _sample,
+            _stage_alone,
+            {"kind": "sample"},
             "rejection sampling: sample `model.path` on `data.train` and write the correct completions as "
             "demonstrations for `sft.data`, as set in the `rejection` section",
             "YAML file, e.g. configs/demo.yaml",
@@ -290,13 +280,14 @@ def _add_recipes(commands: Any) -> None:
         (
             "pipeline",
             _pipeline,
+            {},
             "run a recipe of several stages (sft, grpo, sample), each on the results of earlier ones; skips "
             "finished stages and resumes an interrupted one",
             "YAML file, e.g. configs/pipelines/r1_demo.yaml",
             "seed=..., name=..., output_dir=... of the pipeline, or STAGE.key=value, e.g. reasoning.steps=50",
         ),
     ):
-        sub = add_command(commands, name, text, command)
+        sub = add_command(commands, name, text, command, **options)
         add_inputs(sub, file, override)
         sub.add_argument(
             "--from",

@@ -73,14 +73,14 @@ def as_sources(value: Any) -> Any:
 
 class SFTConfig(Section):
     """Supervised training: cross-entropy on the completions of (prompt, completion) pairs. `model.path: sft`
-    trains in one process, in float32; the sft stage of a pipeline trains on the ranks of `policy`.
+    trains in one process, in float32; `grpo-dist sft` and the sft stage of a pipeline train on the ranks of
+    `policy`.
     """
 
     section: ClassVar[str] = "sft"
 
     model: str = Field(
-        description="local directory, GGUF file, `demo:<name>` for a demo model of this project, or in a "
-        "pipeline a hub id"
+        description="local directory, hub id, GGUF file, or `demo:<name>` for a demo model of this project"
     )
     data: Annotated[tuple[DemonstrationsConfig, ...], Field(min_length=1), BeforeValidator(as_sources)] = (
         Field(description="a path as in `sft.data.0.path`, or a list of sources to mix")
@@ -108,12 +108,13 @@ class SFTConfig(Section):
     validation_share: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0,
         description="share of the demonstrations, drawn by seed, that is held out; its loss is "
-        "`validation/loss`. Only in a stage of a pipeline",
+        "`validation/loss`. Not in a cold start (`model.path: sft`)",
     )
     validate_every: Count = Field(
         100, description="steps between validation losses; 0: only before the first step and after the last"
     )
-    threads: Count = Field(0, description="CPU threads of training in one process; 0: all")
+
+    threads: Count = Field(0, description="CPU threads of a cold start; 0: all")
 
     def steps_for(self, demonstrations: int) -> int:
         """Return the optimiser steps on so many training demonstrations."""

@@ -1,9 +1,7 @@
-"""Supervised training: next-token loss on the response of (prompt, completion) pairs, in one process. Given
-tokens of a response, such as the output of a tool, are read and never trained.
-
-It serves three purposes: the cold start of the R1 recipe, its second round on completions that the trained
-policy got right, and distillation into a smaller model. Before reinforcement a model must answer in the right
-format, and often enough correctly that some samples of a group are correct.
+"""The cold start: supervised training of `model.path: sft` before reinforcement, in one process and in
+float32, so that a first run needs no ranks for it and its weights depend on no cluster. It is next-token loss
+on the response of (prompt, completion) pairs; given tokens, such as the output of a tool, are read and never
+trained. `grpo-dist sft` and the sft stage of a pipeline train on the policy's ranks (`loop/supervised.py`).
 """
 
 from __future__ import annotations
@@ -20,12 +18,11 @@ from grpo_dist.algorithms.schedules import learning_rate
 from grpo_dist.chat.template import writes_date
 from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import Pair, contents, load_pairs
-from grpo_dist.demo.model import is_made, made_model
-from grpo_dist.errors import expanded
+from grpo_dist.demo.model import is_made
 from grpo_dist.policy.full_weights import save_pretrained
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.model import load_causal_lm
-from grpo_dist.policy.text_model import keep_wrapper, usable_model
+from grpo_dist.policy.text_model import keep_wrapper
 from grpo_dist.runtime.hardware import available_cpus, device_type, resolve_dtype
 from grpo_dist.runtime.logit_transform import LogitTransform
 from grpo_dist.runtime.memory import return_freed_memory
@@ -36,22 +33,25 @@ LOGIT_TOKENS = 4096  # tokens whose logits exist at once
 _POOL = 16  # batches that are sorted by length together
 
 
-def run_sft(settings: SFTConfig, say: Callable[[str], None], *, day: date | None = None) -> Path:
-    """Return the directory of the model after supervised training on ``settings.data``. It is cached, for
-    each ``day`` that its chat template writes; None: today.
+def run_sft(
+    settings: SFTConfig, model_dir: Path, say: Callable[[str], None], *, day: date | None = None
+) -> Path:
+    """Return the directory of the model in ``model_dir`` after supervised training on ``settings.data``. It
+    is cached, for each ``day`` that its chat template writes; None: today.
 
-    Raises ValueError for a model or data that cannot be used, naming file and row, and for settings that only
-    training on the policy's ranks has.
+    Afterwards the number of threads is restored, and the memory is free for the workers that start next.
+
+    Raises ValueError for data that cannot be used, naming file and row, and for settings that only training
+    on the policy's ranks has.
     """
     if settings.validation_share:
         raise ValueError(
             f"sft.validation_share = {settings.validation_share:g}: a cold start in one process has no "
-            "validation loss; remove it, or make it a stage of a pipeline (`kind: sft`), which trains on the "
-            "policy's ranks"
+            "validation loss; remove it, or train with `grpo-dist sft` or a stage of a pipeline "
+            "(`kind: sft`), on the policy's ranks"
         )
     from transformers import AutoTokenizer
 
-    model_dir = base_model(settings, say)
     decides = {
         "version": _VERSION,
         "settings": settings.model_dump(
@@ -68,27 +68,19 @@ def run_sft(settings: SFTConfig, say: Callable[[str], None], *, day: date | None
             f"note: the chat template writes the date into every demonstration: {day}; there is a cold start "
             "for each date, set `data.template_date` to have one for all runs"
         )
-    return cached("sft", decides, lambda directory: write_sft(settings, model_dir, directory, say, day=day))
 
+    def write(directory: Path) -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(settings.threads or available_cpus())
+        try:
+            _train(settings, model_dir, directory, say, day)
+        finally:
+            torch.set_num_threads(threads)
+            return_freed_memory()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
-def write_sft(
-    settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str], None], *, day: date | None = None
-) -> None:
-    """Train the model in ``model_dir`` and write the result into the directory ``out``. ``day``: as of
-    `run_sft`.
-
-    Afterwards the number of threads is restored, and the memory is free for the workers that start next.
-    Raises as `run_sft`.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(settings.threads or available_cpus())
-    try:
-        _train(settings, model_dir, out, say, day)
-    finally:
-        torch.set_num_threads(before)
-        return_freed_memory()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    return cached("sft", decides, write)
 
 
 def _train(
@@ -182,18 +174,3 @@ def padded(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
         tokens[i, : len(pair)] = torch.as_tensor([*pair.prompt, *pair.completion])
         mask[i, len(pair.prompt) : len(pair)] = torch.as_tensor(pair.sampled)
     return tokens, mask
-
-
-def base_model(settings: SFTConfig, say: Callable[[str], None]) -> Path:
-    """Return the directory of the model that training starts from. ``say`` gets what quantisation has cost
-    it. Raises ValueError when there is none.
-    """
-    if made := made_model(settings.model, "sft.model", say, seed=settings.seed):
-        return made
-    path = expanded(settings.model)
-    if not path.is_dir():
-        raise ValueError(
-            f"sft.model = {settings.model}: no model directory; expected one with config.json, a GGUF "
-            "file, or demo:tiny"
-        )
-    return usable_model(path.resolve(), f"sft.model = {settings.model}", say)

@@ -41,7 +41,7 @@ from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import graded_problems, reward_problems
 from grpo_dist.rewards.text import alternatives
-from grpo_dist.runs.cold_start import base_model, run_sft
+from grpo_dist.runs.cold_start import run_sft
 from grpo_dist.runs.identity import DataOrigin
 from grpo_dist.runs.own_trials import own_code_problems
 from grpo_dist.runs.prepare_teachers import load_stream, load_teachers
@@ -250,7 +250,8 @@ def resolve_model(
     quiet_libraries()
     if model.path == "sft":
         assert sft is not None  # the configuration was checked
-        return run_sft(sft, say, day=day) if train_first else base_model(sft, say)
+        base = sft_model(sft, say)
+        return run_sft(sft, base, say, day=day) if train_first else base
     base = _named_model(model, seed, say, trains=trains, key=key)
     if model.adapter is None:
         return base
@@ -260,6 +261,11 @@ def resolve_model(
     if not trains_adapter:
         say(f"{where}: merged into a copy of the weights, {made}")
     return made
+
+
+def sft_model(sft: SFTConfig, say: Callable[[str], None]) -> Path:
+    """Return the directory of `sft.model`, which supervised training starts from."""
+    return _named_model(ModelConfig(path=sft.model), sft.seed, say, trains=True, key="sft.model")
 
 
 def _named_model(

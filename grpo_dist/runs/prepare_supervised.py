@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from grpo_dist.config import Config, SFTConfig, SupervisedConfig
+from grpo_dist.config import Config, SupervisedConfig
 from grpo_dist.data.demonstrations import (
     Demonstration,
     count_held_out,
@@ -14,12 +13,8 @@ from grpo_dist.data.demonstrations import (
     load_demonstrations,
     split,
 )
-from grpo_dist.demo.model import is_made
-from grpo_dist.errors import expanded
-from grpo_dist.policy.text_model import usable_model
-from grpo_dist.runs.cold_start import base_model
 from grpo_dist.runs.identity import DataOrigin
-from grpo_dist.runs.prepare import Prepared, download, load_tokenizer, refuse
+from grpo_dist.runs.prepare import Prepared, load_tokenizer, refuse, sft_model
 from grpo_dist.runs.start_checks import model_problems, setting_problems
 from grpo_dist.runtime.hardware import DeviceType, device_type
 from grpo_dist.runtime.stage_log import stage
@@ -58,7 +53,7 @@ def prepare_supervised(
     assert sft is not None
     refuse(setting_problems(config, device))
     with stage("model", sft.model):
-        model_dir = starting_model(sft, say)
+        model_dir = sft_model(sft, say)
     with stage("model files", "are checked"):
         refuse(model_problems(config, device, model_dir))
     with stage("tokenizer", "is loaded"):
@@ -72,15 +67,3 @@ def prepare_supervised(
     )
     origin = DataOrigin.of((row.row_uid for row in trained), tokenizer, model_dir, config.data)
     return PreparedDemonstrations(model_dir, trained, [], held_out=held_out, origin=origin)
-
-
-def starting_model(sft: SFTConfig, say: Callable[[str], None]) -> Path:
-    """Return the directory of `sft.model`. A hub model is downloaded. ``say`` gets what quantisation has cost
-    it. Raises ValueError where it is missing.
-    """
-    local = expanded(sft.model)
-    is_here = is_made(sft.model) or sft.model.startswith((".", "~", "/")) or local.exists()
-    is_hub_id = sft.model.count("/") == 1 and not is_here
-    if not is_hub_id:
-        return base_model(sft, say)
-    return usable_model(download(sft.model, None, "sft.model"), f"sft.model = {sft.model}", say)

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_dist.config import ModelConfig, SFTConfig, TeacherConfig
 from grpo_dist.demo.model import made_model
 from grpo_dist.policy.gguf_model import gguf_config, gguf_model, is_gguf, loss_of
-from grpo_dist.runs.prepare import resolve_model
-from grpo_dist.runs.prepare_supervised import starting_model
+from grpo_dist.runs.prepare import resolve_model, sft_model
 from tests.support.models import CHAT_TEMPLATE, llama, write_gguf
 
 IDS = torch.tensor([[5, 9, 200, 31, 77, 3, 258]])
@@ -67,7 +66,7 @@ FOUND = {
     "sft.model, before a cold start": lambda file, say: resolve_model(
         ModelConfig(path="sft"), SFTConfig(model=file, data="demo:add3"), 0, say, train_first=False
     ),
-    "sft.model, on the ranks": lambda file, say: starting_model(SFTConfig(model=file, data="demo:add3"), say),
+    "sft.model, on the ranks": lambda file, say: sft_model(SFTConfig(model=file, data="demo:add3"), say),
 }
 
 

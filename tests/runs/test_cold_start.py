@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_dist.config import SFTConfig
+from grpo_dist.config import ModelConfig, SFTConfig
 from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.demo.model import cached_model
 from grpo_dist.policy.model import load_causal_lm
-from grpo_dist.runs.cold_start import padded, response_loss, run_sft
+from grpo_dist.runs.cold_start import padded, response_loss
+from grpo_dist.runs.prepare import resolve_model
 
 
 def settings(**changes) -> SFTConfig:
@@ -26,6 +27,10 @@ def settings(**changes) -> SFTConfig:
         "threads": 1,
     }
     return SFTConfig.model_validate(small | changes)
+
+
+def run_sft(settings, say):
+    return resolve_model(ModelConfig(path="sft"), settings, 0, say)
 
 
 def weights(directory):
@@ -216,7 +221,7 @@ def test_a_bad_row_is_refused_with_file_and_line(tmp_path, line, words):
         ({"data": "none.jsonl"}, ["sft.data = none.jsonl", "no such file"]),
         ({"data": "demo:sub3"}, ["demo:sub3", "demo:add3"]),
         ({"model": "demo:huge"}, ["demo:huge", "demo:tiny"]),
-        ({"model": "none"}, ["sft.model = none", "config.json"]),
+        ({"model": "none"}, ["sft.model = none", "no such directory"]),
         ({"validation_share": 0.1}, ["sft.validation_share = 0.1", "a stage of a pipeline"]),
     ],
 )

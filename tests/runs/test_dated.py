@@ -108,9 +108,8 @@ def test_a_cold_start_has_the_date_of_its_run(tmp_path, monkeypatch):
     monkeypatch.setattr(cold_start, "_train", trained)
     for name, made in (("llama3_2", 2), ("llama3", 1)):
         tokenizer, said = saved(tmp_path / name, trl_templates()[name]), []
-        monkeypatch.setattr(cold_start, "base_model", lambda *_, found=tmp_path / name: found)
         first, second, again = (
-            cold_start.run_sft(settings, said.append, day=date.fromisoformat(day))
+            cold_start.run_sft(settings, tmp_path / name, said.append, day=date.fromisoformat(day))
             for day in (DAY, "2026-08-01", DAY)
         )
         assert first == again and len({first, second}) == made == len(days)

@@ -238,5 +238,5 @@ def test_check_refuses_the_same_settings_and_starts_nothing(here, capsys):
 
 
 def test_sft_without_a_section_and_eval_without_a_set_are_refused(here, capsys):
-    assert "no `sft` section" in refusal(capsys, command="sft")
+    assert "needs an `sft` section" in refusal(capsys, command="sft")
     assert "data.eval is empty" in refusal(capsys, command="eval")

@@ -8,8 +8,8 @@ problems --> done before? --> rollouts --> rewards --> verdicts --> a part on di
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,14 +33,13 @@ from grpo_dist.runs.prepare import (
 )
 from grpo_dist.runs.run_directory import check_writable, dated
 from grpo_dist.runs.start_checks import check_length
-from grpo_dist.runtime.concurrency import in_thread
+from grpo_dist.runtime.concurrency import deadline, in_thread
 from grpo_dist.runtime.stage_log import stage, stages_logged
 from grpo_dist.runtime.tables import print_lines, wide_console
 from grpo_dist.tools.evaluate.result import ALL, MEAN, EvaluationResult, JudgedProblem, print_measured
 from grpo_dist.tools.evaluate.store import Identity, Store, default_directory, recorded_date, sample_settings
 from grpo_dist.tools.evaluate.target import breakdown
 from grpo_dist.tools.evaluate.verdicts import VerdictMaker, key_of
-from grpo_dist.tools.sampling import evaluation_workers
 from grpo_dist.types import Group, Prompt
 
 _SAMPLES_PER_PART = 64  # at most this much sampling (or one problem) is lost to a kill
@@ -177,6 +176,19 @@ def _missing(
     elif todo < total:
         say(f"{total - todo} of {total} problems are done")
     return missing
+
+
+@asynccontextmanager
+async def evaluation_workers(config: Config, model_dir: Path) -> AsyncIterator[EvaluationHandles]:
+    """Start a cluster with the model in ``model_dir``, and stop it at the end of the block."""
+    from actors.cluster import Cluster  # imports Ray
+
+    async with Cluster(config) as cluster:
+        async with deadline(
+            config.cluster.timeouts.up_s, "start: engine and graders up", explain=cluster.where_stuck
+        ):
+            workers = await cluster.start_evaluation(model_dir)
+        yield workers
 
 
 async def _sample(

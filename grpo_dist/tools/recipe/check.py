@@ -33,9 +33,9 @@ from grpo_dist.runs.prepare import (
     prepare_eval,
     refuse,
     resolve_model,
+    sft_model,
     train_prompts,
 )
-from grpo_dist.runs.prepare_supervised import starting_model
 from grpo_dist.runs.run_directory import check_writable
 from grpo_dist.runs.start import prepare
 from grpo_dist.runs.start_checks import check_backend, check_length, model_problems, setting_problems
@@ -100,7 +100,7 @@ def _ancestor(stage: ResolvedStage, ancestors: dict[str, Path]) -> Path:
     if start.startswith("stage:"):
         return ancestors[start.removeprefix("stage:")]
     if stage.kind == "sft" and stage.config.sft:
-        return starting_model(stage.config.sft, _quiet)
+        return sft_model(stage.config.sft, _quiet)
     config = stage.config
     return resolve_model(
         config.model, config.sft, config.seed, _quiet,

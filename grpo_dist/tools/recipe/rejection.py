@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.chat.ends import ends_of
-from grpo_dist.chat.template import ControlTokens
+from grpo_dist.chat.ends import SampleEnds, ends_of
+from grpo_dist.chat.template import ControlTokens, encode
 from grpo_dist.config import DataConfig, RejectionConfig
-from grpo_dist.data.prompts import PromptFormat, plain_text, user_content
+from grpo_dist.data.prompts import PromptFormat, plain_text, tokenise_messages, user_content
 from grpo_dist.runtime.seeds import derived_seed
-from grpo_dist.tools.recipe.episodes import cannot_be_shown, is_respelled, question_of, segments_of
 from grpo_dist.types import Group, Prompt, Rollout
 
 # Why a sample is dropped, in the order of the checks.
@@ -72,9 +71,9 @@ class Selection:
 
     def take(self, groups: Iterable[Group]) -> list[dict[str, Any]]:
         """Return the records of the kept samples: groups in order, samples of each by preference."""
-        return [record for group in groups for record in self._of_group(group)]
+        return [record for group in groups for record in self._take(group)]
 
-    def _of_group(self, group: Group) -> list[dict[str, Any]]:
+    def _take(self, group: Group) -> list[dict[str, Any]]:
         report, settings = self.report, self._settings
         passed, scored = group.rewards >= settings.min_reward, ~np.isnan(group.rewards)
         report.prompts += 1
@@ -106,7 +105,7 @@ class Selection:
             return "unscored"
         if not passed:
             return "below_min_reward"
-        if rollout.finish_reason != "stop" or (rollout.turns and cannot_be_shown(rollout, self._ends)):
+        if rollout.finish_reason != "stop" or (rollout.turns and ends_unseen(rollout, self._ends)):
             return "truncated"  # training would teach an end that the model did not produce
         if not rollout.turns and not self._ends.ended(rollout.completion_ids):
             return "stop_text"  # so it would here: a demonstration ends with a token of its own
@@ -123,7 +122,7 @@ class Selection:
 
     def _segments(self, rollout: Rollout) -> list[dict[str, Any]]:
         """Return the text of a completion, or the actions of an episode and what was given between them."""
-        return segments_of(rollout, self._tokenizer) if rollout.turns else [{"text": rollout.text}]
+        return episode_segments(rollout, self._tokenizer) if rollout.turns else [{"text": rollout.text}]
 
     def _hides_tokens(self, rollout: Rollout) -> bool:
         """Return True when the text lacks tokens: special ones, or ids beyond the tokenizer.
@@ -135,7 +134,9 @@ class Selection:
         return hidden or max(ids, default=0) >= len(self._tokenizer)
 
     def _is_respelled(self, rollout: Rollout) -> bool:
-        return is_respelled(rollout, self._segments(rollout), self._tokenizer)
+        """Return whether the tokenizer encodes the text of the sample differently from the policy."""
+        ids = [token for part in self._segments(rollout) for token in encode(part["text"], self._tokenizer)]
+        return ids != rollout.completion_ids[:-1].tolist()
 
     def _preferred(self, group: Group, indices: Sequence[int]) -> list[int]:
         if self._settings.prefer == "shortest":
@@ -162,7 +163,7 @@ class Selection:
     def _question(self, prompt: Prompt) -> dict[str, Any]:
         data, kept = self._data, {"special_tokens": "keep"} if self._keeps_special else {}
         if prompt.task is not None:
-            return question_of(prompt, data, self._tokenizer) | kept
+            return episode_question(prompt, data, self._tokenizer) | kept
         problem, messages = prompt.text, prompt.messages
         if kept:
             problem, messages = self._as_text((problem, messages))
@@ -180,3 +181,42 @@ class Selection:
         if data.template_kwargs:
             asked["template_kwargs"] = dict(data.template_kwargs)
         return asked | kept
+
+
+def episode_segments(rollout: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
+    """Return the episode as `completion` of a demonstration, without the token that ends it."""
+    ids = rollout.completion_ids[:-1]
+    sampled = np.ones(len(ids), bool) if rollout.sampled is None else rollout.sampled[:-1]
+    parts = np.split(ids, np.flatnonzero(np.diff(sampled)) + 1)
+    starts = np.cumsum([0, *map(len, parts[:-1])])
+    texts = [
+        tokenizer.decode(part.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        for part in parts
+    ]
+    return [
+        {"text": text} if sampled[start] else {"text": text, "given": True}
+        for text, start in zip(texts, starts, strict=True)
+        if text
+    ]
+
+
+def ends_unseen(rollout: Rollout, ends: SampleEnds) -> bool:
+    """Return whether an episode is no single row that ends after an action, with a token that ends it."""
+    whole = not rollout.further_rows and len(rollout.completion_ids) > 1
+    return not whole or not ends.ended(rollout.completion_ids)
+
+
+def episode_question(prompt: Prompt, data: DataConfig, tokenizer: Any) -> dict[str, Any]:
+    """Return the keys of a demonstration that give the policy's exact prompt, with its tools where the
+    template shows them.
+    """
+    assert prompt.task is not None, "an episode has a task"
+    if not prompt.task.messages:
+        text = tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
+        return {"prompt": text, "chat_template": "none"}
+    messages, plain = [dict(m) for m in prompt.task.messages], dict(data.template_kwargs)
+    with_tools = plain | {"tools": [dict(tool) for tool in prompt.task.tools]}
+    for arguments in (plain, with_tools):
+        if tokenise_messages(messages, tokenizer, arguments, day=data.day) == prompt.token_ids.tolist():
+            break
+    return {"messages": messages} | ({"template_kwargs": arguments} if arguments else {})

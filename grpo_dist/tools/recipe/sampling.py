@@ -36,8 +36,8 @@ from grpo_dist.runs.start_checks import check_length
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.runtime.stage_log import stage
+from grpo_dist.tools.evaluate.run import evaluation_workers
 from grpo_dist.tools.recipe.rejection import Selection
-from grpo_dist.tools.sampling import evaluation_workers
 from grpo_dist.types import Group, Prompt
 
 SFT_FILE = "sft.jsonl"

@@ -17,7 +17,8 @@ from typing import Any
 from grpo_dist.config import Config
 from grpo_dist.errors import refusals
 from grpo_dist.runs.identity import without_layout
-from grpo_dist.runs.prepare_supervised import starting_model, supervised
+from grpo_dist.runs.prepare import sft_model
+from grpo_dist.runs.prepare_supervised import supervised
 from grpo_dist.runs.run import finished_steps
 from grpo_dist.runs.session import train
 from grpo_dist.runtime.files import without_nan, write_text
@@ -56,7 +57,7 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
         return StageResult(before)
     if not before and stage.config.evaluation.before:
         with refusals():
-            before = evaluate_stage(stage.config, starting_model(settings, say), stage.directory, say)
+            before = evaluate_stage(stage.config, sft_model(settings, say), stage.directory, say)
     after = evaluate_stage(stage.config, stage.result, stage.directory, say)
     write_text(stage.directory / "evaluation.json", json.dumps({"before": before, "after": after}, indent=1))
     return StageResult(before, after)

@@ -16,7 +16,6 @@ from grpo_dist.tools.recipe import run as recipe
 from grpo_dist.tools.recipe.config import load_pipeline
 from grpo_dist.tools.recipe.record import read_record
 from grpo_dist.tools.recipe.stages import StageResult
-from grpo_dist.tools.recipe.table import rows
 
 BASE = {
     "model": {"path": "demo:tiny"},
@@ -549,7 +548,7 @@ def test_measures_taken_differently_are_not_compared(world):
 @pytest.mark.slow
 def test_the_table_has_every_stage(world):
     done, _ = run()
-    table = list(rows(load_pipeline("p.yaml"), done))
+    table = list(recipe.table_rows(load_pipeline("p.yaml"), done))
     assert table[0][:5] == ("cold", "sft", "add3 pass@1", "–", "10.0% ± 1.0%")
     assert table[1][:5] == ("reason", "grpo", "add3 pass@1", "10.0% ± 1.0%", "20.0% ± 1.0%")
     assert table[2][2] == "3 of 8 samples kept" and table[2][6] == "runs/p/03_reject"
