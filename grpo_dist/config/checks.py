@@ -403,40 +403,7 @@ RULES = (
             "has no effect without a teacher",
             f"add one to `distillation.teachers`, or remove `distillation.{key}`",
         )
-        for key in ("coef", "kl_as", "estimator", "top_k", "divergence", "reward_coef")
-    ),
-    Rule(
-        "distillation.estimator distillation.kl_as",
-        lambda c: (
-            _has_teachers(c) and c.distillation.kl_as == "advantage" and c.distillation.estimator != "k3+"
-        ),
-        "estimators are of a term of the loss",
-        "set `distillation.kl_as` = loss, or remove `distillation.estimator`",
-    ),
-    Rule(
-        "distillation.divergence distillation.top_k",
-        lambda c: (
-            _has_teachers(c) and not c.distillation.top_k and c.distillation.divergence != "reverse"
-        ),
-        "a divergence compares distributions",
-        "set `distillation.top_k`, e.g. to 16, or remove `distillation.divergence`",
-    ),
-    Rule(
-        "distillation.top_k distillation.kl_as",
-        lambda c: _has_teachers(c) and c.distillation.top_k and c.distillation.kl_as == "advantage",
-        "an advantage of the sampled token cannot compare distributions",
-        "set `distillation.kl_as` = loss, or remove `distillation.top_k`",
-    ),
-    Rule(
-        "distillation.estimator distillation.top_k",
-        lambda c: (
-            _has_teachers(c)
-            and c.distillation.top_k
-            and c.distillation.kl_as == "loss"
-            and c.distillation.estimator != "k3+"
-        ),
-        "an estimate from sampled tokens has no effect where distributions are compared",
-        "remove the estimator, and choose `distillation.divergence`",
+        for key in ("coef", "kl", "reward_coef")
     ),
     Rule(
         "dynamic_sampling.enabled",
@@ -700,8 +667,8 @@ def _of_teachers(config: Sections) -> Iterator[str]:
             common = sorted(set(teacher.sources) & set(other.sources))
             if common or not teacher.sources or not other.sources:
                 yield (
-                    f"`distillation.top_k` = {config.distillation.top_k}: `distillation.teachers` "
+                    "`distillation.kl` = top_k: `distillation.teachers` "
                     f"{teacher.name} and {other.name} both teach "
                     f"{common[0] if common else 'the same source'}, but their likeliest tokens differ; name "
-                    "other `sources` for each, or remove `distillation.top_k`"
+                    "other `sources` for each, or set `distillation.kl` to sampled"
                 )

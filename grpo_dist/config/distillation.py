@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
-from grpo_dist.config.base import Count, NonNegative, Section, Seed, repeated
+from grpo_dist.config.base import Choice, NonNegative, Section, Seed, Tagged, repeated
 from grpo_dist.config.data import ModelConfig
 from grpo_dist.config.stages import DemonstrationsConfig, as_sources
 
@@ -54,33 +54,45 @@ class TeacherConfig(Section):
         return not self.sources or source in self.sources
 
 
+class AdvantageKL(Choice):
+    """Add log p of the teacher minus that of the policy to a token's advantage."""
+
+    name: Literal["advantage"] = "advantage"
+
+
+class SampledKL(Choice):
+    """A term of the loss: the mean of an estimate from the sampled tokens."""
+
+    name: Literal["sampled"] = "sampled"
+    estimator: Literal["k2", "k3", "k1+", "k3+"] = Field(
+        "k3+", description="as `algorithm.kl.estimator`; all but k3 have the gradient of the reverse KL"
+    )
+
+
+class TopKKL(Choice):
+    """A term of the loss: the mean divergence from the teacher's most likely tokens per position, all others
+    as one.
+    """
+
+    name: Literal["top_k"] = "top_k"
+    k: PositiveInt = Field(16, description="tokens per position")
+    divergence: Literal["reverse", "forward", "jensen_shannon"] = Field(
+        "reverse",
+        description="reverse is KL(policy, teacher), forward KL(teacher, policy), and jensen_shannon half of "
+        "both to the mean of the two",
+    )
+
+
 class DistillationConfig(Section):
     """On-policy distillation: the policy learns the teacher's distribution where its own samples go."""
 
     teachers: tuple[TeacherConfig, ...] = Field(
         (),
-        description="teachers; a sample with several, not with `top_k`, learns the mean of their log-probs",
+        description="teachers; a sample with several, not with kl top_k, learns the mean of their log-probs",
     )
-    coef: PositiveFloat = Field(1.0, description="weight of the KL to the teacher, or of `divergence`")
-    kl_as: Literal["advantage", "loss"] = Field(
-        "advantage",
-        description="advantage: log p of the teacher minus that of the policy is added to a token's "
-        "advantage; loss: a term of its own, the mean over taught tokens of an estimate or of `divergence`",
-    )
-    estimator: Literal["k2", "k3", "k1+", "k3+"] = Field(
-        "k3+",
-        description="of the KL term in the loss, as `algorithm.kl.estimator`; all but k3 have the gradient "
-        "of the reverse KL",
-    )
-    top_k: Count = Field(
-        0,
-        description="learn the teacher's probabilities of its so many likeliest tokens at each place, all "
-        "others as one, with `kl_as` = loss; 0: of the sampled token alone",
-    )
-    divergence: Literal["reverse", "forward", "jensen_shannon"] = Field(
-        "reverse",
-        description="with `top_k`: reverse is KL(policy, teacher), forward KL(teacher, policy), and "
-        "jensen_shannon half of both to the mean of the two",
+    coef: PositiveFloat = Field(1.0, description="weight of the KL to the teacher")
+    kl: Annotated[AdvantageKL | SampledKL | TopKKL, Tagged()] = Field(
+        AdvantageKL(), description="how the policy learns the KL to the teacher"
     )
     reward_coef: NonNegative = Field(
         1.0,
@@ -91,6 +103,26 @@ class DistillationConfig(Section):
     def _contradictions(self) -> Iterator[str]:
         if doubled := repeated([teacher.name for teacher in self.teachers]):
             yield f"two teachers have the name {doubled[0]!r}; give each its own `name`"
+
+    @property
+    def kl_as(self) -> Literal["advantage", "loss"]:
+        """What the KL to the teacher is added to."""
+        return "advantage" if isinstance(self.kl, AdvantageKL) else "loss"
+
+    @property
+    def top_k(self) -> int:
+        """Tokens per position whose probabilities a teacher gives; 0: of the sampled token alone."""
+        return self.kl.k if isinstance(self.kl, TopKKL) else 0
+
+    @property
+    def estimator(self) -> str:
+        """The estimator of the KL term in the loss."""
+        return (self.kl if isinstance(self.kl, SampledKL) else SampledKL()).estimator
+
+    @property
+    def divergence(self) -> str:
+        """The divergence of the KL term in the loss."""
+        return (self.kl if isinstance(self.kl, TopKKL) else TopKKL()).divergence
 
     @property
     def of_own_models(self) -> tuple[TeacherConfig, ...]:

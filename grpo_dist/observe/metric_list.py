@@ -141,7 +141,7 @@ METRICS = (
     Metric("loss/kl", "loss", "sum over the update's rows" + _UPDATES, "its KL term, weighted",
            "small relative to `loss/policy`; not larger for long"),
     Metric("loss/teacher", "loss", "sum over the update's rows" + _UPDATES,
-           "its divergence from teachers, weighted", "falls; only with `distillation.kl_as` = loss"),
+           "its divergence from teachers, weighted", "falls; only with `distillation.kl` = sampled or top_k"),
     Metric("teacher/kl", "nats", "mean over sampled tokens with a teacher",
            "log p of the policy that sampled minus that of the teacher, whatever the loss compares",
            "falls towards 0"),

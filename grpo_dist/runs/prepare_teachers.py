@@ -224,7 +224,7 @@ def _too_many_likeliest(top_k: int, models: Mapping[str, Path], *, trusted: bool
             tokens = vocabulary_size(directory, trust_remote_code=trusted)
         if top_k > tokens:
             yield (
-                f"distillation.top_k = {top_k}, but {name} has {tokens} tokens; use at most as many, which "
+                f"distillation.kl.k = {top_k}, but {name} has {tokens} tokens; use at most as many, which "
                 "compares whole distributions"
             )
 

@@ -30,7 +30,7 @@ def check_own_advantages(algorithm: AlgorithmConfig, distillation: DistillationC
     if distillation.teachers and distillation.kl_as == "advantage":
         raise UserError(
             "update(): advantages replace the KL to `distillation.teachers`, which is part of the run's own; "
-            "set `distillation.kl_as` = loss, or remove the teachers"
+            "set `distillation.kl` to sampled or top_k, or remove the teachers"
         )
 
 

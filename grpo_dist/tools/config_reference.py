@@ -44,8 +44,11 @@ class Key:
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> list[Key]:
-    """List the keys of a section without its subsections. ``N`` in a path is a position in a list."""
-    return [_key(prefix + name, field) for name, field in section.model_fields.items()]
+    """List the keys of a section without its subsections, and without the tag of a member of a tagged union.
+    ``N`` in a path is a position in a list.
+    """
+    tag = section.tag if issubclass(section, Choice) else None
+    return [_key(prefix + name, field) for name, field in section.model_fields.items() if name != tag]
 
 
 def sections(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
@@ -61,13 +64,12 @@ def page(root: type[BaseModel], title: str) -> str:
     places: dict[type[BaseModel], list[str]] = {}
     for prefix, section in sections(root):
         places.setdefault(section, []).append(prefix)
-    places = {section: prefixes for section, prefixes in places.items() if _settings(section)}
+    places = {section: prefixes for section, prefixes in places.items() if keys(section)}
     headings = {section: _heading(section, prefixes, title) for section, prefixes in places.items()}
     parts = []
     for section, prefixes in places.items():
         # A section that its key says nothing more of has its heading alone.
         own = [key for key in keys(section, prefixes[0]) if key.meaning or key.default != "its defaults"]
-        own = [key for key in own if key.path.rpartition(".")[2] in _settings(section)]
         parts.append(f"### {headings[section]}\n\n{_prose(section)}")
         if own:
             head = "| key | value; default | meaning |\n|---|---|---|"
@@ -78,12 +80,6 @@ def page(root: type[BaseModel], title: str) -> str:
 def meaning(key: Key) -> str:
     """Return the description of a key, or else of its section."""
     return key.meaning or (_prose(key.sections[0]) if key.sections else "")
-
-
-def _settings(section: type[BaseModel]) -> list[str]:
-    """Return the names of the fields of ``section`` but for the tag of a member of a tagged union."""
-    tag = section.tag if issubclass(section, Choice) else None
-    return [name for name in section.model_fields if name != tag]
 
 
 def _key(path: str, field: FieldInfo) -> Key:

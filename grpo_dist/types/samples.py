@@ -234,7 +234,7 @@ class Rollout:
 @dataclass(frozen=True, slots=True)
 class TeacherLogprobs:
     """What a teacher gives for a row: log-probs of its sampled tokens, nats, 0 for given ones. With
-    `distillation.top_k` also its K likeliest tokens in the place of each, and their log-probs.
+    `distillation.kl` = top_k also its K likeliest tokens in the place of each, and their log-probs.
     """
 
     sampled: np.ndarray  # float32 [C]

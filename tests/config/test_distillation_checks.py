@@ -44,22 +44,10 @@ def alone(**changes):
         ),
         ({"distillation": {"teachers": [REFERENCE | {"revision": "v1"}]}}, ["self: `revision` = v1"]),
         ({"distillation": {"reward_coef": 0}}, ["`distillation.reward_coef` = 0: has no effect"]),
-        ({"distillation": {"top_k": 4}}, ["`distillation.top_k` = 4: has no effect"]),
-        (
-            {"distillation": {"teachers": [OWN], "top_k": 4}},
-            ["`distillation.top_k` = 4", "set `distillation.kl_as` = loss"],
-        ),
-        (
-            {"distillation": {"teachers": [OWN], "kl_as": "loss", "divergence": "forward"}},
-            ["`distillation.divergence` = forward", "set `distillation.top_k`"],
-        ),
-        (
-            {"distillation": {"teachers": [OWN], "kl_as": "loss", "top_k": 4, "estimator": "k2"}},
-            ["`distillation.estimator` = k2", "choose `distillation.divergence`"],
-        ),
+        ({"distillation": {"kl": "sampled"}}, ["`distillation.kl` = ", "has no effect without a teacher"]),
         *(
             (
-                {"distillation": {"teachers": two, "kl_as": "loss", "top_k": 4}},
+                {"distillation": {"teachers": two, "kl": "top_k"}},
                 ["large and self both teach", said, "name other `sources`"],
             )
             for two, said in (
@@ -88,9 +76,7 @@ def test_a_contradiction_is_refused_with_key_and_remedy(changes, words):
         {
             "distillation": {
                 "teachers": [OWN | {"sources": ["a"]}, REFERENCE | {"sources": ["b"]}],
-                "kl_as": "loss",
-                "top_k": 4,
-                "divergence": "jensen_shannon",
+                "kl": {"name": "top_k", "divergence": "jensen_shannon"},
             }
         },
         {

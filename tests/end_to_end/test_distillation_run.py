@@ -106,8 +106,8 @@ def test_teachers_compute_for_samples_what_transformers_computes_for_the_same_to
 def test_a_teacher_of_distributions_gives_the_loss_that_transformers_and_the_definition_give(tmp_path):
     """The first step's, in which the policy is the initial model; in turns, over both ranks."""
     taught = (
-        "distillation={teachers: [{name: small, model: 'demo:micro'}], kl_as: loss, top_k: 5, coef: 0.5, "
-        "divergence: forward, reward_coef: 0}"
+        "distillation={teachers: [{name: small, model: 'demo:micro'}], kl: {name: top_k, k: 5, "
+        "divergence: forward}, coef: 0.5, reward_coef: 0}"
     )
     own = [c for c in COMMON if not c.startswith(("distillation", "demonstrations", "steps"))]
     run(tmp_path, *own, "steps=1", taught, "cluster.placement=colocated")

@@ -88,16 +88,16 @@ def test_each_sample_learns_from_exactly_the_teachers_of_its_source():
     assert 0 < even < 4 and world.logged[1]["teacher/kl"] == pytest.approx((2.0 * even + 4) / (even + 4))
 
 
-@pytest.mark.parametrize("kl_as", ["advantage", "loss"])
+@pytest.mark.parametrize("kl", ["advantage", "sampled"])
 @pytest.mark.parametrize("reward_coef", [0.0, 1.0])
-def test_groups_without_reward_signal_are_trained_on_where_they_have_a_teacher(kl_as, reward_coef):
+def test_groups_without_reward_signal_are_trained_on_where_they_have_a_teacher(kl, reward_coef):
     """Also samples without a reward; no health check, no idle row and no ledger line says otherwise."""
     world = EqualRewards()
     world.unscored = ("p1",)
     config = fakes.config(
         steps=2,
         health={"min_signal_groups": 1, "idle_steps_above": 1},
-        distillation={"teachers": [teacher("t")], "kl_as": kl_as, "reward_coef": reward_coef},
+        distillation={"teachers": [teacher("t")], "kl": kl, "reward_coef": reward_coef},
     )
     batches = train(world, config, fakes.prompts(8), {"t": Teacher(-3.0)})
     assert len(batches) == 2 and not world.warnings
@@ -106,21 +106,21 @@ def test_groups_without_reward_signal_are_trained_on_where_they_have_a_teacher(k
     ]
     assert all(metrics["group/no_signal_share"] == 0.0 for metrics in world.logged.values())
     for batch in batches:
-        taught = batch.loss_mask if kl_as == "advantage" else batch.taught
+        taught = batch.loss_mask if kl == "advantage" else batch.taught
         assert taught.sum() == 16 and len(batch) == 8
-        if kl_as == "loss":
+        if kl == "sampled":
             assert batch.num_taught == 16.0 and not batch.advantages.any()
             assert torch.equal(batch.teacher_logprobs, torch.where(batch.taught, -3.0, 0.0))
 
 
 @pytest.mark.parametrize("unscored", [("p0", "p1", "p2", "p3"), ("p1",), ()])
-@pytest.mark.parametrize("kl_as", ["advantage", "loss"])
-def test_a_token_that_only_a_teacher_trains_is_a_trained_token(kl_as, unscored):
+@pytest.mark.parametrize("kl", ["advantage", "sampled"])
+def test_a_token_that_only_a_teacher_trains_is_a_trained_token(kl, unscored):
     """Tokens of two streams count once, and the run does not end as one that trains on none."""
     world = EqualRewards()
     world.unscored = unscored
     config = fakes.config(
-        steps=2, health={"idle_steps_above": 1}, distillation={"teachers": [teacher("t")], "kl_as": kl_as}
+        steps=2, health={"idle_steps_above": 1}, distillation={"teachers": [teacher("t")], "kl": kl}
     )
     train(world, config, fakes.prompts(4), {"t": Teacher(-3.0)})
     assert [metrics["train/loss_tokens"] for metrics in world.logged.values()] == [16.0, 16.0]
@@ -166,8 +166,7 @@ def test_likeliest_tokens_reach_the_rows_of_the_teachers_source_and_no_others():
         steps=1,
         distillation={
             "teachers": [teacher("of_even", sources=["even"]), teacher("of_third", sources=["third"])],
-            "kl_as": "loss",
-            "top_k": 3,
+            "kl": {"name": "top_k", "k": 3},
         },
     )
     prompts = [replace(p, source=("even", "odd", "third")[i % 3]) for i, p in enumerate(fakes.prompts(4))]
@@ -213,7 +212,7 @@ def test_the_reference_that_teaches_with_likeliest_tokens_is_still_asked_once_fo
     config = fakes.config(
         steps=1,
         algorithm={"kl": {"coef": 0.1}},
-        distillation={"teachers": [teacher("own", model="reference")], "kl_as": "loss", "top_k": 2},
+        distillation={"teachers": [teacher("own", model="reference")], "kl": {"name": "top_k", "k": 2}},
     )
     world = Reference()
     (batch,) = train(world, config, fakes.prompts(4), reference=True)

@@ -150,13 +150,13 @@ def test_advantages_of_the_caller_are_used_as_they_are(started):
 
 def test_advantages_of_the_caller_are_refused_where_they_replace_those_of_a_teacher(started):
     distillation = {"teachers": [{"name": "t", "model": "reference"}]}
-    for kl_as in ("advantage", "loss"):
-        config = fakes.config(distillation=distillation | {"kl_as": kl_as})
+    for kl in ("advantage", "sampled"):
+        config = fakes.config(distillation=distillation | {"kl": kl})
         with started(world := fakes.World(jitter=False), config, reference=True) as cluster:
             groups = cluster.score(cluster.sample(next(cluster.batches())))
             own = [np.array([1.0, -1.0])] * 4
-            if kl_as == "advantage":
-                with pytest.raises(UserError, match=r"`distillation\.kl_as` = loss"):
+            if kl == "advantage":
+                with pytest.raises(UserError, match=r"`distillation\.kl` to sampled"):
                     cluster.update(groups, advantages=own)
                 cluster.update(groups)
             else:

@@ -46,7 +46,7 @@ def load(models):
     def loaded(*teachers, reward_coef=1.0, top_k=0, longest=8, lengths=(10, 20), data=None, **sections):
         own = [{"name": f"t{i}", "model": "policy"} | teacher for i, teacher in enumerate(teachers)]
         section = {"teachers": own, "reward_coef": reward_coef}
-        section |= {"top_k": top_k, "kl_as": "loss"} if top_k else {}
+        section |= {"kl": {"name": "top_k", "k": top_k}} if top_k else {}
         config = fakes.config(distillation=section, data={"train": [{"path": "demo:add3"}]} | (data or {}))
         prompts = [
             replace(
@@ -104,7 +104,7 @@ def test_a_teacher_may_have_more_embeddings_and_the_reference_needs_no_directory
 
 def test_no_more_likeliest_tokens_than_the_policy_has_are_asked_for(load):
     load({"model": "more"}, top_k=107)
-    with pytest.raises(ValueError, match=r"distillation\.top_k = 108, but the policy has 107 tokens; use at"):
+    with pytest.raises(ValueError, match=r"distillation\.kl\.k = 108, but the policy has 107 tokens; use at"):
         load({"model": "more"}, top_k=108)
 
 

@@ -204,8 +204,8 @@ def test_teachers_of_different_sources_are_planned_also_with_their_likeliest_tok
     how = {"batch": {"prompts_per_step": 8, "samples_per_prompt": 2}, "model": {"path": "Qwen/Qwen2.5-0.5B"}}
     teachers = [{"name": n, "model": "Qwen/Qwen2.5-7B", "sources": [n]} for n in ("a", "b")]
     sampled, likeliest = (
-        simulated(rates(**how, distillation={"teachers": teachers, "kl_as": "loss", "top_k": k}))
-        for k in (0, 4)
+        simulated(rates(**how, distillation={"teachers": teachers, "kl": kl}))
+        for kl in ("sampled", {"name": "top_k", "k": 4})
     )
     assert likeliest.step_s == sampled.step_s and {"teacher-a-0", "teacher-b-0"} <= set(likeliest.bars)
 
