@@ -22,8 +22,7 @@ from typing import Any
 import ray
 from ray.exceptions import ObjectLostError, RayError
 
-from actors.colocated_handles import colocated
-from actors.colocation import Colocation
+from actors.colocation import Colocation, colocated
 from actors.connection import (
     address_of,
     connect,
@@ -31,20 +30,16 @@ from actors.connection import (
 )
 from actors.evaluation_engines import EvaluationEngines
 from actors.factory import Factory, SamplingActors, SharedDevices, TrainingActors
-from actors.lifecycle.calls import LOST, reason, results
-from actors.lifecycle.elastic_team import ElasticTeam
-from actors.lifecycle.supervisor import Team
+from actors.lifecycle.calls import LOST, reason, results, where_stuck
+from actors.lifecycle.team import ElasticTeam, Team
 from actors.lifecycle.usage import ActorUsage
-from actors.lifecycle.watchdog import where_stuck
-from actors.placement.demands import Demand, placement
-from actors.placement.elasticity import Elasticity
+from actors.placement.demands import Demand, placement, share_out
+from actors.placement.elasticity import Elasticity, leaving_nodes
 from actors.placement.fitting import bundles, nearest, too_large
-from actors.placement.notice import leaving_nodes
 from actors.placement.reservation import Reservation, expected
-from actors.placement.sharing import share_out
-from actors.reference_sync import ReferenceSync
 from actors.startup import wait_until_ready, wait_until_ready_colocated
 from actors.sync_probe import EngineProbe
+from actors.transfer_group import ReferenceSync
 from actors.weight_sync import WeightSync
 from actors.workers.policy import devices_of
 from actors.workers.policy_group import PolicyGroup
@@ -62,7 +57,7 @@ from grpo_dist.errors import (
 )
 from grpo_dist.runtime.concurrency import deadline, gather
 from grpo_dist.runtime.stage_log import stage
-from grpo_dist.workers import Workers
+from grpo_dist.workers import NO_SAMPLING, Workers
 
 logger = logging.getLogger("grpo_dist")
 
@@ -362,3 +357,20 @@ class Cluster:
                     logger.warning("waiting for a replacement of a lost node: %s", error)
                     again = False
             await asyncio.sleep(_POLL_S)
+
+
+class SupervisedCluster(Cluster):
+    """Starts and ends the ranks of a `SupervisedConfig`. After a loss all of them start again."""
+
+    async def _start_training(self, model_dir: Path) -> Workers:
+        await self._reserve(training=True)
+        await self._build_kernels()
+        policy = self._create_policy(model_dir)
+        await self._ready(None)
+        limit_s = self._config.cluster.timeouts.sync_s
+        usage = ActorUsage({"policy": [policy.team]}, queueing=QUEUEING, timeout_s=limit_s)
+        leaving = await leaving_nodes(policy.team, limit_s)
+        return Workers(
+            NO_SAMPLING, NO_SAMPLING, None, policy, NO_SAMPLING, usage=usage, where_stuck=self.where_stuck,
+            leaving_nodes=leaving,
+        )  # fmt: skip

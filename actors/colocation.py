@@ -4,9 +4,10 @@
     driver   | sample ...... | score ...... | log-probs | update ...........| push            | sample ...
     leaving  | weights drop  | to host      | to host   | optimiser to host | weights to host |
 
-One role at a time holds the GPUs, all of them. A call to another role waits until the holder has none left.
-Then the holder leaves, and a role that waits takes over, for all calls that wait for it. So the groups of a
-batch are sampled, then scored and given their reference log-probs, a turn each, whatever the order of calls.
+One role at a time holds the GPUs, all of them. The handle of a role enters `turn` for each call: a call to
+another role waits until the holder has none left. Then the holder leaves, and a role that waits takes over,
+for all calls that wait for it. So the groups of a batch are sampled, then scored and given their reference
+log-probs, each role at once, whatever the order of calls.
 
 - Engines drop their weights when they leave. The policy sends them again before they sample: after an update
   that is the push of the step, after a checkpoint the same version once more.
@@ -26,18 +27,22 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from ray.exceptions import RayError
 
 from actors.lifecycle.calls import kill
-from actors.lifecycle.supervisor import Team
+from actors.lifecycle.team import Team
 from actors.workers.policy_group import PolicyGroup
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.concurrency import deadline
-from grpo_dist.workers import WeightSyncHandle
+from grpo_dist.types import Prompt, TeacherLogprobs
+from grpo_dist.workers import ReferenceSyncHandle, WeightSyncHandle, Workers
 
 T = TypeVar("T")
 
@@ -47,7 +52,7 @@ _GRACE_S = 0.02
 
 
 class Resident(Protocol):
-    """Frozen models that take turns: `ReferencePool`, `RewardModelPool`. ``turn``: entered for each call."""
+    """Colocated frozen models: `ReferencePool`, `RewardModelPool`. ``turn``: entered for each call."""
 
     turn: Callable[[], AbstractAsyncContextManager[None]]
 
@@ -71,7 +76,8 @@ class Colocation:
         """``timeout_s``: deadline of one change; ``where_stuck``: see `Workers`."""
         self.policy, self.rollouts, self._residents = policy, rollouts, residents
         self._timeout_s, self._where_stuck = timeout_s, where_stuck
-        self.sync: WeightSyncHandle | None = None  # set once policy and engines are connected
+        self.sync: WeightSyncHandle | None = None  # set once all are connected, as is the next
+        self.reference_sync: ReferenceSyncHandle | None = None
         self._holder: str | None = None
         self._users = 0  # calls of the holder
         self._idle, self._idle_since = asyncio.Event(), 0.0
@@ -79,6 +85,7 @@ class Colocation:
         self._engines_kept = True  # they still have the weights that they were started with
         self._version, self._is_sent = 0, True  # of the policy's weights; whether engines had them
         self._seconds = defaultdict[str, float](float)  # of changes since the last push, by kind
+        policy.turn, policy.on_change = partial(self.turn, POLICY), self._policy_changes
         rollouts.turn = partial(self.turn, ENGINES)
         for name, resident in residents.items():
             resident.turn = partial(self.turn, name)
@@ -108,7 +115,7 @@ class Colocation:
                 self._idle_since = time.monotonic()
                 self._idle.set()
 
-    def moved(self) -> None:
+    def _policy_changes(self) -> None:
         """Note that the policy's weights change: engines must not get them as the old version."""
         self._is_sent = False
 
@@ -131,9 +138,9 @@ class Colocation:
         if (failure := await self._alone(lambda: self._catch_up(send, worker))) is not None:
             raise failure
 
-    async def refresh(self, refresh: Callable[[], Awaitable[None]]) -> None:
-        """Run ``refresh`` while both the policy's weights and the reference are on the GPUs."""
-        await self._alone(lambda: self._refresh(refresh))
+    async def refresh(self) -> None:
+        """Refresh the reference while both the policy's weights and the reference are on the GPUs."""
+        await self._alone(self._refresh)
 
     async def _is_free(self) -> bool:
         """Return whether the holder can change now; else wait until that may have become true.
@@ -236,10 +243,11 @@ class Colocation:
         await self._part("policy_offload", lambda: self.policy.hold("nothing"), limit_s)
         return failure
 
-    async def _refresh(self, refresh: Callable[[], Awaitable[None]]) -> None:
+    async def _refresh(self) -> None:
+        assert self.reference_sync is not None, "policy and reference are connected"
         await self._only_weights()
         await self._part("reference_wake", self._residents[REFERENCE].wake_up)
-        await refresh()
+        await self.reference_sync.refresh()
         await self._part("policy_offload", lambda: self.policy.hold("nothing"))
         self._holder = REFERENCE
 
@@ -254,6 +262,79 @@ class Colocation:
         self._seconds[name] += time.perf_counter() - begin
 
 
+def colocated(workers: Workers, colocation: Colocation, *, has_reference: bool) -> Workers:
+    """Return ``workers``, connected, with the weight syncs of ``colocation``. ``has_reference``: the loss
+    needs one, which the policy is itself where ``workers`` have none.
+    """
+    colocation.sync, colocation.reference_sync = workers.sync, workers.reference_sync
+    reference = workers.reference
+    if has_reference and reference is None:
+        reference = BaseReference(colocation.policy, colocation)
+    sync = colocation if workers.reference_sync else None
+    return replace(workers, sync=colocation, reference=reference, reference_sync=sync)
+
+
 def _kind(role: str) -> str:
     """Return the part of a role's name that is not one's own: "reward_model" of "reward_model safety"."""
     return role.partition(" ")[0]
+
+
+_Asked = tuple[Prompt, Any, int, "asyncio.Future[list[Any]]"]  # prompt, samples, top_k, answer
+
+
+class BaseReference:
+    """The reference of a policy of adapters: the policy without them.
+
+    The calls for all groups of a batch wait for the policy's turn, and are answered together: those that want
+    as many likeliest tokens.
+    """
+
+    def __init__(self, policy: PolicyGroup, colocation: Colocation) -> None:
+        self._policy, self._turn = policy, partial(colocation.turn, POLICY)
+        self._waiting: list[_Asked] = []
+        self._answering: asyncio.Task[None] | None = None
+
+    async def logprobs(self, prompt: Prompt, rollouts: Any) -> list[np.ndarray]:
+        """Return log-probs of the samples. ``rollouts``: the samples, or an object reference to them."""
+        return await self._asked(prompt, rollouts, 0)
+
+    async def top_logprobs(self, prompt: Prompt, rollouts: Any, top_k: int) -> list[TeacherLogprobs]:
+        """Return them with the ``top_k`` likeliest tokens; ``rollouts`` as for `logprobs`."""
+        return await self._asked(prompt, rollouts, top_k)
+
+    async def _asked(self, prompt: Prompt, rollouts: Any, top_k: int) -> list[Any]:
+        answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((prompt, rollouts, top_k, answer))
+        try:
+            async with self._turn():
+                taken = [waiting for waiting in self._waiting if not waiting[-1].done()]
+                self._waiting = []
+                if taken:  # as a task: it is for the others, too, should this caller be cancelled
+                    self._answering = asyncio.create_task(self._answer(taken), name="log-probs of the base")
+                return await answer  # bounded: the call of the ranks has a deadline
+        finally:
+            answer.cancel()  # of a caller that was cancelled: it is not asked for any more
+
+    async def _answer(self, taken: list[_Asked]) -> None:
+        for top_k in sorted({asked[2] for asked in taken}):
+            await self._answer_alike([asked for asked in taken if asked[2] == top_k], top_k)
+
+    async def _answer_alike(self, taken: list[_Asked], top_k: int) -> None:
+        policy, groups = self._policy, [(prompt, samples) for prompt, samples, *_ in taken]
+        call = policy.base_top_logprobs(groups, top_k) if top_k else policy.base_logprobs(groups)
+        try:
+            found: list[Any] = await call
+        except Exception as error:
+            for *_, answer in taken:
+                if not answer.done():
+                    answer.set_exception(error)
+            return
+        for (*_, answer), values in zip(taken, found, strict=True):
+            if not answer.done():  # its caller may have been cancelled
+                answer.set_result(values)
+
+    async def save(self, path: Path) -> None:
+        """Nothing: it never changes, and is in the model's directory."""
+
+    async def load(self, path: Path) -> None:
+        """Nothing, see `save`."""

@@ -1,26 +1,167 @@
-"""The Ray cluster of a run: which one it is, what it has, and the connection to it."""
+"""The Ray cluster of a run: which one it is, what it has, the connection to it, and whether the run fits it.
+
+A private cluster, which a run starts for itself, is kept closed to other users of the machine: Ray writes its
+token with the permissions that new files of the user have, mostly readable by all, and makes its directories
+writable by all.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
+import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+import psutil
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private.services import canonicalize_bootstrap_address
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.exceptions import RayError
 
-from actors import private_ray
-from actors.placement.demands import Resources
-from actors.placement.fitting import Node
-from grpo_dist.config import ClusterConfig
+from actors.placement.demands import Resources, describe, placement
+from actors.placement.fitting import Node, bundles, too_large
+from actors.placement.own_gpus import EMPTIED, NOT_SET
+from actors.placement.reservation import expected
+from grpo_dist.config import ClusterConfig, Config
 from grpo_dist.errors import UserError
+from grpo_dist.policy.deepspeed_config import check_offload
 from grpo_dist.runtime.hardware import available_cpus, usable_gpus
+from grpo_dist.runtime.stage_log import print_line
+
+logger = logging.getLogger("grpo_dist")
+T = TypeVar("T")
+
+_TRIES = 5
+# Ray's own processes read these when they start. In a private cluster nobody reads what they switch off:
+# lines of logs for a driver, and the load of each process for a dashboard.
+_NOT_COLLECTED = {
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
+    "LOG_NAME_UPDATE_INTERVAL_S": "inf",
+    "REPORTER_UPDATE_INTERVAL_MS": "86400000",
+}
+# They change which GPUs an actor sees: see `own_gpus`.
+_NOT_INHERITED = (NOT_SET, EMPTIED)
+# A path of a socket has 107 bytes at most; those behind Ray's temporary directory are
+# /session_2026-11-28_13-46-32_123456_1234567/sockets/plasma_store, and of vLLM's engines and of Python's
+# multiprocessing fewer.
+_LONGEST = 107 - 63 - 1
+_SHORT = ("/tmp", "/var/tmp", "/dev/shm")
+_ENGINES = "VLLM_RPC_BASE_PATH"  # vLLM's sockets; default: TMPDIR
+_SPILLING = "RAY_object_spilling_directory"
+_TOO_SLOW = "timed out during startup"  # in an error that is a plain Exception
+
+
+def start_private_ray(**options: Any) -> None:
+    """Start a private Ray for this process, with ``options`` of `ray.init`. Variables by which its actors
+    would see other GPUs than their own leave the environment, which Ray's processes inherit.
+    """
+    for name, value in _NOT_COLLECTED.items():
+        os.environ.setdefault(name, value)
+    for name in _NOT_INHERITED:
+        os.environ.pop(name, None)
+    options = _short_paths() | options
+    started_in_time(lambda: ray.init(address="local", log_to_driver=False, **options))
+
+
+def _short_paths() -> dict[str, str]:
+    """Return options of `ray.init` that keep the paths of its sockets, and of engines, short where TMPDIR is
+    long, as Slurm sets it. Objects that do not fit into memory are still written to TMPDIR. Raises UserError
+    where no directory with a short name can be written.
+    """
+    wanted = Path(get_default_ray_temp_dir())
+    if len(os.fsencode(wanted)) <= _LONGEST:
+        return {}
+    short = next((path for path in _SHORT if os.access(path, os.W_OK | os.X_OK)), None)
+    if short is None:
+        raise UserError(
+            f"TMPDIR (or RAY_TMPDIR) = {wanted.parent}: Ray's sockets are below it, and their paths are "
+            f"longer than 107 bytes; set RAY_TMPDIR to a directory of at most {_LONGEST - len('/ray')} "
+            "characters"
+        )
+    os.environ.setdefault(_ENGINES, short)
+    print_line(f"Ray's sockets and logs are in {short}/ray: the path of {wanted.parent} is too long for them")
+    options = {"_temp_dir": f"{short}/ray"}
+    if _SPILLING not in os.environ:
+        options["object_spilling_directory"] = str(wanted)
+    return options
+
+
+def started_in_time(start_ray: Callable[[], T]) -> T:
+    """Return ``start_ray()``.
+
+    Ray gives its own processes 30 s, which they may exceed on a busy machine. Then they are started again.
+    """
+    before = set(psutil.Process().children())
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            return start_ray()
+        except Exception as error:
+            if _TOO_SLOW not in str(error) or not tries_left:
+                raise
+        logger.warning("Ray's processes did not start within its limit; they are started again")
+        for process in set(psutil.Process().children()) - before:
+            process.kill()
+    raise AssertionError("the last try returns or raises")
+
+
+def prepare_token() -> None:
+    """Write a token to the file where Ray looks for one, readable by this user alone.
+
+    An existing token is kept, and made unreadable to others.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or os.environ.get("RAY_AUTH_TOKEN"):
+        return
+    if given := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        _warn_if_open(Path(given))
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        _close_to_others(path, 0o600)
+        return
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(secrets.token_hex(32))
+
+
+def close_session(session: Path) -> None:
+    """Keep others from entering the directory of a started session, and from renaming it in the shared
+    one.
+    """
+    _close_to_others(session, 0o700)
+    with suppress(OSError):
+        shared = session.parent.stat()
+        if shared.st_uid == os.getuid() and shared.st_mode & stat.S_IWOTH:
+            session.parent.chmod(stat.S_IMODE(shared.st_mode) | stat.S_ISVTX)
+        elif shared.st_uid not in (0, os.getuid()) and not shared.st_mode & stat.S_ISVTX:
+            logger.warning(
+                "%s belongs to another user, who can replace what Ray keeps there; set RAY_TMPDIR to a "
+                "directory of your own",
+                session.parent,
+            )
+
+
+def _close_to_others(path: Path, mode: int) -> None:
+    try:
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            path.chmod(mode)
+    except OSError as error:
+        logger.warning("%s can be read by others, and cannot be changed (%s); chmod it", path, error.strerror)
+
+
+def _warn_if_open(path: Path) -> None:
+    with suppress(OSError):
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            logger.warning("RAY_AUTH_TOKEN_PATH = %s can be read by others; chmod 600 it", path)
+
 
 _LISTENS_S = 10.0  # until a port of a cluster that starts is open
 
@@ -107,10 +248,10 @@ def connect(cluster: ClusterConfig) -> bool:
     if local and not usable_gpus():
         local["num_gpus"] = 0  # Ray counts GPUs even with the CPU build of torch
     if local:
-        private_ray.prepare_token()
+        prepare_token()
     try:
         if local:
-            private_ray.start(namespace=None, logging_level=logging.ERROR, **local)
+            start_private_ray(namespace=None, logging_level=logging.ERROR, **local)
         else:
             _check_answers(address)
             ray.init(address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR)
@@ -121,5 +262,34 @@ def connect(cluster: ClusterConfig) -> bool:
             "--head`, or leave cluster.address and RAY_ADDRESS unset for a private local one"
         ) from error
     if local:
-        private_ray.close_session(Path(ray._private.worker._global_node.get_session_dir_path()))
+        close_session(Path(ray._private.worker._global_node.get_session_dir_path()))
     return True
+
+
+class Fit(NamedTuple):
+    """``words`` describe the placement of a run; ``gpus`` counts those of the whole cluster."""
+
+    words: str
+    gpus: int
+
+
+def fit(config: Config, *, training: bool = True) -> Fit:
+    """Check that a training run, or an evaluation, fits the cluster, before anything is started.
+
+    Raises UserError when it takes more than the cluster has.
+    """
+    if address_of(config.cluster) == "local" and not ray.is_initialized():
+        check_grows_no_more(config.cluster)
+        found, here, has = None, True, local_resources(config.cluster)
+    else:
+        owns = connect(config.cluster)
+        found = expected(config.cluster)
+        here, has = is_this_machine() and config.cluster.grows_to is None, resources_of(found, shared=True)
+        if owns:
+            ray.shutdown()
+    if training and here:
+        check_offload(config.policy)  # on another cluster, every rank checks its own machine
+    demands = placement(config, has, training=training)
+    if found is not None and (problem := too_large(bundles(demands), found)):
+        raise UserError(f"cluster: {problem}")
+    return Fit(describe(demands, has), has.gpus)

@@ -14,12 +14,12 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ray.exceptions import RayError
 
-from actors.lifecycle.calls import result
-from actors.lifecycle.watchdog import deadline_of
+from actors.lifecycle.calls import deadline_of, result
+from actors.workers.policy_group import PolicyGroup
 from actors.workers.reward import RewardPool
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.policy.snapshots import Snapshot, discard, read_snapshot
@@ -29,18 +29,11 @@ from grpo_dist.runtime.files import flush
 _BUCKET_BYTES = 64 * 2**20
 
 
-class SnapshotSource(Protocol):
-    """`PolicyGroup`, or `ColocatedPolicy`."""
-
-    async def snapshot(self, directory: Path, version: int, bucket_bytes: int) -> Snapshot: ...
-    async def saved(self) -> None: ...
-
-
 class EvaluationEngines:
     """Driver-side handle. ``rollouts`` and ``rewards`` are what an evaluation needs."""
 
     def __init__(
-        self, policy: SnapshotSource, rollouts: RolloutPool, rewards: RewardPool, *, timeout_s: float
+        self, policy: PolicyGroup, rollouts: RolloutPool, rewards: RewardPool, *, timeout_s: float
     ) -> None:
         """``timeout_s``: deadline of loading a snapshot."""
         self._policy, self.rollouts, self.rewards, self._timeout_s = policy, rollouts, rewards, timeout_s
@@ -50,10 +43,6 @@ class EvaluationEngines:
         self.version: int | None = None
         self._is_loaded = asyncio.Event()
         rollouts.team.catch_up = self._catch_up
-
-    def take_turns(self, policy: SnapshotSource) -> None:
-        """Copy the weights through ``policy``, which takes turns with others."""
-        self._policy = policy
 
     async def snapshot(self, directory: Path, version: int) -> None:
         """Copy the policy's weights, which are ``version``, for the file in ``directory``. Updates may follow

@@ -10,20 +10,17 @@ from typing import Any, TypeVar
 
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.lifecycle.actor_spec import ActorSpec, GuestSpec
 from actors.lifecycle.calls import nodes_of
-from actors.lifecycle.supervisor import Team
-from actors.placement.demands import Demand, uncounted_threads
+from actors.lifecycle.team import ActorSpec, GuestSpec, Team
+from actors.placement.demands import Demand, Devices, colocated_ranks, uncounted_threads
+from actors.placement.elasticity import cores_in_use
 from actors.placement.own_gpus import SHARED, VISIBLE
 from actors.placement.reservation import Reservation
-from actors.placement.sharing import Devices, colocated_ranks
-from actors.placement.spare import cores_in_use
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.environment import EnvironmentPool
 from actors.workers.policy_group import PolicyGroup, PolicySpec
 from actors.workers.reference import ReferencePool
-from actors.workers.reward import PolicyTokenizer, RewardPool
-from actors.workers.reward_model import RewardModelPool
+from actors.workers.reward import PolicyTokenizer, RewardModelPool, RewardPool
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import Config, RewardModelConfig, TeacherConfig
 from grpo_dist.environments.registry import may_run_code
@@ -81,7 +78,7 @@ class TrainingActors:
         }
 
     async def cores_in_use(self, demands: Mapping[str, Demand]) -> dict[str, int]:
-        """See `spare.cores_in_use`. The caller holds the deadline."""
+        """See `elasticity.cores_in_use`. The caller holds the deadline."""
         threads, teams = uncounted_threads(demands), self.teams()
         nodes = {
             role: await nodes_of(own for team in teams[role] for own in team.alive()) for role in threads

@@ -15,12 +15,11 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors.colocation import Colocation
-from actors.lifecycle.supervisor import Team
+from actors.lifecycle.team import Team
 from actors.workers.environment import EnvironmentPool
 from actors.workers.policy_group import PolicyGroup
 from actors.workers.reference import ReferencePool
-from actors.workers.reward import RewardPool
-from actors.workers.reward_model import RewardModelPool
+from actors.workers.reward import RewardModelPool, RewardPool
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.runtime.stage_log import names_of, seconds_text, stage
 

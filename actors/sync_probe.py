@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from ray.exceptions import RayError
 
 from actors.evaluation_engines import EvaluationEngines, serving
 from actors.lifecycle.calls import results
+from actors.workers.policy_group import PolicyGroup
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.types import Prompt, Rollout, Sampling, TrainBatch
-
-
-class ProbedPolicy(Protocol):
-    """`PolicyGroup`, or `ColocatedPolicy`."""
-
-    async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]: ...
 
 
 class EngineProbe:
     """Samples on one engine at a time, and computes the policy's log-probs of the samples."""
 
     def __init__(
-        self, policy: ProbedPolicy, rollouts: RolloutPool, evaluation: EvaluationEngines | None = None
+        self, policy: PolicyGroup, rollouts: RolloutPool, evaluation: EvaluationEngines | None = None
     ) -> None:
         self._policy, self._rollouts, self._evaluation = policy, rollouts, evaluation
 

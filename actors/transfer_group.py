@@ -1,4 +1,5 @@
-"""Groups in which the policy sends its weights to other workers.
+"""Groups in which the policy sends its weights to other workers: engines (`weight_sync`), or a reference that
+is refreshed every few steps or follows as a moving average (`ReferenceSync`).
 
 Rank 0 sends to all workers. Where policy and workers share GPUs, each rank sends to the process on its GPU,
 and there are as many groups as GPUs.
@@ -11,11 +12,13 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actors.lifecycle.calls import on_one_host, results
-from actors.transfer.connections import Seat
-from actors.transfer.handshake import new_secret
+from ray.exceptions import RayError
+
+from actors.lifecycle.calls import deadline_of, on_one_host, result, results
+from actors.transfer.connections import Seat, new_secret
+from actors.workers.policy import Taken
 from actors.workers.policy_group import PolicyGroup
-from actors.workers.weight_sender import Taken
+from actors.workers.reference import ReferencePool
 from grpo_dist.config import WeightSyncConfig
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.concurrency import gather
@@ -185,3 +188,52 @@ class TransferGroup:
 def added(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
     """Return the sums of metrics of two transfers."""
     return {name: a.get(name, 0.0) + b.get(name, 0.0) for name in [*a, *(n for n in b if n not in a)]}
+
+
+class ReferenceSync:
+    """Driver-side handle, made by `connect`: mixes the policy's weights into every reference."""
+
+    def __init__(self, group: TransferGroup, reference: ReferencePool, mix: float, timeout_s: float) -> None:
+        self._group, self._reference, self._mix, self._timeout_s = group, reference, mix, timeout_s
+
+    @classmethod
+    async def connect(
+        cls,
+        policy: PolicyGroup,
+        reference: ReferencePool,
+        settings: WeightSyncConfig,
+        *,
+        mix: float,
+        colocated_ranks: Sequence[int] | None = None,
+        timeout_s: float,
+    ) -> ReferenceSync:
+        """Join the policy and all reference workers in a transfer group of their own.
+
+        ``colocated_ranks``: see `TransferGroup.open`.
+        """
+        both = policy.team.named() | reference.team.named()
+        stage = "reference: policy and reference workers join the transfer group"
+        async with deadline_of(both, timeout_s, stage):
+            group = await TransferGroup.open(
+                "reference",
+                policy,
+                reference.workers,
+                TransferSpec(settings, as_held=True),
+                colocated_ranks=colocated_ranks,
+                timeout_s=timeout_s,
+            )
+        return cls(group, reference, mix, timeout_s)
+
+    async def refresh(self) -> None:
+        """Replace every reference worker's weights by (1 - mix) of its own and mix of the policy's.
+
+        Raises StateLost when a reference worker or a policy rank is lost.
+        """
+        both = self._group.policy.team.named() | self._reference.team.named()
+        try:
+            async with deadline_of(both, self._timeout_s, "reference: the policy's weights travel"):
+                arguments = self._group.parameters, self._group.bucket_bytes, self._mix
+                await self._group.send(result(w.mix_in.remote(*arguments)) for w in self._reference.workers)
+        except RayError:
+            await gather([self._group.policy.team.ask_all(), self._reference.team.ask_all()])
+            raise

@@ -128,9 +128,9 @@ def ray_cluster():
     """One private Ray for all tests with actors."""
     import ray
 
-    from actors import private_ray
+    from actors.connection import start_private_ray
 
-    private_ray.start(include_dashboard=False)
+    start_private_ray(include_dashboard=False)
     yield
     ray.shutdown()
 

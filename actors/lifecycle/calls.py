@@ -1,12 +1,23 @@
-"""Calls from the driver to actors: many at once, in parallel to their work, and the last one that ends
-them.
+"""Calls from the driver to actors: many at once, in parallel to their work, with deadlines, and the last one
+that ends them.
+
+The error of a deadline says where each actor is, on its node and in its code:
+
+    driver                                  node of the actor
+      which node, which process? <-- Ray
+      where is it? --------------------->   `grpo_dist.runtime.stacks`: state, stacks of all threads
+      text of the error <----------------
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import (
@@ -17,9 +28,11 @@ from ray.exceptions import (
     RayActorError,
     WorkerCrashedError,
 )
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_dist.errors import SamplesLost, cause_of
-from grpo_dist.runtime.concurrency import gather
+from grpo_dist.runtime.concurrency import deadline, gather, in_thread
+from grpo_dist.runtime.stacks import look
 
 # Ray's errors for an actor that is gone. OutOfMemoryError: the memory monitor of its node killed it.
 LOST = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)
@@ -92,3 +105,110 @@ def where_stuck_in(error: BaseException) -> str:
     """Return the further lines of a TimeoutError that names where an actor hangs."""
     _, newline, where = str(error).partition("\n")
     return newline + where if type(error) is TimeoutError else ""
+
+
+T = TypeVar("T")
+
+_FIND_S = 2.0  # of Ray's table of actors
+_LOOK_S = 6.0  # on another node Ray may have to start a process for it
+_CALLS_S = 2.0  # of an event loop, for what waits in it
+
+
+def deadline_of(workers: Mapping[str, Any], seconds: float, stage: str) -> AbstractAsyncContextManager[None]:
+    """Return a `deadline` whose error has the location of each of ``workers``, actors by name."""
+    return deadline(seconds, stage, explain=partial(where_stuck, workers))
+
+
+def numbered(role: str, workers: Iterable[Any]) -> dict[str, Any]:
+    """Name the actors of a role "policy-0" and so on."""
+    return {f"{role}-{i}": worker for i, worker in enumerate(workers)}
+
+
+async def where_stuck(workers: Mapping[str, Any]) -> str:
+    """Describe each actor's node, process and Python stacks, most recent call last; actors at the same place
+    share one entry. Takes ten seconds at most. Reports what it could not find out instead of raising.
+
+        policy-0 (node 10.0.0.2, pid 71), policy-1 (node 10.0.0.2, pid 72): in
+          File ".../trainer.py", line 120, in update
+            loss = self._micro_batches(batch)
+    """
+    nowhere = dict.fromkeys(workers, _Place(unknown="Ray does not know where"))
+    places = await _within(_FIND_S, in_thread(partial(_find, workers)), nowhere)
+    on_nodes: defaultdict[str, list[int]] = defaultdict(list)
+    for place in places.values():
+        if not place.unknown:
+            on_nodes[place.node].append(place.process)
+    texts = await gather(_look_on(node, sorted(set(own))) for node, own in on_nodes.items())
+    # After the stacks, in which these calls would appear.
+    pending = await gather(_calls(worker) for worker in workers.values())
+    seen = {(node, p): text for node, own in zip(on_nodes, texts, strict=True) for p, text in own.items()}
+    together: defaultdict[str, list[str]] = defaultdict(list)
+    for name, waiting in zip(workers, pending, strict=True):
+        place = places[name]
+        what = place.unknown or seen[place.node, place.process]
+        together["\n".join(filter(None, [what, waiting]))].append(f"{name}{place}")
+    return "\n".join(f"{', '.join(who)}: {what}" for what, who in together.items())
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The place of an actor's process; ``unknown``: why its stacks cannot be read."""
+
+    node: str = ""
+    address: str = ""
+    process: int = 0
+    unknown: str = ""
+
+    def __str__(self) -> str:
+        return f" (node {self.address}, pid {self.process})" if self.process else ""
+
+
+def _find(workers: Mapping[str, Any]) -> dict[str, _Place]:
+    # Ray's public interface to this table needs the dashboard, which a run's own cluster does not start. An
+    # actor that hangs in its constructor cannot be asked.
+    from ray._private.state import actors
+
+    def place(worker: Any) -> _Place:
+        known = actors(worker._actor_id.hex())
+        where = known["Address"]["NodeID"], known["Address"]["IPAddress"], known["Pid"]
+        if known["State"] == "DEAD":
+            return _Place(*where, unknown="dead")
+        return _Place(*where, unknown="" if where[-1] else "not started: it has no process yet")
+
+    return {name: place(worker) for name, worker in workers.items()}
+
+
+async def _look_on(node: str, processes: Sequence[int]) -> dict[int, str]:
+    """`look` at ``processes`` of ``node``."""
+    unknown = dict.fromkeys(processes, f"its node does not answer within {_LOOK_S:g} s")
+    if node == ray.get_runtime_context().get_node_id():
+        return await _within(_LOOK_S, look(processes), unknown)
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return await _within(_LOOK_S, _call(_look_there.options(scheduling_strategy=there), processes), unknown)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _look_there(processes: Sequence[int]) -> dict[int, str]:
+    return asyncio.run(look(processes))
+
+
+async def _calls(worker: Any) -> str:
+    """Return the pending calls of an actor with an event loop, from its method ``calls``: see
+    `grpo_dist.runtime.stacks.pending_calls`.
+    """
+    return await _within(_CALLS_S, _call(worker.calls), "") if hasattr(worker, "calls") else ""
+
+
+async def _call(method: Any, *arguments: Any) -> Any:
+    return await method.remote(*arguments)
+
+
+async def _within(seconds: float, answer: Awaitable[T], otherwise: T) -> T:
+    """Return ``otherwise`` when ``answer`` is late or fails: a failed report must not hide the error that it
+    explains.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await answer
+    except Exception:
+        return otherwise

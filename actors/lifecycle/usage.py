@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from actors.lifecycle.calls import LOST, PARALLEL
-from actors.lifecycle.elastic_team import ElasticTeam
-from actors.lifecycle.supervisor import Team
-from actors.lifecycle.watchdog import deadline_of
+from actors.lifecycle.calls import LOST, PARALLEL, deadline_of
+from actors.lifecycle.team import ElasticTeam, Team
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.metering import Usage, usage_metrics
 

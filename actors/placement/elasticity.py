@@ -1,9 +1,12 @@
-"""Has engines join a running job while the cluster has room, and leave before their node goes.
+"""Nodes that come and go: engines join a running job while the cluster has room, and leave before their node
+goes; the policy's state is saved before one of its nodes does.
 
 every few seconds   a guest's node is drained     -> the guest leaves, within the node's notice
                     more serve than are wanted    -> the newest guest leaves
                     fewer                         -> guests join, on nodes with room
                     reserved actors wait for room -> all guests leave
+                    a policy rank's node, or the driver's, is drained (spot notice, `ray drain-node`, an
+                    autoscaler)                   -> `DrainNotice.leaving` has it; the loop saves, and goes on
 """
 
 from __future__ import annotations
@@ -11,17 +14,74 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from actors.lifecycle.actor_spec import GuestSpec
-from actors.lifecycle.calls import reason
-from actors.lifecycle.elastic_team import ElasticTeam
-from actors.placement import spare
+import ray
+
+from actors.lifecycle.calls import deadline_of, nodes_of, reason
+from actors.lifecycle.team import ElasticTeam, GuestSpec, Team
 from grpo_dist.runtime.concurrency import in_thread
+
+
+def draining() -> dict[str, float]:
+    """Return the nodes that Ray was asked to drain, by node id, with the seconds that each still has;
+    infinity where no deadline was given.
+    """
+    # Ray has no public interface to this; its own Serve reads it in the same way.
+    from ray._private.state import state
+
+    now = time.time()
+    known = state.get_draining_nodes()
+    return {node: max(0.0, at_ms / 1000 - now) if at_ms else float("inf") for node, at_ms in known.items()}
+
+
+def cores_in_use(
+    nodes: Mapping[str, Sequence[str]], threads: Mapping[str, int], *, in_turns: bool
+) -> dict[str, int]:
+    """Return for each node the cores on which the run's own actors compute though Ray has them as free.
+
+    ``nodes``: by role, the node of each actor; ``threads``: of one actor of each role; ``in_turns``: engines
+    and policy ranks compute one after the other.
+    """
+    used = {
+        role: Counter({n: c * threads[role] for n, c in Counter(own).items()}) for role, own in nodes.items()
+    }
+    engines, ranks = used.pop("rollout", Counter()), used.pop("policy", Counter())
+    first = engines | ranks if in_turns else engines + ranks  # | takes the larger of each
+    return dict(sum(used.values(), first))
+
+
+def rooms(cpus: float, gpus: float, count: int, *, in_use: Mapping[str, float]) -> list[str]:
+    """Return the ids of nodes for up to ``count`` actors that take ``cpus`` and ``gpus`` of one node each; a
+    node with room for several stands there several times. The fullest node comes first. ``in_use``: see
+    `cores_in_use`.
+    """
+    # See `reservation.nodes`.
+    from ray._private.state import available_resources_per_node
+
+    free, going = available_resources_per_node(), draining()
+    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in going]
+    has = {
+        node: (free.get(node, {}).get("GPU", 0.0), free.get(node, {}).get("CPU", 0.0) - in_use.get(node, 0.0))
+        for node in alive
+    }
+    return pick(has, cpus, gpus, count)
+
+
+def pick(has: dict[str, tuple[float, float]], cpus: float, gpus: float, count: int) -> list[str]:
+    """See `rooms`. ``has``: free GPUs and CPUs of each node."""
+    chosen: list[str] = []
+    for node, (free_gpus, free_cpus) in sorted(has.items(), key=lambda item: (item[1], item[0])):
+        while len(chosen) < count and free_gpus >= gpus and free_cpus >= cpus:
+            chosen.append(node)
+            free_gpus, free_cpus = free_gpus - gpus, free_cpus - cpus
+    return chosen
+
 
 logger = logging.getLogger("grpo_dist")
 
@@ -39,7 +99,7 @@ class Elasticity:
     Args:
         wanted: how many engines there should be; it may change at any time, and is clipped to what the
             configuration allows. Called in a thread.
-        in_use: see `spare.cores_in_use`.
+        in_use: see `cores_in_use`.
         is_placed: whether all reserved actors have their places, which a lost node takes from them. Called in
             a thread.
     """
@@ -73,7 +133,7 @@ class Elasticity:
 
     async def look(self) -> None:
         """Start what the state of the cluster and the wanted number ask for."""
-        going = await in_thread(spare.draining)
+        going = await in_thread(draining)
         for index, node in self._team.guests().items():
             if node in going:
                 notice_s = min(_LEAVE_S, max(0.0, going[node] - _MARGIN_S))
@@ -100,8 +160,8 @@ class Elasticity:
 
     async def _fill(self, missing: int) -> None:
         own = self._guests
-        rooms = await in_thread(lambda: spare.rooms(own.cpus, own.gpus, missing, in_use=self._in_use))
-        for index, node in zip(self._team.free_places(), rooms, strict=False):
+        places = await in_thread(lambda: rooms(own.cpus, own.gpus, missing, in_use=self._in_use))
+        for index, node in zip(self._team.free_places(), places, strict=False):
             self._team.join(index, node).add_done_callback(partial(self._note_join, index))
 
     def _note_join(self, index: int, joined: asyncio.Task[None]) -> None:
@@ -141,3 +201,36 @@ def wanted_in(path: Path) -> Callable[[], int | None]:
         return None
 
     return read
+
+
+class DrainNotice:
+    """Attributes:
+    leaving: those of ``nodes``, Ray's node ids, that Ray was asked to drain, at the last look.
+    """
+
+    def __init__(self, nodes: Collection[str]) -> None:
+        self._nodes = frozenset(nodes)
+        self.leaving: frozenset[str] = frozenset()
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            try:
+                going = await in_thread(draining)
+                self.leaving = self._nodes.intersection(going)
+            except Exception as error:  # Ray may fail for a moment
+                logger.warning("the notices of nodes are unknown now (%s)", reason(error))
+            await asyncio.sleep(_LOOK_S)
+
+
+async def leaving_nodes(team: Team, timeout_s: float) -> Callable[[], frozenset[str]]:
+    """Watch the nodes of the actors of ``team``, which are idle now, and the driver's, until the team ends.
+
+    Returns a function that returns those that are about to go. Raises TimeoutError where an actor does not
+    answer within ``timeout_s`` seconds.
+    """
+    async with deadline_of(team.named(), timeout_s, "start: where the policy's ranks are"):
+        nodes = await nodes_of(team.alive())
+    notice = DrainNotice([*nodes, ray.get_runtime_context().get_node_id()])
+    team.oversee(notice.run())
+    return lambda: notice.leaving

@@ -13,8 +13,7 @@ from functools import partial
 from itertools import chain, product
 from typing import Any
 
-from actors.placement.demands import Demand, Resources, placement
-from actors.placement.sharing import whole_gpus
+from actors.placement.demands import Demand, Resources, placement, whole_gpus
 from grpo_dist.config import (
     AutoscalingConfig,
     ClusterConfig,

@@ -2,19 +2,151 @@
 
 They carry control messages next to the weights. A process that dies is noticed at once, a host that is cut
 off within `_SILENT_S`, and a process that hangs by the deadline.
+
+Each begins with a mutual HMAC handshake; the secret is only sent over Ray:
+
+    listening side               connecting side
+      challenge          ------>
+                         <------     own challenge, proof
+      proof              ------>
+
+A proof is an HMAC over both challenges: the secret itself is never sent, and a recorded proof is useless for
+another connection. Both sides give one, because each trusts the messages of the other from then on.
+
+The processes of a gloo group find its store this way, without telling its port to other processes:
+
+    rank 0                                  others
+    listens on a free port
+    sends that port, and a challenge  -->   join the store there             (rendezvous.py)
+    all                                     answer the challenge over the group itself
 """
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import select
+import selectors
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from actors.transfer.handshake import admit, authenticate, receive
 from grpo_dist.errors import TransferLost
+from grpo_dist.runtime.rendezvous import Rank
+
+_SIZE = 32  # bytes of a secret, a challenge, a proof
+_MAX_PENDING = 64  # open connections without a proof; beyond that the oldest is closed
+_CONNECTS, _LISTENS = b"connects", b"listens"
+
+
+def new_secret() -> bytes:
+    return secrets.token_bytes(_SIZE)
+
+
+class Unauthenticated(ConnectionError):
+    """The other side does not know the group's secret."""
+
+
+class _Pending:
+    """A connection that has not given its proof yet."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection, self._challenge, self._received = connection, secrets.token_bytes(_SIZE), b""
+        connection.send(self._challenge)  # an empty buffer takes it whole
+
+    def read(self, secret: bytes) -> bool:
+        """Read what has arrived; return whether the proof is complete, and answered. Raises ConnectionError
+        when it is wrong.
+        """
+        piece = self._connection.recv(2 * _SIZE - len(self._received))  # bounded: it does not block
+        if not piece:
+            raise Unauthenticated("it closed the connection")
+        self._received += piece
+        if len(self._received) < 2 * _SIZE:
+            return False
+        challenge, proof = self._received[:_SIZE], self._received[_SIZE:]
+        if not hmac.compare_digest(proof, _proof(secret, _CONNECTS, self._challenge, challenge)):
+            raise Unauthenticated("its proof is wrong")
+        self._connection.send(_proof(secret, _LISTENS, self._challenge, challenge))
+        return True
+
+
+def admit(server: socket.socket, count: int, secret: bytes, timeout_s: float) -> list[socket.socket]:
+    """Return the first ``count`` connections with a valid proof, and close all others.
+
+    A silent connection does not delay the others. Raises TimeoutError.
+    """
+    end, admitted = time.monotonic() + timeout_s, list[socket.socket]()
+    pending: dict[socket.socket, _Pending] = {}
+    server.setblocking(False)
+    try:
+        while len(admitted) < count:
+            for connection in _ready([server, *pending], end):
+                try:
+                    if connection is server:
+                        connection, _ = server.accept()  # bounded: it does not block
+                        pending[connection] = _Pending(connection)
+                    elif pending[connection].read(secret):
+                        del pending[connection]
+                        admitted.append(connection)
+                except (ConnectionError, BlockingIOError):
+                    pending.pop(connection, None)
+                    if connection is not server:
+                        connection.close()
+            while len(pending) > _MAX_PENDING:
+                oldest = next(iter(pending))
+                del pending[oldest]
+                oldest.close()
+    except BaseException:
+        for connection in admitted:
+            connection.close()
+        raise
+    finally:
+        for connection in pending:
+            connection.close()
+    return admitted
+
+
+def authenticate(connection: socket.socket, secret: bytes) -> None:
+    """Prove over ``connection`` that this process knows the secret, and check the other side's proof.
+
+    The connection's timeout bounds it. Raises ConnectionError when the other side closes it or fails.
+    """
+    asked, own = receive(connection, _SIZE), secrets.token_bytes(_SIZE)
+    connection.sendall(own + _proof(secret, _CONNECTS, asked, own))
+    if not hmac.compare_digest(receive(connection, _SIZE), _proof(secret, _LISTENS, asked, own)):
+        raise Unauthenticated("the listening process does not belong to the transfer group")
+
+
+def receive(connection: socket.socket, count: int) -> bytes:
+    """Receive exactly ``count`` bytes. Raises ConnectionError when the other side closes before."""
+    received = b""
+    while len(received) < count:  # with a timeout set, MSG_WAITALL may return less
+        piece = connection.recv(count - len(received))  # bounded: by the socket's own timeout
+        if not piece:
+            raise ConnectionResetError("it closed the connection")
+        received += piece
+    return received
+
+
+def _proof(secret: bytes, side: bytes, asked: bytes, answered: bytes) -> bytes:
+    return hmac.digest(secret, side + asked + answered, "sha256")
+
+
+def _ready(sockets: list[socket.socket], end: float) -> list[socket.socket]:
+    """Return the sockets with something to read. Raises TimeoutError when there is none before ``end``."""
+    with selectors.DefaultSelector() as selector:
+        for each in sockets:
+            selector.register(each, selectors.EVENT_READ)
+        found = selector.select(max(0.0, end - time.monotonic()))
+    if not found:
+        raise TimeoutError("weight sync: not all processes of the transfer group joined it in time")
+    return [key.fileobj for key, _ in found]  # type: ignore[misc]
+
 
 _RETRY_S = 0.01  # between two attempts to reach rank 0, which may not listen yet
 _IDLE_S, _PROBE_S, _PROBES = 4, 2, 4  # keep-alive of the kernel: a host answers also for a process that hangs
@@ -128,3 +260,44 @@ def _keep_alive(connection: socket.socket) -> None:
         (socket.TCP_USER_TIMEOUT, 1000 * _SILENT_S),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+_MESSAGE = struct.Struct("<I32s")  # port of the store, challenge
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStore:
+    """Where the store is. ``listening``: rank 0's descriptor of its socket at ``port``; None for the
+    others.
+    """
+
+    port: int
+    challenge: bytes
+    listening: int | None
+
+
+def agree_on_store(seat: Seat, timeout_s: float) -> GroupStore:
+    """Agree on the port of the group's store. Collective over all seats of the group.
+
+    Raises ConnectionError or TimeoutError when a process is missing or does not know the secret.
+    """
+    connections = Connections(seat, timeout_s)
+    try:
+        if seat.rank != 0:
+            port, challenge = _MESSAGE.unpack(connections.receive(_MESSAGE.size))
+            return GroupStore(port, challenge, None)
+        listening, challenge = socket.create_server((seat.host, 0)), secrets.token_bytes(32)
+        port = listening.getsockname()[1]
+        connections.send(_MESSAGE.pack(port, challenge))
+        return GroupStore(port, challenge, listening.detach())
+    finally:
+        connections.close()
+
+
+def with_store(rank: Rank) -> Rank:
+    """Return ``rank`` with the store of its group. Collective over the ranks."""
+    if not rank.secret:
+        return rank
+    seat = Seat(rank.host, rank.port, rank.index, rank.world_size, rank.secret)
+    found = agree_on_store(seat, rank.timeout_s)
+    return replace(rank, port=found.port, challenge=found.challenge, listening=found.listening)

@@ -1,14 +1,29 @@
-"""Send and receive weights: buckets over a transport, then a checksum of all bytes."""
+"""Send and receive weights over any transport: all buckets, then a checksum; or what changed in them.
+
+    sender of changes                      receivers, which hold the weights `base`
+    table: words and bytes of each bucket,
+           checksum of the new weights,
+           checksum of all this         -> compare the checksum; sizes of what follows
+    all agree that the table is intact  <> else the transfer ends here for all
+    changed buckets                     -> write into the copy
+                                           compare the checksum of the whole copy
+
+The table has a fixed size, so both ends know it; the buckets without changes are left out. A receiver whose
+table has a wrong bit does not know the sizes of what follows, and a broadcast waits for every receiver. So
+none receives more, and the caller sends whole weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
+import torch
 from torch import Tensor
 
-from actors.transfer.broadcasts import Transport
+from actors.transfer.transport import Transport
 from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, bucket_size, make_buckets, pack, unpack
+from grpo_dist.policy.weight_deltas import Changes, HeldWeights, apply
 from grpo_dist.runtime.metering import Stopwatch
 
 Bucket = list[tuple[str, Tensor]]
@@ -84,3 +99,100 @@ def receive_flat(transport: Transport, specs: Sequence[ParameterSpec], bucket_by
 def _sizes(specs: Sequence[ParameterSpec], bucket_bytes: int) -> list[int]:
     """Return the bytes of all buckets and of the checksum after them."""
     return [bucket_size(bucket) for bucket in make_buckets(specs, bucket_bytes)] + [Checksum.NUM_BYTES]
+
+
+_ROW = 16  # bytes of a bucket in the table: two int64
+_CHECKSUMS = 2 * Checksum.NUM_BYTES  # behind the rows: of the new weights, and of the table
+
+
+def send_changes(transport: Transport, changes: Changes, held: HeldWeights) -> dict[str, float]:
+    """Send ``changes``, after which ``held`` has the new weights. Return the bytes sent and the seconds of
+    each stage. Ends after the table where a receiver finds it damaged.
+    """
+    watch = Stopwatch()
+    keys = [delta.key for delta in changes.deltas]
+    table = _packed(keys, changes.checksum)
+    with watch("sync_wait"):
+        for flat in transport.outgoing([len(table)]):
+            flat.copy_(table)
+        agreed = transport.agree(True)
+    sent = _sent(keys, held) if agreed else {}
+    buffers = transport.outgoing(list(sent.values())) if sent else iter(())
+    for i in sent:
+        with watch("sync_wait"):
+            flat = next(buffers)
+        with watch("sync_pack"):
+            data = changes.deltas[i].data
+            flat.copy_(held.flat(i) if data is None else data)
+    with watch("sync_wait"):
+        next(buffers, None)  # sends the last buffer and waits for all
+    return {"sync/bytes": float(len(table) + sum(sent.values()))} | watch.phases()
+
+
+def receive_changes(transport: Transport, held: HeldWeights) -> set[str] | None:
+    """Apply what `send_changes` sends to ``held``, and return the names of the tensors that changed.
+
+    None: the table was damaged on its way to a receiver, a delta is malformed, or the checksum of the copy is
+    not that of the sender's weights; ``held`` is then of no use. ``held.token`` is None afterwards.
+    """
+    held.token = None
+    table = _table(transport, held)
+    if not transport.agree(table is not None) or table is None:
+        return None
+    keys, expected = table
+    sent, changed, intact = _sent(keys, held), set[str](), True
+    arriving = transport.incoming(list(sent.values())) if sent else iter(())
+    for i in sent:
+        data, at = next(arriving).to("cpu"), None
+        if keys[i][0] < 0:
+            held.flat(i).copy_(data)
+        elif (at := apply(data, keys[i][0], held.slots[i])) is None:
+            intact = False
+        changed |= held.names(i, at)
+    next(arriving, None)  # acknowledges the last bucket
+    return changed if intact and held.checksum().value == expected else None
+
+
+def receive_whole(transport: Transport, held: HeldWeights) -> Iterator[list[tuple[str, Tensor]]]:
+    """Copy what `stream.send` sends into ``held``; yield the tensors of each bucket once it has arrived.
+
+    Raises RuntimeError after the last one when the checksums differ. ``held.token`` is None meanwhile.
+    """
+    held.token = None
+    for i, flat in enumerate(receive_flat(transport, held.specs, held.bucket_bytes)):
+        held.flat(i).copy_(flat)
+        yield held.named(i)
+
+
+def _packed(keys: Sequence[tuple[int, int]], checksum: Checksum) -> Tensor:
+    """Return the table, uint8: the key of each bucket's delta, the checksum of the new weights, its own."""
+    rows = torch.tensor(keys, dtype=torch.int64).view(torch.uint8).view(-1)
+    return _with_checksum(torch.cat([rows, checksum.as_bytes().cpu()]))
+
+
+def _with_checksum(flat: Tensor) -> Tensor:
+    own = Checksum()
+    own.add(flat)
+    return torch.cat([flat, own.as_bytes()])
+
+
+def _table(transport: Transport, held: HeldWeights) -> tuple[list[tuple[int, int]], int] | None:
+    """Receive the key of each bucket's delta, and the checksum of the new weights. None: a bit is wrong, or
+    no sender can have made the table.
+    """
+    size = _ROW * len(held) + _CHECKSUMS
+    (received,) = [flat.to("cpu", copy=True) for flat in transport.incoming([size])]
+    content = received[: -Checksum.NUM_BYTES]
+    if not torch.equal(_with_checksum(content), received):
+        return None
+    rows = content[: -Checksum.NUM_BYTES].view(torch.int64).view(-1, 2).tolist()
+    for i, (words, num_bytes) in enumerate(rows):
+        if words < -1 or not 2 * max(words, 0) <= num_bytes <= len(held.slots[i]):
+            return None
+    return [(words, num_bytes) for words, num_bytes in rows], Checksum.read(content[-Checksum.NUM_BYTES :])
+
+
+def _sent(keys: Sequence[tuple[int, int]], held: HeldWeights) -> dict[int, int]:
+    """Return the bytes of each bucket that is sent."""
+    sizes = {i: len(held.flat(i)) if words < 0 else size for i, (words, size) in enumerate(keys)}
+    return {i: size for i, size in sizes.items() if size}

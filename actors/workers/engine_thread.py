@@ -13,8 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from operator import methodcaller
@@ -24,17 +28,130 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from actors.workers.preemptions import Preemptions
+from actors.lifecycle.probe import portable
 from actors.workers.shared_tails import SharedTails
-from actors.workers.vllm_engine import make_engine
-from actors.workers.worker_calls import call_workers
+from grpo_dist.errors import TransferLost
 from grpo_dist.runtime.hardware import device_type
+from grpo_dist.runtime.processes import without_collections
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import RequestOutput
+    from vllm.v1.request import Request
+
+
+def make_engine(arguments: dict[str, Any], imported: Callable[[], None]) -> Any:
+    """Return an engine. ``arguments``: those of `vllm.EngineArgs`. ``imported`` is called before it loads the
+    model.
+    """
+    with without_collections():
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.executor import Executor
+
+    imported()
+    # The usage context selects vLLM's defaults for batch use: larger prefills.
+    config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
+    if device_type() == "cuda":
+        _serve_with_one_thread()
+    engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+    if "worker_cls" in arguments:  # `engine_settings.RECORDING_WORKER`
+        from actors.workers.route_recorder import attach  # imports vLLM
+
+        attach(engine)
+    attach_shortcuts(engine)
+    return engine
+
+
+def _serve_with_one_thread() -> None:
+    """Have vLLM serve with one thread of torch: others would wait busily on the cores that prepare a step.
+
+    It does so unless the user set OMP_NUM_THREADS. This project set it, for loading; without it, Ray sets 1.
+    vLLM's mark for "not the user's" is set once its configuration is made, which warns of variables that it
+    does not list, this one among them.
+    """
+    os.environ.setdefault("VLLM_OMP_NUM_THREADS_SET_BY_VLLM", "1")
+
+
+def attach_shortcuts(engine: Any) -> None:
+    """Have ``engine`` do less per token, with the same results but for ranks of tokens, which nothing
+    reads.
+    """
+    from actors.workers.held_blocks import HeldBlocks
+    from actors.workers.sampled_tokens import SampledTokens  # imports vLLM
+
+    SampledTokens.of(engine)
+    HeldBlocks.of(engine.engine_core.engine_core.scheduler)
+
+
+class Preemptions:
+    """What the scheduler of one engine of vLLM takes back from sequences that run."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._known: dict[str, int] = {}  # preemptions of those that wait to be computed again
+
+    def since(self) -> int:
+        """Return the tokens of the sequences that were preempted since the last call."""
+        before, self._known = self._known, self._waiting_again()
+        return sum(
+            own.num_tokens for own in self._preempted() if before.get(own.request_id) != own.num_preemptions
+        )
+
+    def disregard(self) -> None:
+        """Do not count what has been preempted since the last call: a weight sync empties the cache."""
+        self._known = self._waiting_again()
+
+    def _waiting_again(self) -> dict[str, int]:
+        return {own.request_id: own.num_preemptions for own in self._preempted()}
+
+    def _preempted(self) -> Iterator[Request]:
+        """Yield the sequences that wait to be computed again: vLLM puts them before all others."""
+        for request in self._scheduler.waiting:
+            if not request.num_preemptions:
+                return
+            yield request
+
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """What one process returned, or raised. ``trace``: the traceback there, which pickling drops."""
+
+    value: Any = None
+    error: Exception | None = None
+    trace: str = ""
+
+
+def call_workers(engine: Any, function: Callable[[Any], T]) -> list[T]:
+    """Call ``function`` with vLLM's worker in each process of ``engine``; return the results by rank.
+
+    vLLM's executor of several processes raises at the first reply that is a failure, of which only the text
+    arrives; the replies of later ranks stay queued, and the next call reads them as its own. So no call fails
+    for vLLM here: the error is a part of the reply, and is raised once all replies are read.
+
+    Raises the error of a process, with its type where it can be pickled. Of several errors it is the first
+    that is not TransferLost: a process that fails takes the connections of the others with it.
+    """
+    replies: list[_Reply] = engine.collective_rpc(partial(_reply, function))
+    errors = [(reply.error, reply.trace) for reply in replies if reply.error is not None]
+    if errors:
+        error, trace = next((e for e in errors if not isinstance(e[0], TransferLost)), errors[0])
+        if error.__traceback__ is None:
+            error.add_note(trace)
+        raise error
+    return [reply.value for reply in replies]
+
+
+def _reply(function: Callable[[Any], Any], worker: Any) -> _Reply:
+    try:
+        return _Reply(function(worker))
+    except Exception as error:
+        return _Reply(error=portable(error), trace=traceback.format_exc())
+
 
 # A batch arrives as many calls. An idle engine starts only after a gap of this length, instead of decoding
 # the first few requests alone.

@@ -20,8 +20,7 @@ from ray.exceptions import ActorDiedError
 
 from actors.lifecycle.calls import LOST, reason
 from actors.workers.engine_settings import EngineSpec
-from actors.workers.environment import Act, ActingEpisode, EnvironmentAddresses
-from actors.workers.environment_line import EnvironmentLine
+from actors.workers.environment import Act, ActingEpisode, EnvironmentAddresses, EnvironmentLine
 from actors.workers.tool_calls import call_parser
 from grpo_dist.config import EnvironmentsConfig
 from grpo_dist.environments.base import Problem

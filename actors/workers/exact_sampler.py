@@ -14,7 +14,7 @@ distribution.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
@@ -22,14 +22,25 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from actors.workers.draft_counts import DraftCounts
-
 # vLLM's own processors, and the attribute that is 0 or empty where no request has the setting.
 _WITHOUT_SETTING = {
     "MinPLogitsProcessor": "min_p_count",
     "LogitBiasLogitsProcessor": "biases",
     "MinTokensLogitsProcessor": "min_toks",
 }
+
+
+class DraftCounts(NamedTuple):
+    """What an engine verified since the last reading: drafts of one sample each, their tokens, and those that
+    were right.
+    """
+
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def plus(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class ExactSampler(RejectionSampler):

@@ -1,22 +1,24 @@
-"""Policy workers: one Ray actor per ZeRO rank. `policy_group` has the driver's handle of all of them."""
+"""Policy workers: one Ray actor per ZeRO rank, which trains and gives its weights to others. `policy_group`
+has the driver's handle of all of them.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import ray
 
 from actors.lifecycle.probe import Probeable
+from actors.placement.demands import Devices
 from actors.placement.own_gpus import check_gpus
-from actors.placement.sharing import Devices
-from actors.transfer.group_store import with_store
-from actors.transfer.transport import free_port
-from actors.workers.weight_sender import WeightSender
+from actors.transfer.connections import Seat, with_store
+from actors.transfer.stream import send, send_changes
+from actors.transfer.transport import Transport, free_port, open_transport
 from grpo_dist.algorithms.entropy_control import EntropyControl
 from grpo_dist.algorithms.loss_settings import LOSS_SPECIFIC
 from grpo_dist.algorithms.rejection import RejectionRule
@@ -26,19 +28,123 @@ from grpo_dist.config import (
     ModelConfig,
     PolicyConfig,
     ProfileConfig,
+    TransferBackend,
 )
 from grpo_dist.health.bounds import Bound
 from grpo_dist.observe.profiling import profiled, trace_path
 from grpo_dist.plugins.algorithm import OwnCode
 from grpo_dist.policy.extensions import build_in_own_directory, build_kernels, kernels_of
 from grpo_dist.policy.loss import LossSettings
+from grpo_dist.policy.snapshots import SnapshotWriter
 from grpo_dist.policy.trainer import Trainer, TrainerSettings
-from grpo_dist.runtime.hardware import DeviceType, device_type
-from grpo_dist.runtime.metering import metered
+from grpo_dist.policy.weight_buckets import ParameterSpec
+from grpo_dist.policy.weight_deltas import SentWeights
+from grpo_dist.runtime.hardware import DeviceType, device_type, one_thread
+from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.runtime.model_files import check_on_node
 from grpo_dist.runtime.processes import freeze_loaded
 from grpo_dist.runtime.rendezvous import Rank
 from grpo_dist.types import EpochUpdate, Prompt, Rollout, TeacherLogprobs, TrainBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Weights that a rank has copied to send them.
+
+    Attributes:
+        base: token of those copied before; None: there were none.
+        metrics: what has changed since, and the seconds of each stage.
+    """
+
+    base: str | None
+    metrics: dict[str, float]
+
+
+class WeightSender(Metered):
+    """The part of a `PolicyWorker` that sends its weights. All ranks are called at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._trainer: Any = None
+        self._transports: dict[str, Transport] = {}
+        self._snapshots = SnapshotWriter()
+        self._sent = SentWeights()
+
+    def parameter_specs(self, adapters_only: bool = False, as_held: bool = False) -> list[ParameterSpec]:
+        return self._trainer.weights.specs(adapters_only=adapters_only, as_held=as_held)
+
+    def open_transfer(self, group: str, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:
+        self.close_transfer(group)
+        self._transports[group] = open_transport(backend, seat, timeout_s=timeout_s)
+
+    def close_transfer(self, group: str) -> None:
+        """Leave the group, if this rank is in it."""
+        if transport := self._transports.pop(group, None):
+            transport.close()
+
+    @metered("sync")
+    def send_weights(
+        self, bucket_bytes: int, group: str, adapters_only: bool, as_held: bool = False
+    ) -> dict[str, float]:
+        """Gather the weights; where this rank has a transport for ``group``, send all buckets and a checksum.
+
+        Returns the bytes sent and the seconds it took. After an error this rank leaves the group, by which
+        the others notice at once; they discard what they received.
+        """
+        which = {"adapters_only": adapters_only, "as_held": as_held}
+        weights = self._trainer.weights.buckets(bucket_bytes, **which)
+        specs = self._trainer.weights.specs(**which)
+        try:
+            with one_thread():
+                return send(self._transports.get(group), weights, specs, bucket_bytes)
+        except Exception:
+            self.close_transfer(group)
+            raise
+
+    @metered("sync")
+    def take_weights(self, bucket_bytes: int, senders: Collection[int], token: str) -> Taken | None:
+        """Gather the weights; the ranks ``senders`` copy them as ``token`` and find what has changed."""
+        weights = self._trainer.weights.buckets(bucket_bytes)
+        if self._trainer.rank.index not in senders:
+            for _ in weights:
+                pass
+            return None
+        specs = self._trainer.weights.specs()
+        with one_thread():
+            changes = self._sent.take(weights, specs, bucket_bytes, self._trainer.device, token)
+        return Taken(changes.base, {"sync/changed_share": changes.changed_share} | changes.seconds)
+
+    @metered("sync")
+    def send_taken(self, group: str, whole: bool) -> dict[str, float]:
+        """Send the weights taken last, or what has changed in them; see `send_weights`. Ranks without a
+        transport for ``group`` do nothing.
+        """
+        transport, taken = self._transports.get(group), self._sent
+        if transport is None:
+            return {}
+        assert taken.held is not None and taken.changes is not None, "no weights were taken"
+        try:
+            with one_thread():
+                if not whole:
+                    return send_changes(transport, taken.changes, taken.held)
+                held = taken.held
+                return send(transport, held.weights(), held.specs, held.bucket_bytes)
+        except Exception:
+            self.close_transfer(group)
+            raise
+
+    @metered("snapshot")
+    def snapshot(self, file: str, bucket_bytes: int, adapters_only: bool) -> list[ParameterSpec]:
+        """Gather the weights; rank 0 copies them, and writes them to ``file`` while updates follow, until
+        `is_saved`. Returns what is in the file.
+        """
+        weights = self._trainer.weights.buckets(bucket_bytes, adapters_only=adapters_only)
+        specs = self.parameter_specs(adapters_only)
+        first = self._trainer.rank.index == 0
+        if first:
+            self._snapshots.begin(Path(file))
+        send(self._snapshots if first else None, weights, specs, bucket_bytes)
+        return specs
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ group gets StateLost at once, and the run resumes with a new group from a checkp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,10 @@ import numpy as np
 import ray
 from ray.exceptions import RayTaskError
 
-from actors.lifecycle.actor_spec import ActorSpec
-from actors.lifecycle.calls import LOST, PARALLEL, kill, one_at_a_time, reason, results
-from actors.lifecycle.supervisor import Team
-from actors.lifecycle.watchdog import deadline_of
-from actors.transfer.handshake import new_secret
-from actors.workers.policy import Held, PolicyWorker, RankUpdates, loss_settings
-from actors.workers.row_values import RowValues
-from actors.workers.taken_weights import TakenWeights
+from actors.lifecycle.calls import LOST, PARALLEL, deadline_of, kill, one_at_a_time, reason, results
+from actors.lifecycle.team import ActorSpec, Team
+from actors.transfer.connections import new_secret
+from actors.workers.policy import Held, PolicyWorker, RankUpdates, Taken, loss_settings
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
     Config,
@@ -75,7 +71,7 @@ class PolicySpec:
         return cls(config.policy, config.model, str(model_dir), trainer)
 
 
-class PolicyGroup(TakenWeights, RowValues):
+class PolicyGroup:
     """Driver-side handle of all ranks."""
 
     def __init__(
@@ -98,6 +94,9 @@ class PolicyGroup(TakenWeights, RowValues):
         self.sent_after = 0  # `updates` when `send_weights` was last called
         self.device: DeviceType = "cpu"  # set by `ready`, as is the next
         self._attention_cost = 0.0
+        # Set by `Colocation`: entered for each call that needs the GPUs, and told before the weights change.
+        self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+        self.on_change: Callable[[], None] = lambda: None
 
     async def ready(self) -> None:
         """Wait until all ranks have joined and loaded the model. Raises StateLost when one is lost
@@ -139,10 +138,12 @@ class PolicyGroup(TakenWeights, RowValues):
         bounds: Sequence[Bound] = (),
     ) -> dict[str, float]:
         """Make one optimiser update for each batch passed to `stage`; see `PolicyWorker.update`."""
-        arguments = [(own, kl_coef, tuple(bounds)) for own in staged]
-        self.updates += 1
-        async with self._deadline(self.update_s, "optimiser updates"):
-            return (await self._each("update", arguments))[0]
+        arguments = [(rows, kl_coef, tuple(bounds)) for rows in staged]
+        async with self.turn():
+            self.on_change()
+            self.updates += 1
+            async with self._deadline(self.update_s, "optimiser updates"):
+                return (await self._each("update", arguments))[0]
 
     async def trace_next(self, run_dir: Path, step: int) -> None:
         """Have each rank write a trace of the next update to ``run_dir``, which all ranks can write to."""
@@ -157,6 +158,24 @@ class PolicyGroup(TakenWeights, RowValues):
         async with self._deadline(self.update_s, "log-probs of tokens"):
             answers = await self._all("token_logprobs")
         return {row: values for answer in answers for row, values in answer.items()}
+
+    async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
+        """Return log-probs of the rows of ``batch``: see `PolicyWorker.logprobs`."""
+        answers = await self._of_rows("logprobs", batch, "log-probs")
+        rows = {row: values for _, own in answers for row, values in own.items()}
+        return answers[0][0], rows
+
+    async def score_norms(self, batch: TrainBatch) -> dict[int, np.ndarray]:
+        """Return by row id the score norms of the trained tokens of ``batch`` under the current weights,
+        float32 [C]: see `selected_score_norms`.
+        """
+        answers = await self._of_rows("score_norms", batch, "score norms of tokens")
+        return {row: values for own in answers for row, values in own.items()}
+
+    async def _of_rows(self, method: str, batch: TrainBatch, stage: str) -> list[Any]:
+        arguments = [(rows,) for rows in self.stage([batch])]
+        async with self.turn(), self._deadline(self.update_s, stage):
+            return await self._each(method, arguments)
 
     async def base_logprobs(self, groups: Sequence[tuple[Prompt, Any]]) -> list[list[np.ndarray]]:
         """Return for each group the log-probs of its samples under the model without its adapters.
@@ -204,12 +223,35 @@ class PolicyGroup(TakenWeights, RowValues):
                 raise
             raise await self._cause(error, "weights gathered and sent") from error
 
+    async def take_weights(self, bucket_bytes: int, senders: Sequence[int], token: str) -> Taken:
+        """Have the ranks ``senders`` copy the weights as ``token``, for `weight_sync.deltas`, and find what
+        has changed in them since the last call; return what the first of them found.
+
+        Raises StateLost when a rank is lost. The caller holds the deadline.
+        """
+        self.sent_after = self.updates
+        try:
+            found = [own for own in await self._all("take_weights", bucket_bytes, senders, token) if own]
+        except RayTaskError as error:
+            raise await self._cause(error, "weights gathered and compared") from error
+        bases = {own.base for own in found}
+        return replace(found[0], base=bases.pop() if len(bases) == 1 else None)
+
+    async def send_taken(self, *, group: str, whole: bool) -> dict[str, float]:
+        """Send what `take_weights` took, or what has changed in it; see `send_weights`."""
+        try:
+            return next(filter(None, await self._all("send_taken", group, whole)), {})
+        except RayTaskError as error:
+            if isinstance(error.cause, TransferLost):  # the weight sync handles it
+                raise
+            raise await self._cause(error, "taken weights sent") from error
+
     async def snapshot(self, directory: Path, version: int, bucket_bytes: int) -> Snapshot:
         """Have the weights, which are ``version``, written to ``directory``. Updates may follow at once;
         `saved` waits for the file.
         """
         scale, path = self.adapter_scale, str(directory.absolute())
-        async with self._deadline(self._timeouts.save_s, f"snapshot of version {version}"):
+        async with self.turn(), self._deadline(self._timeouts.save_s, f"snapshot of version {version}"):
             specs = await self._all("snapshot", f"{path}/{WEIGHTS}", bucket_bytes, scale is not None)
         return Snapshot(path, version, bucket_bytes, scale, tuple(specs[0]))
 
@@ -222,7 +264,7 @@ class PolicyGroup(TakenWeights, RowValues):
 
     async def save(self, directory: Path, *, blocking: bool = True) -> None:
         """``blocking`` False: updates may follow before the files are written, for which `saved` waits."""
-        async with self._deadline(self._timeouts.save_s, f"checkpoint to {directory}"):
+        async with self.turn(), self._deadline(self._timeouts.save_s, f"checkpoint to {directory}"):
             await self._all("save", str(directory.absolute()), blocking)
 
     async def saved(self) -> None:
@@ -239,11 +281,13 @@ class PolicyGroup(TakenWeights, RowValues):
             raise StateLost(f"{error}: {_SHARDED}") from error
 
     async def load(self, directory: Path) -> None:
-        async with self._deadline(self._timeouts.save_s, f"restore from {directory}"):
-            await self._all("load", str(directory.absolute()))
+        async with self.turn():
+            self.on_change()
+            async with self._deadline(self._timeouts.save_s, f"restore from {directory}"):
+                await self._all("load", str(directory.absolute()))
 
     async def export(self, directory: Path, *, tokenizer_dir: Path) -> None:
-        async with self._deadline(self._timeouts.save_s, f"export to {directory}"):
+        async with self.turn(), self._deadline(self._timeouts.save_s, f"export to {directory}"):
             await self._all("export", str(directory.absolute()), str(tokenizer_dir))
 
     async def shutdown(self) -> None:

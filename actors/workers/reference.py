@@ -12,15 +12,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.calls import kill, one_at_a_time, results
 from actors.lifecycle.probe import Probeable
-from actors.lifecycle.supervisor import Team
+from actors.lifecycle.team import ActorSpec, Team
 from actors.placement.own_gpus import check_gpus
-from actors.transfer.broadcasts import Transport
 from actors.transfer.connections import Seat
 from actors.transfer.stream import receive
-from actors.transfer.transport import open_transport
+from actors.transfer.transport import Transport, open_transport
 from grpo_dist.config import ModelConfig, ReferenceConfig, TeacherConfig, TransferBackend
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.group_logprobs import group_logprobs, group_top_logprobs

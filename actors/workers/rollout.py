@@ -1,43 +1,244 @@
-"""Rollout workers: a vLLM engine in an actor each. `rollout_pool` has the driver's handle of all of them."""
+"""Rollout workers: a vLLM engine in an actor each, which samples, receives weights, and gives its own to an
+engine that joins. `rollout_pool` has the driver's handle of all of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import ray
 import torch
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from actors.lifecycle.calls import reason
 from actors.lifecycle.probe import Health, Probeable
 from actors.placement.own_gpus import check_gpus
+from actors.transfer.connections import Seat
+from actors.transfer.held_weights import HeldTransfer, forget_loaded, held_token, is_given, start_giving
+from actors.transfer.transport import free_port
 from actors.workers import drafter
-from actors.workers.compilation import compilation_began, compiled_graphs
 from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment, shares_tails
 from actors.workers.engine_thread import EngineThread
 from actors.workers.environment import EnvironmentAddresses
 from actors.workers.episodes import EpisodeSampler, episode_sampler
-from actors.workers.stored_routes import stored
-from actors.workers.weight_receiver import WeightReceiver
 from grpo_dist.chat.ends import SampleEnds, ends_of
+from grpo_dist.config import TransferBackend
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.own_rollout import OwnRollout
-from grpo_dist.errors import SamplesFailed
+from grpo_dist.errors import SamplesFailed, SamplesLost
+from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.hardware import device_type
 from grpo_dist.runtime.load_balancer import Load
-from grpo_dist.runtime.metering import metered
+from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.runtime.model_files import check_on_node
 from grpo_dist.runtime.stacks import pending_calls
-from grpo_dist.types import HeldRoutes, Prompt, Rollout, Sampling
+from grpo_dist.types import FurtherRow, HeldRoutes, Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
+
+_GIVEN_POLL_S = 0.02
+
+
+class WeightReceiver(Metered):
+    """The part of a `RolloutWorker` that receives weights. Its methods run on the actor's event loop.
+
+    A call goes on where the driver no longer waits for it, and the driver may begin the update again
+    meanwhile: calls that change the state of an update run one after the other.
+    """
+
+    _spec: EngineSpec
+    _engine: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._updating = False  # between `begin_update` and `finish_update`
+        self._received = False  # all weights of that update have arrived
+        self._of: tuple[int, int] | None = None  # what they are; None: not known
+        self._one_at_a_time = asyncio.Lock()
+
+    async def address(self) -> tuple[str, int]:
+        """Return an address at which this engine can listen: that of its node, and a free port."""
+        host = ray.util.get_node_ip_address()
+        return host, free_port(host)
+
+    async def open_transfer(
+        self, backend: TransferBackend, seats: Sequence[Seat], timeout_s: float, *, file: str | None = None
+    ) -> None:
+        """Have every process of the engine join a transfer group with its seat, and leave the group
+        before. ``file``: read the next weights from this snapshot instead.
+        """
+        async with self._one_at_a_time:
+            await self._end_old_update()
+        info = {"backend": backend, "seats": list(seats), "timeout_s": timeout_s, "file": file}
+        await self._engine.init_transfer(info)
+
+    @metered("sync")
+    async def begin_update(self, of: tuple[int, int] | None = None) -> bool:
+        """Stop generating, and return whether this engine still lacks the weights.
+
+        Args:
+            of: which weights: their version, and the policy's updates before them. An update of others that
+                was given up ends here. None: not known, the engine lacks them.
+
+        In mode ``drain`` running requests finish first; in mode ``keep`` they continue under the new weights.
+        Either way the key-value cache is dropped: a kept request recomputes it, so that no new token is
+        conditioned on keys and values of old weights. An update that is repeated, because another engine was
+        lost, may find all weights here.
+        """
+        async with self._one_at_a_time:
+            await self._engine.pause(drain=self._spec.sync.mode == "drain")
+            if self._spec.rollout.speculation.tokens:
+                for name, tokens in (await self._engine.in_workers(drafter.take_counts))[0]._asdict().items():
+                    self.meter.count(name, tokens)
+            if of is None or of != self._of:
+                await self._end_old_update()
+            self._of = of
+            if not self._updating:
+                await self._engine.start_weight_update()
+                self._updating = True
+            return not self._received
+
+    async def held_weights(self) -> str | None:
+        """Return the token of the weights that all processes of the engine hold a copy of, if any."""
+        tokens = set(await self._engine.in_workers(held_token))
+        return tokens.pop() if len(tokens) == 1 else None
+
+    @metered("sync")
+    async def receive_weights(
+        self,
+        specs: Sequence[ParameterSpec],
+        bucket_bytes: int,
+        adapter_scale: float | None,
+        held: HeldTransfer | None = None,
+    ) -> bool:
+        """Receive and load the weights.
+
+        Args:
+            adapter_scale: factor of low-rank adapters; None: whole weights.
+            held: keep a copy of them, from which the next changes lead to the next weights; None: no copy.
+
+        Returns:
+            False: changes arrived, after which the copy is not the sender's; whole weights must follow.
+        """
+        parameters = [list(asdict(spec).values()) for spec in specs]
+        info = {"parameters": parameters, "bucket_bytes": bucket_bytes, "adapter_scale": adapter_scale}
+        async with self._one_at_a_time:
+            self._updating = False  # a transfer that fails is started again
+            await self._engine.update_weights(info | {"held": held})
+            self._updating = True
+            self._received = held is None or await self.held_weights() == held.token
+            return self._received
+
+    @metered("sync")
+    async def finish_update(self, version: int) -> int:
+        """Serve again under ``version``; return the version that the engine reports."""
+        async with self._one_at_a_time:
+            await self._engine.finish_weight_update()
+            self._updating = self._received = False
+            reported: int = await self._engine.set_weight_version(version)
+            await self._engine.resume()
+            return reported
+
+    @metered("give_weights")
+    async def give_weights(self, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:
+        """Send the copy of the weights that this engine holds, whole, to a group of which it is rank 0. The
+        engine serves meanwhile; its copy must not change.
+        """
+        await self._engine.in_workers(lambda worker: start_giving(worker, backend, seat, timeout_s))
+        while not all(await self._engine.in_workers(is_given)):  # bounded: by the deadline of the transport
+            await asyncio.sleep(_GIVEN_POLL_S)
+
+    async def forget_weights(self) -> None:
+        """Note that the engine's weights are about to be dropped: the next changes load all of the copy."""
+        await self._engine.in_workers(forget_loaded)
+
+    async def _end_old_update(self) -> None:
+        """End an update whose weights never got a version, because the policy was lost or the sync was given
+        up; the next update sends all weights. The caller holds the lock.
+        """
+        if self._received:
+            await self._engine.finish_weight_update()
+            self._updating = self._received = False
+
+
+_FETCH_S = 120.0  # for the routes of one sample, megabytes, perhaps from another node
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRoutes:
+    """Routes that an engine has put into the object store; they are lost with that engine.
+
+    ``digests``: `digest` by number of tokens: of the row's own prompt, and of the prompt that all rows of the
+    sample share. With them ranks plan without fetching any routes.
+    """
+
+    reference: Any  # ray.ObjectRef
+    digests: Mapping[int, bytes]
+
+    def fetch(self) -> np.ndarray:
+        """Fetch them. Raises SamplesLost when they are lost."""
+        try:
+            routes: np.ndarray = ray.get(self.reference, timeout=_FETCH_S)  # bounded: by its timeout
+        except RayError as error:
+            why = " ".join(str(error).split())[:200]
+            raise SamplesLost(f"policy.router_replay: the routes of a sample are lost: {why}") from error
+        return routes
+
+    def digest(self, tokens: int) -> bytes:
+        if tokens == 0:
+            return b""
+        if (known := self.digests.get(tokens)) is not None:
+            return known
+        return HeldRoutes(self.fetch()).digest(tokens)
+
+
+def stored(rollout: Rollout) -> Rollout:
+    """Return ``rollout`` with the routes of all its rows in the object store."""
+    if rollout.routes is None:
+        return rollout
+    shared = _prompt_tokens(rollout)
+    further = tuple(replace(row, routes=_put(row, shared)) for row in rollout.further_rows)
+    return replace(rollout, routes=_put(rollout, shared), further_rows=further)
+
+
+def _put(row: Rollout | FurtherRow, shared: int) -> StoredRoutes:
+    """Store the routes of ``row``. ``shared``: tokens of the prompt of the sample's first row."""
+    assert row.routes is not None
+    held = HeldRoutes(row.routes.fetch())
+    digests = {tokens: held.digest(tokens) for tokens in (_prompt_tokens(row), shared)}
+    return StoredRoutes(ray.put(held.experts), digests)
+
+
+def _prompt_tokens(row: Rollout | FurtherRow) -> int:
+    """Return the tokens of the prompt: the last token of a completion has no route."""
+    assert row.routes is not None
+    return len(row.routes.fetch()) + 1 - len(row.completion_ids)
+
+
+def compilation_began() -> float | None:
+    """Return when vLLM began to compile the model, seconds of `time.perf_counter`; None: it has not, or
+    does so in another process.
+    """
+    monitor = sys.modules.get("vllm.compilation.monitor")  # vLLM may be half imported by the engine's thread
+    return getattr(monitor, "torch_compile_start_time", 0.0) or None
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs this process has compiled for its engine, without those found in a cache."""
+    from torch._dynamo.utils import counters
+    from vllm.compilation.counter import compilation_counter
+
+    return int(counters["inductor"]["fxgraph_cache_miss"] + compilation_counter.num_aot_compiles)
+
 
 logger = logging.getLogger("grpo_dist")
 

@@ -20,10 +20,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.calls import LOST, end, results
-from actors.lifecycle.elastic_team import ElasticTeam
-from actors.lifecycle.supervisor import Team
+from actors.lifecycle.team import ActorSpec, ElasticTeam, Team
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.environment import EnvironmentAddresses, EnvironmentPool
 from actors.workers.rollout import RolloutWorker, outstanding

@@ -188,7 +188,7 @@ class TrainingCluster:
         """Check all input and connect to Ray, in the thread of the caller."""
         with stage("actors", "their code is loaded"):
             from actors.cluster import Cluster  # Ray takes seconds to import
-            from actors.fit import fit
+            from actors.connection import fit
         self._config = dated(self._config)
         with refusals():
             has = fit(self._config)

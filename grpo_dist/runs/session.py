@@ -171,7 +171,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
 def _prepare(run_dir: Path, config: Config, identity: Config) -> tuple[Prepared, ResumePoint]:
     """Check all input, and find where the run resumes. Raises UserError for what cannot be used."""
     with stage("actors", "their code is loaded"):
-        from actors.fit import fit  # Ray takes seconds to import
+        from actors.connection import fit  # Ray takes seconds to import
 
     with refusals():
         with stage("checks", f"checkpoints in {run_dir}, placement"):
@@ -207,9 +207,11 @@ def _open_tracker(run_dir: Path, config: Config, prepared: Prepared, point: Resu
 
 async def _session(run: Run, first: ResumePoint) -> dict[str, float]:
     """Train to the end. Returns the evaluation of the exported model, {} where there is none."""
-    from actors.cluster import Cluster  # imports Ray
+    from actors.cluster import (
+        Cluster,  # imports Ray
+        SupervisedCluster,
+    )
     from actors.placement.elasticity import ENGINES, wanted_in
-    from actors.supervised import SupervisedCluster
 
     config, prepared = run.config, run.prepared
     interruption = Interruption(grace_s=config.checkpoint.grace_s, say=print_line)

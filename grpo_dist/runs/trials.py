@@ -289,8 +289,10 @@ def _forms(thought: Thought) -> list[tuple[str, str]]:
 
 
 def is_blind(rewards: RewardsConfig) -> bool:
-    """Return True where no reward function depends on the answer, so that both may score the same."""
-    builtin = [REWARDS.get(reward.function) for reward in rewards.functions]
+    """Return True where no reward function with a weight depends on the answer, so that a wrong one may score
+    as much as a right one.
+    """
+    builtin = [REWARDS.get(reward.function) for reward in rewards.functions if reward.weight]
     return all(own is not None and own.is_blind for own in builtin)
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, RayError
 
-from actors.delta_sync import DeltaSync
-from actors.workers.weight_sender import Taken
+from actors.weight_sync import DeltaSync
+from actors.workers.policy import Taken
 
 
 class Group:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import ray
 
-from actors.lifecycle.actor_spec import GuestSpec
+from actors.lifecycle.team import GuestSpec
 from actors.transfer_group import TransferGroup
 from actors.weight_sync import WeightSync
 from actors.workers.engine_settings import EngineSpec

@@ -11,8 +11,8 @@ from ray._private import log_monitor
 from ray._private.utils import validate_socket_filepath
 from ray.exceptions import RpcError
 
-from actors import connection, private_ray
-from actors.private_ray import close_session, prepare_token
+from actors import connection
+from actors.connection import close_session, prepare_token
 from grpo_dist.config import ClusterConfig
 from grpo_dist.errors import UserError
 
@@ -73,12 +73,12 @@ def test_ray_reads_no_logs_and_no_loads_of_processes_for_nobody_unless_it_is_tol
         "LOG_NAME_UPDATE_INTERVAL_S",
         "REPORTER_UPDATE_INTERVAL_MS",
     )
-    monkeypatch.setattr(private_ray.ray, "init", lambda **_: seen.update({n: os.environ[n] for n in names}))
+    monkeypatch.setattr(connection.ray, "init", lambda **_: seen.update({n: os.environ[n] for n in names}))
     for name in names[:2]:
         monkeypatch.setenv(name, "")  # so that it is removed again
         monkeypatch.delenv(name)
     monkeypatch.setenv(names[2], "5000")
-    private_ray.start(include_dashboard=False)
+    connection.start_private_ray(include_dashboard=False)
     monitor = log_monitor.LogMonitor.__new__(log_monitor.LogMonitor)
     monitor.log_filenames = set()
     monkeypatch.setattr(log_monitor, "LOG_NAME_UPDATE_INTERVAL_S", float(seen[names[1]]))
@@ -97,7 +97,7 @@ def failing(monkeypatch, message, times):
         if len(begun) <= times:
             raise Exception(message)
 
-    monkeypatch.setattr(private_ray.ray, "init", init)
+    monkeypatch.setattr(connection.ray, "init", init)
     return begun
 
 
@@ -105,7 +105,7 @@ def test_a_cluster_that_is_too_slow_for_ray_is_started_again(monkeypatch, caplog
     own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     begun = failing(monkeypatch, "The current node timed out during startup. This could happen", 2)
     try:
-        private_ray.start(include_dashboard=False)
+        connection.start_private_ray(include_dashboard=False)
         assert [process.wait() for process in begun[:2]] == [-9, -9]
         assert len(begun) == 3 and begun[2].poll() is own.poll() is None
         assert [record.name for record in caplog.records].count("grpo_dist") == 2
@@ -121,7 +121,7 @@ def test_a_cluster_that_is_too_slow_for_ray_is_started_again(monkeypatch, caplog
 def test_other_errors_and_the_last_are_raised(monkeypatch, message, times, tries):
     begun = failing(monkeypatch, message, times)
     with pytest.raises(Exception, match=message):
-        private_ray.start(include_dashboard=False)
+        connection.start_private_ray(include_dashboard=False)
     assert len(begun) == tries
     for process in begun:
         process.kill()
@@ -136,12 +136,12 @@ LONGEST_SESSION = "session_2026-11-28_13-46-32_123456_4194304"
 def test_paths_of_sockets_stay_within_the_limit_of_the_kernel(monkeypatch, variable, length):
     """Slurm sets TMPDIR to the job's own directory. Objects are still spilled to it."""
     options, directory = {}, "/" + "j" * (length - 1)
-    monkeypatch.setattr(private_ray.ray, "init", lambda **given: options.update(given))
+    monkeypatch.setattr(connection.ray, "init", lambda **given: options.update(given))
     for name in ("RAY_TMPDIR", "VLLM_RPC_BASE_PATH", "RAY_object_spilling_directory"):
         monkeypatch.setenv(name, "")  # so that it is removed again
         monkeypatch.delenv(name)
     monkeypatch.setenv(variable, directory)
-    private_ray.start()
+    connection.start_private_ray()
     sockets = options.get("_temp_dir", f"{directory}/ray")
     validate_socket_filepath(f"{sockets}/{LONGEST_SESSION}/sockets/plasma_store")
     if length > 39:
@@ -152,10 +152,10 @@ def test_paths_of_sockets_stay_within_the_limit_of_the_kernel(monkeypatch, varia
 
 
 def test_without_a_directory_of_a_short_name_tmpdir_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(private_ray, "_SHORT", (str(tmp_path / "none"),))
+    monkeypatch.setattr(connection, "_SHORT", (str(tmp_path / "none"),))
     monkeypatch.setenv("RAY_TMPDIR", "/" + "j" * 50)
     with pytest.raises(UserError, match=r"TMPDIR .* set RAY_TMPDIR to a directory of at most 39 characters"):
-        private_ray.start()
+        connection.start_private_ray()
 
 
 @pytest.fixture

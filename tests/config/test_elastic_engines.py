@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from actors.factory import Factory
-from actors.lifecycle.actor_spec import GuestSpec
+from actors.lifecycle.team import GuestSpec
 from actors.placement.demands import Resources, is_colocated, placement
 from actors.placement.reservation import Reservation
 from grpo_dist.config import RolloutConfig

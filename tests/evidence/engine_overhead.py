@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.workers import engine_thread, vllm_engine
+from actors.workers import engine_thread
 from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment, shares_tails
 from actors.workers.engine_thread import EngineThread
 from grpo_dist.config import ModelConfig, RolloutConfig, WeightSyncConfig
@@ -105,14 +105,14 @@ def schedule_ahead(engine: Any) -> None:
 
 def maker(plain: bool, *, ahead: bool) -> Callable[..., Any]:
     """Return what makes the engine in place of `make_engine`. ``ahead``: see `schedule_ahead`."""
-    attach = vllm_engine.attach_shortcuts
+    attach = engine_thread.attach_shortcuts
 
     def make(arguments: dict[str, Any], imported: Callable[[], None]) -> Any:
-        vllm_engine.attach_shortcuts = lambda engine: None
+        engine_thread.attach_shortcuts = lambda engine: None
         try:
-            engine = vllm_engine.make_engine(arguments, imported)
+            engine = engine_thread.make_engine(arguments, imported)
         finally:
-            vllm_engine.attach_shortcuts = attach
+            engine_thread.attach_shortcuts = attach
         if ahead:
             schedule_ahead(engine)
         if not plain:

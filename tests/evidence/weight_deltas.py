@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from actors.transfer.connections import Seat
-from actors.transfer.delta_stream import receive_changes, receive_whole, send_changes
-from actors.transfer.stream import send
+from actors.transfer.stream import receive_changes, receive_whole, send, send_changes
 from actors.transfer.transport import free_port, open_transport
 from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
 from grpo_dist.policy.weight_deltas import HeldWeights, SentWeights

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.transfer.connections import Seat
-from actors.transfer.handshake import new_secret
+from actors.transfer.connections import Seat, new_secret
 from actors.transfer.stream import receive, send
 from actors.transfer.transport import free_port, open_broadcasts
 from grpo_dist.errors import TransferLost

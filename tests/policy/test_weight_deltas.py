@@ -5,7 +5,7 @@ import secrets
 import pytest
 import torch
 
-from actors.transfer.delta_stream import _packed, receive_changes, send_changes
+from actors.transfer.stream import _packed, receive_changes, send_changes
 from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, make_buckets
 from grpo_dist.policy.weight_deltas import HeldWeights, SentWeights, _encoded, apply, difference
 

@@ -308,9 +308,8 @@ def test_a_run_without_a_console_prints_no_stages(capsys):
 
 
 def test_the_start_of_a_role_names_the_actors_that_are_still_starting(said):
-    from actors.lifecycle.actor_spec import ActorSpec
     from actors.lifecycle.probe import Health
-    from actors.lifecycle.supervisor import Team
+    from actors.lifecycle.team import ActorSpec, Team
     from actors.startup import STAGES, wait_until_ready
 
     class Actor:

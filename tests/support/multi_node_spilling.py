@@ -7,7 +7,7 @@ import ray
 import torch
 from ray._private.internal_api import memory_summary
 
-from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle.team import ActorSpec
 from actors.workers.policy import PolicyWorker, loss_settings
 from actors.workers.policy_group import PolicyGroup, PolicySpec
 from grpo_dist.config import AlgorithmConfig, ModelConfig, PolicyConfig, TimeoutsConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.cluster_utils import Cluster
 
-from actors.private_ray import started_in_time
+from actors.connection import started_in_time
 from tests.support.patience import HANG_S
 
 

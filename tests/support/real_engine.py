@@ -7,7 +7,7 @@ import numpy as np
 import ray
 import torch
 
-from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle.team import ActorSpec
 from actors.weight_sync import WeightSync
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.policy import PolicyWorker, loss_settings

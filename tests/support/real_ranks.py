@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle.team import ActorSpec
 from actors.workers.policy import PolicyWorker, loss_settings
 from actors.workers.policy_group import PolicyGroup, PolicySpec
 from grpo_dist.batch.sharding import shard

@@ -47,7 +47,7 @@ def seen(model_dir: Path, *, ahead: bool, plain: bool) -> tuple[Seen, list[str]]
 
 def _run(engine) -> Seen:
     """Sample all requests; meanwhile two are aborted, and the version of the weights changes twice."""
-    from actors.workers.preemptions import Preemptions
+    from actors.workers.engine_thread import Preemptions
 
     core = engine.engine_core.engine_core
     preemptions, outputs, preempted, shared = Preemptions(core.scheduler), {}, [], []

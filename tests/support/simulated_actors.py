@@ -93,9 +93,9 @@ class NoSync:
 def private_ray() -> Iterator[None]:
     import ray  # light, as above
 
-    from actors import private_ray as private
+    from actors.connection import start_private_ray
 
-    private.start(include_dashboard=False)
+    start_private_ray(include_dashboard=False)
     try:
         yield
     finally:
@@ -106,7 +106,7 @@ def private_ray() -> Iterator[None]:
 async def ray_workers(config: Config, prompts: list[Prompt], turns: int = 0) -> AsyncIterator[Workers]:
     """Yield the real handles, with as many simulated actors as the ``config`` has workers of each role."""
     # Light: each simulated rollout process imports this module.
-    from actors.lifecycle.actor_spec import ActorSpec
+    from actors.lifecycle.team import ActorSpec
     from actors.workers.policy_group import PolicyGroup, PolicySpec
     from actors.workers.reward import RewardPool
     from actors.workers.rollout_pool import RolloutPool

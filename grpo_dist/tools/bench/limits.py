@@ -102,7 +102,7 @@ def sync_limit(rollout: RolloutConfig, num_bytes: int, *, port: int) -> float:
     """Measure bytes per second from one process to as many others as the engines have; within a GPU where
     there are too few GPUs.
     """
-    from actors.transfer.handshake import new_secret  # imports Ray
+    from actors.transfer.connections import new_secret  # imports Ray
 
     processes, backend = 1 + rollout.num_workers * rollout.tensor_parallel_size, "gloo"
     if device_type() == "cuda":

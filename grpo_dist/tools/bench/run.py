@@ -40,7 +40,7 @@ from grpo_dist.tools.bench.table import print_result
 def bench(config: Config) -> Path:
     """Measure ``config`` and return the directory of the result. Raises UserError for invalid input."""
     with stage("actors", "their code is loaded"):
-        from actors.fit import fit  # imports Ray
+        from actors.connection import fit  # imports Ray
 
     config = dated(as_benchmark(config))
     with refusals():

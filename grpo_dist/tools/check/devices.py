@@ -25,7 +25,7 @@ from grpo_dist.tools.plan.supervised import supervised_problem, supervised_rank
 from grpo_dist.tools.plan.workload import workload_of
 
 if TYPE_CHECKING:  # Ray takes seconds to import
-    from actors.fit import Fit
+    from actors.connection import Fit
 
 _PLENTY = 10**6  # of CPUs and GPUs
 
@@ -42,7 +42,7 @@ class Place:
     @cached_property
     def fit(self) -> Fit | UserError:
         """The placement on the cluster that the run would join now, or why it does not fit."""
-        from actors.fit import fit  # Ray takes seconds to import
+        from actors.connection import fit  # Ray takes seconds to import
 
         try:
             return fit(self.config)

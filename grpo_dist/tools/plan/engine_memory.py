@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actors.workers.draft_history import history_bytes
+from actors.workers.drafter import history_bytes
 from actors.workers.engine_settings import GPU_MEMORY, EngineSpec
 from grpo_dist.config import BatchConfig, Config, PolicyConfig, RolloutConfig
 from grpo_dist.errors import UserError

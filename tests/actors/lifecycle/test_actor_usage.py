@@ -8,8 +8,8 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from actors.cluster import QUEUEING
-from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.calls import one_at_a_time
+from actors.lifecycle.team import ActorSpec
 from actors.lifecycle.usage import ActorUsage
 from actors.workers.reward import RewardPool
 from grpo_dist.config import RewardsConfig

@@ -8,7 +8,7 @@ import signal
 import pytest
 import ray
 
-from actors.lifecycle.actor_spec import ActorSpec, GuestSpec
+from actors.lifecycle.team import ActorSpec, GuestSpec
 from actors.placement.elasticity import Elasticity
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import RestartsConfig, RolloutConfig
@@ -234,9 +234,9 @@ def test_a_guest_does_not_leave_in_the_middle_of_a_sync(ray_cluster):
 @pytest.mark.slow
 def test_engines_join_while_nodes_have_room_and_leave_when_fewer_are_wanted(ray_cluster, monkeypatch):
     node, rooms, going, wanted, placed = here(), [1], {}, [None], [True]
-    monkeypatch.setattr("actors.placement.spare.draining", lambda: dict(going))
+    monkeypatch.setattr("actors.placement.elasticity.draining", lambda: dict(going))
     monkeypatch.setattr(
-        "actors.placement.spare.rooms", lambda cpus, gpus, count, in_use: [node] * min(count, rooms[0])
+        "actors.placement.elasticity.rooms", lambda cpus, gpus, count, in_use: [node] * min(count, rooms[0])
     )
 
     async def work(rollouts, team):

@@ -17,12 +17,11 @@ from ray.exceptions import (
 )
 
 from actors.cluster import Cluster
-from actors.lifecycle import supervisor
-from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle import team
 from actors.lifecycle.probe import Health
-from actors.lifecycle.supervisor import Team
+from actors.lifecycle.team import ActorSpec, Team
 from actors.workers.reward import RewardPool
-from actors.workers.stored_routes import StoredRoutes
+from actors.workers.rollout import StoredRoutes
 from grpo_dist.config import RestartsConfig, RewardsConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import SamplesLost, StateLost, TransferLost, WorkerLost
@@ -71,7 +70,7 @@ class Worker:
 
 @pytest.fixture(autouse=True)
 def nobody_is_killed(monkeypatch):
-    monkeypatch.setattr(supervisor, "kill", lambda workers: None)
+    monkeypatch.setattr(team, "kill", lambda workers: None)
 
 
 async def asked(*errors):

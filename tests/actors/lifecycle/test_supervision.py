@@ -14,9 +14,8 @@ import ray
 from ray.exceptions import RayActorError
 
 import actors.workers.reference
-from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.calls import kill, one_at_a_time, result
-from actors.lifecycle.supervisor import Team, WorkerLost
+from actors.lifecycle.team import ActorSpec, Team, WorkerLost
 from actors.workers.reference import ReferencePool
 from actors.workers.reward import RewardPool
 from actors.workers.rollout_pool import RolloutPool

@@ -15,12 +15,10 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-import actors.lifecycle.watchdog
-from actors.lifecycle.actor_spec import ActorSpec
-from actors.lifecycle.calls import kill, one_at_a_time
+import actors.lifecycle.calls
+from actors.lifecycle.calls import deadline_of, kill, numbered, one_at_a_time, where_stuck
 from actors.lifecycle.probe import Probeable
-from actors.lifecycle.supervisor import Team
-from actors.lifecycle.watchdog import deadline_of, numbered, where_stuck
+from actors.lifecycle.team import ActorSpec, Team
 from grpo_dist.config import RestartsConfig
 from grpo_dist.runtime import stacks
 from grpo_dist.runtime.concurrency import deadline
@@ -30,7 +28,7 @@ from tests.support.patience import HANG_S, wait_until
 pytestmark = pytest.mark.machine
 
 LONG_S = int(HANG_S)  # beyond all tests of this file; sleep of the C library takes whole seconds
-LIMITS_S = {name: getattr(actors.lifecycle.watchdog, name) for name in ("_FIND_S", "_LOOK_S", "_CALLS_S")}
+LIMITS_S = {name: getattr(actors.lifecycle.calls, name) for name in ("_FIND_S", "_LOOK_S", "_CALLS_S")}
 
 
 class Stuck(Probeable):
@@ -86,7 +84,7 @@ LAST = {
 def patient(monkeypatch):
     """Allow a busy machine more time."""
     for name in LIMITS_S:
-        monkeypatch.setattr(actors.lifecycle.watchdog, name, LONG_S)
+        monkeypatch.setattr(actors.lifecycle.calls, name, LONG_S)
     for name in ("_REACT_S", "_TURN_S", "_WHOLE_S"):
         monkeypatch.setattr(stacks, name, LONG_S)
 
@@ -130,7 +128,7 @@ def report_of(stuck, *names):
     made, _ = stuck
     with pytest.MonkeyPatch.context() as patch:
         if "blocked" in names:  # its event loop never answers
-            patch.setattr(actors.lifecycle.watchdog, "_CALLS_S", LIMITS_S["_CALLS_S"])
+            patch.setattr(actors.lifecycle.calls, "_CALLS_S", LIMITS_S["_CALLS_S"])
         return asyncio.run(where_stuck({name: made[name] for name in names}))
 
 
@@ -141,10 +139,10 @@ def test_a_report_takes_at_most_ten_seconds(stuck, monkeypatch):
     async def never(*_):
         await asyncio.sleep(LONG_S)
 
-    monkeypatch.setattr(actors.lifecycle.watchdog, "_call", never)
-    monkeypatch.setattr(actors.lifecycle.watchdog, "look", never)
+    monkeypatch.setattr(actors.lifecycle.calls, "_call", never)
+    monkeypatch.setattr(actors.lifecycle.calls, "look", never)
     for name in ("_LOOK_S", "_CALLS_S"):
-        monkeypatch.setattr(actors.lifecycle.watchdog, name, LIMITS_S[name])
+        monkeypatch.setattr(actors.lifecycle.calls, name, LIMITS_S[name])
     text = report_of(stuck, "python", "waits")
     assert text.count("its node does not answer within 6 s") == 1
     assert sum(LIMITS_S.values()) <= 10
@@ -192,7 +190,7 @@ def test_actors_of_another_node_are_inspected_there(stuck, monkeypatch):
         def get_node_id(self):
             return "another"
 
-    monkeypatch.setattr(actors.lifecycle.watchdog.ray, "get_runtime_context", Elsewhere)
+    monkeypatch.setattr(actors.lifecycle.calls.ray, "get_runtime_context", Elsewhere)
     text = report_of(stuck, "c", "stopped")
     assert "hold_the_interpreter" in text and "stopped, as by SIGSTOP" in text
 

@@ -9,10 +9,9 @@ import pytest
 from actors import cluster
 from actors.factory import TrainingActors
 from actors.placement import reservation
-from actors.placement.assignment import assigned
 from actors.placement.demands import Resources, placement
 from actors.placement.fitting import Bundle, bundles
-from actors.placement.reservation import Reservation
+from actors.placement.reservation import Reservation, assigned
 from grpo_dist.errors import WorkerLost
 from tests.support.plans import config, shape
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from actors import cluster, connection, fit
+from actors import cluster, connection
 from actors.placement.demands import Resources, placement
 from actors.placement.fitting import Bundle, Node, bundles, fits, grown, nearest, no_room, too_large
 from actors.placement.reservation import Reservation
@@ -195,9 +195,9 @@ def _growing(config, to):
 
 def test_a_cluster_of_the_runs_own_does_not_grow(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(fit.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(connection.ray, "is_initialized", lambda: False)
     asked = _growing(config(), AutoscalingConfig(nodes=2, gpus=8, cpus=64))
-    for starts, settings in ((fit.fit, asked), (connection.connect, asked.cluster)):
+    for starts, settings in ((connection.fit, asked), (connection.connect, asked.cluster)):
         with pytest.raises(UserError, match=r"`cluster\.grows_to` is set, and the run has a cluster"):
             starts(settings)
 

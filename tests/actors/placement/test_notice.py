@@ -5,10 +5,9 @@ import asyncio
 import pytest
 import ray
 
-from actors.lifecycle.actor_spec import ActorSpec
-from actors.lifecycle.supervisor import Team
-from actors.placement import notice
-from actors.placement.notice import DrainNotice, leaving_nodes
+from actors.lifecycle.team import ActorSpec, Team
+from actors.placement import elasticity
+from actors.placement.elasticity import DrainNotice, leaving_nodes
 from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.machine
@@ -36,8 +35,8 @@ def test_only_the_nodes_that_hold_the_policy_count_and_a_failed_look_is_repeated
         await until(lambda: own.leaving == set())  # the node is gone, or kept after all
         watching.cancel()
 
-    monkeypatch.setattr(notice, "_LOOK_S", 0.05)
-    monkeypatch.setattr("actors.placement.spare.draining", draining)
+    monkeypatch.setattr(elasticity, "_LOOK_S", 0.05)
+    monkeypatch.setattr("actors.placement.elasticity.draining", draining)
     asyncio.run(session())
     assert "the notices of nodes are unknown now (" in caplog.text
 
@@ -54,8 +53,8 @@ class Rank:
 @pytest.mark.slow
 def test_the_ranks_nodes_and_the_drivers_are_watched_until_the_team_ends(ray_cluster, monkeypatch):
     going = {}
-    monkeypatch.setattr(notice, "_LOOK_S", 0.05)
-    monkeypatch.setattr("actors.placement.spare.draining", lambda: dict(going))
+    monkeypatch.setattr(elasticity, "_LOOK_S", 0.05)
+    monkeypatch.setattr("actors.placement.elasticity.draining", lambda: dict(going))
 
     async def session():
         makers = [lambda _: Rank.options(num_cpus=0).remote()] * 2

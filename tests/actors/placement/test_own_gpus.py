@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from actors import private_ray
+from actors import connection
 from actors.factory import on_devices
 from actors.placement import own_gpus
+from actors.placement.demands import Devices
 from actors.placement.own_gpus import EMPTIED, NOT_SET, SHARED, VISIBLE, check_gpus
-from actors.placement.sharing import Devices
 from actors.workers.policy import PolicyWorker
 from actors.workers.reference import ReferenceWorker
-from actors.workers.reward_model import RewardModelWorker
+from actors.workers.reward import RewardModelWorker
 from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import ModelConfig, ReferenceConfig, RewardModelConfig
 from grpo_dist.errors import UserError, refusals
@@ -119,9 +119,9 @@ def test_a_private_ray_starts_without_the_variables(monkeypatch):
     monkeypatch.setenv(NOT_SET, "1")
     monkeypatch.setenv(EMPTIED, "1")
     monkeypatch.setattr(
-        private_ray.ray, "init", lambda **_: seen.append({NOT_SET, EMPTIED} & set(os.environ))
+        connection.ray, "init", lambda **_: seen.append({NOT_SET, EMPTIED} & set(os.environ))
     )
-    private_ray.start(include_dashboard=False)
+    connection.start_private_ray(include_dashboard=False)
     assert seen == [set()]
 
 

@@ -9,13 +9,16 @@ import pytest
 from actors import cluster
 from actors.placement.demands import (
     Demand,
+    Devices,
     Resources,
+    colocated_ranks,
     describe,
     is_colocated,
+    packed,
     placement,
+    share_out,
 )
 from actors.placement.fitting import Node, bundles
-from actors.placement.sharing import Devices, colocated_ranks, packed, share_out
 from grpo_dist.config.files import changed
 from grpo_dist.config.rewards import RewardModelConfig
 from grpo_dist.errors import UserError

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from actors.factory import Factory
-from actors.lifecycle.actor_spec import GuestSpec
-from actors.placement import spare
+from actors.lifecycle.team import GuestSpec
+from actors.placement import elasticity
 from actors.placement.demands import Demand, Resources, placement, uncounted_threads
-from actors.placement.elasticity import wanted_in
+from actors.placement.elasticity import cores_in_use, pick, wanted_in
 from actors.placement.reservation import Reservation
-from actors.placement.spare import cores_in_use, pick
 from tests.support import fakes
 
 GPUS = {"a": (2.0, 8.0), "b": (1.0, 8.0), "c": (4.0, 1.0)}
@@ -30,12 +29,12 @@ def test_cores_that_ray_has_as_free_while_the_run_computes_on_them_are_no_room(m
     has = {"a": {"CPU": 8.0}, "policy": {"CPU": 4.0}, "gone": {"CPU": 9.0}, "drained": {"CPU": 9.0}}
     monkeypatch.setattr("ray._private.state.available_resources_per_node", lambda: has)
     nodes = [{"NodeID": node, "Alive": node != "gone"} for node in has]
-    monkeypatch.setattr(spare, "ray", SimpleNamespace(nodes=lambda: nodes))
-    monkeypatch.setattr(spare, "draining", lambda: {"drained": 60.0})
-    assert spare.rooms(1, 0, 7, in_use={}) == ["policy"] * 4 + ["a"] * 3
-    assert spare.rooms(1, 0, 7, in_use={"policy": 3}) == ["policy"] + ["a"] * 6
-    assert spare.rooms(1, 0, 9, in_use={"policy": 4, "a": 1}) == ["a"] * 7
-    assert spare.rooms(2, 0, 7, in_use={"policy": 9, "a": 5}) == ["a"]
+    monkeypatch.setattr(elasticity, "ray", SimpleNamespace(nodes=lambda: nodes))
+    monkeypatch.setattr(elasticity, "draining", lambda: {"drained": 60.0})
+    assert elasticity.rooms(1, 0, 7, in_use={}) == ["policy"] * 4 + ["a"] * 3
+    assert elasticity.rooms(1, 0, 7, in_use={"policy": 3}) == ["policy"] + ["a"] * 6
+    assert elasticity.rooms(1, 0, 9, in_use={"policy": 4, "a": 1}) == ["a"] * 7
+    assert elasticity.rooms(2, 0, 7, in_use={"policy": 9, "a": 5}) == ["a"]
 
 
 def test_cores_are_counted_on_the_node_of_the_actor_that_computes_on_them():

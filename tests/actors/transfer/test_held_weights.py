@@ -16,9 +16,8 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from actors.transfer import vllm_receiver
-from actors.transfer.delta_stream import send_changes
 from actors.transfer.held_weights import HeldTransfer
-from actors.transfer.stream import send
+from actors.transfer.stream import send, send_changes
 from actors.transfer.vllm_receiver import PackedWeightTransfer, UpdateInfo
 from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
 from grpo_dist.policy.weight_deltas import SentWeights

@@ -20,15 +20,18 @@ import psutil
 import pytest
 import torch
 
-from actors.transfer import shared_transport
-from actors.transfer.broadcasts import Broadcasts
-from actors.transfer.connections import Connections, Seat
-from actors.transfer.delta_stream import receive_changes, receive_whole, send_changes
-from actors.transfer.group_store import GroupStore, with_store
-from actors.transfer.handshake import Unauthenticated
-from actors.transfer.shared_transport import IpcTransport, SharedMemoryTransport
-from actors.transfer.stream import receive, send
-from actors.transfer.transport import NcclTransport, _nccl_group, joined, open_transport
+from actors.transfer import transport
+from actors.transfer.connections import Connections, GroupStore, Seat, Unauthenticated, with_store
+from actors.transfer.stream import receive, receive_changes, receive_whole, send, send_changes
+from actors.transfer.transport import (
+    Broadcasts,
+    IpcTransport,
+    NcclTransport,
+    SharedMemoryTransport,
+    _nccl_group,
+    joined,
+    open_transport,
+)
 from grpo_dist.errors import TransferLost, UserError
 from grpo_dist.policy.ranks import join as join_ranks
 from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, make_buckets, pack
@@ -469,7 +472,7 @@ def test_cuda_transport_sends_handles_instead_of_bytes(monkeypatch):
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: rebuilt.append(arguments))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(shared_transport, "Connections", lambda *a, **k: None)
+    monkeypatch.setattr(transport, "Connections", lambda *a, **k: None)
     ends = [IpcTransport(Seat("", 0, rank, 2, SECRET), timeout_s=1) for rank in (0, 1)]
     assert ends[0].device == torch.device("cuda", 3)
     ends[0].device = torch.device("cpu")  # where the buffers of this test can lie

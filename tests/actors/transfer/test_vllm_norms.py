@@ -7,8 +7,8 @@ import torch
 from vllm import ir, platforms
 from vllm.config import CompilationMode
 
-from actors.transfer import vllm_norms
-from actors.transfer.vllm_norms import PROVIDER, register_norms
+from actors.transfer import vllm_plugin
+from actors.transfer.vllm_plugin import PROVIDER, register_norms
 
 ROWS, HEADS, SIZE = 5, 4, 32
 OWN = [PROVIDER, "native"]
@@ -78,6 +78,6 @@ def test_norms_are_vllms_kernels_where_nothing_compiles_them(mode, norms):
 def test_norms_of_gpus_are_left_as_they_are(monkeypatch):
     gpu = SimpleNamespace(is_cpu=lambda: False)  # the attributes of its class cannot be set
     monkeypatch.setattr(platforms, "current_platform", gpu)
-    monkeypatch.setattr(vllm_norms, "PROVIDER", "another")
+    monkeypatch.setattr(vllm_plugin, "PROVIDER", "another")
     register_norms()
     assert "another" not in ir.ops.rms_norm.impls

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from actors.workers import drafter as drafters
-from actors.workers.draft_history import History, history_bytes
+from actors.workers.drafter import History, history_bytes
 
 
 def text(*tokens):

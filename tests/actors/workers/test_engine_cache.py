@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle.team import ActorSpec
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import ModelConfig, RolloutConfig, WeightSyncConfig

@@ -21,7 +21,7 @@ from vllm.v1.executor import Executor, ray_utils
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.sample.ops import topk_topp_sampler
 
-from actors.workers import engine_settings, vllm_engine
+from actors.workers import engine_settings, engine_thread
 from actors.workers.engine_settings import set_environment
 from tests.support.engine_arguments import arguments
 from tests.support.patience import HANG_S
@@ -188,7 +188,7 @@ def test_vllm_serves_with_one_thread_though_we_set_those_that_load_the_weights(m
     monkeypatch.setattr(torch, "set_num_threads", changed.append)
     set_torch_threads_for_runtime()
     assert changed == []
-    vllm_engine._serve_with_one_thread()
+    engine_thread._serve_with_one_thread()
     set_torch_threads_for_runtime()
     assert changed == [1]
 
@@ -201,14 +201,14 @@ def test_vllms_mark_for_its_own_threads_is_set_between_its_configuration_and_its
             seen.append(os.environ.get(name))
 
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(vllm_engine, "device_type", lambda: "cuda")
+    monkeypatch.setattr(engine_thread, "device_type", lambda: "cuda")
     monkeypatch.setattr("vllm.engine.arg_utils.EngineArgs", lambda **_: Arguments())
     monkeypatch.setattr("vllm.v1.executor.Executor.get_class", lambda _: None)
     monkeypatch.setattr(
         "vllm.v1.engine.llm_engine.LLMEngine", lambda *_, **__: seen.append(os.environ.get(name))
     )
-    monkeypatch.setattr(vllm_engine, "attach_shortcuts", lambda _: None)
-    vllm_engine.make_engine({}, lambda: None)
+    monkeypatch.setattr(engine_thread, "attach_shortcuts", lambda _: None)
+    engine_thread.make_engine({}, lambda: None)
     assert seen == [None, "1"]
 
 

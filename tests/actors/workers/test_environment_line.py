@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.workers import environment_line
-from actors.workers.environment import Act, ActingEpisode
-from actors.workers.environment_line import EnvironmentLine
+from actors.workers import environment
+from actors.workers.environment import Act, ActingEpisode, EnvironmentLine
 from grpo_dist.environments.base import Problem
 from grpo_dist.environments.records import Action, Observed
 from grpo_dist.types import Task
@@ -99,7 +98,7 @@ def test_an_abandoned_episode_does_not_disturb_the_others_of_its_call():
 
 
 def test_ends_are_collected(monkeypatch):
-    monkeypatch.setattr(environment_line, "_END_S", 0.01)
+    monkeypatch.setattr(environment, "_END_S", 0.01)
 
     async def session():
         worker = FakeWorker()

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError
 
-from actors.lifecycle import supervisor
-from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle import team
 from actors.lifecycle.probe import Health
+from actors.lifecycle.team import ActorSpec
 from actors.workers import environment
 from actors.workers.environment import EnvironmentPool
 from grpo_dist.config import EnvironmentsConfig, RestartsConfig
@@ -50,7 +50,7 @@ class FakeSpec(ActorSpec):
 def said(monkeypatch):
     found = []
     monkeypatch.setattr(environment, "say", found.append)
-    monkeypatch.setattr(supervisor, "kill", lambda workers: None)
+    monkeypatch.setattr(team, "kill", lambda workers: None)
     return found
 
 

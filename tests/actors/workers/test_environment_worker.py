@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 from actors.workers import environment
-from actors.workers.environment import Act, ActingEpisode, EnvironmentWorker
-from actors.workers.environment_line import EnvironmentLine
+from actors.workers.environment import Act, ActingEpisode, EnvironmentLine, EnvironmentWorker
 from grpo_dist.config import EnvironmentsConfig, SandboxConfig
 from grpo_dist.environments import runner
 from grpo_dist.environments.base import Problem

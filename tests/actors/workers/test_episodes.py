@@ -9,7 +9,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.transfer.vllm_norms import PROVIDER
+from actors.transfer.vllm_plugin import PROVIDER
 from tests.support.engines import world_of
 from tests.support.real_episodes import EpisodeWorld, equal, prompt, trainer_logprobs
 

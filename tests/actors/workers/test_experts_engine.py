@@ -99,7 +99,7 @@ def test_a_sync_rebuilds_only_kernels_that_read_packed_weights():
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    from actors.transfer.model_reload import repack_experts
+    from actors.transfer.vllm_receiver import repack_experts
 
     model = torch.nn.ModuleDict()
     for backend in UnquantizedMoeBackend:

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from actors.workers.engine_settings import EngineSpec
-from actors.workers.environment import Act, ActingEpisode, EnvironmentPool
-from actors.workers.environment_line import EnvironmentLine
+from actors.workers.environment import Act, ActingEpisode, EnvironmentLine, EnvironmentPool
 from actors.workers.rollout import RolloutWorker, _generation
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import (

@@ -7,8 +7,7 @@ import pytest
 
 from actors.workers.policy import PolicyWorker
 from actors.workers.reference import ReferenceWorker
-from actors.workers.reward import PolicyTokenizer, load_tokenizer
-from actors.workers.reward_model import RewardModelWorker
+from actors.workers.reward import PolicyTokenizer, RewardModelWorker, load_tokenizer
 from actors.workers.rollout import RolloutWorker
 from grpo_dist.config import ModelConfig, ReferenceConfig, RewardModelConfig
 from grpo_dist.runtime.model_files import check_on_node

@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from actors.workers.engine_settings import EngineSpec
-from actors.workers.preemptions import Preemptions
+from actors.workers.engine_thread import Preemptions
 from actors.workers.rollout import RolloutWorker
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import ModelConfig, RolloutConfig, WeightSyncConfig

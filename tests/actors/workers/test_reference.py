@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.reference_sync import ReferenceSync
+from actors.transfer_group import ReferenceSync
 from actors.workers.reference import ReferencePool, ReferenceWorker
 from grpo_dist.config import ModelConfig, ReferenceConfig, WeightSyncConfig
 from grpo_dist.policy.model import TokenLogprobs

@@ -9,10 +9,9 @@ import pytest
 import ray
 
 from actors.cluster import Cluster
-from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle.team import ActorSpec
 from actors.placement.demands import Resources, placement
-from actors.workers.reward import RewardPool, RewardWorker
-from actors.workers.reward_model import RewardModelPool
+from actors.workers.reward import RewardModelPool, RewardPool, RewardWorker
 from grpo_dist.config import Config, ModelConfig, RewardsConfig
 from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.errors import UserError

@@ -14,8 +14,7 @@ from ray.exceptions import GetTimeoutError
 from actors.workers import rollout as rollout_module
 from actors.workers.engine_settings import RECORDING_WORKER, EngineSpec, engine_arguments
 from actors.workers.policy import loss_settings
-from actors.workers.rollout import RolloutWorker
-from actors.workers.stored_routes import stored
+from actors.workers.rollout import RolloutWorker, stored
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import (
     AlgorithmConfig,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle.team import ActorSpec
 from actors.workers.policy_group import PolicyGroup, PolicySpec
 from grpo_dist.batch.sharding import shard
 from grpo_dist.batch.streams import batch_of

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
-from actors.workers.worker_calls import call_workers
+from actors.workers.engine_thread import call_workers
 from grpo_dist.errors import TransferLost
 from tests.actors.workers.test_engine_thread import Engine, with_engine
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from actors.workers import environment_line, episodes
+from actors.workers import environment, episodes
 from actors.workers.environment import EnvironmentAddresses
 from actors.workers.episodes import EpisodeSampler, WorkersOfEpisodes
 from grpo_dist.config import DataConfig, EnvironmentsConfig
@@ -212,7 +212,7 @@ def test_the_calls_of_a_worker_that_serves_no_more_are_forgotten(sampler):
             sampler.workers.use(EnvironmentAddresses(workers.index(worker) + 1, (worker,)))
             await sampled(sampler)
             assert worker in sampler._lines and not worker.ends
-        await asyncio.sleep(2 * environment_line._END_S)
+        await asyncio.sleep(2 * environment._END_S)
         gc.collect()
         return len(sampler._lines)
 

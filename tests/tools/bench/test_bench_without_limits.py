@@ -27,7 +27,7 @@ def benched(tmp_path, monkeypatch):
         async def loop(config, prepared, directory):
             return [step(10 * i, SPANS) for i in range(config.steps)]
 
-        monkeypatch.setattr("actors.fit.fit", lambda config: SimpleNamespace(gpus=gpus))
+        monkeypatch.setattr("actors.connection.fit", lambda config: SimpleNamespace(gpus=gpus))
         monkeypatch.setattr(run, "prepare", lambda config, say, device: prepared)
         monkeypatch.setattr(run, "_loop", loop)
         bench = {"warmup_steps": 1, "steps": 2}

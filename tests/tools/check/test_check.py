@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.fit import Fit
+from actors.connection import Fit
 from grpo_dist.cli import main
 from grpo_dist.config.files import dump_config, load_config
 from grpo_dist.rewards.unit_tests import UnitTests
@@ -174,7 +174,7 @@ def test_only_gpus_visible_to_this_process_count(monkeypatch):
 
 @pytest.mark.slow
 def test_the_memory_of_a_login_node_is_not_that_of_its_cluster(here, monkeypatch):
-    monkeypatch.setattr("actors.fit.fit", lambda config: Fit("as the cluster says", 8))
+    monkeypatch.setattr("actors.connection.fit", lambda config: Fit("as the cluster says", 8))
     large = "model.path=Qwen/Qwen2.5-72B-Instruct"
     found = results(large, "cluster.address=head:6379")["memory"]
     assert found.skipped and not found.problem and "--cluster" in found.detail
@@ -262,7 +262,7 @@ def test_settings_that_every_gpu_rank_refuses_are_refused_without_gpus(here, mon
     assert not wrong(results("policy.zero_stage=0"))
     said = wrong(results("policy.zero_stage=0", cluster="1x8xH100"))["settings"]
     assert "`policy.zero_stage` = 0 with bfloat16" in said
-    monkeypatch.setattr("actors.fit.fit", lambda config: Fit("as the cluster says", 8))
+    monkeypatch.setattr("actors.connection.fit", lambda config: Fit("as the cluster says", 8))
     there = results("policy.zero_stage=0", "weight_sync.backend=nccl", "cluster.address=head:6379")
     assert "`policy.zero_stage` = 0 with bfloat16" in wrong(there)["settings"]
     assert "nccl" not in wrong(there)["settings"]  # the cluster has it, this machine does not

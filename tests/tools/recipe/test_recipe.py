@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from actors.fit import Fit
+from actors.connection import Fit
 from grpo_dist.cli import main
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.stage_log import open_stages, stages_logged
@@ -512,7 +512,7 @@ def test_an_unusable_later_stage_is_refused_before_the_first_one_starts(world, i
 )
 def test_stages_are_checked_for_the_device_of_the_cluster(world, monkeypatch, index, gpus, changes, words):
     """The driver may be on a head without GPUs, as it is here."""
-    monkeypatch.setattr("actors.fit.fit", lambda config, *, training=True: Fit("", gpus))
+    monkeypatch.setattr("actors.connection.fit", lambda config, *, training=True: Fit("", gpus))
     write(stages=with_overrides(index, **changes))
     if words is None:
         run(check_only=True)

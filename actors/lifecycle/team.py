@@ -1,4 +1,4 @@
-"""Supervision of the actors of one role: each is watched, and replaced when it dies or hangs.
+"""The actors of one role: created, watched, and replaced when they die or hang.
 
     serving --lost--> back-off, created, started, caught up --> serving
                         | repeated within the restart budget
@@ -7,6 +7,16 @@
 
 For actors whose state can be rebuilt. A call to an actor that is lost is repeated on another actor, so that
 the caller gets one answer.
+
+Some actors of an `ElasticTeam`, the guests, join and leave while the others serve:
+
+    absent --join--> created, started, caught up --> serving --leave--> finishes its groups --> absent
+                       | it fails, or is lost                | it is lost
+                       v                                     v
+                     absent                                absent
+
+A guest that is lost is not replaced, and costs the role no restart: its node may be gone for good. Its calls
+are repeated on another actor, as those of any lost one.
 """
 
 from __future__ import annotations
@@ -16,17 +26,106 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ray.exceptions import ObjectLostError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.lifecycle.actor_spec import ActorSpec
-from actors.lifecycle.calls import LOST, kill, reason, result, where_stuck_in
+from actors.lifecycle.calls import (
+    LOST,
+    deadline_of,
+    kill,
+    numbered,
+    reason,
+    result,
+    where_stuck,
+    where_stuck_in,
+)
 from actors.lifecycle.probe import ask_in_parallel, ready
-from actors.lifecycle.watchdog import deadline_of, numbered, where_stuck
+from grpo_dist.config import RestartsConfig
 from grpo_dist.errors import SamplesLost, StateLost, WorkerLost, cause_of
 from grpo_dist.runtime.concurrency import Budget, deadline, gather
 from grpo_dist.runtime.load_balancer import LoadBalancer
+from grpo_dist.runtime.stage_log import say, seconds_text
+
+
+@dataclass(frozen=True)
+class GuestSpec:
+    """Further actors of a role, which join while the cluster has room, and leave again.
+
+    Attributes:
+        most: how many there may be at once.
+        cpus, gpus: what each takes, on one node.
+    """
+
+    most: int
+    cpus: int
+    gpus: int
+
+
+@dataclass(frozen=True)
+class ActorSpec:
+    """Ray options, placement, restarts and deadlines of the actors of one role.
+
+    Attributes:
+        options: Ray options of every actor.
+        actor_options: Ray options of each actor, such as its bundle, which override ``options``; None: none.
+        restarts: None: no actor is watched or replaced, and a lost one ends the run.
+        start_s: deadline of one restart, seconds.
+        irreplaceable: why a lost actor cannot be replaced alone; None: it can.
+        generation: number of times that all actors of this role were created before.
+        on_gpu: they compute on GPUs.
+        guests: actors beyond those that are reserved; None: there are none.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    actor_options: Sequence[dict[str, Any]] | None = None
+    restarts: RestartsConfig | None = None
+    start_s: float = 600.0
+    irreplaceable: str | None = None
+    generation: int = 0
+    on_gpu: bool = False
+    guests: GuestSpec | None = None
+
+    @property
+    def hang_s(self) -> float:
+        """Seconds without an answer or progress after which an actor has hung; one that is not watched is
+        given those of a start.
+        """
+        return self.restarts.hangs_after(on_gpu=self.on_gpu) if self.restarts else self.start_s
+
+    def makers(self, actor: Any, count: int, *arguments: Any, **keywords: Any) -> list[Callable[[str], Any]]:
+        """Return one function for each of ``count`` actors, which creates it under the name that it is given.
+
+        ``actor``: a Ray actor class; ``arguments``, ``keywords``: those of its constructor.
+        """
+        own = [{}] * count if self.actor_options is None else list(self.actor_options)
+        assert len(own) == count, f"{len(own)} placements for {count} workers"
+
+        def make(options: dict[str, Any], name: str) -> Any:
+            if self.generation:  # the name of the actor before may still be taken
+                name = f"{name}.{self.generation}"
+            return actor.options(name=name, **self.options | options).remote(*arguments, **keywords)
+
+        return [partial(make, options) for options in own]
+
+    def guest_maker(self, actor: Any, *arguments: Any) -> Callable[[str, str], Any]:
+        """Return the function that creates a guest under a name on a node, given by Ray's node id."""
+
+        def make(name: str, node: str) -> Any:
+            assert self.guests is not None
+            place = {
+                "num_cpus": self.guests.cpus,
+                "num_gpus": self.guests.gpus,
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+            }
+            return actor.options(name=name, **self.options | place).remote(*arguments)
+
+        return make
+
 
 logger = logging.getLogger("grpo_dist")
 
@@ -339,3 +438,137 @@ class Team:
 
     def _name(self, index: int) -> str:
         return f"{self._role}-{index}"
+
+
+_POLL_S = 0.1  # while a guest that leaves finishes its groups
+
+
+# What happened to guests between two steps: how many joined and left, and seconds of the slowest of each.
+_NO_CHANGE = {"engines/joined": 0.0, "engines/left": 0.0, "engines/join_s": 0.0, "engines/leave_s": 0.0}
+
+
+class ElasticTeam(Team):
+    """See `Team`. Numbers from ``len(makers)`` on are those of guests.
+
+    Args:
+        guest: creates a guest under a name on a node, given by Ray's node id.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        makers: Sequence[Callable[[str], Any]],
+        spec: ActorSpec,
+        *,
+        guest: Callable[[str, str], Any],
+        **options: Any,
+    ) -> None:
+        assert spec.guests is not None and spec.restarts is not None
+        super().__init__(role, makers, spec, guests=spec.guests.most, **options)
+        self.reserved, self._guest = len(makers), guest
+        self._nodes: dict[int, str] = {}  # of each guest
+        self._leaving: set[int] = set()
+        self._created = 0  # guests so far
+        self._changes = dict(_NO_CHANGE)
+        # Held while a guest leaves, so that no weights are on their way to it.
+        self.between_syncs: AbstractAsyncContextManager[Any] = nullcontext()
+
+    @property
+    def is_whole(self) -> bool:
+        """True while every reserved actor serves; guests do not count."""
+        return self._failure is None and all(index >= self.reserved for index in self._replacing)
+
+    def guests(self) -> dict[int, str]:
+        """Return the node of each guest that serves or joins, by number. Those that leave are left out."""
+        return {index: node for index, node in self._nodes.items() if index not in self._leaving}
+
+    def free_places(self) -> list[int]:
+        """Return the numbers that no guest has."""
+        return sorted(self._absent)
+
+    def metrics(self) -> dict[str, float]:
+        """Return how many actors serve, and what happened to guests since the last call."""
+        changes, self._changes = self._changes, dict(_NO_CHANGE)
+        return {"engines/serving": float(len(self.alive())), **changes}
+
+    def lost(self, index: int, worker: Any, error: BaseException) -> None:
+        """See `Team.lost`. A guest becomes absent."""
+        if index < self.reserved:
+            super().lost(index, worker, error)
+        elif self.is_current(index, worker) and self._failure is None:
+            logger.warning("%s is lost (%s); others sample its groups", self._name(index), reason(error))
+            self._changes["engines/left"] += 1
+            self._remove(index)
+
+    def join(self, index: int, node: str) -> asyncio.Task[None]:
+        """Start guest ``index`` on ``node``; it serves once the returned task is done, unless it failed."""
+        self._created += 1
+        worker = self._guest(f"{self._name(index)}.guest{self._created}", node)
+        self.workers[index], self._nodes[index] = worker, node
+        self._absent.discard(index)
+        task = asyncio.create_task(self._join(index, worker), name=f"{self._name(index)} joins")
+        self._replacing[index] = task
+        task.add_done_callback(self._ended)
+        return task
+
+    async def _join(self, index: int, worker: Any) -> None:
+        name, begin = self._name(index), time.monotonic()
+        try:
+            async with deadline_of({name: worker}, self._start_s, f"{name} joins"):
+                await result(self._start(worker))
+            await self._while_it_answers(index, worker, self._caught_up(index, worker))
+        except (RayError, TimeoutError, StateLost) as error:  # StateLost: the policy's, which others notice
+            self._replacing.pop(index, None)
+            logger.warning("%s could not join (%s)", name, reason(error))
+            self._remove(index)
+            return
+        seconds = time.monotonic() - begin
+        self._changes["engines/joined"] += 1
+        self._changes["engines/join_s"] = max(self._changes["engines/join_s"], seconds)
+        say(f"{name} has joined, after {seconds_text(seconds)}")
+
+    async def leave(self, index: int, why: str, *, within_s: float) -> None:
+        """Give guest ``index`` no more groups, and end it once it has finished its own. Other actors repeat,
+        with the same seeds, what it has not finished ``within_s`` seconds from now.
+        """
+        worker, begin = self.workers[index], time.monotonic()
+        self._leaving.add(index)
+        try:
+            if index in self._replacing:  # its join fails, like that of any actor that dies
+                kill([worker])
+                return
+            self.load_balancer.close(index)
+            await self._drained(index, worker, begin + within_s)
+            if self.is_current(index, worker):
+                self._remove(index)
+                self._note_left(index, why, time.monotonic() - begin)
+        finally:
+            self._leaving.discard(index)
+
+    async def _drained(self, index: int, worker: Any, end: float) -> None:
+        """Return once the guest has no groups and no sync is under way, at ``end`` at the latest."""
+        while self._has_work(index, worker) and time.monotonic() < end:
+            await asyncio.sleep(_POLL_S)
+        try:
+            async with asyncio.timeout(max(_POLL_S, end - time.monotonic())), self.between_syncs:
+                pass  # the removal follows with no await in between
+        except TimeoutError:
+            pass  # the sync is repeated without it
+
+    def _has_work(self, index: int, worker: Any) -> bool:
+        return self.is_current(index, worker) and self.load_balancer.sequences(index) > 0
+
+    def _note_left(self, index: int, why: str, seconds: float) -> None:
+        self._changes["engines/left"] += 1
+        self._changes["engines/leave_s"] = max(self._changes["engines/leave_s"], seconds)
+        say(f"{self._name(index)} has left ({why}), after {seconds_text(seconds)}")
+
+    def _remove(self, index: int) -> None:
+        """Make the guest absent: its process ends, and other actors repeat its unfinished calls."""
+        worker = self.workers[index]
+        self.load_balancer.withdraw(index)
+        self.on_lost(index)
+        kill([worker])
+        self._absent.add(index)
+        self.workers[index] = None
+        del self._nodes[index]
