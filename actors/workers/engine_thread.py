@@ -60,7 +60,6 @@ def make_engine(arguments: dict[str, Any], imported: Callable[[], None]) -> Any:
         from actors.workers.route_recorder import attach  # imports vLLM
 
         attach(engine)
-    attach_shortcuts(engine)
     return engine
 
 
@@ -72,17 +71,6 @@ def _serve_with_one_thread() -> None:
     does not list, this one among them.
     """
     os.environ.setdefault("VLLM_OMP_NUM_THREADS_SET_BY_VLLM", "1")
-
-
-def attach_shortcuts(engine: Any) -> None:
-    """Have ``engine`` do less per token, with the same results but for ranks of tokens, which nothing
-    reads.
-    """
-    from actors.workers.held_blocks import HeldBlocks
-    from actors.workers.sampled_tokens import SampledTokens  # imports vLLM
-
-    SampledTokens.of(engine)
-    HeldBlocks.of(engine.engine_core.engine_core.scheduler)
 
 
 class Preemptions:

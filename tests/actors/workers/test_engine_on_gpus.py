@@ -207,7 +207,6 @@ def test_vllms_mark_for_its_own_threads_is_set_between_its_configuration_and_its
     monkeypatch.setattr(
         "vllm.v1.engine.llm_engine.LLMEngine", lambda *_, **__: seen.append(os.environ.get(name))
     )
-    monkeypatch.setattr(engine_thread, "attach_shortcuts", lambda _: None)
     engine_thread.make_engine({}, lambda: None)
     assert seen == [None, "1"]
 
