@@ -22,13 +22,12 @@ from grpo_dist.config import Config
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.health.watch import HealthWatch
-from grpo_dist.loop.chores import Chores, StatefulParts
+from grpo_dist.loop.chores import Checkpointer, Chores, StatefulParts
 from grpo_dist.loop.first_come import PIPELINES
 from grpo_dist.loop.kl_controller import KLController
+from grpo_dist.loop.pipeline import publish
 from grpo_dist.loop.progress import Progress
-from grpo_dist.loop.publish import publish
 from grpo_dist.loop.staging import Staging, recorded_values
-from grpo_dist.loop.step_chores import Checkpointer
 from grpo_dist.loop.sync_probe import SyncProbe
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.recorder import Recorder

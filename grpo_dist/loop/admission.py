@@ -1,76 +1,69 @@
-"""How many groups may be on their way, and how many of those that have no signal a step may replace."""
+"""How many prompts are drawn and how many groups are in flight, so that no prompt is sampled twice before
+another is sampled once.
+
+    n   `batch.prompts_per_step`
+    S   `max_staleness`
+    P   prompts that can be drawn without repeating one, see `most_at_once`
+    r   `dynamic_sampling.max_extra_prompts`, or 3 n; 0 without dynamic sampling
+    f   `batch.oversample`, or 1 + S / 2
+
+`batch.order: launched` has S + 1 batches in flight, each of n prompts and r to replace zero-variance groups:
+
+    per_draw     = n + r, at most P / (S + 1), at least n
+    drawn        = (S + 1) per_draw
+
+`batch.order: completion` launches groups one by one:
+
+    replacements = r, at most P / (S + 1) - n, at least 0     zero-variance groups that one step replaces
+    groups       = n f, at most P - 2 replacements, at least n
+    per_draw     = groups + 2 replacements, at most P, at least groups
+    drawn        = per_draw
+
+Twice the replacements: between the end of a step and the next launch the prompts that this step replaced are
+not free yet, and the next one may replace as many.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_dist.config import BatchConfig, DynamicSamplingConfig
+from grpo_dist.config import Config
+from grpo_dist.data.stream import most_at_once
+from grpo_dist.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Attributes:
-    most: groups on their way at once, with `batch.order` completion.
-    extra: groups without a signal that a step may replace.
-    """
-
-    most: int
-    extra: int
-
-    @classmethod
-    def of(
-        cls, batch: BatchConfig, dynamic: DynamicSamplingConfig, *, max_staleness: int, prompts: int
-    ) -> Admission:
-        """Read the bounds from the configuration. ``prompts``: how many can be drawn and none of them twice,
-        see `stream.most_at_once`; all that is on its way holds so many at most.
-        """
-        own = batch.prompts_per_step
-        asked = (dynamic.max_extra_prompts or 3 * own) if dynamic.enabled else 0
-        extra = max(0, min(asked, prompts // (max_staleness + 1) - own))
-        oversample = batch.oversample or 1 + max_staleness / 2
-        # Between a step's end and the next launch groups may be replaced, and what the step took stays out:
-        # its own groups, in whose place none are launched before, and those that it replaced.
-        free = prompts - 2 * extra
-        return cls(max(own, min(rounded_up(own * oversample), free)), extra)
-
-    def per_draw(self, prompts: int) -> int:
-        """Return how many prompts hold one that may be launched: it is not on its way, and no step has just
-        taken it.
-        """
-        return max(self.most, min(prompts, self.most + 2 * self.extra))
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Prompts that are drawn at once.
+    """The bounds of one run; see the module.
 
     Attributes:
-        per_batch: by a batch, those that it may not need included.
-        in_flight: by all that are on their way together.
+        groups: in flight at once, with `batch.order` completion.
+        replacements: zero-variance groups that a step may replace, with that order.
+        per_draw: prompts drawn by one batch, or one launch, including those that it may not need.
+        drawn: prompts drawn by all that is in flight.
     """
 
-    per_batch: int
-    in_flight: int
+    groups: int
+    replacements: int
+    per_draw: int
+    drawn: int
 
     @classmethod
-    def of(
-        cls, batch: BatchConfig, dynamic: DynamicSamplingConfig, *, max_staleness: int, prompts: int
-    ) -> Drawn:
-        """Read the numbers from the configuration. ``prompts``: how many can be drawn and none of them twice,
-        see `stream.most_at_once`.
-
-        Together, all batches on their way hold so many at most, or the steps' own prompts where these are
-        more. If each could hold a whole epoch, several would be sampled at once, and some prompts twice
-        before others once.
-        """
+    def from_config(cls, config: Config, prompts: Sequence[Prompt]) -> Admission:
+        batch, dynamic, staleness = config.batch, config.dynamic_sampling, config.max_staleness
+        n, available = batch.prompts_per_step, most_at_once(config.data.weights, prompts)
+        further = (dynamic.max_extra_prompts or 3 * n) if dynamic.enabled else 0
+        share = available // (staleness + 1)
+        replacements = max(0, min(further, share - n))
+        oversample = batch.oversample or 1 + staleness / 2
+        groups = max(n, min(rounded_up(n * oversample), available - 2 * replacements))
         if batch.order == "completion":
-            admission = Admission.of(batch, dynamic, max_staleness=max_staleness, prompts=prompts)
-            return cls(admission.per_draw(prompts), admission.per_draw(prompts))
-        own = batch.prompts_per_step
-        extra = (dynamic.max_extra_prompts or 3 * own) if dynamic.enabled else 0
-        most = max(own, min(own + extra, prompts // (max_staleness + 1)))
-        return cls(most, most * (max_staleness + 1))
+            per_draw = max(groups, min(available, groups + 2 * replacements))
+            return cls(groups, replacements, per_draw, per_draw)
+        per_draw = max(n, min(n + further, share))
+        return cls(groups, replacements, per_draw, per_draw * (staleness + 1))
 
 
 def rounded_up(product: float) -> int:

@@ -1,35 +1,32 @@
-"""Batches of the groups that are done first: `batch.order: completion`.
+"""Batches of the groups that complete first: `batch.order: completion`.
 
-    launched    for step 0: a b c d e f     for step 1: g h i j     more than a step needs are on their way
-    done first              a c d e                     b f g i
-    trained     step 0:     a c d e         step 1:     b f g i     h and j are carried over
+    launched       for step 0: a b c d e f     for step 1: g h i j     more than a step needs are in flight
+    complete first             a c d e                     b f g i
+    trained        step 0:     a c d e         step 1:     b f g i     h and j are carried over
 
-A step takes the groups that are done first and leaves the others on their way. It drops none: short answers
-are done first, so a run that drops the rest trains on short answers. A group that is carried over is bounded
-in its staleness by admission and by waiting:
+A step takes the groups that complete first and leaves the others in flight. It drops none: short answers
+complete first, so a run that drops the rest trains on short answers. The staleness of a group that is carried
+over is bounded by admission and by waiting:
 
     deadline    a group launched for step s is trained by step s + max_staleness
     need        of the groups with a deadline up to d, those that the steps from the next one to d have no
                 place for: they are taken now, and waited for
-    admission   so few are on their way that the need never exceeds a step
+    admission   so few are in flight that the need never exceeds a step
 
-Which groups a step takes depends on which are done first, so two runs of one seed differ. Every prompt is
-trained once all the same; a checkpoint keeps the groups that are done, and a resumed run launches the others
-again.
+Which groups a step takes depends on which complete first, so two runs of one seed differ. Every prompt is
+still trained once; a checkpoint keeps the complete groups, and a resumed run launches the others again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from grpo_dist.data.stream import PromptStream
-from grpo_dist.loop.admission import Admission
-from grpo_dist.loop.groups import ScoredBatch
-from grpo_dist.loop.launches import Launch, Launches
-from grpo_dist.loop.length_bias import LengthBias
+from grpo_dist.loop.groups import ScoredBatch, ScoredGroup
 from grpo_dist.loop.pipeline import Pipeline
 from grpo_dist.loop.progress import PipelineState
 from grpo_dist.loop.sampling_schedule import drawn_with
@@ -37,18 +34,206 @@ from grpo_dist.runtime.concurrency import finished_unless_stopped
 from grpo_dist.types import Group, Prompt
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A group in flight: its prompt, the order index of that, and the step that it was launched for."""
+
+    prompt: Prompt
+    index: int
+    step: int
+
+
+def is_complete(due: Mapping[int, int], done: Mapping[int, int], *, step: int, size: int) -> bool:
+    """Return whether ``size`` groups are done for ``step``, with those that later steps have no place for.
+
+    Args:
+        due: groups on their way by the last step that may train them.
+        done: those of them that are sampled and scored, likewise.
+    """
+    if sum(done.values()) < size:
+        return False
+    lacking = 0  # of those due so far
+    for last in sorted(due):
+        lacking += due[last] - done.get(last, 0)
+        if lacking > size * (last - step):
+            return False
+    return True
+
+
+def choice(deadlines: Mapping[str, int], done: Sequence[str], *, step: int, size: int) -> list[str] | None:
+    """Choose the ``size`` groups of ``step`` among those ``done``; None while it must wait for others.
+
+    Args:
+        deadlines: last step that may train each group on its way, by uid. At most ``size`` * (d - step + 1)
+            are due by any step d.
+        done: uids that are sampled and scored, in the order of preference.
+
+    Returns:
+        Those that later steps have no place for, then the first of the others.
+
+        deadlines {a: 0, b: 1, c: 1, d: 1}, step 0, size 2    done [d, c]: None, a is waited for
+                                                              done [d, c, a]: [a, d]
+    """
+    due = Counter(deadlines.values())
+    if not is_complete(due, Counter(deadlines[uid] for uid in done), step=step, size=size):
+        return None
+    chosen: dict[str, None] = {}
+    so_far = 0
+    for last in sorted(due):
+        so_far += due[last]
+        need = so_far - size * (last - step) - len(chosen)  # the chosen are due by ``last``, too
+        if need > 0:
+            ready = (uid for uid in done if deadlines[uid] <= last and uid not in chosen)
+            chosen |= dict.fromkeys(islice(ready, need))
+    rest = (uid for uid in done if uid not in chosen)
+    return [*chosen, *islice(rest, size - len(chosen))]
+
+
+class DeadlineCounts(Counter[int]):
+    """Groups by deadline."""
+
+    def take_off(self, deadline: int) -> None:
+        """Take one off, and drop a count of 0, so that there are as many as deadlines of groups."""
+        self[deadline] -= 1
+        if not self[deadline]:
+            del self[deadline]
+
+
+class Launches:
+    """Groups in flight by uid, in launch order, including those that are complete.
+
+    A step may have thousands of groups, and the loop's thread learns of each that it is complete. So counts
+    are kept by deadline, of which there are few, and a group that completes costs a comparison for each:
+
+        by deadline   0    1    2       step 0, which takes 4 groups
+        in flight     2    5    3       due by 0: 2, by 1: 7, of which step 1 has place for 4: 3 are needed now
+        complete      1    4    2       1 of 2 by deadline 0: step 0 waits, though 7 are complete
+
+    Args:
+        size: groups that a step takes.
+        max_staleness: steps that a group may wait for.
+    """
+
+    def __init__(self, size: int, max_staleness: int) -> None:
+        self._size, self._max_staleness = size, max_staleness
+        self._launches: dict[str, Launch] = {}
+        self._done: dict[str, ScoredGroup] = {}  # first come first
+        self._silent: set[str] = set()  # of those done
+        self._due_by_deadline, self._done_by_deadline = DeadlineCounts(), DeadlineCounts()
+
+    def __len__(self) -> int:
+        return len(self._launches)
+
+    def __contains__(self, uid: object) -> bool:
+        return uid in self._launches
+
+    @property
+    def done(self) -> list[ScoredGroup]:
+        """Groups that are sampled and scored, in the order of that."""
+        return list(self._done.values())
+
+    def add(self, own: Launch) -> None:
+        """Begin to count a group as on its way."""
+        self._launches[own.prompt.uid] = own
+        self._due_by_deadline[self._deadline(own)] += 1
+
+    def finish(self, uid: str, scored: ScoredGroup, *, silent: bool = False) -> None:
+        """Note that a group is sampled and scored. ``silent``: it has no signal, so others are preferred."""
+        self._done[uid] = scored
+        self._done_by_deadline[self._deadline(self._launches[uid])] += 1
+        if silent:
+            self._silent.add(uid)
+
+    def renew(self, scored: Iterable[ScoredGroup]) -> None:
+        """Replace the groups that are `done`, in their order."""
+        self._done = dict(zip(self._done, scored, strict=True))
+
+    def remove(self, uid: str) -> Launch:
+        """Stop to count a group as on its way, done or not."""
+        own = self._launches.pop(uid)
+        self._due_by_deadline.take_off(self._deadline(own))
+        if self._done.pop(uid, None) is not None:
+            self._done_by_deadline.take_off(self._deadline(own))
+            self._silent.discard(uid)
+        return own
+
+    def take(self, uids: Collection[str]) -> list[tuple[Launch, ScoredGroup]]:
+        """Remove the groups ``uids``, which are done, and return them in launch order."""
+        taken = [(own, self._done[uid]) for uid, own in self._launches.items() if uid in uids]
+        for own, _ in taken:
+            self.remove(own.prompt.uid)
+        return taken
+
+    def is_complete(self, step: int) -> bool:
+        """Return whether ``step`` has its groups, without a look at each."""
+        if len(self._done) < self._size:
+            return False
+        return is_complete(self._due_by_deadline, self._done_by_deadline, step=step, size=self._size)
+
+    def chosen(self, step: int) -> list[str]:
+        """Return the uids of the groups that ``step`` takes; it `is_complete`."""
+        deadlines = {uid: own.step + self._max_staleness for uid, own in self._launches.items()}
+        done = sorted(self._done, key=lambda uid: uid in self._silent)
+        found = choice(deadlines, done, step=step, size=self._size)
+        assert found is not None, f"step {step} lacks groups"
+        return found
+
+    def _deadline(self, own: Launch) -> int:
+        return own.step + self._max_staleness
+
+
+_TRAINED, _COMPLETE = "trained", "complete"
+LengthSums = Mapping[str, tuple[int, int]]  # tokens and samples; of launches on their way by step
+
+
+class LengthBias:
+    """Whether a run trains on shorter completions than it launches: the bias of taking what completes first.
+
+        launched for step 0   lengths 2 4 9      trained so far 2 4 9, and 1 3 of those of step 1
+        launched for step 1   lengths 1 3 8      bias (2 + 4 + 9 + 1 + 3) / 5 / ((2 + 4 + 9) / 3) - 1 = -24 %
+
+    The mean length of all samples trained so far is compared with that of the launches of which no group is
+    in flight: those had all their lengths trained. A run that carries slow groups over comes back to 0, and
+    one that drops them would not. ``state``: the sums of a checkpoint.
+    """
+
+    def __init__(self, state: LengthSums) -> None:
+        self._sums = {name: (int(tokens), int(samples)) for name, (tokens, samples) in state.items()}
+
+    @property
+    def state(self) -> LengthSums:
+        return dict(self._sums)
+
+    def trained(self, groups: Iterable[tuple[int, Group]]) -> None:
+        """Count groups of a step, each with the step that it was launched for."""
+        for launched, group in groups:
+            found = sum([r.num_tokens for r in group.rollouts]), len(group.rollouts)
+            self._add(_TRAINED, found)
+            self._add(str(launched), found)
+
+    def settle(self, on_their_way: Collection[int]) -> float | None:
+        """Return the bias, as a share of the mean length of complete launches; None before there is one.
+
+        ``on_their_way``: launches with groups that are not trained yet.
+        """
+        kept = {_TRAINED, _COMPLETE, *map(str, on_their_way)}
+        for launch in [name for name in self._sums if name not in kept]:
+            self._add(_COMPLETE, self._sums.pop(launch))
+        trained, complete = self._sums.get(_TRAINED, (0, 0)), self._sums.get(_COMPLETE, (0, 0))
+        if not complete[0] or not trained[1]:
+            return None
+        return (trained[0] / trained[1]) / (complete[0] / complete[1]) - 1.0
+
+    def _add(self, name: str, found: tuple[int, int]) -> None:
+        tokens, samples = self._sums.get(name, (0, 0))
+        self._sums[name] = tokens + found[0], samples + found[1]
+
+
 class FirstCome(Pipeline):
     """Groups on their way, each launched by itself: in place of `Pipeline`, the batches in launch order."""
 
     def _restore(self, state: PipelineState, *, first: int) -> None:
         super()._restore(state, first=first)
-        bounds = Admission.of(
-            self._batch_config,
-            self._dynamic,
-            max_staleness=self._max_staleness,
-            prompts=self._most_at_once,
-        )
-        self._most, self._extra = bounds.most, bounds.extra
         self._step = self._label = first  # the next to train, and that of the last launch
         self._launches = Launches(self._per_step, self._max_staleness)
         self._running: dict[asyncio.Task[None], None] = {}  # in launch order
@@ -75,7 +260,7 @@ class FirstCome(Pipeline):
         for step, index in self._resumed:
             self._start(Launch(self._prompt(index), index, step))
         self._resumed = []
-        self._wanted = min(self._most, self._per_step * (through - self._step + 1))
+        self._wanted = min(self._admission.groups, self._per_step * (through - self._step + 1))
         self._fill()
 
     @property
@@ -222,7 +407,7 @@ class FirstCome(Pipeline):
         else:
             group = await self._scorer.group(own.prompt, own.step)
             has_signal = self._has_signal(group)
-            if not has_signal and len(self._aside) < self._extra:
+            if not has_signal and len(self._aside) < self._admission.replacements:
                 self._launches.remove(uid)
                 self._aside[uid] = own, group
                 self._fill()

@@ -1,4 +1,4 @@
-"""One group at a time: sampled, scored, and given its reference log-probs.
+"""Groups: one prompt's samples, scored, and given the log-probs of reference and teachers.
 
 rollouts    | sample | greedy sample (ReMax)
 rewards              | score
@@ -8,31 +8,95 @@ teachers             | log-probs              those that teach the prompt's sour
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TypeVar
 
 import numpy as np
 
 from grpo_dist.algorithms.estimators import estimator_of
-from grpo_dist.config import AlgorithmConfig, BatchConfig, DataConfig
-from grpo_dist.errors import SamplesFailed, cause_of
-from grpo_dist.loop.frozen_models import FrozenModels
+from grpo_dist.config import AlgorithmConfig, BatchConfig, DataConfig, DistillationConfig, TeacherConfig
 from grpo_dist.loop.progress import SampledBatch
-from grpo_dist.loop.refill import Refill
-from grpo_dist.runtime.concurrency import gather, sampled_again
+from grpo_dist.runtime.concurrency import gather, sample_until_enough
 from grpo_dist.runtime.seeds import request_seed, request_seeds
 from grpo_dist.types import Group, Prompt, Rollout, Sampling, TeacherLogprobs
-from grpo_dist.workers import RolloutsRef, Workers
+from grpo_dist.workers import ReferenceHandle, RolloutsRef, Workers
 
-logger = logging.getLogger("grpo_dist")
+_AS_POLICY = ""  # the reference, with the prompt that the policy reads; no teacher has this name
+# Of each row of each sample of a group.
+Logprobs = list[np.ndarray]  # float32 [C]
+TeacherRows = list[TeacherLogprobs]
 
-T = TypeVar("T")
 
-_DRAWS = 3  # of a group whose samples fail: once may be bad luck
+class FrozenModels:
+    """Asks for the log-probs that a group needs, all at the same time. False where no group needs any.
+
+    Args:
+        with_kl: the KL term needs those of the reference.
+        distillation: each of its teachers is asked about the sources it teaches, with the prompt that it
+            reads.
+    """
+
+    def __init__(self, workers: Workers, distillation: DistillationConfig, *, with_kl: bool) -> None:
+        self._reference = workers.reference if with_kl else None
+        self._teachers = [(teacher, _handle(workers, teacher)) for teacher in distillation.teachers]
+        self._top_k = distillation.top_k
+
+    def __bool__(self) -> bool:
+        return self._reference is not None or bool(self._teachers)
+
+    async def logprobs(
+        self, prompt: Prompt, rollouts: RolloutsRef, before: Mapping[str, TeacherRows] | None = None
+    ) -> tuple[Logprobs, Mapping[str, TeacherRows]]:
+        """Return those of the reference, [] without a KL term, and those of each teacher by name.
+
+        The reference is asked once about the prompt that the policy reads, for the KL term and for teachers.
+
+        Args:
+            before: of the teachers, of the same samples, before the reference changed: teachers with models
+                of their own are not asked again.
+        """
+        own = [(teacher, handle) for teacher, handle in self._teachers if teacher.teaches(prompt.source)]
+        known = {t.name: before[t.name] for t, _ in own if before and t.has_workers and t.name in before}
+        asked = {}
+        for teacher, handle in own:
+            name = _asked_as(teacher, prompt)
+            if name not in known and name not in asked:
+                asked[name] = self._taught(handle, _as_read_by(teacher.name, prompt), rollouts)
+        if self._reference is not None and _AS_POLICY not in asked:
+            asked[_AS_POLICY] = _plain(self._reference, prompt, rollouts)
+        found = known | dict(zip(asked, await gather(asked.values()), strict=True))
+        taught = {teacher.name: found[_asked_as(teacher, prompt)] for teacher, _ in own}
+        reference = [] if self._reference is None else found[_AS_POLICY]
+        return [row.sampled for row in reference], taught
+
+    async def _taught(self, handle: ReferenceHandle, prompt: Prompt, rollouts: RolloutsRef) -> TeacherRows:
+        if self._top_k:
+            return await handle.top_logprobs(prompt, rollouts, self._top_k)
+        return await _plain(handle, prompt, rollouts)
+
+
+async def _plain(handle: ReferenceHandle, prompt: Prompt, rollouts: RolloutsRef) -> TeacherRows:
+    """Return the log-probs of the sampled tokens alone."""
+    return [TeacherLogprobs(values) for values in await handle.logprobs(prompt, rollouts)]
+
+
+def _asked_as(teacher: TeacherConfig, prompt: Prompt) -> str:
+    """Return what two teachers with the same answer have in common."""
+    is_policys = not teacher.has_workers and teacher.name not in prompt.teacher_ids
+    return _AS_POLICY if is_policys else teacher.name
+
+
+def _handle(workers: Workers, teacher: TeacherConfig) -> ReferenceHandle:
+    handle = workers.teachers[teacher.name] if teacher.has_workers else workers.reference
+    assert handle is not None, "a teacher that is the reference needs one"
+    return handle
+
+
+def _as_read_by(teacher: str, prompt: Prompt) -> Prompt:
+    """Return ``prompt`` with the tokens that the teacher reads in its place."""
+    token_ids = prompt.teacher_ids.get(teacher)
+    return prompt if token_ids is None else replace(prompt, token_ids=token_ids, teacher_ids={})
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +154,7 @@ class GroupDraw:
     temperatures: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batch: BatchConfig, algorithm: AlgorithmConfig, data: DataConfig) -> GroupDraw:
+    def from_config(cls, batch: BatchConfig, algorithm: AlgorithmConfig, data: DataConfig) -> GroupDraw:
         inputs = estimator_of(algorithm.advantage).inputs
         least = batch.least_samples
         if "k" in inputs:  # smaller groups have no advantage
@@ -105,7 +169,7 @@ class GroupScorer:
         sampling: of each launched batch, by number.
         seed: the run's.
         draw: samples of each prompt.
-        scored_by: whose log-probs the samples get.
+        models: reference and teachers, whose log-probs the samples get.
         finished: groups that a checkpoint kept, by batch number; they are not sampled again.
     """
 
@@ -117,33 +181,18 @@ class GroupScorer:
         seed: int,
         draw: GroupDraw,
         finished: Mapping[int, Sequence[Group]],
-        scored_by: FrozenModels,
+        models: FrozenModels,
     ) -> None:
         self._workers, self._sampling = workers, sampling
         self._seed, self._draw = seed, draw
-        self._models = scored_by
+        self._models = models
         self._finished = {
             batch: {group.prompt.uid: group for group in groups} for batch, groups in finished.items()
         }
 
     async def score(self, prompts: Sequence[Prompt], batch: int) -> ScoredBatch:
-        """Sample a group of each prompt; reward and reference run at the same time."""
+        """Sample and score a group of each prompt."""
         return ScoredBatch(await gather(self.scored_group(prompt, batch) for prompt in prompts))
-
-    async def score_with_signal(
-        self,
-        prompts: Sequence[Prompt],
-        batch: int,
-        *,
-        wanted: int,
-        oversample: float,
-        has_signal: Callable[[Group], bool],
-    ) -> SampledBatch:
-        """Sample dynamically, see `refill.Refill`: ``prompts`` are ``wanted`` of the step itself, then those
-        to draw on where groups have no signal.
-        """
-        sample = partial(self.group, batch=batch)
-        return await Refill(sample, has_signal, prompts, wanted=wanted, oversample=oversample).batch()
 
     async def with_reference(self, batch: SampledBatch) -> ScoredBatch:
         """Compute the log-probs of reference and teachers of groups that are sampled and scored already."""
@@ -167,82 +216,32 @@ class GroupScorer:
 
     async def scored_group(self, prompt: Prompt, batch: int) -> ScoredGroup:
         """Sample a group and score it; reward, reference and teachers at the same time."""
-        return await sampled_again(lambda: self._scored_once(prompt, batch))
 
-    async def _scored_once(self, prompt: Prompt, batch: int) -> ScoredGroup:
-        if kept := self._kept(prompt, batch):
-            return await self.referenced(kept)
-
-        async def scored(seeds: Sequence[int]) -> ScoredGroup:
+        async def sample(seeds: Sequence[int]) -> ScoredGroup:
+            if finished := self._finished.get(batch, {}).get(prompt.uid):
+                return await self.referenced(finished)
             return await self.scored(prompt, await self._sample(prompt, batch, seeds), batch)
 
-        return await self._drawn(prompt, batch, scored)
+        return await sample_until_enough(sample, self._seeds(prompt, batch), least=self._draw.least)
+
+    async def group(self, prompt: Prompt, batch: int) -> Group:
+        """Sample a group and compute its rewards."""
+
+        async def sample(seeds: Sequence[int]) -> Group:
+            if finished := self._finished.get(batch, {}).get(prompt.uid):
+                return finished
+            return await self._graded(prompt, await self._sample(prompt, batch, seeds), batch)
+
+        return await sample_until_enough(sample, self._seeds(prompt, batch), least=self._draw.least)
 
     async def scored(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> ScoredGroup:
         """Score samples of ``prompt`` that exist already; reward, reference and teachers at the same time."""
         if not self._models:
             return ScoredGroup(await self._graded(prompt, rollouts, batch), [])
-        group, known = await gather(
+        group, logprobs = await gather(
             [self._graded(prompt, rollouts, batch), self._models.logprobs(prompt, rollouts)]
         )
-        return ScoredGroup(group, *known)
-
-    async def group(self, prompt: Prompt, batch: int) -> Group:
-        """Sample a group and compute its rewards."""
-        if kept := self._kept(prompt, batch):
-            return kept
-
-        async def graded(seeds: Sequence[int]) -> Group:
-            return await self._graded(prompt, await self._sample(prompt, batch, seeds), batch)
-
-        return await sampled_again(lambda: self._drawn(prompt, batch, graded))
-
-    async def _drawn(self, prompt: Prompt, batch: int, work: Callable[[Sequence[int]], Awaitable[T]]) -> T:
-        """Return what ``work`` makes of the samples with the seeds of a draw, see `enough_samples`."""
-
-        def seeds(number: int) -> list[int]:
-            first = number * self._draw.samples
-            return request_seeds(self._seed, batch, prompt.uid, range(first, first + self._draw.samples))
-
-        return await enough_samples(work, seeds, least=self._draw.least)
-
-    def _kept(self, prompt: Prompt, batch: int) -> Group | None:
-        """Return the group if it was finished before the run was interrupted."""
-        return self._finished.get(batch, {}).get(prompt.uid)
-
-    async def _graded(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> Group:
-        group = await self._rewarded(prompt, rollouts, batch)
-        self._finished.setdefault(batch, {})[prompt.uid] = group
-        return group
-
-    async def _rewarded(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> Group:
-        if not self._draw.with_baseline:
-            return await self._workers.rewards.score(prompt, rollouts)
-        group, baseline = await gather(
-            [self._workers.rewards.score(prompt, rollouts), self._greedy_reward(prompt, batch)]
-        )
-        if math.isnan(baseline):  # without it no sample of the group has an advantage: none is trained
-            group = replace(group, rewards=np.full_like(group.rewards, np.nan))
-        return replace(group, baseline_reward=baseline)
-
-    async def _sample(self, prompt: Prompt, batch: int, seeds: Sequence[int]) -> RolloutsRef:
-        sampling = self.sampling_of(prompt, self._sampling[batch])
-        if sampling.least != self._draw.least:
-            sampling = replace(sampling, least=self._draw.least)
-        return await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
-
-    def sampling_of(self, prompt: Prompt, sampling: Sampling) -> Sampling:
-        """Return ``sampling`` with the temperature of the prompt's source, where that has its own."""
-        own = self._draw.temperatures.get(prompt.source, sampling.temperature)
-        return sampling if own == sampling.temperature else replace(sampling, temperature=own)
-
-    async def _greedy_reward(self, prompt: Prompt, batch: int) -> float:
-        """Return the reward of the most likely completion."""
-        seed = request_seed(self._seed, batch, prompt.uid, -1)
-        rollouts = await self._workers.rollouts.sample(
-            prompt, seeds=[seed], sampling=replace(self._sampling[batch], temperature=0.0)
-        )
-        return float((await self._workers.rewards.score(prompt, rollouts)).rewards[0])
+        return ScoredGroup(group, *logprobs)
 
     async def referenced(
         self, group: Group, before: Mapping[str, list[TeacherLogprobs]] | None = None
@@ -250,6 +249,12 @@ class GroupScorer:
         """Compute the log-probs of reference and teachers. ``before``: those of teachers that are known."""
         return ScoredGroup(group, *await self._models.logprobs(group.prompt, group.rollouts, before))
 
+    def sampling_for(self, prompt: Prompt, sampling: Sampling) -> Sampling:
+        """Return ``sampling`` with the temperature of the prompt's source, where that has its own, and with
+        how many samples suffice.
+        """
+        temperature = self._draw.temperatures.get(prompt.source, sampling.temperature)
+        return replace(sampling, temperature=temperature, least=self._draw.least)
 
 async def enough_samples(
     work: Callable[[Sequence[int]], Awaitable[T]], seeds: Callable[[int], Sequence[int]], *, least: int
@@ -270,6 +275,37 @@ async def enough_samples(
             why = cause_of(error)
             logger.warning("%s, expected at least %s; the group is drawn again", why, wanted)
     raise AssertionError("the last draw returns or raises")
+    def _seeds(self, prompt: Prompt, batch: int) -> Callable[[int], list[int]]:
+        """Return the function that gives the seeds of each draw of a group, by its number."""
+        count = self._draw.samples
+        return lambda draw: request_seeds(
+            self._seed, batch, prompt.uid, range(draw * count, (draw + 1) * count)
+        )
+
+    async def _sample(self, prompt: Prompt, batch: int, seeds: Sequence[int]) -> RolloutsRef:
+        sampling = self.sampling_for(prompt, self._sampling[batch])
+        return await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
+
+    async def _graded(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> Group:
+        """Compute the rewards, also that of ReMax's greedy baseline, and keep the group as finished."""
+        if self._draw.with_baseline:
+            group, baseline = await gather(
+                [self._workers.rewards.score(prompt, rollouts), self._greedy_reward(prompt, batch)]
+            )
+            if math.isnan(baseline):  # without it no sample of the group has an advantage: none is trained
+                group = replace(group, rewards=np.full_like(group.rewards, np.nan))
+            group = replace(group, baseline_reward=baseline)
+        else:
+            group = await self._workers.rewards.score(prompt, rollouts)
+        self._finished.setdefault(batch, {})[prompt.uid] = group
+        return group
+
+    async def _greedy_reward(self, prompt: Prompt, batch: int) -> float:
+        """Return the reward of the most likely completion."""
+        seed = request_seed(self._seed, batch, prompt.uid, -1)
+        greedy = replace(self._sampling[batch], temperature=0.0)
+        rollouts = await self._workers.rollouts.sample(prompt, seeds=[seed], sampling=greedy)
+        return float((await self._workers.rewards.score(prompt, rollouts)).rewards[0])
 
 
 def as_drawn(groups: Sequence[Group], sampling: Sampling) -> list[Group]:

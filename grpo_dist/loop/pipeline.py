@@ -1,7 +1,18 @@
-"""The queue of batches on their way to training, launched in order.
+"""The queue of batches in flight, launched in order, and what follows a step: new weights for the engines.
 
 Staleness is bounded by admission: the driver names the last batch it may launch. No finished group is dropped
 for being late, which would favour short answers. `first_come` has the other `batch.order`.
+
+Dynamic sampling replaces a zero-variance group as soon as it is known (`Refill`), in the order of the launch:
+
+    step's prompts    p0 signal ....  p1 none  p2 signal  p3 none
+    further prompts                       p4 ......... none   p5 signal
+                                          (for p1)         p6 (for p4)
+
+Which prompts are launched follows from the groups in launch order, never from which of them completes first.
+With ``oversample`` 1 they are the shortest start of the order that holds ``wanted`` groups with a signal: n
+launches are due only while n - ``wanted`` of the launched groups are known to have none. With more than 1,
+each prefix whose groups are all known adds what is due after it.
 """
 
 from __future__ import annotations
@@ -10,21 +21,87 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
-from grpo_dist.config import Config
+from grpo_dist.algorithms.schedules import is_due
+from grpo_dist.config import Config, ReferenceConfig
 from grpo_dist.data.curriculum import Curriculum, OwnOrder
 from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
 from grpo_dist.data.pools import PoolOrder
-from grpo_dist.data.stream import LengthOrder, PromptStream, SolvedPrompts, most_at_once
-from grpo_dist.loop.admission import Drawn
-from grpo_dist.loop.frozen_models import FrozenModels
-from grpo_dist.loop.groups import GroupDraw, GroupScorer, ScoredBatch, as_drawn
+from grpo_dist.data.stream import LengthOrder, PromptStream, SolvedPrompts
+from grpo_dist.loop.admission import Admission, rounded_up
+from grpo_dist.loop.groups import FrozenModels, GroupDraw, GroupScorer, ScoredBatch, as_drawn
 from grpo_dist.loop.progress import PipelineState, SampledBatch
 from grpo_dist.loop.sampling_schedule import SamplingSchedule
 from grpo_dist.loop.updates import signal_rule
-from grpo_dist.runtime.concurrency import deadline, finished_unless_stopped
-from grpo_dist.types import Prompt
+from grpo_dist.runtime.concurrency import deadline, finished_unless_stopped, task_group
+from grpo_dist.runtime.metering import Stopwatch
+from grpo_dist.types import Group, Prompt
 from grpo_dist.workers import Workers
+
+
+class Refill:
+    """Samples one batch.
+
+    Args:
+        sample: samples and scores the group of a prompt.
+        has_signal: whether a step can learn from a group.
+        prompts: those of the step, then further ones to draw on, in order.
+        wanted: groups of the batch, and prompts of the step.
+        oversample: once the groups of the step's own prompts are known, so many further prompts are launched
+            per group still missing.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[[Prompt], Awaitable[Group]],
+        has_signal: Callable[[Group], bool],
+        prompts: Sequence[Prompt],
+        *,
+        wanted: int,
+        oversample: float,
+    ) -> None:
+        self._sample, self._has_signal, self._prompts = sample, has_signal, prompts
+        self._wanted, self._oversample = wanted, oversample
+        self._launched = 0
+        self._groups: dict[int, tuple[Group, bool]] = {}  # and whether it has a signal; by launch
+        self._silent = 0
+        self._prefix, self._useful = 0, 0  # groups known without a gap, and those of them with a signal
+
+    async def batch(self) -> SampledBatch:
+        """Return ``wanted`` groups, those with a signal first, and the rest as discarded. Where the prompts
+        run out, groups without a signal fill the batch.
+        """
+        async with task_group() as tasks:
+            self._launch(tasks, self._wanted)
+        found = [self._groups[i] for i in range(self._launched)]
+        groups = [group for group, useful in found if useful] + [
+            group for group, useful in found if not useful
+        ]
+        return SampledBatch(groups[: self._wanted], groups[self._wanted :])
+
+    def _launch(self, tasks: asyncio.TaskGroup, due: int) -> None:
+        while self._launched < min(due, len(self._prompts)):
+            tasks.create_task(self._one(tasks, self._launched))
+            self._launched += 1
+
+    async def _one(self, tasks: asyncio.TaskGroup, index: int) -> None:
+        group = await self._sample(self._prompts[index])
+        useful = self._has_signal(group)
+        self._groups[index] = group, useful
+        self._silent += not useful
+        self._launch(tasks, max(self._wanted + self._silent, self._due_by_prefix()))
+
+    def _due_by_prefix(self) -> int:
+        """Return how many prompts are due by what the prefix newly shows; 0 where it shows nothing new."""
+        due = 0
+        while self._prefix in self._groups:
+            self._useful += self._groups[self._prefix][1]
+            self._prefix += 1
+            missing = self._wanted - self._useful
+            if self._prefix >= self._wanted and missing > 0:
+                due = max(due, self._prefix + rounded_up(missing * self._oversample))
+        return due
 
 
 class Pipeline:
@@ -50,13 +127,13 @@ class Pipeline:
             workers,
             self._sampling,
             seed=config.seed,
-            draw=GroupDraw.of(config.batch, config.algorithm, config.data),
+            draw=GroupDraw.from_config(config.batch, config.algorithm, config.data),
             finished={b: as_drawn(groups, self._sampling[b]) for b, groups in state.partial.items()},
-            scored_by=FrozenModels(workers, config.distillation, with_kl=config.has_kl_term),
+            models=FrozenModels(workers, config.distillation, with_kl=config.has_kl_term),
         )
         self._order_indices = {batch: list(own) for batch, own in state.order_indices.items()}
-        self._order = order_of(config, prompts, state.order)
-        self._most_at_once = most_at_once(config.data.weights, prompts)
+        self._admission = Admission.from_config(config, prompts)
+        self._order = build_order(config, prompts, state.order, self._admission)
         self._drops_solved = config.data.drop_solved is not None
         self._restore(state, first=first)
 
@@ -190,41 +267,66 @@ class Pipeline:
         prompts = [self._prompts[self._order.prompt(index)] for index in self._order_indices[batch]]
         if not self._dynamic.enabled:
             return await self._scorer.score(prompts, batch)
-        sampled = await self._scorer.score_with_signal(
-            prompts,
-            batch,
-            wanted=self._per_step,
-            oversample=self._dynamic.oversample,
-            has_signal=self._has_signal,
-        )
-        return await self._scorer.with_reference(sampled)
+        sample, oversample = partial(self._scorer.group, batch=batch), self._dynamic.oversample
+        refill = Refill(sample, self._has_signal, prompts, wanted=self._per_step, oversample=oversample)
+        return await self._scorer.with_reference(await refill.batch())
 
 
-def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> PromptOrder:
-    """Build the order of a run's prompts from its ``state``."""
-    own, dynamic, data = config.batch.prompts_per_step, config.dynamic_sampling, config.data
+def build_order(
+    config: Config, prompts: Sequence[Prompt], state: OrderState, admission: Admission | None = None
+) -> PromptOrder:
+    """Build the order of a run's prompts from its ``state``. ``admission``: of the run; None: computed."""
+    data, seed, per_step = config.data, config.seed, config.batch.prompts_per_step
+    admission = admission or Admission.from_config(config, prompts)
     by_group = config.batch.order == "completion"
-    most = most_at_once(data.weights, prompts)
-    bounds = Drawn.of(config.batch, dynamic, max_staleness=config.max_staleness, prompts=most)
-    drawn, in_flight = bounds.per_batch, bounds.in_flight
-    taken = 1 if by_group else drawn  # of an order that gives each prompt once
-    samples = config.batch.samples_per_prompt
-    solved = SolvedPrompts(prompts, state.left_out, share=data.drop_solved, keep=in_flight, samples=samples)
+    taken = 1 if by_group else admission.per_draw  # of an order that gives each prompt once
+    solved = SolvedPrompts(
+        prompts,
+        state.left_out,
+        share=data.drop_solved,
+        keep=admission.drawn,
+        samples=config.batch.samples_per_prompt,
+    )
     if data.order == "length":
         window = data.length_window or 8
         return LengthOrder(
-            prompts, taken, per_step=own, window=window, seed=config.seed, state=state, solved=solved
+            prompts, taken, per_step=per_step, window=window, seed=seed, state=state, solved=solved
         )
     if data.order == "pass_rate":
-        return Curriculum([p.uid for p in prompts], drawn, seed=config.seed, rates=state.pass_rates)
+        return Curriculum([p.uid for p in prompts], admission.per_draw, seed=seed, rates=state.pass_rates)
     if data.has_own_order:
-        own_order, rates = (data, config.code_paths), state.pass_rates
-        limit_s = config.cluster.timeouts.own_code_s
-        return OwnOrder(prompts, drawn, *own_order, seed=config.seed, rates=rates, limit_s=limit_s)
-    if data.order == "pools" and data.pools is not None:
-        return PoolOrder(prompts, drawn, data.pools, seed=config.seed, state=state)
-    if by_group or dynamic.enabled or data.weights or data.drop_solved is not None:
-        return PromptStream(
-            prompts, taken, seed=config.seed, state=state, weights=data.weights, solved=solved
+        user_order, limit_s = (data, config.code_paths), config.cluster.timeouts.own_code_s
+        return OwnOrder(
+            prompts, admission.per_draw, *user_order, seed=seed, rates=state.pass_rates, limit_s=limit_s
         )
-    return EpochOrder(len(prompts), own, seed=config.seed)
+    if data.order == "pools" and data.pools is not None:
+        return PoolOrder(prompts, admission.per_draw, data.pools, seed=seed, state=state)
+    if by_group or config.dynamic_sampling.enabled or data.weights or data.drop_solved is not None:
+        return PromptStream(prompts, taken, seed=seed, state=state, weights=data.weights, solved=solved)
+    return EpochOrder(len(prompts), per_step, seed=seed)
+
+
+async def publish(
+    version: int,
+    settings: ReferenceConfig,
+    workers: Workers,
+    pipeline: Pipeline,
+    timer: Stopwatch,
+    stop_requested: Callable[[], bool],
+) -> dict[str, float]:
+    """Drain, push ``version`` to the engines, and refresh the reference if it is due; return metrics.
+
+    A run that is asked to stop does not wait for the drain, and pushes only if it is done. If the reference
+    is due, it waits: a checkpoint after a refresh must have the new one.
+    """
+    refreshes = workers.reference_sync is not None and is_due(version, settings.refresh_every)
+    metrics: dict[str, float] = {}
+    with timer("drain"):
+        drained = await (pipeline.settle() if refreshes else pipeline.settle(unless=stop_requested))
+    with timer("sync"):
+        if drained:
+            metrics = await workers.sync.push(version=version)
+    if workers.reference_sync and refreshes:
+        with timer("reference"):
+            await pipeline.renew_reference(workers.reference_sync.refresh)
+    return metrics

@@ -22,8 +22,8 @@ from grpo_dist.config import Config, SFTConfig
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.order import step_indices
 from grpo_dist.health.watch import HealthWatch
+from grpo_dist.loop.chores import Checkpointer, StepChores, StepTimes
 from grpo_dist.loop.progress import Progress
-from grpo_dist.loop.step_chores import Checkpointer, StepChores, StepTimes
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.types import Group

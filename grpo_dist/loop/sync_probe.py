@@ -1,29 +1,11 @@
-"""Checks the weight sync: compares the policy's log-probs of tokens that each engine has just sampled with
-the engine's own.
-
-    engines | probe: 2 prompts x 2 samples | batch of the step ...            |
-    policy  |                                      log-probs of the probe     | update
-    driver  | begin                                                    finish |
-
-An engine is probed when the loop starts (first sync, resume, recovery), when it replaces a lost one, and
-every `weight_sync.probe_every` steps. The probe is sampled right after a sync and compared right before the
-next update, while the policy still holds the version that the engine sampled with. So both sides have the
-same version under any staleness and sync mode, and no step trains on samples of an engine that fails the
-probe.
-
-An engine of evaluation holds a version once it has loaded its snapshot, which no update waits for. It is
-compared if its samples are there before the update; else it stays due for its next version.
-
-A probe is short. Where all samples of a step have the policy's own version, the update computes their
-log-probs anyway: their mean difference is held to the same bound, at no cost.
-"""
+"""What the engines sample for a sync probe, and the rows in which the policy computes its log-probs."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,13 +13,55 @@ import numpy as np
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import Config
 from grpo_dist.errors import RERUN, Unhealthy
-from grpo_dist.loop.probe_rows import ProbeSamples, distinct_groups, row_key, rows_by_key
 from grpo_dist.runtime.concurrency import deadline, gather
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.runtime.seeds import derived_seed
-from grpo_dist.types import Prompt, Sampling
+from grpo_dist.types import Group, Prompt, Rollout, Sampling
 from grpo_dist.workers import Workers
+
+RowKey = tuple[str, bytes, int | None]  # prompt, tokens, and the object with the routes
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSamples:
+    """What ``engine`` sampled for each prompt of the probe; ``groups`` is empty if it was lost meanwhile."""
+
+    engine: Any
+    groups: list[tuple[Prompt, tuple[Rollout, ...]]]
+
+
+def distinct_groups(sampled: Sequence[tuple[Prompt, tuple[Rollout, ...]]]) -> list[Group]:
+    """Make one group per prompt, with each different completion once.
+
+    Engines that agree bit by bit sample the same, so the policy's batch does not depend on their number.
+    With `policy.router_replay` each has a row of its own, for the experts that this engine took. The
+    engines' log-probs are replaced by 0: a batch drops samples with a NaN, and NaN is a difference to find.
+    """
+    prompts: dict[str, Prompt] = {}
+    completions: dict[str, dict[RowKey, Rollout]] = {}
+    for prompt, rollouts in sampled:
+        prompts[prompt.uid] = prompt
+        for rollout in rollouts:
+            tokens = replace(rollout, logprobs=np.zeros_like(rollout.logprobs))
+            completions.setdefault(prompt.uid, {}).setdefault(row_key(prompt, rollout), tokens)
+    return [
+        Group(prompts[uid], tuple(own.values()), np.zeros(len(own), np.float32), {}, ("",) * len(own))
+        for uid, own in completions.items()
+    ]
+
+
+def rows_by_key(groups: Sequence[Group]) -> dict[RowKey, int]:
+    """Return the row of each completion in the batch of ``groups``, by its `row_key`."""
+    flat = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+    return {row_key(prompt, rollout): row for row, (prompt, rollout) in enumerate(flat)}
+
+
+def row_key(prompt: Prompt, rollout: Rollout) -> RowKey:
+    """Return what decides the policy's log-probs of ``rollout``, while its routes are in use."""
+    routes = None if rollout.routes is None else id(rollout.routes)
+    return prompt.uid, rollout.completion_ids.tobytes(), routes
+
 
 # Bound on the mean difference, nats a token, by the dtype of the policy, or the quantisation of the engines.
 #

@@ -18,7 +18,7 @@ from grpo_dist.config.secrets import masked_text
 from grpo_dist.data.curriculum import chosen
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.own_rollout import OwnRollout
-from grpo_dist.loop.own_metrics import own_metric
+from grpo_dist.loop.metrics import own_metric
 from grpo_dist.plugins.algorithm import (
     OwnCode,
     aggregated,

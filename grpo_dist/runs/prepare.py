@@ -26,12 +26,12 @@ from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.pools import check_pools
 from grpo_dist.data.prompts import BuiltPrompts, Dropped, PromptFormat, build_prompts, check_overlap
 from grpo_dist.data.readers import DataRow, SourceRows, find_duplicates, media_problem, source_name
-from grpo_dist.data.stream import check_weights, most_at_once
+from grpo_dist.data.stream import check_weights
 from grpo_dist.data.tasks import source_tasks
 from grpo_dist.demo.model import made_model, random_model
 from grpo_dist.errors import expanded
 from grpo_dist.evaluation.sampling import EvalSet
-from grpo_dist.loop.admission import Drawn
+from grpo_dist.loop.admission import Admission
 from grpo_dist.policy.lora import with_adapter
 from grpo_dist.policy.text_model import usable_model
 from grpo_dist.rewards.combinations import combination_problems
@@ -113,9 +113,7 @@ def prepared(
             f"without repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
     check_pools(config.data, prompts, [source_name(source) for source, _ in train_rows])
-    most = most_at_once(config.data.weights, prompts)
-    drawn = Drawn.of(config.batch, config.dynamic_sampling, max_staleness=config.max_staleness, prompts=most)
-    check_weights(config.data, prompts, in_flight=drawn.in_flight)
+    check_weights(config.data, prompts, in_flight=Admission.from_config(config, prompts).drawn)
     with stage("evaluation sets", quiet=True):
         eval_sets = prepare_eval(sections, eval_rows, tokenizer, prompts, warn)
     further = config.distillation.teachers or config.demonstrations is not None

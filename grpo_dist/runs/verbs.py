@@ -20,11 +20,10 @@ from grpo_dist.errors import SamplesLost, UserError
 from grpo_dist.evaluation.sampling import evaluate
 from grpo_dist.health.bounds import HealthState
 from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
-from grpo_dist.loop.frozen_models import FrozenModels
-from grpo_dist.loop.groups import GroupDraw, GroupScorer, ScoredBatch, ScoredGroup, enough_samples
+from grpo_dist.loop.groups import FrozenModels, GroupDraw, GroupScorer, ScoredBatch, ScoredGroup
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.metrics import staleness_metrics, trained_metrics
-from grpo_dist.loop.pipeline import order_of
+from grpo_dist.loop.pipeline import build_order
 from grpo_dist.loop.progress import ScheduleState
 from grpo_dist.loop.sampling_schedule import SamplingSchedule, drawn_with
 from grpo_dist.loop.staging import Staging
@@ -33,7 +32,7 @@ from grpo_dist.policy.full_weights import why_no_export
 from grpo_dist.runs.notes import Notes
 from grpo_dist.runs.prepare import Prepared
 from grpo_dist.runs.update_checks import check_division, check_fit, check_own_advantages
-from grpo_dist.runtime.concurrency import deadline, gather, sampled_again
+from grpo_dist.runtime.concurrency import deadline, gather, sample_until_enough
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.types import Group, Prompt, Rollout, Sampling, training_rows
@@ -83,7 +82,7 @@ class Verbs:
         self._config = config.model_copy(update={"tracking": unrecorded})
         self._actors, self._stack = actors, AsyncExitStack()
         self._notes = Notes()
-        self._order = order_of(config, prepared.prompts, OrderState())
+        self._order = build_order(config, prepared.prompts, OrderState())
         self._known = {prompt.uid for prompt in prepared.prompts}  # the caller may sample others, too
         self._batch = 0  # of `batch`: the step, and the one after it while an update runs
         self._indices: dict[int, list[int]] = {}  # of the order, by batch
@@ -112,14 +111,14 @@ class Verbs:
         config = self._config
         self._schedule = SamplingSchedule(config.sampling, ScheduleState())
         self._sampling: dict[int, Sampling] = {}  # of the current step
-        self._draw = GroupDraw.of(config.batch, config.algorithm, config.data)
+        self._draw = GroupDraw.from_config(config.batch, config.algorithm, config.data)
         self._scorer = GroupScorer(
             workers,
             self._sampling,
             seed=config.seed,
             draw=self._draw,
             finished={},
-            scored_by=FrozenModels(workers, config.distillation, with_kl=config.has_kl_term),
+            models=FrozenModels(workers, config.distillation, with_kl=config.has_kl_term),
         )
         self._staging = Staging(config, workers.policy, Moments(), self.prepared.demonstrations)
         self._probe = SyncProbe(config, workers, self.prepared.prompts, self._notes, start=0)
@@ -144,7 +143,7 @@ class Verbs:
         step, drawn = self.step, self._drawn  # an update may end before the tasks begin, or draw again
 
         async def one(prompt: Prompt, first: int) -> SampledGroup:
-            own = replace(self._scorer.sampling_of(prompt, sampling), least=least)
+            own = replace(self._scorer.sampling_for(prompt, sampling), least=least)
             firsts = [first]  # of each draw: those of another call stay apart
 
             def seeds(number: int) -> list[int]:
@@ -158,7 +157,7 @@ class Verbs:
                 found = await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=own)
                 return SampledGroup(prompt, await _fetched(found), found)
 
-            return await sampled_again(lambda: enough_samples(fetched, seeds, least=least))
+            return await sample_until_enough(fetched, seeds, least=least)
 
         asked = []
         for prompt in prompts:

@@ -7,12 +7,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grpo_dist.errors import SamplesLost
+from grpo_dist.errors import SamplesFailed, SamplesLost, cause_of
 
 if TYPE_CHECKING:  # imports pydantic
     from grpo_dist.config import RestartsConfig
@@ -28,6 +28,7 @@ _ASK_S = 0.2  # between two checks whether to stop waiting
 _DEADLINE_S = 600.0  # in which a disk must have taken what the thread writes
 _LONGEST_S = 60.0
 _DOUBLINGS = 64  # at most: two to the power of a thousand restarts would overflow
+_DRAWS = 3  # of a group whose samples fail: once may be bad luck
 
 
 @asynccontextmanager
@@ -227,3 +228,25 @@ class Budget:
             f" after {len(self._recent)} restart(s) within {self._settings.window_s:g} s, all of "
             "`cluster.restarts.max_per_worker`"
         )
+async def sample_until_enough(
+    sample: Callable[[Sequence[int]], Awaitable[T]], seeds: Callable[[int], Sequence[int]], *, least: int
+) -> T:
+    """Return what ``sample`` makes of a prompt's samples with ``seeds(0)``. The caller holds the deadline.
+
+    Samples that are lost before all readers have them are sampled again with the same seeds. Where engines
+    give fewer than ``least``, those of draw 1 are sampled, then of draw 2. Raises SamplesFailed after that.
+    """
+    draw = 0
+    while True:
+        try:
+            return await sample(seeds(draw))
+        except SamplesLost as error:
+            logger.warning("samples are lost and sampled again: %s", error)
+        except SamplesFailed as error:
+            wanted, draw = f"batch.min_samples = {least}", draw + 1
+            if draw == _DRAWS:
+                raise SamplesFailed(
+                    f"{cause_of(error)}; the last of {_DRAWS} draws, expected at least {wanted}. See the "
+                    "logs of the engines"
+                ) from error
+            logger.warning("%s, expected at least %s; the group is drawn again", cause_of(error), wanted)

@@ -8,8 +8,8 @@ import pytest
 from grpo_dist.config import DataConfig
 from grpo_dist.data.order import OrderState
 from grpo_dist.data.stream import Mixture, PromptStream, check_weights, most_at_once
-from grpo_dist.loop.admission import Drawn
-from grpo_dist.loop.pipeline import order_of
+from grpo_dist.loop.admission import Admission
+from grpo_dist.loop.pipeline import build_order
 from tests.support import fakes
 
 SOURCES = ["math"] * 30 + ["code"] * 10 + ["chat"] * 60
@@ -60,7 +60,7 @@ def test_the_configuration_gives_the_stream_its_weights():
     train = [{"path": f"{name}.jsonl", "weight": weight} for name, weight in WEIGHTS.items()]
     config = fakes.config(data={"train": train}, batch={"prompts_per_step": 8, "samples_per_prompt": 2})
     assert config.data.weights == {"math": 3 / 8, "code": 1 / 8, "chat": 4 / 8}
-    order = order_of(config, PROMPTS, OrderState())
+    order = build_order(config, PROMPTS, OrderState())
     counts = Counter(SOURCES[order.prompt(index)] for batch in range(20) for index in order.take(batch))
     assert counts["math"] == pytest.approx(60, abs=3) and counts["code"] == pytest.approx(20, abs=3)
 
@@ -102,13 +102,13 @@ def test_dynamic_sampling_replaces_as_many_groups_as_the_sources_allow(
         dynamic_sampling={"enabled": True, "max_extra_prompts": extra},
     )
     assert most_at_once(config.data.weights, prompts) == most
-    drawn = Drawn.of(config.batch, config.dynamic_sampling, max_staleness=staleness, prompts=most)
-    assert own <= drawn.per_batch <= drawn.in_flight <= most
+    admission = Admission.from_config(config, prompts)
+    assert own <= admission.per_draw <= admission.drawn <= most
     if order == "launched" and extra is None:
-        assert drawn.per_batch == min(4 * own, most // (1 + staleness))
-    check_weights(config.data, prompts, in_flight=drawn.in_flight)
-    taken = order_of(config, prompts, OrderState()).take(0)
-    assert len(taken) == (drawn.per_batch if order == "launched" else 1)
+        assert admission.per_draw == min(4 * own, most // (1 + staleness))
+    check_weights(config.data, prompts, in_flight=admission.drawn)
+    taken = build_order(config, prompts, OrderState()).take(0)
+    assert len(taken) == (admission.per_draw if order == "launched" else 1)
 
 
 @pytest.mark.parametrize(("order", "in_flight"), [("launched", 16), ("completion", 8)])
@@ -120,9 +120,8 @@ def test_a_source_that_is_too_small_for_the_steps_own_prompts_is_refused(order, 
         dynamic_sampling={"enabled": True},
     )
     prompts = [replace(p, source="code" if i < 3 else "chat") for i, p in enumerate(fakes.prompts(64))]
-    most = most_at_once(config.data.weights, prompts)
-    drawn = Drawn.of(config.batch, config.dynamic_sampling, max_staleness=1, prompts=most)
-    assert most == 6 and drawn.in_flight == in_flight
+    assert most_at_once(config.data.weights, prompts) == 6
+    assert Admission.from_config(config, prompts).drawn == in_flight
     with pytest.raises(ValueError, match=rf"code has 3 prompts.*50% of the {in_flight}"):
         check_weights(config.data, prompts, in_flight=in_flight)
 

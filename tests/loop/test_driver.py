@@ -13,7 +13,7 @@ from grpo_dist.data.order import OrderState
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.driver import run
 from grpo_dist.evaluation.sampling import EvalSet
-from grpo_dist.loop.pipeline import order_of
+from grpo_dist.loop.pipeline import build_order
 from grpo_dist.types import Group
 from tests.support import fakes
 
@@ -119,7 +119,7 @@ def test_finished_groups_of_an_unfinished_batch_are_kept(dynamic):
     )  # fmt: skip
     whole = fakes.World(jitter=False)
     train(whole, config, fakes.prompts(40))
-    order = order_of(config, fakes.prompts(40), OrderState())
+    order = build_order(config, fakes.prompts(40), OrderState())
     _, second_batch = order.take(0), order.take(1)
     # One of the four has no signal: with dynamic sampling its replacement is sampled during the slow one.
     launched = [fakes.prompts(40)[order.prompt(place)].uid for place in second_batch[: 5 if dynamic else 4]]

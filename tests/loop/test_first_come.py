@@ -15,9 +15,7 @@ from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.driver import run
 from grpo_dist.loop.admission import Admission
-from grpo_dist.loop.first_come import PIPELINES, FirstCome
-from grpo_dist.loop.launches import Launch, Launches, choice
-from grpo_dist.loop.length_bias import LengthBias
+from grpo_dist.loop.first_come import PIPELINES, FirstCome, Launch, Launches, LengthBias, choice
 from grpo_dist.runs.checkpoint import Checkpoints
 from grpo_dist.runs.resume import load_progress, load_state
 from grpo_dist.types import Group, Rollout
@@ -170,8 +168,8 @@ def test_counts_by_deadline_say_when_a_step_is_complete_and_its_groups_are_those
 def test_bounds_by_hand():
     def bounds(prompts, staleness, dynamic=None, **batch):
         config = finished(max_staleness=staleness, batch=batch, dynamic_sampling=dynamic or {})
-        own = Admission.of(config.batch, config.dynamic_sampling, max_staleness=staleness, prompts=prompts)
-        return own.most, own.extra
+        admission = Admission.from_config(config, fakes.prompts(prompts))
+        return admission.groups, admission.replacements
 
     assert bounds(100, 1) == (6, 0) and bounds(100, 4) == (12, 0)
     assert bounds(100, 1, oversample=1.3) == (6, 0) and bounds(100, 1, oversample=2) == (8, 0)

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from grpo_dist.loop.refill import Refill
+from grpo_dist.loop.pipeline import Refill
 from grpo_dist.types import Group, Prompt
 from tests.support.patience import HANG_S
 

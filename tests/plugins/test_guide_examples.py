@@ -17,7 +17,7 @@ from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.own_rollout import OwnRollout
 from grpo_dist.environments.records import Action
 from grpo_dist.environments.runner import EpisodeRunner
-from grpo_dist.loop.own_metrics import own_metric
+from grpo_dist.loop.metrics import own_metric
 from grpo_dist.observe.tracker import Tracker
 from grpo_dist.plugins import algorithm as pieces
 from grpo_dist.plugins.inputs import (

@@ -9,7 +9,7 @@ import pytest
 from grpo_dist.config.files import load_config
 from grpo_dist.data.curriculum import OwnOrder, chosen
 from grpo_dist.driver import run
-from grpo_dist.loop.own_metrics import OwnMetrics
+from grpo_dist.loop.metrics import OwnMetrics
 from grpo_dist.plugins import user_code as loading
 from grpo_dist.plugins.inputs import MetricInputs, OrderInputs
 from grpo_dist.plugins.user_code import (

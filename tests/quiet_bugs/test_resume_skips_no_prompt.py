@@ -10,7 +10,7 @@ import asyncio
 import pytest
 
 from grpo_dist.data.order import OrderState
-from grpo_dist.loop.pipeline import order_of
+from grpo_dist.loop.pipeline import build_order
 from tests.support import fakes
 from tests.support.fake_runs import train
 
@@ -26,7 +26,7 @@ def config(every=SAVED_AT):
 
 def drawn_of(step):
     """The prompts that the step trains on, by the order of the data."""
-    order = order_of(config(), PROMPTS, OrderState())
+    order = build_order(config(), PROMPTS, OrderState())
     return [[PROMPTS[order.prompt(i)].uid for i in order.take(batch)] for batch in range(STEPS)][step]
 
 

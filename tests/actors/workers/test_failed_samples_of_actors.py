@@ -27,8 +27,7 @@ from grpo_dist.environments.base import Problem
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.records import Action
 from grpo_dist.errors import SamplesFailed
-from grpo_dist.loop.frozen_models import FrozenModels
-from grpo_dist.loop.groups import GroupDraw, GroupScorer
+from grpo_dist.loop.groups import FrozenModels, GroupDraw, GroupScorer
 from grpo_dist.runtime.seeds import request_seed
 from grpo_dist.types import Group, Prompt, Rollout, Sampling, Task
 from tests.support.real_engine import ACTORS, OnALoop
@@ -110,7 +109,7 @@ class World(OnALoop):
             workers = SimpleNamespace(rollouts=self.rollouts, rewards=self, reference=None, teachers={})
             scorer = GroupScorer(
                 workers, {0: Sampling(max_new_tokens=8)}, seed=SEED, draw=GroupDraw(SAMPLES, least),
-                finished={}, scored_by=FrozenModels(workers, DistillationConfig(), with_kl=False),
+                finished={}, models=FrozenModels(workers, DistillationConfig(), with_kl=False),
             )  # fmt: skip
             await asyncio.gather(*(w.fail.remote(list(gone), list(broken)) for w in self.rollouts.workers))
             batch = await scorer.score(prompts, 0)
