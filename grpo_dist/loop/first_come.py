@@ -106,7 +106,7 @@ class Launches:
     are kept by deadline, of which there are few, and a group that completes costs a comparison for each:
 
         by deadline   0    1    2       step 0, which takes 4 groups
-        in flight     2    5    3       due by 0: 2, by 1: 7, of which step 1 has place for 4: 3 are needed now
+        in flight     2    5    3       due by 0: 2, by 1: 7, of which step 1 has place for 4: 3 are due now
         complete      1    4    2       1 of 2 by deadline 0: step 0 waits, though 7 are complete
 
     Args:
