@@ -42,9 +42,12 @@ def train(config: Source, overrides: Sequence[str] = ()) -> Path:
     settings = resolved(config, overrides)
     _check_place("train")
     # Imports torch, which `import grpo_dist` does without.
+    from grpo_dist.runs.preemption import ended_by_sigterm
     from grpo_dist.runs.session import train as train_to_the_end
+    from grpo_dist.runtime.stage_log import stages_logged
 
-    return train_to_the_end(settings)
+    with ended_by_sigterm(), stages_logged(enabled=settings.tracking.console):
+        return train_to_the_end(settings)
 
 
 def evaluate_model(config: Source, overrides: Sequence[str] = ()) -> dict[str, float]:

@@ -29,7 +29,7 @@ from grpo_dist.policy.full_weights import why_no_export
 from grpo_dist.policy.text_model import usable_model
 from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, list_checkpoints, remove_partial
 from grpo_dist.runs.identity import digest_of_run
-from grpo_dist.runs.preemption import Interruption, ended_by_sigterm
+from grpo_dist.runs.preemption import Interruption
 from grpo_dist.runs.prepare import Prepared
 from grpo_dist.runs.prepare_supervised import PreparedDemonstrations, prepare_supervised
 from grpo_dist.runs.recovery import Recovery
@@ -61,7 +61,7 @@ from grpo_dist.runs.run_directory import (
 from grpo_dist.runs.start import prepare
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.files import check_room, keep_backup, write_text
-from grpo_dist.runtime.stage_log import log_ready, print_line, stage, stages_logged
+from grpo_dist.runtime.stage_log import log_ready, print_line, stage
 from grpo_dist.workers import Workers
 
 if TYPE_CHECKING:  # Ray takes seconds to import
@@ -132,40 +132,40 @@ def _expected_uids(uids: list[str], batch: BatchConfig, seed: int, step: int) ->
 
 
 def train(config: Config, *, identity: Config | None = None) -> Path:
-    """Run ``config`` to its end and return the run directory. ``identity``: see `resume.load_state`.
+    """Run ``config`` to its end and return the run directory. ``identity``: see `resume.load_state`. The
+    caller holds `ended_by_sigterm`.
 
     Raises UserError for input that cannot be used, and RunEnded where the run ends before its last step.
     """
     identity = identity or config
-    with ended_by_sigterm(), stages_logged(enabled=config.tracking.console):
-        with refusals():
-            check_trackers(config.tracking)
-            run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
-            existing = check_writable(run_dir)
-            config = dated(config, date_of_run(run_dir))
-        with resumed_by_name(config.checkpoint, run_dir), exclusive_directory(run_dir, existing):
-            prepared, point = _prepare(run_dir, config, identity)
-            with _open_tracker(run_dir, config, prepared, point) as tracker:
-                for warning in prepared.warnings:
-                    tracker.note(warning)
-                checkpoints = Checkpoints(
-                    run_dir / CHECKPOINTS,
-                    config,
-                    prepared.trained,
-                    identity=identity,
-                    wandb_id=tracker.wandb_id,
-                    origin=prepared.origin,
-                )
-                run = Run(config, identity, prepared, run_dir, tracker, checkpoints)
-                final = asyncio.run(_session(run, point))
-                # Before the run is marked done: nothing may build on a wrong ledger.
-                with stage("ledger", quiet=True):
-                    totals = None if config.is_supervised else audit(run)
-            mark_finished(run)
-            _print_result(run_dir, final)
-            if totals:
-                print_line(totals)
-            return run_dir
+    with refusals():
+        check_trackers(config.tracking)
+        run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
+        existing = check_writable(run_dir)
+        config = dated(config, date_of_run(run_dir))
+    with resumed_by_name(config.checkpoint, run_dir), exclusive_directory(run_dir, existing):
+        prepared, point = _prepare(run_dir, config, identity)
+        with _open_tracker(run_dir, config, prepared, point) as tracker:
+            for warning in prepared.warnings:
+                tracker.note(warning)
+            checkpoints = Checkpoints(
+                run_dir / CHECKPOINTS,
+                config,
+                prepared.trained,
+                identity=identity,
+                wandb_id=tracker.wandb_id,
+                origin=prepared.origin,
+            )
+            run = Run(config, identity, prepared, run_dir, tracker, checkpoints)
+            final = asyncio.run(_session(run, point))
+            # Before the run is marked done: nothing may build on a wrong ledger.
+            with stage("ledger", quiet=True):
+                totals = None if config.is_supervised else audit(run)
+        mark_finished(run)
+        _print_result(run_dir, final)
+        if totals:
+            print_line(totals)
+        return run_dir
 
 
 def _prepare(run_dir: Path, config: Config, identity: Config) -> tuple[Prepared, ResumePoint]:

@@ -17,6 +17,7 @@ from typing import Any
 from grpo_dist.config import Config
 from grpo_dist.errors import refusals
 from grpo_dist.runs.identity import without_layout
+from grpo_dist.runs.preemption import ended_by_sigterm
 from grpo_dist.runs.prepare import sft_model
 from grpo_dist.runs.prepare_supervised import supervised
 from grpo_dist.runs.run import finished_steps
@@ -52,7 +53,8 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
     if finished_steps(stage.directory) is None:
         with refusals():
             config, identity = supervised(stage.config, stage.symbolic)
-        train(config, identity=identity)
+        with ended_by_sigterm():
+            train(config, identity=identity)
     if not evaluates(stage.config.data, stage.config.evaluation):
         return StageResult(before)
     if not before and stage.config.evaluation.before:
@@ -66,7 +68,8 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
 def run_grpo_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], None]) -> StageResult:
     """Train, and return the run's evaluations before its first and after its last step, if it made them."""
     if finished_steps(stage.directory) != stage.config.steps:
-        train(stage.config, identity=stage.symbolic)
+        with ended_by_sigterm():
+            train(stage.config, identity=stage.symbolic)
     lines = [json.loads(text) for text in (stage.directory / "metrics.jsonl").read_text().splitlines()]
     measured = [(line["step"], _measures(line)) for line in lines]
     first = next((found for step, found in measured if step == 0 and found), before)
