@@ -127,8 +127,8 @@ class Cluster:
         reference = self._factory.reference(model_dir, shared)
         teachers = self._factory.teachers(self._teacher_dirs, model_dir, shared)
         evaluation = self._factory.evaluation(model_dir, samplers.environments)
-        own = (reference, *teachers.values(), evaluation)
-        self._handles += [handle for handle in own if handle is not None]
+        handles = (reference, *teachers.values(), evaluation)
+        self._handles += [handle for handle in handles if handle is not None]
         parts = TrainingActors(policy, samplers, reference, evaluation, teachers)
         if not self._factory.demands["rollout"].shared:
             await self._ready()
@@ -224,14 +224,14 @@ class Cluster:
             )
         reference_sync = await self._reference_sync(policy, reference, shared)
         usage = ActorUsage(parts.teams(), queueing=QUEUEING, timeout_s=timeout_s)
-        pool, own = parts.evaluation, None
+        pool, evaluation = parts.evaluation, None
         if pool is not None:
-            own = EvaluationEngines(policy, pool, rewards, timeout_s=timeout_s)
-        probe = EngineProbe(policy, rollouts, own)
+            evaluation = EvaluationEngines(policy, pool, rewards, timeout_s=timeout_s)
+        probe = EngineProbe(policy, rollouts, evaluation)
         leaving = await leaving_nodes(policy.team, timeout_s)
         return Workers(
-            rollouts, rewards, reference, policy, sync, reference_sync, usage, self.where_stuck, probe, own,
-            parts.teachers, leaving,
+            rollouts, rewards, reference, policy, sync, reference_sync, usage, self.where_stuck, probe,
+            evaluation, parts.teachers, leaving,
         )  # fmt: skip
 
     async def _shared_devices(self, policy: PolicyGroup) -> SharedDevices | None:
@@ -242,8 +242,8 @@ class Cluster:
         if not (demand.shared and demand.gpus):
             return None
         async with deadline(self._config.cluster.timeouts.start_s, "start: policy ranks get their GPUs"):
-            held = await results(rank.__ray_call__.remote(devices_of) for rank in policy.ranks)
-        return SharedDevices(held, share_out(held, demand.workers, demand.gpus))
+            rank_devices = await results(rank.__ray_call__.remote(devices_of) for rank in policy.ranks)
+        return SharedDevices(rank_devices, share_out(rank_devices, demand.workers, demand.gpus))
 
     async def _reference_sync(
         self, policy: PolicyGroup, reference: ReferencePool | None, shared: SharedDevices | None
@@ -288,10 +288,10 @@ class Cluster:
         Errors such as an unloadable model are reported as user errors.
         """
         models = [m for pool in self._handles if isinstance(pool, RewardPool) for m in pool.models]
-        own = [handle for handle in [*self._handles, *models] if handle not in sharing]
+        separate = [handle for handle in [*self._handles, *models] if handle not in sharing]
         together = [wait_until_ready_colocated(colocation, sharing)] if colocation else []
         with refusals():
-            await gather([*(wait_until_ready(handle) for handle in own), *together])
+            await gather([*(wait_until_ready(handle) for handle in separate), *together])
 
     async def _build_kernels(self) -> None:
         """Compile DeepSpeed's kernels on this machine, where that is the cluster, before ranks wait for them:

@@ -323,13 +323,13 @@ class BaseReference:
         policy, groups = self._policy, [(prompt, samples) for prompt, samples, *_ in taken]
         call = policy.base_top_logprobs(groups, top_k) if top_k else policy.base_logprobs(groups)
         try:
-            found: list[Any] = await call
+            logprobs: list[Any] = await call
         except Exception as error:
             for *_, answer in taken:
                 if not answer.done():
                     answer.set_exception(error)
             return
-        for (*_, answer), values in zip(taken, found, strict=True):
+        for (*_, answer), values in zip(taken, logprobs, strict=True):
             if not answer.done():  # its caller may have been cancelled
                 answer.set_result(values)
 

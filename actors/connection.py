@@ -118,8 +118,8 @@ def prepare_token() -> None:
     """
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or os.environ.get("RAY_AUTH_TOKEN"):
         return
-    if given := os.environ.get("RAY_AUTH_TOKEN_PATH"):
-        _warn_if_open(Path(given))
+    if token_path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        _warn_if_open(Path(token_path))
         return
     path = Path.home() / ".ray" / "auth_token"
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -280,16 +280,16 @@ def fit(config: Config, *, training: bool = True) -> Fit:
     """
     if address_of(config.cluster) == "local" and not ray.is_initialized():
         check_grows_no_more(config.cluster)
-        found, here, has = None, True, local_resources(config.cluster)
+        nodes, here, has = None, True, local_resources(config.cluster)
     else:
         owns = connect(config.cluster)
-        found = expected(config.cluster)
-        here, has = is_this_machine() and config.cluster.grows_to is None, resources_of(found, shared=True)
+        nodes = expected(config.cluster)
+        here, has = is_this_machine() and config.cluster.grows_to is None, resources_of(nodes, shared=True)
         if owns:
             ray.shutdown()
     if training and here:
         check_offload(config.policy)  # on another cluster, every rank checks its own machine
     demands = placement(config, has, training=training)
-    if found is not None and (problem := too_large(bundles(demands), found)):
+    if nodes is not None and (problem := too_large(bundles(demands), nodes)):
         raise UserError(f"cluster: {problem}")
     return Fit(describe(demands, has), has.gpus)

@@ -81,7 +81,7 @@ class TrainingActors:
         """See `elasticity.cores_in_use`. The caller holds the deadline."""
         threads, teams = uncounted_threads(demands), self.teams()
         nodes = {
-            role: await nodes_of(own for team in teams[role] for own in team.alive()) for role in threads
+            role: await nodes_of(actor for team in teams[role] for actor in team.alive()) for role in threads
         }
         return cores_in_use(nodes, threads, in_turns=demands["rollout"].shared)
 
@@ -212,8 +212,8 @@ class Factory:
         every = self._actors(role, shared.ranks * len(models) if shared else ())
         left = iter(every.actor_options or ())
         for model in models:
-            own = None if every.actor_options is None else list(islice(left, model.num_workers))
-            yield model, replace(every, actor_options=own)
+            options = None if every.actor_options is None else list(islice(left, model.num_workers))
+            yield model, replace(every, actor_options=options)
 
     def _actors(self, role: str, shared: Sequence[Devices] = ()) -> ActorSpec:
         """Return options, placement and restarts of a role's actors; ``shared``: devices of each, if others

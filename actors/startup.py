@@ -37,8 +37,8 @@ _ASK_S = 2.0  # between two questions to an actor how far it is
 
 async def wait_until_ready(handle: Any) -> None:
     """Wait for the actors of one role, as a stage of the log."""
-    found = (words for kind, words in STAGES.items() if isinstance(handle, kind))
-    name, what = next(found, ("actors", ""))
+    named = (words for kind, words in STAGES.items() if isinstance(handle, kind))
+    name, what = next(named, ("actors", ""))
     if isinstance(handle, RolloutPool) and handle.role == "evaluation":
         name = "evaluation engines"
     async with _followed([handle.team]) as progress:
@@ -80,16 +80,18 @@ class StartProgress:
             phase, seconds = ("process", 0.0) if phases is None else phases[-1] if phases else ("", 0.0)
             groups.setdefault(phase, []).append((name, seconds + self._clock() - asked))
         return ", ".join(
-            names_of([name for name, _ in own])
-            + (f": {phase} {seconds_text(max(seconds for _, seconds in own))}" if phase else "")
-            for phase, own in groups.items()
+            names_of([name for name, _ in members])
+            + (f": {phase} {seconds_text(max(seconds for _, seconds in members))}" if phase else "")
+            for phase, members in groups.items()
         )
 
     async def took(self) -> str:
         """Return what the slowest actor took for each of its phases, "" for actors without phases."""
         named = [(team, *pair) for team in self._teams for pair in team.named().items()]
-        await asyncio.gather(*(self._ask(*own) for own in named))  # bounded: they have just become ready
-        slowest = max(self._phases.values(), key=lambda own: sum(s for _, s in own), default=())
+        await asyncio.gather(
+            *(self._ask(*phases) for phases in named)
+        )  # bounded: they have just become ready
+        slowest = max(self._phases.values(), key=lambda phases: sum(s for _, s in phases), default=())
         return ", ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in slowest)
 
     async def _ask(self, team: Team, name: str, worker: Any) -> None:

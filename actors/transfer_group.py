@@ -156,8 +156,8 @@ class TransferGroup:
         bucket_bytes = (settings.bucket_mb or _BUCKET_MB[policy.device]) * 2**20
         parameters = await policy.ranks[0].parameter_specs.remote(spec.adapters_only, spec.as_held)
         sending = tuple(sorted(set(senders)))
-        own = colocated_ranks or ()
-        on_ranks = {worker: own[i * each : (i + 1) * each] for i, worker in enumerate(workers) if own}
+        ranks = colocated_ranks or ()
+        on_ranks = {worker: ranks[i * each : (i + 1) * each] for i, worker in enumerate(workers) if ranks}
         return cls(policy, name, tuple(workers), spec, parameters, bucket_bytes, sending, one_host, on_ranks)
 
     async def send(self, receiving: Iterable[Coroutine[Any, Any, Any]]) -> dict[str, float]:

@@ -58,12 +58,12 @@ async def uses_deltas(settings: WeightSyncConfig, group: TransferGroup, *, coloc
     if any(spec.torch_dtype.itemsize > 2 for spec in group.parameters):
         return False
     holders = [group.policy.ranks[0], *group.workers]
-    found = await results(holder.__ray_call__.remote(_free_memory) for holder in holders)
+    memory = await results(holder.__ray_call__.remote(_free_memory) for holder in holders)
     copies = [1, *[group.spec.processes_each] * len(group.workers)]
     needed: Counter[str] = Counter()
-    for (node, _), own in zip(found, copies, strict=True):
-        needed[node] += own * size
-    return all(needed[node] <= _OF_FREE_MEMORY * free for node, free in found)
+    for (node, _), count in zip(memory, copies, strict=True):
+        needed[node] += count * size
+    return all(needed[node] <= _OF_FREE_MEMORY * free for node, free in memory)
 
 
 def _free_memory(_: Any) -> tuple[str, int]:
@@ -119,8 +119,8 @@ class DeltaSync:
         Returns metrics.
         """
         assert self.token is not None and self._taken is not None
-        held = await results(worker.held_weights.remote() for worker in receivers)
-        base = self._taken.base if set(held) == {self._taken.base} else None
+        tokens = await results(worker.held_weights.remote() for worker in receivers)
+        base = self._taken.base if set(tokens) == {self._taken.base} else None
         sent, arrived = await self._offer(group, receivers, HeldTransfer(self.token, base))
         if not all(arrived):
             again, _ = await self._offer(group, receivers, HeldTransfer(self.token))
@@ -257,7 +257,7 @@ class WeightSync:
         The policy may have been updated since the last push, or be updating now. Then the weights carry a
         version that no other engine has yet.
         """
-        policy, own = self._group.policy, "rollout restarted"
+        policy, name = self._group.policy, "rollout restarted"
         engine = self._engines([worker])
         both = self._group.policy.team.named() | engine
         async with self._one_at_a_time:
@@ -270,7 +270,7 @@ class WeightSync:
                     return
                 async with deadline_of(both, seconds, f"{stage} joins"):
                     group = await self._group.reopen(
-                        [worker], name=own, timeout_s=self._timeout_s, ranks_busy_s=policy.update_s
+                        [worker], name=name, timeout_s=self._timeout_s, ranks_busy_s=policy.update_s
                     )
                 async with deadline_of(both, seconds, f"{stage} receives"):
                     await worker.begin_update.remote()

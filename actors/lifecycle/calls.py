@@ -138,10 +138,14 @@ async def where_stuck(workers: Mapping[str, Any]) -> str:
     for place in places.values():
         if not place.unknown:
             on_nodes[place.node].append(place.process)
-    texts = await gather(_look_on(node, sorted(set(own))) for node, own in on_nodes.items())
+    texts = await gather(_look_on(node, sorted(set(processes))) for node, processes in on_nodes.items())
     # After the stacks, in which these calls would appear.
     pending = await gather(_calls(worker) for worker in workers.values())
-    seen = {(node, p): text for node, own in zip(on_nodes, texts, strict=True) for p, text in own.items()}
+    seen = {
+        (node, p): text
+        for node, processes in zip(on_nodes, texts, strict=True)
+        for p, text in processes.items()
+    }
     together: defaultdict[str, list[str]] = defaultdict(list)
     for name, waiting in zip(workers, pending, strict=True):
         place = places[name]
@@ -169,9 +173,9 @@ def _find(workers: Mapping[str, Any]) -> dict[str, _Place]:
     from ray._private.state import actors
 
     def place(worker: Any) -> _Place:
-        known = actors(worker._actor_id.hex())
-        where = known["Address"]["NodeID"], known["Address"]["IPAddress"], known["Pid"]
-        if known["State"] == "DEAD":
+        entry = actors(worker._actor_id.hex())
+        where = entry["Address"]["NodeID"], entry["Address"]["IPAddress"], entry["Pid"]
+        if entry["State"] == "DEAD":
             return _Place(*where, unknown="dead")
         return _Place(*where, unknown="" if where[-1] else "not started: it has no process yet")
 

@@ -56,7 +56,7 @@ class Probeable:
 
     def rename(self, phase: str, name: str) -> None:
         """Rename a phase, of which more is known at its end."""
-        self._phases = [(name if own == phase else own, at) for own, at in self._phases]
+        self._phases = [(name if begun == phase else begun, at) for begun, at in self._phases]
 
     def phases(self) -> tuple[tuple[str, float], ...]:
         """Return the phases of the start so far, and the seconds of each."""

@@ -102,15 +102,15 @@ class ActorSpec:
 
         ``actor``: a Ray actor class; ``arguments``, ``keywords``: those of its constructor.
         """
-        own = [{}] * count if self.actor_options is None else list(self.actor_options)
-        assert len(own) == count, f"{len(own)} placements for {count} workers"
+        placements = [{}] * count if self.actor_options is None else list(self.actor_options)
+        assert len(placements) == count, f"{len(placements)} placements for {count} workers"
 
         def make(options: dict[str, Any], name: str) -> Any:
             if self.generation:  # the name of the actor before may still be taken
                 name = f"{name}.{self.generation}"
             return actor.options(name=name, **self.options | options).remote(*arguments, **keywords)
 
-        return [partial(make, options) for options in own]
+        return [partial(make, options) for options in placements]
 
     def guest_maker(self, actor: Any, *arguments: Any) -> Callable[[str, str], Any]:
         """Return the function that creates a guest under a name on a node, given by Ray's node id."""
@@ -248,18 +248,18 @@ class Team:
         one of ``arguments`` was lost. With ``attempts`` a repeated call probes its actor first: Ray reports
         the actors of a lost node one after the other, and one that is already gone is not lost by the call.
         """
-        made = 0
+        tries = 0
         while True:
             index = await self.load_balancer.admit(1, 1)
             worker = self.workers[index]
             try:
-                if made and attempts is not None and not await self._probe(index, worker):
+                if tries and attempts is not None and not await self._probe(index, worker):
                     continue
-                made += 1
+                tries += 1
                 return await getattr(worker, method).remote(*arguments)
             except LOST as error:
                 self.lost(index, worker, error)
-                if made == attempts:
+                if tries == attempts:
                     raise
             except RayError as error:
                 if isinstance(cause_of(error), ObjectLostError):
@@ -292,8 +292,8 @@ class Team:
         another reason.
         """
         numbers = [self._number(worker) for worker in workers]
-        found = await gather(self._probe(i, w) for i, w in zip(numbers, workers, strict=True))
-        return not all(found)
+        answers = await gather(self._probe(i, w) for i, w in zip(numbers, workers, strict=True))
+        return not all(answers)
 
     async def ask_all(self) -> None:
         """Probe every actor, then `check`."""
@@ -320,7 +320,7 @@ class Team:
         self.lost(index, worker, TimeoutError(f"{how}\n{where}"))
 
     def _number(self, worker: Any) -> int | None:
-        return next((i for i, own in enumerate(self.workers) if own is worker), None)
+        return next((i for i, current in enumerate(self.workers) if current is worker), None)
 
     async def shutdown(self) -> None:
         """Stop watching and replacing; the caller ends the actors."""

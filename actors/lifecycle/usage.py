@@ -34,8 +34,8 @@ class ActorUsage:
         }
         all_of_them = {name: actor for name, (_, actor) in named.items()}
         async with deadline_of(all_of_them, self._timeout_s, f"usage of {len(named)} actors"):
-            found = await gather(self._read_one(*who) for who in named.values())
-        self.latest = {name: usage for name, usage in zip(named, found, strict=True) if usage is not None}
+            usages = await gather(self._read_one(*who) for who in named.values())
+        self.latest = {name: usage for name, usage in zip(named, usages, strict=True) if usage is not None}
         restarts = {f"restarts/{r}": sum(t.restarted() for t in own) for r, own in self._teams.items() if own}
         elastic = [team for own in self._teams.values() for team in own if isinstance(team, ElasticTeam)]
         joined = elastic[0].metrics() if elastic else {}
@@ -45,8 +45,8 @@ class ActorUsage:
         """Return for every actor by name whether it serves; False: it is being replaced."""
         return {
             f"{role}-{i}": serves
-            for role, own in self._teams.items()
-            for i, serves in enumerate(state for team in own for state in team.states())
+            for role, teams in self._teams.items()
+            for i, serves in enumerate(state for team in teams for state in team.states())
             if serves is not None
         }
 
@@ -54,7 +54,7 @@ class ActorUsage:
         """Return the serving actors of each role; one that is being replaced answers only once it is
         ready.
         """
-        return {role: [w for team in own for w in team.alive()] for role, own in self._teams.items()}
+        return {role: [w for team in teams for w in team.alive()] for role, teams in self._teams.items()}
 
     async def _read_one(self, role: str, actor: Any) -> Usage | None:
         """Return the usage of one actor; None: it is lost, which its team notices by itself."""

@@ -52,14 +52,14 @@ def packed(gpus: Sequence[float], copies: Sequence[int] = ()) -> list[tuple[int,
         (0.5, 0.5, 0.5, 0.5), (0, 1, 0, 1)  -> (0, 2), (1, 3)
     """
     copies = copies or [0] * len(gpus)
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for i in sorted(range(len(gpus)), key=lambda i: (-gpus[i], copies[i])):
-        fits = (own for own in found if sum(gpus[j] for j in (*own, i)) <= 1 + _ROUNDING)
-        own = next(fits, None)
-        if own is None:
-            found.append(own := [])
-        own.append(i)
-    return [tuple(sorted(own)) for own in found]
+        fits = (together for together in groups if sum(gpus[j] for j in (*together, i)) <= 1 + _ROUNDING)
+        together = next(fits, None)
+        if together is None:
+            groups.append(together := [])
+        together.append(i)
+    return [tuple(sorted(together)) for together in groups]
 
 
 def whole_gpus(gpus: Iterable[float]) -> int:
@@ -84,34 +84,34 @@ def smaller_shared(ranks: int, rollout: RolloutConfig, gpus: int) -> Iterator[di
         yield {key: now for key, (now, before) in changes.items() if now != before}
 
 
-def share_out(held: Sequence[Devices], engines: int, tensor_parallel_size: int) -> list[Devices]:
+def share_out(rank_devices: Sequence[Devices], engines: int, tensor_parallel_size: int) -> list[Devices]:
     """Return the devices of each of ``engines``, out of those the policy ranks hold; an engine's are on one
     node.
 
     Two nodes of two GPUs each, two engines of two: [a/0, b/0, a/1, b/1] -> [a/0,1  b/0,1].
     """
     by_node: dict[str, list[str]] = {}
-    for node, gpus in held:
+    for node, gpus in rank_devices:
         by_node.setdefault(node, []).extend(gpus)
     size = tensor_parallel_size
-    found = [
+    devices = [
         Devices(node, tuple(gpus[i : i + size]))
         for node, gpus in by_node.items()
         for i in range(0, len(gpus) - size + 1, size)
     ]
-    if len(found) < engines:
+    if len(devices) < engines:
         ranks = ", ".join(f"{len(gpus)} on {node}" for node, gpus in by_node.items())
         raise UserError(
             f"`rollout.num_workers` = {engines} engines of `rollout.tensor_parallel_size` = {size} GPUs of "
-            f"one node each: the policy's GPUs ({ranks}) have room for {len(found)}; lower either, or set "
+            f"one node each: the policy's GPUs ({ranks}) have room for {len(devices)}; lower either, or set "
             "cluster.placement=separate"
         )
-    return found[:engines]
+    return devices[:engines]
 
 
-def colocated_ranks(held: Sequence[Devices], engines: Sequence[Devices]) -> list[int]:
+def colocated_ranks(rank_devices: Sequence[Devices], engines: Sequence[Devices]) -> list[int]:
     """Return for each process of ``engines``, one a GPU, the policy rank that holds its GPU in ``held``."""
-    ranks = {(node, gpu): rank for rank, (node, gpus) in enumerate(held) for gpu in gpus}
+    ranks = {(node, gpu): rank for rank, (node, gpus) in enumerate(rank_devices) for gpu in gpus}
     return [ranks[node, gpu] for node, gpus in engines for gpu in gpus]
 
 
@@ -315,7 +315,7 @@ def uncounted_threads(demands: Mapping[str, Demand]) -> dict[str, int]:
     On GPUs nobody computes on cores.
     """
     computing = {role: demands[role] for role in _COMPUTING if role in demands}
-    return {role: own.threads for role, own in computing.items() if not (own.cpus or own.gpus)}
+    return {role: demand.threads for role, demand in computing.items() if not (demand.cpus or demand.gpus)}
 
 
 def _with_cpus(demands: dict[str, Demand], has: Resources, *, colocated: bool) -> dict[str, Demand]:
@@ -348,9 +348,9 @@ def _shared(
     apart: dict[str, Any] = {}
     if not demands["rollout"].shared:
         apart = {**first, "cluster.placement": "colocated"}
-    own = demands["evaluation"].total_gpus if "evaluation" in demands else 0
-    evaluations: list[tuple[int, dict[str, Any]]] = [(own, {})]
-    if own:  # it cannot score with reward models that take turns
+    evaluation_gpus = demands["evaluation"].total_gpus if "evaluation" in demands else 0
+    evaluations: list[tuple[int, dict[str, Any]]] = [(evaluation_gpus, {})]
+    if evaluation_gpus:  # it cannot score with reward models that take turns
         without = (0, {"evaluation.num_workers": 0})
         evaluations = [without] if "reward_models" in demands else [*evaluations, without]
     for taken, evaluation in evaluations:
@@ -367,13 +367,13 @@ def _too_few_gpus(
     """Return the refusal of demands that take more than ``gpus``. It names only what can help. ``sharing``:
     overrides with which engines and policy ranks share as many GPUs as there are.
     """
-    own = {role: demand for role, demand in demands.items() if demand.gpus and not demand.shared}
-    needed, parts = _gpus(demands), " + ".join(f"{role} {demand}" for role, demand in own.items())
+    separate = {role: demand for role, demand in demands.items() if demand.gpus and not demand.shared}
+    needed, parts = _gpus(demands), " + ".join(f"{role} {demand}" for role, demand in separate.items())
     grown = " with the nodes of `cluster.grows_to`" if cluster.grows_to else ""
     ways = ["set " + " ".join(f"{key}={value}" for key, value in sharing.items())] if sharing else []
     named = sharing if sharing and demands["rollout"].shared else {}
-    keys = [key for key in _fewer_gpus(own) if key.strip("`") not in named]
-    if keys and sum(role != "evaluation" for role in own) <= gpus:  # each of them takes a GPU at least
+    keys = [key for key in _fewer_gpus(separate) if key.strip("`") not in named]
+    if keys and sum(role != "evaluation" for role in separate) <= gpus:  # each of them takes a GPU at least
         ways.append("lower " + " or ".join(keys))
     ways.append("add nodes (`cluster.grows_to`: an autoscaler does)")
     return UserError(
@@ -381,16 +381,16 @@ def _too_few_gpus(
     )
 
 
-def _fewer_gpus(own: Mapping[str, Demand]) -> list[str]:
+def _fewer_gpus(separate: Mapping[str, Demand]) -> list[str]:
     """Return the keys that can be lowered for fewer GPUs. ``own``: the roles with GPUs of their own."""
     ones = ("policy", "rollout", "reference")
-    keys = [f"`{role}.num_workers`" for role in ones if role in own and own[role].workers > 1]
-    if "rollout" in own and own["rollout"].gpus > 1:
+    keys = [f"`{role}.num_workers`" for role in ones if role in separate and separate[role].workers > 1]
+    if "rollout" in separate and separate["rollout"].gpus > 1:
         keys.append("`rollout.tensor_parallel_size`")
-    if "evaluation" in own:
+    if "evaluation" in separate:
         keys.append("`evaluation.num_workers`")
     several = {"reward_models": "rewards.models", "teachers": "distillation.teachers"}
-    return keys + [f"the `num_workers` of `{key}`" for role, key in several.items() if role in own]
+    return keys + [f"the `num_workers` of `{key}`" for role, key in several.items() if role in separate]
 
 
 def _check_cpus(demands: dict[str, Demand], cpus: int, tensor_parallel_size: int) -> None:

@@ -36,8 +36,10 @@ def draining() -> dict[str, float]:
     from ray._private.state import state
 
     now = time.time()
-    known = state.get_draining_nodes()
-    return {node: max(0.0, at_ms / 1000 - now) if at_ms else float("inf") for node, at_ms in known.items()}
+    deadlines = state.get_draining_nodes()
+    return {
+        node: max(0.0, at_ms / 1000 - now) if at_ms else float("inf") for node, at_ms in deadlines.items()
+    }
 
 
 def cores_in_use(
@@ -49,7 +51,8 @@ def cores_in_use(
     and policy ranks compute one after the other.
     """
     used = {
-        role: Counter({n: c * threads[role] for n, c in Counter(own).items()}) for role, own in nodes.items()
+        role: Counter({n: c * threads[role] for n, c in Counter(actor_nodes).items()})
+        for role, actor_nodes in nodes.items()
     }
     engines, ranks = used.pop("rollout", Counter()), used.pop("policy", Counter())
     first = engines | ranks if in_turns else engines + ranks  # | takes the larger of each
@@ -159,8 +162,8 @@ class Elasticity:
         )
 
     async def _fill(self, missing: int) -> None:
-        own = self._guests
-        places = await in_thread(lambda: rooms(own.cpus, own.gpus, missing, in_use=self._in_use))
+        spec = self._guests
+        places = await in_thread(lambda: rooms(spec.cpus, spec.gpus, missing, in_use=self._in_use))
         for index, node in zip(self._team.free_places(), places, strict=False):
             self._team.join(index, node).add_done_callback(partial(self._note_join, index))
 

@@ -69,27 +69,29 @@ def bundles(demands: dict[str, Demand]) -> list[Bundle]:
 
     Policy ranks come first: they communicate most, and are the first to choose nodes (`assignment`).
     """
-    found = []
+    wanted = []
     for role in ["policy", *(role for role in demands if role != "policy")]:
         demand = demands.get(role)
         if demand is None or demand.shared or not (demand.cpus or demand.gpus):
             continue
         if demand.each:
-            found += _of_shares(role, demand)
+            wanted += _of_shares(role, demand)
             continue
         for together in _sizes(role, demands):
             gpus, cpus = together * demand.gpus, together * demand.cpus
             adjacent = math.lcm(demand.adjacent, together) // together
-            found.append(Bundle(role, gpus, cpus, together, adjacent=adjacent))
-    return found
+            wanted.append(Bundle(role, gpus, cpus, together, adjacent=adjacent))
+    return wanted
 
 
 def _of_shares(role: str, demand: Demand) -> list[Bundle]:
     """Return a bundle for each group of workers that share a GPU, and for each worker with its own."""
     shares = [tuple((i, demand.each[i]) for i in together) for together in demand.together()]
     return [
-        Bundle(role, whole_gpus(gpus for _, gpus in own), len(own) * demand.cpus, len(own), own)
-        for own in shares
+        Bundle(
+            role, whole_gpus(gpus for _, gpus in workers), len(workers) * demand.cpus, len(workers), workers
+        )
+        for workers in shares
     ]
 
 
@@ -203,13 +205,13 @@ def nearest(config: Config, nodes: Sequence[Node], *, training: bool) -> dict[st
     for changes in chain(smaller(), (on_policy | fewer for fewer in smaller()) if shares else ()):
         if has.gpus and _least_gpus(config.rollout, config.is_supervised, changes) > free:
             continue  # a large configuration has hundreds of thousands of smaller ones
-        for own in _likewise(config.cluster, config.evaluation, changes, has, nodes):
+        for overrides in _likewise(config.cluster, config.evaluation, changes, has, nodes):
             try:
-                wanted = bundles(placement(changed(config, own), has, training=training))
+                wanted = bundles(placement(changed(config, overrides), has, training=training))
             except ValueError:
                 continue  # refused for another reason
             if wanted and fits(wanted, nodes):  # with more threads than CPUs, none would be reserved
-                return own
+                return overrides
     return None
 
 

@@ -28,24 +28,24 @@ def check_gpus() -> None:
     Raises UserError with the variable that is in the way and the remedy.
     """
     shared = os.environ.get(SHARED)
-    given = shared.split(",") if shared else _given_by_ray()
-    if not given:
+    expected = shared.split(",") if shared else _given_by_ray()
+    if not expected:
         return
     usable = usable_gpus()
     seen = os.environ.get(VISIBLE)
     visible = [str(i) for i in range(usable)] if seen is None else [name for name in seen.split(",") if name]
-    if set(visible) == set(given):
+    if set(visible) == set(expected):
         return
-    found = "not set" if seen is None else repr(seen)
+    value = "not set" if seen is None else repr(seen)
     name = EMPTIED if shared else NOT_SET
     if os.environ.get(name, "").lower() in ("1", "true"):
         cause = f"{name}={os.environ[name]} has Ray {'empty it' if shared else 'leave it alone'}; unset that"
     else:
         cause = "something but Ray has set it; remove that"
-    own = f"GPU {', '.join(sorted(given))} of {ray.util.get_node_ip_address()}"
+    assigned = f"GPU {', '.join(sorted(expected))} of {ray.util.get_node_ip_address()}"
     raise UserError(
-        f"this worker has {own}, and {VISIBLE} is {found}, so that it would compute elsewhere: {cause}, also "
-        "where Ray is started on the nodes, and restart Ray"
+        f"this worker has {assigned}, and {VISIBLE} is {value}, so that it would compute elsewhere: {cause}, "
+        "also where Ray is started on the nodes, and restart Ray"
     )
 
 

@@ -57,14 +57,14 @@ def assigned(
 
     Two ranks and two engines of one GPU each, nodes a b b a -> [0, 3, 1, 2].
     """
-    found = dict(kept or {})
-    for (role, size), own in _alike(wanted, found).items():
-        taken = set(found.values())
+    indices = dict(kept or {})
+    for (role, size), positions in _alike(wanted, indices).items():
+        taken = set(indices.values())
         free = [i for i, bundle in enumerate(wanted) if _size(bundle) == size and i not in taken]
-        near = [nodes[index] for i, index in found.items() if wanted[i].role == role]
-        chosen = _chosen(free, nodes, near, len(own), wanted[own[0]].adjacent)
-        found |= zip(own, chosen, strict=True)
-    return [found[i] for i in range(len(wanted))]
+        near = [nodes[index] for i, index in indices.items() if wanted[i].role == role]
+        chosen = _chosen(free, nodes, near, len(positions), wanted[positions[0]].adjacent)
+        indices |= zip(positions, chosen, strict=True)
+    return [indices[i] for i in range(len(wanted))]
 
 
 def _size(bundle: Bundle) -> tuple[int, int]:
@@ -73,11 +73,11 @@ def _size(bundle: Bundle) -> tuple[int, int]:
 
 def _alike(wanted: Sequence[Bundle], kept: Mapping[int, int]) -> dict[tuple[str, tuple[int, int]], list[int]]:
     """Return the positions of bundles of the same role and size, without those that are kept."""
-    found: dict[tuple[str, tuple[int, int]], list[int]] = {}
+    positions: dict[tuple[str, tuple[int, int]], list[int]] = {}
     for i, bundle in enumerate(wanted):
         if i not in kept:
-            found.setdefault((bundle.role, _size(bundle)), []).append(i)
-    return found
+            positions.setdefault((bundle.role, _size(bundle)), []).append(i)
+    return positions
 
 
 def _chosen(
@@ -89,20 +89,20 @@ def _chosen(
     left: dict[str, list[int]] = {node: [] for node in near}
     for index in free:
         left.setdefault(nodes[index], []).append(index)
-    found: list[int] = []
+    chosen: list[int] = []
     for size in (adjacent, 1):
-        while (needed := (count - len(found)) // size) and (node := _node(left, near, needed, size)):
+        while (needed := (count - len(chosen)) // size) and (node := _node(left, near, needed, size)):
             taken = size * min(needed, len(left[node]) // size)
-            found += left[node][:taken]
+            chosen += left[node][:taken]
             left[node] = left[node][taken:]
-    return found
+    return chosen
 
 
 def _node(left: Mapping[str, Sequence[int]], near: Sequence[str], needed: int, size: int) -> str | None:
     """Return the node to fill next: the smallest with ``needed`` times ``size`` of the bundles ``left``, one
     of ``near`` first, or else the largest; None: none has ``size``. Of equal nodes it is the first.
     """
-    rooms = {node: len(own) // size for node, own in left.items() if len(own) >= size}
+    rooms = {node: len(free) // size for node, free in left.items() if len(free) >= size}
     enough = [node for node, room in rooms.items() if room >= needed]
     if enough:
         return min(enough, key=lambda node: (node not in near, len(left[node])))

@@ -116,9 +116,9 @@ def authenticate(connection: socket.socket, secret: bytes) -> None:
 
     The connection's timeout bounds it. Raises ConnectionError when the other side closes it or fails.
     """
-    asked, own = receive(connection, _SIZE), secrets.token_bytes(_SIZE)
-    connection.sendall(own + _proof(secret, _CONNECTS, asked, own))
-    if not hmac.compare_digest(receive(connection, _SIZE), _proof(secret, _LISTENS, asked, own)):
+    asked, challenge = receive(connection, _SIZE), secrets.token_bytes(_SIZE)
+    connection.sendall(challenge + _proof(secret, _CONNECTS, asked, challenge))
+    if not hmac.compare_digest(receive(connection, _SIZE), _proof(secret, _LISTENS, asked, challenge)):
         raise Unauthenticated("the listening process does not belong to the transfer group")
 
 
@@ -142,10 +142,10 @@ def _ready(sockets: list[socket.socket], end: float) -> list[socket.socket]:
     with selectors.DefaultSelector() as selector:
         for each in sockets:
             selector.register(each, selectors.EVENT_READ)
-        found = selector.select(max(0.0, end - time.monotonic()))
-    if not found:
+        events = selector.select(max(0.0, end - time.monotonic()))
+    if not events:
         raise TimeoutError("weight sync: not all processes of the transfer group joined it in time")
-    return [key.fileobj for key, _ in found]  # type: ignore[misc]
+    return [key.fileobj for key, _ in events]  # type: ignore[misc]
 
 
 _RETRY_S = 0.01  # between two attempts to reach rank 0, which may not listen yet
@@ -197,9 +197,9 @@ class Connections:
                 received = receive(each, count)
         return received
 
-    def agree(self, own: bool) -> bool:
+    def agree(self, agrees: bool) -> bool:
         """Return whether ``own`` is true in every process. All call it."""
-        vote = _YES if own else _NO
+        vote = _YES if agrees else _NO
         if not self._is_first:
             self.send(vote)
             return self.receive(1) == _YES
@@ -299,5 +299,5 @@ def with_store(rank: Rank) -> Rank:
     if not rank.secret:
         return rank
     seat = Seat(rank.host, rank.port, rank.index, rank.world_size, rank.secret)
-    found = agree_on_store(seat, rank.timeout_s)
-    return replace(rank, port=found.port, challenge=found.challenge, listening=found.listening)
+    store = agree_on_store(seat, rank.timeout_s)
+    return replace(rank, port=store.port, challenge=store.challenge, listening=store.listening)

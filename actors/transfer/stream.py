@@ -171,9 +171,9 @@ def _packed(keys: Sequence[tuple[int, int]], checksum: Checksum) -> Tensor:
 
 
 def _with_checksum(flat: Tensor) -> Tensor:
-    own = Checksum()
-    own.add(flat)
-    return torch.cat([flat, own.as_bytes()])
+    checksum = Checksum()
+    checksum.add(flat)
+    return torch.cat([flat, checksum.as_bytes()])
 
 
 def _table(transport: Transport, held: HeldWeights) -> tuple[list[tuple[int, int]], int] | None:

@@ -60,7 +60,7 @@ class Transport(Protocol):
     def outgoing(self, sizes: Sequence[int]) -> Iterator[Tensor]: ...
     def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]: ...
 
-    def agree(self, own: bool) -> bool:
+    def agree(self, agrees: bool) -> bool:
         """Return whether ``own`` is true on every rank. All ranks call it, between two transfers."""
 
     def close(self) -> None: ...
@@ -124,8 +124,8 @@ class GlooTransport(Broadcasts):
 
     def __init__(self, seat: Seat, *, timeout_s: float) -> None:
         timeout = timedelta(seconds=timeout_s)
-        found = agree_on_store(seat, timeout_s)
-        rank = Rank(seat.rank, seat.world_size, seat.host, found.port, timeout_s, listening=found.listening)
+        store = agree_on_store(seat, timeout_s)
+        rank = Rank(seat.rank, seat.world_size, seat.host, store.port, timeout_s, listening=store.listening)
         self._store = meeting_point(rank)
         # Gloo's default is the address of the host's own name, which is often unreachable in containers.
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -135,11 +135,11 @@ class GlooTransport(Broadcasts):
             dist.PrefixStore("weights", self._store), seat.rank, seat.world_size, options
         )
         self._timeout = timeout
-        check_members(self._gathered, seat.secret, found.challenge, seat.rank)
+        check_members(self._gathered, seat.secret, store.challenge, seat.rank)
 
-    def _gathered(self, own: Tensor) -> list[Tensor]:
-        gathered = [torch.empty_like(own) for _ in range(self._group.size())]
-        self._group.allgather([gathered], [own]).wait(self._timeout)  # type: ignore[attr-defined]
+    def _gathered(self, tensor: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(tensor) for _ in range(self._group.size())]
+        self._group.allgather([gathered], [tensor]).wait(self._timeout)  # type: ignore[attr-defined]
         return gathered
 
     def _start(self, flat: Tensor) -> Callable[[], object]:
@@ -156,9 +156,9 @@ class GlooTransport(Broadcasts):
 
         return wait
 
-    def agree(self, own: bool) -> bool:
+    def agree(self, agrees: bool) -> bool:
         try:
-            return all(bool(each) for each in self._gathered(torch.tensor([own], dtype=torch.uint8)))
+            return all(bool(each) for each in self._gathered(torch.tensor([agrees], dtype=torch.uint8)))
         except RuntimeError as error:  # as of a broadcast
             raise TransferLost(f"weight sync: gloo's gathering failed: {error}") from error
 
@@ -206,8 +206,8 @@ class NcclTransport(Broadcasts):
             self.close()  # ends pending work on the GPU
             raise
 
-    def agree(self, own: bool) -> bool:
-        return self._connections.agree(own)
+    def agree(self, agrees: bool) -> bool:
+        return self._connections.agree(agrees)
 
     def close(self) -> None:
         self._group.destroy()  # by ncclCommAbort; it may be called twice
@@ -223,8 +223,8 @@ def _nccl_group(seat: Seat, connections: Connections, device: torch.device, time
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
     if seat.rank == 0:
-        made = NCCLLibrary().ncclGetUniqueId()
-        unique_id = ctypes.string_at(ctypes.addressof(made.internal), NCCL_UNIQUE_ID_BYTES)
+        new_id = NCCLLibrary().ncclGetUniqueId()
+        unique_id = ctypes.string_at(ctypes.addressof(new_id.internal), NCCL_UNIQUE_ID_BYTES)
         connections.send(unique_id)
     else:
         unique_id = connections.receive(NCCL_UNIQUE_ID_BYTES)
@@ -239,32 +239,34 @@ def joined(join: Callable[[], Any], connections: Connections, timeout_s: float) 
     Raises TransferLost when a process of the group is gone, TimeoutError after ``timeout_s``. The thread, in
     which NCCL may never return, is then left behind; it destroys a communicator that it gets after all.
     """
-    found: Future[Any] = Future()
+    communicator: Future[Any] = Future()
 
     def run() -> None:
         try:
             group = join()
         except BaseException as error:
-            if found.set_running_or_notify_cancel():
-                found.set_exception(error)
+            if communicator.set_running_or_notify_cancel():
+                communicator.set_exception(error)
             return
-        if found.set_running_or_notify_cancel():
-            found.set_result(group)
+        if communicator.set_running_or_notify_cancel():
+            communicator.set_result(group)
         else:
             group.destroy()
 
     Thread(target=run, name="join NCCL", daemon=True).start()
     end = time.monotonic() + timeout_s
     try:
-        while not wait([found], timeout=_JOIN_POLL_S).done:
+        while not wait([communicator], timeout=_JOIN_POLL_S).done:
             connections.check()
             if time.monotonic() > end:
                 raise TimeoutError(f"weight sync: NCCL's processes did not join within {timeout_s:g} s")
     except BaseException:
-        if not found.cancel() and found.exception() is None:  # bounded: it is done; it came too late
-            found.result().destroy()  # bounded: it is done
+        if (
+            not communicator.cancel() and communicator.exception() is None
+        ):  # bounded: it is done; it came too late
+            communicator.result().destroy()  # bounded: it is done
         raise
-    return found.result()  # bounded: it is done
+    return communicator.result()  # bounded: it is done
 
 
 def open_transport(backend: TransferBackend, seat: Seat, *, timeout_s: float) -> Transport:
@@ -348,8 +350,8 @@ class _Shared:
             self._settle()
             self._connections.send(_DONE)
 
-    def agree(self, own: bool) -> bool:
-        return self._connections.agree(own)
+    def agree(self, agrees: bool) -> bool:
+        return self._connections.agree(agrees)
 
     def close(self) -> None:
         self._connections.close()
@@ -375,11 +377,11 @@ class SharedMemoryTransport(_Shared):
         return _written({"process": os.getpid(), "descriptor": self._descriptor, "bytes": 2 * each})
 
     def _map(self, offer: bytes) -> list[Tensor]:
-        found = _read(offer, {"process": int, "descriptor": int, "bytes": int})
-        process, descriptor, size = found["process"], found["descriptor"], found["bytes"]
+        fields = _read(offer, {"process": int, "descriptor": int, "bytes": int})
+        process, descriptor, size = fields["process"], fields["descriptor"], fields["bytes"]
         path = f"/proc/{process}/fd/{descriptor}"
         try:
-            own = os.open(path, os.O_RDWR)
+            opened = os.open(path, os.O_RDWR)
         except FileNotFoundError as error:  # its process or its transfer has just ended
             raise TransferLost(
                 "weight sync: a process of the transfer group is gone: its shared memory cannot be opened "
@@ -391,9 +393,9 @@ class SharedMemoryTransport(_Shared):
                 "weight_sync.backend=gloo"
             ) from error
         try:
-            return _halves(own, size)
+            return _halves(opened, size)
         finally:
-            os.close(own)  # the mapping stays
+            os.close(opened)  # the mapping stays
 
     def _release(self) -> None:
         if self._descriptor >= 0:
@@ -417,15 +419,15 @@ class IpcTransport(_Shared):
         return _written({"gpu": self._gpu(), "bytes": size, "buffers": list(map(_handle, self._buffers))})
 
     def _map(self, offer: bytes) -> list[Tensor]:
-        found = _read(offer, {"gpu": str, "bytes": int, "buffers": list})
-        if found["gpu"] != self._gpu():
+        fields = _read(offer, {"gpu": str, "bytes": int, "buffers": list})
+        if fields["gpu"] != self._gpu():
             raise RuntimeError(
-                f"weight sync: ipc needs policy and engine on one GPU; the policy is on {found['gpu']}, this "
-                f"process on {self._gpu()}; set weight_sync.backend=nccl"
+                f"weight sync: ipc needs policy and engine on one GPU; the policy is on {fields['gpu']}, "
+                f"this process on {self._gpu()}; set weight_sync.backend=nccl"
             )
-        if len(found["buffers"]) != 2:
-            raise _Malformed(f"of {len(found['buffers'])} buffers")
-        return [_mapped(handle, found["bytes"], self.device) for handle in found["buffers"]]
+        if len(fields["buffers"]) != 2:
+            raise _Malformed(f"of {len(fields['buffers'])} buffers")
+        return [_mapped(handle, fields["bytes"], self.device) for handle in fields["buffers"]]
 
     def _gpu(self) -> str:
         return str(torch.cuda.get_device_properties(self.device).uuid)
@@ -448,19 +450,19 @@ def _written(offer: dict[str, Any]) -> bytes:
 def _read(offer: bytes, kinds: dict[str, type]) -> dict[str, Any]:
     """Parse the output of `_written`. Raises _Malformed for other keys or types, and numbers below 0."""
     try:
-        found = json.loads(offer)
+        fields = json.loads(offer)
     except (ValueError, RecursionError) as error:
         raise _Malformed("no JSON") from error
-    return _checked(found, kinds)
+    return _checked(fields, kinds)
 
 
-def _checked(found: Any, kinds: dict[str, type]) -> dict[str, Any]:
-    if not isinstance(found, dict) or set(found) != set(kinds):
+def _checked(fields: Any, kinds: dict[str, type]) -> dict[str, Any]:
+    if not isinstance(fields, dict) or set(fields) != set(kinds):
         raise _Malformed("other keys")
     for key, kind in kinds.items():
-        if type(found[key]) is not kind or (kind is int and found[key] < 0):
+        if type(fields[key]) is not kind or (kind is int and fields[key] < 0):
             raise _Malformed(key)
-    return found
+    return fields
 
 
 def _handle(buffer: Tensor) -> dict[str, Any]:
@@ -468,8 +470,8 @@ def _handle(buffer: Tensor) -> dict[str, Any]:
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(buffer)
-    found = {name: arguments[place] for name, place in _IPC.items()}
-    return {name: value.hex() if isinstance(value, bytes) else value for name, value in found.items()}
+    handle = {name: arguments[place] for name, place in _IPC.items()}
+    return {name: value.hex() if isinstance(value, bytes) else value for name, value in handle.items()}
 
 
 _HANDLE_TYPES: dict[str, type] = {
@@ -482,27 +484,27 @@ def _mapped(handle: Any, size: int, device: torch.device) -> Tensor:
     """Map the uint8 [size] behind a `_handle`; ``device`` is the GPU's index in this process."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    found = _checked(handle, _HANDLE_TYPES)
+    fields = _checked(handle, _HANDLE_TYPES)
     try:
-        memory, counter, event = (bytes.fromhex(found[name]) for name in ("memory", "counter", "event"))
+        memory, counter, event = (bytes.fromhex(fields[name]) for name in ("memory", "counter", "event"))
     except ValueError as error:
         raise _Malformed("a handle") from error
     return rebuild_cuda_tensor(
         Tensor,
         torch.Size([size]),
         (1,),
-        found["offset"],
+        fields["offset"],
         torch.storage.TypedStorage,
         torch.uint8,
         device.index,
         memory,
-        found["memory_bytes"],
-        found["memory_offset"],
+        fields["memory_bytes"],
+        fields["memory_offset"],
         False,
         counter,
-        found["counter_offset"],
+        fields["counter_offset"],
         event,
-        found["event_needed"],
+        fields["event_needed"],
     )
 
 

@@ -136,8 +136,8 @@ def _preferred(vllm_config):
 
     if vllm_config.compilation_config.mode != CompilationMode.NONE:
         return IrOpPriorityConfig.with_default(["native"])
-    own = [PROVIDER, "native"]
-    return IrOpPriorityConfig.with_default(["native"], rms_norm=own, fused_add_rms_norm=own)
+    providers = [PROVIDER, "native"]
+    return IrOpPriorityConfig.with_default(["native"], rms_norm=providers, fused_add_rms_norm=providers)
 
 
 # vLLM compares names, types and defaults of these four with those of its own implementations.

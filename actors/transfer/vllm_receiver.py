@@ -60,7 +60,7 @@ class Layers:
         return iter(self._layers)
 
     def __contains__(self, layer: nn.Module) -> bool:
-        return any(own is layer for own in self._layers)
+        return any(member is layer for member in self._layers)
 
 
 class LoadMap:
@@ -92,15 +92,15 @@ class LoadMap:
         return names, layers
 
     def _tensors_of(self, layers: set[nn.Module]) -> set[str]:
-        return {name for name, own in self._layers.items() if own & layers}
+        return {name for name, loaded_by in self._layers.items() if loaded_by & layers}
 
     def _noting(self, layer: nn.Module, loader: Callable[..., Any], held: HeldWeights) -> Callable[..., Any]:
         @wraps(loader)  # under its name, by which vLLM finds the loader inside
         def load(*arguments: Any, **named: Any) -> Any:
-            given = [a for a in (*arguments, *named.values()) if type(a) is Tensor]
-            found = [name for name in map(held.name_of, given) if name is not None]
-            if len(found) == len(given) == 1:
-                self._layers.setdefault(found[0], set()).add(layer)
+            tensors = [a for a in (*arguments, *named.values()) if type(a) is Tensor]
+            names = [name for name in map(held.name_of, tensors) if name is not None]
+            if len(names) == len(tensors) == 1:
+                self._layers.setdefault(names[0], set()).add(layer)
             else:
                 self._is_complete = False
             return loader(*arguments, **named)
@@ -334,8 +334,8 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         self._scope = begin_reload(self.model, layers)
         for bucket in held.weights():
-            if own := [(name, tensor) for name, tensor in bucket if names is None or name in names]:
-                self.model.load_weights(own)
+            if tensors := [(name, tensor) for name, tensor in bucket if names is None or name in names]:
+                self.model.load_weights(tensors)
 
     def _copy(self, info: UpdateInfo) -> HeldWeights:
         specs = info.specs()
@@ -386,7 +386,7 @@ def in_all_processes(*facts: bool) -> list[bool]:
     loads layers that another does not load would wait for it forever.
     """
     group = get_tp_group()
-    found = torch.tensor(facts, dtype=torch.int32)
+    flags = torch.tensor(facts, dtype=torch.int32)
     if group.world_size > 1:
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=group.cpu_group)  # bounded: by that of the call
-    return [bool(fact) for fact in found]
+        dist.all_reduce(flags, dist.ReduceOp.MIN, group=group.cpu_group)  # bounded: by that of the call
+    return [bool(fact) for fact in flags]

@@ -129,13 +129,13 @@ class History:
 
     def _places(self, gram: NDArray[np.int32]) -> Iterator[tuple[NDArray[np.int32], int]]:
         """Yield the newest texts with ``gram``, and the index after it."""
-        position, oldest, found = int(self._heads[self._buckets(gram)[0]]), self._oldest, 0
+        position, oldest, matches = int(self._heads[self._buckets(gram)[0]]), self._oldest, 0
         wanted = gram.tolist()
-        while position >= oldest and found < _PLACES:
+        while position >= oldest and matches < _PLACES:
             number = bisect_right(self._starts, position, lo=self._forgotten) - 1
             text, end = self._texts[number], position - self._starts[number] + _GRAM
             if text[end - _GRAM : end].tolist() == wanted:
-                found += 1
+                matches += 1
                 yield text, end
             back = int(self._back[position % self._capacity])
             if not back:
@@ -295,11 +295,11 @@ def require_exact_sampler(worker: Any) -> None:
     from actors.workers.exact_sampler import ExactSampler  # imports vLLM, as below
 
     runner = worker.model_runner
-    found = getattr(runner, "rejection_sampler", None)
-    if not isinstance(found, ExactSampler):
+    sampler = getattr(runner, "rejection_sampler", None)
+    if not isinstance(sampler, ExactSampler):
         raise RuntimeError(
             f"rollout.speculation: vLLM's {type(runner).__module__} verifies drafts with "
-            f"{type(found).__name__}, under which samples would change; set rollout.speculation.tokens to 0"
+            f"{type(sampler).__name__}, under which samples would change; set rollout.speculation.tokens to 0"
         )
 
 

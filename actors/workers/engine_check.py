@@ -20,17 +20,17 @@ from actors.workers.engine_settings import set_environment
 from grpo_dist.config.secrets import masked_text, shown_setting, shown_value
 
 
-def argument_problems(own: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
+def argument_problems(arguments: Mapping[str, Any], argument_types: Mapping[str, Any]) -> Iterator[str]:
     """Yield a problem for each wrong argument. ``own``: `rollout.engine`; ``known``: types of vLLM's
     arguments.
     """
-    for name, value in own.items():
+    for name, value in arguments.items():
         prefix = f"`rollout.engine.{name}` = {shown_value((name,), value)}"
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+        if name not in argument_types:
+            near = difflib.get_close_matches(name, argument_types, n=1)
             hint = f"did you mean `rollout.engine.{near[0]}`?" if near else "remove it"
             yield f"{prefix}: vLLM's engine has no such argument; {hint}"
-        elif complaint := _type_problem(value, known[name]):
+        elif complaint := _type_problem(value, argument_types[name]):
             yield f"{prefix}: {complaint}"
 
 
@@ -53,7 +53,7 @@ def _type_problem(value: Any, annotation: Any) -> str | None:
     return None
 
 
-def whole_problem(arguments: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+def whole_problem(arguments: Mapping[str, Any], user_arguments: Mapping[str, Any]) -> str | None:
     """Return why vLLM refuses the engine's configuration of all ``arguments``; None: it accepts them."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -67,8 +67,8 @@ def whole_problem(arguments: Mapping[str, Any], own: Mapping[str, Any]) -> str |
         complaint = f"{type(error).__name__}: {error}"
     else:
         return None
-    settings = ", ".join(f"{name}={shown_setting(name, value)}" for name, value in own.items())
-    complaint = masked_text(" ".join(complaint.split()), dict(own))
+    settings = ", ".join(f"{name}={shown_setting(name, value)}" for name, value in user_arguments.items())
+    complaint = masked_text(" ".join(complaint.split()), dict(user_arguments))
     return f"`rollout.engine` ({settings}): vLLM refuses the engine: {complaint}"
 
 
@@ -84,7 +84,7 @@ def main() -> None:
     set_environment()
     problems = list(argument_problems(asked["own"], known_arguments()))
     if not problems and asked["whole"] is not None:
-        problems = [found for found in [whole_problem(asked["whole"], asked["own"])] if found]
+        problems = [problem for problem in [whole_problem(asked["whole"], asked["own"])] if problem]
     print(json.dumps(problems))
 
 

@@ -132,8 +132,8 @@ def _ways_to_sample(
 ) -> tuple[Sampling, ...]:
     """Return the different ways in which training, evaluation and rejection sampling sample."""
     ways = [Sampling(training.first_temperature)]
-    for own in (evaluation, rejection):
-        ways.append(Sampling(own.temperature, own.top_p, own.top_k))
+    for section in (evaluation, rejection):
+        ways.append(Sampling(section.temperature, section.top_p, section.top_k))
     return tuple(dict.fromkeys(ways))
 
 
@@ -248,7 +248,7 @@ def _speculation(settings: RolloutConfig) -> dict[str, Any]:
     """Return the arguments of exact speculation; {} where none is wanted."""
     if not settings.speculation.tokens:
         return {}
-    own = {
+    drafting = {
         drafter.MAX_SEQUENCES: settings.speculation.max_sequences,
         drafter.HISTORY_TOKENS: settings.speculation.history_tokens,
     }
@@ -258,7 +258,7 @@ def _speculation(settings: RolloutConfig) -> dict[str, Any]:
             "model": drafter.NAME,
             "num_speculative_tokens": settings.speculation.tokens,
         },
-        "additional_config": _mapping(settings.engine, "additional_config") | own,
+        "additional_config": _mapping(settings.engine, "additional_config") | drafting,
     }
 
 
@@ -280,14 +280,16 @@ def _graph_sizes(spec: EngineSpec) -> dict[str, Any]:
     """Return the arguments that make vLLM capture CUDA graphs up to the largest batch, unless the user sets
     sizes. It drops a size above `max_num_seqs`, which therefore is one, too.
     """
-    own = spec.rollout.engine
-    chosen = own.get("compilation_config")
-    of_user = {*own, *(chosen if isinstance(chosen, dict) else {})}
+    user_arguments = spec.rollout.engine
+    chosen = user_arguments.get("compilation_config")
+    of_user = {*user_arguments, *(chosen if isinstance(chosen, dict) else {})}
     sizes = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
     if spec.rollout.enforce_eager or spec.max_num_seqs <= _GRAPHS or of_user & sizes:
         return {}
     most = -(-spec.max_num_seqs // _GRAPH_STEP) * _GRAPH_STEP
-    if own.get("max_num_batched_tokens", most) < most:  # the user's, which is to be no smaller than the other
+    if (
+        user_arguments.get("max_num_batched_tokens", most) < most
+    ):  # the user's, which is to be no smaller than the other
         most = spec.max_num_seqs
     return {"max_num_seqs": most, "max_cudagraph_capture_size": most}
 
@@ -297,11 +299,11 @@ def _own_all_reduce(settings: RolloutConfig, device: DeviceType) -> dict[str, An
     user has set it. On Hopper and Blackwell vLLM would, where flashinfer is installed: log-probs, and the
     time of a first start, which may compile it, would depend on the installation.
     """
-    own = settings.engine.get("compilation_config") or {}
-    if settings.tensor_parallel_size == 1 or device == "cpu" or not isinstance(own, dict):
+    compilation = settings.engine.get("compilation_config") or {}
+    if settings.tensor_parallel_size == 1 or device == "cpu" or not isinstance(compilation, dict):
         return {}
-    passes = {"fuse_allreduce_rms": False} | _mapping(own, "pass_config")
-    return {"compilation_config": own | {"pass_config": passes}}
+    passes = {"fuse_allreduce_rms": False} | _mapping(compilation, "pass_config")
+    return {"compilation_config": compilation | {"pass_config": passes}}
 
 
 def _mapping(settings: Mapping[str, Any], key: str) -> dict[str, Any]:

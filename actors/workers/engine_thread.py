@@ -84,7 +84,9 @@ class Preemptions:
         """Return the tokens of the sequences that were preempted since the last call."""
         before, self._known = self._known, self._waiting_again()
         return sum(
-            own.num_tokens for own in self._preempted() if before.get(own.request_id) != own.num_preemptions
+            request.num_tokens
+            for request in self._preempted()
+            if before.get(request.request_id) != request.num_preemptions
         )
 
     def disregard(self) -> None:
@@ -92,7 +94,7 @@ class Preemptions:
         self._known = self._waiting_again()
 
     def _waiting_again(self) -> dict[str, int]:
-        return {own.request_id: own.num_preemptions for own in self._preempted()}
+        return {request.request_id: request.num_preemptions for request in self._preempted()}
 
     def _preempted(self) -> Iterator[Request]:
         """Yield the sequences that wait to be computed again: vLLM puts them before all others."""
@@ -177,8 +179,8 @@ class EngineThread:
         self._preempted = preempted
         self._preemptions: Preemptions | None = None
         self._tails: SharedTails | None = None
-        own = (dict(arguments), imported, shares_tails)
-        self._thread = Thread(target=self._run, args=own, name="engine", daemon=True)
+        thread_arguments = (dict(arguments), imported, shares_tails)
+        self._thread = Thread(target=self._run, args=thread_arguments, name="engine", daemon=True)
 
     async def start(self) -> None:
         """Load the model. Raises vLLM's error when that fails."""

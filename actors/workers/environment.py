@@ -323,6 +323,6 @@ class EnvironmentLine:
                 if not answer.done():
                     answer.set_exception(error)
             return
-        for (_, answer), own in zip(acts, observed, strict=True):
+        for (_, answer), observation in zip(acts, observed, strict=True):
             if not answer.done():  # its episode may have been abandoned
-                answer.set_result(own)
+                answer.set_result(observation)

@@ -72,8 +72,8 @@ class EpisodeSampler:
         try:
             return await task
         except asyncio.CancelledError:
-            own = asyncio.current_task()
-            if own is not None and own.cancelling():
+            caller = asyncio.current_task()
+            if caller is not None and caller.cancelling():
                 raise
             raise RuntimeError("rollout: the episode was abandoned") from None
 

@@ -76,15 +76,15 @@ class ExactSampler(RejectionSampler):
         going, right = list(range(len(drafted))), 0  # requests whose drafts were right so far; their tokens
         for position in range(max(drafted) + 1):
             rows = [first[request] + position for request in going]
-            own = of_requests(sampling_metadata, going)
-            drawn = self.sampler(logits=logits[rows], sampling_metadata=own)
+            row_metadata = of_requests(sampling_metadata, going)
+            drawn = self.sampler(logits=logits[rows], sampling_metadata=row_metadata)
             tokens[going, position] = drawn.sampled_token_ids[:, 0]
             if drawn.logprobs_tensors is not None:
                 logprobs = _noted(logprobs, drawn.logprobs_tensors, tokens.shape, going, position)
-            found = drawn.sampled_token_ids[:, 0].tolist()
+            sampled = drawn.sampled_token_ids[:, 0].tolist()
             going = [
                 request
-                for request, token in zip(going, found, strict=True)
+                for request, token in zip(going, sampled, strict=True)
                 if drafts[request][position : position + 1] == [token]
             ]
             right += len(going)
@@ -104,9 +104,9 @@ def check(metadata: SamplingMetadata) -> None:
         "allowed tokens": metadata.allowed_token_ids_mask is not None,
         "log-probs of chosen tokens": bool(metadata.logprob_token_ids),
     }
-    found = [name for name, used in depends.items() if used] + _processors(metadata)
-    if found:
-        raise NotImplementedError(f"exact speculation does not know {', '.join(found)}")
+    unsupported = [name for name, used in depends.items() if used] + _processors(metadata)
+    if unsupported:
+        raise NotImplementedError(f"exact speculation does not know {', '.join(unsupported)}")
 
 
 def _processors(metadata: SamplingMetadata) -> list[str]:
@@ -114,12 +114,12 @@ def _processors(metadata: SamplingMetadata) -> list[str]:
     which are other rows here. The engine has its own three always, and they do nothing without a request's
     setting; any other comes from a plugin.
     """
-    found = []
+    processors = []
     for processor in metadata.logitsprocs.all:
         name = type(processor).__name__
         if name not in _WITHOUT_SETTING or getattr(processor, _WITHOUT_SETTING[name]):
-            found.append(f"the logits processor {name}")
-    return found
+            processors.append(f"the logits processor {name}")
+    return processors
 
 
 def of_requests(metadata: SamplingMetadata, requests: list[int]) -> SamplingMetadata:

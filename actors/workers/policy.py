@@ -127,8 +127,8 @@ class WeightSender(Metered):
             with one_thread():
                 if not whole:
                     return send_changes(transport, taken.changes, taken.held)
-                held = taken.held
-                return send(transport, held.weights(), held.specs, held.bucket_bytes)
+                weights = taken.held
+                return send(transport, weights.weights(), weights.specs, weights.bucket_bytes)
         except Exception:
             self.close_transfer(group)
             raise
@@ -225,18 +225,20 @@ class PolicyWorker(WeightSender, Probeable):
         self, prompts: Sequence[Prompt], *rollouts: Sequence[Rollout]
     ) -> list[list[np.ndarray]]:
         """Return `Trainer.base_logprobs` of groups: the samples of each of ``prompts``."""
-        found: list[list[np.ndarray]] = self._trainer.base_logprobs(list(zip(prompts, rollouts, strict=True)))
-        return found
+        logprobs: list[list[np.ndarray]] = self._trainer.base_logprobs(
+            list(zip(prompts, rollouts, strict=True))
+        )
+        return logprobs
 
     @metered("logprobs")
     def base_top_logprobs(
         self, top_k: int, prompts: Sequence[Prompt], *rollouts: Sequence[Rollout]
     ) -> list[list[TeacherLogprobs]]:
         """Return `Trainer.base_top_logprobs`, as `base_logprobs` does."""
-        found: list[list[TeacherLogprobs]] = self._trainer.base_top_logprobs(
+        logprobs: list[list[TeacherLogprobs]] = self._trainer.base_top_logprobs(
             list(zip(prompts, rollouts, strict=True)), top_k
         )
-        return found
+        return logprobs
 
     def hold(self, what: Held) -> None:
         """Keep on the device all, what `send_weights` needs, or nothing; the rest waits in host memory."""

@@ -127,8 +127,8 @@ class PolicyGroup:
         """
         replicas, square = self._settings.replicas, self._attention_cost
         shards = zip(*(shard(batch, replicas, square=square) for batch in batches), strict=True)
-        staged = [ray.put(RankUpdates(own, keep_logprobs, later_epochs)) for own in shards]
-        return [own for own in staged for _ in range(self._settings.sequence_parallel)]
+        staged = [ray.put(RankUpdates(rows, keep_logprobs, later_epochs)) for rows in shards]
+        return [rows for rows in staged for _ in range(self._settings.sequence_parallel)]
 
     async def update(
         self,
@@ -162,7 +162,7 @@ class PolicyGroup:
     async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
         """Return log-probs of the rows of ``batch``: see `PolicyWorker.logprobs`."""
         answers = await self._of_rows("logprobs", batch, "log-probs")
-        rows = {row: values for _, own in answers for row, values in own.items()}
+        rows = {row: values for _, rank_rows in answers for row, values in rank_rows.items()}
         return answers[0][0], rows
 
     async def score_norms(self, batch: TrainBatch) -> dict[int, np.ndarray]:
@@ -170,7 +170,7 @@ class PolicyGroup:
         float32 [C]: see `selected_score_norms`.
         """
         answers = await self._of_rows("score_norms", batch, "score norms of tokens")
-        return {row: values for own in answers for row, values in own.items()}
+        return {row: values for rank_rows in answers for row, values in rank_rows.items()}
 
     async def _of_rows(self, method: str, batch: TrainBatch, stage: str) -> list[Any]:
         arguments = [(rows,) for rows in self.stage([batch])]
@@ -194,7 +194,10 @@ class PolicyGroup:
     async def _of_base(self, method: str, groups: Sequence[tuple[Prompt, Any]], *first: Any) -> list[Any]:
         replicas, together = self._settings.replicas, self._settings.sequence_parallel
         dealt = [groups[i::replicas] for i in range(replicas) for _ in range(together)]
-        arguments = [(*first, [prompt for prompt, _ in own], *(s for _, s in own)) for own in dealt]
+        arguments = [
+            (*first, [prompt for prompt, _ in rank_groups], *(s for _, s in rank_groups))
+            for rank_groups in dealt
+        ]
         async with self._deadline(self.update_s, "log-probs without adapters"):
             answers = (await self._each(method, arguments))[::together]
         return [answers[i % replicas][i // replicas] for i in range(len(groups))]
@@ -231,11 +234,13 @@ class PolicyGroup:
         """
         self.sent_after = self.updates
         try:
-            found = [own for own in await self._all("take_weights", bucket_bytes, senders, token) if own]
+            answers = [
+                taken for taken in await self._all("take_weights", bucket_bytes, senders, token) if taken
+            ]
         except RayTaskError as error:
             raise await self._cause(error, "weights gathered and compared") from error
-        bases = {own.base for own in found}
-        return replace(found[0], base=bases.pop() if len(bases) == 1 else None)
+        bases = {taken.base for taken in answers}
+        return replace(answers[0], base=bases.pop() if len(bases) == 1 else None)
 
     async def send_taken(self, *, group: str, whole: bool) -> dict[str, float]:
         """Send what `take_weights` took, or what has changed in it; see `send_weights`."""
@@ -329,7 +334,7 @@ class PolicyGroup:
         """
         self.team.check()
         calls = [_remote(rank, method, group) for rank in self.ranks]
-        refs = [call(*own) for call, own in zip(calls, arguments, strict=True)]
+        refs = [call(*rank_arguments) for call, rank_arguments in zip(calls, arguments, strict=True)]
         lost = asyncio.create_task(self.team.failed.wait())  # bounded: it ends with the answers
         answers = asyncio.create_task(
             gather(self._answer(i, ref) for i, ref in enumerate(refs)), name=f"policy {method}"

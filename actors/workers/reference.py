@@ -111,8 +111,8 @@ class ReferenceWorker(Metered, Probeable):
         weights = dict(base_weights(self._module.model))
         for bucket in receive(self._transport, specs, bucket_bytes):
             for name, new in bucket:
-                held = self._average.get(name, weights[name].float())
-                mean = held.lerp(new.to(self._device, torch.float32), mix)
+                current = self._average.get(name, weights[name].float())
+                mean = current.lerp(new.to(self._device, torch.float32), mix)
                 weights[name].copy_(mean)
                 if weights[name].dtype != torch.float32 and mix < 1.0:
                     self._average[name] = mean  # small steps of a moving average vanish in half precision
@@ -135,16 +135,18 @@ class ReferenceWorker(Metered, Probeable):
     @metered("logprobs")
     def logprobs(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         """Return log-probs for each rollout, float32 [C], nats, at the sampling temperature."""
-        (found,) = group_logprobs(lambda layout: self._module(layout)[0], [(prompt, rollouts)], self._micro)
-        return found
+        (logprobs,) = group_logprobs(
+            lambda layout: self._module(layout)[0], [(prompt, rollouts)], self._micro
+        )
+        return logprobs
 
     @metered("logprobs")
     def top_logprobs(self, prompt: Prompt, rollouts: Sequence[Rollout], top_k: int) -> list[TeacherLogprobs]:
         """Return what `logprobs` does, with the ``top_k`` likeliest tokens in the place of each."""
-        (found,) = group_top_logprobs(
+        (logprobs,) = group_top_logprobs(
             lambda layout: self._module(layout, top_k=top_k), [(prompt, rollouts)], self._micro
         )
-        return found
+        return logprobs
 
 
 class ReferencePool:
@@ -163,7 +165,7 @@ class ReferencePool:
         chunk_mib: int | None,
         vocabulary: int | None = None,
     ) -> None:
-        made = actors.makers(
+        makers = actors.makers(
             one_at_a_time(ReferenceWorker),
             settings.num_workers,
             settings,
@@ -178,7 +180,7 @@ class ReferencePool:
             name = f"teacher-{settings.name}"
         elif settings.refresh_every:
             actors = replace(actors, irreplaceable=_RENEWED)
-        self.team = Team(name, made, actors)
+        self.team = Team(name, makers, actors)
         self.workers = self.team.workers
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # see `Colocation`
 

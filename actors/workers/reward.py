@@ -52,8 +52,8 @@ class RewardModelWorker(Metered, Probeable):
 
         check_gpus()
         check_on_node(self._policy_dir)
-        if (own := expanded(self._settings.path)).is_absolute():  # else each node asks the hub
-            check_on_node(own)
+        if (path := expanded(self._settings.path)).is_absolute():  # else each node asks the hub
+            check_on_node(path)
         from transformers import AutoTokenizer
 
         from grpo_dist.rewards.model_ranks import classifier_of  # torch, as above
@@ -94,8 +94,8 @@ class RewardModelPool:
         policy_dir: str,
     ) -> None:
         self.name, actor = settings.name, one_at_a_time(RewardModelWorker)
-        made = actors.makers(actor, settings.num_workers, settings, policy=policy, policy_dir=policy_dir)
-        self.team = Team(f"reward-model-{settings.name}", made, actors)
+        makers = actors.makers(actor, settings.num_workers, settings, policy=policy, policy_dir=policy_dir)
+        self.team = Team(f"reward-model-{settings.name}", makers, actors)
         self.workers = self.team.workers
         self.turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext  # see `Colocation`
 
@@ -219,7 +219,7 @@ class RewardPool:
         settings, concurrent = placed(settings), 2 * settings.processes_per_worker
         actors = replace(actors, options={"max_concurrency": concurrent} | actors.options)
         actor = one_at_a_time(worker)
-        made = actors.makers(
+        makers = actors.makers(
             actor,
             settings.num_workers,
             settings,
@@ -227,7 +227,7 @@ class RewardPool:
             outcome_rewards=outcome_rewards,
             policy=policy,
         )
-        self.team = Team("reward", made, actors)
+        self.team = Team("reward", makers, actors)
         self.workers = self.team.workers
         self._settings = settings
         self.models = list(models)
@@ -244,7 +244,7 @@ class RewardPool:
         """
         asked = [model for model in self.models if self._scores(model.name, prompt.source)]
         scores = await gather(model.score(prompt, rollouts) for model in asked)
-        modelled = {model.name: own for model, own in zip(asked, scores, strict=True)}
+        modelled = {model.name: model_scores for model, model_scores in zip(asked, scores, strict=True)}
         try:
             group, news = await self.team.call("score", prompt, rollouts, modelled, attempts=_ATTEMPTS)
         except LOST as error:
@@ -259,8 +259,8 @@ class RewardPool:
         return group
 
     def _scores(self, model: str, source: str) -> bool:
-        own = self._settings.by_source.get(source)
-        return own is None or model in own.models
+        variant = self._settings.by_source.get(source)
+        return variant is None or model in variant.models
 
     async def shutdown(self) -> None:
         await self.team.shutdown()

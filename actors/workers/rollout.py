@@ -196,8 +196,8 @@ class StoredRoutes:
     def digest(self, tokens: int) -> bytes:
         if tokens == 0:
             return b""
-        if (known := self.digests.get(tokens)) is not None:
-            return known
+        if (digest := self.digests.get(tokens)) is not None:
+            return digest
         return HeldRoutes(self.fetch()).digest(tokens)
 
 
@@ -213,9 +213,9 @@ def stored(rollout: Rollout) -> Rollout:
 def _put(row: Rollout | FurtherRow, shared: int) -> StoredRoutes:
     """Store the routes of ``row``. ``shared``: tokens of the prompt of the sample's first row."""
     assert row.routes is not None
-    held = HeldRoutes(row.routes.fetch())
-    digests = {tokens: held.digest(tokens) for tokens in (_prompt_tokens(row), shared)}
-    return StoredRoutes(ray.put(held.experts), digests)
+    routes = HeldRoutes(row.routes.fetch())
+    digests = {tokens: routes.digest(tokens) for tokens in (_prompt_tokens(row), shared)}
+    return StoredRoutes(ray.put(routes.experts), digests)
 
 
 def _prompt_tokens(row: Rollout | FurtherRow) -> int:
@@ -328,14 +328,14 @@ class RolloutWorker(WeightReceiver, Probeable):
         Raises SamplesFailed where fewer are.
         """
         lengths = sampling.lengths or [None] * len(seeds)
-        found = await asyncio.gather(
+        outcomes = await asyncio.gather(
             *(
                 self._sample_or_failure(prompt, i, seed, sampling, length)
                 for i, (seed, length) in enumerate(zip(seeds, lengths, strict=True))
             )
         )
-        rollouts = tuple(own for own in found if isinstance(own, Rollout))
-        if failures := [own for own in found if not isinstance(own, Rollout)]:
+        rollouts = tuple(outcome for outcome in outcomes if isinstance(outcome, Rollout))
+        if failures := [outcome for outcome in outcomes if not isinstance(outcome, Rollout)]:
             why = f"{len(rollouts)} of {len(seeds)} samples of {prompt.uid}: {failures[0]}"
             if len(rollouts) < (len(seeds) if sampling.least is None else sampling.least):
                 raise SamplesFailed(why)
@@ -381,9 +381,11 @@ class RolloutWorker(WeightReceiver, Probeable):
                 episode = await self._episodes.sample(prompt, sample, seed, sampling, length)
                 return self._as_sampled(episode, sampling)
             if self._own is not None and length is None:  # exact lengths are a benchmark's
-                own = await self._own.sample(prompt, sample, seed, sampling, self._generate, self._tokenizer)
-                self.meter.count("tokens", own.num_sampled)
-                return self._as_sampled(own, sampling)
+                custom = await self._own.sample(
+                    prompt, sample, seed, sampling, self._generate, self._tokenizer
+                )
+                self.meter.count("tokens", custom.num_sampled)
+                return self._as_sampled(custom, sampling)
             most, exact = length or sampling.max_new_tokens, length is not None
             stop = () if exact else sampling.stop
             ids = prompt.token_ids.tolist()
@@ -399,8 +401,8 @@ class RolloutWorker(WeightReceiver, Probeable):
         """Return ``rollout`` as the driver gets it: with its settings, and with its routes, which would fill
         the object store, only where it may be trained on.
         """
-        made = drawn(rollout, sampling)
-        return stored(made) if self._spec.trains else made.without_routes()
+        labelled = drawn(rollout, sampling)
+        return stored(labelled) if self._spec.trains else labelled.without_routes()
 
     async def _generate(
         self,

@@ -98,8 +98,8 @@ class RolloutPool:
     async def _sample(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> Any:
         load = outstanding(prompt, len(seeds), sampling)
         while True:
-            known = self._samples_of.get(prompt.uid) if self._samples_of else None
-            index = await self._load_balancer.admit(load.sequences, load.tokens, prefer=known)
+            preferred = self._samples_of.get(prompt.uid) if self._samples_of else None
+            index = await self._load_balancer.admit(load.sequences, load.tokens, prefer=preferred)
             worker = self.workers[index]
             if worker is None:  # a guest that was removed after it was chosen, and its load with it
                 continue
@@ -198,8 +198,8 @@ class RolloutPool:
     def _note(self, index: int, worker: Any, finished: Load) -> None:
         if not self.team.is_current(index, worker):
             return
-        known = self._finished[index]
-        if finished > known:  # replies may arrive out of order
+        before = self._finished[index]
+        if finished > before:  # replies may arrive out of order
             self._finished[index] = finished
-            news = finished.minus(known)
+            news = finished.minus(before)
             self._load_balancer.release(index, news.sequences, news.tokens)

@@ -49,7 +49,7 @@ class SharedTails:
         from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
         cache = scheduler.kv_cache_manager
-        kinds = [type(own) for own in cache.coordinator.single_type_managers]
+        kinds = [type(manager) for manager in cache.coordinator.single_type_managers]
         return cls(scheduler) if cache.enable_caching and kinds == [FullAttentionManager] else None
 
     def add(self, request_id: str, token_ids: Sequence[int], add: Add) -> None:
@@ -72,14 +72,14 @@ class SharedTails:
             self._scheduled = {
                 prompt: running
                 for prompt, requests in self._scheduled.items()
-                if (running := [own for own in requests if not own.is_finished()])
+                if (running := [request for request in requests if not request.is_finished()])
             }
 
     def abandon(self) -> list[str]:
         """Forget all requests. Returns those that were held."""
-        held = [request_id for waiting in self._held.values() for request_id, _ in waiting]
+        waiting_ids = [request_id for waiting in self._held.values() for request_id, _ in waiting]
         self._first, self._held = {}, {}
-        return held
+        return waiting_ids
 
     def _computed_blocks(self, request: Request) -> tuple[Any, int, int]:
         """Replace `KVCacheManager.get_computed_blocks`: the scheduler asks when it admits ``request``."""

@@ -40,15 +40,15 @@ class EngineCallParser:
                 f"`environments.call_format` = {name} does not fit the model's tokenizer ({error}); use the "
                 "form that its chat template shows, or code"
             ) from error
-        found = (getattr(parser, attribute, None) for attribute in _OPENINGS)
-        self.openings = [token for token in found if isinstance(token, str) and token]
+        tokens = (getattr(parser, attribute, None) for attribute in _OPENINGS)
+        self.openings = [token for token in tokens if isinstance(token, str) and token]
 
     def __call__(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[Call]:
         parser, request = self._parser(tools)
-        found = parser.extract_tool_calls(text, request)
-        if not found.tools_called:
+        parsed = parser.extract_tool_calls(text, request)
+        if not parsed.tools_called:
             return []
-        return [Call(call.function.name, call.function.arguments) for call in found.tool_calls]
+        return [Call(call.function.name, call.function.arguments) for call in parsed.tool_calls]
 
     def _parser(self, tools: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
         key = json.dumps(list(tools), sort_keys=True)

@@ -131,9 +131,9 @@ class StepChores:
         if self._stop_requested():
             return
         self._recorder.phase(phase)
-        found = await unless_stopped(measurement(), self._stop_requested)
-        if found is not None:
-            self._recorder.log(step, found)
+        metrics = await unless_stopped(measurement(), self._stop_requested)
+        if metrics is not None:
+            self._recorder.log(step, metrics)
             self._evaluation_pending = False
 
     async def _save_where_due(self, step: int) -> None:

@@ -132,10 +132,10 @@ class Launches:
         """Groups that are sampled and scored, in the order of that."""
         return list(self._done.values())
 
-    def add(self, own: Launch) -> None:
+    def add(self, launch: Launch) -> None:
         """Begin to count a group as on its way."""
-        self._launches[own.prompt.uid] = own
-        self._due_by_deadline[self._deadline(own)] += 1
+        self._launches[launch.prompt.uid] = launch
+        self._due_by_deadline[self._deadline(launch)] += 1
 
     def finish(self, uid: str, scored: ScoredGroup, *, silent: bool = False) -> None:
         """Note that a group is sampled and scored. ``silent``: it has no signal, so others are preferred."""
@@ -150,18 +150,18 @@ class Launches:
 
     def remove(self, uid: str) -> Launch:
         """Stop to count a group as on its way, done or not."""
-        own = self._launches.pop(uid)
-        self._due_by_deadline.take_off(self._deadline(own))
+        launch = self._launches.pop(uid)
+        self._due_by_deadline.take_off(self._deadline(launch))
         if self._done.pop(uid, None) is not None:
-            self._done_by_deadline.take_off(self._deadline(own))
+            self._done_by_deadline.take_off(self._deadline(launch))
             self._silent.discard(uid)
-        return own
+        return launch
 
     def take(self, uids: Collection[str]) -> list[tuple[Launch, ScoredGroup]]:
         """Remove the groups ``uids``, which are done, and return them in launch order."""
-        taken = [(own, self._done[uid]) for uid, own in self._launches.items() if uid in uids]
-        for own, _ in taken:
-            self.remove(own.prompt.uid)
+        taken = [(launch, self._done[uid]) for uid, launch in self._launches.items() if uid in uids]
+        for launch, _ in taken:
+            self.remove(launch.prompt.uid)
         return taken
 
     def is_complete(self, step: int) -> bool:
@@ -172,14 +172,14 @@ class Launches:
 
     def chosen(self, step: int) -> list[str]:
         """Return the uids of the groups that ``step`` takes; it `is_complete`."""
-        deadlines = {uid: own.step + self._max_staleness for uid, own in self._launches.items()}
+        deadlines = {uid: launch.step + self._max_staleness for uid, launch in self._launches.items()}
         done = sorted(self._done, key=lambda uid: uid in self._silent)
-        found = choice(deadlines, done, step=step, size=self._size)
-        assert found is not None, f"step {step} lacks groups"
-        return found
+        chosen = choice(deadlines, done, step=step, size=self._size)
+        assert chosen is not None, f"step {step} lacks groups"
+        return chosen
 
-    def _deadline(self, own: Launch) -> int:
-        return own.step + self._max_staleness
+    def _deadline(self, launch: Launch) -> int:
+        return launch.step + self._max_staleness
 
 
 _TRAINED, _COMPLETE = "trained", "complete"
@@ -207,9 +207,9 @@ class LengthBias:
     def trained(self, groups: Iterable[tuple[int, Group]]) -> None:
         """Count groups of a step, each with the step that it was launched for."""
         for launched, group in groups:
-            found = sum([r.num_tokens for r in group.rollouts]), len(group.rollouts)
-            self._add(_TRAINED, found)
-            self._add(str(launched), found)
+            counts = sum([r.num_tokens for r in group.rollouts]), len(group.rollouts)
+            self._add(_TRAINED, counts)
+            self._add(str(launched), counts)
 
     def settle(self, on_their_way: Collection[int]) -> float | None:
         """Return the bias, as a share of the mean length of complete launches; None before there is one.
@@ -224,9 +224,9 @@ class LengthBias:
             return None
         return (trained[0] / trained[1]) / (complete[0] / complete[1]) - 1.0
 
-    def _add(self, name: str, found: tuple[int, int]) -> None:
+    def _add(self, name: str, counts: tuple[int, int]) -> None:
         tokens, samples = self._sums.get(name, (0, 0))
-        self._sums[name] = tokens + found[0], samples + found[1]
+        self._sums[name] = tokens + counts[0], samples + counts[1]
 
 
 class FirstCome(Pipeline):
@@ -281,14 +281,14 @@ class FirstCome(Pipeline):
         chosen = set(self._assembling.result())  # bounded: it is done
         self._assembling = None
         taken = self._launches.take(chosen)
-        launches = [own for own, _ in taken]
+        launches = [launch for launch, _ in taken]
         batch = ScoredBatch([scored for _, scored in taken], [group for _, group in self._aside.values()])
-        gone = [*launches, *(own for own, _ in self._aside.values())]
+        gone = [*launches, *(launch for launch, _ in self._aside.values())]
         self._just_taken |= chosen | self._aside.keys()
         self._aside = {}
         self._return_drawn()
         self._forget(gone)
-        self._order.trained([own.index for own in gone], batch.sampled)
+        self._order.trained([launch.index for launch in gone], batch.sampled)
         self._schedule.observe(batch.sampled, drawn_with(batch.sampled, self._sampling[self._label]))
         metrics = self._metrics(launches, batch.groups)
         self._step, self._wanted = self._step + 1, self._wanted - self._per_step
@@ -356,22 +356,22 @@ class FirstCome(Pipeline):
     def _forget(self, gone: Sequence[Launch]) -> None:
         """Drop what is kept of the groups of a step: those trained, and those that were replaced."""
         indices: dict[int, set[int]] = {}
-        for own in gone:
-            indices.setdefault(own.step, set()).add(own.index)
-            self._scorer.forget(own.step, own.prompt.uid)
-        for step, those in indices.items():
-            self._order_indices[step] = [i for i in self._order_indices[step] if i not in those]
+        for launch in gone:
+            indices.setdefault(launch.step, set()).add(launch.index)
+            self._scorer.forget(launch.step, launch.prompt.uid)
+        for step, forgotten in indices.items():
+            self._order_indices[step] = [i for i in self._order_indices[step] if i not in forgotten]
         self._order_indices = {step: left for step, left in self._order_indices.items() if left}
         kept = {self._label, *self._order_indices}
         for step in [step for step in self._sampling if step not in kept]:
             del self._sampling[step]
 
     def _metrics(self, launches: Sequence[Launch], groups: Sequence[Group]) -> dict[str, float]:
-        self._bias.trained(zip((own.step for own in launches), groups, strict=True))
+        self._bias.trained(zip((launch.step for launch in launches), groups, strict=True))
         # A group on its way may be replaced, and the last launch grows.
         growing = [self._label] if self._launches else []
         bias = self._bias.settle({*self._order_indices, *growing})
-        waited = [self._step - own.step for own in launches]
+        waited = [self._step - launch.step for launch in launches]
         metrics = {
             "group/carried_over": float(len(self._launches)),
             "group/waited_steps": sum(waited) / len(waited),
@@ -383,13 +383,13 @@ class FirstCome(Pipeline):
 
     def _fill(self) -> None:
         while len(self._launches) < self._wanted:
-            own = self._draw()
-            self._order_indices.setdefault(self._label, []).append(own.index)
-            self._start(own)
+            launch = self._draw()
+            self._order_indices.setdefault(self._label, []).append(launch.index)
+            self._start(launch)
 
-    def _start(self, own: Launch) -> None:
-        self._launches.add(own)
-        task = asyncio.create_task(self._run(own), name=f"group {own.prompt.uid} of step {own.step}")
+    def _start(self, launch: Launch) -> None:
+        self._launches.add(launch)
+        task = asyncio.create_task(self._run(launch), name=f"group {launch.prompt.uid} of step {launch.step}")
         self._running[task] = None
         task.add_done_callback(self._note_end)
 
@@ -399,17 +399,17 @@ class FirstCome(Pipeline):
             self._failure = self._failure or error
             self._changed.set()
 
-    async def _run(self, own: Launch) -> None:
+    async def _run(self, launch: Launch) -> None:
         """Sample and score a group; replace it if it has no signal and the step may replace one more."""
-        uid, has_signal = own.prompt.uid, True
+        uid, has_signal = launch.prompt.uid, True
         if not self._dynamic.enabled:
-            scored = await self._scorer.scored_group(own.prompt, own.step)
+            scored = await self._scorer.scored_group(launch.prompt, launch.step)
         else:
-            group = await self._scorer.group(own.prompt, own.step)
+            group = await self._scorer.group(launch.prompt, launch.step)
             has_signal = self._has_signal(group)
             if not has_signal and len(self._aside) < self._admission.replacements:
                 self._launches.remove(uid)
-                self._aside[uid] = own, group
+                self._aside[uid] = launch, group
                 self._fill()
                 self._note_change()
                 return

@@ -56,18 +56,20 @@ class FrozenModels:
             before: of the teachers, of the same samples, before the reference changed: teachers with models
                 of their own are not asked again.
         """
-        own = [(teacher, handle) for teacher, handle in self._teachers if teacher.teaches(prompt.source)]
-        known = {t.name: before[t.name] for t, _ in own if before and t.has_workers and t.name in before}
+        teachers = [(teacher, handle) for teacher, handle in self._teachers if teacher.teaches(prompt.source)]
+        unchanged = {
+            t.name: before[t.name] for t, _ in teachers if before and t.has_workers and t.name in before
+        }
         asked = {}
-        for teacher, handle in own:
+        for teacher, handle in teachers:
             name = _asked_as(teacher, prompt)
-            if name not in known and name not in asked:
+            if name not in unchanged and name not in asked:
                 asked[name] = self._taught(handle, _as_read_by(teacher.name, prompt), rollouts)
         if self._reference is not None and _AS_POLICY not in asked:
             asked[_AS_POLICY] = _plain(self._reference, prompt, rollouts)
-        found = known | dict(zip(asked, await gather(asked.values()), strict=True))
-        taught = {teacher.name: found[_asked_as(teacher, prompt)] for teacher, _ in own}
-        reference = [] if self._reference is None else found[_AS_POLICY]
+        answers = unchanged | dict(zip(asked, await gather(asked.values()), strict=True))
+        taught = {teacher.name: answers[_asked_as(teacher, prompt)] for teacher, _ in teachers}
+        reference = [] if self._reference is None else answers[_AS_POLICY]
         return [row.sampled for row in reference], taught
 
     async def _taught(self, handle: ReferenceHandle, prompt: Prompt, rollouts: RolloutsRef) -> TeacherRows:

@@ -82,13 +82,13 @@ def summary(path: Path, *, dropped: int = 0) -> str:
 
     ``dropped``: rows that became no prompts.
     """
-    found = totals(path)
-    parts = [f"{found[TRAINED]:,} trained"]
-    parts += [f"{found[name]:,} {words}" for name, words in REASONS.items() if found[name]]
-    shown = sum(len(line.get(DEMONSTRATIONS, ())) for line in read(path))
-    further = f"; in addition {shown:,} demonstrations" if shown else ""
+    counts = totals(path)
+    parts = [f"{counts[TRAINED]:,} trained"]
+    parts += [f"{counts[name]:,} {words}" for name, words in REASONS.items() if counts[name]]
+    demonstrations = sum(len(line.get(DEMONSTRATIONS, ())) for line in read(path))
+    further = f"; in addition {demonstrations:,} demonstrations" if demonstrations else ""
     never = f"; {dropped:,} rows dropped before, too long ({DROPPED})" if dropped else ""
-    return f"ledger: {sum(found.values()):,} prompts sampled = {' + '.join(parts)}{further}{never}"
+    return f"ledger: {sum(counts.values()):,} prompts sampled = {' + '.join(parts)}{further}{never}"
 
 
 def audit(
@@ -126,8 +126,8 @@ def audit(
 
 
 def _unexpected_count(path: Path, lines: list[dict[str, Any]], expected: Mapping[str, int]) -> str | None:
-    found = Counter(uid for line in lines for name in (TRAINED, *REASONS) for uid in line.get(name, ()))
-    for uid in sorted(found.keys() | expected.keys()):
-        if found[uid] != expected.get(uid, 0):
-            return f"{path}: prompt {uid} was sampled {found[uid]} times, expected {expected.get(uid, 0)}"
+    counts = Counter(uid for line in lines for name in (TRAINED, *REASONS) for uid in line.get(name, ()))
+    for uid in sorted(counts.keys() | expected.keys()):
+        if counts[uid] != expected.get(uid, 0):
+            return f"{path}: prompt {uid} was sampled {counts[uid]} times, expected {expected.get(uid, 0)}"
     return None

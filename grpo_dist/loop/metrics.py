@@ -73,14 +73,16 @@ def rollout_metrics(
     if settings is not None and (penalty := settings.overlong_buffer.penalty):
         # Groups that an own loop makes may lack the part: nothing was subtracted from them.
         parts = [g.reward_parts.get("overlong", np.zeros_like(g.rewards)) for g in groups]
-        known = (rewards - penalty * np.concatenate(parts).astype(np.float64))[np.isfinite(rewards)]
-        metrics["reward/without_overlong_mean"] = float(known.mean()) if len(known) else float("nan")
+        finite_rewards = (rewards - penalty * np.concatenate(parts).astype(np.float64))[np.isfinite(rewards)]
+        metrics["reward/without_overlong_mean"] = (
+            float(finite_rewards.mean()) if len(finite_rewards) else float("nan")
+        )
     for name in dict.fromkeys(name for g in groups for name in g.reward_parts):
-        own = [g.reward_parts[name] for g in groups if name in g.reward_parts]
-        part = np.concatenate(own).astype(np.float64)
-        known = part[np.isfinite(part)]
-        metrics[f"reward/{name}"] = float(known.mean()) if len(known) else float("nan")
-        metrics[f"reward/{name}_unscored"] = float(len(part) - len(known))
+        arrays = [g.reward_parts[name] for g in groups if name in g.reward_parts]
+        part = np.concatenate(arrays).astype(np.float64)
+        finite_rewards = part[np.isfinite(part)]
+        metrics[f"reward/{name}"] = float(finite_rewards.mean()) if len(finite_rewards) else float("nan")
+        metrics[f"reward/{name}_unscored"] = float(len(part) - len(finite_rewards))
     outcomes = Counter(chain.from_iterable(g.outcomes for g in groups))
     if any(outcomes):
         metrics |= {f"outcome/{o}": float(outcomes[o]) for o in OUTCOMES}
@@ -91,8 +93,8 @@ def rollout_metrics(
 
 def staleness_metrics(rows: Sequence[Rollout | FurtherRow], version: int) -> dict[str, float]:
     """Compute how much older than ``version`` the sampled tokens are, and count them."""
-    own = [r.policy_versions if r.sampled is None else r.policy_versions[r.sampled] for r in rows]
-    versions = np.concatenate(own)
+    arrays = [r.policy_versions if r.sampled is None else r.policy_versions[r.sampled] for r in rows]
+    versions = np.concatenate(arrays)
     count = len(versions)
     behind = version * count - int(versions.sum(dtype=np.int64))  # integers: the order of a sum is no matter
     return {
@@ -111,8 +113,8 @@ def sampled_entropy(groups: Sequence[Group]) -> float:
 
 
 def _entropy(logprobs: np.ndarray, finite: np.ndarray) -> float:
-    known = (logprobs if finite.all() else logprobs[finite]).astype(np.float64)
-    return float(-known.mean()) if len(known) else float("nan")
+    values = (logprobs if finite.all() else logprobs[finite]).astype(np.float64)
+    return float(-values.mean()) if len(values) else float("nan")
 
 
 def truncated_share(groups: Sequence[Group]) -> float:
@@ -150,18 +152,18 @@ def distillation_metrics(scored: Sequence[ScoredGroup], with_signal: Collection[
     ``with_signal``: indices of the groups that the step learns from, of which a teacher makes more.
     """
     sums, tokens = defaultdict[str, float](float), Counter[str]()
-    for own in scored:
-        rows = [row for rollout in own.group.rollouts for row in rollout.rows]
-        for name, known in own.teacher_logprobs.items():
-            for row, theirs in zip(rows, known, strict=True):
+    for scored_group in scored:
+        rows = [row for rollout in scored_group.group.rollouts for row in rollout.rows]
+        for name, teacher_rows in scored_group.teacher_logprobs.items():
+            for row, theirs in zip(rows, teacher_rows, strict=True):
                 gap = of_sampled(row, row.logprobs).astype(np.float64) - of_sampled(row, theirs.sampled)
                 gap = gap[np.isfinite(gap)]  # a token without a log-prob is not trained on
                 sums[name] += float(gap.sum())
                 tokens[name] += len(gap)
     if not tokens:
         return {}
-    found = {f"teacher/kl/{name}": sums[name] / max(count, 1) for name, count in tokens.items()}
-    return found | {
+    metrics = {f"teacher/kl/{name}": sums[name] / max(count, 1) for name, count in tokens.items()}
+    return metrics | {
         "teacher/kl": sum(sums.values()) / max(sum(tokens.values()), 1),
         "group/no_signal_share": 1 - len(with_signal) / len(scored),
     }
@@ -169,10 +171,10 @@ def distillation_metrics(scored: Sequence[ScoredGroup], with_signal: Collection[
 
 def trained_metrics(rows: int, tokens: int, needed: float, update: Mapping[str, float]) -> dict[str, float]:
     """Return what a step trained on. ``needed``: see `needed_tokens`; ``update``: metrics of the update."""
-    found = {"train/rows": float(rows), "train/tokens": float(tokens)}
+    metrics = {"train/rows": float(rows), "train/tokens": float(tokens)}
     if computed := update.get(COMPUTED_TOKENS):
-        found["throughput/packing_efficiency"] = needed / computed
-    return found
+        metrics["throughput/packing_efficiency"] = needed / computed
+    return metrics
 
 
 def sampling_cost(
@@ -237,7 +239,7 @@ class OwnMetrics:
 
     def __call__(self, inputs: MetricInputs) -> dict[str, float]:
         """Return the metrics by name, each with ``own/`` in front."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for metric in self._metrics:
             if metric.label in self._hung:
                 continue
@@ -246,7 +248,7 @@ class OwnMetrics:
             )
             what = f"metric {metric.name or metric.function}"
             try:
-                found |= call_in_time(measure, self._limit_s, what, _NOT_AGAIN)
+                values |= call_in_time(measure, self._limit_s, what, _NOT_AGAIN)
             except TimeoutError as error:
                 self._hung.add(metric.label)
                 self._warn(f"{' '.join(str(error).split())} (step {inputs.step})")
@@ -256,7 +258,7 @@ class OwnMetrics:
                     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
                     self._warn(f"{what} failed in step {inputs.step} ({reason}); the run "
                                "continues, and this is not repeated for later steps")  # fmt: skip
-        return found
+        return values
 
 
 def own_metric(

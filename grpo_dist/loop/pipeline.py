@@ -74,9 +74,9 @@ class Refill:
         """
         async with task_group() as tasks:
             self._launch(tasks, self._wanted)
-        found = [self._groups[i] for i in range(self._launched)]
-        groups = [group for group, useful in found if useful] + [
-            group for group, useful in found if not useful
+        sampled = [self._groups[i] for i in range(self._launched)]
+        groups = [group for group, useful in sampled if useful] + [
+            group for group, useful in sampled if not useful
         ]
         return SampledBatch(groups[: self._wanted], groups[self._wanted :])
 
@@ -131,7 +131,7 @@ class Pipeline:
             finished={b: as_drawn(groups, self._sampling[b]) for b, groups in state.partial.items()},
             models=FrozenModels(workers, config.distillation, with_kl=config.has_kl_term),
         )
-        self._order_indices = {batch: list(own) for batch, own in state.order_indices.items()}
+        self._order_indices = {batch: list(indices) for batch, indices in state.order_indices.items()}
         self._admission = Admission.from_config(config, prompts)
         self._order = build_order(config, prompts, state.order, self._admission)
         self._drops_solved = config.data.drop_solved is not None
@@ -140,7 +140,7 @@ class Pipeline:
     def _restore(self, state: PipelineState, *, first: int) -> None:
         """Begin with what is on its way in ``state``; ``first`` is the next batch."""
         self._next_batch = first
-        self._restored = {b: self._as_drawn(b, own) for b, own in state.ahead.items()}
+        self._restored = {b: self._as_drawn(b, sampled) for b, sampled in state.ahead.items()}
         self._launched: deque[tuple[int, asyncio.Task[ScoredBatch]]] = deque()
 
     async def launch(self, *, through: int) -> None:

@@ -51,15 +51,15 @@ class SamplingSchedule:
         self.state = ScheduleState(temperature, length, above)
 
     def _temperature(self, batch: int) -> float:
-        own = self._settings.temperature
-        if isinstance(own, TemperatureSchedule) and own.schedule is not None:
-            return interpolated(own.schedule, batch)
+        setting = self._settings.temperature
+        if isinstance(setting, TemperatureSchedule) and setting.schedule is not None:
+            return interpolated(setting.schedule, batch)
         return self.state.temperature or self._settings.first_temperature
 
     def _length(self, batch: int) -> int:
-        own = self._settings.max_new_tokens
-        if isinstance(own, LengthSchedule) and own.schedule is not None:
-            return latest(own.schedule, batch)
+        setting = self._settings.max_new_tokens
+        if isinstance(setting, LengthSchedule) and setting.schedule is not None:
+            return latest(setting.schedule, batch)
         return self.state.max_new_tokens or self._settings.shortest
 
     def _steered(self, settings: TemperatureSchedule, entropy: float, drawn: float) -> float:
@@ -69,8 +69,8 @@ class SamplingSchedule:
         now = self._temperature(0)
         if drawn != now or settings.entropy is None or not math.isfinite(entropy):
             return now
-        found = next_temperature(now, entropy, target=settings.entropy, gain=settings.gain)
-        return min(max(found, settings.lowest), settings.highest)
+        temperature = next_temperature(now, entropy, target=settings.entropy, gain=settings.gain)
+        return min(max(temperature, settings.lowest), settings.highest)
 
     def _raised(self, settings: LengthSchedule, truncated: float, drawn: int) -> tuple[int, int]:
         """Return the length and the steps in a row above the bound. Samples that were launched before the

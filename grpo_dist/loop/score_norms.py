@@ -26,10 +26,10 @@ async def score_norms_of(policy: PolicyHandle, groups: Sequence[Group]) -> Float
     again: a sample that could not be scored has its own, too.
     """
     none = [np.zeros(len(group.rewards), np.float32) for group in groups]
-    groups = [replace(group, rewards=own) for group, own in zip(groups, none, strict=True)]
+    groups = [replace(group, rewards=rewards) for group, rewards in zip(groups, none, strict=True)]
     batch = await asyncio.to_thread(make_batch, groups, none, ref_logprobs=None, max_new_tokens=1)
-    found = await policy.score_norms(batch)
+    norms_by_row = await policy.score_norms(batch)
     norms = torch.zeros(batch.loss_mask.shape)
-    for row, values in found.items():
+    for row, values in norms_by_row.items():
         norms[row, batch.loss_mask[row]] = torch.tensor(values)  # a copy: Ray gives arrays read-only
     return norms

@@ -46,8 +46,14 @@ def distinct_groups(sampled: Sequence[tuple[Prompt, tuple[Rollout, ...]]]) -> li
             tokens = replace(rollout, logprobs=np.zeros_like(rollout.logprobs))
             completions.setdefault(prompt.uid, {}).setdefault(row_key(prompt, rollout), tokens)
     return [
-        Group(prompts[uid], tuple(own.values()), np.zeros(len(own), np.float32), {}, ("",) * len(own))
-        for uid, own in completions.items()
+        Group(
+            prompts[uid],
+            tuple(rollouts.values()),
+            np.zeros(len(rollouts), np.float32),
+            {},
+            ("",) * len(rollouts),
+        )
+        for uid, rollouts in completions.items()
     ]
 
 
@@ -126,9 +132,9 @@ class SyncProbe:
     def begin(self, step: int) -> None:
         """Start sampling on the engines that are due. Engines and policy hold version ``step``."""
         due = self._due(step)
-        if own := _of_training(due):
-            self._task = asyncio.create_task(self._sample(step, own), name=f"sync probe {step}")
-        for name in (name for name in due if name not in own):
+        if training := _of_training(due):
+            self._task = asyncio.create_task(self._sample(step, training), name=f"sync probe {step}")
+        for name in (name for name in due if name not in training):
             sampling = self._sample(step, {name: due[name]})
             self._of_evaluation[name] = asyncio.create_task(sampling, name=f"sync probe {step} of {name}")
 
@@ -144,10 +150,10 @@ class SyncProbe:
             stage = f"sync probe: samples of version {step}"
             async with deadline(self._sample_s, stage, explain=self._where_stuck):
                 sampled = await self._all_samples(step)
-            dtype, found = await self._compare(step, sampled)
+            dtype, differences = await self._compare(step, sampled)
         # Whether engines of evaluation are compared depends on the time that they take to load.
-        metrics = _metrics(_of_training(found))
-        self._judge(step, dtype, sampled, found, metrics)
+        metrics = _metrics(_of_training(differences))
+        self._judge(step, dtype, sampled, differences, metrics)
         # Other probes depend on when the run was resumed or lost an engine. They are events alone, so that a
         # resumed run logs the same metrics as one that was never interrupted.
         return metrics if self._is_scheduled(step) else {}
@@ -164,10 +170,10 @@ class SyncProbe:
         mean = metrics.get("mismatch/logprob_diff_mean", 0.0)
         if mean > bound:
             largest = metrics.get("mismatch/logprob_diff_max", mean)
-            found = [
+            problems = [
                 f"log-probs of its own samples differ by {mean:.3g} nats on average, {largest:.3g} at most"
             ]
-            message = _message(step, found, limit, "Stopped; no checkpoint has this update")
+            message = _message(step, problems, limit, "Stopped; no checkpoint has this update")
             self._recorder.log(step + 1, dict(metrics))
             self._recorder.note(message)
             raise Unhealthy(message)
@@ -213,13 +219,13 @@ class SyncProbe:
         """
         assert self._probes is not None
         task, self._task = self._task, None
-        found = await task if task is not None else {}
+        sampled = await task if task is not None else {}
         while not _of_training(serving := self._probes.engines(step)) and not self._is_done(step):
             await asyncio.sleep(_POLL_S)
         due = _of_training(self._due(step))
-        late = {n: e for n, e in due.items() if n not in found or found[n].engine is not e}
-        found = found | await self._sample(step, late) | await self._finished_of_evaluation(step)
-        return {name: own for name, own in found.items() if serving.get(name) is own.engine}
+        late = {n: e for n, e in due.items() if n not in sampled or sampled[n].engine is not e}
+        sampled = sampled | await self._sample(step, late) | await self._finished_of_evaluation(step)
+        return {name: samples for name, samples in sampled.items() if serving.get(name) is samples.engine}
 
     async def _finished_of_evaluation(self, step: int) -> dict[str, ProbeSamples]:
         """Return what engines of evaluation have sampled by now, and give up the rest: once the weights move,
@@ -232,8 +238,8 @@ class SyncProbe:
                 f"sync probe of {name} at version {step}: left out, since updates do not wait for this engine"
             )
         await _cancel([tasks.pop(name) for name in late])
-        found = [task.result() for task in tasks.values()]  # bounded: they are done
-        return {name: own for samples in found for name, own in samples.items()}
+        finished = [task.result() for task in tasks.values()]  # bounded: they are done
+        return {name: engine_samples for samples in finished for name, engine_samples in samples.items()}
 
     async def _sample(self, step: int, engines: Mapping[str, Any]) -> dict[str, ProbeSamples]:
         """Sample the same prompts with the same seeds on each engine."""
@@ -256,7 +262,7 @@ class SyncProbe:
     ) -> tuple[str, dict[str, LogprobDifference | None]]:
         """Return the policy's dtype, and each engine's difference; None: no token is of version ``step``."""
         assert self._probes is not None
-        groups = distinct_groups([own for s in sampled.values() for own in s.groups])
+        groups = distinct_groups([samples for s in sampled.values() for samples in s.groups])
         if not groups:
             return "", dict.fromkeys(sampled)
         batch = make_batch(
@@ -267,23 +273,23 @@ class SyncProbe:
         )
         rows = rows_by_key(groups)
         dtype, policy = await self._probes.logprobs(batch)
-        found: dict[str, LogprobDifference | None] = {}
-        for name, own in sampled.items():
+        differences: dict[str, LogprobDifference | None] = {}
+        for name, samples in sampled.items():
             apart = [
                 (policy[rows[row_key(prompt, r)]].astype(np.float64) - r.logprobs)[r.policy_versions == step]
-                for prompt, rollouts in own.groups
+                for prompt, rollouts in samples.groups
                 for r in rollouts
             ]
             together = np.concatenate(apart) if apart else np.empty(0)
-            found[name] = LogprobDifference.of(together) if len(together) else None
-        return dtype, found
+            differences[name] = LogprobDifference.of(together) if len(together) else None
+        return dtype, differences
 
     def _judge(
         self,
         step: int,
         dtype: str,
         sampled: Mapping[str, ProbeSamples],
-        found: Mapping[str, LogprobDifference | None],
+        differences: Mapping[str, LogprobDifference | None],
         metrics: dict[str, float],
     ) -> None:
         precision = dtype if self._quantization == "none" else self._quantization
@@ -291,7 +297,7 @@ class SyncProbe:
         limit = f"bound {bound:g} in {precision}"
         self._bound = (bound, limit) if dtype else self._bound
         wrong = []
-        for name, difference in found.items():
+        for name, difference in differences.items():
             if difference is None:
                 self._not_compared(step, name)
             elif difference.mean <= bound:  # NaN is not
@@ -322,7 +328,7 @@ class SyncProbe:
 
 def _of_training(by_engine: Mapping[str, T]) -> dict[str, T]:
     """Return the values of engines by name without those of evaluation."""
-    return {name: own for name, own in by_engine.items() if not name.startswith(_EVALUATION)}
+    return {name: value for name, value in by_engine.items() if not name.startswith(_EVALUATION)}
 
 
 async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
@@ -331,14 +337,14 @@ async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _metrics(found: Mapping[str, LogprobDifference | None]) -> dict[str, float]:
+def _metrics(differences: Mapping[str, LogprobDifference | None]) -> dict[str, float]:
     """Return the metrics of the largest difference; {} if no engine was compared."""
-    known = [difference for difference in found.values() if difference is not None]
-    if not known:
+    compared = [difference for difference in differences.values() if difference is not None]
+    if not compared:
         return {}
     return {
-        "probe/logprob_diff_mean": max(d.mean for d in known),
-        "probe/logprob_diff_max": max(d.largest for d in known),
+        "probe/logprob_diff_mean": max(d.mean for d in compared),
+        "probe/logprob_diff_max": max(d.largest for d in compared),
     }
 
 
