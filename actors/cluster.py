@@ -338,7 +338,7 @@ class Cluster:
         """Return the demands of all roles once the cluster is large enough for them.
 
         A run that starts raises UserError at once. A run that restarts waits: a replacement for a lost node
-        may be on its way.
+        may be coming.
         """
         again = self._generation > 0
         end = time.monotonic() + (self._config.cluster.timeouts.placement_timeout_s if again else 0.0)

@@ -130,7 +130,7 @@ class DeltaSync:
 
     async def from_peer(self, worker: Any, version: int) -> bool:
         """Have ``worker``, which joins, get the weights ``version`` from an engine that holds them. Return
-        False if none could give them. The engines take turns, since giving takes cores and network of theirs.
+        False if none could give them. The engines alternate: giving costs an engine cores and network.
         """
         team, group = self._rollouts.team, self._group
         if self.token is None or self._of is None or self._of[0] != version or group is None:

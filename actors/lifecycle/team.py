@@ -470,7 +470,7 @@ class ElasticTeam(Team):
         self._leaving: set[int] = set()
         self._created = 0  # guests so far
         self._changes = dict(_NO_CHANGE)
-        # Held while a guest leaves, so that no weights are on their way to it.
+        # Held while a guest leaves, so that no weights are in transit to it.
         self.between_syncs: AbstractAsyncContextManager[Any] = nullcontext()
 
     @property

@@ -136,10 +136,10 @@ class Resources:
 class Demand:
     """Devices a role takes: ``workers`` actors with ``gpus`` each, or the CPU threads each may use.
 
-    ``shared``: they take turns on the devices of the policy ranks, which are counted there. ``cpus``:
+    ``shared``: colocated on the devices of the policy ranks, which are counted there. ``cpus``:
     reserved for each actor; 0: none. ``each``: GPUs of each worker where they differ, whole ones or a share
     of one; (): ``gpus`` each. ``copies``: which copy of its model each of these workers is, from 0.
-    ``adjacent``: so many successive workers exchange most, and are best on one node.
+    ``adjacent``: how many successive workers exchange most, and are best on one node.
     """
 
     workers: int
@@ -175,7 +175,7 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
     if "evaluation" in demands and "reward_models" in demands and demands["reward_models"].shared:
         raise UserError(
             f"`evaluation.num_workers` = {config.evaluation.num_workers}: evaluation scores while the policy "
-            "trains, but `rewards.models` take turns with it on the same devices (`cluster.placement`); set "
+            "trains, but `rewards.models` are colocated with it (`cluster.placement`); set "
             "cluster.placement=separate or evaluation.num_workers=0"
         )
     refused_deltas = config.rollout.may_grow and config.weight_sync.deltas is True
@@ -233,11 +233,11 @@ def has_reference(policy: PolicyConfig, reference: ReferenceConfig, *, needed: b
 def _not_colocated(
     rollout: RolloutConfig, ranks: int, rewards: RewardsConfig, max_staleness: int
 ) -> str | None:
-    """Return why engines and so many policy ranks cannot share devices, and the remedy; None: they can."""
+    """Return why engines cannot share devices with ``ranks`` policy ranks, and the remedy; None: they can."""
     if max_staleness > 0:
         return (
             f"`max_staleness` = {max_staleness} has sampling and training at the same time, and on "
-            "shared devices they take turns; set max_staleness=0 or cluster.placement=separate"
+            "shared devices they alternate; set max_staleness=0 or cluster.placement=separate"
         )
     if rollout.num_workers * rollout.tensor_parallel_size > ranks:
         return (
@@ -350,7 +350,7 @@ def _shared(
         apart = {**first, "cluster.placement": "colocated"}
     evaluation_gpus = demands["evaluation"].total_gpus if "evaluation" in demands else 0
     evaluations: list[tuple[int, dict[str, Any]]] = [(evaluation_gpus, {})]
-    if evaluation_gpus:  # it cannot score with reward models that take turns
+    if evaluation_gpus:  # it cannot score with colocated reward models
         without = (0, {"evaluation.num_workers": 0})
         evaluations = [without] if "reward_models" in demands else [*evaluations, without]
     for taken, evaluation in evaluations:

@@ -44,7 +44,7 @@ class Node:
 @dataclass(frozen=True)
 class Bundle:
     """Devices of one worker, on one node, or of several ``workers`` that share them. ``shares``: the index
-    and the GPUs of each worker of a role whose workers differ. ``adjacent``: so many successive bundles
+    and the GPUs of each worker of a role whose workers differ. ``adjacent``: how many successive bundles
     of the size are best on one node.
     """
 

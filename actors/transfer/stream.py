@@ -132,7 +132,7 @@ def send_changes(transport: Transport, changes: Changes, held: HeldWeights) -> d
 def receive_changes(transport: Transport, held: HeldWeights) -> set[str] | None:
     """Apply what `send_changes` sends to ``held``, and return the names of the tensors that changed.
 
-    None: the table was damaged on its way to a receiver, a delta is malformed, or the checksum of the copy is
+    None: the table was damaged in transit, a delta is malformed, or the checksum of the copy is
     not that of the sender's weights; ``held`` is then of no use. ``held.token`` is None afterwards.
     """
     held.token = None

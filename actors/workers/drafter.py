@@ -173,14 +173,14 @@ METHOD, NAME = "custom_class", "actors.workers.drafter.Drafter"
 # In vLLM's ``additional_config``.
 MAX_SEQUENCES, HISTORY_TOKENS = "grpo_dist_speculation_max_sequences", "grpo_dist_speculation_history_tokens"
 # A verified token costs part of a step: below this share of right drafts they are not worth it. It is then
-# only looked at in every so many steps whether they have become so.
+# only tried again every `_TRIAL` steps.
 _WORTH, _TRIAL = 0.3, 16
 _TOLD_BY = 4  # last tokens by which a row is taken to hold the text of the step before
 _MEMORY = 0.9  # weight of what was before in the running share
 
 
 class Drafter:
-    """Drafts for at most so many sequences at once; a fuller batch keeps the cores busy without."""
+    """Drafts for at most ``max_sequences`` at once; a fuller batch keeps the cores busy without."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         use_exact_sampler()

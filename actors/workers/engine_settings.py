@@ -44,12 +44,12 @@ _CPU_BLOCK = 32
 # a second time, with this share 15 to 45 %, in 0.92 to 0.99 of the time (tests/evidence/cache_headroom.py).
 _HEADROOM = 0.05
 _SHARE_OF_FREE_MEMORY = 0.25  # that the caches of all engines of a machine without a GPU may take
-GPU_MEMORY = {False: 0.85, True: 0.6}  # share of a GPU by whether policy ranks take turns on it
+GPU_MEMORY = {False: 0.85, True: 0.6}  # share of a GPU, by whether policy ranks are colocated
 # Of engines that compute on the cores of training. They get about a tenth of a core that training also wants:
 # at 19 they would get a hundredth, and be taken for hung.
 _NICENESS = 10
-# vLLM captures CUDA graphs for so many sequences at most unless configured, and beyond 256 for multiples
-# of 16; larger batches run without a graph.
+# Unless configured, vLLM captures CUDA graphs for up to 512 sequences, beyond 256 for multiples of 16;
+# larger batches run without a graph.
 _GRAPHS, _GRAPH_STEP = 512, 16
 # The worker class that records routes where vLLM's own recorder cannot run.
 RECORDING_WORKER = "actors.workers.route_recorder.RecordingWorker"

@@ -32,7 +32,7 @@ from grpo_dist.environments.rendering import Renderer, template_text
 from grpo_dist.runtime.metering import Meter
 from grpo_dist.types import Prompt, Rollout, Sampling
 
-# Samples a context with a seed: exactly, or at most, so many tokens, until one of the stop strings.
+# Samples a context with a seed: exactly, or at most, a number of tokens, until one of the stop strings.
 Generate = Callable[..., Coroutine[Any, Any, Generation]]
 
 # Workers that did not answer are tried again after so long, unless new addresses come before: the network

@@ -188,7 +188,7 @@ class PolicyGroup:
     async def base_top_logprobs(
         self, groups: Sequence[tuple[Prompt, Any]], top_k: int
     ) -> list[list[TeacherLogprobs]]:
-        """Do as `base_logprobs`, with the ``top_k`` likeliest tokens in the place of each."""
+        """Do as `base_logprobs`, with the ``top_k`` likeliest tokens at each position."""
         return await self._of_base("base_top_logprobs", groups, top_k)
 
     async def _of_base(self, method: str, groups: Sequence[tuple[Prompt, Any]], *first: Any) -> list[Any]:

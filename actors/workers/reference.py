@@ -142,7 +142,7 @@ class ReferenceWorker(Metered, Probeable):
 
     @metered("logprobs")
     def top_logprobs(self, prompt: Prompt, rollouts: Sequence[Rollout], top_k: int) -> list[TeacherLogprobs]:
-        """Return what `logprobs` does, with the ``top_k`` likeliest tokens in the place of each."""
+        """Return what `logprobs` does, with the ``top_k`` likeliest tokens at each position."""
         (logprobs,) = group_top_logprobs(
             lambda layout: self._module(layout, top_k=top_k), [(prompt, rollouts)], self._micro
         )

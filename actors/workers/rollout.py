@@ -414,7 +414,7 @@ class RolloutWorker(WeightReceiver, Probeable):
         exact: bool = False,
         stop: Sequence[str] = (),
     ) -> Generation:
-        """Return one finished completion: of ``max_tokens`` if ``exact``, else of so many at most. It ends
+        """Return one finished completion: of ``max_tokens`` if ``exact``, else of at most that many. It ends
         with the token that completes one of ``stop``.
 
         Each sample of a group is an engine request with its own seed: vLLM's ``n`` would choose the seeds

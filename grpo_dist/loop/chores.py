@@ -172,7 +172,7 @@ class StepChores:
     async def _end(self, step: int) -> NoReturn:
         await self._checkpoints.settle()
         self._recorder.phase("end")
-        raise Preempted(f"ended as asked after step {step}, saved; {RERUN}")
+        raise Preempted(f"stopped on request; step {step} saved; {RERUN}")
 
 
 # Objects that are made before a garbage collection looks at them; Python's 700 are those of 70 samples.
@@ -325,7 +325,7 @@ class Chores(StepChores):
         """Wait for the batch that follows ``step``, and return it. Where a node of the policy is about to go
         meanwhile, the state after ``step`` is saved, since the samples may take longer than its notice.
 
-            samples  | batch on its way ......................... |
+            samples  | batch in flight .......................... |
             policy     notice: save; on shared GPUs it waits for them | update
 
         Raises Preempted in a run that is asked to end, also while it saves.

@@ -47,7 +47,7 @@ def is_complete(due: Mapping[int, int], done: Mapping[int, int], *, step: int, s
     """Return whether ``size`` groups are done for ``step``, with those that later steps have no place for.
 
     Args:
-        due: groups on their way by the last step that may train them.
+        due: groups in flight by the last step that may train them.
         done: those of them that are sampled and scored, likewise.
     """
     if sum(done.values()) < size:
@@ -64,7 +64,7 @@ def choice(deadlines: Mapping[str, int], done: Sequence[str], *, step: int, size
     """Choose the ``size`` groups of ``step`` among those ``done``; None while it must wait for others.
 
     Args:
-        deadlines: last step that may train each group on its way, by uid. At most ``size`` * (d - step + 1)
+        deadlines: last step that may train each group in flight, by uid. At most ``size`` * (d - step + 1)
             are due by any step d.
         done: uids that are sampled and scored, in the order of preference.
 
@@ -133,12 +133,12 @@ class Launches:
         return list(self._done.values())
 
     def add(self, launch: Launch) -> None:
-        """Begin to count a group as on its way."""
+        """Count a group as in flight."""
         self._launches[launch.prompt.uid] = launch
         self._due_by_deadline[self._deadline(launch)] += 1
 
     def finish(self, uid: str, scored: ScoredGroup, *, silent: bool = False) -> None:
-        """Note that a group is sampled and scored. ``silent``: it has no signal, so others are preferred."""
+        """Note that a group is sampled and scored. ``silent``: zero-variance, so others are preferred."""
         self._done[uid] = scored
         self._done_by_deadline[self._deadline(self._launches[uid])] += 1
         if silent:
@@ -149,7 +149,7 @@ class Launches:
         self._done = dict(zip(self._done, scored, strict=True))
 
     def remove(self, uid: str) -> Launch:
-        """Stop to count a group as on its way, done or not."""
+        """Stop counting a group as in flight, complete or not."""
         launch = self._launches.pop(uid)
         self._due_by_deadline.take_off(self._deadline(launch))
         if self._done.pop(uid, None) is not None:
@@ -183,7 +183,7 @@ class Launches:
 
 
 _TRAINED, _COMPLETE = "trained", "complete"
-LengthSums = Mapping[str, tuple[int, int]]  # tokens and samples; of launches on their way by step
+LengthSums = Mapping[str, tuple[int, int]]  # tokens and samples; of launches in flight by step
 
 
 class LengthBias:
@@ -211,12 +211,12 @@ class LengthBias:
             self._add(_TRAINED, counts)
             self._add(str(launched), counts)
 
-    def settle(self, on_their_way: Collection[int]) -> float | None:
+    def settle(self, in_flight: Collection[int]) -> float | None:
         """Return the bias, as a share of the mean length of complete launches; None before there is one.
 
-        ``on_their_way``: launches with groups that are not trained yet.
+        ``in_flight``: launches with groups that are not trained yet.
         """
-        kept = {_TRAINED, _COMPLETE, *map(str, on_their_way)}
+        kept = {_TRAINED, _COMPLETE, *map(str, in_flight)}
         for launch in [name for name in self._sums if name not in kept]:
             self._add(_COMPLETE, self._sums.pop(launch))
         trained, complete = self._sums.get(_TRAINED, (0, 0)), self._sums.get(_COMPLETE, (0, 0))
@@ -230,20 +230,20 @@ class LengthBias:
 
 
 class FirstCome(Pipeline):
-    """Groups on their way, each launched by itself: in place of `Pipeline`, the batches in launch order."""
+    """Groups in flight, each launched by itself; `Pipeline` has batches in launch order."""
 
     def _restore(self, state: PipelineState, *, first: int) -> None:
         super()._restore(state, first=first)
         self._step = self._label = first  # the next to train, and that of the last launch
         self._launches = Launches(self._per_step, self._max_staleness)
         self._running: dict[asyncio.Task[None], None] = {}  # in launch order
-        self._aside: dict[str, tuple[Launch, Group]] = {}  # no signal, and replaced; of the step to come
+        self._aside: dict[str, tuple[Launch, Group]] = {}  # zero-variance, and replaced; of the step to come
         # Trained or replaced by a step since the last launch: another group would have their seeds.
         self._just_taken: set[str] = set()
         self._drawn: deque[int] = deque()  # order indices to launch next
-        self._held: list[int] = []  # those that came up while their prompts were on their way
-        self._wanted = 0  # groups that are to be on their way
-        self._resumed = [  # step and order index of those that a checkpoint had on their way
+        self._held: list[int] = []  # those that came up while their prompts were in flight
+        self._wanted = 0  # groups to have in flight
+        self._resumed = [  # step and order index of those that a checkpoint had in flight
             (step, index) for step, indices in sorted(self._order_indices.items()) for index in indices
         ]
         self._draws = state.order.position  # from an order that is no stream
@@ -253,7 +253,7 @@ class FirstCome(Pipeline):
         self._bias = LengthBias(state.lengths)
 
     async def launch(self, *, through: int) -> None:
-        """Launch groups until as many are on their way as may be. ``through``: last step to launch for."""
+        """Launch groups until as many are in flight as may be. ``through``: last step to launch for."""
         self._label, self._just_taken = self._step, set()
         self._return_drawn()
         self._sampling.setdefault(self._label, self._schedule.of(self._label))
@@ -307,8 +307,8 @@ class FirstCome(Pipeline):
         self._launches.renew(renewed.scored)
 
     def state(self) -> PipelineState:
-        """Return what a checkpoint keeps: the groups that are done, the order indices of all that are on
-        their way, which a resumed run launches again, and the state of the order.
+        """Return what a checkpoint keeps: the groups that are done, the order indices of all that are in
+        flight, which a resumed run launches again, and the state of the order.
         """
         self._return_drawn()
         done = {step: self._scorer.finished(step) for step in self._order_indices}
@@ -368,7 +368,7 @@ class FirstCome(Pipeline):
 
     def _metrics(self, launches: Sequence[Launch], groups: Sequence[Group]) -> dict[str, float]:
         self._bias.trained(zip((launch.step for launch in launches), groups, strict=True))
-        # A group on its way may be replaced, and the last launch grows.
+        # A group in flight may be replaced, and the last launch grows.
         growing = [self._label] if self._launches else []
         bias = self._bias.settle({*self._order_indices, *growing})
         waited = [self._step - launch.step for launch in launches]
@@ -400,7 +400,7 @@ class FirstCome(Pipeline):
             self._changed.set()
 
     async def _run(self, launch: Launch) -> None:
-        """Sample and score a group; replace it if it has no signal and the step may replace one more."""
+        """Sample and score a group; replace it if it is zero-variance and the step may replace one more."""
         uid, has_signal = launch.prompt.uid, True
         if not self._dynamic.enabled:
             scored = await self._scorer.scored_group(launch.prompt, launch.step)
@@ -422,7 +422,7 @@ class FirstCome(Pipeline):
             self._changed.set()
 
     def _draw(self) -> Launch:
-        """Return the launch of the next prompt that is not on its way.
+        """Return the launch of the next prompt that is not in flight.
 
         An order that is no stream gives as many at once as a launch may need.
         """
@@ -437,7 +437,7 @@ class FirstCome(Pipeline):
                 return Launch(prompt, index, self._label)
             self._held.append(index)
         taken = len(self._launches) + len(self._just_taken) + len(self._aside)
-        raise RuntimeError(f"the prompt order gave none but the {taken} prompts that are on their way")
+        raise RuntimeError(f"the prompt order gave only the {taken} prompts that are in flight")
 
     def _return_drawn(self) -> None:
         """Return to the order what it gave too early, since the prompts may be free from now on; the next

@@ -145,7 +145,7 @@ class GroupDraw:
 
     Attributes:
         samples: of a group.
-        least: so many suffice where the engines cannot give the others; with fewer the group is drawn again.
+        least: how many suffice where the engines cannot give the others; with fewer the group is drawn again.
         with_baseline: a greedy sample too, ReMax's baseline.
         temperatures: of sources with their own, by name.
     """

@@ -48,8 +48,8 @@ class Refill:
         has_signal: whether a step can learn from a group.
         prompts: those of the step, then further ones to draw on, in order.
         wanted: groups of the batch, and prompts of the step.
-        oversample: once the groups of the step's own prompts are known, so many further prompts are launched
-            per group still missing.
+        oversample: once the groups of the step's own prompts are known, how many further prompts are
+            launched per group still missing.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Refill:
 
     async def batch(self) -> SampledBatch:
         """Return ``wanted`` groups, those with a signal first, and the rest as discarded. Where the prompts
-        run out, groups without a signal fill the batch.
+        run out, zero-variance groups fill the batch.
         """
         async with task_group() as tasks:
             self._launch(tasks, self._wanted)
@@ -138,7 +138,7 @@ class Pipeline:
         self._restore(state, first=first)
 
     def _restore(self, state: PipelineState, *, first: int) -> None:
-        """Begin with what is on its way in ``state``; ``first`` is the next batch."""
+        """Begin with what is in flight in ``state``; ``first`` is the next batch."""
         self._next_batch = first
         self._restored = {b: self._as_drawn(b, sampled) for b, sampled in state.ahead.items()}
         self._launched: deque[tuple[int, asyncio.Task[ScoredBatch]]] = deque()

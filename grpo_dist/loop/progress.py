@@ -33,7 +33,7 @@ class ScheduleState:
 
 @dataclass(frozen=True, slots=True)
 class PipelineState:
-    """The batches on their way. Each is numbered by the step that trains on it.
+    """The batches in flight. Each is numbered by the step that trains on it.
 
     Attributes:
         ahead: finished batches that are not trained on yet, by number.

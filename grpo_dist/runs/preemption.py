@@ -84,13 +84,13 @@ class Interruption:
             if not self.stop_requested():
                 raise
             first = str(error).partition("\n")[0]
-            raise Preempted(f"ended as asked; the step was not saved ({first}); {RERUN}") from error
+            raise Preempted(f"stopped on request; the step was not saved ({first}); {RERUN}") from error
         finally:
             self._finishes = False
             if self._timer is not None:
                 self._timer.cancel()
         if self.stop_requested():
-            raise Preempted(f"ended as asked after saving the last step; {RERUN}")
+            raise Preempted(f"stopped on request; the last step is saved; {RERUN}")
 
     def _heard(self, number: signal.Signals) -> None:
         name, first = number.name, self._asked is None

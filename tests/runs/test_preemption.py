@@ -62,7 +62,7 @@ def test_a_run_asked_to_stop_finishes_its_step_and_the_same_command_resumes(stal
     whole, world = fakes.World(), fakes.World()
     session(whole, config, said)
     asked_during(world, step=2, number=KILL[name])
-    with pytest.raises(Preempted, match="ended as asked after step 2") as ended:
+    with pytest.raises(Preempted, match="stopped on request; step 2") as ended:
         session(world, config, said)
     assert ended.value.exit_code == 75 and world.events[-2:] == ["settled", "end"]
     assert len(said) == 1 and "ending after this step and its checkpoint, within 60 s" in said[0]
@@ -113,7 +113,7 @@ def test_a_stop_during_sampling_keeps_finished_groups_and_waits_for_no_others(st
 
     third = [fakes.prompts(40)[i].uid for i in step_prompts(40, 4, 0, 2 + staleness)]
     world = Slow(jitter=False)
-    with pytest.raises(Preempted, match="ended as asked after step"):
+    with pytest.raises(Preempted, match="stopped on request; step"):
         session(world, config, said)
     (step,) = world.saved
     kept = world.saved[step]
@@ -146,7 +146,7 @@ def test_a_stop_during_sampling_gives_up_what_is_in_flight_before_it_saves():
             await super().save(step, workers, progress)
 
     world = Slow(jitter=False)
-    with pytest.raises(Preempted, match="ended as asked after step 2, saved"):
+    with pytest.raises(Preempted, match="stopped on request; step 2 saved"):
         session(world, config, said)
     assert list(world.saved) == [2]
 
@@ -168,7 +168,7 @@ def test_a_stop_during_an_evaluation_saves_the_step_and_evaluates_on_resume():
             return await super().sample(prompt, **request)
 
     world = Long(jitter=False)
-    with pytest.raises(Preempted, match="ended as asked after step 2, saved"):
+    with pytest.raises(Preempted, match="stopped on request; step 2 saved"):
         session(world, config, said, eval_sets=held)
     assert list(world.saved) == [2] and world.saved[2].evaluation_pending
     assert not any(name.startswith("eval/") for name in world.logged[2])
@@ -199,7 +199,7 @@ def test_a_stop_while_engines_drain_saves_the_finished_step():
 
     third = [fakes.prompts(40)[i].uid for i in step_prompts(40, 4, 0, 2)]
     world = Slow(jitter=False)
-    with pytest.raises(Preempted, match="ended as asked after step 2, saved"):
+    with pytest.raises(Preempted, match="stopped on request; step 2 saved"):
         session(world, config, said)
     assert list(world.saved) == [2] and len(world.updates) == 2 and world.version == 1
     resumed = fakes.World(jitter=False)

@@ -423,5 +423,5 @@ def test_evaluation_without_gpus_has_threads_in_addition_to_those_of_the_others(
 
 def test_reward_models_that_take_turns_with_the_policy_cannot_score_while_it_trains():
     wanted = config(**EVALUATED, **MODELS, cluster={"placement": "colocated"})
-    with pytest.raises(UserError, match=r"`evaluation.num_workers` = 1: .* take turns with it"):
+    with pytest.raises(UserError, match=r"`evaluation.num_workers` = 1: .* colocated with it"):
         placement(wanted, NODE, training=True)
