@@ -15,10 +15,9 @@ GPU 9, if any engines that join        GPU 9, if any         engines that join
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from grpo_dist.config import (
@@ -172,33 +171,42 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
     """
     colocated = training and not config.is_supervised and is_colocated(config, has)
     demands = demands_of(config, has, training=training, colocated=colocated)
-    if "evaluation" in demands and "reward_models" in demands and demands["reward_models"].shared:
-        raise UserError(
+    if problem := _colocation_problem(config, demands, has):
+        raise UserError(problem)
+    if not has.gpus:
+        _check_cpus(demands, has.cpus, config.rollout.tensor_parallel_size)
+    elif _gpus(demands) > has.gpus:
+        raise _too_few_gpus(
+            config.cluster, demands, has.gpus, _colocated_overrides(config, demands, has.gpus)
+        )
+    elif training and (rollout := demands.get("rollout")):  # refuses a transport that cannot connect these
+        transfer_backend(config.weight_sync.backend, "cuda", one_host=True, colocated=rollout.shared)
+    return demands
+
+
+def _colocation_problem(config: Config, demands: Mapping[str, Demand], has: Resources) -> str | None:
+    """Return why roles cannot share devices as the configuration asks, and the remedy; None: they can."""
+    shared = {role for role, demand in demands.items() if demand.shared}
+    if "evaluation" in demands and "reward_models" in shared:
+        return (
             f"`evaluation.num_workers` = {config.evaluation.num_workers}: evaluation scores while the policy "
             "trains, but `rewards.models` are colocated with it (`cluster.placement`); set "
             "cluster.placement=separate or evaluation.num_workers=0"
         )
-    refused_deltas = config.rollout.may_grow and config.weight_sync.deltas is True
-    if refused_deltas and "rollout" in demands and demands["rollout"].shared:
-        apart = _gpus(demands_of(config, has, training=True, colocated=False))
-        raise UserError(
+    if "rollout" in shared and _keeps_weights_of_joining(config):
+        separate = _gpus(demands_of(config, has, training=True, colocated=False))
+        return (
             f"`weight_sync.deltas` = true: engines that join (`rollout.max_workers` = "
             f"{config.rollout.max_workers}) hold the weights before, and colocated ones drop them at every "
             "update; set weight_sync.deltas=false"
-            + (" or cluster.placement=separate" if apart <= has.gpus else "")
+            + (" or cluster.placement=separate" if separate <= has.gpus else "")
         )
-    if not has.gpus:
-        _check_cpus(demands, has.cpus, config.rollout.tensor_parallel_size)
-    elif _gpus(demands) > has.gpus:
-        excluded = _not_colocated(config.rollout, config.policy.num_workers, config.rewards, max_staleness=0)
-        shares, change = {"policy", "rollout"} <= demands.keys() and not excluded, partial(changed, config)
-        first: dict[str, Any] = {"max_staleness": 0} if config.max_staleness else {}
-        first |= {"weight_sync.deltas": False} if refused_deltas else {}
-        sharing = _shared(demands, config.rollout, first, has.gpus, change) if shares else None
-        raise _too_few_gpus(config.cluster, demands, has.gpus, sharing)
-    elif training and (rollout := demands.get("rollout")):  # refuses a transport that cannot connect these
-        transfer_backend(config.weight_sync.backend, "cuda", one_host=True, colocated=rollout.shared)
-    return demands
+    return None
+
+
+def _keeps_weights_of_joining(config: Config) -> bool:
+    """Return whether engines that join must hold the weights before, which colocated engines drop."""
+    return config.rollout.may_grow and config.weight_sync.deltas is True
 
 
 def is_colocated(config: Config, has: Resources) -> bool:
@@ -255,25 +263,48 @@ def _not_colocated(
 
 
 def demands_of(config: Config, has: Resources, *, training: bool, colocated: bool) -> dict[str, Demand]:
-    """Return what every role takes, whether or not ``has`` is enough for all."""
+    """Return what every role takes, whether or not ``has`` is enough for all.
+
+    A role that computes has ``threads`` of its section, or else its share of the CPUs, divided by its workers
+    and at most those of the largest node:
+
+        colocated, or an evaluation    all CPUs: the other roles wait meanwhile
+        separate                       half of them, for engines and for ranks
+        supervised                     all of them, for the ranks
+
+    One CPU is left to the driver, which may be a job of the cluster, where CPUs are reserved. The engines of
+    an evaluation get threads in addition, since between evaluations a share would be idle.
+    """
+    rollout, policy, reference, evaluation = (
+        config.rollout,
+        config.policy,
+        config.reference,
+        config.evaluation,
+    )
     on_gpu = 1 if has.gpus else 0
-    # Colocated roles have all CPUs while they run; otherwise sampling and training get half of them each.
-    # Where CPUs are reserved, one is left to the driver, which may be a job of the cluster itself.
     free = has.cpus - 1 if has.shared and not has.gpus else has.cpus
-    alone = colocated or not training
-    share = free if config.is_supervised else has.cpus if alone else max(1, free // 2)
-    most = has.node_cpus or has.cpus  # threads of one worker
-    rollout, policy, reference = config.rollout, config.policy, config.reference
+    separate = training and not (colocated or config.is_supervised)
+    share = max(1, free // 2) if separate else free if config.is_supervised else has.cpus
+    node = has.node_cpus or has.cpus
+
+    def threads(configured: int, workers: int) -> int:
+        return configured or max(1, min(node, share // workers))
+
     # `auto` means threads alone where there are no GPUs: on cores, roles need not wait for each other.
     shared = colocated and (has.gpus > 0 or config.cluster.placement == "colocated")
-    on_each = policy.num_workers if shared and has.gpus else None  # copies of a frozen model
+    on_each = policy.num_workers if shared and has.gpus else None  # copies of a frozen model, one on each GPU
+    ranks = Demand(
+        policy.num_workers,
+        on_gpu,
+        threads(policy.threads, policy.num_workers),
+        adjacent=policy.sequence_parallel,
+    )
+    if config.is_supervised:
+        return _with_cpus({"policy": ranks}, has, colocated=colocated)
+    gpus = on_gpu * rollout.tensor_parallel_size
+    engine_threads = threads(rollout.threads, rollout.num_workers)
     demands = {
-        "rollout": Demand(
-            rollout.num_workers,
-            on_gpu * rollout.tensor_parallel_size,
-            rollout.threads or max(1, min(most, share // rollout.num_workers)),
-            shared=shared,
-        ),
+        "rollout": Demand(rollout.num_workers, gpus, engine_threads, shared=shared),
         "rewards": Demand(config.rewards.num_workers, 0, 1),
     }
     if training and config.evaluation.num_workers:
@@ -283,21 +314,25 @@ def demands_of(config: Config, has: Resources, *, training: bool, colocated: boo
             on_gpu * rollout.tensor_parallel_size,
             1,
         )
+    if training and evaluation.num_workers:
+        demands["evaluation"] = Demand(evaluation.num_workers, gpus, evaluation.threads or 1)
     if config.has_environments:
         demands["environments"] = Demand(config.environments.num_workers, 0, 1)
     if config.rewards.models:
         demands["reward_models"] = _of_reward_models(config.rewards, on_each, on_gpu, shared=shared)
-    if training:
-        threads = policy.threads or max(1, min(most, share // policy.num_workers))
-        demands["policy"] = Demand(policy.num_workers, on_gpu, threads, adjacent=policy.sequence_parallel)
-    if training and has_reference(policy, reference, needed=config.needs_reference, colocated=shared):
+    if not training:
+        return _with_cpus(demands, has, colocated=colocated)
+    demands["policy"] = ranks
+    if has_reference(policy, reference, needed=config.needs_reference, colocated=shared):
         workers = on_each or reference.num_workers
         demands["reference"] = Demand(workers, on_gpu, reference.threads or 1, shared=shared)
-    if training and (teachers := config.distillation.of_own_models):
+    if teachers := config.distillation.of_own_models:
         workers = sum(on_each or teacher.num_workers for teacher in teachers)
         demands["teachers"] = Demand(workers, on_gpu, 1, shared=shared)
     if config.is_supervised:
         demands = {"policy": demands["policy"]}
+        most_threads = max(teacher.threads or 1 for teacher in teachers)
+        demands["teachers"] = Demand(workers, on_gpu, most_threads, shared=shared)
     return _with_cpus(demands, has, colocated=colocated)
 
 
@@ -334,30 +369,28 @@ def _gpus(demands: Mapping[str, Demand]) -> int:
     return sum(d.total_gpus for d in demands.values() if not d.shared)
 
 
-def _shared(
-    demands: Mapping[str, Demand],
-    rollout: RolloutConfig,
-    first: Mapping[str, Any],
-    gpus: int,
-    change: Callable[[dict[str, Any]], object],
-) -> dict[str, Any] | None:
-    """Return overrides with which engines and policy ranks share some of ``gpus``; None: there are none.
-    ``first``: what roles apart must change before they can share; ``change`` raises ValueError for overrides
-    that the configuration refuses.
-    """
-    apart: dict[str, Any] = {}
+def _colocated_overrides(config: Config, demands: Mapping[str, Demand], gpus: int) -> dict[str, Any] | None:
+    """Return overrides with which engines and policy ranks share some of ``gpus``; None: there are none."""
+    rollout, evaluated = config.rollout, demands.get("evaluation")
+    if not {"policy", "rollout"} <= demands.keys() or _not_colocated(
+        rollout, config.policy.num_workers, config.rewards, max_staleness=0
+    ):
+        return None
+    first: dict[str, Any] = {}
     if not demands["rollout"].shared:
-        apart = {**first, "cluster.placement": "colocated"}
-    evaluation_gpus = demands["evaluation"].total_gpus if "evaluation" in demands else 0
-    evaluations: list[tuple[int, dict[str, Any]]] = [(evaluation_gpus, {})]
-    if evaluation_gpus:  # it cannot score with colocated reward models
+        first = {"max_staleness": 0} if config.max_staleness else {}
+        first |= {"weight_sync.deltas": False} if _keeps_weights_of_joining(config) else {}
+        first["cluster.placement"] = "colocated"
+    evaluations: list[tuple[int, dict[str, Any]]] = [(evaluated.total_gpus if evaluated else 0, {})]
+    if evaluated:
         without = (0, {"evaluation.num_workers": 0})
+        # It cannot score with colocated reward models.
         evaluations = [without] if "reward_models" in demands else [*evaluations, without]
-    for taken, evaluation in evaluations:
-        for fewer in smaller_shared(demands["policy"].workers, rollout, gpus - taken):
-            with suppress(ValueError):
-                change(apart | evaluation | fewer)
-                return apart | evaluation | fewer
+    for evaluation_gpus, evaluation in evaluations:
+        for fewer in smaller_shared(demands["policy"].workers, rollout, gpus - evaluation_gpus):
+            with suppress(ValueError):  # of overrides that the configuration refuses
+                changed(config, first | evaluation | fewer)
+                return first | evaluation | fewer
     return None
 
 
