@@ -109,7 +109,7 @@ class Factory:
     def policy(self, model_dir: Path, *, generation: int) -> PolicyGroup:
         config = self._config
         return PolicyGroup(
-            PolicySpec.of(config, model_dir),
+            PolicySpec.from_config(config, model_dir),
             replace(self._actors("policy"), generation=generation),
             timeouts=config.cluster.timeouts,
             profile=config.profile,
@@ -126,7 +126,7 @@ class Factory:
     def rollouts(
         self, model_dir: Path, shared: SharedDevices | None, environments: EnvironmentPool | None
     ) -> RolloutPool:
-        spec = EngineSpec.of(self._config, model_dir, colocated=shared is not None)
+        spec = EngineSpec.from_config(self._config, model_dir, colocated=shared is not None)
         actors = replace(self._actors("rollout", shared.engines if shared else ()), guests=self.guests())
         return RolloutPool(spec, actors, environments=environments)
 
@@ -143,7 +143,7 @@ class Factory:
         """Create the engines on which evaluation runs while training continues; None: there are none."""
         if "evaluation" not in self.demands:
             return None
-        spec = EngineSpec.of(self._config, model_dir).for_evaluation(self._config.evaluation)
+        spec = EngineSpec.from_config(self._config, model_dir).for_evaluation(self._config.evaluation)
         actors = self._actors("evaluation")
         return RolloutPool(spec, actors, environments=environments, role="evaluation")
 

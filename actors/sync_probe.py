@@ -27,9 +27,9 @@ class EngineProbe:
         """Return the serving engines that hold ``version`` by name; a replacement is another object. Raises
         the error that ended the role.
         """
-        return self._of_training() | dict(serving(self._evaluation, version))
+        return self._training_engines() | dict(serving(self._evaluation, version))
 
-    def _of_training(self) -> dict[str, Any]:
+    def _training_engines(self) -> dict[str, Any]:
         team = self._rollouts.team
         team.check()
         serve = team.alive()

@@ -319,7 +319,7 @@ def demands_of(config: Config, has: Resources, *, training: bool, colocated: boo
     if config.has_environments:
         demands["environments"] = Demand(config.environments.num_workers, 0, 1)
     if config.rewards.models:
-        demands["reward_models"] = _of_reward_models(config.rewards, on_each, on_gpu, shared=shared)
+        demands["reward_models"] = _reward_model_demand(config.rewards, on_each, on_gpu, shared=shared)
     if not training:
         return _with_cpus(demands, has, colocated=colocated)
     demands["policy"] = ranks
@@ -336,7 +336,7 @@ def demands_of(config: Config, has: Resources, *, training: bool, colocated: boo
     return _with_cpus(demands, has, colocated=colocated)
 
 
-def _of_reward_models(rewards: RewardsConfig, on_each: int | None, on_gpu: int, *, shared: bool) -> Demand:
+def _reward_model_demand(rewards: RewardsConfig, on_each: int | None, on_gpu: int, *, shared: bool) -> Demand:
     workers = sum(on_each or model.num_workers for model in rewards.models)
     each = tuple(model.gpus for model in rewards.models for _ in range(model.num_workers))
     copies = tuple(copy for model in rewards.models for copy in range(model.num_workers))

@@ -75,7 +75,7 @@ def bundles(demands: dict[str, Demand]) -> list[Bundle]:
         if demand is None or demand.shared or not (demand.cpus or demand.gpus):
             continue
         if demand.each:
-            wanted += _of_shares(role, demand)
+            wanted += _shared_bundles(role, demand)
             continue
         for together in _sizes(role, demands):
             gpus, cpus = together * demand.gpus, together * demand.cpus
@@ -84,7 +84,7 @@ def bundles(demands: dict[str, Demand]) -> list[Bundle]:
     return wanted
 
 
-def _of_shares(role: str, demand: Demand) -> list[Bundle]:
+def _shared_bundles(role: str, demand: Demand) -> list[Bundle]:
     """Return a bundle for each group of workers that share a GPU, and for each worker with its own."""
     shares = [tuple((i, demand.each[i]) for i in together) for together in demand.together()]
     return [

@@ -99,7 +99,7 @@ class EngineSpec:
         )
 
     @classmethod
-    def of(cls, config: Config, model_dir: Path, *, colocated: bool = False) -> EngineSpec:
+    def from_config(cls, config: Config, model_dir: Path, *, colocated: bool = False) -> EngineSpec:
         """Raises UserError for arguments in `rollout.engine` that a user must not set."""
         if problems := list(engine_problems(config.rollout, config.algorithm, None)):
             raise UserError("; ".join(problems))

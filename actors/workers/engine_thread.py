@@ -308,7 +308,7 @@ class EngineThread:
         try:
             self._engine = make_engine(arguments, imported)
             self._preemptions = Preemptions(self._core.scheduler)
-            self._tails = SharedTails.of(self._core.scheduler) if shares_tails else None
+            self._tails = SharedTails.attach(self._core.scheduler) if shares_tails else None
         except BaseException as error:
             self._failed = error
         while self._loop_once():

@@ -76,7 +76,7 @@ class ExactSampler(RejectionSampler):
         going, right = list(range(len(drafted))), 0  # requests whose drafts were right so far; their tokens
         for position in range(max(drafted) + 1):
             rows = [first[request] + position for request in going]
-            row_metadata = of_requests(sampling_metadata, going)
+            row_metadata = select_requests(sampling_metadata, going)
             drawn = self.sampler(logits=logits[rows], sampling_metadata=row_metadata)
             tokens[going, position] = drawn.sampled_token_ids[:, 0]
             if drawn.logprobs_tensors is not None:
@@ -122,7 +122,7 @@ def _processors(metadata: SamplingMetadata) -> list[str]:
     return processors
 
 
-def of_requests(metadata: SamplingMetadata, requests: list[int]) -> SamplingMetadata:
+def select_requests(metadata: SamplingMetadata, requests: list[int]) -> SamplingMetadata:
     """Return the sampling settings of some requests of a batch, which share their generators with it."""
 
     def rows(of_all: torch.Tensor | None) -> Any:

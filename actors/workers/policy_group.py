@@ -52,7 +52,7 @@ class PolicySpec:
     trainer: TrainerSettings
 
     @classmethod
-    def of(cls, config: Config, model_dir: Path) -> PolicySpec:
+    def from_config(cls, config: Config, model_dir: Path) -> PolicySpec:
         trainer = TrainerSettings(
             loss=replace(
                 loss_settings(config.algorithm, config.code_paths),
@@ -161,7 +161,7 @@ class PolicyGroup:
 
     async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
         """Return log-probs of the rows of ``batch``: see `PolicyWorker.logprobs`."""
-        answers = await self._of_rows("logprobs", batch, "log-probs")
+        answers = await self._call_with_rows("logprobs", batch, "log-probs")
         rows = {row: values for _, rank_rows in answers for row, values in rank_rows.items()}
         return answers[0][0], rows
 
@@ -169,10 +169,10 @@ class PolicyGroup:
         """Return by row id the score norms of the trained tokens of ``batch`` under the current weights,
         float32 [C]: see `selected_score_norms`.
         """
-        answers = await self._of_rows("score_norms", batch, "score norms of tokens")
+        answers = await self._call_with_rows("score_norms", batch, "score norms of tokens")
         return {row: values for rank_rows in answers for row, values in rank_rows.items()}
 
-    async def _of_rows(self, method: str, batch: TrainBatch, stage: str) -> list[Any]:
+    async def _call_with_rows(self, method: str, batch: TrainBatch, stage: str) -> list[Any]:
         arguments = [(rows,) for rows in self.stage([batch])]
         async with self.turn(), self._deadline(self.update_s, stage):
             return await self._each(method, arguments)
@@ -183,15 +183,17 @@ class PolicyGroup:
         ``groups``: prompts, and their samples or object references to them. Ranks that share sequences get
         the same groups.
         """
-        return await self._of_base("base_logprobs", groups)
+        return await self._call_without_adapters("base_logprobs", groups)
 
     async def base_top_logprobs(
         self, groups: Sequence[tuple[Prompt, Any]], top_k: int
     ) -> list[list[TeacherLogprobs]]:
         """Do as `base_logprobs`, with the ``top_k`` likeliest tokens at each position."""
-        return await self._of_base("base_top_logprobs", groups, top_k)
+        return await self._call_without_adapters("base_top_logprobs", groups, top_k)
 
-    async def _of_base(self, method: str, groups: Sequence[tuple[Prompt, Any]], *first: Any) -> list[Any]:
+    async def _call_without_adapters(
+        self, method: str, groups: Sequence[tuple[Prompt, Any]], *first: Any
+    ) -> list[Any]:
         replicas, together = self._settings.replicas, self._settings.sequence_parallel
         dealt = [groups[i::replicas] for i in range(replicas) for _ in range(together)]
         arguments = [

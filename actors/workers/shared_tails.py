@@ -42,7 +42,7 @@ class SharedTails:
         self._held: dict[Prompt, list[tuple[str, Add]]] = {}
 
     @classmethod
-    def of(cls, scheduler: Any) -> SharedTails | None:
+    def attach(cls, scheduler: Any) -> SharedTails | None:
         """Return those of an engine; None where it shares no blocks, has several kinds of cache, or one that
         drops tokens.
         """

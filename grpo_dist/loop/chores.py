@@ -68,7 +68,7 @@ class StepTimes:
     last: int
 
     @classmethod
-    def of(cls, profile: ProfileConfig, checkpoint: CheckpointConfig, last: int) -> StepTimes:
+    def from_config(cls, profile: ProfileConfig, checkpoint: CheckpointConfig, last: int) -> StepTimes:
         return cls(profile.steps, checkpoint.every, last)
 
 
@@ -220,7 +220,7 @@ class Chores(StepChores):
         evaluation: Callable[..., Coroutine[Any, Any, dict[str, float]]],
         stop_requested: Callable[[], bool],
     ) -> None:
-        times = StepTimes.of(config.profile, config.checkpoint, config.steps)
+        times = StepTimes.from_config(config.profile, config.checkpoint, config.steps)
         super().__init__(times, workers, recorder, checkpoints, parts, stop_requested)
         self._config, self._parts, self._evaluation = config, parts, evaluation
         self._own_metrics = OwnMetrics(

@@ -29,7 +29,7 @@ from grpo_dist.data.stream import PromptStream
 from grpo_dist.loop.groups import ScoredBatch, ScoredGroup
 from grpo_dist.loop.pipeline import Pipeline
 from grpo_dist.loop.progress import PipelineState
-from grpo_dist.loop.sampling_schedule import drawn_with
+from grpo_dist.loop.sampling_schedule import sampling_used
 from grpo_dist.runtime.concurrency import finished_unless_stopped
 from grpo_dist.types import Group, Prompt
 
@@ -289,7 +289,7 @@ class FirstCome(Pipeline):
         self._return_drawn()
         self._forget(gone)
         self._order.trained([launch.index for launch in gone], batch.sampled)
-        self._schedule.observe(batch.sampled, drawn_with(batch.sampled, self._sampling[self._label]))
+        self._schedule.observe(batch.sampled, sampling_used(batch.sampled, self._sampling[self._label]))
         metrics = self._metrics(launches, batch.groups)
         self._step, self._wanted = self._step + 1, self._wanted - self._per_step
         return replace(batch, metrics=metrics)
@@ -303,7 +303,7 @@ class FirstCome(Pipeline):
         await self._all_done(lambda: False)
         await refresh()
         async with self._deadline(self._step):
-            renewed = await self._scorer.renewed(ScoredBatch(self._launches.done))
+            renewed = await self._scorer.renew(ScoredBatch(self._launches.done))
         self._launches.renew(renewed.scored)
 
     def state(self) -> PipelineState:
@@ -403,9 +403,9 @@ class FirstCome(Pipeline):
         """Sample and score a group; replace it if it is zero-variance and the step may replace one more."""
         uid, has_signal = launch.prompt.uid, True
         if not self._dynamic.enabled:
-            scored = await self._scorer.scored_group(launch.prompt, launch.step)
+            scored = await self._scorer.sample_and_score(launch.prompt, launch.step)
         else:
-            group = await self._scorer.group(launch.prompt, launch.step)
+            group = await self._scorer.sample_and_grade(launch.prompt, launch.step)
             has_signal = self._has_signal(group)
             if not has_signal and len(self._aside) < self._admission.replacements:
                 self._launches.remove(uid)
@@ -413,7 +413,7 @@ class FirstCome(Pipeline):
                 self._fill()
                 self._note_change()
                 return
-            scored = await self._scorer.referenced(group)
+            scored = await self._scorer.add_logprobs(group)
         self._launches.finish(uid, scored, silent=not has_signal)
         self._note_change()
 

@@ -194,15 +194,15 @@ class GroupScorer:
 
     async def score(self, prompts: Sequence[Prompt], batch: int) -> ScoredBatch:
         """Sample and score a group of each prompt."""
-        return ScoredBatch(await gather(self.scored_group(prompt, batch) for prompt in prompts))
+        return ScoredBatch(await gather(self.sample_and_score(prompt, batch) for prompt in prompts))
 
     async def with_reference(self, batch: SampledBatch) -> ScoredBatch:
         """Compute the log-probs of reference and teachers of groups that are sampled and scored already."""
-        return ScoredBatch(await gather(self.referenced(g) for g in batch.groups), batch.discarded)
+        return ScoredBatch(await gather(self.add_logprobs(g) for g in batch.groups), batch.discarded)
 
-    async def renewed(self, batch: ScoredBatch) -> ScoredBatch:
+    async def renew(self, batch: ScoredBatch) -> ScoredBatch:
         """Return ``batch`` with the log-probs of a reference that has changed since."""
-        scored = await gather(self.referenced(s.group, s.teacher_logprobs) for s in batch.scored)
+        scored = await gather(self.add_logprobs(s.group, s.teacher_logprobs) for s in batch.scored)
         return replace(batch, scored=scored)
 
     def finished(self, batch: int) -> list[Group]:
@@ -216,17 +216,17 @@ class GroupScorer:
         if uid is None or not self._finished.get(batch):
             self._finished.pop(batch, None)
 
-    async def scored_group(self, prompt: Prompt, batch: int) -> ScoredGroup:
+    async def sample_and_score(self, prompt: Prompt, batch: int) -> ScoredGroup:
         """Sample a group and score it; reward, reference and teachers at the same time."""
 
         async def sample(seeds: Sequence[int]) -> ScoredGroup:
             if finished := self._finished.get(batch, {}).get(prompt.uid):
-                return await self.referenced(finished)
-            return await self.scored(prompt, await self._sample(prompt, batch, seeds), batch)
+                return await self.add_logprobs(finished)
+            return await self.score_samples(prompt, await self._sample(prompt, batch, seeds), batch)
 
         return await sample_until_enough(sample, self._seeds(prompt, batch), least=self._draw.least)
 
-    async def group(self, prompt: Prompt, batch: int) -> Group:
+    async def sample_and_grade(self, prompt: Prompt, batch: int) -> Group:
         """Sample a group and compute its rewards."""
 
         async def sample(seeds: Sequence[int]) -> Group:
@@ -236,7 +236,7 @@ class GroupScorer:
 
         return await sample_until_enough(sample, self._seeds(prompt, batch), least=self._draw.least)
 
-    async def scored(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> ScoredGroup:
+    async def score_samples(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> ScoredGroup:
         """Score samples of ``prompt`` that exist already; reward, reference and teachers at the same time."""
         if not self._models:
             return ScoredGroup(await self._graded(prompt, rollouts, batch), [])
@@ -245,7 +245,7 @@ class GroupScorer:
         )
         return ScoredGroup(group, *logprobs)
 
-    async def referenced(
+    async def add_logprobs(
         self, group: Group, before: Mapping[str, list[TeacherLogprobs]] | None = None
     ) -> ScoredGroup:
         """Compute the log-probs of reference and teachers. ``before``: those of teachers that are known."""
@@ -310,7 +310,7 @@ async def enough_samples(
         return float((await self._workers.rewards.score(prompt, rollouts)).rewards[0])
 
 
-def as_drawn(groups: Sequence[Group], sampling: Sampling) -> list[Group]:
+def with_known_sampling(groups: Sequence[Group], sampling: Sampling) -> list[Group]:
     """Return ``groups`` whose samples all say how they were drawn: those of an earlier version do not."""
 
     def drawn(rollout: Rollout) -> Rollout:

@@ -30,7 +30,7 @@ from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
 from grpo_dist.data.pools import PoolOrder
 from grpo_dist.data.stream import LengthOrder, PromptStream, SolvedPrompts
 from grpo_dist.loop.admission import Admission, rounded_up
-from grpo_dist.loop.groups import FrozenModels, GroupDraw, GroupScorer, ScoredBatch, as_drawn
+from grpo_dist.loop.groups import FrozenModels, GroupDraw, GroupScorer, ScoredBatch, with_known_sampling
 from grpo_dist.loop.progress import PipelineState, SampledBatch
 from grpo_dist.loop.sampling_schedule import SamplingSchedule
 from grpo_dist.loop.updates import signal_rule
@@ -128,7 +128,9 @@ class Pipeline:
             self._sampling,
             seed=config.seed,
             draw=GroupDraw.from_config(config.batch, config.algorithm, config.data),
-            finished={b: as_drawn(groups, self._sampling[b]) for b, groups in state.partial.items()},
+            finished={
+                b: with_known_sampling(groups, self._sampling[b]) for b, groups in state.partial.items()
+            },
             models=FrozenModels(workers, config.distillation, with_kl=config.has_kl_term),
         )
         self._order_indices = {batch: list(indices) for batch, indices in state.order_indices.items()}
@@ -140,7 +142,7 @@ class Pipeline:
     def _restore(self, state: PipelineState, *, first: int) -> None:
         """Begin with what is in flight in ``state``; ``first`` is the next batch."""
         self._next_batch = first
-        self._restored = {b: self._as_drawn(b, sampled) for b, sampled in state.ahead.items()}
+        self._restored = {b: self._with_known_sampling(b, sampled) for b, sampled in state.ahead.items()}
         self._launched: deque[tuple[int, asyncio.Task[ScoredBatch]]] = deque()
 
     async def launch(self, *, through: int) -> None:
@@ -207,7 +209,7 @@ class Pipeline:
         await refresh()
         for i, done in enumerate(finished):
             batch = self._launched[i][0]
-            work = self._scorer.renewed(done)
+            work = self._scorer.renew(done)
             renewed = asyncio.create_task(work, name=f"batch {batch}")
             await self._wait(batch, renewed)
             self._launched[i] = (batch, renewed)
@@ -253,9 +255,11 @@ class Pipeline:
         async with self._deadline(batch):
             return await task
 
-    def _as_drawn(self, batch: int, restored: SampledBatch) -> SampledBatch:
+    def _with_known_sampling(self, batch: int, restored: SampledBatch) -> SampledBatch:
         sampling = self._sampling[batch]
-        return SampledBatch(as_drawn(restored.groups, sampling), as_drawn(restored.discarded, sampling))
+        return SampledBatch(
+            with_known_sampling(restored.groups, sampling), with_known_sampling(restored.discarded, sampling)
+        )
 
     def _deadline(self, batch: int) -> AbstractAsyncContextManager[None]:
         stage = f"sample: batch {batch} sampled and scored"
@@ -267,7 +271,7 @@ class Pipeline:
         prompts = [self._prompts[self._order.prompt(index)] for index in self._order_indices[batch]]
         if not self._dynamic.enabled:
             return await self._scorer.score(prompts, batch)
-        sample, oversample = partial(self._scorer.group, batch=batch), self._dynamic.oversample
+        sample, oversample = partial(self._scorer.sample_and_grade, batch=batch), self._dynamic.oversample
         refill = Refill(sample, self._has_signal, prompts, wanted=self._per_step, oversample=oversample)
         return await self._scorer.with_reference(await refill.batch())
 

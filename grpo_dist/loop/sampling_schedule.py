@@ -17,7 +17,7 @@ from grpo_dist.loop.progress import ScheduleState
 from grpo_dist.types import Group, Sampling
 
 
-def drawn_with(groups: Sequence[Group], asked: Sampling) -> Sampling:
+def sampling_used(groups: Sequence[Group], asked: Sampling) -> Sampling:
     """Return how ``groups`` were drawn, by what their samples say. Where some were drawn otherwise than
     ``asked``, return that: a mixture must not steer what is asked now.
     """

@@ -104,7 +104,7 @@ class LogprobDifference:
     tokens: int
 
     @classmethod
-    def of(cls, differences: np.ndarray) -> LogprobDifference:
+    def from_differences(cls, differences: np.ndarray) -> LogprobDifference:
         absolute = np.abs(differences)
         return cls(float(absolute.mean()), float(absolute.max()), len(absolute))
 
@@ -127,23 +127,23 @@ class SyncProbe:
         self._missed = Counter[str]()
         self._bound: tuple[float, str] | None = None  # and in words; known from the first comparison on
         self._task: asyncio.Task[dict[str, ProbeSamples]] | None = None
-        self._of_evaluation: dict[str, asyncio.Task[dict[str, ProbeSamples]]] = {}  # by engine
+        self._evaluation_tasks: dict[str, asyncio.Task[dict[str, ProbeSamples]]] = {}  # by engine
 
     def begin(self, step: int) -> None:
         """Start sampling on the engines that are due. Engines and policy hold version ``step``."""
         due = self._due(step)
-        if training := _of_training(due):
+        if training := _training_only(due):
             self._task = asyncio.create_task(self._sample(step, training), name=f"sync probe {step}")
         for name in (name for name in due if name not in training):
             sampling = self._sample(step, {name: due[name]})
-            self._of_evaluation[name] = asyncio.create_task(sampling, name=f"sync probe {step} of {name}")
+            self._evaluation_tasks[name] = asyncio.create_task(sampling, name=f"sync probe {step} of {name}")
 
     async def finish(self, step: int, timer: Stopwatch) -> dict[str, float]:
         """Compare before the update of ``step``; return metrics if `weight_sync.probe_every` schedules one.
 
         Raises Unhealthy if an engine and the policy are not the same model.
         """
-        begun = self._task is not None or self._of_evaluation
+        begun = self._task is not None or self._evaluation_tasks
         if self._probes is None or (not begun and self._is_done(step)):
             return {}
         with timer("probe"):
@@ -152,7 +152,7 @@ class SyncProbe:
                 sampled = await self._all_samples(step)
             dtype, differences = await self._compare(step, sampled)
         # Whether engines of evaluation are compared depends on the time that they take to load.
-        metrics = _metrics(_of_training(differences))
+        metrics = _metrics(_training_only(differences))
         self._judge(step, dtype, sampled, differences, metrics)
         # Other probes depend on when the run was resumed or lost an engine. They are events alone, so that a
         # resumed run logs the same metrics as one that was never interrupted.
@@ -182,7 +182,7 @@ class SyncProbe:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await _cancel([*([self._task] if self._task else []), *self._of_evaluation.values()])
+        await _cancel([*([self._task] if self._task else []), *self._evaluation_tasks.values()])
 
     def _is_scheduled(self, step: int) -> bool:
         every = self._settings.probe_every
@@ -197,8 +197,8 @@ class SyncProbe:
         """Whether no serving engine of training is due; if none serves, whether one has passed since all were
         due.
         """
-        passed = _of_training(self._passed).values()
-        return not _of_training(self._due(step)) and any(v >= self._since(step) for _, v in passed)
+        passed = _training_only(self._passed).values()
+        return not _training_only(self._due(step)) and any(v >= self._since(step) for _, v in passed)
 
     def _due(self, step: int) -> dict[str, Any]:
         """Return serving engines, by name, not compared since they joined or since all were due."""
@@ -220,18 +220,18 @@ class SyncProbe:
         assert self._probes is not None
         task, self._task = self._task, None
         sampled = await task if task is not None else {}
-        while not _of_training(serving := self._probes.engines(step)) and not self._is_done(step):
+        while not _training_only(serving := self._probes.engines(step)) and not self._is_done(step):
             await asyncio.sleep(_POLL_S)
-        due = _of_training(self._due(step))
+        due = _training_only(self._due(step))
         late = {n: e for n, e in due.items() if n not in sampled or sampled[n].engine is not e}
-        sampled = sampled | await self._sample(step, late) | await self._finished_of_evaluation(step)
+        sampled = sampled | await self._sample(step, late) | await self._finished_evaluations(step)
         return {name: samples for name, samples in sampled.items() if serving.get(name) is samples.engine}
 
-    async def _finished_of_evaluation(self, step: int) -> dict[str, ProbeSamples]:
+    async def _finished_evaluations(self, step: int) -> dict[str, ProbeSamples]:
         """Return what engines of evaluation have sampled by now, and give up the rest: once the weights move,
         the policy has no log-probs of this version.
         """
-        tasks, self._of_evaluation = self._of_evaluation, {}
+        tasks, self._evaluation_tasks = self._evaluation_tasks, {}
         late = [name for name, task in tasks.items() if not task.done()]
         for name in late:
             self._recorder.note(
@@ -281,7 +281,7 @@ class SyncProbe:
                 for r in rollouts
             ]
             together = np.concatenate(apart) if apart else np.empty(0)
-            differences[name] = LogprobDifference.of(together) if len(together) else None
+            differences[name] = LogprobDifference.from_differences(together) if len(together) else None
         return dtype, differences
 
     def _judge(
@@ -326,7 +326,7 @@ class SyncProbe:
         self._recorder.warn(f"{what}; the next step probes it again")
 
 
-def _of_training(by_engine: Mapping[str, T]) -> dict[str, T]:
+def _training_only(by_engine: Mapping[str, T]) -> dict[str, T]:
     """Return the values of engines by name without those of evaluation."""
     return {name: value for name, value in by_engine.items() if not name.startswith(_EVALUATION)}
 

@@ -25,7 +25,7 @@ from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.metrics import staleness_metrics, trained_metrics
 from grpo_dist.loop.pipeline import build_order
 from grpo_dist.loop.progress import ScheduleState
-from grpo_dist.loop.sampling_schedule import SamplingSchedule, drawn_with
+from grpo_dist.loop.sampling_schedule import SamplingSchedule, sampling_used
 from grpo_dist.loop.staging import Staging
 from grpo_dist.loop.sync_probe import SyncProbe
 from grpo_dist.policy.full_weights import why_no_export
@@ -174,9 +174,9 @@ class Verbs:
         async def one(group: SampledGroup) -> ScoredGroup:
             try:
                 known = group.rollouts if group.reference is None else group.reference
-                return await self._scorer.scored(group.prompt, known, self.step)
+                return await self._scorer.score_samples(group.prompt, known, self.step)
             except SamplesLost:  # with the node that held them; here they still are
-                return await self._scorer.scored(group.prompt, group.rollouts, self.step)
+                return await self._scorer.score_samples(group.prompt, group.rollouts, self.step)
 
         return await self._within("scored", [one(group) for group in sampled])
 
@@ -252,7 +252,7 @@ class Verbs:
         alarms, counts = self._health.examine(step + 1, metrics)
         indices = self._indices.pop(step, [])
         self._order.trained(indices, [g for g in groups if g.prompt.uid in self._known])
-        self._schedule.observe(groups, drawn_with(groups, self._sampling_now()))
+        self._schedule.observe(groups, sampling_used(groups, self._sampling_now()))
         self._sampling.clear()
         self._drawn, self.step = Counter(), step + 1
         self._scorer.forget(step)

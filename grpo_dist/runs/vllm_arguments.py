@@ -32,7 +32,7 @@ def vllm_problems(config: Config, device: DeviceType, model_dir: Path | None) ->
         return
     whole: Mapping[str, Any] | None = None
     if model_dir is not None and device == device_type():
-        whole = fitting_arguments(EngineSpec.of(config, model_dir))
+        whole = fitting_arguments(EngineSpec.from_config(config, model_dir))
     try:
         yield from _answer("actors.workers.engine_check", "rollout.engine", {"own": own, "whole": whole})
     except ValueError as error:

@@ -67,7 +67,7 @@ def engine(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     config = engine_config(task, eager=eager)
     model_dir = Path(model_dir_of(config.model, config.seed))
     weights = 2 * model_of(config.model, config.sft, config.seed).parameters
-    spec = EngineSpec.of(config, model_dir, colocated=device_type() == "cuda")
+    spec = EngineSpec.from_config(config, model_dir, colocated=device_type() == "cuda")
     if eager:
         yield "engine-eager", asyncio.run(_eager(spec, config.sampling, weights))
         return

@@ -359,7 +359,7 @@ def test_engines_of_the_check_share_what_vllm_compiles(tmp_path, monkeypatch):
         list(loop.short_bench(task))
     made = []
     for config in configs:
-        spec = EngineSpec.of(config, tmp_path, colocated=True)
+        spec = EngineSpec.from_config(config, tmp_path, colocated=True)
         arguments = engine_arguments(spec, QWEN, device="cuda", free_memory=0)
         made.append({name: value for name, value in arguments.items() if name != "gpu_memory_utilization"})
     assert len(made) == 3 and made[0] == made[1] == made[2]

@@ -13,7 +13,7 @@ from grpo_dist.config import Config
 from grpo_dist.config.files import ConfigError, dump_config, load_config
 from grpo_dist.driver import run
 from grpo_dist.loop.progress import Progress
-from grpo_dist.loop.sampling_schedule import SamplingSchedule, drawn_with
+from grpo_dist.loop.sampling_schedule import SamplingSchedule, sampling_used
 from grpo_dist.runs.checkpoint import Checkpoints
 from grpo_dist.runs.identity import changes, fingerprint
 from grpo_dist.runs.resume import load_progress, load_state
@@ -186,7 +186,7 @@ def test_what_samples_were_drawn_with_is_read_from_them():
         (own, now),
         ((own[0], old), replace(now, temperature=1.0, max_new_tokens=4)),
     ):
-        assert drawn_with([replace(group, rollouts=tuple(rollouts))], now) == expected
+        assert sampling_used([replace(group, rollouts=tuple(rollouts))], now) == expected
 
 
 def test_numbers_stay_numbers_and_schedules_are_part_of_the_identity():

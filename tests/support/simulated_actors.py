@@ -119,7 +119,9 @@ async def ray_workers(config: Config, prompts: list[Prompt], turns: int = 0) -> 
         config.rewards, actors, max_new_tokens=config.sampling.max_new_tokens, worker=SimulatedReward
     )
     rank: Any = SimulatedRank
-    policy = PolicyGroup(PolicySpec.of(config, Path()), actors, timeouts=config.cluster.timeouts, worker=rank)
+    policy = PolicyGroup(
+        PolicySpec.from_config(config, Path()), actors, timeouts=config.cluster.timeouts, worker=rank
+    )
     try:
         await rollouts.ready()
         await rewards.ready()

@@ -59,7 +59,7 @@ def measured_limits(
     from actors.transfer.transport import free_port  # imports Ray
     from actors.workers.engine_settings import EngineSpec
 
-    spec, rollout = EngineSpec.of(config, model_dir), config.rollout
+    spec, rollout = EngineSpec.from_config(config, model_dir), config.rollout
     temperature, own = config.sampling.first_temperature, threads["rollout"]
     generation = _attempted(
         "generation",

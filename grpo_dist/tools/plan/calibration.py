@@ -260,7 +260,7 @@ def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], re
     """Calibrate decoding with the engine's single steps and with the overhead of the loop's engine."""
     curve, shared = _curve(rates, result), _shared(result)
     reached = replace(rates.reached, decode_curve=curve, step_s=0.0)
-    capacity = EngineSpec.of(rates.config, Path()).max_num_seqs
+    capacity = EngineSpec.from_config(rates.config, Path()).max_num_seqs
     engines = rates.config.rollout.num_workers
     turns, tool_s = _episodes(result.figures) or (1, 0.0)
     alone = [

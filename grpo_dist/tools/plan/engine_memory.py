@@ -94,7 +94,7 @@ def rollout_engine(
     """
     rollout, tensor_parallel, b = config.rollout, config.rollout.tensor_parallel_size, sizes.itemsize
     s = model.shape
-    sequences = EngineSpec.of(config, Path(), colocated=asleep > 0).max_num_seqs
+    sequences = EngineSpec.from_config(config, Path(), colocated=asleep > 0).max_num_seqs
     token_bytes = model.kv_values(tensor_parallel) * b
     batched = max(_BATCHED_TOKENS, config.max_length if not sizes.gpu else 0)
     parts = {

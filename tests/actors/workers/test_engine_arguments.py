@@ -186,7 +186,7 @@ def test_speculation_is_refused_where_a_sample_ends_at_a_text(sections):
 
 def test_no_engine_is_made_with_refused_arguments(tmp_path):
     with pytest.raises(UserError, match=r"rollout\.engine\.seed` = 3 is set by seed"):
-        EngineSpec.of(fakes.config(rollout={"engine": {"seed": 3}}), tmp_path)
+        EngineSpec.from_config(fakes.config(rollout={"engine": {"seed": 3}}), tmp_path)
 
 
 def test_names_and_types_are_those_of_the_engine():

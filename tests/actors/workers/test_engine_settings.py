@@ -76,7 +76,7 @@ def test_an_engine_on_shared_gpus_can_sleep(colocated, share):
 def test_an_engine_is_warmed_up_with_each_way_in_which_the_run_samples(tmp_path):
     greedy = {"temperature": 0.0, "top_k": 20}
     config = fakes.config(sampling={"temperature": 0.7}, evaluation=greedy, rejection={"temperature": 0.7})
-    assert EngineSpec.of(config, tmp_path).sampling == (
+    assert EngineSpec.from_config(config, tmp_path).sampling == (
         Sampling(temperature=0.7),
         Sampling(temperature=0.0, top_k=20),
     )

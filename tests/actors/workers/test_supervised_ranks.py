@@ -74,7 +74,7 @@ def config(*, ranks, stage, tokens=10_000, shared=1, packing=True, dtype="float3
 
 def group_of(settings, model_dir):
     options = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
-    spec = PolicySpec.of(settings, model_dir)
+    spec = PolicySpec.from_config(settings, model_dir)
     return PolicyGroup(spec, ActorSpec(options), timeouts=TimeoutsConfig(), worker=AdaptedWorker)
 
 
