@@ -330,7 +330,7 @@ class RolloutWorker(WeightReceiver, Probeable):
         lengths = sampling.lengths or [None] * len(seeds)
         outcomes = await asyncio.gather(
             *(
-                self._sample_or_failure(prompt, i, seed, sampling, length)
+                self._sample_one(prompt, i, seed, sampling, length)
                 for i, (seed, length) in enumerate(zip(seeds, lengths, strict=True))
             )
         )
@@ -341,20 +341,6 @@ class RolloutWorker(WeightReceiver, Probeable):
                 raise SamplesFailed(why)
             logger.warning("%s; the group continues without the others", why)
         return self._finished, rollouts
-
-    async def _sample_or_failure(
-        self, prompt: Prompt, sample: int, seed: int, sampling: Sampling, length: int | None
-    ) -> Rollout | SamplesFailed:
-        """Return the sample, or why it was given up. An engine that fails as a whole raises."""
-        try:
-            return await self._sample_one(prompt, sample, seed, sampling, length)
-        except SamplesFailed as error:
-            return error
-        except RayTaskError as error:
-            if prompt.task is None:  # of a rollout function's own
-                raise
-            # In an environment worker, at one action. The loss of a worker begins its episodes again.
-            return SamplesFailed(f"environment: {type(error.cause).__name__}: {reason(error)}")
 
     async def probe(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> tuple[Rollout, ...]:
         """Sample for the sync probe, outside of admission: it counts neither as work nor as finished load.
@@ -374,24 +360,31 @@ class RolloutWorker(WeightReceiver, Probeable):
 
     async def _sample_one(
         self, prompt: Prompt, sample: int, seed: int, sampling: Sampling, length: int | None
-    ) -> Rollout:
+    ) -> Rollout | SamplesFailed:
+        """Return the sample, or why it was given up. An engine that fails as a whole raises."""
         try:
             if prompt.task is not None:
                 assert self._episodes is not None, "the configuration has no environment"
-                episode = await self._episodes.sample(prompt, sample, seed, sampling, length)
-                return self._as_sampled(episode, sampling)
-            if self._own is not None and length is None:  # exact lengths are a benchmark's
-                custom = await self._own.sample(
+                rollout = await self._episodes.sample(prompt, sample, seed, sampling, length)
+            elif self._own is not None and length is None:  # exact lengths are a benchmark's
+                rollout = await self._own.sample(
                     prompt, sample, seed, sampling, self._generate, self._tokenizer
                 )
-                self.meter.count("tokens", custom.num_sampled)
-                return self._as_sampled(custom, sampling)
-            most, exact = length or sampling.max_new_tokens, length is not None
-            stop = () if exact else sampling.stop
-            ids = prompt.token_ids.tolist()
-            output = await self._generate(ids, seed, sampling, most, exact=exact, stop=stop)
-            self.meter.count("tokens", len(output.token_ids))
-            return self._as_sampled(self._rollout(prompt.uid, sample, output), sampling)
+                self.meter.count("tokens", rollout.num_sampled)
+            else:
+                most, exact = length or sampling.max_new_tokens, length is not None
+                ids, stop = prompt.token_ids.tolist(), () if exact else sampling.stop
+                output = await self._generate(ids, seed, sampling, most, exact=exact, stop=stop)
+                self.meter.count("tokens", len(output.token_ids))
+                rollout = self._rollout(prompt.uid, sample, output)
+            return self._as_sampled(rollout, sampling)
+        except SamplesFailed as error:
+            return error
+        except RayTaskError as error:
+            if prompt.task is None:  # raised by a user's rollout function
+                raise
+            # In an environment worker, at one action. The loss of a worker begins its episodes again.
+            return SamplesFailed(f"environment: {type(error.cause).__name__}: {reason(error)}")
         finally:
             self._finished = self._finished.plus(outstanding(prompt, 1, sampling))
             async with self._progress:

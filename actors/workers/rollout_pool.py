@@ -93,35 +93,32 @@ class RolloutPool:
         fetched.
         """
         async with self.turn():
-            return await self._sample(prompt, seeds, sampling)
-
-    async def _sample(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> Any:
-        load = outstanding(prompt, len(seeds), sampling)
-        while True:
-            preferred = self._samples_of.get(prompt.uid) if self._samples_of else None
-            index = await self._load_balancer.admit(load.sequences, load.tokens, prefer=preferred)
-            worker = self.workers[index]
-            if worker is None:  # a guest that was removed after it was chosen, and its load with it
-                continue
-            if self._samples_of is not None:
-                self._samples_of[prompt.uid] = index
-            self._sent[index] = self._sent[index].plus(load)
-            if self._load_balancer.waiting:
-                self._follow_all()
-            finished, rollouts = self._sampler(index, worker).remote(prompt, list(seeds), sampling)
-            try:
-                self._note(index, worker, await finished)
-            except LOST as error:
-                self.team.lost(index, worker, error)
-            except RayTaskError:  # the request was refused, too few samples came, or the engine has failed
-                with suppress(RayError):  # the same error: Ray prints errors that no caller reads
-                    await rollouts
-                if self._environments is not None:  # or no environment worker is left
-                    self._environments.team.check()
-                if not await self.team.find_dead([worker]):
-                    raise
-            else:
-                return rollouts
+            load = outstanding(prompt, len(seeds), sampling)
+            while True:
+                preferred = self._samples_of.get(prompt.uid) if self._samples_of else None
+                index = await self._load_balancer.admit(load.sequences, load.tokens, prefer=preferred)
+                worker = self.workers[index]
+                if worker is None:  # a guest that was removed after it was chosen, and its load with it
+                    continue
+                if self._samples_of is not None:
+                    self._samples_of[prompt.uid] = index
+                self._sent[index] = self._sent[index].plus(load)
+                if self._load_balancer.waiting:
+                    self._follow_all()
+                finished, rollouts = self._sampler(index, worker).remote(prompt, list(seeds), sampling)
+                try:
+                    self._note(index, worker, await finished)
+                except LOST as error:
+                    self.team.lost(index, worker, error)
+                except RayTaskError:  # a refused request, too few samples, or the engine has failed
+                    with suppress(RayError):  # the same error: Ray prints errors that no caller reads
+                        await rollouts
+                    if self._environments is not None:  # or no environment worker is left
+                        self._environments.team.check()
+                    if not await self.team.find_dead([worker]):
+                        raise
+                else:
+                    return rollouts
 
     async def abandon(self) -> None:
         """Abort all pending requests on all engines."""

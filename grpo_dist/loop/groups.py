@@ -192,10 +192,6 @@ class GroupScorer:
             batch: {group.prompt.uid: group for group in groups} for batch, groups in finished.items()
         }
 
-    async def score(self, prompts: Sequence[Prompt], batch: int) -> ScoredBatch:
-        """Sample and score a group of each prompt."""
-        return ScoredBatch(await gather(self.sample_and_score(prompt, batch) for prompt in prompts))
-
     async def with_reference(self, batch: SampledBatch) -> ScoredBatch:
         """Compute the log-probs of reference and teachers of groups that are sampled and scored already."""
         return ScoredBatch(await gather(self.add_logprobs(g) for g in batch.groups), batch.discarded)

@@ -34,7 +34,7 @@ from grpo_dist.loop.groups import FrozenModels, GroupDraw, GroupScorer, ScoredBa
 from grpo_dist.loop.progress import PipelineState, SampledBatch
 from grpo_dist.loop.sampling_schedule import SamplingSchedule
 from grpo_dist.loop.updates import signal_rule
-from grpo_dist.runtime.concurrency import deadline, finished_unless_stopped, task_group
+from grpo_dist.runtime.concurrency import deadline, finished_unless_stopped, gather, task_group
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.types import Group, Prompt
 from grpo_dist.workers import Workers
@@ -270,7 +270,7 @@ class Pipeline:
             return await self._scorer.with_reference(self._restored[batch])
         prompts = [self._prompts[self._order.prompt(index)] for index in self._order_indices[batch]]
         if not self._dynamic.enabled:
-            return await self._scorer.score(prompts, batch)
+            return ScoredBatch(await gather(self._scorer.sample_and_score(p, batch) for p in prompts))
         sample, oversample = partial(self._scorer.sample_and_grade, batch=batch), self._dynamic.oversample
         refill = Refill(sample, self._has_signal, prompts, wanted=self._per_step, oversample=oversample)
         return await self._scorer.with_reference(await refill.batch())

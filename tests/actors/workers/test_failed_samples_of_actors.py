@@ -105,18 +105,18 @@ class World(OnALoop):
     def groups(self, prompts, *, least=2, gone=(), broken=()):
         """Return the samples' numbers of each group, in order, and the seeds that engines generated with."""
 
-        async def scored():
+        async def sample():
             workers = SimpleNamespace(rollouts=self.rollouts, rewards=self, reference=None, teachers={})
             scorer = GroupScorer(
                 workers, {0: Sampling(max_new_tokens=8)}, seed=SEED, draw=GroupDraw(SAMPLES, least),
                 finished={}, models=FrozenModels(workers, DistillationConfig(), with_kl=False),
             )  # fmt: skip
             await asyncio.gather(*(w.fail.remote(list(gone), list(broken)) for w in self.rollouts.workers))
-            batch = await scorer.score(prompts, 0)
+            scored = await asyncio.gather(*(scorer.sample_and_grade(prompt, 0) for prompt in prompts))
             asked = await asyncio.gather(*(w.asked.remote() for w in self.rollouts.workers))
-            return [[r.sample for r in group.rollouts] for group in batch.groups], sorted(chain(*asked))
+            return [[r.sample for r in group.rollouts] for group in scored], sorted(chain(*asked))
 
-        return self.run(scored())
+        return self.run(sample())
 
     def is_whole(self):
         """Whether every actor is the first of its name, and serves."""
