@@ -22,9 +22,9 @@ import numpy as np
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.loop.groups import ScoredGroup
-from grpo_dist.runs.prepare import Prepared
+from grpo_dist.runs.prepare import RunInputs
 from grpo_dist.runs.run_directory import dated
-from grpo_dist.runs.start import prepare
+from grpo_dist.runs.start import load_inputs
 from grpo_dist.runs.verbs import SampledGroup, Verbs
 from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
 from grpo_dist.types import Prompt
@@ -74,8 +74,8 @@ class TrainingCluster:
         if self._work is not None:
             raise UserError("the cluster is open already; `with` opens it, so call open() or use `with`")
         with stages_logged(enabled=self._config.tracking.console):
-            prepared, actors = self._prepare()
-            self._work = Verbs(self._config, prepared, actors)
+            inputs, actors = self._load_inputs()
+            self._work = Verbs(self._config, inputs, actors)
             self._loop = _LoopThread()
             try:
                 self._loop.run(self._work.start())
@@ -105,7 +105,7 @@ class TrainingCluster:
     @property
     def prompts(self) -> Sequence[Prompt]:
         """All prompts of `data.train`."""
-        return self._opened.prepared.prompts
+        return self._opened.inputs.prompts
 
     def batches(self) -> Iterator[list[Prompt]]:
         """Yield the prompts of each step until `steps` updates have begun, in the order of the run's seed.
@@ -184,7 +184,7 @@ class TrainingCluster:
             self._call(self._opened.export(path))
         return path
 
-    def _prepare(self) -> tuple[Prepared, Cluster]:
+    def _load_inputs(self) -> tuple[RunInputs, Cluster]:
         """Check all input and connect to Ray, in the thread of the caller."""
         with stage("actors", "their code is loaded"):
             from actors.cluster import Cluster  # Ray takes seconds to import
@@ -192,12 +192,12 @@ class TrainingCluster:
         self._config = dated(self._config)
         with refusals():
             has = fit(self._config)
-            prepared = prepare(self._config, print_line, device="cuda" if has.gpus else "cpu")
-        for warning in prepared.warnings:
+            inputs = load_inputs(self._config, print_line, device="cuda" if has.gpus else "cpu")
+        for warning in inputs.warnings:
             print_line(warning)
-        actors = Cluster(self._config, prepared.teacher_dirs)
+        actors = Cluster(self._config, inputs.teacher_dirs)
         actors.connect()
-        return prepared, actors
+        return inputs, actors
 
     @property
     def _opened(self) -> Verbs:

@@ -61,7 +61,7 @@ class PromptSections:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class RunInputs:
     model_dir: Path
     prompts: Sequence[Prompt]
     eval_sets: list[EvalSet]
@@ -83,14 +83,14 @@ def refuse(problems: Iterable[str]) -> None:
         raise ValueError("; ".join(found))
 
 
-def prepared(
+def build_inputs(
     config: Config,
     model_dir: Path,
     train_rows: list[tuple[DataSourceConfig, list[DataRow]]],
     eval_rows: list[tuple[DataSourceConfig, list[DataRow]]],
     say: Callable[[str], None],
-) -> Prepared:
-    """Turn rows into prompts for the model. Raises ValueError as `prepare` does."""
+) -> RunInputs:
+    """Turn rows into prompts for the model. Raises ValueError as `load_inputs` does."""
     for key, sources in (("data.train", train_rows), ("data.eval", eval_rows)):
         check_columns(config.rewards, [rows for _, rows in sources], key)
     with stage("tokenizer", "is loaded"):
@@ -133,7 +133,7 @@ def prepared(
         )
     row_uids = [*loaded.row_uids, *(row.row_uid for row in shown)]
     origin = DataOrigin.of(row_uids, tokenizer, model_dir, config.data)
-    return Prepared(model_dir, prompts, eval_sets, loaded.dropped, warnings, teacher_dirs, shown, origin)
+    return RunInputs(model_dir, prompts, eval_sets, loaded.dropped, warnings, teacher_dirs, shown, origin)
 
 
 def check_rendering(

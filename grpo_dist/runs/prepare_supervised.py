@@ -14,14 +14,14 @@ from grpo_dist.data.demonstrations import (
     split,
 )
 from grpo_dist.runs.identity import DataOrigin
-from grpo_dist.runs.prepare import Prepared, load_tokenizer, refuse, sft_model
+from grpo_dist.runs.prepare import RunInputs, load_tokenizer, refuse, sft_model
 from grpo_dist.runs.start_checks import model_problems, setting_problems
 from grpo_dist.runtime.hardware import DeviceType, device_type
 from grpo_dist.runtime.stage_log import stage
 
 
 @dataclass(frozen=True)
-class PreparedDemonstrations(Prepared):
+class SupervisedInputs(RunInputs):
     """``prompts``: the demonstrations. ``held_out``: those of the validation loss."""
 
     prompts: Sequence[Demonstration]
@@ -43,9 +43,9 @@ def supervised(config: Config, symbolic: Config) -> tuple[SupervisedConfig, Supe
     return SupervisedConfig.of(config, steps=steps), SupervisedConfig.of(symbolic, steps=steps)
 
 
-def prepare_supervised(
+def load_supervised_inputs(
     config: Config, say: Callable[[str], None], *, device: DeviceType | None = None
-) -> PreparedDemonstrations:
+) -> SupervisedInputs:
     """Load and check model and demonstrations. Raises ValueError with one message for input that cannot be
     used. ``device``: of the ranks; None: as on this machine.
     """
@@ -66,4 +66,4 @@ def prepare_supervised(
         + (f"; {len(held_out)} more for the validation loss" if held_out else "")
     )
     origin = DataOrigin.of((row.row_uid for row in trained), tokenizer, model_dir, config.data)
-    return PreparedDemonstrations(model_dir, trained, [], held_out=held_out, origin=origin)
+    return SupervisedInputs(model_dir, trained, [], held_out=held_out, origin=origin)

@@ -20,7 +20,7 @@ from grpo_dist.runs.checkpoint import (
     list_checkpoints,
     newest_whole,
 )
-from grpo_dist.runs.prepare import Prepared
+from grpo_dist.runs.prepare import RunInputs
 from grpo_dist.runs.resume import ResumePoint, load_resume_point, load_state
 from grpo_dist.runtime.concurrency import deadline, in_thread
 from grpo_dist.runtime.files import LOCK, alone, check_room, write_text
@@ -36,7 +36,7 @@ class Run:
 
     config: Config
     identity: Config  # see `resume.load_state`
-    prepared: Prepared
+    inputs: RunInputs
     directory: Path
     tracker: Tracker
     checkpoints: Checkpoints
@@ -72,7 +72,7 @@ class Run:
         def find() -> ResumePoint:
             checkpoint = newest_whole(self.directory / CHECKPOINTS, damaged.append)
             state = load_state(checkpoint, self.identity) if checkpoint else None
-            return load_resume_point(checkpoint, state, self.prepared.trained, self.prepared.origin)
+            return load_resume_point(checkpoint, state, self.inputs.trained, self.inputs.origin)
 
         limit_s = self.config.cluster.timeouts.save_s * written
         try:

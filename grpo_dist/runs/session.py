@@ -30,8 +30,8 @@ from grpo_dist.policy.text_model import usable_model
 from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, list_checkpoints, remove_partial
 from grpo_dist.runs.identity import digest_of_run
 from grpo_dist.runs.preemption import Interruption
-from grpo_dist.runs.prepare import Prepared
-from grpo_dist.runs.prepare_supervised import PreparedDemonstrations, prepare_supervised
+from grpo_dist.runs.prepare import RunInputs
+from grpo_dist.runs.prepare_supervised import SupervisedInputs, load_supervised_inputs
 from grpo_dist.runs.recovery import Recovery
 from grpo_dist.runs.resume import (
     ResumePoint,
@@ -58,7 +58,7 @@ from grpo_dist.runs.run_directory import (
     with_resume_settings,
     write_environment,
 )
-from grpo_dist.runs.start import prepare
+from grpo_dist.runs.start import load_inputs
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.files import check_room, keep_backup, write_text
 from grpo_dist.runtime.stage_log import log_ready, print_line, stage
@@ -73,7 +73,7 @@ def audit(run: Run) -> str:
     prompts it was to be trained on, or the ledger records them wrongly.
     """
     run.tracker.flush()
-    totals = ledger.summary(run.directory / LEDGER, dropped=len(run.prepared.dropped))
+    totals = ledger.summary(run.directory / LEDGER, dropped=len(run.inputs.dropped))
     try:
         wrong = _find_error(run)
     except ValueError as error:
@@ -102,7 +102,7 @@ def _find_error(run: Run) -> str | None:
         expected_counts = _expected_counts(run)
     elif config.data.order == "epochs":
         expected_uids = partial(
-            _expected_uids, [prompt.uid for prompt in run.prepared.prompts], config.batch, config.seed
+            _expected_uids, [prompt.uid for prompt in run.inputs.prompts], config.batch, config.seed
         )
     return ledger.audit(
         run.directory / LEDGER,
@@ -120,7 +120,7 @@ def _expected_counts(run: Run) -> Counter[str]:
     if state is None or state.step != config.steps:
         raise ValueError(f"{run.directory / CHECKPOINTS}: no checkpoint of step {config.steps}")
     per_batch = config.batch.prompts_per_step
-    prompts, order = run.prepared.prompts, order_state(state)
+    prompts, order = run.inputs.prompts, order_state(state)
     stream = PromptStream(prompts, per_batch, seed=config.seed, state=order, weights=config.data.weights)
     # Some are still in flight where the run was to have more steps when they were launched.
     return stream.sampled(index for indices in state.taken.values() for index in indices)
@@ -144,19 +144,19 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
         existing = check_writable(run_dir)
         config = dated(config, date_of_run(run_dir))
     with resumed_by_name(config.checkpoint, run_dir), exclusive_directory(run_dir, existing):
-        prepared, point = _prepare(run_dir, config, identity)
-        with _open_tracker(run_dir, config, prepared, point) as tracker:
-            for warning in prepared.warnings:
+        inputs, point = _load_inputs(run_dir, config, identity)
+        with _open_tracker(run_dir, config, inputs, point) as tracker:
+            for warning in inputs.warnings:
                 tracker.note(warning)
             checkpoints = Checkpoints(
                 run_dir / CHECKPOINTS,
                 config,
-                prepared.trained,
+                inputs.trained,
                 identity=identity,
                 wandb_id=tracker.wandb_id,
-                origin=prepared.origin,
+                origin=inputs.origin,
             )
-            run = Run(config, identity, prepared, run_dir, tracker, checkpoints)
+            run = Run(config, identity, inputs, run_dir, tracker, checkpoints)
             final = asyncio.run(_session(run, point))
             # Before the run is marked done: nothing may build on a wrong ledger.
             with stage("ledger", quiet=True):
@@ -168,7 +168,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
         return run_dir
 
 
-def _prepare(run_dir: Path, config: Config, identity: Config) -> tuple[Prepared, ResumePoint]:
+def _load_inputs(run_dir: Path, config: Config, identity: Config) -> tuple[RunInputs, ResumePoint]:
     """Check all input, and find where the run resumes. Raises UserError for what cannot be used."""
     with stage("actors", "their code is loaded"):
         from actors.connection import fit  # Ray takes seconds to import
@@ -177,14 +177,14 @@ def _prepare(run_dir: Path, config: Config, identity: Config) -> tuple[Prepared,
         with stage("checks", f"checkpoints in {run_dir}, placement"):
             newest, state = find_resume_state(config, identity, run_dir, print_line)
             has = fit(config)
-        load = prepare_supervised if config.is_supervised else prepare
-        prepared = load(config, print_line, device="cuda" if has.gpus else "cpu")
+        load = load_supervised_inputs if config.is_supervised else load_inputs
+        inputs = load(config, print_line, device="cuda" if has.gpus else "cpu")
         with stage("resume point", quiet=True):
-            point = load_resume_point(newest, state, prepared.trained, prepared.origin)
-    return prepared, point
+            point = load_resume_point(newest, state, inputs.trained, inputs.origin)
+    return inputs, point
 
 
-def _open_tracker(run_dir: Path, config: Config, prepared: Prepared, point: ResumePoint) -> Tracker:
+def _open_tracker(run_dir: Path, config: Config, inputs: RunInputs, point: ResumePoint) -> Tracker:
     """Write the files that describe the run, and open its tracker. Raises DiskFull or UserError where the
     directory takes no files.
     """
@@ -192,7 +192,7 @@ def _open_tracker(run_dir: Path, config: Config, prepared: Prepared, point: Resu
     try:
         write_text(run_dir / "config.yaml", dump_config(config))
         write_environment(run_dir)
-        write_text(run_dir / DROPPED, "".join(json.dumps(asdict(row)) + "\n" for row in prepared.dropped))
+        write_text(run_dir / DROPPED, "".join(json.dumps(asdict(row)) + "\n" for row in inputs.dropped))
         tracker = Tracker(config, run_dir, start=point.step, wandb_id=point.wandb_id)
     except OSError as error:
         check_room(run_dir, error)
@@ -213,10 +213,10 @@ async def _session(run: Run, first: ResumePoint) -> dict[str, float]:
     )
     from actors.placement.elasticity import ENGINES, wanted_in
 
-    config, prepared = run.config, run.prepared
+    config, inputs = run.config, run.inputs
     interruption = Interruption(grace_s=config.checkpoint.grace_s, say=print_line)
     wanted = wanted_in(run.directory / ENGINES)
-    actors = (SupervisedCluster if config.is_supervised else Cluster)(config, prepared.teacher_dirs, wanted)
+    actors = (SupervisedCluster if config.is_supervised else Cluster)(config, inputs.teacher_dirs, wanted)
     async with interruption, actors as cluster, run.settled():
         interruption.listen()  # Ray has installed a handler of its own
         recovery = Recovery(
@@ -224,7 +224,7 @@ async def _session(run: Run, first: ResumePoint) -> dict[str, float]:
             cluster,
             run.tracker,
             run.newest,
-            prepared.model_dir,
+            inputs.model_dir,
             first=first,
             start=partial(_start, run, cluster, first),
             remedy=with_resume_settings(RERUN, config.checkpoint, run.directory),
@@ -236,7 +236,7 @@ async def _session(run: Run, first: ResumePoint) -> dict[str, float]:
                 with interruption.finishing():
                     await loop(run.tracker, run.checkpoints, point.progress, stop_requested=stop_requested)
                 await _finish(run, workers)
-        if not (evaluates_export(config.evaluation, config.checkpoint) and prepared.eval_sets):
+        if not (evaluates_export(config.evaluation, config.checkpoint) and inputs.eval_sets):
             return {}
         await cluster.stop_workers()
         return await _evaluate_export(run, cluster)
@@ -246,7 +246,7 @@ async def _start(run: Run, cluster: Cluster, first: ResumePoint) -> Workers:
     """Start the workers of the first attempt."""
     config, explain = run.config, cluster.where_stuck
     async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded", explain=explain):
-        workers = await cluster.start_training(run.prepared.model_dir)
+        workers = await cluster.start_training(run.inputs.model_dir)
     if first.checkpoint is not None:
         print_line(f"resuming from {first}{other_layout(changes_since(first.checkpoint, config))}")
         own = digest_of_run(config.own_pieces, config.rewards, config.data)
@@ -257,11 +257,11 @@ async def _start(run: Run, cluster: Cluster, first: ResumePoint) -> Workers:
 
 def _loop(run: Run, workers: Workers) -> Callable[..., Awaitable[None]]:
     """Return the loop of the run on ``workers``: that of the driver, or of supervised training."""
-    config, prepared = run.config, run.prepared
-    if isinstance(prepared, PreparedDemonstrations):
-        return partial(supervised.run, config, workers, prepared.prompts, prepared.held_out)
-    shown = prepared.demonstrations
-    return partial(driver.run, config, workers, prepared.prompts, prepared.eval_sets, demonstrations=shown)
+    config, inputs = run.config, run.inputs
+    if isinstance(inputs, SupervisedInputs):
+        return partial(supervised.run, config, workers, inputs.prompts, inputs.held_out)
+    shown = inputs.demonstrations
+    return partial(driver.run, config, workers, inputs.prompts, inputs.eval_sets, demonstrations=shown)
 
 
 async def _finish(run: Run, workers: Workers) -> None:
@@ -272,7 +272,7 @@ async def _finish(run: Run, workers: Workers) -> None:
             kept = keep_backup(directory)
             run.tracker.warn(f"{directory} was no earlier export of the run ({reason}); it is now {kept}")
         with stage("export", f"the trained model is written to {directory}"):
-            await workers.policy.export(directory, tokenizer_dir=run.prepared.model_dir)
+            await workers.policy.export(directory, tokenizer_dir=run.inputs.model_dir)
 
 
 async def _restore(run: Run, point: ResumePoint, workers: Workers) -> None:
@@ -305,7 +305,7 @@ async def _evaluate_export(run: Run, cluster: Cluster) -> dict[str, float]:
         samplers = await cluster.start_evaluation(model_dir)
     with stage("final evaluation", "of the exported model"):
         final = await evaluate(
-            config, samplers, run.prepared.eval_sets, run.tracker, step=config.steps, explain=stuck
+            config, samplers, run.inputs.eval_sets, run.tracker, step=config.steps, explain=stuck
         )
     run.tracker.log(config.steps, final)
     return final

@@ -1,6 +1,6 @@
 """What `train` and `check` look at before anything starts: one list of checks.
 
-`prepare`, of every run, stops at the first problem; `grpo-dist check` reports all, and adds what only
+`load_inputs`, of every run, stops at the first problem; `grpo-dist check` reports all, and adds what only
 estimates a run or looks at this machine (`tools.check`).
 """
 
@@ -18,7 +18,7 @@ from grpo_dist.data.tasks import own_problems
 from grpo_dist.rewards.data_columns import asked_columns
 from grpo_dist.runs.identity import shadowed
 from grpo_dist.runs.own_trials import own_code_problems
-from grpo_dist.runs.prepare import Prepared, load_tokenizer, prepared, resolve_model
+from grpo_dist.runs.prepare import RunInputs, build_inputs, load_tokenizer, resolve_model
 from grpo_dist.runs.start_checks import model_problems, position_limit, setting_problems
 from grpo_dist.runs.trials import CheckSkipped, Start, check_environments, check_reward, fail
 from grpo_dist.runtime.hardware import DeviceType, device_type
@@ -107,7 +107,7 @@ def check_prompts(start: Start) -> str:
     if start.rows is None or start.model_dir is None:
         raise CheckSkipped(f"the {'data' if start.rows is None else 'model'} cannot be read")
     config = start.config
-    found = start.prepared = prepared(config, start.model_dir, *start.rows, start.say)
+    found = start.inputs = build_inputs(config, start.model_dir, *start.rows, start.say)
     if (pools := config.data.pools) is not None:
         sizes = pool_sizes(found.prompts, pools.by)
         start.say("pools: " + ", ".join(f"{name} {size}" for name, size in sizes.items()))
@@ -135,9 +135,9 @@ CHECKS: dict[str, Callable[[Start], str]] = {
 }
 
 
-def prepare(
+def load_inputs(
     config: Config, say: Callable[[str], None], *, train_first: bool = True, device: DeviceType | None = None
-) -> Prepared:
+) -> RunInputs:
     """Load and check everything that needs neither accelerator nor actor. Raises ValueError with one message
     for input that cannot be used.
 
@@ -149,6 +149,6 @@ def prepare(
     for check in CHECKS.values():
         with suppress(CheckSkipped):
             check(start)
-    assert start.prepared is not None  # or a check would have failed
-    start.prepared.warnings.extend(start.warnings)
-    return start.prepared
+    assert start.inputs is not None  # or a check would have failed
+    start.inputs.warnings.extend(start.warnings)
+    return start.inputs

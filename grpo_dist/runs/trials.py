@@ -28,7 +28,7 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import REWARDS, Scorer, reward_specs
 from grpo_dist.rewards.text import alternatives
 from grpo_dist.rewards.thought import thought_for
-from grpo_dist.runs.prepare import Prepared, load_tokenizer, scoring_problems
+from grpo_dist.runs.prepare import RunInputs, load_tokenizer, scoring_problems
 from grpo_dist.runtime.hardware import DeviceType, device_type
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.types import Prompt, Rollout, Task, Thought
@@ -86,7 +86,7 @@ class Start:
     rows: tuple[list[SourceRows], list[SourceRows]] | None = None
     model_dir: Path | None = None
     longest_demonstration: int | None = None
-    prepared: Prepared | None = None
+    inputs: RunInputs | None = None
     warnings: list[str] = field(default_factory=list)
 
     @cached_property
@@ -163,10 +163,10 @@ def _check_all(start: Start, pool: GraderPool) -> str:
     )
     if not rewards.by_source:
         return _check_source(start, rewards, _first_prompt(start), pool)
-    if start.prepared is None:
+    if start.inputs is None:
         raise CheckSkipped("the data cannot be read, so there is no problem of each source to answer")
     first: dict[str, Prompt] = {}
-    for prompts in (start.prepared.prompts, *(own.prompts for own in start.prepared.eval_sets)):
+    for prompts in (start.inputs.prompts, *(own.prompts for own in start.inputs.eval_sets)):
         for prompt in prompts:
             first.setdefault(prompt.source, prompt)
     said, failed, skipped = [], [], []
@@ -312,8 +312,8 @@ def _as_rollout(prompt: Prompt, sample: int, text: str) -> Rollout:
 
 def _first_prompt(start: Start) -> Prompt | None:
     """Return the first prompt; the first row with made-up tokens where there is no tokenizer."""
-    if start.prepared is not None:
-        return start.prepared.prompts[0]
+    if start.inputs is not None:
+        return start.inputs.prompts[0]
     if start.rows is None:
         return None
     row = start.rows[0][0][1][0]
@@ -327,9 +327,9 @@ def check_environments(start: Start) -> str:
     config = start.config
     if not config.has_environments:
         return ""
-    if start.prepared is None:
+    if start.inputs is None:
         raise CheckSkipped("the prompts cannot be prepared")
-    prompts = [*start.prepared.prompts, *(p for own in start.prepared.eval_sets for p in own.prompts)]
+    prompts = [*start.inputs.prompts, *(p for own in start.inputs.eval_sets for p in own.prompts)]
     first = _first_of_each(prompts)
     with stage("environments", "each plays a trial episode"):
         described = [
@@ -337,7 +337,7 @@ def check_environments(start: Start) -> str:
             for task, _ in first
         ]
         notes, answers = asyncio.run(_played(config.environments, first, described))
-    tokenizer = load_tokenizer(start.prepared.model_dir, config.model.trust_remote_code)
+    tokenizer = load_tokenizer(start.inputs.model_dir, config.model.trust_remote_code)
     form = resolve_format(config.environments.call_format, template_text(tokenizer, config.data))
     lines = [*notes]
     failed: list[str] = []

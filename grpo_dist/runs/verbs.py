@@ -30,7 +30,7 @@ from grpo_dist.loop.staging import Staging
 from grpo_dist.loop.sync_probe import SyncProbe
 from grpo_dist.policy.full_weights import why_no_export
 from grpo_dist.runs.notes import Notes
-from grpo_dist.runs.prepare import Prepared
+from grpo_dist.runs.prepare import RunInputs
 from grpo_dist.runs.update_checks import check_division, check_fit, check_own_advantages
 from grpo_dist.runtime.concurrency import deadline, gather, sample_until_enough
 from grpo_dist.runtime.metering import Stopwatch
@@ -76,14 +76,14 @@ class RunningUpdate:
 class Verbs:
     """The verbs as coroutines of one event loop."""
 
-    def __init__(self, config: Config, prepared: Prepared, actors: Cluster) -> None:
-        self.prepared, self.step = prepared, 0
+    def __init__(self, config: Config, inputs: RunInputs, actors: Cluster) -> None:
+        self.inputs, self.step = inputs, 0
         unrecorded = config.tracking.model_copy(update={"samples": False})
         self._config = config.model_copy(update={"tracking": unrecorded})
         self._actors, self._stack = actors, AsyncExitStack()
         self._notes = Notes()
-        self._order = build_order(config, prepared.prompts, OrderState())
-        self._known = {prompt.uid for prompt in prepared.prompts}  # the caller may sample others, too
+        self._order = build_order(config, inputs.prompts, OrderState())
+        self._known = {prompt.uid for prompt in inputs.prompts}  # the caller may sample others, too
         self._batch = 0  # of `batch`: the step, and the one after it while an update runs
         self._indices: dict[int, list[int]] = {}  # of the order, by batch
         self._drawn = Counter[str]()  # samples of each prompt since the last update
@@ -96,7 +96,7 @@ class Verbs:
         await self._stack.enter_async_context(self._actors)
         up = deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded", explain=explain)
         async with up:
-            self._workers = await self._actors.start_training(self.prepared.model_dir)
+            self._workers = await self._actors.start_training(self.inputs.model_dir)
         await self._workers.sync.push(version=0)
         self._parts(self._workers)
         await self._stack.enter_async_context(self._probe)
@@ -120,8 +120,8 @@ class Verbs:
             finished={},
             models=FrozenModels(workers, config.distillation, with_kl=config.has_kl_term),
         )
-        self._staging = Staging(config, workers.policy, Moments(), self.prepared.demonstrations)
-        self._probe = SyncProbe(config, workers, self.prepared.prompts, self._notes, start=0)
+        self._staging = Staging(config, workers.policy, Moments(), self.inputs.demonstrations)
+        self._probe = SyncProbe(config, workers, self.inputs.prompts, self._notes, start=0)
         self._health = HealthWatch(config, self._notes, HealthState())
         self._kl = KLController(config.algorithm.kl)
 
@@ -132,7 +132,7 @@ class Verbs:
             return None
         if number not in self._indices:
             self._indices[number] = self._order.take(number)
-        return [self.prepared.prompts[self._order.prompt(index)] for index in self._indices[number]]
+        return [self.inputs.prompts[self._order.prompt(index)] for index in self._indices[number]]
 
     async def sample(self, prompts: Sequence[Prompt], samples: int | None) -> list[SampledGroup]:
         if self._synced == self.step != self._probed:
@@ -272,7 +272,7 @@ class Verbs:
 
     async def evaluate(self) -> dict[str, float]:
         explain = self._workers.where_stuck
-        sets = self.prepared.eval_sets
+        sets = self.inputs.eval_sets
         return await evaluate(self._config, self._workers, sets, self._notes, step=self.step, explain=explain)
 
     async def export(self, directory: Path) -> None:
@@ -280,7 +280,7 @@ class Verbs:
         _check_replaceable(directory)
         await self._settled()
         directory.parent.mkdir(parents=True, exist_ok=True)
-        await self._workers.policy.export(directory, tokenizer_dir=self.prepared.model_dir)
+        await self._workers.policy.export(directory, tokenizer_dir=self.inputs.model_dir)
 
     async def _within(self, done: str, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """Return the results of ``work``, within `cluster.timeouts.sample_s`."""

@@ -21,7 +21,7 @@ from grpo_dist.config import Config, DataConfig
 from grpo_dist.config.files import load_config
 from grpo_dist.data.order import step_prompts
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.runs.start import prepare
+from grpo_dist.runs.start import load_inputs
 from grpo_dist.runtime.seeds import request_seed
 from grpo_dist.tools.bench.lengths import length_of
 from grpo_dist.types import Prompt
@@ -44,12 +44,12 @@ def main() -> None:
                 "use fixed or lognormal"
             )
         _check_order(config.data)
-        prepared = prepare(config, print)
-    shutil.copytree(prepared.model_dir, args.directory / "model", dirs_exist_ok=True)
+        inputs = load_inputs(config, print)
+    shutil.copytree(inputs.model_dir, args.directory / "model", dirs_exist_ok=True)
     work = {
         "cap": config.sampling.longest,
         "samples": config.batch.samples_per_prompt,
-        "steps": [_step(config, prepared.prompts, step) for step in range(args.steps)],
+        "steps": [_step(config, inputs.prompts, step) for step in range(args.steps)],
     }
     (args.directory / "work.json").write_text(json.dumps(work))
 

@@ -15,7 +15,7 @@ from grpo_dist.environments.preparation import Description
 from grpo_dist.environments.records import Action, Call, Observed
 from grpo_dist.environments.runner import EpisodeRunner
 from grpo_dist.environments.tools import typed_tools
-from grpo_dist.runs.start import prepare
+from grpo_dist.runs.start import load_inputs
 from grpo_dist.runs.trials import _not_told, _signature
 from tests.support.documents import ROOT, blocks
 from tests.support.tiers import slow_after
@@ -62,8 +62,8 @@ def test_check_says_where_the_policy_is_not_told_of_a_tool() -> None:
 @pytest.mark.slow
 def test_an_episode_of_the_guide_reaches_its_end(here: Path) -> None:
     config = load_config(here / "guess.yaml")
-    prepared = prepare(config, print)
-    prompt, held_out = prepared.prompts[3], prepared.eval_sets[0].prompts[3]
+    inputs = load_inputs(config, print)
+    prompt, held_out = inputs.prompts[3], inputs.eval_sets[0].prompts[3]
     assert (prompt.answer, held_out.answer, held_out.source) == ("6", "7", "held_out")
     assert prompt.token_ids.tolist() == held_out.token_ids.tolist(), "the number is not in the question"
 

@@ -15,7 +15,7 @@ from grpo_dist.config import Config
 from grpo_dist.health.watch import BAD_WEIGHTS, SKIPPED
 from grpo_dist.loop.sync_probe import BOUNDS
 from grpo_dist.observe.console import step_line
-from grpo_dist.runs.start import prepare
+from grpo_dist.runs.start import load_inputs
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type, resolve_dtype
 from grpo_dist.runtime.stage_log import print_line
@@ -205,10 +205,10 @@ async def steps_of(config: Config, task: CheckTask) -> AsyncIterator[list[StepRe
     """Run the steps of ``config`` on a cluster of this machine; yield the records so far after each step."""
     from actors.cluster import Cluster  # needs Ray, which other lines do not
 
-    prepared = prepare(config, print_line, device=device_type())
-    async with Cluster(config, prepared.teacher_dirs) as cluster:
+    inputs = load_inputs(config, print_line, device=device_type())
+    async with Cluster(config, inputs.teacher_dirs) as cluster:
         async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded"):
-            workers = await cluster.start_training(prepared.model_dir)
+            workers = await cluster.start_training(inputs.model_dir)
         done = asyncio.Queue[bool]()  # True: a step, False: all of them, or an error
 
         def after(step: int, metrics: dict[str, float]) -> None:
@@ -217,7 +217,7 @@ async def steps_of(config: Config, task: CheckTask) -> AsyncIterator[list[StepRe
 
         recorder = BenchRecorder(config.seed, task.directory, after)
         steps = asyncio.create_task(
-            driver.run(config, workers, prepared.prompts, [], recorder, NoCheckpoints()), name="steps"
+            driver.run(config, workers, inputs.prompts, [], recorder, NoCheckpoints()), name="steps"
         )
         steps.add_done_callback(lambda _: done.put_nowait(False))
         try:

@@ -315,7 +315,7 @@ class LoopOnFakes:
         self.events, self._error = [], error
         monkeypatch.setattr("actors.cluster.Cluster", lambda *_: self)
         monkeypatch.setattr(
-            loop, "prepare", lambda *_, **__: SimpleNamespace(teacher_dirs={}, model_dir="", prompts=[])
+            loop, "load_inputs", lambda *_, **__: SimpleNamespace(teacher_dirs={}, model_dir="", prompts=[])
         )
         monkeypatch.setattr(loop.driver, "run", self.run)
 

@@ -15,7 +15,7 @@ from grpo_dist.driver import run
 from grpo_dist.errors import SamplesFailed, Unhealthy, UserError
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.runs import own_loop
-from grpo_dist.runs.prepare import Prepared
+from grpo_dist.runs.prepare import RunInputs
 from grpo_dist.runs.verbs import Verbs
 from grpo_dist.runtime.seeds import request_seeds
 from grpo_dist.runtime.stage_log import open_stages
@@ -51,8 +51,8 @@ def started(monkeypatch):
     def start(world, config, reference=False):
         held = [EvalSet("held", [dataclasses.replace(p, uid=f"held {p.uid}") for p in PROMPTS[:2]])]
         actors = FakeActors(world, reference)
-        made = Prepared(Path(), PROMPTS, held), actors
-        monkeypatch.setattr(own_loop.TrainingCluster, "_prepare", lambda _: made)
+        made = RunInputs(Path(), PROMPTS, held), actors
+        monkeypatch.setattr(own_loop.TrainingCluster, "_load_inputs", lambda _: made)
         world.actors = actors
         return grpo_dist.cluster(config)
 

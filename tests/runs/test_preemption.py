@@ -18,7 +18,7 @@ from grpo_dist.errors import RERUN, Preempted, RunEnded, StateLost, Unhealthy
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.runs import session as session_of
 from grpo_dist.runs.preemption import Interrupted, Interruption, ended_by_sigterm
-from grpo_dist.runs.prepare import Prepared
+from grpo_dist.runs.prepare import RunInputs
 from grpo_dist.runs.resume import ResumePoint
 from tests.support import fakes
 from tests.support.patience import HANG_S
@@ -308,8 +308,8 @@ def test_a_run_that_never_resumes_says_which_name_resumes_it(tmp_path, monkeypat
     async def ended(run, point):
         raise end
 
-    prepared = Prepared(Path(), fakes.prompts(4), []), ResumePoint()
-    monkeypatch.setattr(session_of, "_prepare", lambda *_: prepared)
+    inputs = RunInputs(Path(), fakes.prompts(4), []), ResumePoint()
+    monkeypatch.setattr(session_of, "_load_inputs", lambda *_: inputs)
     monkeypatch.setattr(session_of, "_session", ended)
     with pytest.raises(type(end)) as told:
         session_of.train(config)

@@ -289,12 +289,12 @@ def saved(tmp_path):
         made_checkpoints.save(tmp_path / CHECKPOINTS, step)
     (tmp_path / CHECKPOINTS / "step_000002" / "state.json").write_text("torn")
     warned = []
-    prepared = SimpleNamespace(trained=made_checkpoints.PROMPTS, origin=None)
+    inputs = SimpleNamespace(trained=made_checkpoints.PROMPTS, origin=None)
     tracker = SimpleNamespace(warn=warned.append)
 
     def run(save_s):
         config = fakes.config(cluster={"timeouts": {"save_s": save_s}})
-        return Run(config, fakes.config(), prepared, tmp_path, tracker, Saved())
+        return Run(config, fakes.config(), inputs, tmp_path, tracker, Saved())
 
     return run, warned
 
@@ -365,7 +365,7 @@ def test_the_ledger_is_audited_against_the_last_checkpoint_and_a_wrong_one_fails
     tracker = SimpleNamespace(warn=warned.append, flush=lambda: None)
     finished = SimpleNamespace(
         config=config, identity=config, directory=tmp_path, tracker=tracker,
-        prepared=SimpleNamespace(prompts=prompts, dropped=[]),
+        inputs=SimpleNamespace(prompts=prompts, dropped=[]),
     )  # fmt: skip
     totals = audit(finished)
     assert totals.startswith("ledger: ") and not warned

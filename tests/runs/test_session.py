@@ -31,8 +31,8 @@ def test_what_came_into_the_place_of_the_model_during_the_run_is_kept(tmp_path, 
         (tmp_path / "model").mkdir()
         (tmp_path / "model/model-q4.gguf").write_text("kept")
     ours = Exports()
-    prepared = SimpleNamespace(model_dir=Path("start"))
-    run = SimpleNamespace(config=fakes.config(), directory=tmp_path, tracker=ours, prepared=prepared)
+    inputs = SimpleNamespace(model_dir=Path("start"))
+    run = SimpleNamespace(config=fakes.config(), directory=tmp_path, tracker=ours, inputs=inputs)
     asyncio.run(_finish(run, SimpleNamespace(policy=ours)))
     kept = tmp_path / "model.old-1"
     assert kept.is_symlink() if linked else (kept / "model-q4.gguf").read_text() == "kept"

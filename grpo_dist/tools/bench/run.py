@@ -21,9 +21,9 @@ from grpo_dist.config import BatchConfig, BenchConfig, Config
 from grpo_dist.config.secrets import masked
 from grpo_dist.errors import expanded, refusals
 from grpo_dist.observe.console import step_line
-from grpo_dist.runs.prepare import Prepared
+from grpo_dist.runs.prepare import RunInputs
 from grpo_dist.runs.run_directory import check_writable, dated, make_free_directory
-from grpo_dist.runs.start import prepare
+from grpo_dist.runs.start import load_inputs
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type, resolve_dtype
 from grpo_dist.runtime.stage_log import print_line, stage
@@ -47,13 +47,13 @@ def bench(config: Config) -> Path:
         base = expanded(config.output_dir) / config.name
         check_writable(base.parent)
         has = fit(config)
-        prepared = prepare(config, print_line, device="cuda" if has.gpus else "cpu")
+        inputs = load_inputs(config, print_line, device="cuda" if has.gpus else "cpu")
         threads = limit_threads(config, has.gpus) if config.bench.limits else {}
         directory = make_free_directory(base)  # before the measurement, which takes minutes
     with _removed_without_result(directory):
-        steps = timed(config.bench, asyncio.run(_loop(config, prepared, directory)))
-        limits = measured_limits(config, prepared.model_dir, steps, threads) if threads else MachineLimits()
-        result = measured(config, prepared.model_dir, steps, limits)
+        steps = timed(config.bench, asyncio.run(_loop(config, inputs, directory)))
+        limits = measured_limits(config, inputs.model_dir, steps, threads) if threads else MachineLimits()
+        result = measured(config, inputs.model_dir, steps, limits)
     result.write(directory / "bench.json")
     print_result(result)
     print_line(f"written: {directory}/bench.json")
@@ -91,18 +91,16 @@ def timed(bench: BenchConfig, steps: Sequence[StepRecord]) -> list[StepRecord]:
     return list(steps[warmup : warmup + bench.steps])
 
 
-async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[StepRecord]:
+async def _loop(config: Config, inputs: RunInputs, directory: Path) -> list[StepRecord]:
     from actors.cluster import Cluster  # imports Ray
 
-    async with Cluster(config, prepared.teacher_dirs) as cluster:
+    async with Cluster(config, inputs.teacher_dirs) as cluster:
         async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded"):
-            workers = await cluster.start_training(prepared.model_dir)
+            workers = await cluster.start_training(inputs.model_dir)
         recorder = BenchRecorder(config.seed, directory, lambda step, m: print_line(step_line(step, m)))
         forced = replace(workers, rollouts=ForcedLengths(workers.rollouts, config.bench.lengths))
-        beside = prepared.demonstrations
-        await driver.run(
-            config, forced, prepared.prompts, [], recorder, NoCheckpoints(), demonstrations=beside
-        )
+        beside = inputs.demonstrations
+        await driver.run(config, forced, inputs.prompts, [], recorder, NoCheckpoints(), demonstrations=beside)
     return recorder.steps
 
 

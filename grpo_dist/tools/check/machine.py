@@ -47,8 +47,8 @@ def check_resume(start: Start) -> str:
     newest, state = find_resume_state(config, config, run_dir, start.say)
     if newest is None or state is None:
         return f"a new run, in {run_dir}"
-    if start.prepared is not None:
-        check_data(newest, state, start.prepared.trained, start.prepared.origin)
+    if start.inputs is not None:
+        check_data(newest, state, start.inputs.trained, start.inputs.origin)
     layout = other_layout(changes_since(newest, config))
     return f"resumes from step {state.step} of {config.steps}, {newest}{layout}"
 

@@ -48,9 +48,9 @@ def check_batch(start: Start) -> str:
         f"{config.policy.num_workers} rank(s)"
     )
     text += _changing_samples(config.sampling)
-    if start.prepared is None:
+    if start.inputs is None:
         return text
-    count = len(start.prepared.prompts)
+    count = len(start.inputs.prompts)
     return f"{text}; {config.steps} steps = {config.steps * b.prompts_per_step / count:.2f} epochs of {count}"
 
 

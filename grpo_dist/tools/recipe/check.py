@@ -37,7 +37,7 @@ from grpo_dist.runs.prepare import (
     train_prompts,
 )
 from grpo_dist.runs.run_directory import check_writable
-from grpo_dist.runs.start import prepare
+from grpo_dist.runs.start import load_inputs
 from grpo_dist.runs.start_checks import check_backend, check_length, model_problems, setting_problems
 from grpo_dist.runtime import stage_log
 from grpo_dist.runtime.hardware import DeviceType
@@ -181,7 +181,7 @@ def _a_few(source: DemonstrationsConfig) -> DemonstrationsConfig:
 def _check_grpo(stage: ResolvedStage, config: Config, device: DeviceType) -> None:
     refuse(setting_problems(config, device))
     if len(there := _there(stage)) == len(config.data.train):
-        prepare(config, _quiet, device=device)
+        load_inputs(config, _quiet, device=device)
     else:
         _check_sampling(config, device)
         sections = PromptSections(config.data, config.rewards, config.environments)

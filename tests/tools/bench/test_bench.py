@@ -585,11 +585,11 @@ def test_a_short_real_benchmark_adds_up(tmp_path, capsys):
     f = found.figures
     # The work is known in advance: the lengths follow from the seeds.
     from grpo_dist.data.order import step_prompts
-    from grpo_dist.runs.start import prepare
+    from grpo_dist.runs.start import load_inputs
     from grpo_dist.runtime.seeds import request_seed
     from grpo_dist.tools.bench.lengths import length_of
 
-    known = prepare(settings, print).prompts
+    known = load_inputs(settings, print).prompts
     chosen = [(batch, known[i]) for batch in (1, 2) for i in step_prompts(len(known), 4, 0, batch)]
     lengths = [
         length_of(request_seed(0, batch, prompt.uid, i), settings.bench.lengths, cap=16)

@@ -22,13 +22,13 @@ def benched(tmp_path, monkeypatch):
 
     def run_with(gpus=0):
         (tmp_path / "config.json").write_text(json.dumps(DECODER))
-        prepared = SimpleNamespace(model_dir=tmp_path, teacher_dirs=())
+        inputs = SimpleNamespace(model_dir=tmp_path, teacher_dirs=())
 
-        async def loop(config, prepared, directory):
+        async def loop(config, inputs, directory):
             return [step(10 * i, SPANS) for i in range(config.steps)]
 
         monkeypatch.setattr("actors.connection.fit", lambda config: SimpleNamespace(gpus=gpus))
-        monkeypatch.setattr(run, "prepare", lambda config, say, device: prepared)
+        monkeypatch.setattr(run, "load_inputs", lambda config, say, device: inputs)
         monkeypatch.setattr(run, "_loop", loop)
         bench = {"warmup_steps": 1, "steps": 2}
         return BenchResult.read(

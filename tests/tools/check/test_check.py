@@ -18,7 +18,7 @@ from grpo_dist.rewards.unit_tests import UnitTests
 from grpo_dist.runs.checkpoint import CheckpointState, write_manifest
 from grpo_dist.runs.identity import data_digest, fingerprint
 from grpo_dist.runs.prepare import resolve_model
-from grpo_dist.runs.start import prepare
+from grpo_dist.runs.start import load_inputs
 from grpo_dist.tools.check import devices, machine, settings
 from grpo_dist.tools.check.command import CHECKS, CheckResult, problems, run_checks
 from grpo_dist.tools.plan.accelerators import parse_cluster
@@ -106,7 +106,7 @@ def test_a_run_that_would_resume_is_checked_too(here):
     config = load_config("config.yaml")
     checkpoint, other = Path("runs/run/checkpoints/step_000003"), ["policy.zero_stage=1"]
     checkpoint.mkdir(parents=True)
-    prompts = prepare(config, print).prompts
+    prompts = load_inputs(config, print).prompts
     state = CheckpointState(3, fingerprint(config), data_digest(prompts))
     (checkpoint / "state.json").write_text(json.dumps(asdict(state)))
     (checkpoint / "config.yaml").write_text(dump_config(config))
