@@ -126,3 +126,10 @@ def test_truth_values_of_numpy_are_scores(code):
 def test_a_built_in_reward_that_prefers_wrong_answers_is_refused(code):
     with pytest.raises(CheckFailed, match="the right one must get more in all"):
         tried(code, "right", functions=[{"function": "exact", "weight": -1.0}])
+
+
+def test_a_built_in_reward_without_a_weight_decides_nothing(code):
+    """As in the benchmarks, whose graders only cost their time."""
+    functions = [{"function": "parity"}, {"function": "math", "weight": 0}]
+    said, warnings = tried(code, "right", functions=functions)
+    assert not warnings and "no reward here looks at whether an answer is right" in said
