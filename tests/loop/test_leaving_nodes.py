@@ -152,7 +152,7 @@ def train_in_turns(world, later, **options):
 def test_a_run_that_is_asked_to_end_while_a_save_waits_for_samples_gives_them_up():
     """The signal that ends a spot notice was seen only once the whole batch was sampled and trained on."""
     world, stopped = TakingTurns(), []
-    with pytest.raises(Preempted, match="after step 2, saved"):
+    with pytest.raises(Preempted, match="stopped on request; step 2 saved"):
         train_in_turns(world, lambda: stopped.append(True), stop_requested=lambda: bool(stopped))
     assert world.saves == [2] and len(world.updates) == 2 and world.saved[2].step == 2
 

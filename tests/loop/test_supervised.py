@@ -139,7 +139,7 @@ def test_a_stopped_training_saves_and_resumes_with_the_batches_and_measurements_
     settings, train, held_out = config(steps=6), demonstrations(10), demonstrations(3)
     whole = Job().run(settings, train, held_out)
     stopped = Job(stop_after=2)
-    with pytest.raises(Preempted, match="after step 2, saved"):
+    with pytest.raises(Preempted, match="stopped on request; step 2 saved"):
         stopped.run(settings, train, held_out)
     assert list(stopped.saved) == [2]
     progress = stopped.saved[2]
