@@ -273,14 +273,9 @@ def demands_of(config: Config, has: Resources, *, training: bool, colocated: boo
         supervised                     all of them, for the ranks
 
     One CPU is left to the driver, which may be a job of the cluster, where CPUs are reserved. The engines of
-    an evaluation get threads in addition, since between evaluations a share would be idle.
+    an evaluation get a thread in addition, since between evaluations a share would be idle.
     """
-    rollout, policy, reference, evaluation = (
-        config.rollout,
-        config.policy,
-        config.reference,
-        config.evaluation,
-    )
+    rollout, policy, reference = config.rollout, config.policy, config.reference
     on_gpu = 1 if has.gpus else 0
     free = has.cpus - 1 if has.shared and not has.gpus else has.cpus
     separate = training and not (colocated or config.is_supervised)
@@ -308,14 +303,7 @@ def demands_of(config: Config, has: Resources, *, training: bool, colocated: boo
         "rewards": Demand(config.rewards.num_workers, 0, 1),
     }
     if training and config.evaluation.num_workers:
-        # Threads in addition to the shares of the other roles: between evaluations a share would be idle.
-        demands["evaluation"] = Demand(
-            config.evaluation.num_workers,
-            on_gpu * rollout.tensor_parallel_size,
-            1,
-        )
-    if training and evaluation.num_workers:
-        demands["evaluation"] = Demand(evaluation.num_workers, gpus, evaluation.threads or 1)
+        demands["evaluation"] = Demand(config.evaluation.num_workers, gpus, 1)
     if config.has_environments:
         demands["environments"] = Demand(config.environments.num_workers, 0, 1)
     if config.rewards.models:
@@ -329,10 +317,6 @@ def demands_of(config: Config, has: Resources, *, training: bool, colocated: boo
     if teachers := config.distillation.of_own_models:
         workers = sum(on_each or teacher.num_workers for teacher in teachers)
         demands["teachers"] = Demand(workers, on_gpu, 1, shared=shared)
-    if config.is_supervised:
-        demands = {"policy": demands["policy"]}
-        most_threads = max(teacher.threads or 1 for teacher in teachers)
-        demands["teachers"] = Demand(workers, on_gpu, most_threads, shared=shared)
     return _with_cpus(demands, has, colocated=colocated)
 
 

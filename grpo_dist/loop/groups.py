@@ -254,25 +254,6 @@ class GroupScorer:
         temperature = self._draw.temperatures.get(prompt.source, sampling.temperature)
         return replace(sampling, temperature=temperature, least=self._draw.least)
 
-async def enough_samples(
-    work: Callable[[Sequence[int]], Awaitable[T]], seeds: Callable[[int], Sequence[int]], *, least: int
-) -> T:
-    """Return what ``work`` makes of the samples with ``seeds(0)``; with those of draw 1, and then 2, where
-    engines give fewer than ``least`` of them. Raises SamplesFailed after the third draw.
-    """
-    for number in range(_DRAWS):
-        try:
-            return await work(seeds(number))
-        except SamplesFailed as error:
-            wanted = f"{least}, half of `batch.samples_per_prompt`"
-            if number == _DRAWS - 1:
-                raise SamplesFailed(
-                    f"{cause_of(error)}; the last of {_DRAWS} draws, expected at least {wanted}. See the "
-                    "logs of the engines"
-                ) from error
-            why = cause_of(error)
-            logger.warning("%s, expected at least %s; the group is drawn again", why, wanted)
-    raise AssertionError("the last draw returns or raises")
     def _seeds(self, prompt: Prompt, batch: int) -> Callable[[int], list[int]]:
         """Return the function that gives the seeds of each draw of a group, by its number."""
         count = self._draw.samples

@@ -228,6 +228,8 @@ class Budget:
             f" after {len(self._recent)} restart(s) within {self._settings.window_s:g} s, all of "
             "`cluster.restarts.max_per_worker`"
         )
+
+
 async def sample_until_enough(
     sample: Callable[[Sequence[int]], Awaitable[T]], seeds: Callable[[int], Sequence[int]], *, least: int
 ) -> T:
@@ -243,7 +245,7 @@ async def sample_until_enough(
         except SamplesLost as error:
             logger.warning("samples are lost and sampled again: %s", error)
         except SamplesFailed as error:
-            wanted, draw = f"batch.min_samples = {least}", draw + 1
+            wanted, draw = f"{least}, half of `batch.samples_per_prompt`", draw + 1
             if draw == _DRAWS:
                 raise SamplesFailed(
                     f"{cause_of(error)}; the last of {_DRAWS} draws, expected at least {wanted}. See the "
