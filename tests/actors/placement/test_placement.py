@@ -417,8 +417,6 @@ def test_evaluation_without_gpus_has_threads_in_addition_to_those_of_the_others(
     plain = config(**EVALUATED | {"evaluation": {}})
     own, without = (placement(c, LAPTOP, training=True) for c in (config(**EVALUATED), plain))
     assert own.pop("evaluation") == Demand(1, 0, 1) and own == without
-    more = config(**EVALUATED | {"evaluation": {"num_workers": 1, "threads": 2}})
-    assert placement(more, LAPTOP, training=True)["evaluation"].threads == 2
 
 
 def test_reward_models_that_take_turns_with_the_policy_cannot_score_while_it_trains():
