@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.command is None:
             parser.print_help()
             return USER_ERROR
-        own = ("command", "config", "overrides")
-        options = {name: value for name, value in vars(args).items() if name not in own}
+        positional = ("command", "config", "overrides")
+        options = {name: value for name, value in vars(args).items() if name not in positional}
         _accept_interrupts()
         try:
             args.command(args.config, args.overrides, **options)
@@ -124,7 +124,7 @@ def _bench(path: str | None, overrides: list[str], compare: list[str] | None) ->
     if (path is None) == (compare is None) or (compare and overrides):
         raise UserError("bench: give either a configuration to measure, or --compare A.json B.json alone")
     if compare:
-        from grpo_dist.tools.bench.compare import compare as compare_results
+        from grpo_dist.tools.bench.table import compare as compare_results
 
         compare_results(Path(compare[0]), Path(compare[1]))
         return
@@ -153,15 +153,15 @@ def _plan(
 
     if "stages" in read_tree(Path(path)):
         raise UserError(
-            f"{path}: a pipeline of several stages, and a plan is of one run; `grpo-dist pipeline {path} "
-            "--check` reports the memory of each stage"
+            f"{path}: plan does not support pipelines; `grpo-dist pipeline {path} --check` reports the "
+            "memory of each stage"
         )
     config = load_config(path, overrides)
-    from grpo_dist.tools.plan.command import PlanArguments, plan
-    from grpo_dist.tools.plan.setting import Assumptions
+    from grpo_dist.tools.plan.command import plan
+    from grpo_dist.tools.plan.options import Assumptions
 
-    given = Assumptions(bench=Path(bench) if bench else None, **assumed)
-    plan(config, PlanArguments(cluster, given, price, timeline, tail))
+    assumptions = Assumptions(bench=Path(bench) if bench else None, **assumed)
+    plan(config, cluster, assumptions, price=price, timeline=timeline, tail=tail)
 
 
 def _check(path: str, overrides: list[str], *, cluster: str | None, show_config: bool) -> None:
@@ -172,13 +172,13 @@ def _check(path: str, overrides: list[str], *, cluster: str | None, show_config:
         print(dump_config(config))
     from grpo_dist.tools.check.command import problems, run_checks, summary
 
-    found = []
+    results = []
     for result in run_checks(config, cluster=cluster):
-        found.append(result)
+        results.append(result)
         print_line(str(result))
-    if wrong := problems(found):
+    if wrong := problems(results):
         raise wrong
-    print_line(summary(found))
+    print_line(summary(results))
 
 
 def command_parser() -> argparse.ArgumentParser:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from grpo_dist.config import RewardModelConfig
+from grpo_dist.tools.plan.models import FrozenModel
 from grpo_dist.tools.plan.rates import Reached
-from grpo_dist.tools.plan.reward_models import KnownRewardModel
 
 
 @dataclass
@@ -19,6 +19,7 @@ class Times:
     sync: float = 0.3
     reference: float = 0.0
     models: dict = field(default_factory=dict)  # seconds of each reward model
+    model: None = None  # sizes, which only `Rates` reads
     reached: Reached = field(default_factory=lambda: Reached(sample_s=0.0, overhead_s=0.0))
 
     def decode_step_s(self, sequences, context):
@@ -39,24 +40,18 @@ class Times:
     def turn_s(self):
         return 0.25
 
-    def reference_turn_s(self):
-        return 0.125
-
-    def reward_model_turn_s(self, model):
-        return 0.0625
+    def scoring_turn_s(self, model):
+        return 0.0625 if model.is_reward_model else 0.125
 
     def resend_s(self):
         return 0.75
 
-    def reference_s(self, work):
-        return self.reference
-
-    def reward_model_s(self, model, prompt, lengths):
+    def scoring_s(self, model, prompt, lengths):
         assert prompt == 20 and set(lengths) == {10}
-        return self.models[model.settings.name]
+        return self.models[model.settings.name] if model.is_reward_model else self.reference
 
 
 def judges(**workers):
     """Return reward models with so many workers each; `Times` has their durations."""
     made = [RewardModelConfig(name=name, path="-", num_workers=count) for name, count in workers.items()]
-    return {"reward_models": tuple(KnownRewardModel(settings, None) for settings in made)}
+    return {"frozen": tuple(FrozenModel(None, settings) for settings in made)}

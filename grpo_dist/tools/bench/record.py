@@ -47,8 +47,43 @@ class StepRecord:
         return self.end - self.begin
 
 
-class BenchRecorder:
-    """The recorder of the driver's loop; its clock starts when it is made."""
+class NullRecorder:
+    """A recorder of the driver's loop that writes nothing."""
+
+    directory = Path()
+
+    def phase(self, name: str) -> None: ...
+
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None: ...
+
+    def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None: ...
+
+    def ledger(self, step: int, entry: LedgerEntry) -> None: ...
+
+    def quarantine(self, step: int, groups: list[Group]) -> str:
+        return "nowhere"
+
+    def warn(self, message: str) -> None: ...
+
+    def note(self, message: str) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def back_to(self, step: int) -> None: ...
+
+
+class NoCheckpoints:
+    """A checkpointer that saves nothing."""
+
+    async def save(self, step: int, workers: Workers, progress: Progress) -> None: ...
+
+    async def settle(self) -> None: ...
+
+
+class BenchRecorder(NullRecorder):
+    """The recorder of a benchmark; its clock starts when it is made."""
 
     def __init__(self, seed: int, directory: Path, say: Callable[[int, dict[str, float]], None]) -> None:
         self._seed, self._say, self.directory = seed, say, directory
@@ -56,27 +91,8 @@ class BenchRecorder:
         self._usage: dict[str, Usage] = {}
         self.steps: list[StepRecord] = []
 
-    def flush(self) -> None:
-        """Write nothing during the run."""
-
-    def phase(self, name: str) -> None:
-        """Ignore phases: the metrics have their times."""
-
-    def ledger(self, step: int, entry: LedgerEntry) -> None:
-        """Keep no ledger."""
-
-    def quarantine(self, step: int, groups: list[Group]) -> str:
-        """Keep nothing."""
-        return "nowhere"
-
     def warn(self, message: str) -> None:
         print(message, file=sys.stderr, flush=True)
-
-    def note(self, message: str) -> None:
-        """Keep no events."""
-
-    def back_to(self, step: int) -> None:
-        """A benchmark is never resumed."""
 
     def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
         self._usage = dict(workers)
@@ -99,13 +115,3 @@ class BenchRecorder:
         self.steps.append(StepRecord(step, self._last, now, metrics, self._usage, self._requests))
         self._last = now
         self._say(step, metrics)
-
-
-class NoCheckpoints:
-    """A checkpointer that saves nothing."""
-
-    async def save(self, step: int, workers: Workers, progress: Progress) -> None:
-        """Save nothing."""
-
-    async def settle(self) -> None:
-        """Return at once: no save is in progress."""

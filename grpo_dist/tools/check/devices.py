@@ -15,13 +15,18 @@ from grpo_dist.errors import UserError
 from grpo_dist.runs.trials import CheckFailed, CheckSkipped, Start, fail
 from grpo_dist.runtime.hardware import GIB, DeviceType, device_type, usable_gpus
 from grpo_dist.tools.plan.accelerators import ClusterShape, card_called, parse_cluster
-from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
-from grpo_dist.tools.plan.memory import Footprint, Sizes
-from grpo_dist.tools.plan.models import ModelShape, model_of
-from grpo_dist.tools.plan.options import footprints, memory_problems, node_host_bytes
-from grpo_dist.tools.plan.reward_models import reward_models_of
-from grpo_dist.tools.plan.roles import Roles, made_roles, roles_of
-from grpo_dist.tools.plan.supervised import supervised_problem, supervised_rank
+from grpo_dist.tools.plan.memory import Footprint, Sizes, cold_start, is_trained_first, supervised_rank
+from grpo_dist.tools.plan.models import ModelShape, frozen_models, model_of
+from grpo_dist.tools.plan.placement import (
+    Roles,
+    cold_start_problem,
+    footprints,
+    made_roles,
+    memory_problems,
+    node_host_bytes,
+    roles_of,
+    supervised_problem,
+)
 from grpo_dist.tools.plan.workload import workload_of
 
 if TYPE_CHECKING:  # Ray takes seconds to import
@@ -102,7 +107,7 @@ def check_memory(start: Start, place: Place) -> str:
         workload_of(config, prompt_tokens=None),
         roles,
         memory=memory,
-        reward_models=reward_models_of(config.rewards)[0],
+        frozen=frozen_models(config)[0],
     )
     lines = [_of_role(role, need) for role, need in found.items()]
     wrong = memory_problems(config, found, cluster, roles)

@@ -7,7 +7,7 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from grpo_dist.config import LengthSchedule, SamplingConfig, TemperatureSchedule
-from grpo_dist.observe.settings import check_trackers
+from grpo_dist.observe.trackers import check_trackers
 from grpo_dist.runs.run_directory import installed
 from grpo_dist.runs.trials import CheckFailed, Start
 

@@ -25,8 +25,8 @@ from grpo_dist.tools.plan.accelerators import ClusterShape, Peaks, card_called
 from grpo_dist.tools.plan.engines import Engine, generate_episode
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.models import model_of
+from grpo_dist.tools.plan.placement import Roles, roles_of
 from grpo_dist.tools.plan.rates import Rates, Reached, UpdateWork
-from grpo_dist.tools.plan.roles import Roles, roles_of
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 
 _TRAINED = "train/tokens"

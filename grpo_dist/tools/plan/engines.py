@@ -11,7 +11,6 @@ import asyncio
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Protocol
 
@@ -31,16 +30,9 @@ class EngineTimes(Protocol):
 class Engine:
     """``capacity``: sequences that run at once; the others wait. The clock is that of the running loop."""
 
-    def __init__(
-        self,
-        times: EngineTimes,
-        capacity: int,
-        *,
-        meter: Callable[[], AbstractContextManager[None]] = nullcontext,
-        spans: list[Span] | None = None,
-    ) -> None:
-        """``meter``: measures the engine's own code. ``spans``: receives the times when it has requests."""
-        self._times, self._capacity, self._meter = times, max(1, capacity), meter
+    def __init__(self, times: EngineTimes, capacity: int, *, spans: list[Span] | None = None) -> None:
+        """``spans``: receives the times when it has requests."""
+        self._times, self._capacity = times, max(1, capacity)
         self.spans = [] if spans is None else spans
         self._loop = asyncio.get_running_loop()
         self._numbers = count()
@@ -66,15 +58,14 @@ class Engine:
         """Return when all samples of a group are finished. Calls ``on_sample`` at the end of each. The prompt
         is prefilled once; ``cached`` further tokens before it are in the cache.
         """
-        with self._meter():
-            self._advance()
-            if self._busy_since is None:
-                self._busy_since = self._loop.time()
-            group = _Group(len(lengths), on_sample, self._loop.create_future())
-            self._debt += self._times.prefill_s(prompt_tokens)
-            share = (cached + prompt_tokens) / len(lengths)
-            self._waiting.extend((length, share, group) for length in lengths)
-            self._change()
+        self._advance()
+        if self._busy_since is None:
+            self._busy_since = self._loop.time()
+        group = _Group(len(lengths), on_sample, self._loop.create_future())
+        self._debt += self._times.prefill_s(prompt_tokens)
+        share = (cached + prompt_tokens) / len(lengths)
+        self._waiting.extend((length, share, group) for length in lengths)
+        self._change()
         await group.finished
 
     def pause(self) -> None:
@@ -118,36 +109,34 @@ class Engine:
             self._loop.call_soon(self._plan)
 
     def _plan(self) -> None:
-        with self._meter():
-            self._dirty = False
-            if self._timer:
-                self._timer.cancel()
-                self._timer = None
-            while self._waiting and len(self._running) < self._capacity:
-                length, share, group = self._waiting.popleft()
-                place = (self.steps + length, next(self._numbers), length, share, group)
-                heapq.heappush(self._running, place)
-                self._context += share
-            if self._running and not self._paused:
-                steps = self._running[0][0] - self.steps
-                seconds = self._debt + steps * self._step_s(steps)
-                self._timer = self._loop.call_later(max(seconds, 0.0), self._reached)
+        self._dirty = False
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        while self._waiting and len(self._running) < self._capacity:
+            length, share, group = self._waiting.popleft()
+            place = (self.steps + length, next(self._numbers), length, share, group)
+            heapq.heappush(self._running, place)
+            self._context += share
+        if self._running and not self._paused:
+            steps = self._running[0][0] - self.steps
+            seconds = self._debt + steps * self._step_s(steps)
+            self._timer = self._loop.call_later(max(seconds, 0.0), self._reached)
 
     def _reached(self) -> None:
         """Finish the sequences that end now."""
         ended = []
-        with self._meter():
-            self._timer = None
-            self._advance()
-            self.steps = max(self.steps, self._running[0][0])  # rounding may leave a remainder
-            while self._running and self._running[0][0] <= self.steps + _ALMOST:
-                _, _, length, share, group = heapq.heappop(self._running)
-                self._context -= share + length
-                ended.append(group)
-            if not self._running and not self._waiting:
-                self._context = 0.0
-                self._end_span()
-            self._change()
+        self._timer = None
+        self._advance()
+        self.steps = max(self.steps, self._running[0][0])  # rounding may leave a remainder
+        while self._running and self._running[0][0] <= self.steps + _ALMOST:
+            _, _, length, share, group = heapq.heappop(self._running)
+            self._context -= share + length
+            ended.append(group)
+        if not self._running and not self._waiting:
+            self._context = 0.0
+            self._end_span()
+        self._change()
         for group in ended:
             group.sample_done()
 

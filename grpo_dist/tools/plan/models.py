@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import ModelConfig, RewardModelConfig, SFTConfig
+from grpo_dist.batch.sharding import micro_batches
+from grpo_dist.config import Config, ModelConfig, RewardModelConfig, SFTConfig, TeacherConfig
 from grpo_dist.errors import UserError, expanded
 from grpo_dist.policy.attention import attention_layers
 from grpo_dist.policy.gguf_model import gguf_config, is_gguf
@@ -279,8 +280,8 @@ def _known(kind: str, *sizes: int, tied: bool, head_dim: int | None = None, **ex
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "vocab_size",
     )  # fmt: skip
-    own = dict(zip(names, sizes, strict=True))
-    return {"model_type": kind, **own, "tie_word_embeddings": tied, "head_dim": head_dim, **experts}
+    return {"model_type": kind, **dict(zip(names, sizes, strict=True)), "tie_word_embeddings": tied,
+            "head_dim": head_dim, **experts}  # fmt: skip
 
 
 # Values of the config.json that each was published with on the Hugging Face hub.
@@ -365,14 +366,84 @@ def model_of(model: ModelConfig, sft: SFTConfig | None, seed: int) -> ModelShape
     )
 
 
-def classifier_of(settings: RewardModelConfig) -> ModelShape:
-    """Return the decoder of a reward model, from the places of `model_of`. Raises UserError where its sizes
-    are unknown.
+@dataclass(frozen=True, slots=True)
+class FrozenModel:
+    """A model that scores finished samples. ``settings``: of a teacher or a reward model; None: the
+    reference, which has the policy's sizes.
     """
-    where = f"path = {settings.path}"
-    if found := _known_locally(settings.path, settings.revision, where):
-        return found
-    raise UserError(f"{where}: {_NOWHERE}; put its config.json in a directory and plan with that as `path`")
+
+    shape: ModelShape
+    settings: TeacherConfig | RewardModelConfig | None = None
+
+    @property
+    def is_reward_model(self) -> bool:
+        return isinstance(self.settings, RewardModelConfig)
+
+    @property
+    def role(self) -> str:
+        """Its row in a table of memory."""
+        if self.settings is None:
+            return "reference"
+        return f"{'reward model' if self.is_reward_model else 'teacher'} {self.settings.name}"
+
+    def weight_bytes(self, itemsize: int, *, gpu: bool) -> int:
+        """Return the bytes on one device. A split reward model has its embedding on each, and no head.
+        ``itemsize``: of the policy's weights, in which the reference and teachers are loaded.
+        """
+        if not isinstance(self.settings, RewardModelConfig):
+            return self.shape.parameters * itemsize
+        split = self.shape.without_head - self.shape.embedding
+        parameters = self.shape.embedding + -(-split // self.settings.tensor_parallel_size)
+        return parameters * itemsize_of(self.settings.dtype, gpu=gpu)
+
+    def on_a_whole_gpu(self) -> FrozenModel:
+        """Return it with a whole GPU, as a copy has it that is colocated with other roles."""
+        if not isinstance(self.settings, RewardModelConfig):
+            return self
+        return replace(self, settings=self.settings.model_copy(update={"gpu_share": 1.0}))
+
+    def padded_flops(self, prompt: int, lengths: Sequence[int]) -> float:
+        """Return the operations of a reward model for one prompt with completions of ``lengths`` tokens,
+        batched as `Classifier` does. Padding counts; the head, one or two rows, does not.
+        """
+        assert isinstance(self.settings, RewardModelConfig)
+        s, rows = self.shape.shape, [prompt + length for length in lengths]
+        total = 0.0
+        for batch in micro_batches(rows, self.settings.micro_batch_tokens):
+            longest = max(rows[i] for i in batch)
+            weights = s.layers * s.layer_weights * longest
+            pairs = longest * (longest + 1) / 2
+            total += len(batch) * (2 * weights + 4 * s.layers * s.heads * s.head_dim * pairs)
+        return total
+
+
+def frozen_models(config: Config) -> tuple[tuple[FrozenModel, ...], dict[str, str]]:
+    """Return the teachers and the reward models with known sizes; and by name why those of other reward
+    models are unknown. Raises UserError for a teacher of unknown sizes.
+    """
+    known = [
+        FrozenModel(model_of(teacher.model_section(config.model), config.sft, config.seed), teacher)
+        for teacher in config.distillation.of_own_models
+    ]
+    unknown = {}
+    for settings in config.rewards.models:
+        try:
+            known.append(FrozenModel(_reward_model_shape(settings), settings))
+        except UserError as error:
+            unknown[settings.name] = str(error)
+    return tuple(known), unknown
+
+
+def _reward_model_shape(settings: RewardModelConfig) -> ModelShape:
+    key = f"path = {settings.path}"
+    if shape := _known_locally(settings.path, settings.revision, key):
+        return shape
+    raise UserError(f"{key}: {_NOWHERE}; put its config.json in a directory and plan with that as `path`")
+
+
+def itemsize_of(dtype: str, *, gpu: bool) -> int:
+    """Return the bytes of a weight as `hardware.resolve_dtype` does, without asking this machine's GPU."""
+    return 2 if dtype == "bfloat16" or (dtype == "auto" and gpu) else 4
 
 
 def _policy(path: str) -> str:

@@ -1,41 +1,151 @@
-"""One configuration on one cluster: memory, problems and simulated times."""
+"""One configuration on one cluster: what it takes as given, its memory, problems and simulated times."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_dist.config import (
-    CheckpointConfig,
-    Config,
-    ModelConfig,
-    PolicyConfig,
-    RewardModelConfig,
-    RewardsConfig,
-    SpeculationConfig,
-)
+from grpo_dist.config import Config
 from grpo_dist.config.files import changed
+from grpo_dist.errors import UserError
 from grpo_dist.policy.deepspeed_config import deepspeed_config
-from grpo_dist.runtime.hardware import GIB, resolve_dtype
-from grpo_dist.tools.plan import teachers
+from grpo_dist.runtime.hardware import resolve_dtype
+from grpo_dist.runtime.model_config import length_problem
+from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan.accelerators import ClusterShape, Peaks
-from grpo_dist.tools.plan.engine_memory import EngineFootprint, rollout_engine, with_snapshot
-from grpo_dist.tools.plan.memory import USABLE, Footprint, Sizes, policy_rank, reference_worker
-from grpo_dist.tools.plan.models import ModelShape, model_of
-from grpo_dist.tools.plan.rates import Rates
-from grpo_dist.tools.plan.reward_models import KnownRewardModel, reward_model_worker, role_of
-from grpo_dist.tools.plan.roles import Roles, roles_of
-from grpo_dist.tools.plan.scenario import Scenario
-from grpo_dist.tools.plan.setting import Setting
-from grpo_dist.tools.plan.sharing import REFRESH, SYNC, asleep, host_bytes, shared
-from grpo_dist.tools.plan.simulation import Simulated, simulate
-from grpo_dist.tools.plan.workload import Workload
+from grpo_dist.tools.plan.calibration import Calibration, calibrate
+from grpo_dist.tools.plan.memory import EngineFootprint, Footprint, Sizes
+from grpo_dist.tools.plan.models import FrozenModel, ModelShape, frozen_models, model_of
+from grpo_dist.tools.plan.placement import Roles, footprints, memory_problems, roles_of
+from grpo_dist.tools.plan.rates import Rates, Reached
+from grpo_dist.tools.plan.simulation import Scenario, Simulated, simulate
+from grpo_dist.tools.plan.workload import Workload, workload_of
 
-_EVALUATED_AT_ONCE = 256  # sequences of an engine of evaluation: see `EngineSpec.for_evaluation`
 _SIGNAL_SHARE = 0.6  # of groups under dynamic sampling: about half of the prompts of a fitting difficulty
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What a plan takes as given, beyond the configuration and the cluster.
+
+    Attributes:
+        bench: a bench.json to calibrate with; None: data sheets.
+        prompt_tokens: of every prompt; None: those of ``bench``, or a share of `data.max_prompt_tokens`.
+        turns, tool_seconds: of an episode; None: those of ``bench``, or see `workload_of`.
+        shared_tokens: that all prompts begin with; None: those of ``bench`` if its prompts are planned.
+        accepted: accepted tokens per draft; None: those of ``bench``, else none.
+    """
+
+    bench: Path | None = None
+    prompt_tokens: int | None = None
+    turns: int | None = None
+    tool_seconds: float | None = None
+    shared_tokens: int | None = None
+    accepted: float | None = None
+
+    def check(self, *, has_environments: bool, drafted: int = 0) -> None:
+        """Raise UserError, naming the command's option, for a value out of range or without effect.
+        ``drafted``: `rollout.speculation.tokens`.
+        """
+        for option, value, least in (
+            ("--prompt-tokens", self.prompt_tokens, 1),
+            ("--shared-tokens", self.shared_tokens, 0),
+            ("--turns", self.turns, 1),
+            ("--tool-seconds", self.tool_seconds, 0),
+        ):
+            if value is not None and not least <= value < math.inf:  # NaN is in no range
+                raise UserError(f"{option} {value:g}: expected {least} or more")
+        if self.accepted is not None and not drafted:
+            raise UserError("--accepted: nothing is drafted; set `rollout.speculation.tokens`, or remove it")
+        if self.accepted is not None and not 0 <= self.accepted <= drafted:
+            raise UserError(
+                f"--accepted {self.accepted:g}: expected accepted tokens per draft, 0 to "
+                f"`rollout.speculation.tokens` = {drafted}"
+            )
+        if not has_environments and (self.turns is not None or self.tool_seconds is not None):
+            raise UserError(
+                "--turns, --tool-seconds: no source of problems has an environment (`data.environment`); "
+                "remove them"
+            )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all options of a plan share. ``frozen``: the teachers, and the reward models with known sizes;
+    ``unplanned``: why the other reward models, by name, have none. ``accepted``: see `Assumptions`.
+    """
+
+    cluster: ClusterShape
+    model: ModelShape
+    workload: Workload
+    calibration: Calibration | None
+    frozen: tuple[FrozenModel, ...] = ()
+    unplanned: Mapping[str, str] = field(default_factory=dict)
+    accepted: float | None = None
+
+    @property
+    def reached(self) -> Reached:
+        reached = self.calibration.reached if self.calibration else Reached()
+        return reached if self.accepted is None else replace(reached, accepted=1.0 + self.accepted)
+
+
+def build_setting(
+    config: Config,
+    cluster: ClusterShape,
+    assumed: Assumptions = Assumptions(),
+) -> Setting:
+    """Build the setting of a plan of ``config``. Raises UserError for assumptions that do not fit it, for a
+    benchmark of other hardware, and for prompts that a run would drop.
+    """
+    assumed.check(has_environments=config.has_environments, drafted=config.rollout.speculation.tokens)
+    if cluster.card is None and assumed.bench is None:
+        raise UserError(
+            f"--cluster {cluster}: what processors can do is in no data sheet; measure with `grpo-dist bench "
+            "configs/bench/cpu_13m_lognormal.yaml` and pass its bench.json as --bench"
+        )
+    calibration = calibrate(BenchResult.read(assumed.bench), cluster) if assumed.bench else None
+    lengths: Sequence[int] = ()
+    prompt_tokens, shared_tokens = assumed.prompt_tokens, assumed.shared_tokens
+    turns, tool_s = assumed.turns, assumed.tool_seconds
+    if calibration:
+        lengths = calibration.lengths
+        if prompt_tokens is None:
+            prompt_tokens = calibration.prompt_tokens
+            shared_tokens = calibration.shared_tokens if shared_tokens is None else shared_tokens
+        turns = calibration.turns if turns is None else turns
+        tool_s = calibration.tool_s if tool_s is None else tool_s
+    workload = workload_of(
+        config,
+        prompt_tokens=prompt_tokens,
+        shared_tokens=shared_tokens or 0,
+        measured=lengths,
+        turns=turns,
+        tool_s=tool_s,
+    )
+    if workload.shared_tokens >= workload.prompt_tokens:
+        raise UserError(
+            f"--shared-tokens {workload.shared_tokens}: a prompt has {workload.prompt_tokens} tokens "
+            "(--prompt-tokens); expected fewer"
+        )
+    tokens, most = workload.prompt_tokens, config.data.max_prompt_tokens
+    if tokens > most:
+        measured = f"--bench {assumed.bench}: its prompts have {tokens} tokens,"
+        what = f"--prompt-tokens {tokens}:" if assumed.prompt_tokens is not None else measured
+        raise UserError(
+            f"{what} longer prompts than `data.max_prompt_tokens` = {most} are dropped; raise that, or pass "
+            f"at most {most} as --prompt-tokens"
+        )
+    model = model_of(config.model, config.sft, config.seed)
+    supervised = config.sft if config.is_supervised else None
+    longest = supervised.max_length if supervised else config.max_length
+    if problem := length_problem(model.positions, longest, model.name, supervised=supervised is not None):
+        raise UserError(problem)
+    return Setting(cluster, model, workload, calibration, *frozen_models(config), assumed.accepted)
 
 
 @dataclass(frozen=True)
@@ -50,9 +160,9 @@ class Option:
 
     @property
     def engine(self) -> EngineFootprint:
-        found = self.memory["rollout"]
-        assert isinstance(found, EngineFootprint)
-        return found
+        engine = self.memory["rollout"]
+        assert isinstance(engine, EngineFootprint)
+        return engine
 
 
 @dataclass(frozen=True)
@@ -64,20 +174,12 @@ class Planned:
 def option_of(config: Config, setting: Setting) -> Option:
     """Plan ``config`` without simulating it. Raises UserError where the cluster has too few devices."""
     cluster, model, calibration = setting.cluster, setting.model, setting.calibration
-    cpus = calibration.cpus if calibration else None
-    roles = roles_of(config, model, cluster, cpus=cpus)
-    sizes = Sizes.of(config, gpu=cluster.card is not None, memory=_card_memory(cluster))
-    judges = tuple(judge.alone() if roles.sharing else judge for judge in setting.reward_models)
-    memory = footprints(
-        config,
-        model,
-        sizes,
-        setting.workload,
-        roles,
-        memory=_card_memory(cluster),
-        reward_models=judges,
-    )
-    engine = memory["rollout"]
+    roles = roles_of(config, model, cluster, cpus=calibration.cpus if calibration else None)
+    memory = cluster.card.memory if cluster.card else 0
+    sizes = Sizes.of(config, gpu=cluster.card is not None, memory=memory)
+    frozen = tuple(own.on_a_whole_gpu() if roles.sharing else own for own in setting.frozen)
+    needs = footprints(config, model, sizes, setting.workload, roles, memory=memory, frozen=frozen)
+    engine = needs["rollout"]
     assert isinstance(engine, EngineFootprint)
     peaks = calibration.peaks_of(roles) if calibration else Peaks.of(cluster)
     scenario = Scenario(
@@ -88,159 +190,20 @@ def option_of(config: Config, setting: Setting) -> Option:
         sharing=roles.sharing if cluster.gpus else frozenset(),  # on processors turns move nothing
         reference_is_base=config.needs_reference and roles.reference_is_base,
         signal_share=_SIGNAL_SHARE if config.dynamic_sampling.enabled else 1.0,
-        reward_models=judges,
+        frozen=frozen,
     )
-    problems = [
-        *_refusals(config.model, config.policy, cluster),
-        *memory_problems(config, memory, cluster, roles),
-    ]
-    return Option(config, roles, memory, problems, scenario)
-
-
-def _refusals(settings: ModelConfig, policy: PolicyConfig, cluster: ClusterShape) -> list[str]:
-    """Return what every policy rank would refuse when it starts."""
-    dtype = resolve_dtype(settings.dtype, "cuda" if cluster.card else "cpu")
-    try:
-        deepspeed_config(policy, dtype=dtype)
+    problems = memory_problems(config, needs, cluster, roles)
+    try:  # what every policy rank would refuse when it starts
+        deepspeed_config(
+            config.policy, dtype=resolve_dtype(config.model.dtype, "cuda" if cluster.card else "cpu")
+        )
     except ValueError as error:
-        return [str(error)]
-    return []
+        problems.insert(0, str(error))
+    return Option(config, roles, needs, problems, scenario)
 
 
 def planned(option: Option, *, steps: int = 4) -> Planned:
     return Planned(option, simulate(replace(option.scenario, steps=steps)))
-
-
-def footprints(
-    config: Config,
-    model: ModelShape,
-    sizes: Sizes,
-    workload: Workload,
-    roles: Roles,
-    *,
-    memory: int,
-    reward_models: Sequence[KnownRewardModel] = (),
-) -> dict[str, Footprint]:
-    """Return the memory of one worker of each role, and of the moments in which two roles are on a shared
-    GPU. ``memory``: bytes of a GPU; 0: no GPUs.
-    """
-    # Without GPUs turns only order the work: all roles are in the machine's memory.
-    sharing = roles.sharing if sizes.gpu else frozenset()
-    others = asleep("rollout", sharing)
-    found: dict[str, Footprint] = {}
-    if "policy" in roles.workers:
-        found["policy"] = policy_rank(config, model, sizes, workload)
-    found["rollout"] = rollout_engine(config, model, sizes, workload, memory=memory, asleep=others)
-    if "reference" in roles.workers:
-        found["reference"] = reference_worker(config.max_length, model, sizes, workload)
-    if "evaluation" in roles.workers:
-        count = config.evaluation.num_workers
-        decoded = {"num_workers": count, "max_num_seqs": config.rollout.max_num_seqs or _EVALUATED_AT_ONCE}
-        own = config.model_copy(update={"rollout": config.rollout.model_copy(update=decoded)})
-        engine = rollout_engine(own, model, sizes, workload, memory=memory, trains=False)
-        found["evaluation"] = with_snapshot(engine, config.policy, model, sizes, engines=count)
-    for judge in reward_models:
-        found[role_of(judge.settings)] = reward_model_worker(config.max_length, judge, sizes)
-    for teacher in config.distillation.of_own_models if "policy" in roles.workers else ():
-        own_shape = model_of(teacher.model_section(config.model), config.sft, config.seed)
-        worker = teachers.teacher_worker(teacher, config.max_length, own_shape, sizes, workload)
-        found[teachers.role_of(teacher)] = worker
-    if not sharing:
-        return found
-    settings = config.policy, config.reference, config.weight_sync
-    may_join = config.rollout.most_workers > config.rollout.num_workers
-    return shared(*settings, model, sizes, found, sharing, may_join=may_join)
-
-
-def memory_problems(
-    config: Config, memory: Mapping[str, Footprint], cluster: ClusterShape, roles: Roles
-) -> list[str]:
-    """Return what does not fit in a GPU or in a node of ``cluster``, with remedies. Machines without GPUs are
-    not checked: all workers share their memory.
-    """
-    if cluster.card is None:
-        return []
-    whole, problems = int(cluster.card.memory * USABLE), []
-    shares = {role_of(model): model.gpu_share for model in config.rewards.models if not roles.sharing}
-    for role, need in memory.items():
-        share = shares.get(role, 1.0)
-        limit = int(share * whole)
-        if role != "rollout" and need.total > limit:
-            having = "has" if share == 1 else f"with `gpu_share` = {share:g} has"
-            problems.append(
-                f"{role}: {_needs(role)} {need.total / GIB:.1f} GiB and a {cluster.card.name} {having} "
-                f"{limit / GIB:.1f} GiB for it; {_remedy(role, config.model, config.policy, config.rewards)}"
-            )
-    engine = memory["rollout"]
-    assert isinstance(engine, EngineFootprint)
-    if engine.longest < 1:
-        problems.append(
-            f"rollout: {max(0, engine.cache) / GIB:.1f} GiB are left for the key-value cache, and one "
-            f"sequence of {config.max_length:,} tokens takes "
-            f"{config.max_length * engine.token_bytes / GIB:.1f} GiB; raise "
-            "`rollout.tensor_parallel_size` or `rollout.gpu_memory_utilization`"
-        )
-    needed, has = node_host_bytes(memory, roles, cluster), cluster.host
-    if needed > has:
-        remedy = _host_remedy(config.checkpoint, config.rollout.speculation, roles)
-        problems.append(
-            f"host memory: the workers of one node keep {needed / GIB:,.0f} GiB there, and a node of "
-            f"{cluster} is assumed to have {has / GIB:,.0f} GiB; {remedy}"
-        )
-    return problems
-
-
-def node_host_bytes(memory: Mapping[str, Footprint], roles: Roles, cluster: ClusterShape) -> int:
-    """Return the bytes that the workers of one node keep in host memory."""
-    return host_bytes(memory, roles.workers, per_node=cluster.gpus_per_node)
-
-
-def _needs(role: str) -> str:
-    return "both together need" if role in (SYNC, REFRESH) else "a worker needs"
-
-
-def _remedy(role: str, settings: ModelConfig, policy: PolicyConfig, rewards: RewardsConfig) -> str:
-    if role == "policy":
-        return _policy_remedy(settings, policy)
-    if role == "evaluation":
-        return "lower `rollout.gpu_memory_utilization`"
-    if role == "reference":
-        return "its weights are a whole copy on one GPU; lower `reference.micro_batch_tokens`, or use LoRA"
-    if role.startswith("teacher "):
-        return "its weights are a whole copy on one GPU; lower its `micro_batch_tokens`, or use a smaller one"
-    if role in (SYNC, REFRESH):
-        return (
-            "raise `policy.zero_stage` or `rollout.tensor_parallel_size`, or set cluster.placement=separate"
-        )
-    model = next(model for model in rewards.models if role_of(model) == role)
-    return _reward_model_remedy(model)
-
-
-def _host_remedy(checkpoint: CheckpointConfig, speculation: SpeculationConfig, roles: Roles) -> str:
-    first = "set cluster.placement=separate" if roles.sharing else "take back some of `policy.offload`"
-    background = ", set checkpoint.background=false" if checkpoint.background else ""
-    texts = ", lower `rollout.speculation.history_tokens`" if speculation.tokens else ""
-    return f"{first}{background}{texts}, or add nodes"
-
-
-def _policy_remedy(settings: ModelConfig, policy: PolicyConfig) -> str:
-    steps = []
-    if not settings.gradient_checkpointing:
-        steps.append("set `model.gradient_checkpointing`=true")
-    steps.append("lower `batch.micro_batch_tokens`")
-    if policy.zero_stage < 3:
-        steps.append("raise `policy.zero_stage`")
-    return f"{', '.join(steps)}, or add policy ranks or `policy.sequence_parallel`"
-
-
-def _reward_model_remedy(model: RewardModelConfig) -> str:
-    narrower = ", set its `dtype`=bfloat16" if model.dtype == "float32" else ""
-    more = "raise its `gpu_share`" if model.gpu_share < 1 else "raise its `tensor_parallel_size`"
-    return f"lower its `micro_batch_tokens`{narrower}, {more}, or use a smaller model"
-
-
-def _card_memory(cluster: ClusterShape) -> int:
-    return cluster.card.memory if cluster.card else 0
 
 
 def option_or_reason(config: Config, changes: Mapping[str, Any], setting: Setting) -> Option | str:

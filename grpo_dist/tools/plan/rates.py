@@ -13,18 +13,16 @@ What is reached is an assumption (`Reached`), or comes from a benchmark of this 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from grpo_dist.algorithms.estimators import estimator_of
-from grpo_dist.config import Config
+from grpo_dist.config import Config, RewardModelConfig
 from grpo_dist.policy.deepspeed_config import optimizer_device
 from grpo_dist.tools.plan.accelerators import Peaks
-from grpo_dist.tools.plan.engine_memory import is_quantised
-from grpo_dist.tools.plan.memory import Sizes, lora_parameters, states
-from grpo_dist.tools.plan.models import ModelShape
-from grpo_dist.tools.plan.reward_models import KnownRewardModel
+from grpo_dist.tools.plan.memory import Sizes, is_quantised, lora_parameters, states
+from grpo_dist.tools.plan.models import FrozenModel, ModelShape
 
 _HOP_S = 12e-6  # an all-reduce of few bytes within a node
 _CPU_ADAM = 4e9  # parameters a second of one node's processors
@@ -211,15 +209,17 @@ class Rates:
         """Return the seconds of a group's log-probs on one reference worker."""
         return self.forward_flops(work) / (self.peaks.flops * self._precision * self.reached.training)
 
-    def reward_model_s(self, model: KnownRewardModel, prompt: int, lengths: Sequence[int]) -> float:
+    def scoring_s(self, model: FrozenModel, prompt: int, lengths: Sequence[int]) -> float:
         """Return the seconds in which a worker of ``model``, with its GPUs or one thread, scores a group.
 
-        Of a shared GPU it has its share, as if all on it computed at once. The all-reduces of a split model
-        are not counted.
+        Of a shared GPU a reward model has its share, as if all on it computed at once. The all-reduces of a
+        split model are not counted.
         """
+        if not isinstance(model.settings, RewardModelConfig):
+            return replace(self, model=model.shape).reference_s(UpdateWork(((prompt, tuple(lengths)),)))
         precision = self.peaks.float32 if model.settings.dtype == "float32" else 1.0
         flops = self.peaks.thread_flops or self.peaks.flops * precision * model.settings.gpus
-        return model.flops(prompt, lengths) / (flops * self.reached.training)
+        return model.padded_flops(prompt, lengths) / (flops * self.reached.training)
 
     def sync_s(self) -> float:
         """Return the seconds of sending weights or adapters to the engines. ZeRO-3 gathers them first.
@@ -244,13 +244,9 @@ class Rates:
         """Return the seconds of a change of turns that moves a rank's states to host memory or back."""
         return self._copy_s(sum(states(self.config.policy, self.model, self.sizes).values()))
 
-    def reference_turn_s(self) -> float:
-        """Return the seconds until a colocated reference has its GPU and its weights on it."""
-        return self._copy_s(self.model.parameters * self.sizes.itemsize)
-
-    def reward_model_turn_s(self, model: KnownRewardModel) -> float:
-        """Return the seconds until a colocated reward model has its GPU and its weights on it."""
-        return self._copy_s(model.weight_bytes(gpu=self.sizes.gpu))
+    def scoring_turn_s(self, model: FrozenModel) -> float:
+        """Return the seconds until a colocated ``model`` has its GPU and its weights on it."""
+        return self._copy_s(model.weight_bytes(self.sizes.itemsize, gpu=self.sizes.gpu))
 
     def resend_s(self) -> float:
         """Return the seconds until engines, whose weights are dropped, have them again out of turn: the

@@ -12,17 +12,12 @@ from grpo_dist.runtime.hardware import GIB
 from grpo_dist.runtime.tables import make_table, print_lines
 from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan.accelerators import ClusterShape
-from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
-from grpo_dist.tools.plan.engine_memory import is_quantised
-from grpo_dist.tools.plan.memory import USABLE, Sizes, expert_bytes
-from grpo_dist.tools.plan.options import Option, Planned, node_host_bytes
+from grpo_dist.tools.plan.memory import Sizes, cold_start, expert_bytes, is_quantised, is_trained_first
+from grpo_dist.tools.plan.options import Option, Planned, Setting
+from grpo_dist.tools.plan.placement import REFRESH, SYNC, USABLE, cold_start_problem, node_host_bytes
 from grpo_dist.tools.plan.rates import delta_share
-from grpo_dist.tools.plan.reward_models import role_of
 from grpo_dist.tools.plan.search import STAGES, SearchResult, reason
-from grpo_dist.tools.plan.setting import Setting
-from grpo_dist.tools.plan.sharing import REFRESH, SYNC
-from grpo_dist.tools.plan.simulation import Simulated
-from grpo_dist.tools.plan.supervised import demonstration_line
+from grpo_dist.tools.plan.simulation import Simulated, assumed_row
 from grpo_dist.tools.plan.whole_run import WholeRun
 
 _ENGINES = ("rollout", "evaluation")  # roles whose workers have `rollout.tensor_parallel_size` GPUs
@@ -100,9 +95,14 @@ def head_lines(plan: Plan) -> list[str]:
         )
     if workload.assumed:
         lines.append(f"assumed: {workload.assumed}")
-    lines += demonstration_line(config.demonstrations, longest=config.max_length)
+    if shown := config.demonstrations:
+        prompt, completion = assumed_row(shown, config.max_length)
+        lines.append(
+            f"assumed: each of the {shown.rows_per_step} demonstrations of a step has {prompt} + "
+            f"{completion} tokens, half of the longest that may be (`demonstrations.max_length`)"
+        )
     lines += delta_line(config.weight_sync, config.policy.optimizer, itemsize)
-    if setting.reward_models:
+    if any(model.is_reward_model for model in setting.frozen):
         lines.append(
             "assumed: reward models read as many tokens as the policy writes; their templates and step "
             "marks are left out"
@@ -111,18 +111,18 @@ def head_lines(plan: Plan) -> list[str]:
 
 
 def _drafts(setting: Setting, config: Config) -> list[str]:
-    """Describe what drafts gain, where engines draft."""
-    drafts, right = config.rollout.speculation, setting.reached.accepted - 1
+    """Describe how many drafted tokens are accepted, where engines draft."""
+    drafts, accepted = config.rollout.speculation, setting.reached.accepted - 1
     if not drafts.tokens:
         return []
     assumed, source = "assumed: ", " (--accepted)"
     if setting.accepted is not None:
         assumed = ""
-    elif setting.calibration and right:
+    elif setting.calibration and accepted:
         assumed, source = "", " (measured)"
     return [
         f"{assumed}drafts of {drafts.tokens} tokens, in every pass of an engine with at most "
-        f"{drafts.max_sequences} sequences; {right:g} of them are right{source}"
+        f"{drafts.max_sequences} sequences; {accepted:g} accepted per draft{source}"
     ]
 
 
@@ -217,10 +217,9 @@ def _host(option: Option, cluster: ClusterShape) -> list[str]:
     if option.roles.sharing:
         peaks, reached = rates.peaks, rates.reached
         turns = {"policy": rates.turn_s()}
-        if "reference" in option.roles.sharing:
-            turns["reference"] = rates.reference_turn_s()
-        for model in option.scenario.reward_models:
-            turns[role_of(model.settings)] = rates.reward_model_turn_s(model)
+        for model in option.scenario.scorers:
+            if model.role in option.roles.sharing:
+                turns[model.role] = rates.scoring_turn_s(model)
         listed = ", ".join(f"{role} {written(seconds, 's')}" for role, seconds in turns.items())
         lines.append(
             f"turns: until its states are on the GPU, or in host memory again: {listed}; "
@@ -249,8 +248,7 @@ def _summary(planned: Planned, setting: Setting) -> list[str]:
         f"idle: engines {engines}, policy {policy}: {reason(planned)}",
         f"an engine decodes {run.sequences:,.0f} sequences at once on average, and could decode "
         f"{planned.option.scenario.capacity:,}",
-        f"driver: {written(run.driver_cpu_s, 's')} of CPU time a step for its own code; at most "
-        f"{run.queue:,} groups waited for an engine; mean staleness {run.staleness:.2f}",
+        f"mean staleness: {run.staleness:.2f}",
     ]
     if cluster.card and cluster.price:
         price, unused = cluster.price, cluster.gpus - planned.option.roles.gpus

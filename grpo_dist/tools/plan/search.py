@@ -15,17 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from actors.placement.demands import Demand, Resources, demands_of
-from grpo_dist.config import Config, PolicyConfig, WeightSyncConfig
+from grpo_dist.config import Config, WeightSyncConfig
 from grpo_dist.tools.bench.table import written
-from grpo_dist.tools.plan import teachers
 from grpo_dist.tools.plan.accelerators import ClusterShape
-from grpo_dist.tools.plan.options import Option, Planned, option_or_reason, planned
+from grpo_dist.tools.plan.options import Option, Planned, Setting, option_or_reason, planned
 from grpo_dist.tools.plan.rates import UpdateWork
-from grpo_dist.tools.plan.reward_models import role_of
-from grpo_dist.tools.plan.scenario import Scenario
-from grpo_dist.tools.plan.setting import Setting
-from grpo_dist.tools.plan.simulated_cluster import POLICY
-from grpo_dist.tools.plan.supervised import demonstration_rows
+from grpo_dist.tools.plan.simulation import POLICY, Scenario
 
 _SPLITS = 16  # most numbers of policy ranks to try
 _TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -129,12 +124,8 @@ def changes_of(config: Config, setting: Setting) -> Iterator[Changes]:
         return _taken(demands_of(sized, Resources(1, cluster.gpus), training=True, colocated=False))
 
     for changes in _splits(cluster, taken):
-        for stage in stages(config.policy):
+        for stage in dict.fromkeys((config.policy.zero_stage, 2, 3)):
             yield changes | {"policy.zero_stage": stage}
-
-
-def stages(policy: PolicyConfig) -> list[int]:
-    return list(dict.fromkeys((policy.zero_stage, 2, 3)))
 
 
 def _splits(cluster: ClusterShape, taken: Callable[[int], tuple[int, int]]) -> Iterator[Changes]:
@@ -219,10 +210,7 @@ def bound(option: Option) -> float:
     sampling = sampled * mean / config.rollout.num_workers / rate
     each = (round(mean),) * batch.samples_per_prompt
     size = batch.prompts_per_step // batch.updates_per_step
-    rows = demonstration_rows(
-        config.demonstrations, updates=batch.updates_per_step, longest=config.max_length
-    )
-    update = UpdateWork(((prompt, each),) * size, workload.shared_tokens, rows)
+    update = UpdateWork(((prompt, each),) * size, workload.shared_tokens, scenario.demonstrations())
     work = [update] * batch.updates_per_step
     training = rates.update_s(work) + rates.sync_s() + (2 * rates.turn_s() if scenario.sharing else 0.0)
     # Mean lengths give a bound: longer rows only add to attention.
@@ -246,24 +234,15 @@ def _sampled_for_each(signal_share: float, prompts_per_step: int) -> float:
 
 
 def _between_s(scenario: Scenario, prompt: int, lengths: tuple[int, ...]) -> dict[str, float]:
-    """Return the seconds of a step in the reference and in each reward model, by role. On shared GPUs their
-    turns count, too.
+    """Return the seconds of a step in the reference, each teacher and each reward model, by role. On shared
+    GPUs their turns count, too.
     """
-    config, rates, seconds = scenario.config, scenario.rates, dict[str, float]()
-    groups, work = config.batch.prompts_per_step, UpdateWork(((prompt, lengths),))
-    if config.needs_reference:
-        role = POLICY if scenario.reference_is_base and scenario.sharing else "reference"
-        turn_s = rates.reference_turn_s() if role in scenario.sharing - {POLICY} else 0.0
-        seconds[role] = rates.reference_s(work) * groups / scenario.reference_workers + turn_s
-    for teacher in config.distillation.of_own_models:
-        role, of_teacher = teachers.role_of(teacher), teachers.rates_of(teacher, rates)
-        turn_s = of_teacher.reference_turn_s() if role in scenario.sharing else 0.0
-        seconds[role] = of_teacher.reference_s(work) * groups / scenario.teacher_workers(teacher) + turn_s
-    for model in scenario.reward_models:
-        role = role_of(model.settings)
-        turn_s = rates.reward_model_turn_s(model) if role in scenario.sharing else 0.0
-        group_s = rates.reward_model_s(model, prompt, lengths)
-        seconds[role] = group_s * groups / scenario.reward_model_workers(model) + turn_s
+    rates, seconds = scenario.rates, dict[str, float]()
+    for model in scenario.scorers:
+        role = scenario.turn_of(model) if scenario.sharing else model.role
+        turn_s = rates.scoring_turn_s(model) if role in scenario.sharing - {POLICY} else 0.0
+        groups = scenario.config.batch.prompts_per_step / scenario.workers_of(model)
+        seconds[role] = rates.scoring_s(model, prompt, lengths) * groups + turn_s
     return seconds
 
 
@@ -286,7 +265,7 @@ def reason(planned: Planned) -> str:
     if scenario.sharing:
         shares = sorted(times.items(), key=lambda item: item[1], reverse=True)
         listed = ", ".join(f"{STAGES[stage]} {written(s / run.step_s, '%')}" for stage, s in shares)
-        return f"all take turns on the same GPUs: {listed} of the step"
+        return f"all roles are colocated: {listed} of the step"
     if idle["rollout"] < _FULL < idle["policy"]:
         return "generation bounds the step: engines are always busy, the policy waits for them"
     if idle["policy"] < _FULL < idle["rollout"]:
@@ -300,4 +279,4 @@ def reason(planned: Planned) -> str:
             for stage in others
         )
         return f"engines and policy are both idle at times; between them lies {words}"
-    return "generation and training take turns, or wait for long completions: both are idle at times"
+    return "generation and training alternate, or wait for long completions: both are idle at times"

@@ -3,33 +3,111 @@
     driver.run, pipeline, load balancer, staging, health    as in production
     workers                                                 wait as long as `Rates` say
 
-The processor time of the driver's own code is measured, without that of the simulated workers.
+Colocated roles compute one at a time:
+
+    engines sample | reward models, one after another | reference | policy: update, weight sync | engines ...
+
+A role keeps the GPUs while it has calls; then the role whose call has waited longest gets them.
+
+Records are fake: one token whose value is the number of tokens it represents, so that the samples of a
+thousand GPUs fit a small machine.
+
+    prompt of 200 tokens, completion of 3,812  ->  token_ids [200], completion_ids [3812]
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import random
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
 
 from grpo_dist import driver
+from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.batch.token_values import ValuesOfSamples
-from grpo_dist.config import Config
+from grpo_dist.config import Config, DemonstrationStreamConfig, HealthConfig
 from grpo_dist.data.order import OrderState
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
+from grpo_dist.health.bounds import Bound
 from grpo_dist.loop.progress import PipelineState, Progress
-from grpo_dist.runtime.metering import Span, Usage
-from grpo_dist.runtime.recorder import LedgerEntry
+from grpo_dist.runtime.concurrency import gather
+from grpo_dist.runtime.load_balancer import QUEUE_DEPTH, LoadBalancer
+from grpo_dist.runtime.metering import Span
 from grpo_dist.tools.bench.figures import covered_s
-from grpo_dist.tools.plan import fake_records
-from grpo_dist.tools.plan.scenario import Scenario, as_planned
-from grpo_dist.tools.plan.simulated_cluster import SimulatedCluster, SimulationTrace
+from grpo_dist.tools.bench.record import NoCheckpoints, NullRecorder
+from grpo_dist.tools.plan.engines import Engine, generate_episode
+from grpo_dist.tools.plan.models import FrozenModel
+from grpo_dist.tools.plan.rates import Rates, UpdateWork
 from grpo_dist.tools.plan.virtual_clock import run_virtually
-from grpo_dist.types import Group
-from grpo_dist.workers import Workers
+from grpo_dist.tools.plan.workload import Workload
+from grpo_dist.types import EpochUpdate, Group, Prompt, Rollout, Sampling, TrainBatch
+from grpo_dist.workers import RolloutsRef, Workers
+
+ENGINES, POLICY = "rollout", "policy"
+_FOREVER_S = 1e9  # deadlines of a simulated run; the report compares its times with the configured ones
+_STAGES = ("sample", "reward_model", "score", "logprobs", "update", "sync", "turn")
+# Of `max_length`, where no rows are known: mean tokens of a demonstration's prompt and of its completion.
+_PROMPT_SHARE, _COMPLETION_SHARE = 1 / 8, 3 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One simulated run.
+
+    ``capacity``: sequences an engine decodes at once. ``sharing``: the roles that are colocated on the
+    policy's GPUs, see `Roles`. ``reference_is_base``: the policy ranks compute the reference.
+    ``signal_share``: share of the groups whose rewards differ. ``frozen``: teachers and reward models of
+    known sizes. ``epoch_steps``: the prompts last so many steps at least.
+    """
+
+    config: Config
+    rates: Rates
+    workload: Workload
+    capacity: int
+    sharing: frozenset[str] = frozenset()
+    reference_is_base: bool = False
+    signal_share: float = 1.0
+    frozen: tuple[FrozenModel, ...] = ()
+    warmup_steps: int = 1
+    steps: int = 4
+    epoch_steps: int = 1
+
+    @property
+    def scorers(self) -> tuple[FrozenModel, ...]:
+        """All models that score samples: the reference too, where the run needs one."""
+        reference = (FrozenModel(self.rates.model),) if self.config.needs_reference else ()
+        return reference + self.frozen
+
+    def workers_of(self, model: FrozenModel) -> int:
+        """Return how many workers have ``model``, which is one of `scorers`."""
+        if model.role in self.sharing or self.turn_of(model) == POLICY:
+            return self.config.policy.num_workers
+        return (model.settings or self.config.reference).num_workers
+
+    def turn_of(self, model: FrozenModel) -> str:
+        """Return the role in whose turn ``model`` computes on shared GPUs."""
+        return POLICY if model.settings is None and self.reference_is_base else model.role
+
+    def demonstrations(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Return the demonstrations of one of a step's updates: tokens of prompt and completion of each."""
+        settings, updates = self.config.demonstrations, self.config.batch.updates_per_step
+        if settings is None:
+            return ()
+        prompt, completion = assumed_row(settings, self.config.max_length)
+        return ((prompt, (completion,)),) * (settings.rows_per_step // updates)
+
+
+def assumed_row(settings: DemonstrationStreamConfig, longest: int) -> tuple[int, int]:
+    """Return the tokens of prompt and completion of a demonstration of which nothing but a bound is known.
+    ``longest``: tokens of the run's longest sequence.
+    """
+    longest = settings.max_length or longest
+    return round(_PROMPT_SHARE * longest), max(1, round(_COMPLETION_SHARE * longest))
 
 
 @dataclass(frozen=True)
@@ -39,9 +117,8 @@ class Simulated:
     ``stage_s``: seconds in which at least one worker is in a stage. ``idle``: share of the time in which the
     engines, and the policy, have nothing to do. ``tokens``: of prompts and completions, including those that
     dynamic sampling discards. ``length_bias``: after the last step, NaN without `batch.order` completion.
-    ``sequences``: decoded at once by a busy engine. ``queue``: most groups that waited for an engine.
-    ``driver_cpu_s``: processor seconds per step, without Ray and the records' real sizes. ``bars``: the spans
-    of each worker since the run began. ``ends``: times at which its steps ended, of which ``timed`` count.
+    ``sequences``: decoded at once by a busy engine. ``bars``: the spans of each worker since the run began.
+    ``ends``: times at which its steps ended.
     """
 
     step_s: float
@@ -53,13 +130,10 @@ class Simulated:
     sequences: float
     longest_batch_s: float
     longest_update_s: float
-    queue: int
     staleness: float
     length_bias: float
-    driver_cpu_s: float
     bars: dict[str, list[Span]]
     ends: list[float]
-    timed: slice
 
     @property
     def tokens_per_s(self) -> float:
@@ -73,64 +147,22 @@ class Simulated:
 def simulate(scenario: Scenario) -> Simulated:
     """Run a few steps of the loop, as a benchmark does."""
     config = as_planned(scenario)
-    begin = time.process_time()
     cluster, recorder = run_virtually(lambda: _run(scenario, config))
-    spent = time.process_time() - begin
     first = scenario.warmup_steps + config.max_staleness
-    return _measured(cluster, recorder, slice(first, first + scenario.steps), spent)
-
-
-def evaluation_s(scenario: Scenario, sizes: Sequence[int]) -> float:
-    """Return the seconds of the real evaluation on otherwise idle simulated workers.
-
-    ``sizes``: prompts of each set; sets are evaluated one after the other.
-    """
-    config, tokens = as_planned(scenario), scenario.workload.prompt_tokens
-    sets = [EvalSet(str(i), fake_records.prompts(size, tokens)) for i, size in enumerate(sizes)]
-
-    async def session() -> float:
-        cluster = SimulatedCluster(scenario)
-        await evaluate(config, cluster.workers, sets, StepRecorder(cluster.trace), step=0)
-        return asyncio.get_running_loop().time()
-
-    return run_virtually(session)
-
-
-async def _run(scenario: Scenario, config: Config) -> tuple[SimulatedCluster, StepRecorder]:
-    """Run the loop to its last step."""
-    cluster = SimulatedCluster(scenario)
-    recorder = StepRecorder(cluster.trace)
-    # Dynamic sampling discards prompts, and slow groups keep theirs: enough for all that are in flight.
-    spare = config.dynamic_sampling.enabled or config.batch.order == "completion"
-    batches = max(4 * (config.max_staleness + 1) if spare else 1, scenario.epoch_steps)
-    progress = None
-    if config.data.order == "length":
-        batches = max(batches, config.data.length_window or 8)
-    prompts = fake_records.prompts(batches * config.batch.prompts_per_step, scenario.workload.prompt_tokens)
-    if config.data.order == "length":  # an epoch before has shown the lengths
-        known = scenario.workload.known_lengths([p.uid for p in prompts], config.batch.samples_per_prompt)
-        progress = Progress(pipeline=PipelineState(order=OrderState(lengths=known)))
-    await driver.run(config, cluster.workers, prompts, [], recorder, _NoCheckpoints(), progress)
-    return cluster, recorder
-
-
-def _measured(cluster: SimulatedCluster, recorder: StepRecorder, timed: slice, spent: float) -> Simulated:
+    steps = recorder.steps[first : first + scenario.steps]
     bars, rollouts = cluster.trace.bars, cluster.rollouts
-    ends = [0.0, *(step.end for step in recorder.steps)]
-    steps = recorder.steps[timed]
-    begin, end = ends[timed.start], steps[-1].end
+    begin, end = recorder.steps[first - 1].end if first else 0.0, steps[-1].end
     seconds, count = end - begin, len(steps)
 
     def busy(stage: str) -> float:
         return covered_s((s for spans in bars.values() for s in spans if s.stage == stage), begin, end)
 
-    stages = ("sample", "reward_model", "score", "logprobs", "update", "sync", "turn")
     engines = [name for name in bars if name.startswith("rollout")]
     sampling = [covered_s((s for s in bars[name] if s.stage == "sample"), begin, end) for name in engines]
     policy = [s for s in bars["policy"] if s.stage in ("update", "sync")]
     return Simulated(
         step_s=seconds / count,
-        stage_s={stage: busy(stage) / count for stage in stages if busy(stage)},
+        stage_s={stage: busy(stage) / count for stage in _STAGES if busy(stage)},
         idle={
             "rollout": 1.0 - sum(sampling) / len(engines) / seconds,
             "policy": 1.0 - covered_s(policy, begin, end) / seconds,
@@ -141,14 +173,390 @@ def _measured(cluster: SimulatedCluster, recorder: StepRecorder, timed: slice, s
         sequences=rollouts.sequences,
         longest_batch_s=max(rollouts.batch_s),
         longest_update_s=max(s.end - s.begin for s in bars["policy"] if s.stage == "update"),
-        queue=rollouts.longest_queue,
         staleness=sum(s.staleness for s in steps) / count,
         length_bias=steps[-1].length_bias,
-        driver_cpu_s=max(0.0, spent - cluster.trace.excluded_s) / len(recorder.steps),
         bars=bars,
-        ends=ends[1:],
-        timed=timed,
+        ends=[step.end for step in recorder.steps],
     )
+
+
+def evaluation_s(scenario: Scenario, sizes: Sequence[int]) -> float:
+    """Return the seconds of the real evaluation on otherwise idle simulated workers.
+
+    ``sizes``: prompts of each set; sets are evaluated one after the other.
+    """
+    config, tokens = as_planned(scenario), scenario.workload.prompt_tokens
+    sets = [EvalSet(str(i), _prompts(size, tokens)) for i, size in enumerate(sizes)]
+
+    async def session() -> float:
+        cluster = SimulatedCluster(scenario)
+        await evaluate(config, cluster.workers, sets, StepRecorder(), step=0)
+        return asyncio.get_running_loop().time()
+
+    return run_virtually(session)
+
+
+async def _run(scenario: Scenario, config: Config) -> tuple[SimulatedCluster, StepRecorder]:
+    """Run the loop to its last step."""
+    cluster, recorder = SimulatedCluster(scenario), StepRecorder()
+    # Dynamic sampling discards prompts, and slow groups keep theirs: enough for all that are in flight.
+    spare = config.dynamic_sampling.enabled or config.batch.order == "completion"
+    batches = max(4 * (config.max_staleness + 1) if spare else 1, scenario.epoch_steps)
+    progress, by_length = None, config.data.order == "length"
+    if by_length:
+        batches = max(batches, config.data.length_window or 8)
+    prompts = _prompts(batches * config.batch.prompts_per_step, scenario.workload.prompt_tokens)
+    if by_length:  # an epoch before has shown the lengths
+        known = scenario.workload.known_lengths([p.uid for p in prompts], config.batch.samples_per_prompt)
+        progress = Progress(pipeline=PipelineState(order=OrderState(lengths=known)))
+    await driver.run(config, cluster.workers, prompts, [], recorder, NoCheckpoints(), progress)
+    return cluster, recorder
+
+
+def as_planned(scenario: Scenario) -> Config:
+    """Return the configuration of ``scenario`` with steps alone: no evaluation, checkpoint, deadline, health.
+
+    The last steps of a run that samples ahead have nothing more to sample, so further steps follow.
+    """
+    config = scenario.config
+
+    def section(name: str, **changes: Any) -> dict[str, Any]:
+        return {name: getattr(config, name).model_copy(update=changes)}
+
+    timeouts = config.cluster.timeouts
+    forever = timeouts.model_copy(update=dict.fromkeys(type(timeouts).model_fields, _FOREVER_S))
+    # Fake records have no sources: each teacher scores all of them, for sampled tokens alone, because top-k
+    # tokens of several teachers are not put together, and no prompt is drawn by a source's weight.
+    teachers = tuple(t.model_copy(update={"sources": ()}) for t in config.distillation.teachers)
+    sources = tuple(s.model_copy(update={"weight": None, "temperature": None}) for s in config.data.train)
+    parts = {
+        "steps": scenario.warmup_steps + scenario.steps + 2 * config.max_staleness,
+        "health": HealthConfig(min_signal_groups=0),
+        "demonstrations": None,
+        **section("cluster", timeouts=forever),
+        **section("evaluation", before=False, after=False, every=0),
+        **section("checkpoint", every=0, export=False),
+        **section("reference", refresh_every=0),
+        **section("rewards", models=(), shuffle=False),
+        **section("distillation", teachers=teachers, top_k=0),
+        **section("data", order="length" if config.data.order == "length" else "epochs", train=sources),
+        **section("tracking", samples=False),
+    }
+    if "baselines" not in estimator_of(config.algorithm.advantage).inputs:  # one more answer of each prompt
+        # Rewards of fake records have one part and no steps; which estimator reads them takes no time.
+        parts |= section("algorithm", advantage="grpo", std=None)
+    return config.model_copy(update=parts)
+
+
+# Fake records
+
+
+class FakeRollout(Rollout):
+    """A rollout whose one token represents ``num_tokens``."""
+
+    __slots__ = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.completion_ids[0])
+
+
+def _prompts(count: int, tokens: int) -> list[Prompt]:
+    ids = np.array([tokens], np.int32)
+    return [Prompt(f"planned/{i}", ids, "", "planned") for i in range(count)]
+
+
+def _tokens_of(samples: Iterable[Rollout]) -> tuple[int, ...]:
+    return tuple(int(r.completion_ids[0]) for r in samples)
+
+
+# Workers
+
+
+class SimulationTrace:
+    """The spans of every worker by name (`bars`), on the clock of the running loop."""
+
+    def __init__(self, tracks: Iterable[str]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.bars: dict[str, list[Span]] = {track: [] for track in tracks}
+
+    @asynccontextmanager
+    async def span(self, track: str, stage: str) -> AsyncIterator[None]:
+        """Record this block as a span of ``stage``."""
+        begin = self._loop.time()
+        try:
+            yield
+        finally:
+            self.bars.setdefault(track, []).append(Span(stage, begin, self._loop.time()))
+
+
+class SimulatedGpus:
+    """``turn_s``: seconds until a role has the GPUs and its weights on them, by role; empty: each role has
+    its own GPUs, and nothing waits. ``resend_s``: where engines get them back from others than the policy.
+    """
+
+    def __init__(self, trace: SimulationTrace, turn_s: Mapping[str, float], *, resend_s: float = 0.0) -> None:
+        self._trace, self._turn_s, self._resend_s = trace, turn_s, resend_s
+        self._holder, self._calls, self._is_changing = ENGINES, 0, False
+        self._waiting: list[asyncio.Future[None]] = []
+
+    @asynccontextmanager
+    async def turn(self, role: str) -> AsyncIterator[None]:
+        """Run the block with the GPUs of ``role``."""
+        if role not in self._turn_s:
+            yield
+            return
+        while role != self._holder or self._is_changing:
+            if self._calls or self._is_changing:
+                self._waiting.append(asyncio.get_running_loop().create_future())
+                await self._waiting[-1]
+            else:
+                await self._change(role)
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._wake()
+
+    async def return_to_engines(self) -> None:
+        """Give the GPUs back to the engines, which have new weights. The policy calls it, between turns."""
+        if self._turn_s and self._holder == POLICY:
+            await self._change(ENGINES)
+
+    async def _change(self, role: str) -> None:
+        seconds = self._turn_s[role]
+        if role == ENGINES and self._holder != POLICY:
+            seconds = self._resend_s
+        self._is_changing = True
+        try:
+            async with self._trace.span("policy", "turn"):
+                await asyncio.sleep(seconds)
+            self._holder = role
+        finally:
+            self._is_changing = False
+            self._wake()
+
+    def _wake(self) -> None:
+        """Let all that wait look again, in the order in which they came."""
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+
+class TimedRollouts:
+    """Engines behind the real load balancer."""
+
+    def __init__(
+        self, engines: Sequence[Engine], scenario: Scenario, trace: SimulationTrace, gpus: SimulatedGpus
+    ) -> None:
+        self._gpus, self._trace = gpus, trace
+        self.engines, self._workload = engines, scenario.workload
+        self._sample_s = scenario.rates.reached.sample_s
+        self._loop = asyncio.get_running_loop()
+        self.load_balancer = LoadBalancer(len(engines), QUEUE_DEPTH * scenario.capacity)
+        self._driver = asyncio.Lock()
+        self.version = 0  # of the weights that the engines hold
+        self.batch_s: list[float] = []
+
+    @property
+    def sequences(self) -> float:
+        """Mean number of sequences that an engine decodes at once, unfinished ones included."""
+        steps = sum(engine.steps for engine in self.engines)
+        return sum(engine.tokens for engine in self.engines) / max(steps, 1.0)
+
+    async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:
+        lengths = [self._workload.length(seed, prompt.uid) for seed in seeds]
+        begin, prompt_tokens = self._loop.time(), int(prompt.token_ids[0])
+        async with self._gpus.turn(ENGINES):
+            await self._generate(prompt_tokens, lengths, prompt_tokens + sampling.max_new_tokens)
+            async with self._driver:  # one thread receives all groups
+                await asyncio.sleep(len(seeds) * self._sample_s)
+        self.batch_s.append(self._loop.time() - begin)
+        versions, logprob = np.array([self.version], np.int32), np.zeros(1, np.float32)
+        return tuple(
+            FakeRollout(prompt.uid, i, np.array([length], np.int32), logprob, "stop", "", versions)
+            for i, length in enumerate(lengths)
+        )
+
+    async def _generate(self, prompt_tokens: int, lengths: Sequence[int], tokens: int) -> None:
+        """Sample a group on an engine. ``tokens``: the most of a sample."""
+        index = await self.load_balancer.admit(len(lengths), len(lengths) * tokens)
+        engine, workload = self.engines[index], self._workload
+
+        def on_sample() -> None:
+            self.load_balancer.release(index, 1, tokens)
+
+        if workload.turns == 1:
+            shared = workload.shared_tokens
+            await engine.generate(prompt_tokens - shared, lengths, on_sample=on_sample, cached=shared)
+            return
+        share, turns, tool_s = prompt_tokens / len(lengths), workload.turns, workload.tool_s
+        await gather(
+            generate_episode(engine, share, n, turns=turns, tool_s=tool_s, on_sample=on_sample)
+            for n in lengths
+        )
+
+
+class TimedScorer:
+    """The workers of ``model``: the reference, a teacher or a reward model."""
+
+    def __init__(
+        self, model: FrozenModel, scenario: Scenario, trace: SimulationTrace, gpus: SimulatedGpus
+    ) -> None:
+        self.model, self._rates, self._gpus = model, scenario.rates, gpus
+        self._turn = scenario.turn_of(model)
+        self._stage = "reward_model" if model.is_reward_model else "logprobs"
+        track = model.role.replace(" ", "-")
+        self._workers = WorkerQueue(trace, track, scenario.workers_of(model))
+
+    async def score(self, prompt: Prompt, rollouts: RolloutsRef) -> None:
+        seconds = self._rates.scoring_s(self.model, int(prompt.token_ids[0]), _tokens_of(rollouts))
+        async with self._gpus.turn(self._turn):
+            await self._workers.serve(self._stage, seconds)
+
+    async def logprobs(self, prompt: Prompt, rollouts: RolloutsRef) -> list[np.ndarray]:
+        await self.score(prompt, rollouts)
+        return [np.zeros(1, np.float32) for _ in rollouts]
+
+
+class TimedRewards:
+    """Reward models score at the same time, then a grader does, as in `actors.workers.reward.RewardPool`."""
+
+    def __init__(
+        self,
+        models: Sequence[TimedScorer],
+        scenario: Scenario,
+        rollouts: TimedRollouts,
+        trace: SimulationTrace,
+    ) -> None:
+        self._models, self._rollouts, self._score_s = models, rollouts, scenario.rates.score_s
+        self._signal_share = scenario.signal_share
+        self._graders = WorkerQueue(trace, "reward", scenario.config.rewards.num_workers)
+
+    async def score(self, prompt: Prompt, rollouts: RolloutsRef) -> Group:
+        if self._models:
+            await gather(model.score(prompt, rollouts) for model in self._models)
+        await self._graders.serve("score", self._score_s(len(rollouts)))
+        number = int(prompt.uid.rpartition("/")[2])
+        signal = random.Random(f"{number} {self._rollouts.version}").random() < self._signal_share
+        # Every other sample is right; without signal, all of them.
+        rewards = ((np.arange(len(rollouts)) % 2) | (not signal)).astype(np.float32)
+        return Group(prompt, rollouts, rewards, {"planned": rewards}, ("correct",) * len(rollouts))
+
+
+class TimedPolicy:
+    """All policy ranks."""
+
+    def __init__(self, scenario: Scenario, trace: SimulationTrace, gpus: SimulatedGpus) -> None:
+        self._rates, self._trace, self._gpus = scenario.rates, trace, gpus
+        self._shared_tokens = scenario.workload.shared_tokens
+        self._demonstrations = scenario.demonstrations()
+
+    def stage(
+        self,
+        batches: Sequence[TrainBatch],
+        *,
+        keep_logprobs: bool,
+        later_epochs: Sequence[Sequence[EpochUpdate]] = (),
+    ) -> list[UpdateWork]:
+        return [self._work_of(batch) for batch in batches]
+
+    def _work_of(self, batch: TrainBatch) -> UpdateWork:
+        """Return the lengths that the rows of ``batch`` represent."""
+        assert batch.group_ids is not None
+        by_group: dict[int, list[list[int]]] = {}
+        for number, row in zip(batch.group_ids.tolist(), batch.tokens.tolist(), strict=True):
+            by_group.setdefault(number, []).append(row)
+        groups = tuple((rows[0][0], tuple(row[1] for row in rows)) for rows in by_group.values())
+        return UpdateWork(groups, self._shared_tokens, self._demonstrations)
+
+    async def score_norms(self, batch: TrainBatch) -> dict[int, np.ndarray]:
+        """Return zeros at once: `Rates.update_s` has the time of this pass."""
+        mask = batch.loss_mask.numpy()
+        return {row: np.zeros(int(trained.sum()), np.float32) for row, trained in enumerate(mask)}
+
+    async def update(
+        self, staged: list[UpdateWork], *, kl_coef: float, bounds: Sequence[Bound]
+    ) -> dict[str, float]:
+        await self.run("update", self._rates.update_s(staged))
+        return {"loss/policy": 0.0}
+
+    async def run(self, stage: str, seconds: float) -> None:
+        """Occupy all ranks with ``stage``."""
+        async with self._gpus.turn(POLICY), self._trace.span("policy", stage):
+            await asyncio.sleep(seconds)
+
+
+class TimedWeightSync:
+    def __init__(
+        self, rates: Rates, rollouts: TimedRollouts, policy: TimedPolicy, gpus: SimulatedGpus
+    ) -> None:
+        self._rates, self._rollouts, self._policy, self._gpus = rates, rollouts, policy, gpus
+
+    async def push(self, version: int) -> dict[str, float]:
+        """Pause all engines until they hold the new weights. In mode ``drain`` they have no requests."""
+        for engine in self._rollouts.engines:
+            engine.pause()
+        await self._policy.run("sync", self._rates.sync_s())
+        await self._gpus.return_to_engines()
+        for engine in self._rollouts.engines:
+            engine.resume()
+        self._rollouts.version = version
+        await asyncio.sleep(self._rates.reached.overhead_s)
+        return {}
+
+
+class WorkerQueue:
+    """``count`` workers, each with one call at a time, which take calls in the order of their arrival."""
+
+    def __init__(self, trace: SimulationTrace, track: str, count: int) -> None:
+        self._trace, self._track = trace, track
+        self._free = list(reversed(range(count)))
+        self._available = asyncio.Semaphore(count)
+
+    async def serve(self, stage: str, seconds: float) -> None:
+        async with self._available:
+            index = self._free.pop()
+            try:
+                async with self._trace.span(f"{self._track}-{index}", stage):
+                    await asyncio.sleep(seconds)
+            finally:
+                self._free.append(index)
+
+
+class SimulatedCluster:
+    """Replaces `actors.cluster.Cluster` for the configuration that ``scenario`` simulates. Needs a running
+    loop.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        rates, engines = scenario.rates, [f"rollout-{i}" for i in range(scenario.config.rollout.num_workers)]
+        trace = self.trace = SimulationTrace([*engines, "policy"])
+        gpus = SimulatedGpus(trace, {})
+        if scenario.sharing:
+            turn_s = {ENGINES: rates.turn_s(), POLICY: rates.turn_s()}
+            turn_s |= {model.role: rates.scoring_turn_s(model) for model in scenario.scorers}
+            gpus = SimulatedGpus(trace, turn_s, resend_s=rates.resend_s())
+        simulated = [Engine(rates, scenario.capacity, spans=trace.bars[name]) for name in engines]
+        self.rollouts = TimedRollouts(simulated, scenario, trace, gpus)
+        scorers = [TimedScorer(model, scenario, trace, gpus) for model in scenario.scorers]
+        reward_models = [scorer for scorer in scorers if scorer.model.is_reward_model]
+        by_name = {scorer.model.role: scorer for scorer in scorers if not scorer.model.is_reward_model}
+        reference = by_name.pop("reference", None)
+        teachers = {role.removeprefix("teacher "): scorer for role, scorer in by_name.items()}
+        policy = TimedPolicy(scenario, trace, gpus)
+        # Simulated workers have only the methods that a planned run calls.
+        roles: tuple[Any, ...] = (
+            self.rollouts,
+            TimedRewards(reward_models, scenario, self.rollouts, trace),
+            reference,
+            policy,
+            TimedWeightSync(rates, self.rollouts, policy, gpus),
+        )
+        self.workers = replace(Workers(*roles), teachers=cast(Any, teachers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,62 +571,28 @@ class SimulatedStep:
     length_bias: float  # NaN without `batch.order` completion
 
 
-class StepRecorder:
-    """The recorder of a simulated run: it keeps the time and the tokens of each step, and writes nothing."""
+class StepRecorder(NullRecorder):
+    """The recorder of a simulated run: it keeps the time and the tokens of each step."""
 
-    directory = Path()
-
-    def __init__(self, trace: SimulationTrace) -> None:
-        self._trace, self._loop = trace, asyncio.get_running_loop()
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._samples = self._tokens = self._completion_tokens = 0  # of the step that is logged next
         self.steps: list[SimulatedStep] = []
 
     def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
-        with self._trace.excluded():
-            self._samples = sum(len(g.rollouts) for g in groups)
-            self._tokens = sum(int(g.prompt.token_ids[0]) * len(g.rollouts) for g in groups)
-            self._completion_tokens = sum(sum(fake_records.tokens_of(g.rollouts)) for g in groups)
+        self._samples = sum(len(g.rollouts) for g in groups)
+        self._completion_tokens = sum(sum(_tokens_of(g.rollouts)) for g in groups)
+        prompts = sum(int(g.prompt.token_ids[0]) * len(g.rollouts) for g in groups)
+        self._tokens = prompts + self._completion_tokens
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.steps.append(
             SimulatedStep(
                 self._loop.time(),
-                self._tokens + self._completion_tokens,
+                self._tokens,
                 self._completion_tokens,
                 self._samples,
                 metrics["rollout/staleness_mean"],
                 metrics.get("rollout/length_bias", math.nan),
             )
         )
-
-    def back_to(self, step: int) -> None:
-        """Do nothing: no worker of a simulated run fails."""
-
-    def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
-        """Ignore the driver's spans: the trace has those of the workers."""
-
-    def ledger(self, step: int, entry: LedgerEntry) -> None:
-        """Keep no ledger."""
-
-    def quarantine(self, step: int, groups: list[Group]) -> str:
-        return "nowhere"
-
-    def warn(self, message: str) -> None:
-        """Ignore warnings: a simulated run has no health to watch."""
-
-    def note(self, message: str) -> None:
-        """Ignore events."""
-
-    def flush(self) -> None:
-        """Write nothing."""
-
-    def phase(self, name: str) -> None:
-        """Show nothing."""
-
-
-class _NoCheckpoints:
-    """Saves nothing: `whole_run` adds what checkpoints take."""
-
-    async def save(self, step: int, workers: Workers, progress: Progress) -> None: ...
-
-    async def settle(self) -> None: ...

@@ -26,11 +26,9 @@ from grpo_dist.config import Config, LengthsConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.tables import print_lines, print_rows
 from grpo_dist.tools.bench.table import written
-from grpo_dist.tools.plan.options import Option, option_or_reason
+from grpo_dist.tools.plan.options import Option, Setting, option_or_reason
 from grpo_dist.tools.plan.report import cost_per_million
-from grpo_dist.tools.plan.scenario import Scenario
-from grpo_dist.tools.plan.setting import Setting
-from grpo_dist.tools.plan.simulation import Simulated, simulate
+from grpo_dist.tools.plan.simulation import Scenario, Simulated, simulate
 
 _SIGMA, _PROMPT_SHARE = 1.0, 0.5  # of reasoning models; assumed where `bench.lengths` is not log-normal
 _WINDOW = 4  # steps of tail batching

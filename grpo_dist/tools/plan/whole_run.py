@@ -18,8 +18,7 @@ from grpo_dist.loop.chores import evaluates_export
 from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan.memory import rank_bytes
 from grpo_dist.tools.plan.options import Option, Planned
-from grpo_dist.tools.plan.scenario import Scenario
-from grpo_dist.tools.plan.simulation import evaluation_s
+from grpo_dist.tools.plan.simulation import Scenario, evaluation_s
 
 # Assumed: a disk that all ranks write to at once, checksums included, and a rank's copy to pageable memory.
 # The plan prints both.

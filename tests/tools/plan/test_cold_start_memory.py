@@ -4,12 +4,12 @@ import pytest
 from rich.console import Console
 
 from grpo_dist.tools.plan.accelerators import parse_cluster
-from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
 from grpo_dist.tools.plan.command import make_plan
-from grpo_dist.tools.plan.memory import Sizes
+from grpo_dist.tools.plan.memory import Sizes, cold_start, is_trained_first
 from grpo_dist.tools.plan.models import published
+from grpo_dist.tools.plan.options import Assumptions
+from grpo_dist.tools.plan.placement import cold_start_problem
 from grpo_dist.tools.plan.report import print_plan
-from grpo_dist.tools.plan.setting import Assumptions
 from tests.support import fakes
 
 GIB = 2**30

@@ -18,14 +18,20 @@ from grpo_dist.tools.plan.accelerators import ACCELERATORS, Peaks, card_called, 
 from grpo_dist.tools.plan.calibration import calibrate
 from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import Sizes
-from grpo_dist.tools.plan.options import Option, option_of, option_or_reason, planned
+from grpo_dist.tools.plan.models import frozen_models
+from grpo_dist.tools.plan.options import (
+    Assumptions,
+    Option,
+    Setting,
+    build_setting,
+    option_of,
+    option_or_reason,
+    planned,
+)
 from grpo_dist.tools.plan.rates import Rates, Reached, UpdateWork
 from grpo_dist.tools.plan.report import cost_per_million, delta_line, print_plan
-from grpo_dist.tools.plan.scenario import Scenario
 from grpo_dist.tools.plan.search import bound, changes_of, longest_s, reason, search
-from grpo_dist.tools.plan.setting import Assumptions, Setting, build_setting
-from grpo_dist.tools.plan.simulation import simulate
-from grpo_dist.tools.plan.supervised import demonstration_line, demonstration_rows
+from grpo_dist.tools.plan.simulation import Scenario, simulate
 from grpo_dist.tools.plan.workload import Workload, workload_of
 from tests.support.fakes import config
 from tests.support.plans import PRESET_NEEDS, model_of
@@ -190,11 +196,8 @@ def test_a_plan_with_demonstrations_takes_the_time_of_their_rows_and_says_what_i
     mixed = {"data": "demo:add3", "rows_per_step": 6, "max_length": 800}
     plain = rates(batch=batch, model=model)
     r = rates(batch=batch, model=model, demonstrations=mixed)
-    assert demonstration_rows(None, updates=2, longest=9) == () == tuple(demonstration_line(None, longest=9))
-    shown = demonstration_rows(r.config.demonstrations, updates=2, longest=4096)
+    shown = Scenario(r.config, r, Workload(40, config().bench.lengths, 50), 64).demonstrations()
     assert shown == ((100, (300,)),) * 3, "of each of two updates"
-    (line,) = demonstration_line(r.config.demonstrations, longest=4096)
-    assert "6 demonstrations" in line and "100 + 300 tokens" in line
     times = [simulated(own).stage_s["update"] for own in (plain, r)]
     more = r.compute_s([UpdateWork(shown)] * 2)  # with the pass for old log-probs before the second
     assert times[1] - times[0] == pytest.approx(more)
@@ -213,7 +216,7 @@ def test_teachers_of_different_sources_are_planned_also_with_their_likeliest_tok
 def simulated(own):
     """Return a simulation of ``own``, whose samples all have 50 tokens."""
     workload = Workload(40, config().bench.lengths, 50, measured=(50,))
-    return simulate(Scenario(own.config, own, workload, 64))
+    return simulate(Scenario(own.config, own, workload, 64, frozen=frozen_models(own.config)[0]))
 
 
 def test_a_second_update_needs_the_old_log_probs():
@@ -400,7 +403,7 @@ def test_every_placement_and_zero_stage_is_tried_and_named():
     said = printed(make_plan(c, "1x8xH100", Assumptions(prompt_tokens=100)))
     for kind in ("separate, ZeRO-3: ", "separate, ZeRO-2: ", "colocated, ZeRO-3: ", "colocated, ZeRO-2: "):
         assert f"\n  {kind}" in said
-    assert "all take turns on the same GPUs: generation " in said
+    assert "all roles are colocated: generation " in said
     assert "not tried: other batches and staleness, other ZeRO stages" in said
 
 
@@ -640,8 +643,8 @@ def test_drafts_gain_what_a_benchmark_measured_or_the_option_says(tmp_path):
     measured.write(tmp_path / "bench.json")
     drafting = changed(settings, {"rollout.speculation.tokens": 4})
     for given, gained, words in (
-        (None, 2.5, "1.5 of them are right (measured)"),
-        (3, 4, "3 of them are right (--"),
+        (None, 2.5, "1.5 accepted per draft (measured)"),
+        (3, 4, "3 accepted per draft (--"),
     ):
         known = Assumptions(tmp_path / "bench.json", accepted=given)
         made = make_plan(drafting, "1x0xCPU", known, splits=False)
@@ -659,7 +662,7 @@ def test_without_a_figure_a_plan_says_that_no_draft_is_right_and_one_without_dra
     assert found[2.0] < found[None]
     for config_, given, words in (
         (wide(), 1.0, "nothing is drafted; set `rollout.speculation.tokens`"),
-        (drafting, 4.5, "--accepted 4.5: expected right tokens of a draft, 0 to"),
+        (drafting, 4.5, "--accepted 4.5: expected accepted tokens per draft, 0 to"),
         (drafting, math.nan, "--accepted nan"),
     ):
         with pytest.raises(UserError, match=words):

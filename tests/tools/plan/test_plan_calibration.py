@@ -10,9 +10,8 @@ from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.calibration import calibrate
 from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import Sizes
-from grpo_dist.tools.plan.options import option_of, planned
+from grpo_dist.tools.plan.options import Assumptions, build_setting, option_of, planned
 from grpo_dist.tools.plan.rates import Rates
-from grpo_dist.tools.plan.setting import Assumptions, build_setting
 from tests.support.plans import model_of
 from tests.tools.plan.test_plan import cpu_config, result
 

@@ -9,7 +9,6 @@ import torch
 from grpo_dist.errors import UserError
 from grpo_dist.policy.attention import BlockKernel, VarlenKernel
 from grpo_dist.tools.plan.accelerators import parse_cluster
-from grpo_dist.tools.plan.engine_memory import rollout_engine, with_snapshot
 from grpo_dist.tools.plan.memory import (
     GIB,
     Sizes,
@@ -19,10 +18,12 @@ from grpo_dist.tools.plan.memory import (
     lora_parameters,
     policy_rank,
     reference_worker,
+    rollout_engine,
     states,
+    with_snapshot,
 )
 from grpo_dist.tools.plan.models import from_config_json, published
-from grpo_dist.tools.plan.sharing import host_bytes
+from grpo_dist.tools.plan.placement import host_bytes
 from grpo_dist.tools.plan.workload import Workload, workload_of
 from tests.gpu.process import CheckTask
 from tests.gpu.sizes import MEMORY, UpdateSize, planned, update_config
@@ -350,7 +351,7 @@ def test_routes_take_a_byte_for_each_layer_and_expert_of_a_token():
 
 def test_a_reference_keeps_nothing_for_a_backward_pass():
     c = gpu(algorithm={"kl": {"coef": 0.1}})
-    found = reference_worker(c.max_length, model_of(c), Sizes.of(c, gpu=True), LENGTHS).parts
+    found = reference_worker(c.max_length, model_of(c), Sizes.of(c, gpu=True)).parts
     assert found["weights"] == 2 * 7_615_616_512 and "gradients" not in found
     assert found["activations"] == 16384 * (3 * 18944 + 3 * 3584) * 2
 

@@ -14,7 +14,7 @@ from grpo_dist.tools.plan import models
 from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import Sizes, activation_bytes, lora_parameters
 from grpo_dist.tools.plan.models import from_config_json
-from grpo_dist.tools.plan.setting import Assumptions
+from grpo_dist.tools.plan.options import Assumptions
 from tests.support.fakes import config
 from tests.support.kept_tensors import SHAPE, kept_by_padded_rows
 from tests.support.models import EXPERT_SHAPES

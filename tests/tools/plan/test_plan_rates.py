@@ -10,10 +10,9 @@ from grpo_dist.errors import UserError
 from grpo_dist.runs.start_checks import _tensor_parallel
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.accelerators import parse_cluster
-from grpo_dist.tools.plan.engine_memory import rollout_engine
-from grpo_dist.tools.plan.memory import Sizes
+from grpo_dist.tools.plan.memory import Sizes, rollout_engine
+from grpo_dist.tools.plan.placement import roles_of
 from grpo_dist.tools.plan.rates import UpdateWork
-from grpo_dist.tools.plan.roles import roles_of
 from grpo_dist.tools.plan.workload import workload_of
 from tests.support.fakes import config
 from tests.support.plans import model_of
@@ -33,7 +32,7 @@ def test_float32_is_computed_at_the_peak_of_float32():
 
 
 def test_a_reward_model_in_float32_is_computed_at_its_peak_whatever_the_policys_type():
-    half, exact = (rates().reward_model_s(one(dtype=dtype), 100, (300,)) for dtype in ("bfloat16", "float32"))
+    half, exact = (rates().scoring_s(one(dtype=dtype), 100, (300,)) for dtype in ("bfloat16", "float32"))
     assert exact == pytest.approx(RATIO * half)
 
 

@@ -1,6 +1,7 @@
 """Reward models in `grpo-dist plan`: sizes, memory and times by hand, and messages."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,14 +11,12 @@ from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassifica
 from grpo_dist.errors import UserError
 from grpo_dist.tools.plan.accelerators import Peaks, parse_cluster
 from grpo_dist.tools.plan.command import make_plan
-from grpo_dist.tools.plan.memory import GIB, Sizes
-from grpo_dist.tools.plan.models import classifier_of, from_config_json, published
-from grpo_dist.tools.plan.options import Setting, option_of, planned
+from grpo_dist.tools.plan.memory import GIB, Sizes, frozen_worker
+from grpo_dist.tools.plan.models import from_config_json, frozen_models, published
+from grpo_dist.tools.plan.options import Assumptions, Setting, option_of, planned
 from grpo_dist.tools.plan.rates import Rates, Reached
 from grpo_dist.tools.plan.report import print_plan, warnings
-from grpo_dist.tools.plan.reward_models import reward_model_worker, reward_models_of
 from grpo_dist.tools.plan.search import bound, reason
-from grpo_dist.tools.plan.setting import Assumptions
 from grpo_dist.tools.plan.workload import workload_of
 from tests.support.fakes import config
 from tests.support.reward_models import config as classifier_config
@@ -38,7 +37,7 @@ def judged(*models, **changes):
 
 def one(**changes):
     """Return the only model of a configuration."""
-    (known,), unknown = reward_models_of(judged(changes).rewards)
+    (known,), unknown = frozen_models(judged(changes))
     assert not unknown
     return known
 
@@ -68,11 +67,9 @@ def test_sizes_come_from_a_directory_or_a_known_family(tmp_path):
 
 
 def test_a_model_whose_sizes_are_unknown_gives_the_reason():
-    settings = judged({"path": "some/model"}).rewards.models[0]
-    with pytest.raises(UserError, match=r"path = some/model: neither a directory here.*`path`$"):
-        classifier_of(settings)
-    known, unknown = reward_models_of(judged({"path": "some/model"}, {"name": "other"}).rewards)
-    assert [m.settings.name for m in known] == ["other"] and list(unknown) == ["judge"]
+    known, unknown = frozen_models(judged({"path": "some/model"}, {"name": "other"}))
+    assert [m.settings.name for m in known] == ["other"]
+    assert re.match(r"path = some/model: neither a directory here.*`path`$", unknown["judge"])
 
 
 # Memory
@@ -81,9 +78,9 @@ def test_a_model_whose_sizes_are_unknown_gives_the_reason():
 @pytest.mark.parametrize("dtype, b", [("auto", 2), ("bfloat16", 2), ("float32", 4)])
 def test_a_worker_holds_the_weights_and_one_batch(dtype, b):
     c = judged({"dtype": dtype})
-    known = reward_models_of(c.rewards)[0][0]
+    known = frozen_models(c)[0][0]
     tokens, longest = 16384, 512 + 256
-    assert reward_model_worker(c.max_length, known, Sizes.of(c, gpu=True)).parts == {
+    assert frozen_worker(c.max_length, known, Sizes.of(c, gpu=True)).parts == {
         "weights": b * (7_615_616_512 - 152064 * 3584),
         "activations": tokens * (3 * 18944 + 3 * 3584) * b,
         "attention mask": tokens * longest * (1 + b),
@@ -93,16 +90,16 @@ def test_a_worker_holds_the_weights_and_one_batch(dtype, b):
 
 def test_a_row_above_the_budget_is_a_batch_of_its_own():
     c = judged({"micro_batch_tokens": 100})
-    found = reward_model_worker(c.max_length, reward_models_of(c.rewards)[0][0], Sizes.of(c, gpu=True))
+    found = frozen_worker(c.max_length, frozen_models(c)[0][0], Sizes.of(c, gpu=True))
     assert found.parts["attention mask"] == 768 * 768 * 3
 
 
 def test_what_does_not_fit_is_reported_with_a_remedy():
     c = judged({"path": "Qwen/Qwen2.5-72B", "dtype": "float32"}, cluster={"placement": "separate"})
-    known, _ = reward_models_of(c.rewards)
+    known, _ = frozen_models(c)
     setting = Setting(
         parse_cluster("1x8xH100"), published("Qwen/Qwen2.5-1.5B"), workload_of(c, prompt_tokens=100), None,
-        reward_models=known,
+        frozen=known,
     )  # fmt: skip
     (problem,) = option_of(c, setting).problems
     assert problem.startswith("reward model judge: a worker needs ")
@@ -118,16 +115,16 @@ def test_a_share_of_a_gpu_has_that_share_of_its_memory_and_of_its_speed():
     """Two models on one card: each must fit into half of it, and both compute at once."""
     halves = [{"gpu_share": 0.5}, {"name": "other", "gpu_share": 0.5}]
     c = judged(*halves, cluster={"placement": "separate"})
-    known, _ = reward_models_of(c.rewards)
+    known, _ = frozen_models(c)
     cluster, shape = parse_cluster("1x3xH100"), published("Qwen/Qwen2.5-1.5B")
-    setting = Setting(cluster, shape, workload_of(c, prompt_tokens=100), None, reward_models=known)
+    setting = Setting(cluster, shape, workload_of(c, prompt_tokens=100), None, frozen=known)
     option = option_of(c, setting)
     assert not option.problems and option.roles.gpus == 3  # a rank, an engine, and both models
     whole = one()
     rates = option.scenario.rates
-    assert rates.reward_model_s(known[0], 9, [5]) == 2 * rates.reward_model_s(whole, 9, [5])
+    assert rates.scoring_s(known[0], 9, [5]) == 2 * rates.scoring_s(whole, 9, [5])
     small = judged({"gpu_share": 0.2}, cluster={"placement": "separate"})
-    setting = replace(setting, reward_models=reward_models_of(small.rewards)[0])
+    setting = replace(setting, frozen=frozen_models(small)[0])
     (problem,) = option_of(small, setting).problems
     assert "a H100 with `gpu_share` = 0.2 has 15.1 GiB for it" in problem
     assert "raise its `gpu_share`" in problem
@@ -138,15 +135,15 @@ def test_a_share_of_a_gpu_has_that_share_of_its_memory_and_of_its_speed():
 def test_a_split_model_has_its_part_of_the_layers_on_each_gpu():
     """72 billion weights in 16 bits fit on no card of 80 GB; half of all but the embedding on two."""
     c = judged({"path": "Qwen/Qwen2.5-72B", "tensor_parallel_size": 2}, cluster={"placement": "separate"})
-    (model,), _ = reward_models_of(c.rewards)
+    (model,), _ = frozen_models(c)
     shape = model.shape
-    found = reward_model_worker(c.max_length, model, Sizes.of(c, gpu=True)).parts
+    found = frozen_worker(c.max_length, model, Sizes.of(c, gpu=True)).parts
     embedding = 152064 * 8192
     assert found["weights"] == 2 * (embedding + (shape.without_head - embedding) // 2)
     assert found["activations"] == 16384 * (3 * 29568 // 2 + 3 * 8192) * 2
     setting = Setting(
         parse_cluster("1x4xH100"), published("Qwen/Qwen2.5-1.5B"), workload_of(c, prompt_tokens=100), None,
-        reward_models=(model,),
+        frozen=(model,),
     )  # fmt: skip
     option = option_of(c, setting)
     assert not option.problems and option.roles.gpus == 4
@@ -161,27 +158,27 @@ def test_padding_is_computed_and_a_prompt_with_each_completion():
     weights = 2 * BODY * sum(count * longest for count, longest in rows.items())
     pairs = sum(count * longest * (longest + 1) / 2 for count, longest in rows.items())
     expected = weights + 4 * 28 * 28 * 128 * pairs
-    assert one(micro_batch_tokens=60).flops(10, [10, 20, 5]) == pytest.approx(expected)
+    assert one(micro_batch_tokens=60).padded_flops(10, [10, 20, 5]) == pytest.approx(expected)
 
 
 def test_it_computes_at_the_measured_share_of_the_card_or_of_one_thread():
     known, c = one(), judged({})
     peaks = Peaks.of(parse_cluster("1x8xH100"))
     rates = Rates(c, known.shape, Sizes.of(c, gpu=True), peaks, Reached(training=0.5))
-    flops = known.flops(100, [50] * 4)
-    assert rates.reward_model_s(known, 100, [50] * 4) == pytest.approx(flops / (0.5 * 989e12))
+    flops = known.padded_flops(100, [50] * 4)
+    assert rates.scoring_s(known, 100, [50] * 4) == pytest.approx(flops / (0.5 * 989e12))
     thread = replace(rates, peaks=replace(peaks, thread_flops=2e9))
-    assert thread.reward_model_s(known, 100, [50] * 4) == pytest.approx(flops / (0.5 * 2e9))
+    assert thread.scoring_s(known, 100, [50] * 4) == pytest.approx(flops / (0.5 * 2e9))
 
 
 def test_a_reward_model_that_is_the_bottleneck_scores_groups_one_after_the_other():
     """Completions of 256 tokens, prompts of 100: 16 groups of 4 rows of 356 on one worker of 72 billion."""
     lengths = {"bench": {"lengths": {"kind": "fixed", "tokens": 256}}}
     c = judged({"path": "Qwen/Qwen2.5-72B"}, max_staleness=1, **lengths)
-    known, _ = reward_models_of(c.rewards)
+    known, _ = frozen_models(c)
     setting = Setting(
         parse_cluster("1x3xB200"), published("Qwen/Qwen2.5-1.5B"), workload_of(c, prompt_tokens=100), None,
-        reward_models=known,
+        frozen=known,
     )  # fmt: skip
     option = option_of(c, setting)
     assert not option.problems and option.roles.gpus == 3
@@ -252,5 +249,5 @@ def test_without_reward_models_the_plan_does_not_mention_them():
 
 def test_a_reward_model_of_another_architecture_is_not_planned(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "deberta-v2"}')
-    known, unknown = reward_models_of(judged({"path": str(tmp_path)}).rewards)
+    known, unknown = frozen_models(judged({"path": str(tmp_path)}))
     assert not known and f"model {tmp_path}: `model_type` = deberta-v2" in unknown["judge"]

@@ -6,9 +6,8 @@ import pytest
 
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.command import make_plan
-from grpo_dist.tools.plan.options import Option, option_or_reason, planned
+from grpo_dist.tools.plan.options import Assumptions, Option, build_setting, option_or_reason, planned
 from grpo_dist.tools.plan.search import SearchResult, bound, changes_of
-from grpo_dist.tools.plan.setting import Assumptions, build_setting
 from tests.tools.plan.test_plan import printed, wide
 
 ASSUMED = Assumptions(prompt_tokens=100)

@@ -7,15 +7,12 @@ from dataclasses import replace
 import pytest
 
 from grpo_dist.tools.plan.accelerators import Peaks, parse_cluster
-from grpo_dist.tools.plan.engine_memory import rollout_engine
-from grpo_dist.tools.plan.memory import GIB, Footprint, Sizes, policy_rank, rank_bytes, states
-from grpo_dist.tools.plan.models import published
-from grpo_dist.tools.plan.options import Setting, memory_problems, node_host_bytes, option_of
+from grpo_dist.tools.plan.memory import GIB, Footprint, Sizes, policy_rank, rank_bytes, rollout_engine, states
+from grpo_dist.tools.plan.models import FrozenModel, published
+from grpo_dist.tools.plan.options import Setting, option_of
+from grpo_dist.tools.plan.placement import REFRESH, SYNC, asleep, host_bytes, memory_problems, node_host_bytes
 from grpo_dist.tools.plan.rates import Rates, Reached
-from grpo_dist.tools.plan.reward_models import KnownRewardModel
-from grpo_dist.tools.plan.scenario import Scenario
-from grpo_dist.tools.plan.sharing import REFRESH, SYNC, asleep, host_bytes
-from grpo_dist.tools.plan.simulation import simulate
+from grpo_dist.tools.plan.simulation import Scenario, simulate
 from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config
 from tests.support.made_times import Times, judges
@@ -113,7 +110,8 @@ def test_with_adapters_the_reference_is_the_base_and_costs_no_memory(policy, has
     made = option(seven(policy={"num_workers": 8, "zero_stage": 3} | policy))
     assert ("reference" in made.memory) == ("reference" in made.roles.sharing) == has_reference
     assert made.scenario.reference_is_base is not has_reference
-    assert made.scenario.reference_workers == 8
+    (reference,) = made.scenario.scorers
+    assert made.scenario.workers_of(reference) == 8
 
 
 def test_a_refreshed_reference_lies_next_to_the_policys_weights():
@@ -261,12 +259,9 @@ def test_a_turn_takes_the_time_of_its_bytes_on_the_bus_of_the_card():
             c, model_of(c), Sizes.of(c, gpu=True), Peaks.of(parse_cluster(f"1x8x{card}")), Reached()
         )
         assert rates.turn_s() == pytest.approx(18 * N / 8 / (0.8 * bus) + 0.5)
-        assert rates.reference_turn_s() == pytest.approx(2 * N / (0.8 * bus) + 0.5)
-        judge = KnownRewardModel(
-            c.rewards.models[0] if c.rewards.models else judges(a=1)["reward_models"][0].settings,
-            published("Qwen/Qwen2.5-7B"),
-        )
-        assert rates.reward_model_turn_s(judge) == pytest.approx(2 * (N - EMBEDDING) / (0.8 * bus) + 0.5)
+        assert rates.scoring_turn_s(FrozenModel(rates.model)) == pytest.approx(2 * N / (0.8 * bus) + 0.5)
+        judge = FrozenModel(published("Qwen/Qwen2.5-7B"), judges(a=1)["frozen"][0].settings)
+        assert rates.scoring_turn_s(judge) == pytest.approx(2 * (N - EMBEDDING) / (0.8 * bus) + 0.5)
 
 
 # fp8

@@ -6,9 +6,9 @@ from actors.placement.demands import Resources, placement
 from grpo_dist.config import SupervisedConfig
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.accelerators import parse_cluster
-from grpo_dist.tools.plan.memory import Sizes
+from grpo_dist.tools.plan.memory import Sizes, supervised_rank
 from grpo_dist.tools.plan.models import published
-from grpo_dist.tools.plan.supervised import supervised_problem, supervised_rank
+from grpo_dist.tools.plan.placement import supervised_problem
 from grpo_dist.tools.recipe.config import load_pipeline
 from tests.support import fakes
 from tests.support.documents import ROOT

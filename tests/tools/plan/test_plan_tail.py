@@ -7,8 +7,7 @@ from grpo_dist import cli
 from grpo_dist.config import LengthsConfig
 from grpo_dist.config.files import changed
 from grpo_dist.tools.bench.lengths import length_of
-from grpo_dist.tools.plan.scenario import Scenario
-from grpo_dist.tools.plan.simulation import simulate
+from grpo_dist.tools.plan.simulation import Scenario, simulate
 from grpo_dist.tools.plan.tail import VARIANTS, sampling_limit_s
 from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config

@@ -12,11 +12,9 @@ from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import Sizes, rank_bytes
 from grpo_dist.tools.plan.models import ModelShape, published
-from grpo_dist.tools.plan.options import option_of, planned
+from grpo_dist.tools.plan.options import Assumptions, Setting, option_of, planned
 from grpo_dist.tools.plan.report import print_plan
-from grpo_dist.tools.plan.scenario import Scenario
-from grpo_dist.tools.plan.setting import Assumptions, Setting
-from grpo_dist.tools.plan.simulation import evaluation_s
+from grpo_dist.tools.plan.simulation import Scenario, evaluation_s
 from grpo_dist.tools.plan.whole_run import (
     checkpoints,
     evaluations,

@@ -1,0 +1,336 @@
+"""Where the roles of a plan lie: their devices, and whether their memory fits.
+
+Colocated roles have the same GPUs one at a time:
+
+    engines' turn        engine                                     + what each sleeper keeps
+    a reward model's     its whole copy and a forward pass          + what each sleeper keeps
+    the reference's      its whole copy and a forward pass          + what each sleeper keeps
+    the policy's         as on GPUs of its own                      + what each sleeper keeps
+    weight sync          the policy's weights, the engine's weights, two buffers; two more where engines on
+                         GPUs of their own may join, which get the weights in a transfer of their own
+    refresh              the policy's weights, the reference's, two buffers, and those of the weight sync
+
+Between their turns, the policy's states and a copy of the reference and of each reward model for each GPU are
+in host memory. Engines keep nothing there: they drop their weights, and the policy sends them again. The
+buffers of the weight sync stay on the GPU, where the engines have mapped them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from actors.placement.demands import Resources, describe, is_colocated, placement
+from actors.placement.fitting import Node, bundles, too_large
+from grpo_dist.config import Config, ModelConfig, PolicyConfig, RewardModelConfig, SupervisedConfig
+from grpo_dist.config.engine_arguments import head_problem
+from grpo_dist.errors import UserError
+from grpo_dist.runtime.hardware import GIB
+from grpo_dist.tools.plan.accelerators import ClusterShape
+from grpo_dist.tools.plan.memory import (
+    GPU_RUNTIME,
+    EngineFootprint,
+    Footprint,
+    Sizes,
+    frozen_worker,
+    policy_rank,
+    reference_worker,
+    rollout_engine,
+    states,
+    with_snapshot,
+)
+from grpo_dist.tools.plan.models import FrozenModel, ModelShape
+from grpo_dist.tools.plan.workload import Workload
+
+USABLE = 0.95  # of a GPU's memory: what a plan may fill
+SYNC, REFRESH = "weight sync", "reference refresh"  # moments in which two roles are on a GPU
+_CPUS_PER_GPU = 12  # assumed for nodes with GPUs
+_EVALUATED_AT_ONCE = 256  # sequences of an engine of evaluation: see `EngineSpec.for_evaluation`
+# What a sleeping worker keeps on a shared GPU: its context, NCCL's channels, an engine's CUDA graphs; and a
+# process that only computes forward passes: its context and its kernels.
+ASLEEP, _FORWARD_ASLEEP = 2 * GIB, GIB * 3 // 4
+_BUCKET_MB = 256  # `weight_sync.bucket_mb` on GPUs, MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """``gpus``: in use. The threads of an engine and of a policy rank matter where there are no GPUs.
+    ``sharing``: the roles that are colocated on the policy's GPUs, itself included; empty where each has its
+    own. ``workers``: of each role, each teacher and each reward model.
+    """
+
+    colocated: bool
+    gpus: int
+    engine_threads: int
+    policy_threads: int
+    words: str
+    sharing: frozenset[str]
+    workers: Mapping[str, int]
+
+    @property
+    def reference_is_base(self) -> bool:
+        """True where no worker has the reference: the policy ranks compute it with their adapters off."""
+        return "reference" not in self.workers
+
+
+def made_roles(config: Config, has: Resources) -> Roles:
+    """Return the roles of ``config`` on devices of which ``has`` are there. Raises UserError for too few."""
+    demands = placement(config, has, training=True)
+    rollout, policy = demands["rollout"], demands["policy"]
+    shared = {role for role, demand in demands.items() if demand.shared}
+    # Each model of these two is a role of its own here.
+    several = {
+        "reward_models": [(f"reward model {m.name}", m.num_workers) for m in config.rewards.models],
+        "teachers": [(f"teacher {t.name}", t.num_workers) for t in config.distillation.of_own_models],
+    }
+    workers = {role: demand.workers for role, demand in demands.items() if role not in several}
+    sharing = shared - set(several) | {"policy"} if shared else set()
+    for kind, models in several.items():
+        for role, count in models:
+            workers[role] = policy.workers if kind in shared else count
+            if kind in shared:
+                sharing.add(role)
+    return Roles(
+        is_colocated(config, has),
+        sum(d.total_gpus for d in demands.values() if not d.shared),
+        rollout.threads,
+        policy.threads,
+        describe(demands, has),
+        frozenset(sharing),
+        workers,
+    )
+
+
+def roles_of(config: Config, model: ModelShape, cluster: ClusterShape, *, cpus: int | None = None) -> Roles:
+    """Place the roles of ``config``. ``cpus``: of a machine without GPUs. Raises UserError for a misfit."""
+    has = Resources(cpus or max(1, cluster.gpus * _CPUS_PER_GPU), cluster.gpus)
+    roles = made_roles(config, has)
+    if not cluster.gpus:
+        return roles
+    tensor_parallel = config.rollout.tensor_parallel_size
+    if tensor_parallel > cluster.gpus_per_node:
+        raise UserError(
+            f"`rollout.tensor_parallel_size` = {tensor_parallel}: an engine lies on one node, and a node of "
+            f"{cluster} has {cluster.gpus_per_node} GPUs; use at most that"
+        )
+    for key, value in (
+        ("rollout.tensor_parallel_size", tensor_parallel),
+        ("policy.sequence_parallel", config.policy.sequence_parallel),
+    ):
+        if model.shape.heads % value:
+            raise UserError(
+                f"`{key}` = {value} does not divide the {model.shape.heads} attention heads of {model.name}; "
+                "use a divisor of them"
+            )
+    if problem := head_problem(tensor_parallel, model.shape.kv_heads):
+        raise UserError(problem)
+    gpus, cores = cluster.gpus_per_node, _CPUS_PER_GPU * cluster.gpus_per_node
+    nodes = [Node(f"node {i + 1}", cores, gpus, cores, gpus) for i in range(cluster.nodes)]
+    if problem := too_large(bundles(placement(config, has, training=True)), nodes):
+        raise UserError(f"{cluster}: {problem.partition(':')[0]}")
+    return roles
+
+
+# Memory of all roles
+
+
+def footprints(
+    config: Config,
+    model: ModelShape,
+    sizes: Sizes,
+    workload: Workload,
+    roles: Roles,
+    *,
+    memory: int,
+    frozen: Sequence[FrozenModel] = (),
+) -> dict[str, Footprint]:
+    """Return the memory of one worker of each role, and of the moments in which two roles are on a shared
+    GPU. ``memory``: bytes of a GPU; 0: no GPUs. ``frozen``: teachers and reward models.
+    """
+    # Without GPUs colocation only orders the work: all roles are in the machine's memory.
+    sharing = roles.sharing if sizes.gpu else frozenset()
+    workers: dict[str, Footprint] = {}
+    if "policy" in roles.workers:
+        workers["policy"] = policy_rank(config, model, sizes, workload)
+    others = asleep("rollout", sharing)
+    workers["rollout"] = rollout_engine(config, model, sizes, workload, memory=memory, asleep=others)
+    if "reference" in roles.workers:
+        workers["reference"] = reference_worker(config.max_length, model, sizes)
+    if "evaluation" in roles.workers:
+        count = config.evaluation.num_workers
+        decoded = {"num_workers": count, "max_num_seqs": config.rollout.max_num_seqs or _EVALUATED_AT_ONCE}
+        alone = config.model_copy(update={"rollout": config.rollout.model_copy(update=decoded)})
+        engine = rollout_engine(alone, model, sizes, workload, memory=memory, trains=False)
+        workers["evaluation"] = with_snapshot(engine, config.policy, model, sizes, engines=count)
+    workers |= {own.role: frozen_worker(config.max_length, own, sizes) for own in frozen}
+    return _colocated(config, model, sizes, workers, sharing) if sharing else workers
+
+
+def asleep(role: str, sharing: Collection[str]) -> int:
+    """Return the bytes that the other roles of ``sharing`` keep on a GPU in the turn of ``role``."""
+    if role not in sharing:
+        return 0
+    return sum(
+        ASLEEP if other in ("policy", "rollout") else _FORWARD_ASLEEP for other in sharing if other != role
+    )
+
+
+def _colocated(
+    config: Config,
+    model: ModelShape,
+    sizes: Sizes,
+    workers: Mapping[str, Footprint],
+    sharing: Collection[str],
+) -> dict[str, Footprint]:
+    """Return ``workers`` with what sleepers keep on the GPU, what each role keeps in host memory between its
+    turns, and the moments in which two roles have weights there.
+    """
+    policy, reference = config.policy, config.reference
+    adapters = policy.lora is not None and policy.lora.sync == "adapter"
+    largest = 0 if adapters else model.embedding * sizes.itemsize
+    # A transfer's two buffers: each is a bucket, or the largest parameter.
+    buffers = 2 * max((config.weight_sync.bucket_mb or _BUCKET_MB) * 2**20, largest)
+    made = dict(workers)
+    for role in set(workers) & set(sharing):
+        worker = workers[role]
+        kept = {"policy": ("weights", "gradients", "optimiser"), "rollout": ()}.get(role, ("weights",))
+        moved = sum(worker.parts[part] for part in kept)
+        host = worker.host | ({"between turns": moved} if moved else {})
+        sleepers = {} if role == "rollout" else {"asleep": asleep(role, sharing) + buffers}
+        made[role] = replace(worker, parts=worker.parts | sleepers, host=host)
+    weights = states(policy, model, sizes)["weights"]
+    contexts = {"runtime": GPU_RUNTIME, "asleep": asleep("policy", sharing)}
+    may_join = config.rollout.most_workers > config.rollout.num_workers
+    parts = {
+        "policy's weights": weights,
+        "engine's weights": workers["rollout"].parts["weights"],
+        "buckets": (2 if may_join else 1) * buffers,
+        "gathered": model.embedding * sizes.itemsize if policy.zero_stage == 3 else 0,  # the largest
+    }
+    made[SYNC] = Footprint(parts | contexts)
+    if "reference" in sharing and reference.refresh_every:
+        copy = workers["reference"].parts["weights"]
+        average = 4 * model.parameters if reference.refresh_mix < 1 and sizes.itemsize == 2 else 0
+        parts = {"policy's weights": weights, "reference's weights": copy, "average": average}
+        made[REFRESH] = Footprint(parts | {"buckets": 2 * buffers} | contexts)
+    return made
+
+
+def host_bytes(memory: Mapping[str, Footprint], workers: Mapping[str, int], *, per_node: int) -> int:
+    """Return the most bytes of host memory that the workers of one node take, ``per_node`` of a role at most.
+    The few GiB of each process itself are left out.
+    """
+    each = sum(
+        sum(worker.host.values()) * min(workers[role], per_node)
+        for role, worker in memory.items()
+        if worker.host
+    )
+    return each + sum(sum(worker.host_first.values()) for worker in memory.values())
+
+
+def node_host_bytes(memory: Mapping[str, Footprint], roles: Roles, cluster: ClusterShape) -> int:
+    """Return the bytes that the workers of one node keep in host memory."""
+    return host_bytes(memory, roles.workers, per_node=cluster.gpus_per_node)
+
+
+# What does not fit
+
+
+def memory_problems(
+    config: Config, memory: Mapping[str, Footprint], cluster: ClusterShape, roles: Roles
+) -> list[str]:
+    """Return what does not fit in a GPU or in a node of ``cluster``, with remedies. Machines without GPUs are
+    not checked: all workers share their memory.
+    """
+    if cluster.card is None:
+        return []
+    whole, problems = int(cluster.card.memory * USABLE), []
+    reward_models = {f"reward model {model.name}": model for model in config.rewards.models}
+    for role, need in memory.items():
+        reward_model = reward_models.get(role)
+        share = reward_model.gpu_share if reward_model and not roles.sharing else 1.0
+        limit = int(share * whole)
+        if role == "rollout" or need.total <= limit:
+            continue
+        needs = "both together need" if role in (SYNC, REFRESH) else "a worker needs"
+        has = "has" if share == 1 else f"with `gpu_share` = {share:g} has"
+        remedy = _reward_model_remedy(reward_model) if reward_model else _remedy(role, config)
+        problems.append(
+            f"{role}: {needs} {need.total / GIB:.1f} GiB and a {cluster.card.name} {has} {limit / GIB:.1f} "
+            f"GiB for it; {remedy}"
+        )
+    engine = memory["rollout"]
+    assert isinstance(engine, EngineFootprint)
+    if engine.longest < 1:
+        problems.append(
+            f"rollout: {max(0, engine.cache) / GIB:.1f} GiB are left for the key-value cache, and one "
+            f"sequence of {config.max_length:,} tokens takes "
+            f"{config.max_length * engine.token_bytes / GIB:.1f} GiB; raise "
+            "`rollout.tensor_parallel_size` or `rollout.gpu_memory_utilization`"
+        )
+    needed, available = node_host_bytes(memory, roles, cluster), cluster.host
+    if needed > available:
+        first = "set cluster.placement=separate" if roles.sharing else "take back some of `policy.offload`"
+        background = ", set checkpoint.background=false" if config.checkpoint.background else ""
+        drafts = config.rollout.speculation.tokens
+        texts = ", lower `rollout.speculation.history_tokens`" if drafts else ""
+        problems.append(
+            f"host memory: the workers of one node keep {needed / GIB:,.0f} GiB there, and a node of "
+            f"{cluster} is assumed to have {available / GIB:,.0f} GiB; {first}{background}{texts}, or add "
+            "nodes"
+        )
+    return problems
+
+
+def cold_start_problem(need: Footprint, cluster: ClusterShape) -> str | None:
+    """Return why the cold start does not fit on a GPU of ``cluster``, and the remedy."""
+    if (limit := _too_much(need, cluster)) is None:
+        return None
+    return (
+        f"cold start: {need.total / GIB:.1f} GiB on one GPU, and a {limit} for it; lower `sft.batch_size` or "
+        "`sft.max_length`, or make it an sft stage of a pipeline, which trains on the ranks of `policy`"
+    )
+
+
+def supervised_problem(config: SupervisedConfig, need: Footprint, cluster: ClusterShape) -> str | None:
+    """Return why a rank of an sft stage does not fit on a GPU of ``cluster``, and the remedy."""
+    if (limit := _too_much(need, cluster)) is None:
+        return None
+    return (
+        f"supervised training: a policy rank needs {need.total / GIB:.1f} GiB and a {limit} for it; "
+        f"{_policy_remedy(config.model, config.policy)}"
+    )
+
+
+def _too_much(need: Footprint, cluster: ClusterShape) -> str | None:
+    """Return what a GPU of ``cluster`` has, if ``need`` is more: "H100 has 75.7 GiB"."""
+    if cluster.card is None or need.total <= (limit := int(cluster.card.memory * USABLE)):
+        return None
+    return f"{cluster.card.name} has {limit / GIB:.1f} GiB"
+
+
+def _remedy(role: str, config: Config) -> str:
+    if role == "policy":
+        return _policy_remedy(config.model, config.policy)
+    if role == "evaluation":
+        return "lower `rollout.gpu_memory_utilization`"
+    if role == "reference":
+        return "its weights are a whole copy on one GPU; lower `reference.micro_batch_tokens`, or use LoRA"
+    if role in (SYNC, REFRESH):
+        return (
+            "raise `policy.zero_stage` or `rollout.tensor_parallel_size`, or set cluster.placement=separate"
+        )
+    return "its weights are a whole copy on one GPU; lower its `micro_batch_tokens`, or use a smaller one"
+
+
+def _policy_remedy(settings: ModelConfig, policy: PolicyConfig) -> str:
+    steps = [] if settings.gradient_checkpointing else ["set `model.gradient_checkpointing`=true"]
+    steps.append("lower `batch.micro_batch_tokens`")
+    steps += ["raise `policy.zero_stage`"] if policy.zero_stage < 3 else []
+    return f"{', '.join(steps)}, or add policy ranks or `policy.sequence_parallel`"
+
+
+def _reward_model_remedy(model: RewardModelConfig) -> str:
+    narrower = ", set its `dtype`=bfloat16" if model.dtype == "float32" else ""
+    more = "raise its `gpu_share`" if model.gpu_share < 1 else "raise its `tensor_parallel_size`"
+    return f"lower its `micro_batch_tokens`{narrower}, {more}, or use a smaller model"
