@@ -16,7 +16,6 @@ from grpo_dist.loop.sync_probe import BOUNDS
 from grpo_dist.observe import Tracker
 from grpo_dist.observe.tracker import EVENTS
 from grpo_dist.runs.identity import fingerprint
-from grpo_dist.tools.report.layout import SECTIONS
 from grpo_dist.types import HeldRoutes
 from tests.support import fakes
 from tests.support.fakes import LOGPROB, Probed, Probes
@@ -423,12 +422,6 @@ def test_settings_of_the_probe_may_change_on_resume():
 
 
 # --- records and report
-
-
-def test_the_report_draws_the_probe_in_one_chart_next_to_the_mismatch():
-    (section,) = [s for s in SECTIONS if s.title == "Engine against trainer"]
-    names = {"probe/logprob_diff_mean", "probe/logprob_diff_max"}
-    assert [c.title for c in section.charts if set(c.metrics) == names] == ["sync probe"]
 
 
 def test_a_probe_that_passes_is_an_event_and_no_warning(tmp_path, capsys):

@@ -13,18 +13,22 @@ from collections.abc import Generator, Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
+from grpo_dist.observe.catalogue import patterns
 from grpo_dist.runtime import __version__
-from grpo_dist.tools.report.layout import catalogue, layout
 from grpo_dist.tools.report.source import ReportLimits, Source
 
 _STYLES = ("vendor/uPlot.min.css", "vendor/tabulator.min.css", "report.css")
+# Order of the charts; metrics of other namespaces follow.
+_NAMESPACES = (
+    "eval", "reward", "outcome", "group", "pool", "rollout", "episode", "policy", "loss", "ref", "mismatch",
+    "probe", "correction", "time", "throughput", "memory", "health", "restarts",
+)  # fmt: skip
 _SCRIPTS = (
     "vendor/uPlot.min.js",
     "vendor/tabulator.min.js",
     "data.js",
     "widgets.js",
     "series.js",
-    "charts.js",
     "curves.js",
     "timeline.js",
     "index.js",
@@ -55,6 +59,17 @@ def whole_page(sources: Sequence[Source], limits: ReportLimits) -> Iterator[str]
             | {"samples": samples, "about": manifest["about"] | {"token_limit": most, "notices": notices}}
         )
     yield _tail({"live": False, "runs": shown})
+
+
+def _catalogue() -> list[tuple[str, str, str, str]]:
+    """Return (regular expression, unit, meaning, what to look for) of each metric, most specific first.
+
+    Backticks, the only markdown in the catalogue, are removed.
+    """
+    return [
+        (pattern.pattern, metric.unit, metric.meaning.replace("`", ""), metric.look_for.replace("`", ""))
+        for pattern, metric in patterns()
+    ]
 
 
 def live_page(sources: Sequence[Source]) -> str:
@@ -125,7 +140,7 @@ def _head(sources: Sequence[Source]) -> str:
 
 
 def _tail(manifest: dict[str, Any]) -> str:
-    begin = {"manifest": manifest, "layout": layout(), "catalogue": catalogue()}
+    begin = {"manifest": manifest, "namespaces": _NAMESPACES, "catalogue": _catalogue()}
     # Only "<" could end the script, so it is escaped.
     data = json.dumps(begin, allow_nan=False).replace("<", "\\u003c")
     scripts = "\n".join(f"<script>\n{_static(name)}\n</script>" for name in _SCRIPTS)

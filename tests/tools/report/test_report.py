@@ -24,7 +24,6 @@ from grpo_dist.tools.report import rollouts
 from grpo_dist.tools.report.answers import AnswerReader
 from grpo_dist.tools.report.arguments import steps_of
 from grpo_dist.tools.report.command import write_report
-from grpo_dist.tools.report.layout import SECTIONS
 from grpo_dist.tools.report.line_files import Encoded, LineFile
 from grpo_dist.tools.report.run_dir import open_runs, sample_files
 from grpo_dist.tools.report.server import ReportServer
@@ -453,27 +452,6 @@ def test_a_run_with_more_spans_than_are_shown_keeps_the_clock_of_every_step(tmp_
         assert json.loads(gzip.decompress(source.piece("clock/0")))["end"][0] == 14.0
         with pytest.raises(KeyError):
             source.piece("spans/0")
-
-
-STATS = """
-loss_total loss_policy ratio ratio_max clip_low clip_high dual_clip approx_kl mismatch mismatch_max
-mismatch_kl mismatch_w mismatch_w2 tokens loss_entropy entropy kl loss_kl correction_weight
-correction_weight_max correction_outside correction_dropped correction_weight_sq
-"""
-
-
-def test_every_metric_of_the_loop_has_its_place_in_a_chart():
-    import torch
-
-    from grpo_dist.policy.loss import finish_stats
-
-    patterns = [re.compile(p) for s in SECTIONS for chart in s.charts for p in chart.metrics]
-    names = dict.fromkeys(metrics_of(1, np.random.default_rng(0), False))
-    names.pop("step"), names.pop("novel/thing")
-    stats = STATS.split()
-    names |= finish_stats(dict.fromkeys(stats, torch.tensor(1.0)))
-    lost = [name for name in names if not any(p.fullmatch(name) for p in patterns)]
-    assert lost == []
 
 
 def test_the_run_of_an_sft_stage_is_no_evaluation(tmp_path):

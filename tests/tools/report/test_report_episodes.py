@@ -1,6 +1,5 @@
 """Episodes in the report: their turns, tool calls and given tokens, in its data and in a real browser."""
 
-import re
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -8,11 +7,9 @@ import pytest
 
 from grpo_dist.batch.token_values import TokenValues
 from grpo_dist.demo.tokenizer import character_tokenizer
-from grpo_dist.observe.metric_list import METRICS
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.tools.report import rollouts, tokens
 from grpo_dist.tools.report.answers import AnswerReader
-from grpo_dist.tools.report.layout import SECTIONS
 from tests.support.made_episodes import CALL, RESULT, end_of, episodes
 from tests.support.reports import make_run
 from tests.tools.report.test_report_page import column, filtered, opened, rows_shown
@@ -107,15 +104,6 @@ def test_a_run_without_episodes_has_none(tmp_path):
         rows = rollouts.rows(pq.read_table(path), answers)
     assert set(rows["turns"]) == {None} and rows["called"]["values"] == [None] and set(rows["given"]) == {0}
     assert set(rollouts.texts(pq.read_table(path))["turns"]) == {None}
-
-
-def test_metrics_of_episodes_have_a_section_of_their_own():
-    (section,) = [section for section in SECTIONS if section.title == "Episodes"]
-    patterns = [re.compile(pattern) for chart in section.charts for pattern in chart.metrics]
-    of_episodes = [m.name for m in METRICS if m.name.startswith(("episode/", "time/tool_"))]
-    names = [name.replace("<reason>", "length") for name in [*of_episodes, "throughput/episode_cached_share"]]
-    assert len(names) > 9
-    assert [name for name in names if not any(p.fullmatch(name) for p in patterns)] == []
 
 
 @pytest.fixture(scope="module")

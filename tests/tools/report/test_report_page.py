@@ -67,15 +67,15 @@ def column(page, field):
 def test_every_tab_loads_without_console_messages(browser, runs, tmp_path):
     page = opened(browser, runs[:1], tmp_path)
     page.until("document.querySelectorAll('#charts canvas').length > 3")
-    titles = page.get("[...document.querySelectorAll('.chart')].map((c) => c.dataset.title)")
-    assert {"add3/pass@1", "reward", "entropy", "stages of a step", "novel/thing"} <= set(titles)
-    units = dict(zip(titles, page.texts(".chart h4 small"), strict=True))
+    names = page.get("[...document.querySelectorAll('.chart')].map((c) => c.dataset.metric)")
+    assert {"reward/mean", "policy/entropy", "time/sample_s"} <= set(names) and names[-1] == "novel/thing"
+    units = dict(zip(names, page.texts(".chart h4 small"), strict=True))
     about = dict(
-        zip(titles, page.get("[...document.querySelectorAll('.chart h4')].map((h) => h.title)"), strict=True)
+        zip(names, page.get("[...document.querySelectorAll('.chart h4')].map((h) => h.title)"), strict=True)
     )
-    assert units["entropy"] == "nats · policy/entropy" and units["reward"] == "reward/mean"
-    assert units["add3/pass@1"] == "share · bars: 95% · eval/add3/pass@1" and units["stages of a step"] == "s"
-    assert "uncertainty of the policy about a token\nLook for: falls" in about["entropy"]
+    assert units["policy/entropy"] == "nats" and units["eval/add3/pass@1"] == "share · bars: 95%"
+    assert "eval/add3/pass@1_stderr" not in names
+    assert "uncertainty of the policy about a token\nLook for: falls" in about["policy/entropy"]
     assert about["novel/thing"] == "novel/thing"
     for tab in ("timeline", "rollouts", "events", "settings"):
         page.click(f"nav [data-tab={tab}]")
@@ -228,7 +228,7 @@ def test_two_runs_are_overlaid_and_can_be_hidden(browser, runs, tmp_path):
     page = opened(browser, runs, tmp_path)
     page.until("document.querySelectorAll('#charts canvas').length > 3")
     inked = """
-        const chart = [...document.querySelectorAll('.chart')].find((c) => c.dataset.title === 'reward');
+        const chart = document.querySelector('.chart[data-metric="reward/mean"]');
         const canvas = chart.querySelector('canvas');
         const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
         const count = (r, g, b) => {
@@ -252,7 +252,6 @@ def test_two_runs_are_overlaid_and_can_be_hidden(browser, runs, tmp_path):
     assert set(keys) == {"name", "seed", "steps", "policy.optimizer.lr"}
     page.click("#differences")
     assert "model.path" in page.texts("#settings-table td.key")
-    page.set("#smoothing", "0.9")
     page.set("#axis", "hours")
     assert page.console() == []
 
@@ -365,25 +364,7 @@ def write_many(path, step, rng):
     groups, samples = MANY, 8
     rows = groups * samples
     words = np.array(
-        [
-            "so",
-            "then",
-            "we",
-            "add",
-            "carry",
-            "the",
-            "one",
-            "and",
-            "find",
-            "that",
-            "it",
-            "must",
-            "be",
-            "equal",
-            "to",
-            "some",
-            "number",
-        ]
+        ["so", "then", "we", "add", "carry", "the", "one", "and", "find", "that", "it", "must", "be", "equal"]
     )
     texts = [" ".join(words[i]) for i in rng.integers(0, len(words), (rows, 70))]
     group = np.repeat(np.arange(groups), samples)

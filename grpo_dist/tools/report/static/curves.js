@@ -1,98 +1,53 @@
-// Charts over steps or hours with all runs, drawn when they scroll into view.
+// One chart for each metric over steps or hours, with a line for each run, drawn when it scrolls into view.
 "use strict";
 
 (() => {
-  const { make, byId, number } = report;
-  const { about, labelOf, short, specs } = report.charts;
-  const drawn = new Map(); // title -> {spec, box, plot}
-  const hidden = new Set(); // "title|metric" switched off by a click on its legend
-  const dashes = [undefined, [6, 4], [2, 3], [10, 4, 2, 4], [1, 5]];
-  const fills = ["#9dc1e6", "#f2b48f", "#a5d8b4", "#cdb0e2", "#e8d28c", "#9fd6da"];
+  const { make, byId, number, described } = report;
+  const drawn = new Map(); // metric -> {name, unit, box, plot}
   const seen = new IntersectionObserver(inView, { rootMargin: "300px" });
   const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => fit(target)));
 
-  const options = () => ({ axis: byId("axis").value, weight: Number(byId("smoothing").value) });
-  // Dash pattern of a metric, as colours distinguish runs.
-  function look(run, place) {
-    if (report.runs.length === 1 || !run) return { colour: run ? report.colours[place % report.colours.length] : "#5a6672", dash: run ? undefined : dashes[place % dashes.length] };
-    return { colour: run.colour, dash: dashes[place % dashes.length] };
-  }
+  const byHours = () => byId("axis").value === "hours";
 
-  const isShown = (spec, { run, name }) => run.shown && !hidden.has(`${spec.title}|${name}`);
+  // eval/add3/pass@1 has error bars where eval/add3/pass@1_stderr is logged.
+  const isError = (name, names) => name.endsWith("_stderr") && names.has(name.slice(0, -7));
 
-  // One line of a chart: a metric of a run.
-  function linesOf(spec) {
-    const runs = spec.run ? [spec.run] : report.runs;
-    return runs.flatMap((run) =>
-      spec.metrics
-        .filter((name) => run.columns.has(name))
-        .map((name) => {
-          const place = spec.metrics.indexOf(name);
-          return {
-            run, name, values: run.columns.get(name), errors: run.columns.get(`${name}_stderr`),
-            ...look(run, place),
-            label: [report.runs.length > 1 ? run.label : "", spec.metrics.length > 1 ? labelOf(spec, name) : ""].filter(Boolean).join(" · ") || short(name),
-          };
-        }),
-    );
-  }
-
-  function joined(lines, axis) {
-    const tables = lines.map(({ run, values, errors }) => {
-      const xs = axis === "hours" ? run.hours : run.steps;
-      return errors ? [xs, values, errors] : [xs, values];
-    });
-    if (!tables.length) return [[]];
-    return uPlot.join(tables);
-  }
-
-  // Data and series of uPlot for the lines of a chart; ``errors``: for each series the column of its errors;
-  // ``raw``: values shown at the cursor, null for none. (uPlot deep-copies series, so they hold no run.)
-  function filled(spec) {
-    const { axis, weight } = options();
-    const lines = linesOf(spec);
-    const columns = joined(lines, axis);
-    const data = [columns[0]];
-    const series = [{ label: axis }];
-    const errors = [null];
-    const raw = [null];
-    let column = 1;
-    for (const line of lines) {
-      const values = columns[column++];
-      const own = line.errors ? columns[column++] : null;
-      const look = { label: line.label, stroke: line.colour, dash: line.dash, width: 1.6, spanGaps: true, show: isShown(spec, line), number: line.run.number, metric: line.name };
-      const soft = weight > 0 && !own && values.filter((one) => one !== null && one !== undefined).length > 2;
-      if (soft) {
-        data.push(values);
-        series.push({ ...look, label: `${line.label}, raw`, stroke: `${line.colour}40`, width: 1, points: { show: false } });
-        errors.push(null);
-        raw.push(null); // the smoothed series shows the value
-      }
-      data.push(soft ? report.smooth(values.map((one) => one ?? null), weight) : values);
-      series.push(look);
-      errors.push(own);
-      raw.push(values);
+  // The metrics by namespace, in the order of the catalogue: [["reward", ["reward/mean", ...]], ...]
+  function sections() {
+    const names = new Set(report.runs.flatMap((run) => [...run.columns.keys()]));
+    const found = new Map();
+    for (const name of [...names].sort((a, b) => report.rank(a) - report.rank(b) || (a < b ? -1 : 1))) {
+      if (isError(name, names)) continue;
+      const namespace = name.split("/")[0];
+      if (!found.has(namespace)) found.set(namespace, []);
+      found.get(namespace).push(name);
     }
-    return spec.kind === "stack" ? stacked(spec, columns, lines, axis) : { data, series, errors, raw };
+    return [...found];
   }
 
-  // The sum of all stages is drawn first, the smaller sums over it.
-  function stacked(spec, columns, lines, axis) {
-    const sums = [];
-    let below = columns[0].map(() => 0);
-    lines.forEach((_, i) => {
-      below = below.map((sum, row) => sum + (columns[i + 1][row] ?? 0));
-      sums.push(below);
+  // reward/mean (reward): meaning. Look for: healthy range
+  function about(name) {
+    const { unit, meaning, lookFor } = described(name);
+    return [`${name}${unit ? ` (${unit})` : ""}`, meaning].filter(Boolean).join(": ") + (lookFor ? `\nLook for: ${lookFor}` : "");
+  }
+
+  // Data and series of uPlot; ``errors``: for each series the column of its errors. (uPlot deep-copies series,
+  // so they hold no run.)
+  function filled({ name }) {
+    const lines = report.runs.filter((run) => run.columns.has(name));
+    const tables = lines.map((run) => {
+      const errors = run.columns.get(`${name}_stderr`);
+      return [byHours() ? run.hours : run.steps, run.columns.get(name), ...(errors ? [errors] : [])];
     });
-    const known = columns[0].map((_, row) => lines.some((__, i) => columns[i + 1][row] !== null && columns[i + 1][row] !== undefined));
-    const order = lines.map((_, i) => i).reverse();
-    const series = order.map((i) => {
-      const place = spec.metrics.indexOf(lines[i].name);
-      const colours = { stroke: report.colours[place % report.colours.length], fill: fills[place % fills.length] };
-      return { label: short(lines[i].name).replace(/_s$/, ""), show: true, ...colours, width: 1, points: { show: false } };
+    const columns = uPlot.join(tables);
+    const [data, series, errors] = [[columns[0]], [{ label: byId("axis").value }], [null]];
+    let column = 1;
+    lines.forEach((run, i) => {
+      data.push(columns[column++]);
+      errors.push(tables[i].length > 2 ? columns[column++] : null);
+      series.push({ label: report.runs.length > 1 ? run.label : name, stroke: run.colour, width: 1.6, spanGaps: true, show: run.shown, number: run.number });
     });
-    const data = order.map((i) => sums[i].map((sum, row) => (known[row] ? sum : null)));
-    return { data: [columns[0], ...data], series: [{ label: axis }, ...series], errors: [], raw: [null, ...order.map((i) => columns[i + 1])] };
+    return { data, series, errors };
   }
 
   function drawErrors(plot, errors) {
@@ -134,21 +89,21 @@
           high = Math.max(high, bar[1]);
         });
       });
-      if (item.spec.kind === "stack" || (item.spec.kind === "lines" && item.spec.unit === "share")) low = Math.min(0, low);
+      if (item.unit === "share") low = Math.min(0, low);
       const room = (high - low || Math.abs(high) || 1) * 0.06;
       return [low === 0 ? 0 : low - room, high + room];
     };
   }
 
   function plotFor(item) {
-    const { spec, box } = item;
-    const { data, series, errors, raw } = filled(spec);
-    const hours = options().axis === "hours";
+    const { box } = item;
+    const { data, series, errors } = filled(item);
+    const hours = byHours();
     const grid = { stroke: "#e8ebee", width: 1 };
     const look = { stroke: "#5a6672", grid, ticks: { ...grid, size: 4 }, font: "11px system-ui, sans-serif" };
     const wholeSteps = (plot, splits) => splits.map((at) => (hours || Number.isInteger(at) ? String(Number(at.toPrecision(6))) : ""));
     item.key = series.map(({ label }) => label).join("\n");
-    Object.assign(item, { errors, raw });
+    item.errors = errors;
     item.plot = new uPlot(
       {
         width: Math.max(120, box.clientWidth), height: 190, series, legend: { show: false },
@@ -179,7 +134,7 @@
 
   function inView(entries) {
     for (const { target, isIntersecting } of entries) {
-      const item = drawn.get(target.dataset.title);
+      const item = drawn.get(target.dataset.metric);
       if (!item) continue;
       item.visible = isIntersecting;
       if (isIntersecting && !item.plot) plotFor(item);
@@ -187,19 +142,19 @@
   }
 
   function fit(box) {
-    const item = drawn.get(box.parentElement?.dataset.title);
+    const item = drawn.get(box.parentElement?.dataset.metric);
     if (item?.plot && box.clientWidth && Math.abs(item.plot.width - box.clientWidth) > 1) item.plot.setSize({ width: box.clientWidth, height: 190 });
   }
 
   // Shows all values of a chart at the cursor.
-  function explain(plot, { errors, raw }) {
+  function explain(plot, { errors }) {
     if (!plot.over.matches(":hover")) return;
     const { idx, left, top } = plot.cursor;
     if (idx === null || idx === undefined || left < 0) return report.showTip(null);
-    const lines = [`${options().axis === "hours" ? "hours" : "step"} ${number(plot.data[0][idx], 5)}`];
+    const lines = [`${byHours() ? "hours" : "step"} ${number(plot.data[0][idx], 5)}`];
     plot.series.forEach((series, i) => {
-      const value = raw[i]?.[idx];
-      if (!series.show || value === null || value === undefined) return;
+      const value = plot.data[i][idx];
+      if (!i || !series.show || value === null || value === undefined) return;
       const error = errors[i]?.[idx];
       lines.push(`${series.label}: ${number(value)}${error ? `, 95%: ${report.interval(value, error).map((at) => number(at, 3)).join(" to ")}` : ""}`);
     });
@@ -207,45 +162,15 @@
     report.showTip(lines.join("\n"), box.left + left, box.top + top);
   }
 
-  // Legend of the metrics of a chart; a click switches one off.
-  function legend(spec) {
-    const alone = report.runs.length === 1;
-    if (spec.metrics.length === 1) return null;
-    const entries = spec.metrics.map((name, place) => {
-      const { colour, dash } = spec.run ? { colour: fills[place % fills.length] } : look(alone ? report.runs[0] : null, place);
-      const line = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-      line.setAttribute("viewBox", "0 0 22 8");
-      const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
-      path.setAttribute("d", "M0 4H22");
-      path.setAttribute("stroke", colour);
-      path.setAttribute("stroke-width", spec.run ? 8 : 2);
-      if (dash) path.setAttribute("stroke-dasharray", dash.join(" "));
-      line.append(path);
-      if (spec.run) return make("span", {}, line, short(name).replace(/_s$/, ""));
-      const button = make("button", {}, line, labelOf(spec, name));
-      button.title = about(name);
-      button.setAttribute("aria-pressed", String(!hidden.has(`${spec.title}|${name}`)));
-      button.addEventListener("click", () => {
-        const key = `${spec.title}|${name}`;
-        if (!hidden.delete(key)) hidden.add(key);
-        button.setAttribute("aria-pressed", String(!hidden.has(key)));
-        report.showRuns();
-      });
-      return button;
-    });
-    return make("div", { classes: "legends" }, ...entries);
-  }
-
-  function element(spec) {
+  function element(name) {
     const box = make("div");
     box.addEventListener("pointerleave", () => report.showTip(null));
-    const what = spec.metrics.length === 1 && spec.metrics[0] !== spec.title ? spec.metrics[0] : "";
-    const bars = spec.kind === "accuracy" ? "bars: 95%" : "";
-    const heading = make("h4", { title: spec.metrics.map(about).join("\n\n") }, spec.title, make("small", { textContent: [spec.unit, bars, what].filter(Boolean).join(" · ") }));
-    const chart = make("div", { classes: "chart" }, heading, box, legend(spec) ?? "");
-    chart.dataset.title = spec.title;
-    chart.dataset.metrics = spec.metrics.join(" ");
-    drawn.set(spec.title, { spec, box });
+    const { unit } = described(name);
+    const bars = report.runs.some((run) => run.columns.has(`${name}_stderr`)) ? "bars: 95%" : "";
+    const small = make("small", { textContent: [unit === "1" ? "" : unit, bars].filter(Boolean).join(" · ") });
+    const chart = make("div", { classes: "chart" }, make("h4", { title: about(name) }, name, small), box);
+    chart.dataset.metric = name;
+    drawn.set(name, { name, unit, box });
     seen.observe(chart);
     resized.observe(box);
     return chart;
@@ -253,10 +178,10 @@
 
   function build() {
     forget();
-    const sections = specs().map(({ title, charts }) =>
-      make("div", { classes: "section" }, make("h2", { textContent: title }), make("div", { classes: "charts" }, ...charts.map(element))),
+    const charts = sections().map(([title, names]) =>
+      make("div", { classes: "section" }, make("h2", { textContent: title }), make("div", { classes: "charts" }, ...names.map(element))),
     );
-    byId("charts").replaceChildren(...(sections.length ? sections : [make("p", { classes: "said", textContent: "No metrics yet: no step has been logged." })]));
+    byId("charts").replaceChildren(...(charts.length ? charts : [make("p", { classes: "said", textContent: "No metrics yet: no step has been logged." })]));
     report.built = signature();
     showNamed();
   }
@@ -268,20 +193,20 @@
     resized.disconnect();
   }
 
-  const signature = () => JSON.stringify(specs().map(({ charts }) => charts.map(({ title, metrics }) => [title, metrics])));
+  const signature = () => JSON.stringify(sections());
 
   function showNamed() {
     const wanted = byId("named").value.trim().toLowerCase();
     for (const section of document.querySelectorAll("#charts .section")) {
       const charts = [...section.querySelectorAll(".chart")];
-      charts.forEach((chart) => (chart.hidden = !`${chart.dataset.title} ${chart.dataset.metrics}`.toLowerCase().includes(wanted)));
+      charts.forEach((chart) => (chart.hidden = !chart.dataset.metric.toLowerCase().includes(wanted)));
       section.hidden = charts.every((chart) => chart.hidden);
     }
   }
 
-  // New data for the same charts; zoom and hidden metrics stay.
+  // New data for the same charts; zoom stays.
   function refresh(item) {
-    const { data, series, errors, raw } = filled(item.spec);
+    const { data, series, errors } = filled(item);
     if (series.map(({ label }) => label).join("\n") !== item.key || series.length !== item.plot.series.length) {
       item.plot.destroy();
       item.plot = null;
@@ -291,7 +216,7 @@
     const { min, max } = item.plot.scales.x;
     const old = item.plot.data[0];
     const zoomed = old.length > 1 && (min > old[0] || max < old[old.length - 1]);
-    Object.assign(item, { errors, raw });
+    item.errors = errors;
     item.plot.setData(data, !zoomed);
     if (zoomed) item.plot.setScale("x", { min, max });
   }
@@ -306,21 +231,13 @@
   report.showRuns = () => {
     for (const item of drawn.values()) {
       item.plot?.series.forEach((series, i) => {
-        if (!i || !series.metric) return;
-        const show = isShown(item.spec, { run: report.runs[series.number], name: series.metric });
-        if (series.show !== show) item.plot.setSeries(i, { show });
+        if (i && series.show !== report.runs[series.number].shown) item.plot.setSeries(i, { show: report.runs[series.number].shown });
       });
-      if (item.spec.run) item.box.parentElement.hidden = !item.spec.run.shown;
     }
   };
 
   report.startCurves = () => {
     byId("axis").addEventListener("change", redraw);
-    byId("smoothing").addEventListener("input", () => {
-      const { weight } = options();
-      byId("smoothed").textContent = weight ? weight.toFixed(2) : "off";
-      redraw();
-    });
     byId("named").addEventListener("input", showNamed);
   };
 

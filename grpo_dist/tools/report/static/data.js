@@ -40,7 +40,14 @@ const report = (() => {
     return { unit, meaning, lookFor };
   }
 
+  // The place of a metric in the catalogue, most important namespaces first; unknown ones are last.
+  function rank(name) {
+    const namespace = name.split("/")[0];
+    const place = begin.namespaces.indexOf(namespace);
+    return place < 0 ? begin.namespaces.length : place;
+  }
+
   const colours = ["#1f5fa6", "#c4561c", "#2f8f4e", "#8a4fb0", "#b8860b", "#15808a", "#b03060", "#5b6470"];
 
-  return { live, begin, piece, described, colours, runs: [], layout: begin.layout };
+  return { live, begin, piece, described, rank, colours, runs: [] };
 })();

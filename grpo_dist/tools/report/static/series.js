@@ -62,18 +62,6 @@
     return changed.some(Boolean);
   };
 
-  // Exponential smoothing without start-up bias: sum of w^(n-i) v_i over the sum of weights.
-  report.smooth = (values, weight) => {
-    let sum = 0;
-    let total = 0;
-    return values.map((value) => {
-      if (value === null) return null;
-      sum = sum * weight + value;
-      total = total * weight + 1;
-      return sum / total;
-    });
-  };
-
   // Wilson's 95% interval of a share for the number of independent answers that would have this standard
   // error (as grpo_dist/evaluation/estimates.py); null without one. An error of 0 gives no such number.
   report.interval = (share, error) => {
