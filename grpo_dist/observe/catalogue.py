@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from grpo_dist.observe.metric import Metric
-from grpo_dist.observe.metric_list import METRICS
+from grpo_dist.observe.metric_list import METRICS, Metric
 from grpo_dist.runtime.files import refresh
 
 README = Path(__file__).with_name("README.md")

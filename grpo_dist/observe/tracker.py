@@ -33,10 +33,8 @@ from grpo_dist.observe.console import Console
 from grpo_dist.observe.metrics_file import METRICS, MetricsFile
 from grpo_dist.observe.profiling import TIMELINE, write_timeline
 from grpo_dist.observe.samples import remove_after, write_groups
-from grpo_dist.observe.settings import ShownConfig
 from grpo_dist.observe.sinks import AsyncSink, Sink, close_all
-from grpo_dist.observe.tensorboard import TensorBoard
-from grpo_dist.observe.wandb_run import WandbRun
+from grpo_dist.observe.trackers import ShownConfig, TensorBoard, WandbRun
 from grpo_dist.plugins.inputs import SinkInputs
 from grpo_dist.plugins.user_code import SINK, call, load
 from grpo_dist.runtime.concurrency import Background

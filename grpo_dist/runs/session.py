@@ -24,7 +24,7 @@ from grpo_dist.loop.chores import evaluates_export
 from grpo_dist.loop.ledger import DROPPED
 from grpo_dist.observe import LEDGER, Tracker
 from grpo_dist.observe.console import print_before_after
-from grpo_dist.observe.settings import check_trackers
+from grpo_dist.observe.trackers import check_trackers
 from grpo_dist.policy.full_weights import why_no_export
 from grpo_dist.policy.text_model import usable_model
 from grpo_dist.runs.checkpoint import CHECKPOINTS, REFERENCE, Checkpoints, list_checkpoints, remove_partial

@@ -20,7 +20,7 @@ from grpo_dist.tools.bench.run import bench
 from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import Sizes, rank_bytes, states
 from grpo_dist.tools.plan.models import from_config_json
-from grpo_dist.tools.plan.setting import Assumptions
+from grpo_dist.tools.plan.options import Assumptions
 from tests.support.fakes import config
 from tests.support.patience import HANG_S
 

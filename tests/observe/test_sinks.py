@@ -18,10 +18,9 @@ from grpo_dist.errors import UserError
 from grpo_dist.observe import EVENTS, Tracker, sinks
 from grpo_dist.observe.completions import COLUMNS, said_besides, step_of, table_of, transcript
 from grpo_dist.observe.console import print_before_after
-from grpo_dist.observe.settings import ShownConfig, check_trackers
 from grpo_dist.observe.sinks import AsyncSink, close_all
 from grpo_dist.observe.tracker import _openers
-from grpo_dist.observe.wandb_run import online_mode
+from grpo_dist.observe.trackers import ShownConfig, check_trackers, online_mode
 from grpo_dist.runtime.stage_log import drop_unread_output, print_line
 from tests.support import fakes, services
 from tests.support.made_episodes import episodes
@@ -227,7 +226,7 @@ def test_trackers_get_every_key_and_no_secret():
 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_start(monkeypatch):
     settings = fakes.config(tracking={"wandb": "w"}).tracking
-    monkeypatch.setattr("grpo_dist.observe.settings.find_spec", lambda name: None if name == "wandb" else 1)
+    monkeypatch.setattr("grpo_dist.observe.trackers.find_spec", lambda name: None if name == "wandb" else 1)
     with pytest.raises(UserError, match=r"`tracking\.wandb` = w, .*pip install wandb"):
         check_trackers(settings)
     assert check_trackers(fakes.config().tracking) == "metrics.jsonl, tensorboard"

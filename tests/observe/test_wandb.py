@@ -7,8 +7,7 @@ import wandb
 
 from grpo_dist.observe import Tracker
 from grpo_dist.observe.completions import Table
-from grpo_dist.observe.settings import ShownConfig
-from grpo_dist.observe.wandb_run import WandbRun
+from grpo_dist.observe.trackers import ShownConfig, WandbRun
 from tests.support import fakes
 from tests.support.services import history, offline_run
 

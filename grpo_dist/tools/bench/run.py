@@ -30,10 +30,9 @@ from grpo_dist.runtime.stage_log import print_line, stage
 from grpo_dist.tools.bench.figures import figures
 from grpo_dist.tools.bench.flops import Shape, card_peak
 from grpo_dist.tools.bench.lengths import ForcedLengths
-from grpo_dist.tools.bench.machine import machine_facts
-from grpo_dist.tools.bench.machine_limits import MachineLimits, limit_threads, measured_limits
+from grpo_dist.tools.bench.limits import MachineLimits, limit_threads, measured_limits
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, StepRecord
-from grpo_dist.tools.bench.result import ActorMemory, Bar, BenchResult
+from grpo_dist.tools.bench.result import ActorMemory, Bar, BenchResult, machine_facts
 from grpo_dist.tools.bench.table import print_result
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from actors.workers.draft_history import history_bytes
+from actors.workers.drafter import history_bytes
 from actors.workers.engine_settings import GPU_MEMORY, EngineSpec
 from grpo_dist.batch.sharding import ATTENDED
 from grpo_dist.config import (

@@ -6,9 +6,43 @@ from typing import Any
 
 from grpo_dist.tools.arguments import add_command, add_inputs
 
+_NODES = "slurm, kuberay: "
+# (option, metavar, type, help); list: may be given several times
+_OPTIONS: tuple[tuple[str, str | None, type, str], ...] = (
+    ("env", "NAME[=VALUE]", list, "an environment variable of the job; NAME alone passes the value set here "
+     "and hides it"),
+    ("address", "URL", str, "ray: http://HEAD:8265; default RAY_ADDRESS"),
+    ("driver-cpus", "N", float, "ray: CPUs reserved for the driver on the head (default 1; 0 for a head "
+     "without CPUs)"),
+    ("gpus-per-node", "N", int, f"{_NODES}0 for nodes without GPUs"),
+    ("cpus-per-node", "N", int, f"{_NODES}default 8 per GPU, at least 16"),
+    ("nodes", "N", int, f"{_NODES}default the fewest that fit the run"),
+    ("time", "LIMIT", str, "slurm: default 24:00:00; the job is requeued at the limit"),
+    ("sbatch", "OPTION", list, "slurm: e.g. --sbatch=--partition=gpu"),
+    ("setup", "COMMAND", list, "slurm: shell command to run first, e.g. --setup 'module load cuda'"),
+    ("image", None, str, "kuberay: image built with docker/Dockerfile"),
+    ("volume", "CLAIM:/PATH", str, "kuberay: volume that holds the runs, mounted in all pods"),
+    ("memory-gib", "N", int, "kuberay: memory of a node, default 64 per GPU"),
+    ("head-cpus", "N", int, "kuberay: CPUs of the head pod, default 8"),
+    ("head-memory-gib", "N", int, "kuberay: memory of the head pod, default 64"),
+    ("retries", "N", int, "kuberay: retries on a new cluster after a failure, default 3"),
+    ("namespace", None, str, "kuberay: default the namespace of the kubectl context"),
+    ("secret", "NAME[:KEY]", list, "kuberay: a Secret whose keys become environment variables"),
+)  # fmt: skip
+
 
 def add_commands(commands: Any) -> None:
-    _add_submit(commands)
+    text = (
+        "train on a cluster: Ray by its Jobs API, Slurm by sbatch, Kubernetes by a RayJob (launch/README.md "
+        "compares them). Submitting a run again resumes it"
+    )
+    sub = add_command(commands, "submit", text, _submit)
+    add_inputs(sub, "YAML file, e.g. configs/demo.yaml", "as for `grpo-dist train`")
+    sub.add_argument("--to", required=True, choices=("ray", "slurm", "kuberay"))
+    sub.add_argument("--dry-run", action="store_true", help="print exactly what would be submitted")
+    for name, metavar, kind, text in _OPTIONS:
+        how: dict[str, Any] = {"action": "append"} if kind is list else {"type": kind}
+        sub.add_argument(f"--{name}", metavar=metavar, help=text, **how)
     for name, command, text in (
         ("status", _status, "show the state of a submitted run"),
         ("logs", _logs, "print the log of a submitted run"),
@@ -20,94 +54,28 @@ def add_commands(commands: Any) -> None:
             sub.add_argument("--follow", action="store_true", help="follow the log until the job ends")
 
 
-def _add_submit(commands: Any) -> None:
-    text = (
-        "train on a cluster: Ray by its Jobs API, Slurm by sbatch, Kubernetes by a RayJob (launch/README.md "
-        "compares them). Submitting a run again resumes it"
-    )
-    sub = add_command(commands, "submit", text, _submit)
-    add_inputs(sub, "YAML file, e.g. configs/demo.yaml", "as for `grpo-dist train`")
-    sub.add_argument("--to", required=True, choices=("ray", "slurm", "kuberay"))
-    sub.add_argument("--dry-run", action="store_true", help="print exactly what would be submitted")
-    sub.add_argument(
-        "--env", action="append", default=[], metavar="NAME[=VALUE]",
-        help="an environment variable of the job; NAME alone passes the value set here and hides it",
-    )  # fmt: skip
-    sub.add_argument("--address", metavar="URL", help="ray: http://HEAD:8265; default RAY_ADDRESS")
-    sub.add_argument(
-        "--driver-cpus", type=float, metavar="N",
-        help="ray: CPUs reserved for the driver on the head (default 1; 0 for a head without CPUs)",
-    )  # fmt: skip
-    _add_slurm_and_kuberay(sub)
-
-
-def _add_slurm_and_kuberay(sub: Any) -> None:
-    sub.add_argument(
-        "--gpus-per-node", type=int, metavar="N", help="slurm, kuberay: 0 for nodes without GPUs"
-    )
-    sub.add_argument(
-        "--cpus-per-node", type=int, metavar="N", help="slurm, kuberay: default 8 per GPU, at least 16"
-    )
-    sub.add_argument(
-        "--nodes", type=int, metavar="N", help="slurm, kuberay: default the fewest that fit the run"
-    )
-    sub.add_argument(
-        "--time", metavar="LIMIT", help="slurm: default 24:00:00; the job is requeued at the limit"
-    )
-    sub.add_argument(
-        "--sbatch", action="append", metavar="OPTION", help="slurm: e.g. --sbatch=--partition=gpu"
-    )
-    sub.add_argument(
-        "--setup",
-        action="append",
-        metavar="COMMAND",
-        help="slurm: shell command to run first, e.g. --setup 'module load cuda'",
-    )
-    sub.add_argument("--image", help="kuberay: image built with docker/Dockerfile")
-    sub.add_argument(
-        "--volume", metavar="CLAIM:/PATH", help="kuberay: volume that holds the runs, mounted in all pods"
-    )
-    sub.add_argument(
-        "--memory-gib", type=int, metavar="N", help="kuberay: memory of a node, default 64 per GPU"
-    )
-    sub.add_argument("--head-cpus", type=int, metavar="N", help="kuberay: CPUs of the head pod, default 8")
-    sub.add_argument(
-        "--head-memory-gib", type=int, metavar="N", help="kuberay: memory of the head pod, default 64"
-    )
-    sub.add_argument(
-        "--retries",
-        type=int,
-        metavar="N",
-        help="kuberay: retries on a new cluster after a failure, default 3",
-    )
-    sub.add_argument("--namespace", help="kuberay: default the namespace of the kubectl context")
-    sub.add_argument(
-        "--secret",
-        action="append",
-        metavar="NAME[:KEY]",
-        help="kuberay: a Secret whose keys become environment variables",
-    )
+# `commands` loads the configuration, which --help does not need.
 
 
 def _submit(path: str, overrides: list[str], **options: Any) -> None:
-    from grpo_dist.tools.submit.commands import submit  # loads the configuration, which --help does not need
+    from grpo_dist.tools.submit.commands import submit
 
     submit(path, overrides, **options)
 
 
 def _status(run_dir: str, overrides: list[str]) -> None:
-    from grpo_dist.tools.submit.commands import status  # loads the configuration, which --help does not need
+    from grpo_dist.tools.submit.commands import status
 
     status(run_dir)
 
 
 def _logs(run_dir: str, overrides: list[str], follow: bool) -> None:
-    from grpo_dist.tools.submit.commands import logs  # loads the configuration, which --help does not need
+    from grpo_dist.tools.submit.commands import logs
 
     logs(run_dir, follow)
 
 
 def _stop(run_dir: str, overrides: list[str]) -> None:
-    from grpo_dist.tools.submit.commands import stop  # loads the configuration, which --help does not need
+    from grpo_dist.tools.submit.commands import stop
 
     stop(run_dir)

@@ -44,14 +44,14 @@ class Target(Protocol):
 
 
 def submit(
-    path: str, overrides: Sequence[str], to: str, dry_run: bool, env: list[str], **options: Any
+    path: str, overrides: Sequence[str], to: str, dry_run: bool, env: list[str] | None, **options: Any
 ) -> None:
     """Check a job, then print or submit it. ``options``: those of the command line, None if not given."""
     config = load_config(path, overrides)
     check_one_line("`output_dir`", config.output_dir)
     check_resumes(config.checkpoint, config.steps, run_directory(config.name, config.output_dir))
     check_rewards_known(config.rewards, config.algorithm.advantage)
-    job = Job(config, Path(path).resolve(), tuple(overrides), variables(env))
+    job = Job(config, Path(path).resolve(), tuple(overrides), variables(env or ()))
     target = _target(to, options)
     check_no_secrets(job)
     target.check(job)
@@ -69,8 +69,8 @@ def submit(
 
 def status(run_dir: str) -> None:
     record = _record(run_dir)
-    found = _module(record).state(record)
-    print(f"{record.job} on {record.target}, submitted {record.submitted_at}: {found.text}")
+    state = _module(record).state(record)
+    print(f"{record.job} on {record.target}, submitted {record.submitted_at}: {state.text}")
 
 
 def logs(run_dir: str, follow: bool) -> None:
@@ -82,9 +82,9 @@ def logs(run_dir: str, follow: bool) -> None:
 def stop(run_dir: str) -> None:
     record = _record(run_dir)
     module = _module(record)
-    found = module.state(record)
-    if not found.live:
-        print(f"{record.job} is over: {found.text}")
+    state = module.state(record)
+    if not state.live:
+        print(f"{record.job} is over: {state.text}")
         return
     module.stop(record)
     print(f"{record.job}: asked to stop; it saves a checkpoint, from which the next submission resumes")

@@ -20,9 +20,8 @@ from grpo_dist.errors import UserError
 from grpo_dist.tools.submit.checks import check_not_left_behind, check_output
 from grpo_dist.tools.submit.code import resolved
 from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord
-from grpo_dist.tools.submit.programs import Refused, ask, lines
+from grpo_dist.tools.submit.programs import Refused, ask, lines, template
 from grpo_dist.tools.submit.sizes import NodeSizes
-from grpo_dist.tools.submit.templates import template
 
 _OVER = ("Complete", "Failed", "ValidationFailed")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")

@@ -1,4 +1,6 @@
-"""Run programs of a cluster (sbatch, squeue, kubectl) with a deadline."""
+"""What every target needs: programs of the cluster (sbatch, squeue, kubectl) with a deadline, and the files
+of `launch/`, which lie next to the packages in a checkout, else where the wheel installed them.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,14 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
 
 from grpo_dist.errors import UserError
 
 _DEADLINE_S = 120.0
+_CHECKOUT = Path(__file__).resolve().parents[3] / "launch"
+INSTALLED = "share/grpo-dist/launch"
 
 
 class Refused(UserError):
@@ -58,3 +64,17 @@ def check_there(program: str) -> None:
         raise UserError(
             f"{program}: no such program here; submit from a machine that has it, such as a login node"
         )
+
+
+def template(name: str) -> str:
+    """Return the text of `launch/NAME`. Raises FileNotFoundError for a broken installation."""
+    here = _CHECKOUT / name
+    if here.is_file():
+        return here.read_text(encoding="utf-8")
+    try:
+        found = [f for f in files("grpo-dist") or [] if f.as_posix().endswith(f"{INSTALLED}/{name}")]
+    except PackageNotFoundError:
+        found = []
+    if not found:
+        raise FileNotFoundError(f"launch/{name} is not installed; install grpo-dist again")
+    return Path(str(found[0].locate())).read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ from grpo_dist.errors import Preempted, UserError
 from grpo_dist.tools.submit.checks import check_not_left_behind, check_output
 from grpo_dist.tools.submit.code import CONFIG, Carried, gather
 from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord, read_record
-from grpo_dist.tools.submit.templates import template
+from grpo_dist.tools.submit.programs import template
 
 _MOST_CPUS = 100_000  # of the driver
 _DEADLINE_S = 60.0  # for an answer of the job server

@@ -18,7 +18,6 @@ from grpo_dist.cli import main
 from grpo_dist.config import Config, LengthsConfig
 from grpo_dist.runtime.metering import Span, Usage
 from grpo_dist.tools.bench import limits
-from grpo_dist.tools.bench.compare import compare, ratios
 from grpo_dist.tools.bench.figures import StageLimits, covered_s, figures, shares
 from grpo_dist.tools.bench.flops import Shape, card_peak
 from grpo_dist.tools.bench.lengths import ForcedLengths, length_of
@@ -27,7 +26,7 @@ from grpo_dist.tools.bench.needed import NeededWork
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
 from grpo_dist.tools.bench.result import ActorMemory, Bar, BenchResult, DecodeStep
 from grpo_dist.tools.bench.run import _workload, as_benchmark, timed
-from grpo_dist.tools.bench.table import FIGURES, print_result, written
+from grpo_dist.tools.bench.table import FIGURES, compare, print_result, ratios, written
 from tests.support.fakes import World, config, prompts
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,8 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_dist.tools.submit.job import SubmissionRecord
-from grpo_dist.tools.submit.slurm_jobs import print_logs
-from grpo_dist.tools.submit.slurm_options import check_left_open, check_time
+from grpo_dist.tools.submit.slurm_jobs import check_left_open, check_time, print_logs
 from tests.support.patience import HANG_S
 from tests.support.submissions import BIN, PROGRAMS, PYTHON, RAY, Running, command, config_in, until
 

@@ -1,4 +1,8 @@
-"""Weights & Biases tracker: metrics, tables of completions, configuration. A resumed run stays one run."""
+"""The trackers that come with this package, and the configuration as they show it.
+
+TensorBoard has metrics as scalars, and the configuration as text and as hyperparameters. Weights & Biases has
+metrics, tables of completions and the configuration; a resumed run stays one run.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,90 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from grpo_dist.config.secrets import masked_command
+from grpo_dist.config import Config, TrackingConfig
+from grpo_dist.config.files import dump_config
+from grpo_dist.config.secrets import masked, masked_command
+from grpo_dist.errors import UserError
 from grpo_dist.observe.completions import COLUMNS, Table
-from grpo_dist.observe.settings import ShownConfig
 
+_SHOWN = ("reward/mean", "policy/entropy", "rollout/length_tokens")  # shown next to hyperparameters
 _BY_VARIABLE = {"dryrun": "offline"} | {mode: mode for mode in ("online", "offline", "disabled")}
 _EVALUATED = "eval/step"  # the x-axis of evaluations, which may come during a later step
 _EVALUATIONS = ("eval/", "validation/")
 _INIT_S = _FINISH_S = 30.0  # for the server to answer at the start, and to take the rest at the end
+
+
+def check_trackers(tracking: TrackingConfig) -> str:
+    """Return the enabled trackers as text. Raises UserError for one whose package is not installed.
+
+    An unreachable server is no error: it never stops a run.
+    """
+    on = [package for package in ("tensorboard", "wandb") if getattr(tracking, package)]
+    for package in on:
+        if find_spec(package) is None:
+            raise UserError(
+                f"`tracking.{package}` = {getattr(tracking, package)}, but the package {package} is not "
+                f"installed; pip install {package}, or remove the setting"
+            )
+    return ", ".join(["metrics.jsonl", *on])
+
+
+@dataclass(frozen=True, slots=True)
+class ShownConfig:
+    """The configuration as trackers show it, with *** for secrets.
+
+    Attributes:
+        name: of the run.
+        text: YAML.
+        tree: nested, for JSON.
+    """
+
+    name: str
+    text: str
+    tree: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: Config) -> ShownConfig:
+        return cls(config.name, dump_config(config), masked(config.model_dump(mode="json")))
+
+    def flat(self) -> dict[str, str | int | float | bool]:
+        """Return it by dotted keys: {"policy.optimizer.lr": 1e-06, ...}."""
+        return dict(_leaves(self.tree, ""))
+
+
+def _leaves(value: Any, path: str) -> list[tuple[str, str | int | float | bool]]:
+    if value and isinstance(value, dict | list):
+        inner = value.items() if isinstance(value, dict) else enumerate(value)
+        return [leaf for name, own in inner for leaf in _leaves(own, f"{path}.{name}" if path else str(name))]
+    return [(path, value if isinstance(value, str | int | float) else str(value))]
+
+
+class TensorBoard:
+    def __init__(self, directory: Path, config: ShownConfig, *, purge_step: int | None) -> None:
+        """Open the writer. Events of ``purge_step`` and later steps from earlier launches are hidden."""
+        from torch.utils.tensorboard import SummaryWriter  # optional
+        from torch.utils.tensorboard.summary import hparams
+
+        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
+        self._writer.add_text("config", f"```yaml\n{config.text}```")
+        # Not `add_hparams`, which would create another run.
+        for part in hparams(config.flat(), dict.fromkeys(_SHOWN, 0.0)):
+            self._writer._get_file_writer().add_summary(part)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def table(self, step: int, table: Table) -> None:
+        """Do nothing: TensorBoard has no tables."""
+
+    def close(self, *, failed: bool) -> None:
+        self._writer.close()
 
 
 class WandbRun:
