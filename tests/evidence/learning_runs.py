@@ -152,16 +152,16 @@ def _identity(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return markdown with a line for each command and evaluation set: its runs side by side, by seed."""
-    lines: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    """Return markdown with a line for each command: its evaluation sets, and of each its runs by seed."""
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in sorted(rows, key=lambda row: (_run(row), row["set"], row["measure"], row["seed"])):
-        lines.setdefault((_run(row), _set(row)), []).append(row)
-    head = "| run | set: problems x samples | seed: before → after, % | minutes |"
-    cells = (
-        (*line, ", ".join(map(_change, same)), _span(row["minutes"] for row in same))
-        for line, same in lines.items()
-    )
-    return "\n".join([head, "|---|---|---|---|", *(f"| {' | '.join(line)} |" for line in cells)])
+        runs.setdefault(_run(row), {}).setdefault(_set(row), []).append(row)
+    lines = ["| run | set, problems x samples; seed: before → after, % | minutes |", "|---|---|---|"]
+    for run, sets in runs.items():
+        cell = "<br>".join(f"{name}; {', '.join(map(_change, same))}" for name, same in sets.items())
+        minutes = _span(row["minutes"] for same in sets.values() for row in same)
+        lines.append(f"| {run} | {cell} | {minutes} |")
+    return "\n".join(lines)
 
 
 def _run(row: dict[str, Any]) -> str:
@@ -170,7 +170,7 @@ def _run(row: dict[str, Any]) -> str:
 
 
 def _set(row: dict[str, Any]) -> str:
-    return f"{row['set']}: {row['problems']}" + (f", {row['measure']}" if row["measure"] != "pass@1" else "")
+    return f"{row['set']}, {row['problems']}" + (f", {row['measure']}" if row["measure"] != "pass@1" else "")
 
 
 def _change(row: dict[str, Any]) -> str:

@@ -73,7 +73,7 @@ def test_a_row_shows_what_was_run_on_what_and_what_came_out(run_dir):
         "date": "2026-11-23", "set": "add3", "measure": "pass@1", "problems": "64 x 2",
         "before": 0.5, "before_error": 0.02, "after": 0.9, "after_error": 0.02,
     }  # fmt: skip
-    assert "| 3: 50.0±2.0 → 90.0±2.0 | 7.5 |" in table([row])
+    assert "; 3: 50.0±2.0 → 90.0±2.0 | 7.5 |" in table([row])
 
 
 def test_a_new_run_of_the_same_command_replaces_its_row(run_dir, tmp_path):
