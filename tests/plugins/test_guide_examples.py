@@ -9,14 +9,10 @@ import torch
 import yaml
 
 from grpo_dist.config import Config, DataConfig, DataSourceConfig, EnvironmentsConfig
-from grpo_dist.config.checks import contradictions
 from grpo_dist.data.readers import read
 from grpo_dist.data.tasks import own_problems
-from grpo_dist.environments.base import Problem
 from grpo_dist.environments.episode import Generation
 from grpo_dist.environments.own_rollout import OwnRollout
-from grpo_dist.environments.records import Action
-from grpo_dist.environments.runner import EpisodeRunner
 from grpo_dist.loop.metrics import own_metric
 from grpo_dist.observe.tracker import Tracker
 from grpo_dist.plugins import algorithm as pieces
@@ -28,20 +24,15 @@ from grpo_dist.plugins.inputs import (
     PolicyLossInputs,
 )
 from grpo_dist.plugins.user_code import KINDS, ROLLOUT, load
-from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import Scorer, reward_specs
 from grpo_dist.runs.own_trials import own_code_problems
-from grpo_dist.types import Sampling, Task
+from grpo_dist.types import Sampling
 from tests.support import fakes
 from tests.support.documents import ROOT, blocks
-from tests.support.made_completions import completion_group
 from tests.support.made_groups import group_of
-from tests.support.patience import HANG_S
 
 GUIDE = ROOT / "grpo_dist/guides/write_your_own.md"
-FILES = {block.file: block.text for block in blocks(GUIDE) if block.file and block.file != "my_pieces.py"}
 EXAMPLES = [block.text for block in blocks(GUIDE) if block.file == "my_pieces.py"]
-TURNS, SHOWN = [yaml.safe_load(block.text) for block in blocks(GUIDE) if block.language == "yaml"]
+(SHOWN,) = [yaml.safe_load(block.text) for block in blocks(GUIDE) if block.language == "yaml"]
 
 
 class Letters:
@@ -61,8 +52,7 @@ class Letters:
 @pytest.fixture(scope="module")
 def code(tmp_path_factory) -> str:
     directory = tmp_path_factory.mktemp("guide")
-    for name, text in (FILES | {"my_pieces.py": "\n\n".join(EXAMPLES)}).items():
-        (directory / name).write_text(text)
+    (directory / "my_pieces.py").write_text("\n\n".join(EXAMPLES))
     return str(directory)
 
 
@@ -74,8 +64,7 @@ def run_of_the_guide(code: str, **changes) -> Config:
 
 
 def test_every_kind_has_an_example_in_the_guide():
-    examples = [*EXAMPLES, *FILES.values()]
-    assert len(examples) == len(KINDS) == 11
+    assert len(EXAMPLES) == len(KINDS) - 2 == 9  # rewards and environments have guides of their own
     text = GUIDE.read_text()
     for kind in KINDS:
         assert f"`{kind.group}`" in text
@@ -167,42 +156,6 @@ def test_the_rollout_function(code):
     assert found.policy_versions.tolist() == [7, 7, -1, 7, 7]
     assert [(ids, most) for ids, _, most in asked] == [([1, 2, 3], 3), ([1, 2, 3, 97, 97, 51], 3)]
     assert asked[0][1] == 11 and asked[1][1] != 11  # a seed for each call
-
-
-def config_of_turns(code: str) -> Config:
-    base = fakes.config().model_dump(mode="json")
-    return Config.model_validate(base | TURNS | {"code_paths": [code], "data": base["data"] | TURNS["data"]})
-
-
-def test_the_environment(code):
-    config = config_of_turns(code)
-    assert list(contradictions(config)) == []
-    task, problem = Task("my_environment:Higher"), Problem("Which number?", "7")
-
-    async def played():
-        runner = EpisodeRunner(config.environments)
-        try:
-            return [
-                await runner.act("a", task, problem, Action(text), turn=turn)
-                for turn, text in enumerate(("3", "none", "9", "7"))
-            ]
-        finally:
-            await runner.close()
-
-    assert [(step.observation, step.reward, step.done) for step in asyncio.run(played())] == [
-        ("Higher.", 0.0, False), ("Higher.", 0.0, False), ("Lower.", 0.0, False), ("", 1.0, True),
-    ]  # fmt: skip
-
-
-def test_the_reward(code):
-    config = config_of_turns(code)
-    specs = reward_specs(config.rewards)
-    assert [spec.name for spec in specs] == ["environment", "my_reward:near"]
-    with GraderPool(1, timeout_s=HANG_S, code_paths=[code]) as pool:
-        scorer = Scorer(specs[1:], pool)
-        found = scorer.score(completion_group(["so 7", "8", "13", "none", ""], "7")).parts["my_reward:near"]
-        scorer.close()
-    np.testing.assert_allclose(found, [1.0, 0.8, 0.0, np.nan, np.nan], rtol=1e-6)
 
 
 def test_guide_and_table_of_kinds_name_the_same_keys():
