@@ -57,7 +57,7 @@ async def run(
     from `health`; Preempted once it is saved.
     """
     progress = progress or Progress()
-    pipeline = PIPELINES[config.batch.order](config, workers, prompts, progress.step, progress.pipeline)
+    pipeline = PIPELINES[config.batch.order.name](config, workers, prompts, progress.step, progress.pipeline)
     staging = Staging(config, workers.policy, progress.rewards, demonstrations)
     probe = SyncProbe(config, workers, prompts, recorder, start=progress.step)
     health = HealthWatch(config, recorder, progress.health)

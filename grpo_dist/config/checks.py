@@ -14,6 +14,7 @@ from typing import Any
 from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.algorithm_checks import algorithm_contradictions
+from grpo_dist.config.data import CompletionOrder
 from grpo_dist.config.distillation import DistillationConfig, TeacherConfig
 from grpo_dist.config.environments import check_environment_name
 from grpo_dist.config.sampling import TemperatureSchedule
@@ -116,27 +117,25 @@ RULES = (
         "lower the first or raise the second",
     ),
     Rule(
-        "batch.order max_staleness",
-        lambda c: c.batch.order == "completion" and c.max_staleness == 0,
+        "batch.order.name max_staleness",
+        lambda c: c.batch.order.name == "completion" and c.max_staleness == 0,
         "slow groups are carried over to later steps, but no older samples are allowed",
         "set `max_staleness` to 1 or more, or `batch.order` to launched",
     ),
-    _unread(
-        "batch.oversample",
-        lambda c: c.batch.oversample is not None and c.batch.order != "completion",
-        "batch.order=completion",
-    ),
     Rule(
-        "batch.oversample max_staleness",
-        lambda c: (c.batch.oversample or 0) > 1 + c.max_staleness > 1 and c.batch.order == "completion",
+        "batch.order.oversample max_staleness",
+        lambda c: (
+            isinstance(c.batch.order, CompletionOrder)
+            and (c.batch.order.oversample or 0) > 1 + c.max_staleness > 1
+        ),
         "above 1 + `max_staleness`, the steps that a group may be in flight",
         "lower it or raise `max_staleness`",
     ),
     Rule(
-        "dynamic_sampling.oversample batch.order",
-        lambda c: c.batch.order == "completion" and c.dynamic_sampling.oversample != 1.0,
+        "dynamic_sampling.oversample batch.order.name",
+        lambda c: c.batch.order.name == "completion" and c.dynamic_sampling.oversample != 1.0,
         "the first has no effect, as each group is replaced by one",
-        "use `batch.oversample`",
+        "use `batch.order.oversample`",
     ),
     *(
         _unread(f"dynamic_sampling.{key}", breaks, "dynamic_sampling.enabled=true")

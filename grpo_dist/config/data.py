@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
-from grpo_dist.config.base import Section, Temperature, choices
+from grpo_dist.config.base import Choice, Section, Tagged, Temperature, choices
 from grpo_dist.errors import expanded
 from grpo_dist.plugins.user_code import ORDER, SOURCE, OwnOrder, OwnPiece, registered
 
@@ -350,6 +350,25 @@ class DataConfig(Section):
         return None if name == "none" else name
 
 
+class LaunchOrder(Choice):
+    """A step takes the next groups in the order of their launch, the same in every run of a seed."""
+
+    name: Literal["launched"] = "launched"
+
+
+class CompletionOrder(Choice):
+    """A step takes the groups that are done first; others are carried over to later steps, which wait for
+    them within `max_staleness`.
+    """
+
+    name: Literal["completion"] = "completion"
+    oversample: Annotated[float, Field(ge=1)] | None = Field(
+        None,
+        description="groups in flight for each that a step takes, at most 1 + max_staleness; null: 1 + "
+        "max_staleness / 2",
+    )
+
+
 class BatchConfig(Section):
     """Batch sizes: a step draws prompts_per_step * samples_per_prompt samples."""
 
@@ -359,16 +378,8 @@ class BatchConfig(Section):
         description="samples per prompt: the group size G; 1: for reinforce_pp, remax and process, whose "
         "baseline is not the group's",
     )
-    order: Literal["launched", "completion"] = Field(
-        "launched",
-        description="which groups a step takes: launched: the next in the order of their launch, the same in "
-        "every run of a seed; completion: those done first; others are carried over to later steps, which "
-        "wait for them within max_staleness",
-    )
-    oversample: Annotated[float, Field(ge=1)] | None = Field(
-        None,
-        description="with order completion: groups on their way for each that a step takes, at most 1 + "
-        "max_staleness; null: 1 + max_staleness / 2",
+    order: Annotated[LaunchOrder | CompletionOrder, Tagged()] = Field(
+        LaunchOrder(), description="which groups a step takes"
     )
     updates_per_step: PositiveInt = Field(1, description="optimiser updates per step; 1 is on-policy")
     epochs_per_batch: PositiveInt = Field(1, description="passes over the samples of a step")

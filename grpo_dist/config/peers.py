@@ -266,6 +266,7 @@ PEER_TABLE = (
 
 # Keys of earlier versions, without indices, and what to write now.
 EARLIER_KEYS = {
+    "batch.oversample": "`batch.order: {name: completion, oversample: 1.25}`",
     "batch.min_samples": "nothing: a group needs half of `batch.samples_per_prompt`",
     "cluster.timeouts.room_s": "`cluster.timeouts.placement_timeout_s`",
     "demonstrations.examples": "`examples` of a source: `demonstrations.data: [{path: ..., examples: 100}]`",

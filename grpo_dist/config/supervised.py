@@ -24,7 +24,7 @@ class SupervisedConfig(Config):
         batch = plain["batch"] | {"updates_per_step": 1, "epochs_per_batch": 1, "shuffle_epochs": False}
         # Of samples: nothing is drawn here, and one a prompt is too few for the default estimator. Two keep
         # the number of rows divisible by that of ranks.
-        batch |= {"order": "launched", "oversample": None}
+        batch |= {"order": "launched"}
         batch |= {"samples_per_prompt": max(2, config.batch.samples_per_prompt)}
         changes = {
             "seed": sft.seed,

@@ -5,7 +5,7 @@ another is sampled once.
     S   `max_staleness`
     P   prompts that can be drawn without repeating one, see `most_at_once`
     r   `dynamic_sampling.max_extra_prompts`, or 3 n; 0 without dynamic sampling
-    f   `batch.oversample`, or 1 + S / 2
+    f   `batch.order.oversample`, or 1 + S / 2
 
 `batch.order: launched` has S + 1 batches in flight, each of n prompts and r to replace zero-variance groups:
 
@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_dist.config import Config
+from grpo_dist.config.data import CompletionOrder
 from grpo_dist.data.stream import most_at_once
 from grpo_dist.types import Prompt
 
@@ -57,9 +58,10 @@ class Admission:
         further = (dynamic.max_extra_prompts or 3 * n) if dynamic.enabled else 0
         share = available // (staleness + 1)
         replacements = max(0, min(further, share - n))
-        oversample = batch.oversample or 1 + staleness / 2
+        oversample = batch.order.oversample if isinstance(batch.order, CompletionOrder) else None
+        oversample = oversample or 1 + staleness / 2
         groups = max(n, min(rounded_up(n * oversample), available - 2 * replacements))
-        if batch.order == "completion":
+        if isinstance(batch.order, CompletionOrder):
             per_draw = max(groups, min(available, groups + 2 * replacements))
             return cls(groups, replacements, per_draw, per_draw)
         per_draw = max(n, min(n + further, share))

@@ -282,7 +282,7 @@ def build_order(
     """Build the order of a run's prompts from its ``state``. ``admission``: of the run; None: computed."""
     data, seed, per_step = config.data, config.seed, config.batch.prompts_per_step
     admission = admission or Admission.from_config(config, prompts)
-    by_group = config.batch.order == "completion"
+    by_group = config.batch.order.name == "completion"
     taken = 1 if by_group else admission.per_draw  # of an order that gives each prompt once
     solved = SolvedPrompts(
         prompts,

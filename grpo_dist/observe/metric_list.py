@@ -76,7 +76,7 @@ METRICS = (
            "the same, in sampled tokens", "as `group/samples_per_trained`"),
     Metric("group/carried_over", "groups", "count",
            "with `batch.order` completion: launched and left in flight when the step took its groups",
-           "at most (`batch.oversample` - 1) * `batch.prompts_per_step`"),
+           "at most (`batch.order.oversample` - 1) * `batch.prompts_per_step`"),
     Metric("group/waited_steps", "steps", "mean over groups",
            "with `batch.order` completion: steps between a group's launch and its training",
            "at most `max_staleness`"),

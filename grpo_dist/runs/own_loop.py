@@ -55,7 +55,7 @@ class TrainingCluster:
         """Raises UserError for settings that only `train` follows."""
         only_train = {
             "dynamic_sampling.enabled": config.dynamic_sampling.enabled,
-            "batch.order: completion": config.batch.order == "completion",
+            "batch.order: completion": config.batch.order.name == "completion",
             "evaluation.num_workers": config.evaluation.num_workers > 0,
             "health.action: rollback": config.health.action == "rollback",
         }

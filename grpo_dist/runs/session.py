@@ -96,7 +96,7 @@ def _find_error(run: Run) -> str | None:
     expected_uids: Callable[[int], set[str]] | None = None
     expected_counts = None
     drops = config.data.drop_solved is not None
-    drawn_singly = config.dynamic_sampling.enabled or config.batch.order == "completion"
+    drawn_singly = config.dynamic_sampling.enabled or config.batch.order.name == "completion"
     of_a_stream = drawn_singly or config.data.weights or drops
     if config.data.order == "length" or (config.data.order == "epochs" and of_a_stream):
         expected_counts = _expected_counts(run)

@@ -165,7 +165,7 @@ def test_a_user_preset_is_found_next_to_the_configuration(base):
         ("algorithm.reward_shift=false", ["`algorithm.reward_shift` = false", "no reward is normalised"]),
         ("dynamic_sampling.oversample=2", ["has no effect without dynamic_sampling.enabled=true"]),
         ("dynamic_sampling.metric=math", ["has no effect without dynamic_sampling.enabled=true"]),
-        ("batch.oversample=1.5", ["`batch.oversample` = 1.5: has no effect without batch.order=completion"]),
+        ("batch.order.oversample=1.5", ["`batch.order.oversample`: ", "completion has it"]),
         (
             "batch.order=completion",
             ["`max_staleness` = 0: slow groups", "set `max_staleness` to 1"],
@@ -297,12 +297,12 @@ def test_cyclic_defaults_are_refused(tmp_path):
             ["`data.eval.0.temperature` has no effect", "`evaluation.temperature`"],
         ),
         (
-            ["batch={order: completion, oversample: 2.5}", "max_staleness=1"],
-            ["`batch.oversample` = 2.5, `max_staleness` = 1: above 1 + `max_staleness`"],
+            ["batch.order={name: completion, oversample: 2.5}", "max_staleness=1"],
+            ["`batch.order.oversample` = 2.5, `max_staleness` = 1: above 1 + `max_staleness`"],
         ),
         (
             ["batch.order=completion", "max_staleness=1", "dynamic_sampling={enabled: true, oversample: 2}"],
-            ["`dynamic_sampling.oversample` = 2, ", "no effect", "use `batch.oversample`"],
+            ["`dynamic_sampling.oversample` = 2, ", "no effect", "use `batch.order.oversample`"],
         ),
         (
             ["dynamic_sampling={enabled: true, metric: acc}"],

@@ -46,7 +46,7 @@ def test_steps_seed_and_optimiser_are_those_of_sft_and_ranks_those_of_policy():
     [
         {"algorithm": {"advantage": "reinforce_pp"}, "batch": {"samples_per_prompt": 1}},
         {"max_staleness": 2, "batch": {"order": "completion"}},
-        {"max_staleness": 2, "batch": {"order": "completion", "oversample": 1.5}},
+        {"max_staleness": 2, "batch": {"order": {"name": "completion", "oversample": 1.5}}},
         {"batch": {"updates_per_step": 2, "epochs_per_batch": 2, "shuffle_epochs": True}},
     ],
 )

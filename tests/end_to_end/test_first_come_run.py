@@ -21,7 +21,7 @@ REWARDS = """{
 def test_every_group_is_trained_once_by_its_sources_rewards_also_after_a_kill(tmp_path):
     settings = [
         "steps=6", "max_staleness=2", "weight_sync.mode=keep", "checkpoint.every=2",
-        "batch={order: completion, oversample: 1.5, samples_per_prompt: 3}",
+        "batch={order: {name: completion, oversample: 1.5}, samples_per_prompt: 3}",
         "dynamic_sampling={enabled: true, max_extra_prompts: 3}",
         f"data.train={SOURCES}", "data.eval=[]", f"rewards.by_source={REWARDS}",
     ]  # fmt: skip

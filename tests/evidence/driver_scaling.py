@@ -106,7 +106,7 @@ def scaling_config(samples: int, workers: int, order: str = "launched") -> Confi
 
 def scaling_prompts(config: Config) -> list[Prompt]:
     """Make an epoch of one step; of two where a step leaves groups on their way, which need other prompts."""
-    steps = 2 if config.batch.order == "completion" else 1
+    steps = 2 if config.batch.order.name == "completion" else 1
     return made_prompts(steps * config.batch.prompts_per_step)
 
 
@@ -135,7 +135,7 @@ class Instant:
             p.uid: made_group(p, made_rollouts(p.uid, SAMPLES_PER_PROMPT, rng, turns)) for p in prompts
         }
         # `launched` hears of batches alone: there the groups of a step may be done at once.
-        singly = config.batch.order == "completion"
+        singly = config.batch.order.name == "completion"
         self._turn: AbstractAsyncContextManager[None] = asyncio.Lock() if singly else nullcontext()
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:

@@ -18,7 +18,7 @@ TOGETHER = [
     """rewards.by_source={
       add2: {functions: [{name: digits, function: "end_to_end_rewards:digit_share"}]},
       add3: {functions: [{name: brevity, function: "end_to_end_rewards:brevity"}]}}""",
-    "batch={order: completion, oversample: 1.5}", "batch.updates_per_step=2", "batch.epochs_per_batch=2",
+    "batch.order={name: completion, oversample: 1.5}", "batch.updates_per_step=2", "batch.epochs_per_batch=2",
     "batch.shuffle_epochs=true",
     "policy.zero_stage=3", "policy.lora={rank: 4}", "policy.optimizer.lr=1.0e-2",
 ]  # fmt: skip

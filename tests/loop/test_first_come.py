@@ -171,9 +171,12 @@ def test_bounds_by_hand():
         admission = Admission.from_config(config, fakes.prompts(prompts))
         return admission.groups, admission.replacements
 
+    def ordered(oversample):
+        return {"name": "completion", "oversample": oversample}
+
     assert bounds(100, 1) == (6, 0) and bounds(100, 4) == (12, 0)
-    assert bounds(100, 1, oversample=1.3) == (6, 0) and bounds(100, 1, oversample=2) == (8, 0)
-    assert bounds(100, 1, prompts_per_step=50, oversample=1.1) == (55, 0)  # a float product is above
+    assert bounds(100, 1, order=ordered(1.3)) == (6, 0) and bounds(100, 1, order=ordered(2)) == (8, 0)
+    assert bounds(100, 1, prompts_per_step=50, order=ordered(1.1)) == (55, 0)  # a float product is above
     assert bounds(5, 1) == (5, 0)  # no prompt twice
     assert bounds(100, 1, {"enabled": True}) == (6, 12)
     # 6, of them 4 just trained, the 6 that these replaced, and 6 of the next step are within 20.
@@ -186,7 +189,9 @@ def test_bounds_by_hand():
 @pytest.mark.parametrize(("staleness", "oversample"), [(1, 2.0), (2, 1.5), (3, 4.0), (4, 1.25)])
 def test_no_token_is_staler_than_the_bound_and_every_prompt_is_trained_once(staleness, oversample):
     world = Timed(by_number)
-    config = finished(steps=10, max_staleness=staleness, batch={"oversample": oversample})
+    config = finished(
+        steps=10, max_staleness=staleness, batch={"order": {"name": "completion", "oversample": oversample}}
+    )
     train(world, config, fakes.prompts(40))
     assert Counter(uid for step in trained(world) for uid in step) == {f"p{i}": 1 for i in range(40)}
     assert [len(step) for step in trained(world)] == [4] * 10
@@ -224,7 +229,11 @@ def test_a_synchronous_run_with_carry_over_trains_only_carried_groups_late():
 
     begun: dict[str, tuple[int, int]] = {}
     world = Noted(by_number)
-    train(world, finished(steps=8, max_staleness=1, batch={"oversample": 1.25}), fakes.prompts(40))
+    train(
+        world,
+        finished(steps=8, max_staleness=1, batch={"order": {"name": "completion", "oversample": 1.25}}),
+        fakes.prompts(40),
+    )
     assert all(version == updates for version, updates in begun.values())
     late = [step - begun[uid][0] for step, own in enumerate(trained(world)) for uid in own]
     assert set(late) == {0, 1} and sum(late) < len(late) / 4
@@ -331,7 +340,7 @@ def test_data_that_barely_suffice_for_what_is_on_its_way_always_have_one_more(pr
 
     dynamic = {"enabled": True, "max_extra_prompts": extra}
     data = {"train": [{"path": "demo:add3"}], "order": order}
-    batch, world = {"oversample": 2.0}, Slow()
+    batch, world = {"order": {"name": "completion", "oversample": 2.0}}, Slow()
     train(world, finished(steps=15, data=data, batch=batch, dynamic_sampling=dynamic, max_staleness=1),
           fakes.prompts(prompts))  # fmt: skip
     assert len(world.ledger_entries) == 15
@@ -461,7 +470,9 @@ def test_carrying_over_leaves_no_length_bias_and_dropping_does(monkeypatch):
     def bias_of(kind):
         world = Timed(by_number)
         monkeypatch.setitem(PIPELINES, "completion", kind)
-        config = finished(steps=30, max_staleness=1, batch={"oversample": 1.5})
+        config = finished(
+            steps=30, max_staleness=1, batch={"order": {"name": "completion", "oversample": 1.5}}
+        )
         train(world, config, fakes.prompts(400))
         lengths = dict(world.launched)
         taken = [lengths[uid] for step in trained(world) for uid in step]

@@ -200,7 +200,7 @@ async def _run(scenario: Scenario, config: Config) -> tuple[SimulatedCluster, St
     """Run the loop to its last step."""
     cluster, recorder = SimulatedCluster(scenario), StepRecorder()
     # Dynamic sampling discards prompts, and slow groups keep theirs: enough for all that are in flight.
-    spare = config.dynamic_sampling.enabled or config.batch.order == "completion"
+    spare = config.dynamic_sampling.enabled or config.batch.order.name == "completion"
     batches = max(4 * (config.max_staleness + 1) if spare else 1, scenario.epoch_steps)
     progress, by_length = None, config.data.order == "length"
     if by_length:

@@ -27,7 +27,7 @@ def test_the_stage_of_all_domains_has_rewards_weights_and_temperatures_by_source
     }
     assert names["reasoning"] == ["math", "language"]
     assert names["general"] == ["numeric", "repetition", "language"]
-    assert config.batch.order == "completion" and config.dynamic_sampling.enabled
+    assert config.batch.order.name == "completion" and config.dynamic_sampling.enabled
 
 
 def test_the_pipeline_of_all_domains_fits_its_two_nodes_with_both_reward_models_on_each_of_two_gpus():
