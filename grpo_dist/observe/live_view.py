@@ -92,7 +92,7 @@ class LiveView:
     def left_s(self) -> float | None:
         """Estimate the seconds until the last step ends; None when there is too little data.
 
-        The pace is that of the latest steps with the checkpoints and evaluations between them.
+        The pace comes from the latest steps with the checkpoints and evaluations between them.
         """
         if len(self._ends) < 2:
             return None

@@ -19,7 +19,7 @@ from grpo_dist.batch.token_values import TokenValues, ValuesOfSamples, has_token
 from grpo_dist.runtime.files import clear, fields_of, publish
 from grpo_dist.types import FurtherRow, Group, HeldRoutes, Prompt, Rollout, ToolCall, Turn
 
-_NAME = re.compile(r"(?:eval_.+_)?step_(?P<step>\d+)\.parquet")  # of the samples of a run
+_NAME = re.compile(r"(?:eval_.+_)?step_(?P<step>\d+)\.parquet")  # names of a run's tables of samples
 _PART = "reward/"
 _REPEATED = [
     "uid", "source", "problem", "answer", "outcome", "finish_reason", "temperature", "max_new_tokens",

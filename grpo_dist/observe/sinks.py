@@ -43,7 +43,7 @@ class AsyncSink:
         self._changed = threading.Condition()
         self._messages: list[str] = []
         self._submitted = self._done = 0
-        self._failed: bool | None = None  # of the run; None while it lasts
+        self._failed: bool | None = None  # whether the run failed; None while it lasts
         self._broken = False  # its failure was reported
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

@@ -2,7 +2,7 @@
 
     metrics.jsonl    one object per step; later metrics of a step (an evaluation) join its object
     timeline.jsonl   {"step": 3, "spans": [["rollout-0", "sample", begin, end], ...]}, seconds since 1970:
-                     spans of every actor; those of "driver" are the phases of the loop
+                     spans of every actor; "driver" has the phases of the loop
     events.jsonl     {"time": seconds since 1970, "step": 3, "message": "..."}: warnings with the last step;
                      empty in a run without any
     ledger.jsonl     the outcome of every prompt

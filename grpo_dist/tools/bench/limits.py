@@ -127,7 +127,7 @@ def sync_limit(rollout: RolloutConfig, num_bytes: int, *, port: int) -> float:
 
 
 def fastest(seconds: list[list[list[float]]]) -> float:
-    """Return the seconds for all batches, given those of [process][batch][repeat]: the slowest process of
+    """Return the seconds for all batches, from seconds by [process][batch][repeat]: the slowest process of
     each repeat, the fastest repeat of each batch.
     """
     batches = zip(*seconds, strict=True)
@@ -270,6 +270,6 @@ def _attempted(what: str, measure: Callable[[], T]) -> T | None:
     print_line(f"limits: {what}")
     try:
         return measure()
-    except RuntimeError as error:  # of a process that ran out of memory, for example
+    except RuntimeError as error:  # a process ran out of memory, for example
         print_line(f"warning: {what}: no limit was measured, and the result has none: {error}")
         return None

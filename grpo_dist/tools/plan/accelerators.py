@@ -45,35 +45,22 @@ _PCIE = {4: 32, 5: 64}  # GB/s of 16 lanes each way, by generation
 
 
 def _card(
-    name: str,
-    mib: int,
-    gb_per_s: tuple[float, float, float],
-    price: float,
-    *,
-    float32: float,
-    pcie: int,
-    host_gib: int,
-    fp8: float = 2.0,
-    sheet: str = "",
-) -> Accelerator:
-    """``gb_per_s``: of memory, link and network. ``float32``: 1e12 operations a second. ``pcie``: its
-    generation.
-    """
-    flops = card_peak(sheet or name)
+    name: str, mib: int, hbm: float, link: float, network: float, price: float, float32: float, pcie: int,
+    host_gib: int, fp8: float = 2.0,
+) -> Accelerator:  # fmt: skip
+    """``hbm``, ``link``, ``network``: GB/s. ``float32``: 1e12 operations a second. ``pcie``: generation."""
+    flops = card_peak(name.replace("RTX", "RTX ").replace("-PCIe", " PCIe"))
     assert flops is not None, name
-    hbm, link, network = (1e9 * gb for gb in gb_per_s)
     return Accelerator(
         name,
         mib * 2**20,
         flops,
-        hbm,
-        link,
-        network,
+        *(1e9 * gb for gb in (hbm, link, network)),
         price,
-        1e9 * _PCIE[pcie],
-        host_gib * 2**30,
-        fp8,
-        1e12 * float32,
+        pcie=1e9 * _PCIE[pcie],
+        host=host_gib * 2**30,
+        fp8=fp8,
+        float32=1e12 * float32,
     )
 
 
@@ -85,21 +72,20 @@ def _card(
 # rent: 2 TiB for eight H100, 1.1 TiB for eight A100. Prices are round numbers of what clouds list on demand
 # in 2025; `--price` is the user's own.
 _KNOWN = (
-    _card("B200", 183_359, (7_700, 900, 50), 5.5, float32=75, pcie=5, host_gib=256),
-    _card("H200", 143_771, (4_800, 450, 50), 3.6, float32=67, pcie=5, host_gib=256),
-    _card("H100", 81_559, (3_350, 450, 50), 3.0, float32=67, pcie=5, host_gib=256),
-    _card("H100-PCIe", 81_559, (2_000, 64, 25), 2.4, float32=51, pcie=5, host_gib=192, sheet="H100 PCIe"),
-    _card("H800", 81_559, (3_350, 200, 50), 2.0, float32=67, pcie=5, host_gib=256),
-    _card("H20", 97_871, (4_000, 450, 50), 1.8, float32=44, pcie=5, host_gib=256),
-    _card("A100-80GB", 81_920, (2_039, 300, 25), 1.8, float32=19.5, pcie=4, host_gib=144, fp8=1.0),
-    _card("A100-40GB", 40_960, (1_555, 300, 25), 1.3, float32=19.5, pcie=4, host_gib=144, fp8=1.0),
-    _card("L40S", 46_068, (864, 32, 12.5), 1.0, float32=91.6, pcie=4, host_gib=192),
-    _card("A10G", 23_028, (600, 32, 3.1), 1.0, float32=31.2, pcie=4, host_gib=96, fp8=1.0),
-    _card("L4", 23_034, (300, 32, 3.1), 0.7, float32=30.3, pcie=4, host_gib=96),
-    _card("RTX4090", 24_564, (1_008, 32, 3.1), 0.4, float32=82.6, pcie=4, host_gib=64, sheet="RTX 4090"),
-    _card(
-        "RTX3090", 24_576, (936, 32, 3.1), 0.25, float32=35.6, pcie=4, host_gib=64, fp8=1.0, sheet="RTX 3090"
-    ),
+    # name, MiB, memory, link, network GB/s, price, float32, PCIe, host GiB, fp8
+    _card("B200", 183_359, 7_700, 900, 50, 5.5, 75, 5, 256),
+    _card("H200", 143_771, 4_800, 450, 50, 3.6, 67, 5, 256),
+    _card("H100", 81_559, 3_350, 450, 50, 3.0, 67, 5, 256),
+    _card("H100-PCIe", 81_559, 2_000, 64, 25, 2.4, 51, 5, 192),
+    _card("H800", 81_559, 3_350, 200, 50, 2.0, 67, 5, 256),
+    _card("H20", 97_871, 4_000, 450, 50, 1.8, 44, 5, 256),
+    _card("A100-80GB", 81_920, 2_039, 300, 25, 1.8, 19.5, 4, 144, fp8=1.0),
+    _card("A100-40GB", 40_960, 1_555, 300, 25, 1.3, 19.5, 4, 144, fp8=1.0),
+    _card("L40S", 46_068, 864, 32, 12.5, 1.0, 91.6, 4, 192),
+    _card("A10G", 23_028, 600, 32, 3.1, 1.0, 31.2, 4, 96, fp8=1.0),
+    _card("L4", 23_034, 300, 32, 3.1, 0.7, 30.3, 4, 96),
+    _card("RTX4090", 24_564, 1_008, 32, 3.1, 0.4, 82.6, 4, 64),
+    _card("RTX3090", 24_576, 936, 32, 3.1, 0.25, 35.6, 4, 64, fp8=1.0),
 )
 
 ACCELERATORS = {card.name.lower(): card for card in _KNOWN}

@@ -40,7 +40,7 @@ _FIGURES = (
     "overhead/driver_cpu_s",
 )  # fmt: skip
 _WORKLOAD = ("prompt_tokens_mean", "prompts_per_step", "samples_per_prompt")
-_COPIES = ("device/to_host_bytes_per_s", "device/from_host_bytes_per_s")  # of a record of `gpu-check`
+_COPIES = ("device/to_host_bytes_per_s", "device/from_host_bytes_per_s")  # in a record of `gpu-check`
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Calibration:
     tool_s: float | None = None
 
     def peaks_of(self, roles: Roles) -> Peaks:
-        """Scale the peaks to other numbers of CPU threads; those of GPUs stay the same."""
+        """Scale the peaks to other numbers of CPU threads; GPUs keep theirs."""
         if self.cpus is None:
             return self.peaks
         own = self.roles

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from grpo_dist.runtime.metering import Span
 
-_ALMOST = 1e-6  # of a token
+_ALMOST = 1e-6  # tokens
 
 
 class EngineTimes(Protocol):
@@ -28,7 +28,7 @@ class EngineTimes(Protocol):
 
 
 class Engine:
-    """``capacity``: sequences that run at once; the others wait. The clock is that of the running loop."""
+    """``capacity``: sequences that run at once; the others wait. The clock is the running loop's."""
 
     def __init__(self, times: EngineTimes, capacity: int, *, spans: list[Span] | None = None) -> None:
         """``spans``: receives the times when it has requests."""

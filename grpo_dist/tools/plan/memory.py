@@ -43,7 +43,7 @@ from grpo_dist.tools.plan.workload import Workload
 GPU_RUNTIME = 2 * GIB
 # Resident size of a process with torch, transformers and DeepSpeed, or with vLLM, before a model is loaded.
 CPU_RUNTIME = {"policy": 0.7 * GIB, "reference": 0.6 * GIB, "rollout": 1.3 * GIB}
-_VARLEN = ("auto", "flash_attention_2")  # of `model.attention`
+_VARLEN = ("auto", "flash_attention_2")  # values of `model.attention`
 _BATCHED_TOKENS = 8192  # prefilled at once by an engine: vLLM's default for a server on a GPU
 _SAMPLER_BLOCKS = 3  # float32 [sequences, vocabulary]: logits, log-probs, and one temporary
 _DRAFTS, _ROUTES = "texts for drafts", "routes"
@@ -145,7 +145,7 @@ def supervised_rank(config: SupervisedConfig, model: ModelShape, sizes: Sizes) -
     sft = config.sft
     assert sft is not None  # the configuration was checked
     longest = config.model.model_copy(update={"max_length": sft.max_length})
-    rows = -(-sft.batch_size // config.policy.replicas)  # of a rank in one step: its micro-batch has no more
+    rows = -(-sft.batch_size // config.policy.replicas)  # a rank has in one step and so in a micro-batch
     sizes = replace(sizes, micro_batch=min(sizes.micro_batch, rows * sft.max_length))
     whole_rows = LengthsConfig(kind="fixed", tokens=sft.max_length)
     config = config.model_copy(update={"model": longest})
@@ -273,7 +273,7 @@ def activation_bytes(
     layer at a time.
 
     Attention with sinks keeps the softmax of each pair of tokens, and eager attention 8 bytes: the softmax in
-    float32, and where that is another type that of the weights, and what a cap makes.
+    float32, in the weights' type where that is another one, and what a cap makes.
     """
     s, b = model.shape, sizes.itemsize
     query, key = s.heads * s.head_dim, s.kv_heads * s.head_dim
@@ -368,8 +368,8 @@ def frozen_worker(max_length: int, model: FrozenModel, sizes: Sizes) -> Footprin
     """Return the memory of a worker of a teacher or of a reward model on one GPU.
 
     A reward model has a full batch of the longest padded rows. Their mask is [rows, 1, T, T], once of a byte
-    and once of the weights' type; with a mask the heads of keys and values are repeated to those of the
-    queries.
+    and once of the weights' type; with a mask the heads of keys and values are repeated to as many as
+    queries have.
     """
     settings = model.settings
     assert settings is not None  # the reference has `reference_worker`

@@ -32,7 +32,7 @@ _EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral")
 _OTHERWISE = ("attention_bias", "mlp_bias", "mlp_only_layers")
 # Names of how many experts a token uses.
 _USED_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
-_MEASURED_VERSION = 2  # of what the cache keeps; raise it when a measurement changes
+_MEASURED_VERSION = 2  # for the cached sizes; raise it when a measurement changes
 _MIXES_TOKENS = re.compile(r"attn|attention|mamba|mixer|conv|recurrent|router|\.gate\.")  # in a path
 _NOWHERE = "neither a directory here, nor in the Hugging Face cache, nor a family whose sizes are known"
 
@@ -71,7 +71,7 @@ class ModelShape:
 
     @property
     def computing(self) -> int:
-        """Weights that multiply a token on its way to logits."""
+        """Weights that multiply a token between embedding and logits."""
         return self.shape.layers * self.shape.layer_weights + self.embedding
 
     def read_for(self, sequences: float) -> float:
@@ -418,8 +418,8 @@ class FrozenModel:
 
 
 def frozen_models(config: Config) -> tuple[tuple[FrozenModel, ...], dict[str, str]]:
-    """Return the teachers and the reward models with known sizes; and by name why those of other reward
-    models are unknown. Raises UserError for a teacher of unknown sizes.
+    """Return the teachers and the reward models with known sizes; and by name why the sizes of other
+    reward models are unknown. Raises UserError for a teacher of unknown sizes.
     """
     known = [
         FrozenModel(model_of(teacher.model_section(config.model), config.sft, config.seed), teacher)

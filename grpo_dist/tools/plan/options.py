@@ -26,7 +26,7 @@ from grpo_dist.tools.plan.rates import Rates, Reached
 from grpo_dist.tools.plan.simulation import Scenario, Simulated, simulate
 from grpo_dist.tools.plan.workload import Workload, workload_of
 
-_SIGNAL_SHARE = 0.6  # of groups under dynamic sampling: about half of the prompts of a fitting difficulty
+_SIGNAL_SHARE = 0.6  # share of groups: about half of the prompts of a fitting difficulty have it
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class Assumptions:
 
     Attributes:
         bench: a bench.json to calibrate with; None: data sheets.
-        prompt_tokens: of every prompt; None: those of ``bench``, or a share of `data.max_prompt_tokens`.
-        turns, tool_seconds: of an episode; None: those of ``bench``, or see `workload_of`.
-        shared_tokens: that all prompts begin with; None: those of ``bench`` if its prompts are planned.
-        accepted: accepted tokens per draft; None: those of ``bench``, else none.
+        prompt_tokens: of every prompt; None: as in ``bench``, or a share of `data.max_prompt_tokens`.
+        turns, tool_seconds: of an episode; None: as in ``bench``, or see `workload_of`.
+        shared_tokens: that all prompts begin with; None: as in ``bench`` if its prompts are planned.
+        accepted: accepted tokens per draft; None: as in ``bench``, else none.
     """
 
     bench: Path | None = None

@@ -8,7 +8,7 @@ Colocated roles have the same GPUs one at a time:
     the policy's         as on GPUs of its own                      + what each sleeper keeps
     weight sync          the policy's weights, the engine's weights, two buffers; two more where engines on
                          GPUs of their own may join, which get the weights in a transfer of their own
-    refresh              the policy's weights, the reference's, two buffers, and those of the weight sync
+    refresh              the policy's weights, the reference's, two buffers, and the weight sync's
 
 Between their turns, the policy's states and a copy of the reference and of each reward model for each GPU are
 in host memory. Engines keep nothing there: they drop their weights, and the policy sends them again. The
@@ -42,7 +42,7 @@ from grpo_dist.tools.plan.memory import (
 from grpo_dist.tools.plan.models import FrozenModel, ModelShape
 from grpo_dist.tools.plan.workload import Workload
 
-USABLE = 0.95  # of a GPU's memory: what a plan may fill
+USABLE = 0.95  # share of a GPU's memory that a plan may fill
 SYNC, REFRESH = "weight sync", "reference refresh"  # moments in which two roles are on a GPU
 _CPUS_PER_GPU = 12  # assumed for nodes with GPUs
 _EVALUATED_AT_ONCE = 256  # sequences of an engine of evaluation: see `EngineSpec.for_evaluation`

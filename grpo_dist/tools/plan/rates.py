@@ -41,22 +41,22 @@ class Reached:
     gains a sequence, at least the one that it computes anyway. Drafts that are wrong gain nothing.
     """
 
-    training: float = 0.4  # of peak operations, recomputation included
+    training: float = 0.4  # share of peak operations, recomputation included
     prefill: float = 0.5
-    decode: float = 0.65  # of memory bandwidth
+    decode: float = 0.65  # share of memory bandwidth
     network: float = 0.7
-    sync: float = 0.3  # of the network
-    step_s: float = 0.004  # of a decode step: scheduler and sampler
+    sync: float = 0.3  # share of the network
+    step_s: float = 0.004  # scheduler and sampler in a decode step
     # Of a layer's kernels, launched by the host without CUDA graphs: a model of 28 layers takes 22 to 23 ms a
     # token on A800, `step_s` included, and 13 ms with graphs (vllm-project/vllm-omni#7960).
     launch_s: float = 0.65e-3
     accepted: float = 1.0
-    sync_s: float = 0.2  # of a weight sync: stop, repack, serve again
-    sample_s: float = 100e-6  # of the driver's loop for a completion (tests/evidence/driver_scaling.py)
-    score_s: float = 0.005  # of a grader process for a completion
-    overhead_s: float = 0.05  # of a training step: logging and messages
-    host: float = 0.8  # of PCIe, to and from pinned memory
-    turn_s: float = 0.5  # of a change of turns without the copies: sleep, wake, free caches
+    sync_s: float = 0.2  # stop, repack and serve again in a weight sync
+    sample_s: float = 100e-6  # the driver's loop for a completion (tests/evidence/driver_scaling.py)
+    score_s: float = 0.005  # a grader process for a completion
+    overhead_s: float = 0.05  # logging and messages in a training step
+    host: float = 0.8  # share of PCIe, to and from pinned memory
+    turn_s: float = 0.5  # a change of roles without the copies: sleep, wake, free caches
     decode_curve: tuple[tuple[float, float], ...] = ()
     source: str = "data sheet with assumed efficiencies"
 
@@ -320,7 +320,7 @@ def delta_share(itemsize: int, lr: float) -> float:
     """Return the share of the bytes of weights of ``itemsize`` bytes each that changes take at ``lr``.
 
     Between the measured learning rates of bfloat16 it is interpolated, on logarithmic scales. Below them it
-    is that of the lowest, and above all weights are sent.
+    the lowest one counts, and above them all weights are sent.
     """
     rates, shares = zip(*_DELTA_SHARES, strict=True)
     if itemsize > 2 or lr > rates[-1] * (1 + 1e-9):

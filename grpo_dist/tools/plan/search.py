@@ -44,7 +44,7 @@ _HELPERS = {
     "reward_model": "rewards.models.N.num_workers",
 }
 
-Changes = dict[str, int | str]  # of dotted keys
+Changes = dict[str, int | str]  # by dotted key
 
 
 @dataclass(frozen=True)

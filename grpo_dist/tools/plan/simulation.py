@@ -31,6 +31,7 @@ from grpo_dist import driver
 from grpo_dist.algorithms.estimators import estimator_of
 from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.config import Config, DemonstrationStreamConfig, HealthConfig
+from grpo_dist.config.distillation import SampledKL
 from grpo_dist.data.order import OrderState
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.health.bounds import Bound
@@ -62,7 +63,7 @@ class Scenario:
     ``capacity``: sequences an engine decodes at once. ``sharing``: the roles that are colocated on the
     policy's GPUs, see `Roles`. ``reference_is_base``: the policy ranks compute the reference.
     ``signal_share``: share of the groups whose rewards differ. ``frozen``: teachers and reward models of
-    known sizes. ``epoch_steps``: the prompts last so many steps at least.
+    known sizes. ``epoch_steps``: an epoch has at least the prompts of this many steps.
     """
 
     config: Config
@@ -221,13 +222,17 @@ def as_planned(scenario: Scenario) -> Config:
     config = scenario.config
 
     def section(name: str, **changes: Any) -> dict[str, Any]:
-        return {name: getattr(config, name).model_copy(update=changes)}
+        part = getattr(config, name)
+        assert changes.keys() <= type(part).model_fields.keys(), (name, changes)  # pydantic accepts any
+        return {name: part.model_copy(update=changes)}
 
     timeouts = config.cluster.timeouts
     forever = timeouts.model_copy(update=dict.fromkeys(type(timeouts).model_fields, _FOREVER_S))
     # Fake records have no sources: each teacher scores all of them, for sampled tokens alone, because top-k
     # tokens of several teachers are not put together, and no prompt is drawn by a source's weight.
-    teachers = tuple(t.model_copy(update={"sources": ()}) for t in config.distillation.teachers)
+    distillation = config.distillation
+    kl = SampledKL() if distillation.top_k else distillation.kl
+    teachers = tuple(t.model_copy(update={"sources": ()}) for t in distillation.teachers)
     sources = tuple(s.model_copy(update={"weight": None, "temperature": None}) for s in config.data.train)
     parts = {
         "steps": scenario.warmup_steps + scenario.steps + 2 * config.max_staleness,
@@ -238,7 +243,7 @@ def as_planned(scenario: Scenario) -> Config:
         **section("checkpoint", every=0, export=False),
         **section("reference", refresh_every=0),
         **section("rewards", models=(), shuffle=False),
-        **section("distillation", teachers=teachers, top_k=0),
+        **section("distillation", teachers=teachers, kl=kl),
         **section("data", order="length" if config.data.order == "length" else "epochs", train=sources),
         **section("tracking", samples=False),
     }
@@ -358,7 +363,7 @@ class TimedRollouts:
         self._loop = asyncio.get_running_loop()
         self.load_balancer = LoadBalancer(len(engines), QUEUE_DEPTH * scenario.capacity)
         self._driver = asyncio.Lock()
-        self.version = 0  # of the weights that the engines hold
+        self.version = 0  # weights of the engines
         self.batch_s: list[float] = []
 
     @property
@@ -442,7 +447,7 @@ class TimedRewards:
         await self._graders.serve("score", self._score_s(len(rollouts)))
         number = int(prompt.uid.rpartition("/")[2])
         signal = random.Random(f"{number} {self._rollouts.version}").random() < self._signal_share
-        # Every other sample is right; without signal, all of them.
+        # Every other sample is right; in a zero-variance group all are.
         rewards = ((np.arange(len(rollouts)) % 2) | (not signal)).astype(np.float32)
         return Group(prompt, rollouts, rewards, {"planned": rewards}, ("correct",) * len(rollouts))
 
@@ -576,7 +581,7 @@ class StepRecorder(NullRecorder):
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._samples = self._tokens = self._completion_tokens = 0  # of the step that is logged next
+        self._samples = self._tokens = self._completion_tokens = 0  # the step to be logged next
         self.steps: list[SimulatedStep] = []
 
     def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:

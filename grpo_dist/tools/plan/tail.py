@@ -30,7 +30,7 @@ from grpo_dist.tools.plan.options import Option, Setting, option_or_reason
 from grpo_dist.tools.plan.report import cost_per_million
 from grpo_dist.tools.plan.simulation import Scenario, Simulated, simulate
 
-_SIGMA, _PROMPT_SHARE = 1.0, 0.5  # of reasoning models; assumed where `bench.lengths` is not log-normal
+_SIGMA, _PROMPT_SHARE = 1.0, 0.5  # for reasoning models; assumed where `bench.lengths` is not log-normal
 _WINDOW = 4  # steps of tail batching
 _STEPS = 2 * _WINDOW  # simulated, so that every step of a window counts alike
 _POOL = 20  # steps' prompts to draw from: the same for every way

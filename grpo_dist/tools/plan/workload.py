@@ -14,7 +14,7 @@ from grpo_dist.tools.bench.lengths import length_of
 # Assumed without `bench.lengths` or a benchmark: what instructed models write on mathematics.
 _SHARE_OF_CAP = 1 / 3  # mean before the cap
 _SIGMA = 0.7
-_PROMPT_SHARE = 1 / 4  # of `data.max_prompt_tokens`
+_PROMPT_SHARE = 1 / 4  # share of `data.max_prompt_tokens`
 _TURNS, _TOOL_S = 2, 0.2  # a tool call and an answer
 _DRAWN = 4096  # lengths, for the means
 
@@ -107,7 +107,7 @@ def workload_of(
 
 
 def _of_whole_episodes(lengths: LengthsConfig, turns: int) -> LengthsConfig:
-    """Return lengths of whole episodes; ``lengths`` are those of each action."""
+    """Return lengths of whole episodes; ``lengths`` are per action."""
     key = "tokens" if lengths.kind == "fixed" else "mean"
     value = getattr(lengths, key)
     return lengths if value is None else lengths.model_copy(update={key: value * turns})

@@ -18,7 +18,7 @@ def add_report(commands: Any) -> None:
         "actors, settings, events, and every rollout token by token"
     )
     sub = add_command(commands, "report", text, _report, overrides=[], takes="runs")
-    text = "run directory, e.g. runs/demo, or that of an evaluation"
+    text = "run directory, e.g. runs/demo, or the directory of an evaluation"
     sub.add_argument("config", nargs="+", metavar="RUN", help=text)
     sub.add_argument(
         "--output", metavar="FILE", help="default report.html: in the run directory, or here for several runs"

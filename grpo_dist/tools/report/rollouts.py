@@ -21,7 +21,7 @@ from grpo_dist.observe.completions import said_besides
 from grpo_dist.tools.report import episodes
 from grpo_dist.tools.report.answers import AnswerReader
 
-_ROWS = 2000  # of a part, plus the rest of its last group
+_ROWS = 2000  # in a part, plus the rest of its last group
 _LONGEST = 32_000  # characters of a completion to show
 _PREVIEW = 90  # characters of a problem, and of an answer, in the table
 _PART = "reward/"

@@ -19,7 +19,7 @@ from grpo_dist.errors import UserError, expanded
 from grpo_dist.runtime.files import parse_json
 
 TRAINING, QUARANTINE = "training", "quarantine"
-_CONFIG = "config.yaml"  # of `grpo-dist train`
+_CONFIG = "config.yaml"  # written by `grpo-dist train`
 _EVALUATION = "evaluation.json"  # in the directory of `grpo-dist eval`
 _SAMPLES = re.compile(r"(?:eval_(?P<name>.+)_)?step_(?P<step>\d+)\.parquet")
 

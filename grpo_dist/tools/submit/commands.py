@@ -46,7 +46,7 @@ class Target(Protocol):
 def submit(
     path: str, overrides: Sequence[str], to: str, dry_run: bool, env: list[str] | None, **options: Any
 ) -> None:
-    """Check a job, then print or submit it. ``options``: those of the command line, None if not given."""
+    """Check a job, then print or submit it. ``options``: from the command line, None if not given."""
     config = load_config(path, overrides)
     check_one_line("`output_dir`", config.output_dir)
     check_resumes(config.checkpoint, config.steps, run_directory(config.name, config.output_dir))

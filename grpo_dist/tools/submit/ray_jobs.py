@@ -26,7 +26,7 @@ from grpo_dist.tools.submit.code import CONFIG, Carried, gather
 from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord, read_record
 from grpo_dist.tools.submit.programs import template
 
-_MOST_CPUS = 100_000  # of the driver
+_MOST_CPUS = 100_000  # for the driver
 _DEADLINE_S = 60.0  # for an answer of the job server
 _ADDRESS = "RAY_API_SERVER_ADDRESS"
 _ENTRYPOINT = f"python -m grpo_dist.cli train {CONFIG}"
@@ -145,7 +145,7 @@ def _carried(job: Job) -> Iterator[Carried]:
 
 
 def _next_number(job: Job) -> int:
-    """Return the number after that of the last submission from this machine."""
+    """Return the number of the next submission from this machine."""
     record = read_record(job.run_dir)
     return 1 + (_number(record.job, job) if record and record.target == "ray" else 0)
 
