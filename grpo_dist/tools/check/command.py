@@ -17,8 +17,15 @@ from grpo_dist.runs.run_directory import choose_run_dir, date_of_run, dated
 from grpo_dist.runs.start import CHECKS as CHECKS_OF_A_RUN
 from grpo_dist.runs.trials import CheckFailed, CheckSkipped, Start
 from grpo_dist.tools.check.devices import Place, check_memory, check_placement
-from grpo_dist.tools.check.machine import check_disk, check_ports, check_resume, check_shared_memory
-from grpo_dist.tools.check.settings import check_batch, check_tracking, check_versions
+from grpo_dist.tools.check.machine import (
+    check_batch,
+    check_disk,
+    check_ports,
+    check_resume,
+    check_shared_memory,
+    check_tracking,
+    check_versions,
+)
 
 _Check = Callable[[Start, Place], str]
 

@@ -19,7 +19,7 @@ from grpo_dist.runs.checkpoint import CheckpointState, write_manifest
 from grpo_dist.runs.identity import data_digest, fingerprint
 from grpo_dist.runs.prepare import resolve_model
 from grpo_dist.runs.start import load_inputs
-from grpo_dist.tools.check import devices, machine, settings
+from grpo_dist.tools.check import devices, machine
 from grpo_dist.tools.check.command import CHECKS, CheckResult, problems, run_checks
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from tests.support.good_inputs import GOOD, write
@@ -351,7 +351,7 @@ def test_a_package_of_another_version_is_named_with_the_one_needed(here, monkeyp
             raise metadata.PackageNotFoundError(name)
         return "0.1" if name == "deepspeed" else real(name)
 
-    monkeypatch.setattr(settings.metadata, "version", version)
+    monkeypatch.setattr(machine.metadata, "version", version)
     said = wrong(results())["versions"]
     assert "deepspeed is 0.1, needed is <0.20,>=0.19" in said and "wandb>=0.31 is not installed" in said
 
